@@ -29,7 +29,7 @@ RATE = 40_000.0
 def measure(config: DataConfig, rate: float, seconds: float) -> dict[str, Any]:
     """MB of text a second on a core for each stage, and the share of the time that a consumer of `rate` tokens/s waits."""
     encoder = dataset.open_tokenizer(config)
-    train, _ = parts.find(config)
+    train, _ = parts.find_parts(config)
     documents = [document for part in train for document in part.documents(Counter())]
     size = sum(len(document.text.encode()) for document in documents)
     with tempfile.TemporaryDirectory() as name:
@@ -39,7 +39,7 @@ def measure(config: DataConfig, rate: float, seconds: float) -> dict[str, Any]:
         )
         packs, plans = zip(
             *(
-                _timed(lambda: packing.plan(shards, config.sequence, kind, 0, folder / kind))  # noqa: B023 - called at once
+                _timed(lambda: packing.open_plan(shards, config.sequence, kind, 0, folder / kind))  # noqa: B023 - called at once
                 for kind in ("concat", "first_fit")
             ),
             strict=True,

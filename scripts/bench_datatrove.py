@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from datatrove.data import Document as Theirs
+from datatrove.data import CorpusDocument as Theirs
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
 from datatrove.pipeline.filters import (
@@ -38,11 +38,9 @@ from datatrove.utils.text import split_into_parts
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from jaxlm.corpus import run
-from jaxlm.corpus.config import Recipe, StageName
+from jaxlm.corpus.config import MinHash, Pii, Recipe, StageName
 from jaxlm.corpus.dedup import minhash
-from jaxlm.corpus.dedup.config import MinHash
-from jaxlm.corpus.document import Document
-from jaxlm.corpus.filters.config import Pii
+from jaxlm.corpus.document import CorpusDocument
 from jaxlm.corpus.readers.files import read
 from jaxlm.corpus.stages import MAKERS
 from jaxlm.data.documents import Corpus
@@ -67,19 +65,23 @@ class WhiteSpace(WordTokenizer):
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def ours(recipe: Recipe) -> dict[str, Callable[[Document], object]]:
+def ours(recipe: Recipe) -> dict[str, Callable[[CorpusDocument], object]]:
     counts: Counter[str] = Counter()
 
-    def work(stage: Callable[[Document, Counter[str]], object], each: Document) -> object:
+    def work(
+        stage: Callable[[CorpusDocument, Counter[str]], object], each: CorpusDocument
+    ) -> object:
         return stage(each, counts)
 
-    arms: dict[str, Callable[[Document], object]] = {
+    arms: dict[str, Callable[[CorpusDocument], object]] = {
         name: functools.partial(work, MAKERS[name](recipe, None)) for name in STAGES
     }
     return arms | {"minhash": lambda each: minhash.signature(each.text, BANDS)}
 
 
-def theirs(language: str | WordTokenizer, folder: str) -> dict[str, Callable[[Document], object]]:
+def theirs(
+    language: str | WordTokenizer, folder: str
+) -> dict[str, Callable[[CorpusDocument], object]]:
     filters = {
         "gopher": GopherQualityFilter(language=language),
         "repetition": GopherRepetitionFilter(language=language),
@@ -89,17 +91,17 @@ def theirs(language: str | WordTokenizer, folder: str) -> dict[str, Callable[[Do
     pii = PIIFormatter()
     signer = MinhashDedupSignature(folder, MinhashConfig(), language=language)
 
-    def work(stage: Any, each: Document) -> object:
+    def work(stage: Any, each: CorpusDocument) -> object:
         return stage.filter(Theirs(each.text, "1"))
 
-    arms: dict[str, Callable[[Document], object]] = {
+    arms: dict[str, Callable[[CorpusDocument], object]] = {
         name: functools.partial(work, stage) for name, stage in filters.items()
     }
     arms["pii"] = lambda each: pii.format(each.text)
     return arms | {"minhash": lambda each: signer.get_signature(signer.get_shingles(each.text))}
 
 
-def _over(work: Callable[[Document], object], documents: list[Document]) -> None:
+def _over(work: Callable[[CorpusDocument], object], documents: list[CorpusDocument]) -> None:
     for document in documents:
         work(document)
 
@@ -123,13 +125,13 @@ def show(name: str, size: float, turns: list[list[float]]) -> None:
     print(f"{name:<12}{cells}{''.join(f'{ratio:>10.1f}x' for ratio in ratios)}", flush=True)
 
 
-def documents(patterns: tuple[str, ...], most: float) -> list[Document]:
+def documents(patterns: tuple[str, ...], most: float) -> list[CorpusDocument]:
     corpus = Corpus.find(patterns, "text", "source")
-    found: list[Document] = []
+    found: list[CorpusDocument] = []
     size = 0
     for path, name in zip(corpus.files, corpus.names, strict=True):
         for each in read(path, name, Recipe(source=patterns), Counter()):
-            if isinstance(each, Document) and each.text.strip():
+            if isinstance(each, CorpusDocument) and each.text.strip():
                 found.append(each)
                 size += len(each.text)
         if size > most:
@@ -137,7 +139,9 @@ def documents(patterns: tuple[str, ...], most: float) -> list[Document]:
     return found
 
 
-def whole(found: list[Document], recipe: Recipe, folder: Path) -> tuple[Callable[[], object], ...]:
+def whole(
+    found: list[CorpusDocument], recipe: Recipe, folder: Path
+) -> tuple[Callable[[], object], ...]:
     """From a file to a file: ours, and theirs with either tokenizer."""
     source = folder / "in" / "texts.jsonl"
     source.parent.mkdir(parents=True, exist_ok=True)

@@ -47,14 +47,14 @@ def ours(
     parts = decode.build(
         blueprint.merge, draw, max_tokens=count, ends=(), pad=0, lookup=lookup
     ).compiled()
-    ready = parts.ready(params)  # once, as a model is read once on the other side
+    ready = parts.prepare(params)  # once, as a model is read once on the other side
     rows, length = prompts.shape
     keys = jax.random.split(jax.random.key(0), rows)
 
     def run() -> np.ndarray:
-        state = parts.begin(ready, jnp.asarray(prompts), jnp.full((rows,), length), keys)
-        state = parts.go_on(ready, state, keys, jnp.int32(count))
-        return np.asarray(decode.drawn(state).ids)
+        state = parts.start(ready, jnp.asarray(prompts), jnp.full((rows,), length), keys)
+        state = parts.decode_until(ready, state, keys, jnp.int32(count))
+        return np.asarray(decode.collect(state).ids)
 
     return run
 

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable
 
 from jaxlm.core.errors import InputMissing
 from jaxlm.corpus import remote
-from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.config import Decontaminate, Recipe, Urls
 from jaxlm.corpus.dedup.signatures import Signer
-from jaxlm.corpus.document import Document, to_line
-from jaxlm.corpus.filters.config import Decontaminate, Urls
+from jaxlm.corpus.document import CorpusDocument, to_line
 from jaxlm.corpus.readers.files import read
 from jaxlm.corpus.readers.streams import kind_of
 from jaxlm.corpus.stages import MAKERS
@@ -30,12 +29,16 @@ PROFILED = 12  # functions
 
 
 def _counted(
-    stage: Callable[[Document, Counter[str]], object], counts: Counter[str], document: Document
+    stage: Callable[[CorpusDocument, Counter[str]], object],
+    counts: Counter[str],
+    document: CorpusDocument,
 ) -> object:
     return stage(document, counts)
 
 
-def timed(name: str, work: Callable[[Document], object], documents: Iterable[Document]) -> float:
+def timed(
+    name: str, work: Callable[[CorpusDocument], object], documents: Iterable[CorpusDocument]
+) -> float:
     """Prints how fast something is done to every document. Gives a core's seconds."""
     size, begun = 0, time.process_time()
     for document in documents:
@@ -46,11 +49,11 @@ def timed(name: str, work: Callable[[Document], object], documents: Iterable[Doc
     return seconds
 
 
-def read_all(recipe: Recipe, most: float) -> list[Document]:
+def read_all(recipe: Recipe, most: float) -> list[CorpusDocument]:
     """Documents of every nth file of a recipe's source, which hold about `most` bytes; prints how fast each reader was."""
     files = remote.find(recipe)
     step = max(1, int(sum(size for *_, size in files) / most))
-    found: list[Document] = []
+    found: list[CorpusDocument] = []
     sizes, seconds = Counter[str](), defaultdict[str, float](float)
     for path, name, size in files[::step]:
         begun = time.process_time()
@@ -58,7 +61,7 @@ def read_all(recipe: Recipe, most: float) -> list[Document]:
         kind = kind_of(name) or "none"
         seconds[kind] += time.process_time() - begun
         sizes[kind] += size
-        found += [each for each in records if isinstance(each, Document)]
+        found += [each for each in records if isinstance(each, CorpusDocument)]
     characters = sum(len(each.text) for each in found)
     print(f"{len(found)} documents, {characters / 1e6:.1f} MB")
     for kind, size in sizes.most_common():
@@ -79,7 +82,7 @@ def main() -> None:
         decontaminate=Decontaminate(against=(__file__,)),
     )
     found = read_all(recipe, args.megabytes * 1e6)
-    work: dict[str, Callable[[Document], object]] = {}
+    work: dict[str, Callable[[CorpusDocument], object]] = {}
     for name, maker in MAKERS.items():
         try:
             stage = maker(recipe, None)

@@ -31,7 +31,7 @@ from jaxlm.core import config
 from jaxlm.data import dataset
 from jaxlm.models.cost import model_cost
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.qwen3 import Qwen3
+from jaxlm.models.families.qwen import Qwen3
 from jaxlm.monitor import sinks
 from jaxlm.monitor.clock import Clock
 from jaxlm.optim.config import AdamW
@@ -110,7 +110,9 @@ def ours(run: Run, data: dataset.Data, folder: Path) -> tuple[Any, Timed]:
             return True
 
         def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
-            clock.add(tokens=values["tokens"], data_wait_seconds=data_wait_seconds, at=done_at)
+            clock.add(
+                tokens=values["tokens"], data_wait_seconds=data_wait_seconds, completed_at=done_at
+            )
 
         def log(self, step: int, values: dict[str, float]) -> None:
             losses.append(values["loss_nats"])

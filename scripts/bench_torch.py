@@ -29,7 +29,7 @@ from bench_sizes import OF_CPU, OF_GPU, SIZES, costs, run_of
 from bench_turns import Ended, Measured, Plan
 
 from jaxlm.core.errors import JaxlmError
-from jaxlm.monitor import chips, formatting, traced
+from jaxlm.monitor import chips, formatting, profiling
 
 PRECISIONS = ("float32", "bfloat16")
 # Settings beside those of the command line: what keeping the optimizer's state in host memory costs, and what it frees.
@@ -231,7 +231,7 @@ def profile(plan: Plan, names: Sequence[str], folder: Path) -> int:
             print(f"{name}: {ended}", file=sys.stderr)
             return 1
         print(f"{name}: {found['steps']} steps, {found['seconds']:.3f} s, {folder / name}")
-        for label, text in traced.facts(found):
+        for label, text in profiling.facts(found):
             print(f"  {label}")
             print("\n".join(f"    {line}" for line in text.splitlines()))
     return 0

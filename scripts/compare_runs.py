@@ -18,7 +18,7 @@ import jax
 import jaxlm
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, Diverged
-from jaxlm.core.values import show
+from jaxlm.core.sections import show
 from jaxlm.monitor import sinks
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run

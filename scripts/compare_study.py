@@ -18,7 +18,7 @@ from compare_table import COLUMNS, Column, Measure
 
 from jaxlm.cli.arguments import Parser, extract, needed
 from jaxlm.core.errors import CommandError, JaxlmError
-from jaxlm.core.spelling import nearest
+from jaxlm.core.nearest import nearest_word
 from jaxlm.monitor import environment, sinks
 
 ALT = "Bits per byte of the validation set, a mark for each seed"
@@ -155,7 +155,7 @@ def _chosen(arms: Sequence[Arm], only: str | None) -> list[Arm]:
             f"there is no {wrong[0]!r} to compare",
             where=f"--only={only}",
             why=f"there is {', '.join(names)}",
-            fix=f"--only={nearest(wrong[0], names) or names[0]}",
+            fix=f"--only={nearest_word(wrong[0], names) or names[0]}",
         )
     return [arm for arm in arms if arm.name in wanted]
 

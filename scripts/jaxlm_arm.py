@@ -9,10 +9,10 @@ import numpy as np
 from bench_sizes import Size, batch, run_of
 
 from jaxlm.data.batch import Tokens
-from jaxlm.monitor import host_memory, traced
+from jaxlm.monitor import host_machine, profiling
 from jaxlm.monitor.config import ProfileConfig
-from jaxlm.monitor.profile import Trace
-from jaxlm.parallel import hlo_operations, host
+from jaxlm.monitor.profiling import Trace
+from jaxlm.parallel import hlo, host
 from jaxlm.recipes import jax_setup
 from jaxlm.recipes.train.programs import without_data
 
@@ -47,7 +47,7 @@ class Arm:
 
     def facts(self) -> dict[str, Any]:
         """What it ran on, and the most that the device's allocator has given out; None for a CPU, which does not say."""
-        peak = host_memory.peak(jax.local_devices())
+        peak = host_machine.peak_memory(jax.local_devices())
         return {
             "device": jax.devices()[0].device_kind,
             "library": f"jax {jax.__version__}",
@@ -55,7 +55,7 @@ class Arm:
         }
 
     def trace(self, folder: Path, count: int) -> dict[str, Any]:
-        """Where the time of so many steps went, as `traced.summary` says. The trace itself is left in `folder`."""
+        """Where the time of so many steps went, as `profiling.summary` says. The trace itself is left in `folder`."""
         window = Trace(ProfileConfig(steps=f"0:{count}"), folder)
         with jax.set_mesh(self._grid):
             for number in range(count):
@@ -63,9 +63,9 @@ class Arm:
                 window.enter("step")
                 self._state, _ = self._step(self._state, self._batch)
             window.before(count)
-        known = hlo_operations.read(self._step.as_text() or "")
+        known = hlo.read_operations(self._step.as_text() or "")
 
         def tell(name: str) -> tuple[str, str, bool]:
-            return (*known.get(name, hlo_operations.by_name(name)), name in known)
+            return (*known.get(name, hlo.operation_by_name(name)), name in known)
 
-        return traced.summary(traced.newest(folder), tell)
+        return profiling.summary(profiling.newest_trace(folder), tell)

@@ -15,7 +15,7 @@ from jaxlm.recipes.exchange import import_model
 
 def opened(source: Folder | Gguf, precision: Precision) -> tuple[Blueprint, Any]:
     """The model and its parameters."""
-    family, _ = hub_architecture.described(source, lambda _: None)
+    family, _ = hub_architecture.read_family(source, lambda _: None)
     decoder = family.build()
     blueprint = Blueprint(decoder, precision)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -23,5 +23,5 @@ def opened(source: Folder | Gguf, precision: Precision) -> tuple[Blueprint, Any]
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
     )
     with source.opened() as fetch:
-        tensors = hub_architecture.named(layout(decoder, family.HUB), source, family.HUB)
+        tensors = hub_architecture.in_folder_names(layout(decoder, family.HUB), source, family.HUB)
         return blueprint, import_model.load(tensors, fetch, placed)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlm.core import config
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import DecoderConfig
 from jaxlm.models.cost import comm_cost, model_cost
 from jaxlm.parallel.config import AXES
 from jaxlm.parallel.schedule import Schedule
@@ -114,7 +114,7 @@ def chips_in_step(sizes: dict[str, int], axis: str) -> int:
 
 
 def outcome(
-    strategy: Strategy, model: Decoder, chips: int, *, tokens: int, sequence: int
+    strategy: Strategy, model: DecoderConfig, chips: int, *, tokens: int, sequence: int
 ) -> Outcome | None:
     """What a strategy costs on so many chips with `tokens` a chip; None where it cannot be laid out."""
     sizes = strategy.sizes(chips)
@@ -123,7 +123,7 @@ def outcome(
     if sizes is None or rows == 0:
         return None
     microbatches = min(4 * sizes["pipe"], rows) if sizes["pipe"] > 1 else 1
-    work = comm_cost.Work(
+    work = comm_cost.StepWorkload(
         model=model,
         sequence=sequence,
         rows=rows,
@@ -144,7 +144,7 @@ def outcome(
     return Outcome(strategy.name, chips, compute, sent, state_bytes)
 
 
-def outcomes(model: Decoder, *, tokens: int, sequence: int) -> Iterator[Outcome]:
+def outcomes(model: DecoderConfig, *, tokens: int, sequence: int) -> Iterator[Outcome]:
     """Every strategy on every number of chips."""
     for strategy in STRATEGIES:
         for chips in CHIPS:
@@ -167,7 +167,9 @@ class Crossover:
         return f"{self.tokens:,.0f}" + ("'" if self.tokens < self.row else "")
 
 
-def crossover(strategy: Strategy, model: Decoder, chips: int, *, sequence: int) -> Crossover | None:
+def crossover(
+    strategy: Strategy, model: DecoderConfig, chips: int, *, sequence: int
+) -> Crossover | None:
     """Where compute and communication are equal; None where a strategy cannot be laid out, or does not fit.
 
     With all micro-batches of a pipeline, compute is a t for t tokens a chip and communication b t + c: two outcomes give
@@ -186,7 +188,7 @@ def crossover(strategy: Strategy, model: Decoder, chips: int, *, sequence: int) 
     return Crossover(fixed / gained if gained > 0 else math.inf, row)
 
 
-def table(name: str, model: Decoder, *, tokens: int, sequence: int) -> str:
+def table(name: str, model: DecoderConfig, *, tokens: int, sequence: int) -> str:
     """Milliseconds of compute and communication for each strategy, and where it stops paying."""
     lines = [
         f"{name}: {tokens:,} tokens a chip, rows of {sequence:,}; ms of compute / of communication a step; - does not fit,"
@@ -214,7 +216,7 @@ def table(name: str, model: Decoder, *, tokens: int, sequence: int) -> str:
     return "\n".join(lines)
 
 
-def draw(decoders: dict[str, Decoder], path: Path, *, tokens: int, sequence: int) -> None:
+def draw(decoders: dict[str, DecoderConfig], path: Path, *, tokens: int, sequence: int) -> None:
     """Communication over compute, by chips, for each strategy; above 1 it cannot be hidden."""
     from matplotlib.figure import Figure
 
@@ -243,7 +245,7 @@ def draw(decoders: dict[str, Decoder], path: Path, *, tokens: int, sequence: int
     figure.savefig(path, metadata={"Software": None})
 
 
-def models() -> dict[str, Decoder]:
+def models() -> dict[str, DecoderConfig]:
     """Those of the tables, by title."""
     root = Path(__file__).parents[1] / "configs"
     return {

@@ -9,15 +9,16 @@ import numpy as np
 from jaxlm.checkpoint.hub_folder import DTYPES, ModelSource
 from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor
 from jaxlm.core import config
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError
 from jaxlm.models.families.hub import Attributes, Hub, WrapperConfig
 from jaxlm.models.families.union import Family
 
 ARMS = {arm.HUB.model_type: arm for arm in get_args(Family)}
-PARTS = {arm.HUB.whole.model_type: arm for arm in get_args(Family) if arm.HUB.whole}
+PARTS = {arm.HUB.wrapper.model_type: arm for arm in get_args(Family) if arm.HUB.wrapper}
 
 
-def read_family(folder: ModelSource, say: Callable[[str], None]) -> tuple[Any, str]:
+def read_family(folder: ModelSource, say: Log) -> tuple[Any, str]:
     """Return the family with its sizes, and the dtype of the matrices (float32 if they differ).
 
     Raises:
@@ -54,7 +55,7 @@ def family_of(raw: dict[str, Any], where: str) -> Any:
             fix="import a model of one of these types",
         )
     arm = known[kind]
-    attributes = _part(raw, arm.HUB.whole, where) if kind in PARTS else Attributes(raw, where)
+    attributes = _part(raw, arm.HUB.wrapper, where) if kind in PARTS else Attributes(raw, where)
     family = arm.from_hub(attributes)
     attributes.check()
     return config.from_json(arm, config.to_json(family), where=where)
@@ -65,9 +66,9 @@ def _part(raw: dict[str, Any], whole: WrapperConfig, where: str) -> Attributes:
     outer = Attributes(raw, where)
     part = outer.get(whole.attribute, kind=dict)
     outer.expect("tie_word_embeddings", True)
-    outer.ignore(*whole.own)
+    outer.ignore(*whole.ignored_attributes)
     outer.check()
-    return Attributes({**whole.absent, **part}, where)
+    return Attributes({**whole.defaults, **part}, where)
 
 
 def in_folder_names(tensors: list[HFTensor], folder: ModelSource, hub: Hub) -> list[HFTensor]:
@@ -82,17 +83,17 @@ def namer(folder: ModelSource, hub: Hub) -> Callable[[str], str]:
     The folder may use an older name, omit the optional prefix, or hold a larger model.
     """
     names = folder.tensors()
-    whole = hub.whole_of(folder.config)
-    is_short = whole is None and not any(name.startswith(hub.optional) for name in names)
-    pairs = () if whole is None else whole.names
+    whole = hub.wrapper_of(folder.config)
+    is_short = whole is None and not any(name.startswith(hub.optional_prefix) for name in names)
+    pairs = () if whole is None else whole.prefixes
     matches = (pair for pair in pairs if any(name.startswith(pair[1]) for name in names))
     prefix, their_prefix = next(matches, ("", ""))
 
     def name(ours: str) -> str:
-        ours = ours.removeprefix(hub.optional) if is_short else ours
+        ours = ours.removeprefix(hub.optional_prefix) if is_short else ours
         if ours.startswith(prefix):
             ours = their_prefix + ours.removeprefix(prefix)
-        for old, new in hub.older:
+        for old, new in hub.old_suffixes:
             if ours not in names and ours.endswith(new):
                 ours = ours.removesuffix(new) + old
         return ours
@@ -107,10 +108,14 @@ def compare(tensors: list[HFTensor], folder: ModelSource, hub: Hub, *, is_tied: 
       DataError: listing all tensors that are missing, left over, or of another shape or dtype.
     """
     stored, expected = folder.tensors(), {each.name: each.shape for each in tensors}
-    derived = (*hub.buffers, hub.head) if is_tied else hub.buffers
+    derived = (*hub.buffer_suffixes, hub.head_name) if is_tied else hub.buffer_suffixes
     left = stored.keys() - expected.keys()
-    whole = hub.whole_of(folder.config)
-    others = (*hub.others, *hub.layers_ahead(folder.config), *(whole.beside if whole else ()))
+    whole = hub.wrapper_of(folder.config)
+    others = (
+        *hub.ignored_prefixes,
+        *hub.mtp_prefixes(folder.config),
+        *(whole.other_prefixes if whole else ()),
+    )
     ignored = sorted(name for name in left if name.endswith(derived) or name.startswith(others))
     problems = [
         f"missing     {name} {list(expected[name])}" for name in expected if name not in stored
@@ -133,24 +138,23 @@ def compare(tensors: list[HFTensor], folder: ModelSource, hub: Hub, *, is_tied: 
     return ignored
 
 
-def log_ignored(
-    ignored: list[str], folder: ModelSource, hub: Hub, say: Callable[[str], None]
-) -> None:
+def log_ignored(ignored: list[str], folder: ModelSource, hub: Hub, say: Log) -> None:
     """Log every tensor that was not read, and why; count those of unsupported layers and parts."""
-    whole = hub.whole_of(folder.config)
+    whole = hub.wrapper_of(folder.config)
     parts = dict.fromkeys(
-        hub.layers_ahead(folder.config),
+        hub.mtp_prefixes(folder.config),
         f"a multi-token prediction layer, which {hub.architecture} does not compute; "
         "objective.name=mtp trains such heads from scratch",
     ) | dict.fromkeys(
-        whole.beside if whole else (), f"which is outside {hub.architecture}, the text model"
+        whole.other_prefixes if whole else (),
+        f"which is outside {hub.architecture}, the text model",
     )
     for part, why in parts.items():
         if count := sum(name.startswith(part) for name in ignored):
             say(f"not read: {count} tensors of {part}*, {why}")
     for name in ignored:
         if not name.startswith(tuple(parts)):
-            is_other = name.startswith(hub.others)
+            is_other = name.startswith(hub.ignored_prefixes)
             why = f"{hub.architecture} has no such part" if is_other else "it can be recomputed"
             say(f"not read, as {why}: {name}")
 

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.checkpoint.hub_folder import INDEX, PICKLES, WHOLE, parsed_object
+from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import CommandError, InputMissing, JaxlmError, not_installed
 from jaxlm.monitor import formatting
 
 PREFIX = "hf:"
 ANSWER_SECONDS = 10  # timeout of a request to the hub
 _NAME = re.compile(r"hf:(?P<model>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-
-Show = Callable[[str, int, int], None]
 
 
 class FetchedModel(NamedTuple):
@@ -35,8 +34,8 @@ def fetch_model(
     others: Collection[str],
     *,
     check: Callable[[dict[str, Any], str], object],
-    say: Callable[[str], None] = lambda _: None,
-    show: Show = lambda what, done, total: None,
+    say: Log = lambda _: None,
+    show: OnProgress = lambda what, done, total: None,
 ) -> FetchedModel:
     """Fetch the safetensors files of `hf:org/name[@revision]`, their index, and other files.
 
@@ -82,7 +81,7 @@ def fetch_model(
 class _Model:
     """A model of the hub; errors of the library are raised as errors of four parts."""
 
-    def __init__(self, source: str, show: Show):
+    def __init__(self, source: str, show: OnProgress):
         match = _NAME.fullmatch(source)
         if match is None:
             raise _misnamed(source)
@@ -120,7 +119,7 @@ class _Model:
             raise _refused(self._given, self.name, self._revision, error) from error
 
 
-def _silent_bar(file: str, show: Show) -> type:
+def _silent_bar(file: str, show: OnProgress) -> type:
     """Return a progress bar class for the library that draws nothing and calls `show`."""
     from huggingface_hub.utils.tqdm import tqdm
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.cost.tensors import Place, Tensor, places
+from jaxlm.models.cost.tensors import LayerTensor, Tensor, layer_tensors
 from jaxlm.models.families.hub import Hub, TensorMapping, uncomputed
 
 Slices = tuple[slice, ...]
@@ -117,13 +117,13 @@ def layout(config: ModelConfig, hub: Hub) -> list[HFTensor]:
     Raises:
       ConfigError: if a leaf of ours has no HF name.
     """
-    by_layer: dict[int | None, dict[str, Place]] = defaultdict(dict)
-    for place in places(config):
+    by_layer: dict[int | None, dict[str, LayerTensor]] = defaultdict(dict)
+    for place in layer_tensors(config):
         by_layer[place.layer][place.tensor.path] = place
     tensors = []
     for layer, leaves in by_layer.items():
         unmapped = set(leaves)
-        for row in hub.rows:
+        for row in hub.mappings:
             if row.is_of_layer == (layer is not None):
                 for name, parts in _matched(row, layer, leaves):
                     tensors.append(HFTensor(name, row.layout, parts, row.is_exact))
@@ -134,7 +134,7 @@ def layout(config: ModelConfig, hub: Hub) -> list[HFTensor]:
 
 
 def _matched(
-    row: TensorMapping, layer: int | None, leaves: Mapping[str, Place]
+    row: TensorMapping, layer: int | None, leaves: Mapping[str, LayerTensor]
 ) -> Iterator[tuple[str, tuple[MappedSlice, ...]]]:
     """Yield the tensors of a mapping in a layer; none if the layer has no such leaves."""
     if not all(
@@ -142,7 +142,7 @@ def _matched(
         for path in row.param_path
     ):
         return
-    if row.without in leaves or not (row.beside is None or row.beside in leaves):
+    if row.excludes in leaves or not (row.requires is None or row.requires in leaves):
         return
     tensors = [leaves[path] for path in row.param_path]
     name = row.hf_name.replace("{i}", str(layer))
@@ -157,7 +157,7 @@ def _is_of_experts(tensor: Tensor) -> bool:
     return tensor.axes[0] == "experts"
 
 
-def _part(place: Place, *expert: int) -> MappedSlice:
+def _part(place: LayerTensor, *expert: int) -> MappedSlice:
     lead = () if place.row is None else (place.row,)
     shape = place.tensor.shape[1:] if expert else place.tensor.shape
     return MappedSlice(place.path, (*lead, *expert), shape, place.tensor.ins)

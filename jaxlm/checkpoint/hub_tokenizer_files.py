@@ -2,18 +2,17 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jaxlm.checkpoint.hub_folder import ModelSource, damaged
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data.hub_tokenizer import Imported
-from jaxlm.data.tokenizer_file import LARGEST_FILE
+from jaxlm.data.hub_tokenizer import ExtraToken, ImportedTokenizer, with_extra_tokens
+from jaxlm.data.tokenizer_file import MAX_FILE_BYTES
 from jaxlm.data.vocabularies import byte_pairs, pieces, word_pieces
-from jaxlm.data.vocabularies.added import Added, with_added
-from jaxlm.data.vocabularies.patterns import Pattern
+from jaxlm.data.vocabularies.byte_pairs import Pattern
 
-Say = Callable[[str], None]
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 RANKS = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # first line of a tiktoken file
 # Pretokenization by model_type for tokenizers that are tiktoken files, which do not contain it.
@@ -39,7 +38,7 @@ class TokenizerSource(NamedTuple):
     ends: str | None = None
 
 
-def read_tokenizer(folder: ModelSource, say: Say = lambda _: None) -> Imported:
+def read_tokenizer(folder: ModelSource, say: Log = lambda _: None) -> ImportedTokenizer:
     """Read a model's tokenizer, with the tokens around its documents and those that end an answer.
 
     SentencePiece models, WordPiece vocabularies, BPE merges and tiktoken ranks are converted to a
@@ -81,7 +80,7 @@ def read_tokenizer(folder: ModelSource, say: Say = lambda _: None) -> Imported:
     bos = ids("bos", "cls") or in_vocabulary(form.begins)
     is_begun = settings.get("add_bos_token", bool(bos) and added.get(begun) == bos[0])
     ends = _ends(folder)
-    tokenizer = Imported(
+    tokenizer = ImportedTokenizer(
         form.content,
         before=bos if is_begun else (),
         after=ids("eos", "sep") or in_vocabulary(form.ends),
@@ -104,14 +103,16 @@ def _ends(folder: ModelSource) -> list[int]:
     return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
 
 
-def _form(folder: ModelSource, settings: dict[str, Any], say: Say) -> TokenizerSource:
+def _form(folder: ModelSource, settings: dict[str, Any], say: Log) -> TokenizerSource:
     if folder.has("tokenizer.json"):
-        return TokenizerSource(folder.read("tokenizer.json", LARGEST_FILE), "tokenizer.json")
+        return TokenizerSource(folder.read("tokenizer.json", MAX_FILE_BYTES), "tokenizer.json")
     for form in (_sentencepiece, _word_pieces, _byte_pairs, _ranks):
         form_read = form(folder, settings, say)
         if form_read is not None:
             where = str(folder.path / form_read.name)
-            content = with_added(form_read.content, _added(folder, settings, form_read), where)
+            content = with_extra_tokens(
+                form_read.content, _added(folder, settings, form_read), where
+            )
             say(f"{form_read.name} was converted to a tokenizer.json, which an export has too")
             return form_read._replace(content=content)
     raise InputMissing(
@@ -124,12 +125,12 @@ def _form(folder: ModelSource, settings: dict[str, Any], say: Say) -> TokenizerS
 
 
 def _sentencepiece(
-    folder: ModelSource, settings: dict[str, Any], say: Say
+    folder: ModelSource, settings: dict[str, Any], say: Log
 ) -> TokenizerSource | None:
     name = next((name for name in SENTENCEPIECE if folder.has(name)), None)
     if name is None:
         return None
-    model, where = folder.read(name, LARGEST_FILE), str(folder.path / name)
+    model, where = folder.read(name, MAX_FILE_BYTES), str(folder.path / name)
     if RANKS.match(model):
         return None
     vocabulary = pieces.read(model, where)
@@ -142,11 +143,11 @@ def _sentencepiece(
     return TokenizerSource(content, name, vocabulary.begins, vocabulary.ends)
 
 
-def _word_pieces(folder: ModelSource, settings: dict[str, Any], say: Say) -> TokenizerSource | None:
+def _word_pieces(folder: ModelSource, settings: dict[str, Any], say: Log) -> TokenizerSource | None:
     if not folder.has("vocab.txt"):
         return None
     where = str(folder.path / "vocab.txt")
-    vocabulary = word_pieces.vocabulary_of(folder.read("vocab.txt", LARGEST_FILE), where)
+    vocabulary = word_pieces.vocabulary_of(folder.read("vocab.txt", MAX_FILE_BYTES), where)
     content = word_pieces.as_json(
         vocabulary,
         where,
@@ -157,7 +158,7 @@ def _word_pieces(folder: ModelSource, settings: dict[str, Any], say: Say) -> Tok
     return TokenizerSource(content, "vocab.txt", word_pieces.BEGINS, word_pieces.ENDS)
 
 
-def _byte_pairs(folder: ModelSource, settings: dict[str, Any], say: Say) -> TokenizerSource | None:
+def _byte_pairs(folder: ModelSource, settings: dict[str, Any], say: Log) -> TokenizerSource | None:
     if not (folder.has("vocab.json") and folder.has("merges.txt")):
         return None
     kind = folder.config.get("model_type")
@@ -166,10 +167,10 @@ def _byte_pairs(folder: ModelSource, settings: dict[str, Any], say: Say) -> Toke
         path, why = folder.path / "vocab.json", "every token needs a whole number"
         raise damaged("vocab.json does not hold token ids", path, why, "file")
     try:
-        lines = folder.read("merges.txt", LARGEST_FILE).decode().splitlines()
+        lines = folder.read("merges.txt", MAX_FILE_BYTES).decode().splitlines()
     except UnicodeDecodeError as error:
         raise damaged("merges.txt is not UTF-8", where, str(error), "file") from error
-    merges = byte_pairs.merges_of(
+    merges = byte_pairs.parse_merges(
         [line for line in lines if line and not line.startswith("#version")], where
     )
     content = byte_pairs.as_json(
@@ -182,7 +183,7 @@ def _byte_pairs(folder: ModelSource, settings: dict[str, Any], say: Say) -> Toke
     return TokenizerSource(content, "merges.txt", GPT2_END, GPT2_END)
 
 
-def _ranks(folder: ModelSource, settings: dict[str, Any], say: Say) -> TokenizerSource | None:
+def _ranks(folder: ModelSource, settings: dict[str, Any], say: Log) -> TokenizerSource | None:
     names = sorted(path.name for path in folder.path.glob("*.tiktoken"))
     name = next((name for name in ("tokenizer.model", *names) if folder.has(name)), None)
     if name is None:
@@ -195,19 +196,23 @@ def _ranks(folder: ModelSource, settings: dict[str, Any], say: Say) -> Tokenizer
             why=f"it is known for {', '.join(sorted(CUTS))}; the model is a {kind!r:.60}",
             fix="convert the folder with transformers, which writes a tokenizer.json",
         )
-    ranks = byte_pairs.ranks(folder.read(name, LARGEST_FILE), where)
-    vocabulary, merges = byte_pairs.of_ranks(ranks)
+    ranks = byte_pairs.parse_ranks(folder.read(name, MAX_FILE_BYTES), where)
+    vocabulary, merges = byte_pairs.from_ranks(ranks)
     form: Any = {"pattern": CUTS[kind], "composed": kind in COMPOSED, "whole_words": True}
     content = byte_pairs.as_json(vocabulary, merges, where=where, **form)
     return TokenizerSource(content, name, None, GPT2_END)
 
 
-def _added(folder: ModelSource, settings: dict[str, Any], form: TokenizerSource) -> Iterator[Added]:
+def _added(
+    folder: ModelSource, settings: dict[str, Any], form: TokenizerSource
+) -> Iterator[ExtraToken]:
     """Yield tokens that the settings add to a vocabulary, and named special tokens in it."""
     vocabulary = _vocabulary(json.loads(form.content))
     named = [_text(settings.get(f"{name}_token")) for name in NAMED]
     ids = {text: vocabulary[text] for text in (*named, form.ends) if text in vocabulary}
-    tokens = {number: Added(text, number, True) for text, number in ids.items() if text is not None}
+    tokens = {
+        number: ExtraToken(text, number, True) for text, number in ids.items() if text is not None
+    }
     listed = settings.get("added_tokens_decoder")
     for key, entry in listed.items() if isinstance(listed, dict) else ():
         text = _text(entry)
@@ -215,17 +220,17 @@ def _added(folder: ModelSource, settings: dict[str, Any], form: TokenizerSource)
             what = "tokenizer_config.json adds a token without an id or a text"
             path = folder.path / "tokenizer_config.json"
             raise damaged(what, path, f"{key!r:.60}: {entry!r:.200}", "file")
-        tokens[int(key)] = Added(text, int(key), bool(entry.get("special")))
+        tokens[int(key)] = ExtraToken(text, int(key), bool(entry.get("special")))
     yield from tokens.values()
     if listed is None and settings.get("tokenizer_class") == "T5Tokenizer":
         yield from _sentinels(json.loads(form.content), settings)
 
 
-def _sentinels(parsed: dict[str, Any], settings: dict[str, Any]) -> Iterator[Added]:
+def _sentinels(parsed: dict[str, Any], settings: dict[str, Any]) -> Iterator[ExtraToken]:
     """Yield T5's sentinel tokens, whose ids follow the pieces in descending order."""
     pieces_of_model, count = len(parsed["model"]["vocab"]), settings.get("extra_ids", 100)
     for number in range(count if isinstance(count, int) and 0 <= count <= 1000 else 0):
-        yield Added(f"<extra_id_{count - 1 - number}>", pieces_of_model + number, True)
+        yield ExtraToken(f"<extra_id_{count - 1 - number}>", pieces_of_model + number, True)
 
 
 def _flag(settings: dict[str, Any], name: str, default: bool | None) -> Any:

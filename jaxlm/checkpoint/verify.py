@@ -14,6 +14,7 @@ from typing import Any
 from etils import epath
 
 from jaxlm.checkpoint import record as records
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError
 from jaxlm.monitor.formatting import ProgressLines
 from jaxlm.parallel.peers import Peers
@@ -40,7 +41,7 @@ class Verifier:
         *,
         phase: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         moved: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = lambda text: None,
+        say: Log = lambda text: None,
     ):
         self._peers = peers or Peers()
         self._phase, self._moved, self._say = phase, moved, say

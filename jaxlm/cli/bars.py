@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxlm.cli.output import Output
 from jaxlm.core.callbacks import OnProgress
-from jaxlm.monitor.progress import Lines
+from jaxlm.monitor.formatting import ProgressLines
 
 LINE_SECONDS = 30.0  # between two lines of a log
 
@@ -19,7 +19,7 @@ def progress_bars(out: Output, doing: str = "") -> Iterator[OnProgress]:
         yield lambda what, done, total: None
         return
     if not sys.stderr.isatty():
-        yield Lines(out.log, doing, LINE_SECONDS)
+        yield ProgressLines(out.log, doing, LINE_SECONDS)
         return
     from rich import progress as rich
     from rich.console import Console

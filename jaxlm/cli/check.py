@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
 
     if args.topology:
-        from jaxlm.recipes.diagnose.topology import compile_for
+        from jaxlm.recipes.diagnose.collectives import compile_for
 
         answer = compile_for(loaded.value, args.topology, out.log)
         out.result(answer, _memory(answer))

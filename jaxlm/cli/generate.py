@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         settings,
         is_chat=args.chat,
         say=out.log,
-        tell=_Stream(settings.prompts, out) if is_streamed else None,
+        on_text=_Stream(settings.prompts, out) if is_streamed else None,
         **selection(args),
     )
     if not is_streamed:

@@ -16,9 +16,9 @@ from jaxlm.cli.arguments import add_flag, add_switch, needed_config
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
-from jaxlm.monitor import chips, cpu, formatting
+from jaxlm.monitor import chips, formatting, host_machine
 from jaxlm.monitor.chips import MEMORY, machine
-from jaxlm.parallel.config import shown
+from jaxlm.parallel.config import format_mesh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     _check(args)
     assumed: list[str] = []
     on = (
-        cpu.this_machine(args.devices, assumed)
+        host_machine.this_machine(args.devices, assumed)
         if args.on == "cpu"
         else machine(args.on, flag="--on", memory=args.memory)
     )
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if not forecast.fits:
         answer["nearest"] = _nearest(loaded.value, on)
     if args.exact:
-        from jaxlm.recipes.diagnose.topology import compile_for, compile_here
+        from jaxlm.recipes.diagnose.collectives import compile_for, compile_here
 
         compiled = (
             compile_here(chosen, args.devices, out.log)
@@ -130,7 +130,7 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
     parameters, flops = count(answer["parameters"]), count(answer["flops_per_token"])
     memory = f"{size(held['total'])} of {size(answer['memory_bytes'])} per device"
     rows = [
-        ("on", f"{answer['on']}, {devices}, mesh {shown(answer['mesh'])}"),
+        ("on", f"{answer['on']}, {devices}, mesh {format_mesh(answer['mesh'])}"),
         ("model", f"{parameters} parameters, {flops} FLOPs per token"),
         ("memory", f"{memory}: {verdict}"),
         ("memory", " · ".join(f"{name} {size(part)}" for part, name in parts if part)),

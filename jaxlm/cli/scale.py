@@ -16,7 +16,7 @@ from jaxlm.cli.arguments import add_flag, add_switch, needed, needed_config
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
-from jaxlm.monitor import cpu, formatting
+from jaxlm.monitor import formatting, host_machine
 from jaxlm.monitor.chips import MEMORY, machine
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     flops = plan.budget(args.budget)
     assumed: list[str] = []
     on = args.on and (
-        cpu.this_machine(1, assumed)
+        host_machine.this_machine(1, assumed)
         if args.on == "cpu"
         else machine(args.on, flag="--on", memory=args.memory)
     )

@@ -42,7 +42,7 @@ def run(args: Any, out: Output) -> int:
 
 def _train(args: Any, out: Output) -> int:
     tokenizer = _of_config(args, out)
-    content = tokenizer.serialise()
+    content = tokenizer.serialize()
     fits = _fits(args, None, [(args.out, tokenizer)])
     path = Path(args.out).with_suffix(".json" if content.startswith(b"{") else ".model")
     if path.exists():
@@ -67,12 +67,12 @@ def _train(args: Any, out: Output) -> int:
 
 def _show(args: Any, out: Output) -> int:
     from jaxlm.data import tokenizer_file
-    from jaxlm.data.peek import spelt
+    from jaxlm.data.peek import token_text
 
     _config(args)  # reports a wrong setting even if only the file is read
     tokenizer = tokenizer_file.read(args.file) if args.file else _of_config(args, out)
     ids = tokenizer.encode(args.text)
-    pieces = [spelt([i], tokenizer) for i in ids]
+    pieces = [token_text([i], tokenizer) for i in ids]
     answer = {
         "kind": type(tokenizer).__name__,
         "size": tokenizer.size,
@@ -117,21 +117,21 @@ def _named(name: str, args: Any, out: Output) -> Any:
     if name == "bytes":
         return Bytes()
     config = _config(args, ("data.tokenizer", name)).data
-    if any(part.folders for part in parts.find(config)[0]):
+    if any(part.folders for part in parts.find_parts(config)[0]):
         raise ConfigError(
             f"{name} cannot be trained",
             where="data.train",
             why="it contains tokens",
             fix="name text files in --config.data.train",
         )
-    return dataset.open_tokenizer(config, say=out.log)
+    return dataset.open_tokenizer(config, log=out.log)
 
 
 def _fits(args: Any, pattern: str | None, named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Return the measurements of each tokenizer on the text; empty without text."""
     from jaxlm.data import tokenizer_report
 
-    texts = tokenizer_report.texts(_config(args).data, pattern)
+    texts = tokenizer_report.sample_texts(_config(args).data, pattern)
     return [(name, tokenizer_report.measure(each, texts)) for name, each in named if texts]
 
 
@@ -158,4 +158,4 @@ def _config(args: Any, *more: tuple[str, str]) -> Run:
 def _of_config(args: Any, out: Output) -> Any:
     from jaxlm.data import dataset
 
-    return dataset.open_tokenizer(_config(args).data, say=out.log)
+    return dataset.open_tokenizer(_config(args).data, log=out.log)

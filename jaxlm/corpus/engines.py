@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxlm.core import errors
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import (
     DataError,
     InputMissing,
@@ -221,7 +222,7 @@ PACKAGES = "numpy", "ftfy", "py3langid", "pyarrow", "zstandard", "tokenizers", "
 
 
 @contextlib.contextmanager
-def connected(workers: int, log: Callable[[str], None]) -> Iterator[Any]:
+def connected(workers: int, log: Log) -> Iterator[Any]:
     """Connect to the cluster of RAY_ADDRESS or of this machine, else start a local one.
 
     A local one has `workers` processes and is shut down at the end of the block. Raises
@@ -360,7 +361,7 @@ RunUnits = Callable[
 
 
 @contextlib.contextmanager
-def opened(name: EngineName, workers: int, log: Callable[[str], None]) -> Iterator[RunUnits]:
+def opened(name: EngineName, workers: int, log: Log) -> Iterator[RunUnits]:
     """Open an engine that runs at most `workers` units at a time.
 
     Raises InputMissing if its package is not installed, or its cluster does not answer.

@@ -7,11 +7,11 @@ import itertools
 import json
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.core import config, disk
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus import remote
 from jaxlm.corpus.config import WHOLE, Recipe
@@ -144,7 +144,7 @@ class Job:
         ).digest()
         return int.from_bytes(drawn, "little") < self.sample * 2**64
 
-    def claim(self, log: Callable[[str], None]) -> "Job":
+    def claim(self, log: Log) -> "Job":
         """Record the job in its folder, or check that the recorded job is the same.
 
         Return the job with its large files divided.
@@ -175,7 +175,7 @@ class Job:
         disk.replace(self.out / WORK / SPANS, json.dumps(job.cuts).encode())
         return job
 
-    def _cut(self, log: Callable[[str], None]) -> dict[str, DividedFile]:
+    def _cut(self, log: Log) -> dict[str, DividedFile]:
         """Divide large files; keep the recorded spans of unchanged files, or of read ones."""
         noted = _cuts(self.out)
         if (self.out / WORK / VERDICTS).exists() or (self.out / REPORT).exists():

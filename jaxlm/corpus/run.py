@@ -24,11 +24,12 @@ import shlex
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core import disk
+from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import InUse, cannot_write
 from jaxlm.corpus import engines, stages
 from jaxlm.corpus.comparison import compare, find_earlier
@@ -50,7 +51,6 @@ from jaxlm.corpus.unit import (
 )
 
 LOCK = ".lock"
-Progress = Callable[[str, int, int], None]  # name of the step, bytes of files done, bytes in all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,8 @@ def run(
     engine: EngineName = "processes",
     sample: float = 1.0,
     scorer: MakeScorer | None = None,
-    log: Callable[[str], None] = lambda _: None,
-    progress: Progress = lambda what, done, total: None,
+    log: Log = lambda _: None,
+    progress: OnProgress = lambda what, done, total: None,
 ) -> Outcome:
     """Run a recipe, or the unfinished part of it.
 
@@ -107,7 +107,7 @@ def run(
 
 
 def _do(
-    job: Job, left: list[int], run_units: RunUnits, log: Callable[[str], None], progress: Progress
+    job: Job, left: list[int], run_units: RunUnits, log: Log, progress: OnProgress
 ) -> tuple[Seconds, int]:
     """Run all steps of the unfinished units; return seconds by stage and the bytes read."""
     sizes = [sum(piece.size for piece in unit) for unit in job.units]
@@ -136,7 +136,7 @@ def _do(
     return seconds, read
 
 
-def _drop_stale_units(job: Job, is_compared: bool, log: Callable[[str], None]) -> None:
+def _drop_stale_units(job: Job, is_compared: bool, log: Log) -> None:
     """Discard cleaned units whose files changed since; warn if it is too late, after comparing."""
     for number, pieces in enumerate(job.units):
         if not cleaned(job, number).exists():

@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxlm.core import batch_schedule
 from jaxlm.core.config import setting
-from jaxlm.core.spelling import nearest
+from jaxlm.core.nearest import nearest_word
 from jaxlm.data import mixture_config
 from jaxlm.data.mixture_config import MixtureConfig, Temperature
 
@@ -188,7 +188,9 @@ class DataConfig:
 def near_tokenizer(path: str, text: str) -> str:
     """Return the flag of the nearest tokenizer kind, or a command that lists the kinds."""
     kind, colon, size = text.partition(":")
-    meant = nearest(kind, (*(SIZED if colon else ()), *(() if colon else ("bytes", "characters"))))
+    meant = nearest_word(
+        kind, (*(SIZED if colon else ()), *(() if colon else ("bytes", "characters")))
+    )
     return f"--config.{path}={meant}{colon}{size}" if meant else f"jaxlm config explain {path}"
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError, DataError, JaxlmError
 from jaxlm.data import (
@@ -30,9 +31,7 @@ from jaxlm.data.records import MENDED
 from jaxlm.data.shards import AnyShards, TokenShards, join, open_folders
 from jaxlm.data.text_digest import TextDigests
 from jaxlm.data.tokenizer import Bytes, Tokenizer
-from jaxlm.monitor.progress import Progress
 
-Log = Callable[[str], None]
 PrepareRows = Callable[[Tokenizer, int], RowChanges]  # from a tokenizer and the slots of a row
 
 
@@ -57,7 +56,7 @@ def open_data(
     root: Path | None = None,
     log: Log = lambda _: None,
     warn: Log = lambda _: None,
-    progress: Progress = lambda what, done, total: None,
+    progress: OnProgress = lambda what, done, total: None,
 ) -> Data:
     """Find, tokenize and plan the data of a config, reusing the cache under `root`.
 
@@ -140,7 +139,9 @@ def open_tokenizer(
     return _tokenizer(config, train, TextDigests(root or cache.default(), log=log))
 
 
-def tokenize(config: DataConfig, out: Path, log: Log, progress: Progress) -> dict[str, TokenShards]:
+def tokenize(
+    config: DataConfig, out: Path, log: Log, progress: OnProgress
+) -> dict[str, TokenShards]:
     """Write each side of the data as a folder of token shards under `out`."""
     train, validation = parts.find_parts(config)
     encoder = _tokenizer(config, train, TextDigests(cache.default(), progress, log))
@@ -318,7 +319,7 @@ def _written(
     folder: Path,
     part: Part,
     encoder: Tokenizer,
-    progress: Progress,
+    progress: OnProgress,
     is_whole: Callable[[Path], bool] = lambda folder: True,
 ) -> TokenShards:
     assert part.corpus is not None

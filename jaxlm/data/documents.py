@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.core.spelling import nearest
+from jaxlm.core.nearest import nearest_word
 from jaxlm.data.manifest import NAME as MANIFEST
 from jaxlm.data.records import (
     BLANK,
@@ -19,7 +19,7 @@ from jaxlm.data.records import (
     NO_TEXT,
     Broken,
     Document,
-    Start,
+    ReadBudget,
     ending,
     is_text,
     looks_like_text,
@@ -115,7 +115,9 @@ class Corpus:
         """Bytes on disk."""
         return sum(path.stat().st_size for path in self.files)
 
-    def documents(self, counts: Counter[str], start: Start | None = None) -> Iterator[Document]:
+    def documents(
+        self, counts: Counter[str], start: ReadBudget | None = None
+    ) -> Iterator[Document]:
         """Yield every document, or those covered by `start`; count what is left out or repaired.
 
         Raise DataError if a file has another format than its name, or more than `max_dropped` of
@@ -149,7 +151,7 @@ class Corpus:
             raise self._too_many(first, dropped, seen)
 
     def _records(
-        self, counts: Counter[str], start: Start | None
+        self, counts: Counter[str], start: ReadBudget | None
     ) -> Iterator[tuple[Document | Broken, int]]:
         """Yield every record, or those covered by `start`, with the bytes on disk of the files
         before.
@@ -230,13 +232,13 @@ def _meant(pattern: str) -> list[str]:
     if path.is_dir():
         shards = sorted(each.parent for each in path.glob(f"*/{MANIFEST}"))
         return [str(each) for each in shards] or _globs(path)
-    if near := nearest(pattern, STDLIB_PARTS):
+    if near := nearest_word(pattern, STDLIB_PARTS):
         return [near]
     for number, part in enumerate(path.parts):
         folder = Path(*path.parts[:number])
         if glob.has_magic(part) or not folder.is_dir() or (folder / part).exists():
             continue
-        near = nearest(part, (each.name for each in folder.iterdir()))
+        near = nearest_word(part, (each.name for each in folder.iterdir()))
         candidate = near and str(Path(*path.parts[:number], near, *path.parts[number + 1 :]))
         return [candidate] if candidate and glob.glob(candidate, recursive=True) else []
     return []

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.batch_schedule import BatchSchedule, Phase
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.data.batch import Tokens
 from jaxlm.data.corrupt.rows import RowChange, RowKey
@@ -63,7 +64,7 @@ class Loader:
         batch: int | BatchSchedule,
         rows: slice | Mapping[int, slice] | None = None,
         skips: Sequence[tuple[int, int]] = (),
-        warn: Callable[[str], None] = lambda _: None,
+        warn: Log = lambda _: None,
     ) -> Iterator[Tokens]:
         """Return an endless iterator of the host's rows of the global batches, read ahead by Grain.
 
@@ -348,7 +349,7 @@ def skip_damaged(
     stream: Iterator[tuple[Tokens, Callable[[], Iterator[LostPiece]]]],
     tokens: int,
     most: float,
-    warn: Callable[[str], None],
+    warn: Log,
 ) -> Iterator[Tokens]:
     """Yield the batches of a stream, and warn about each piece that could not be read.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from jaxlm.core.config import Span, setting
-from jaxlm.core.spelling import nearest
+from jaxlm.core.nearest import nearest_word
 
 EPOCHS = (
     "NAME=EPOCHS: maximum epochs of a source; then the others take its share, in proportion to "
@@ -166,7 +166,7 @@ def _misnamed(field: str, texts: Sequence[str], sources: Sequence[str]) -> Probl
     for name, entry in zip(names, texts, strict=True):
         _, _, text = entry.partition("=")
         if name not in sources:
-            meant = nearest(name, sources)
+            meant = nearest_word(name, sources)
             change = {meant or sources[0]: text or "1"}
             yield (
                 f"mixture.{field}",

@@ -15,7 +15,7 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import manifest
 from jaxlm.data.config import DataConfig
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
-from jaxlm.data.records import Document, Start
+from jaxlm.data.records import Document, ReadBudget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ def _probe(corpus: Corpus, setting: str, most: int) -> None:
         names=tuple(name for _, name in user_files),
     )
     documents = len(corpus.files) - len(user_files)  # files of Python's library are not read again
-    start = Start(PROBED_RECORDS, most)
+    start = ReadBudget(PROBED_RECORDS, most)
     documents += sum(1 for _ in probed.documents(Counter(), start))
     if not documents and not start.is_read:
         raise DataError(

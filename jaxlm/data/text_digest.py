@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxlm.core import faults
+from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.data import cache
 from jaxlm.data.documents import Corpus
-from jaxlm.monitor.progress import Progress
 
 THREADS = 4  # hashing releases the interpreter lock
 CHUNK_BYTES = 1 << 20
@@ -39,8 +39,8 @@ class TextDigests:
     """
 
     root: Path
-    progress: Progress = lambda what, done, total: None
-    log: Callable[[str], None] = lambda text: None
+    progress: OnProgress = lambda what, done, total: None
+    log: Log = lambda text: None
     _made: dict[Corpus, str] = dataclasses.field(default_factory=dict)
 
     def of(self, corpus: Corpus) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import InputMissing
-from jaxlm.core.spelling import nearest
+from jaxlm.core.nearest import nearest_word
 from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.hub_tokenizer import HuggingFace, ImportedTokenizer, TrainedTokenizer
 from jaxlm.data.tokenizer import Bytes, Characters, SentencePiece, Tokenizer, tokenizer_error
@@ -77,7 +77,7 @@ def read(path: str | Path) -> Tokenizer:
 def _near(path: Path) -> str:
     """Return the flag of a file with a similar name, or the command that lists tokenizers."""
     names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, names)
+    near = nearest_word(path.name, names)
     return (
         shlex.quote(f"--config.data.tokenizer={path.with_name(near)}") if near else FIND_TOKENIZERS
     )

@@ -285,7 +285,7 @@ def relayout_for_decode(model: TextModel) -> TextModel:
     float32, 17 instead of 74 (a scan) in bfloat16 (2 cores, jax 0.10.2). `layouts.for_few_rows`
     sets the order in memory. On other devices a second copy of the weights may not fit.
     """
-    return model.unstacked() if needs_relayout() else model
+    return model.relayout_for_decode() if needs_relayout() else model
 
 
 def needs_relayout() -> bool:
@@ -319,7 +319,9 @@ def prefill(
     rows, longest = prompts.shape
     if isinstance(model, EncoderDecoder):
         is_real = jnp.arange(longest)[None] < lengths[:, None]
-        cache = model.begun(prompts, is_real.astype(jnp.int32), more, is_int8=is_int8, spare=spare)
+        cache = model.init_cache(
+            prompts, is_real.astype(jnp.int32), more, is_int8=is_int8, spare=spare
+        )
         values, cache = decode_tokens(model, jnp.full((rows, 1), START, jnp.int32), cache)
         return Hidden(values, cache, {}, values)
     index = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32)[None], prompts.shape)
@@ -327,7 +329,7 @@ def prefill(
     hidden = model(
         prompts,
         positions=jnp.minimum(index, last),  # a position table may end where the padding begins
-        reach=jnp.maximum(index, last) if both_ways else None,
+        visible_until=jnp.maximum(index, last) if both_ways else None,
         cache=model.empty_cache(rows, longest + more, is_int8=is_int8, spare=spare),
         count=lengths,
     )

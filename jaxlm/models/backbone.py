@@ -11,14 +11,13 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
-from jaxlm.nn.attention import CrossInputs
+from jaxlm.nn.attention import CrossInputs, LayerInputs, RelativePositions
 from jaxlm.nn.cache import KVCache, LayerCache
 from jaxlm.nn.config import BlockConfig, NormConfig
 from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
 from jaxlm.nn.norm import Norm
-from jaxlm.nn.relative import RelativePositions
 from jaxlm.nn.stack import Caches, Layers, Stack
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.schedule import Schedule
@@ -43,7 +42,7 @@ class Execution:
     schedule: Schedule | None
 
 
-def initializer(config: configs.Backbone, precision: Precision) -> Initializer:
+def initializer(config: configs.BackboneConfig, precision: Precision) -> Initializer:
     """Return the initializer of the weights of a backbone and of the tables around it."""
     return Initializer(
         config.init, config.init_std, config.depth, precision.params, config.width_ratio
@@ -107,7 +106,7 @@ class Unembedder:
     def relayout_unembedding(self) -> None:
         """Store the unembedding in the layout that is fastest for a few rows."""
         if self.unembedding is None:
-            self.embedding.settle()
+            self.embedding.relayout_for_decode()
         else:
             self.unembedding.relayout_for_decode()
 
@@ -116,7 +115,7 @@ class Backbone(nnx.Module):
     """The layers of the prefix, those that repeat, and the final norm; `side` prefixes names."""
 
     def __init__(
-        self, config: configs.Backbone, execution: Execution, *, key: Array, side: str = ""
+        self, config: configs.BackboneConfig, execution: Execution, *, key: Array, side: str = ""
     ):
         self.config, self.precision = config, execution.precision
         init = initializer(config, execution.precision)
@@ -194,11 +193,8 @@ class Backbone(nnx.Module):
             }
             x, out, added = stack(
                 x,
-                positions=positions,
-                mask=mask,
-                memory=memory,
+                LayerInputs(positions, mask, memory, start),
                 caches=caches,
-                start=start,
                 key=key,
             )
             written |= {prefix + name: layer for name, layer in (out or {}).items()}
@@ -216,7 +212,7 @@ class Backbone(nnx.Module):
         for name in ("prefix", "stack"):
             if (stack := getattr(self, name)) is not None:
                 blocks = stack.unstacked()
-                blocks.settle()
+                blocks.relayout_for_decode()
                 setattr(self, name, blocks)
         return self
 

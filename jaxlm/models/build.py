@@ -20,9 +20,9 @@ from jaxlm.parallel.schedule import Schedule
 Params = dict[str, Any]
 Model = Decoder | Encoder | EncoderDecoder
 MODULES: dict[type, Any] = {
-    configs.Decoder: Decoder,
-    configs.Encoder: Encoder,
-    configs.EncoderDecoder: EncoderDecoder,
+    configs.DecoderConfig: Decoder,
+    configs.EncoderConfig: Encoder,
+    configs.EncoderDecoderConfig: EncoderDecoder,
 }
 
 

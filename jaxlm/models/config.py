@@ -9,11 +9,11 @@ from jaxlm.nn.config import Activation, BlockConfig, Init, MoeConfig, NormConfig
 
 HeadKind = Literal["sequential", "parallel"]
 T = TypeVar("T", bound=Any)
-Layers = TypeVar("Layers", bound="Backbone")
+Layers = TypeVar("Layers", bound="BackboneConfig")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ahead:
+class MtpConfig:
     """Multi-token-prediction heads; see `models.heads`."""
 
     tokens: int  # predicted beyond the next one, each by a head
@@ -21,7 +21,7 @@ class Ahead:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backbone:
+class BackboneConfig:
     """The layers of a model: layer i after the `prefix` is `pattern[i % len(pattern)]`."""
 
     width: int
@@ -62,7 +62,7 @@ class Backbone:
         """If any layer uses ring attention."""
         return any(layer.attention.kernel == "ring" for layer in self.layers)
 
-    def changed(self, of: Callable[[BlockConfig], BlockConfig]) -> Self:
+    def map_blocks(self, of: Callable[[BlockConfig], BlockConfig]) -> Self:
         """Return a config with `of(block)` for each block."""
         return dataclasses.replace(
             self, pattern=tuple(map(of, self.pattern)), prefix=tuple(map(of, self.prefix))
@@ -70,13 +70,13 @@ class Backbone:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decoder(Backbone):
+class DecoderConfig(BackboneConfig):
     """A decoder-only transformer."""
 
     vocab: int
     positions: int | None = None  # rows of a learned position table
     inner_positions: int | None = None  # rows of a table of GLM's block positions
-    ahead: Ahead | None = None  # multi-token-prediction heads
+    mtp: MtpConfig | None = None  # multi-token-prediction heads
     tied: bool = True
     embed_scale: float = 1.0
     logit_scale: float = 1.0
@@ -85,7 +85,7 @@ class Decoder(Backbone):
     @property
     def heads(self) -> tuple[BlockConfig, ...]:
         """Configs of the layers of multi-token-prediction heads: that of the last layer."""
-        return self.layers[-1:] * (self.ahead.tokens if self.ahead else 0)
+        return self.layers[-1:] * (self.mtp.tokens if self.mtp else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class HeadConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Encoder(Backbone):
+class EncoderConfig(BackboneConfig):
     """An encoder-only transformer, in which every token sees its whole document."""
 
     vocab: int
@@ -111,12 +111,12 @@ class Encoder(Backbone):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderDecoder:
+class EncoderDecoderConfig:
     """An encoder and a decoder with cross attention that share an embedding."""
 
     vocab: int
-    encoder: Backbone
-    decoder: Backbone  # each layer with cross attention, and no prefix
+    encoder: BackboneConfig
+    decoder: BackboneConfig  # each layer with cross attention, and no prefix
     tied: bool = True
     output_scale: float = 1.0  # factor on the input of the unembedding
     embed_std: float = 1.0  # standard deviation of the initial embedding
@@ -146,15 +146,15 @@ class EncoderDecoder:
         """Configs of all layers, the encoder's first."""
         return self.encoder.layers + self.decoder.layers
 
-    def changed(self, of: Callable[[BlockConfig], BlockConfig]) -> Self:
+    def map_blocks(self, of: Callable[[BlockConfig], BlockConfig]) -> Self:
         """Return a config with `of(block)` for each block."""
         return dataclasses.replace(
-            self, encoder=self.encoder.changed(of), decoder=self.decoder.changed(of)
+            self, encoder=self.encoder.map_blocks(of), decoder=self.decoder.map_blocks(of)
         )
 
 
-OneStack = Decoder | Encoder
-ModelConfig = OneStack | EncoderDecoder
+OneStack = DecoderConfig | EncoderConfig
+ModelConfig = OneStack | EncoderDecoderConfig
 
 
 def balance_rate(model: ModelConfig) -> float:
@@ -164,7 +164,7 @@ def balance_rate(model: ModelConfig) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RegularisationConfig:
+class RegularizationConfig:
     """Regularization in training; evaluation and generation use none of it.
 
     Source: Huang et al. 2016, arXiv:1603.09382, section 3 (stochastic depth, linear in depth); Jain
@@ -214,12 +214,12 @@ class RegularisationConfig:
 
         def side(layers: Layers) -> Layers:
             return dataclasses.replace(
-                dropout(layers.changed(block), self.embedding_dropout),
+                dropout(layers.map_blocks(block), self.embedding_dropout),
                 embedding_noise=self.embedding_noise,
                 layer_drop=self.layer_drop,
             )
 
-        if not isinstance(model, EncoderDecoder):
+        if not isinstance(model, EncoderDecoderConfig):
             return side(model)
         return dataclasses.replace(model, encoder=side(model.encoder), decoder=side(model.decoder))
 
@@ -244,7 +244,7 @@ class MupConfig:
         None, "size of a head at the base width (None: this model's, with fewer heads)", low=1
     )
 
-    def applied(self, model: Decoder) -> Decoder:
+    def applied(self, model: DecoderConfig) -> DecoderConfig:
         """Return the model in this parametrization."""
         if self.base_width is None:
             return model
@@ -257,4 +257,6 @@ class MupConfig:
                 config, attention=dataclasses.replace(attention, scale=scale)
             )
 
-        return dataclasses.replace(model.changed(block), width_ratio=model.width / self.base_width)
+        return dataclasses.replace(
+            model.map_blocks(block), width_ratio=model.width / self.base_width
+        )

@@ -29,9 +29,9 @@ from jaxlm.parallel.rules import constrain
 class Decoder(Backbone, Unembedder):
     """Embedding, layers, norm, unembedding."""
 
-    def __init__(self, config: configs.Decoder, execution: Execution, *, key: Array):
+    def __init__(self, config: configs.DecoderConfig, execution: Execution, *, key: Array):
         super().__init__(config, execution, key=key)
-        self.config: configs.Decoder = config
+        self.config: configs.DecoderConfig = config
         init = initializer(config, execution.precision)
         tables = EmbeddingBuilder(config.width, key, init, execution.precision)
         self.embedding = tables.table("embedding", config.vocab, "vocab")
@@ -39,10 +39,10 @@ class Decoder(Backbone, Unembedder):
         self.inner = tables.positions("inner", config.inner_positions)
         self.heads = (
             None
-            if config.ahead is None
+            if config.mtp is None
             else Heads(
                 config,
-                config.ahead,
+                config.mtp,
                 key=random.stream(key, "heads"),
                 init=init,
                 precision=execution.precision,
@@ -57,12 +57,12 @@ class Decoder(Backbone, Unembedder):
         *,
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"] | None = None,
-        reach: Int[Array, "B T"] | None = None,
-        inner: Int[Array, "B T"] | None = None,
+        visible_until: Int[Array, "B T"] | None = None,
+        block_positions: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         count: Int[Array, "B"] | None = None,
         key: Array | None = None,
-        dealt: int = 1,
+        parts: int = 1,
     ) -> Hidden:
         """Read `tokens` from left to right, each segment by itself, or after the tokens of `cache`.
 
@@ -70,12 +70,12 @@ class Decoder(Backbone, Unembedder):
           tokens: ids.
           positions: of the tokens in their documents.
           segments: documents packed into a row, from 1; 0 is padding.
-          reach: last slot of row or cache that each token sees, instead of its own.
-          inner: GLM's block positions, 0 by default, for a model with a table of them.
+          visible_until: last slot of row or cache that each token sees, instead of its own.
+          block_positions: GLM's block positions, 0 by default, for a model with a table of them.
           cache: KV cache; it is returned with these tokens, and the caller advances its `length`.
           count: real tokens of each row that is written to the cache; the others are padding.
           key: turns dropout on.
-          dealt: devices over which `parallel.context` sharded the tokens of each row in zigzag.
+          parts: devices over which `parallel.context` sharded the tokens of each row in zigzag.
 
         Raises:
           ValueError: if there are segments and a cache, which stores no segments.
@@ -88,31 +88,33 @@ class Decoder(Backbone, Unembedder):
         if self.positions is not None:
             x = x + self.positions(positions)
         if self.inner is not None:
-            x = x + self.inner(jnp.zeros_like(tokens) if inner is None else inner)
+            x = x + self.inner(
+                jnp.zeros_like(tokens) if block_positions is None else block_positions
+            )
         x = constrain(x.astype(self.precision.activations), "batch", "length", None)
         x = dropout(x, self.config.dropout, keys[0])
         mask = (
-            masks.causal(tokens.shape[1], segments, reach, parts=dealt)
+            masks.causal(tokens.shape[1], segments, visible_until, parts=parts)
             if cache is None
-            else cache_mask(cache, tokens.shape[1], reach, count)
+            else cache_mask(cache, tokens.shape[1], visible_until, count)
         )
         return self.apply_layers(
             x, positions=positions, mask=mask, cache=cache, keys=(keys[1], keys[2])
         )
 
-    def read(self, batch: Tokens, *, key: Array | None, dealt: int = 1) -> Hidden:
+    def read(self, batch: Tokens, *, key: Array | None, parts: int = 1) -> Hidden:
         """Return the output for a batch, see `__call__`."""
         return self(
             batch.tokens,
             positions=batch.positions,
             segments=batch.segments,
-            reach=batch.visible_until,
-            inner=batch.block_positions,
+            visible_until=batch.visible_until,
+            block_positions=batch.block_positions,
             key=key,
-            dealt=dealt,
+            parts=parts,
         )
 
-    def ahead(
+    def mtp_hidden(
         self,
         stream: Float[Array, "B T D"],
         ahead: list[tuple[Int[Array, "B T"], Bool[Array, "B T"]]],
@@ -120,7 +122,7 @@ class Decoder(Backbone, Unembedder):
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"],
         key: Array | None = None,
-        dealt: int = 1,
+        parts: int = 1,
     ) -> tuple[list[Float[Array, "B T D"]], dict[str, Mean]]:
         """Return inputs of the unembedding for the tokens 2, 3, ... ahead, and auxiliary losses.
 
@@ -130,14 +132,14 @@ class Decoder(Backbone, Unembedder):
           positions: as in `__call__`.
           segments: as in `__call__`.
           key: turns dropout on.
-          dealt: as in `__call__`.
+          parts: as in `__call__`.
         """
         assert self.heads is not None
 
         def embed(ids: Array) -> Array:
             return self.embedding(ids) * self.config.embed_scale
 
-        mask = masks.causal(stream.shape[1], segments, parts=dealt)
+        mask = masks.causal(stream.shape[1], segments, parts=parts)
         return self.heads(stream, embed, ahead, positions=positions, mask=mask, key=key)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -150,7 +152,7 @@ class Decoder(Backbone, Unembedder):
         cap = self.config.logit_cap
         return out if cap is None else cap * jnp.tanh(out / cap)
 
-    def unstacked(self) -> Self:
+    def relayout_for_decode(self) -> Self:
         """Relayout the model in place for decoding, see `Backbone.unstack_layers`."""
         self.relayout_unembedding()
         return self.unstack_layers()
@@ -159,12 +161,12 @@ class Decoder(Backbone, Unembedder):
 def cache_mask(
     cache: KVCache,
     length: int,
-    reach: Int[Array, "B T"] | None = None,
+    visible_until: Int[Array, "B T"] | None = None,
     count: Int[Array, "B"] | None = None,
 ) -> Mask:
     """Return the mask of `length` new tokens in row b's slots from length[b] on.
 
-    Each sees every slot up to its own or to `reach`. Each layer's cache sets key indices.
+    Each sees every slot up to its own or to `visible_until`. Each layer's cache sets key indices.
     """
     query = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    return Mask(query_index=query, key_index=query, query_reach=reach, query_count=count)
+    return Mask(query_index=query, key_index=query, visible_until=visible_until, query_count=count)

@@ -31,7 +31,7 @@ class MaskedHead(nnx.Module):
     """norm(act(dense(x))) before the unembedding, a bias after it: BERT's `cls.predictions`."""
 
     def __init__(
-        self, config: configs.Encoder, *, key: Array, init: Initializer, precision: Precision
+        self, config: configs.EncoderConfig, *, key: Array, init: Initializer, precision: Precision
     ):
         self.config = config.head
         self.dense = Linear(
@@ -56,9 +56,9 @@ class Encoder(Backbone, Unembedder):
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3; without next-sentence prediction.
     """
 
-    def __init__(self, config: configs.Encoder, execution: Execution, *, key: Array):
+    def __init__(self, config: configs.EncoderConfig, execution: Execution, *, key: Array):
         super().__init__(config, execution, key=key)
-        self.config: configs.Encoder = config
+        self.config: configs.EncoderConfig = config
         precision = execution.precision
         init = initializer(config, precision)
         tables = EmbeddingBuilder(config.width, key, init, precision)
@@ -80,11 +80,11 @@ class Encoder(Backbone, Unembedder):
         segments: Int[Array, "B T"] | None = None,
         types: Int[Array, "B T"] | None = None,
         key: Array | None = None,
-        dealt: int = 1,
+        parts: int = 1,
     ) -> Hidden:
         """Read each segment in both directions, within the windows of the layers.
 
-        `types` are token types, 0 by default. The other arguments are those of `Decoder`.
+        `types` are token types, 0 by default. The other arguments are those of `DecoderConfig`.
         """
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         x = self.embedding(tokens)
@@ -97,13 +97,13 @@ class Encoder(Backbone, Unembedder):
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = dropout(x, self.config.dropout, keys[0])
-        mask = masks.both_ways(tokens.shape[1], segments, parts=dealt)
+        mask = masks.both_ways(tokens.shape[1], segments, parts=parts)
         return self.apply_layers(x, positions=positions, mask=mask, keys=(keys[1], keys[2]))
 
-    def read(self, batch: Tokens, *, key: Array | None, dealt: int = 1) -> Hidden:
+    def read(self, batch: Tokens, *, key: Array | None, parts: int = 1) -> Hidden:
         """Return the output for a batch, see `__call__`."""
         return self(
-            batch.tokens, positions=batch.positions, segments=batch.segments, key=key, dealt=dealt
+            batch.tokens, positions=batch.positions, segments=batch.segments, key=key, parts=parts
         )
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -35,7 +35,7 @@ class EncoderDecoder(nnx.Module, Unembedder):
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.1; as in T5, arXiv:1910.10683.
     """
 
-    def __init__(self, config: configs.EncoderDecoder, execution: Execution, *, key: Array):
+    def __init__(self, config: configs.EncoderDecoderConfig, execution: Execution, *, key: Array):
         if execution.schedule is not None:
             raise ValueError("an encoder-decoder has no pipeline schedule")
         self.config, self.precision = config, execution.precision
@@ -45,7 +45,7 @@ class EncoderDecoder(nnx.Module, Unembedder):
             scaled = dataclasses.replace(init, std=std)
             return EmbeddingBuilder(config.width, key, scaled, execution.precision)
 
-        def build(name: str, backbone: configs.Backbone) -> Backbone:
+        def build(name: str, backbone: configs.BackboneConfig) -> Backbone:
             return Backbone(backbone, execution, key=random.stream(key, name), side=f"{name}/")
 
         self.embedding = tables(config.embed_std).table("embedding", config.vocab, "vocab")
@@ -77,7 +77,7 @@ class EncoderDecoder(nnx.Module, Unembedder):
     ) -> Hidden:
         """Read `tokens` from left to right, with cross attention to the source's same segment.
 
-        Instead of a source there may be a `cache` from `begun`. `key` turns dropout on.
+        Instead of a source there may be a `cache` from `init_cache`. `key` turns dropout on.
         `positions` are unused: relative biases depend on distances in slots.
 
         Raises:
@@ -101,7 +101,7 @@ class EncoderDecoder(nnx.Module, Unembedder):
         hidden = self._apply_side(self.decoder, tokens, mask, memory, cache, keys[1])
         return hidden._replace(losses=Mean.merged(losses, hidden.losses))
 
-    def read(self, batch: Tokens, *, key: Array | None, dealt: int = 1) -> Hidden:
+    def read(self, batch: Tokens, *, key: Array | None, parts: int = 1) -> Hidden:
         """Return the decoder's output for a batch. Raises ValueError if the batch has no source."""
         return self(
             batch.tokens,
@@ -112,7 +112,7 @@ class EncoderDecoder(nnx.Module, Unembedder):
             key=key,
         )
 
-    def begun(
+    def init_cache(
         self,
         source: Int[Array, "B S"],
         segments: Int[Array, "B S"],
@@ -132,12 +132,12 @@ class EncoderDecoder(nnx.Module, Unembedder):
         """
         values = self.encode(source, segments).values
         cross = jax.tree.map(
-            lambda x: x.astype(self.precision.activations), self.decoder.stack.across(values)
+            lambda x: x.astype(self.precision.activations), self.decoder.stack.cross_kv(values)
         )
         cache = self.decoder.empty_cache(source.shape[0], slots, is_int8=is_int8, spare=spare)
         return cache._replace(source=CrossKV(cross, segments))
 
-    def unstacked(self) -> Self:
+    def relayout_for_decode(self) -> Self:
         """Relayout decoder and unembedding in place for decoding, see `Backbone.unstack_layers`."""
         self.decoder.unstack_layers()
         self.relayout_unembedding()

@@ -11,6 +11,7 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
+from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.config import NormConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
@@ -36,7 +37,7 @@ class Head(nnx.Module):
 
     def __init__(
         self,
-        config: configs.Decoder,
+        config: configs.DecoderConfig,
         name: str,
         *,
         key: Array,
@@ -50,7 +51,7 @@ class Head(nnx.Module):
         def norm(norm_config: NormConfig | None) -> Norm | None:
             return None if norm_config is None else Norm(stream, norm_config, dtype=init.dtype)
 
-        is_sequential = config.ahead is not None and config.ahead.kind == "sequential"
+        is_sequential = config.mtp is not None and config.mtp.kind == "sequential"
         inner = (config.final_norm or block.norm) if is_sequential else None
         self.hidden_norm, self.token_norm = norm(inner), norm(inner)
         self.join = (
@@ -98,7 +99,7 @@ class Head(nnx.Module):
             token_stream = self.token_norm(token().astype(x.dtype))
             both = jnp.concatenate([self.hidden_norm(x), token_stream], -1)
             x = constrain(self.join(both), "batch", "length", None)
-        x, _, losses = self.block(x, positions=positions, mask=mask, key=key)
+        x, _, losses = self.block(x, LayerInputs(positions, mask), key=key)
         return x, losses
 
 
@@ -107,8 +108,8 @@ class Heads(nnx.Module):
 
     def __init__(
         self,
-        config: configs.Decoder,
-        ahead: configs.Ahead,
+        config: configs.DecoderConfig,
+        ahead: configs.MtpConfig,
         *,
         key: Array,
         init: Initializer,
@@ -139,7 +140,7 @@ class Heads(nnx.Module):
     ) -> tuple[list[Float[Array, "B T D"]], dict[str, Mean]]:
         """Return each head's input of the unembedding, and the auxiliary losses of their layers.
 
-        `ahead` holds the id of the token 1, 2, ... ahead of each slot, and if its document has one;
+        `mtp` holds the id of the token 1, 2, ... ahead of each slot, and if its document has one;
         otherwise its embedding is 0.
         """
         x, outputs, losses = stream, [], []

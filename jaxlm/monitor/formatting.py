@@ -3,8 +3,10 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from jaxlm.core.callbacks import Log
 
 
 def count(value: float | None) -> str:
@@ -65,8 +67,6 @@ def evaluation_suffix(evaluation: Mapping[str, Any], newest: int) -> str:
 
 PROGRESS_SECONDS = 10.0  # between two lines
 
-Progress = Callable[[str, int, int], None]  # name, bytes done, bytes in total
-
 
 class ProgressLines:
     """Prints bytes done, rate and time left, at most once in `seconds`; short work prints nothing.
@@ -74,7 +74,7 @@ class ProgressLines:
     May be called from any thread.
     """
 
-    def __init__(self, say: Callable[[str], None], doing: str = "", seconds: float | None = None):
+    def __init__(self, say: Log, doing: str = "", seconds: float | None = None):
         self._say, self._doing = say, doing
         self._seconds = PROGRESS_SECONDS if seconds is None else seconds
         self._last = time.monotonic()

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jaxlm.core import processor
+from jaxlm.core import backend
 from jaxlm.monitor.chips import Chip, Machine
 
 # Speed of bfloat16 matmuls relative to float32, by instruction set (scripts/LOG.md). With AMX a
 # step of many tokens reaches it and single matmuls reach 3 to 6; with vectors single ones do.
-GAINS = {processor.AMX: 3, processor.VECTORS: 2}
+GAINS = {backend.AMX: 3, backend.VECTORS: 2}
 
 
 def this_machine(devices: int, assumed: list[str]) -> Machine:
@@ -26,7 +26,7 @@ def this_machine(devices: int, assumed: list[str]) -> Machine:
         f"this CPU measured {flops / 1e9:.0f} GFLOP/s in float32 matmuls "
         f"and {copied / 1e9:.1f} GB/s in copies"
     )
-    gain, unit = max(((GAINS[unit], unit) for unit in processor.units()), default=(1, ""))
+    gain, unit = max(((GAINS[unit], unit) for unit in backend.cpu_units()), default=(1, ""))
     if unit:
         assumed.append(f"bfloat16 matmuls are up to {gain} times as fast: this CPU has {unit}")
     chip = Chip(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, installs
 from jaxlm.monitor.sinks import NullSink, Record, Sink, plain, replace
 
@@ -34,7 +35,7 @@ def check(names: Iterable[str]) -> None:
 class GuardedSink:
     """A sink that warns at its first failure and is ignored afterwards; the run continues."""
 
-    def __init__(self, name: str, make: Callable[[], Sink], warn: Callable[[str], None]):
+    def __init__(self, name: str, make: Callable[[], Sink], warn: Log):
         self._name, self._warn = name, warn
         self._sink: Sink | None = None
         self._sink = self._tried(make)

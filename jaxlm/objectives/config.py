@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Ahead, HeadKind
+from jaxlm.models.config import HeadKind, MtpConfig
 
 BLOCK_POSITIONS = 512  # distinct second positions inside a blank
 # Rate and mean length of the spans of UL2's denoisers R (the first two) and X; S is a suffix.
@@ -126,7 +126,7 @@ class Span(ObjectiveFacts):
         """Return the slots of the decoder's row if the encoder's has `sequence`."""
         from jaxlm.data.corrupt import pairs
 
-        return pairs.length_of_runs(sequence, self.rate, self.mean)
+        return pairs.target_length_of_spans(sequence, self.rate, self.mean)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,8 +163,8 @@ class UL2(ObjectiveFacts):
         """
         from jaxlm.data.corrupt import pairs
 
-        spans = [pairs.length_of_runs(sequence, rate, mean) for rate, mean in UL2_SPANS]
-        return max(*spans, pairs.length_of_end(sequence, UL2_SUFFIX))
+        spans = [pairs.target_length_of_spans(sequence, rate, mean) for rate, mean in UL2_SPANS]
+        return max(*spans, pairs.target_length_of_suffix(sequence, UL2_SUFFIX))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -329,10 +329,10 @@ TokenObjective = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP
 Objective = TokenObjective | Mixture | Distill
 
 
-def mtp_heads(objective: Objective) -> Ahead | None:
+def mtp_heads(objective: Objective) -> MtpConfig | None:
     """Return the heads for tokens beyond the next one that the model needs; None for none."""
     mtp = objective.mtp_settings
-    return None if mtp is None else Ahead(tokens=len(mtp.weights), kind=mtp.heads)
+    return None if mtp is None else MtpConfig(tokens=len(mtp.weights), kind=mtp.heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

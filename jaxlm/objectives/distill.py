@@ -45,8 +45,8 @@ class Distillation(Objective[config.Distill]):
         settings, loss = self.settings, self.loss_settings
         parts = context.context_size() if model.config.has_ring else 1
         sharded = context.zigzag_shard(batch, parts)
-        hidden = model.read(sharded, key=key, dealt=parts)
-        taught = teacher.read(sharded, key=None, dealt=parts)
+        hidden = model.read(sharded, key=key, parts=parts)
+        taught = teacher.read(sharded, key=None, parts=parts)
         student_logits, teacher_logits = logits_function(model), logits_function(teacher)
 
         def scored(values: tuple[Array, Array], targets: Array) -> DistillScores:

@@ -75,7 +75,7 @@ def token_nll(
     """
     parts = context.context_size() if model.config.has_ring else 1
     sharded = context.zigzag_shard(batch, parts)
-    hidden = model.read(sharded, key=key, dealt=parts)
+    hidden = model.read(sharded, key=key, parts=parts)
 
     def scored(values: Array, targets: Array) -> TokenScores:
         return _scores(model, values, targets, parts, config.chunk, config.label_smoothing)
@@ -86,13 +86,13 @@ def token_nll(
         assert isinstance(model, Decoder)
         shifted = shifted_targets(batch, len(mtp_weights))
         shifted_shards = context.zigzag_shard(shifted, parts)
-        values, added = model.ahead(
+        values, added = model.mtp_hidden(
             hidden.stream,
             [(each.tokens, each.is_valid) for each in shifted_shards],
             positions=sharded.positions,
             segments=sharded.segments,
             key=None if key is None else random.stream(key, "ahead"),
-            dealt=parts,
+            parts=parts,
         )
         losses = Mean.merged(losses, added)
         for number, (weight, value) in enumerate(zip(mtp_weights, values, strict=True)):
@@ -115,7 +115,7 @@ def sampled_label_nll(model: Model, batch: Tokens, config: LossConfig) -> Loss:
     """
     parts = context.context_size() if model.config.has_ring else 1
     sharded = context.zigzag_shard(batch, parts)
-    hidden = model.read(sharded, key=None, dealt=parts)
+    hidden = model.read(sharded, key=None, parts=parts)
     logits_of = logits_function(model)
 
     def nll(values: Array, seeds: Array) -> Array:
@@ -143,7 +143,7 @@ def score(
     """
     parts = context.context_size() if model.config.has_ring else 1
     sharded = context.zigzag_shard(batch, parts)
-    hidden = model.read(sharded, key=key, dealt=parts)
+    hidden = model.read(sharded, key=key, parts=parts)
     return _scores(model, hidden.values, sharded.targets, parts, chunk, 0.0), hidden.losses
 
 

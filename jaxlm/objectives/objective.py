@@ -9,8 +9,8 @@ from jax import Array
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.data.corrupt import rows
-from jaxlm.data.corrupt.pairs import Pair, Pairs
-from jaxlm.data.corrupt.rows import Change, Corruption, Piece, Reading
+from jaxlm.data.corrupt.pairs import EncoderDecoderRows, SourceTarget
+from jaxlm.data.corrupt.rows import ChangedPiece, Corruption, PieceChange, RowChanges
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.build import Model
 from jaxlm.objectives import config
@@ -38,7 +38,7 @@ class Objective(Generic[Settings]):
 
     # Rows.
 
-    def prepare(self, tokenizer: Tokenizer, sequence: int) -> Reading:
+    def prepare(self, tokenizer: Tokenizer, sequence: int) -> RowChanges:
         """Return how rows are changed, in training and for each validation set.
 
         Validation rows are changed as in training, with draws that never change. The loss of an
@@ -58,13 +58,13 @@ class Objective(Generic[Settings]):
         if self.architecture == "encoder-decoder":
             self._check_tokens(tokenizer, "")
             change = self.pair_change(tokenizer)
-            pairs = Pairs(change, self.settings.target_length(sequence), tokenizer.eos)
-            return Reading(pairs, {"": pairs})
+            pairs = EncoderDecoderRows(change, self.settings.target_length(sequence), tokenizer.eos)
+            return RowChanges(pairs, {"": pairs})
         if self.settings.keeps_rows:
-            return Reading()
+            return RowChanges()
         self._check_tokens(tokenizer, "--config.objective.name=causal\n")
         training = self.corruption(tokenizer, sequence)
-        self._check_room(training.room, sequence)
+        self._check_room(training.reserved_slots, sequence)
         # All parts that are evaluated as causal share one validation set.
         evaluated: dict[str, Objective[config.Objective] | None] = {}
         for part in self.parts:
@@ -78,7 +78,7 @@ class Objective(Generic[Settings]):
             else part.corruption(tokenizer, sequence)
             for number, (name, part) in enumerate(evaluated.items())
         }
-        return Reading(training, evaluations)
+        return RowChanges(training, evaluations)
 
     @property
     def parts(self) -> Sequence["Objective[config.Objective]"]:
@@ -93,15 +93,15 @@ class Objective(Generic[Settings]):
             change,
             room,
             settings.bidirectional,
-            has_inner=settings.block_positions is not None,
-            has_ahead=settings.marks_mtp_rows,
+            has_block_positions=settings.block_positions is not None,
+            has_ahead_weights=settings.marks_mtp_rows,
         )
 
-    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[Change[Piece], int]:
+    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
         """Return the change of the documents of a row, and the most slots that it adds to a row."""
         return rows.causal, 0
 
-    def pair_change(self, tokenizer: Tokenizer) -> Change[Pair]:
+    def pair_change(self, tokenizer: Tokenizer) -> PieceChange[SourceTarget]:
         """Return the change of documents into pairs of encoder and decoder sequences.
 
         Raises:

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlm.core import backend
-from jaxlm.core.divisors import divisors
+from jaxlm.core.nearest import divisors
 from jaxlm.core.precision import Precision
 from jaxlm.ops.cudnn import cudnn
 from jaxlm.ops.flash import blockwise, by_head, by_token, ring_attention

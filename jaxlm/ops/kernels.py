@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from jaxlm.core.divisors import divisors
+from jaxlm.core.nearest import divisors
 from jaxlm.core.precision_config import ITEM_BYTES, Float
 from jaxlm.monitor import formatting
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxlm.core import backend, processor
+from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.ops import quantize
 from jaxlm.ops.quantize import E4M3, E5M2, INT8, Format
@@ -46,7 +46,7 @@ def decode_layout(weight: Array, side: Side) -> tuple[Array, Side]:
     0.10.2); otherwise [I, O] (two thirds of the time in float32, the same in bfloat16, AMD, jax
     0.10.2 and 0.12).
     """
-    best: Side = 1 if processor.AMX in processor.units() else 0
+    best: Side = 1 if backend.AMX in backend.cpu_units() else 0
     return (weight if side == best else weight.T), best
 
 
@@ -154,7 +154,7 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array | None, precision: Pre
     of one size.
 
     2 M I O FLOPs on TPUs, or without `sizes`. On CPUs and GPUs XLA computes a ragged product as a
-    dense one of 2 E M I O FLOPs, and copies x for each weight: E M I numbers (`models.routed`).
+    dense one of 2 E M I O FLOPs, and copies x for each weight: E M I numbers (`models.cost.model_cost`).
     """
     return _grouped_forward(x, weights, sizes, precision)[0]
 

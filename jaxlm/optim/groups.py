@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlm.core import layers, tree
+from jaxlm.core import tree
 from jaxlm.optim import patterns
 from jaxlm.optim.config import Groups
 from jaxlm.optim.moments import inputs
@@ -103,7 +103,7 @@ def _depths(
         for path, size in sizes.items()
         if names[path][0] in LAYERS and not path.startswith(HEADS)
     }
-    found = layers.places(stacked)
+    found = tree.layer_indices(stacked)
     count = {
         stack: 1 + max(place.numbers[-1] for place in found.values() if place.stack == stack)
         for stack in {place.stack for place in found.values()}

@@ -8,13 +8,14 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax._src import distributed
 
 from jaxlm.core import faults
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, PeerLost
 from jaxlm.parallel import rendezvous
 
@@ -164,7 +165,7 @@ def start(
     devices: Sequence[int] | None = None,
     join_seconds: float = 300,
     heartbeat_seconds: float = 100,
-    say: Callable[[str], None] = print,
+    say: Log = print,
 ) -> Peers:
     """Join the other ranks at an address of rank 0, which listens only there.
 

@@ -9,13 +9,13 @@ from jaxlm.core import batch_schedule as paces
 from jaxlm.core import config
 from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.config import Span, setting
+from jaxlm.core.nearest import nearest_word
 from jaxlm.core.precision_config import PrecisionConfig
-from jaxlm.core.spelling import nearest
 from jaxlm.data import mixture_config
 from jaxlm.data.config import DataConfig
 from jaxlm.evals.config import EvalConfig
 from jaxlm.generate.config import SampleConfig
-from jaxlm.models.config import Decoder, ModelConfig, MupConfig, RegularisationConfig
+from jaxlm.models.config import DecoderConfig, ModelConfig, MupConfig, RegularizationConfig
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import (
     SIZES,
@@ -30,7 +30,7 @@ from jaxlm.optim import average_config, schedule_functions
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.config import AdamW, Optimizer
 from jaxlm.optim.schedule_config import Cosine, Schedule
-from jaxlm.optim.schedule_config import problems as misfits
+from jaxlm.optim.schedule_config import problems as run_problems
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
 
@@ -135,8 +135,8 @@ class Run:
     data: DataConfig = setting(DataConfig(), "what is read")
     objective: Objective = setting(Causal(), "what is learnt")
     loss: LossConfig = setting(LossConfig(), "how the loss is computed")
-    regularisation: RegularisationConfig = setting(
-        RegularisationConfig(), "what disturbs and steadies training"
+    regularisation: RegularizationConfig = setting(
+        RegularizationConfig(), "what disturbs and steadies training"
     )
     optim: Optimizer = setting(AdamW(), "how parameters move")
     mup: MupConfig = setting(MupConfig(), "what changes with the width")
@@ -182,7 +182,7 @@ class Run:
             yield (
                 "eval.follow",
                 f"there is no validation set {followed!r}; there is {', '.join(sets) or 'none'}",
-                f"--config.eval.follow={nearest(followed, sets) or 'auto'}",
+                f"--config.eval.follow={nearest_word(followed, sets) or 'auto'}",
             )
         if self.regularisation.qk_clip is not None and self.optim.averages_parameters:
             yield (
@@ -219,7 +219,7 @@ class Run:
         except paces.ScheduleError as error:
             yield error.setting, str(error), f"'--config.{error.setting}=()'"
             return
-        for name, why, fix in misfits(self.schedule, self.train.steps, pace):
+        for name, why, fix in run_problems(self.schedule, self.train.steps, pace):
             yield f"schedule.{name}", why, fix
         if self.objective.mtp_settings and self.optim.curvature_every:
             yield (
@@ -229,7 +229,9 @@ class Run:
             )
         for name, why, fix in average_config.problems(self.average, self.train.steps, pace):
             yield f"average.{name}", why, fix
-        for name, why, fix in mixture_config.misfits(self.data.mixture, self.row_at, self.rows):
+        for name, why, fix in mixture_config.run_problems(
+            self.data.mixture, self.row_at, self.rows
+        ):
             yield f"data.{name}", why, fix
 
     def _mup_problems(self) -> Iterator[tuple[str, str, str]]:
@@ -276,11 +278,11 @@ class Run:
     def decoder(self, vocab: int) -> ModelConfig:
         """The model with a vocabulary of so many ids, and what the objective needs of it."""
         built = dataclasses.replace(self.model, vocab=vocab).build()
-        if isinstance(built, Decoder):
+        if isinstance(built, DecoderConfig):
             built = dataclasses.replace(
                 built,
                 inner_positions=self.objective.block_positions,
-                ahead=mtp_heads(self.objective),
+                mtp=mtp_heads(self.objective),
             )
             built = self.mup.applied(built)
         return self.regularisation.applied(built)

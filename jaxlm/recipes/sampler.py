@@ -1,7 +1,6 @@
 """Text from a model: the same prompts with the same keys, at any step."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import random
+from jaxlm.core.callbacks import OnText
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import beam, decode, sampling, text_stream
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.generate.sampling import Penalties
-from jaxlm.generate.text_stream import Stream
+from jaxlm.generate.text_stream import TextStream
 from jaxlm.models.build import Blueprint
-from jaxlm.models.config import EncoderDecoder
+from jaxlm.models.config import EncoderDecoderConfig
 from jaxlm.parallel import host, rules
 
 MIN_PADDED = (
@@ -24,7 +24,6 @@ MIN_PADDED = (
 )
 STREAMED_TOKENS = 4  # per row between two calls of `on_text`
 # Receives the index of a prompt, the next part of its text, and True at the end of the text.
-OnText = Callable[[int, str, bool], None]
 REASONS = {decode.LENGTH: "length", decode.END: "eos_token", decode.STOP: "stop_sequence"}
 
 
@@ -63,9 +62,9 @@ class Sampler:
         flag: str = "--config.sample.",
     ):
         self.config, self.tokenizer = config, tokenizer
-        self._is_paired = isinstance(blueprint.config, EncoderDecoder)
+        self._is_paired = isinstance(blueprint.config, EncoderDecoderConfig)
         self._check_room(blueprint.config.positions, flag)
-        if config.prompt_lookup and not decode.can_look_up(blueprint.config):
+        if config.prompt_lookup and not decode.supports_prompt_lookup(blueprint.config):
             raise ConfigError(
                 "this model does not support prompt lookup",
                 where=f"{flag}prompt_lookup={config.prompt_lookup}",
@@ -99,7 +98,7 @@ class Sampler:
                 presence=config.presence_penalty,
                 frequency=config.frequency_penalty,
             ),
-            stops=jnp.asarray(text_stream.automaton(self._stops, tokenizer.table))
+            stops=jnp.asarray(text_stream.stop_automaton(self._stops, tokenizer.table))
             if self._stops
             else None,
             is_scored=is_scored,
@@ -160,12 +159,12 @@ class Sampler:
     ) -> decode.Generated:
         """Generate with the same programs: all at once, or a few tokens at a time for `on_text`."""
         decoding, max_tokens = self._decoding, self.config.max_tokens
-        prepared, keys = decoding.ready(params), inputs[-1]
-        state = decoding.begin(prepared, *inputs)
+        prepared, keys = decoding.prepare(params), inputs[-1]
+        state = decoding.start(prepared, *inputs)
         if on_text is None:
-            state = decoding.go_on(prepared, state, keys, jnp.int32(max_tokens))
-            return host.fetch(decode.drawn(state))
-        streams = [Stream(self._stops) for _ in self.config.prompts]
+            state = decoding.decode_until(prepared, state, keys, jnp.int32(max_tokens))
+            return host.fetch(decode.collect(state))
+        streams = [TextStream(self._stops) for _ in self.config.prompts]
         shown, until = [0] * len(streams), 1
         while True:
             ids, lengths, reasons = host.fetch((state.ids, state.length, state.reason))
@@ -177,9 +176,9 @@ class Sampler:
                 is_ended = is_last or bool(reasons[row] >= 0)
                 on_text(row, stream.push(more, is_ended=is_ended), is_ended)
             if is_last:
-                return host.fetch(decode.drawn(state))
+                return host.fetch(decode.collect(state))
             until = min(until + STREAMED_TOKENS, max_tokens)
-            state = decoding.go_on(prepared, state, keys, jnp.int32(until))
+            state = decoding.decode_until(prepared, state, keys, jnp.int32(until))
 
     def _written(self, prompt: str, row: int, out: Any) -> Continuation:
         reason, count = int(out.reason[row]), int(out.length[row])
@@ -190,7 +189,7 @@ class Sampler:
         return Continuation(
             prompt=prompt,
             ids=ids,
-            text=text_stream.cut(text, self._stops).decode("utf-8", "replace"),
+            text=text_stream.cut_at_stop(text, self._stops).decode("utf-8", "replace"),
             log_probabilities=None if scores is None else scores[row, :count].tolist(),
             finish_reason=REASONS[reason],
         )

@@ -12,17 +12,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.nearest import nearest_word
 from jaxlm.core.precision import Precision
-from jaxlm.core.spelling import nearest
 from jaxlm.data import dataset
 from jaxlm.data.config import HELD_OUT, DataConfig
-from jaxlm.data.dataset import Data, Say
+from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.evals.loss import Prefix
+from jaxlm.evals.loss import TokenizerPrefix
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.union import TabledFamily
-from jaxlm.monitor.progress import Progress
 from jaxlm.objectives.build import build as build_objective
 from jaxlm.optim import groups
 from jaxlm.parallel import rules
@@ -146,14 +146,14 @@ def token_bytes(model: ShardedModel, tokenizer: Tokenizer) -> Int[np.ndarray, "V
     return np.pad(known, (0, model.blueprint.config.vocab - len(known)))
 
 
-def prefix(tokenizer: Tokenizer) -> Prefix | None:
+def prefix(tokenizer: Tokenizer) -> TokenizerPrefix | None:
     """Return the bytes that a tokenizer puts into the first token of a text, None if it does not.
 
     A document that nothing stands in front of has them in a token that is never a target.
     """
     if not tokenizer.lead or not tokenizer.before:
         return None
-    return Prefix(tokenizer.before[-1], len(tokenizer.lead))
+    return TokenizerPrefix(tokenizer.before[-1], len(tokenizer.lead))
 
 
 def build_mesh_for(run: Run) -> Mesh:
@@ -196,9 +196,9 @@ MAX_HELD_OUT = 50  # percent that an error proposes
 def open_data(
     run: Run,
     *,
-    say: Say = lambda _: None,
-    warn: Say = lambda _: None,
-    progress: Progress = lambda what, done, total: None,
+    say: Log = lambda _: None,
+    warn: Log = lambda _: None,
+    progress: OnProgress = lambda what, done, total: None,
 ) -> Data:
     """Opens what the run names, see `dataset.open_data`.
 
@@ -208,10 +208,10 @@ def open_data(
     return dataset.open_data(
         run.data,
         seed=run.seed,
-        reading=build_objective(run.objective, run.loss, run.architecture).prepare,
+        prepare=build_objective(run.objective, run.loss, run.architecture).prepare,
         row_at=run.row_at,
         rows=run.rows,
-        say=say,
+        log=say,
         warn=warn,
         progress=progress,
     )
@@ -251,5 +251,5 @@ def ranking_set(run: Run, names: Iterable[str]) -> str | None:
         f"there is no validation set {wanted!r} to follow",
         where="eval.follow",
         why=f"there is {', '.join(known) or 'none'}",
-        fix=f"--config.eval.follow={nearest(wanted, known) or nearest(wanted.partition('.')[0], known) or 'auto'}",
+        fix=f"--config.eval.follow={nearest_word(wanted, known) or nearest_word(wanted.partition('.')[0], known) or 'auto'}",
     )

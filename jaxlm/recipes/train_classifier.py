@@ -5,7 +5,7 @@ import functools
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError, NotWritable, cannot_write
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.document import Broken
-from jaxlm.corpus.filters.linear import Features, Linear
+from jaxlm.corpus.document import BrokenRecord
+from jaxlm.corpus.filters.linear import Features, LinearClassifier
 from jaxlm.corpus.readers.files import read
 from jaxlm.data import cache
 from jaxlm.data.documents import Corpus
@@ -48,7 +49,7 @@ class _Examples:
     held_out: np.ndarray  # bool[examples]
 
 
-def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def train(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     """Train, measure and write a classifier; returns counts and metrics.
 
     Labels weigh the same, regardless of their number of examples: probabilities assume equal
@@ -89,7 +90,7 @@ def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict
 
 
 def measured(
-    model: Linear, texts: list[str], labels: np.ndarray, chosen: np.ndarray
+    model: LinearClassifier, texts: list[str], labels: np.ndarray, chosen: np.ndarray
 ) -> dict[str, Any]:
     """Return the accuracy, and precision and recall of each label.
 
@@ -161,7 +162,7 @@ def _texts(
     recipe = Recipe(source=patterns, text_key=text_key)
     for path, name in zip(corpus.files, corpus.names, strict=True):
         for record in read(path, name, recipe, counts):
-            if isinstance(record, Broken):
+            if isinstance(record, BrokenRecord):
                 counts[f"broken: {record.kind}"] += 1
             elif record.text.strip():
                 yield record.text
@@ -172,7 +173,7 @@ def _by_label(options: Options, labels: np.ndarray) -> dict[str, int]:
     return dict(zip(options.examples, counted, strict=True))
 
 
-def _fitted(options: Options, examples: _Examples) -> Linear:
+def _fitted(options: Options, examples: _Examples) -> LinearClassifier:
     """Minimize with Adam the mean over labels of the mean -log probability of the right label."""
     chosen = np.flatnonzero(~examples.held_out)
     features = [options.features.of(examples.texts[index]) for index in chosen]
@@ -202,7 +203,9 @@ def _fitted(options: Options, examples: _Examples) -> Linear:
             weights[: len(rows)] = weight[labels[rows]]
             params, state = step(params, state, ids, targets, weights)
     arrays = jax.device_get(params)
-    return Linear(tuple(options.examples), options.features, arrays["weights"], arrays["bias"])
+    return LinearClassifier(
+        tuple(options.examples), options.features, arrays["weights"], arrays["bias"]
+    )
 
 
 def _step(

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from jaxlm.core import batch_schedule, divisors
+from jaxlm.core import batch_schedule
 from jaxlm.core.config import Span, setting
+from jaxlm.core.nearest import adjacent_divisors
 from jaxlm.nn.config import REMAT_NAMES, is_remat
-from jaxlm.ops.kernels import Wanted
+from jaxlm.ops.kernels import KernelSetting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class TrainConfig:
         "scan",
         "run the layers as one compiled loop, or one after the other: same parameters, same result",
     )
-    attention: Wanted = setting(
+    attention: KernelSetting = setting(
         "auto",
         "what computes attention: reference (all scores at once), blockwise (memory grows with the row, not its square), splash (a kernel of TPUs), cudnn (one of NVIDIA GPUs), or auto; the same function",
     )
@@ -79,7 +80,7 @@ class TrainConfig:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Micro-batches are equal parts of a batch, and the remat policy is one of those there are."""
         if self.batch % self.microbatches:
-            fits = divisors.neighbours(self.batch, self.microbatches)
+            fits = adjacent_divisors(self.batch, self.microbatches)
             yield (
                 "microbatches",
                 f"batch = {self.batch} rows does not divide by {self.microbatches}, by {' or '.join(map(str, fits))} it does",

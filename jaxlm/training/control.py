@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.callbacks import Log
 from jaxlm.core.quoting import safe
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
@@ -53,7 +54,7 @@ class Control:
         directory: RunDir,
         lr: float,
         changes: Iterable[Change],
-        say: Callable[[str], None],
+        say: Log,
     ):
         self._directory, self._lr, self._say = directory, lr, say
         self._refused = ""  # what was said last of a file that stays as it is

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlm.core.layers import Place, places
+from jaxlm.core.tree import LayerIndex, layer_indices
 from jaxlm.training.gradient import SQUARE
 from jaxlm.training.observe import Observed
 
@@ -28,7 +28,7 @@ def by_layer(found: Observed) -> dict[str, float]:
     sizes = {
         path: len(values) for leaves in every for path, values in leaves.items() if np.ndim(values)
     }
-    stacked = places(sizes)
+    stacked = layer_indices(sizes)
     record: dict[str, float] = {}
     for name, leaves in found.norms.items():
         squares: dict[str, float] = {}
@@ -97,7 +97,7 @@ def noise(found: Observed, parts: int) -> Noise:
     )
 
 
-def _layers(path: str, values: Any, found: Mapping[str, Place]) -> list[tuple[str, str, Any]]:
+def _layers(path: str, values: Any, found: Mapping[str, LayerIndex]) -> list[tuple[str, str, Any]]:
     """(layer, part of it, value) of each layer; a value of no layer has its path and no part."""
     if path not in found:
         return [(path, "", values)]

@@ -11,10 +11,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import JaxlmError, PeerLost, Preempted, SaveFailed, Stalled
 from jaxlm.training import rundir
 from jaxlm.training.rundir import RunDir
@@ -42,7 +43,7 @@ class WorkerGroup:
         command: Sequence[str],
         count: int,
         *,
-        say: Callable[[str], None],
+        say: Log,
         grace_seconds: float = 5.0,
         silence_seconds: float = 120.0,
     ):
@@ -221,7 +222,7 @@ class ElasticJob:
         *,
         workdir: Path | None,
         restarts: int,
-        say: Callable[[str], None],
+        say: Log,
         silence_seconds: float = 120.0,
         pause_seconds: float = PAUSE_SECONDS[0],
     ):

@@ -14,8 +14,9 @@ from typing import Any, Self
 
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import faults
+from jaxlm.core.callbacks import Log
 from jaxlm.monitor.config import WatchConfig
-from jaxlm.monitor.watch import VERIFY, Watch
+from jaxlm.monitor.watchdog import VERIFY, Watchdog
 from jaxlm.parallel import peers
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.parallel.peers import Peers
@@ -67,11 +68,11 @@ class ProcessGroup:
                 faulthandler.register(signal.SIGUSR1, file=file)
                 self._open.callback(faulthandler.unregister, signal.SIGUSR1)
             self._open.enter_context(self.ending)
-            self.watch = Watch(
+            self.watch = Watchdog(
                 config,
-                overdue=self.ending.overdue,
-                is_excused=self._is_peer_busy,
-                beat=report("beat"),
+                on_overdue=self.ending.overdue,
+                is_peer_busy=self._is_peer_busy,
+                heartbeat=report("beat"),
             )
             self._open.enter_context(self.watch)
             self.stop = StopRequest(self.peers, self.ending.now)
@@ -94,12 +95,12 @@ class ProcessGroup:
         """The first rank's value, on every rank."""
         return self.peers.share(name, value, self._config.limits()["start"])
 
-    def verifier(self, say: Callable[[str], None]) -> Verifier:
+    def verifier(self, say: Log) -> Verifier:
         """Return what compares checkpoints with their records, all processes together, in a phase of its own."""
         return Verifier(
             self.peers,
             phase=functools.partial(self.watch.phase, VERIFY),
-            moved=self.watch.moved,
+            moved=self.watch.bytes_read,
             say=say,
         )
 
@@ -132,10 +133,10 @@ class ProcessGroup:
     def _hear(self, signs: dict[str, str]) -> None:
         """Takes in what the others say, and says what this rank is busy with."""
         self.stop.hear(signs)
-        slow = self.watch.slow()
+        slow = self.watch.long_phase()
         text = json.dumps(slow) if slow and slow[0] != "step" else ""
         if text != self._told:
-            self.peers.sign(f"busy/{self.peers.rank}", text, again=True)
+            self.peers.sign(f"busy/{self.peers.rank}", text, overwrite=True)
             self._told = text
         for name, said in signs.items():
             if name.startswith("busy/") and self._busy.get(name, ("",))[0] != said:

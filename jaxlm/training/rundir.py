@@ -18,7 +18,7 @@ from jaxlm.core.errors import (
 )
 from jaxlm.core.quoting import safe
 from jaxlm.monitor import sinks
-from jaxlm.monitor.sinks import Jsonl, Lines
+from jaxlm.monitor.sinks import AppendFile, Jsonl
 from jaxlm.training.lock import Lock
 
 IMPORTED = "imported.json"  # in a run whose weights came from elsewhere
@@ -122,9 +122,9 @@ class RunDir:
         if self.is_writer:
             sinks.replace(self.path / name, content)
 
-    def append(self, name: str) -> Lines:
+    def append(self, name: str) -> AppendFile:
         """Opens a text file, to add to it. Raises as `write` does; that the disk is full is said once room could not be made."""
-        return Lines(self.path / name, make_room=lambda: self.make_room())
+        return AppendFile(self.path / name, make_room=lambda: self.make_room())
 
     def journal(self, name: str, *, keep_through: int | None = None) -> Jsonl:
         """Opens a file of records, to add to it, as `append` does."""

@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from jaxlm.core.errors import Diverged, JaxlmError, PeerLost, Stalled
 from jaxlm.core.quoting import printable, safe
-from jaxlm.monitor import watch
-from jaxlm.parallel.peers import AGAIN, Peers, is_loss
+from jaxlm.monitor import watchdog
+from jaxlm.parallel.peers import RERUN_FIX, Peers, is_loss
 
 # What a process that ends still tries: it may hang or fail, and must not hold up the end.
 
@@ -111,7 +111,7 @@ class Shutdown:
                 "another process was lost during a computation",
                 where=f"rank {self.peers.rank}",
                 why=why,
-                fix=AGAIN,
+                fix=RERUN_FIX,
             )
         if isinstance(error, JaxlmError):
             self.now(error.code, f"{type(error).__name__}: {error.what}", str(error))
@@ -121,13 +121,13 @@ class Shutdown:
 
     def overdue(self, said: str) -> NoReturn:
         """Ends because nothing moves, with the stacks of every thread."""
-        watch.dump_stacks(self._stacks)
+        watchdog.dump_stacks(self._stacks)
         error = Stalled(
             said,
             where=f"rank {self.peers.rank}",
             why="the stacks of all threads are above"
             + (f" and in {self._stacks}" if self._stacks else ""),
-            fix=f"{AGAIN}\njaxlm config explain watch    # if this is no stall: the limits",
+            fix=f"{RERUN_FIX}\njaxlm config explain watch    # if this is no stall: the limits",
         )
         self.now(error.code, f"Stalled: {said}", str(error))
 
@@ -154,7 +154,7 @@ class Shutdown:
             notice = ExitReason(**json.loads(signs["abort"]))
             if notice.rank != self.peers.rank:
                 if notice.code == Stalled.code:
-                    watch.dump_stacks(self._stacks)
+                    watchdog.dump_stacks(self._stacks)
                 self._end(notice)
         return signs
 

@@ -6,14 +6,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from jaxlm.models.families.gemma import Gemma
-from jaxlm.models.families.gemma2 import Gemma2
-from jaxlm.models.families.gemma3 import Gemma3
+from jaxlm.models.families.gemma import Gemma, Gemma2, Gemma3
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.mixtral import Mixtral
-from jaxlm.models.families.qwen2 import Qwen2
-from jaxlm.models.families.qwen3 import Qwen3
-from jaxlm.models.families.qwen3_moe import Qwen3Moe
+from jaxlm.models.families.mistral import Mixtral
+from jaxlm.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from tests.parity import weights
 

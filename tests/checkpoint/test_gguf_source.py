@@ -10,9 +10,7 @@ import pytest
 from jaxlm.checkpoint import gguf_file, hub_architecture
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.models.families.gemma import Gemma
-from jaxlm.models.families.gemma2 import Gemma2
-from jaxlm.models.families.gemma3 import Gemma3
+from jaxlm.models.families.gemma import Gemma, Gemma2, Gemma3
 from jaxlm.recipes.exchange import import_model
 from tests.checkpoint import ggufs
 from tests.parity import weights

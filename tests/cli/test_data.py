@@ -99,7 +99,10 @@ def test_a_second_tokenize_into_the_same_folder_is_refused(
 
 @pytest.mark.parametrize(
     ("words", "fix"),
-    [(("tokenize", "--out=out"), "choose a writable --out folder"), (("stats",), "export JAXLM_CACHE=")],
+    [
+        (("tokenize", "--out=out"), "choose a writable --out folder"),
+        (("stats",), "export JAXLM_CACHE="),
+    ],
     ids=["of a folder", "of the cache"],
 )
 def test_a_full_disk_names_the_setting_of_the_folder_that_is_full(

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file, save_file
 from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.cli.main import main
 from jaxlm.core.quoting import printable
-from jaxlm.models.families.deepseek_v3 import DeepSeekV3
-from jaxlm.models.families.gemma3 import Gemma3
+from jaxlm.models.families.deepseek import DeepSeekV3
+from jaxlm.models.families.gemma import Gemma3
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.qwen3_moe import Qwen3Moe
-from jaxlm.recipes.exchange import export_hf, export_model, import_model
+from jaxlm.models.families.qwen import Qwen3Moe
+from jaxlm.recipes.exchange import export_formats, export_model, import_model
 from tests.faults import harness
 from tests.parity import weights
 
@@ -763,9 +763,9 @@ def test_an_export_whose_config_says_something_else_is_not_called_finished(
 ):
     source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
-    real = export_hf._attributes
+    real = export_formats._attributes
     monkeypatch.setattr(
-        export_hf, "_attributes", lambda *given: real(*given) | {"rope_theta": 123.0}
+        export_formats, "_attributes", lambda *given: real(*given) | {"rope_theta": 123.0}
     )
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 1
@@ -816,7 +816,7 @@ def test_an_export_that_reads_back_otherwise_is_not_called_finished(
     attributes |= {"is_llama_config": True, "rope_interleaved": False}
     (source / "config.json").write_text(json.dumps(attributes))
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
-    whole = export_hf.write_tensors
+    whole = export_formats.write_tensors
 
     def harmed(folder, tensors, array, dtype, **rest):
         def other(each):
@@ -824,7 +824,7 @@ def test_an_export_that_reads_back_otherwise_is_not_called_finished(
 
         return whole(folder, tensors, other, dtype, **rest)
 
-    monkeypatch.setattr(export_hf, "write_tensors", harmed)
+    monkeypatch.setattr(export_formats, "write_tensors", harmed)
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 1
     assert said in answer["error"]["what"]

@@ -105,7 +105,7 @@ def publish(hub, name="own/tiny", shards=False):
     write(folder)
     if shards:
         whole = Folder(folder)
-        family, _ = hub_architecture.described(whole, print)
+        family, _ = hub_architecture.read_family(whole, print)
         with whole.opened() as fetch:
             tensors = import_model.layout(family.build(), family.HUB)
             arrays = {
@@ -126,7 +126,7 @@ def files_asked_for(hub):
 
 
 def fetched(name, check=lambda config, where: None, **options):
-    return hub_download.fetched(name, import_model.BESIDE, check=check, **options)
+    return hub_download.fetch_model(name, import_model.COMPANION_FILES, check=check, **options)
 
 
 def test_a_model_is_imported_by_its_name_and_nothing_else_of_it_is_fetched(hub, tmp_path):

@@ -10,8 +10,8 @@ import tokenizers
 
 from jaxlm.cli.main import main
 from jaxlm.data.corrupt import fim, masked
-from jaxlm.data.corrupt.rows import Key
-from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.corrupt.rows import RowKey
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.models.families.bert import BERT
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.build import build
@@ -65,7 +65,7 @@ def peeked(capsys, *words):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mask", masked.FORMS)
+@pytest.mark.parametrize("mask", masked.MASK_TOKENS)
 def test_an_imported_encoder_reads_its_own_mask(mask, tmp_path, capsys):
     source = write_model(tmp_path / "source", BERT, ("[CLS]", "[SEP]", mask))
     run = imported(capsys, source, tmp_path / "run")
@@ -85,13 +85,13 @@ def test_what_is_hidden_is_text_and_so_is_what_stands_for_it(tmp_path):
     """Special ids of an imported model are its last, and the first forty are text."""
     write_model(tmp_path / "source", BERT, ("[CLS]", "[SEP]", "[MASK]"))
     content = (tmp_path / "source" / "tokenizer.json").read_bytes()
-    tokenizer = Imported(content, before=[256], after=[257])
+    tokenizer = ImportedTokenizer(content, before=[256], after=[257])
     settings = Masked(rate=0.5, hidden=0.4, random=0.5)
     read = build(settings, LossConfig()).prepare(tokenizer, 64)
     ids = np.tile(np.array([256, *range(256), 257], np.int32), 4)
     seen, predicted = [], []
     for row in range(64):
-        (piece,) = read.train.change([ids], 0, Key(0, 0, row))
+        (piece,) = read.train.change([ids], 0, RowKey(0, 0, row))
         drawn = piece.weights > 0
         assert (piece.tokens[~drawn] == piece.targets[~drawn]).all()
         seen.append(piece.tokens[drawn & (piece.tokens != piece.targets)])
@@ -104,7 +104,7 @@ def of_llama(folder, special):
     return write_model(folder, Llama, special, kv_heads=2)
 
 
-@pytest.mark.parametrize("form", fim.FORMS, ids=lambda form: form[0])
+@pytest.mark.parametrize("form", fim.FIM_TOKENS, ids=lambda form: form[0])
 def test_an_imported_model_infills_between_its_own_marks(form, tmp_path, capsys):
     source = of_llama(tmp_path / "source", ("<s>", "</s>", *form))
     run = imported(capsys, source, tmp_path / "run")

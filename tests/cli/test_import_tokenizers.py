@@ -72,9 +72,9 @@ def test_a_sentencepiece_model_goes_out_as_it_was_beside_a_tokenizer_json(capsys
 
 RANKS = trained("low lower lowest low low", 4)
 GPT2 = {
-    "vocab.json": json.dumps(byte_pairs.of_ranks(RANKS)[0] | {"<|endoftext|>": 260}).encode(),
+    "vocab.json": json.dumps(byte_pairs.from_ranks(RANKS)[0] | {"<|endoftext|>": 260}).encode(),
     "merges.txt": b"#version: 0.2\n"
-    + "\n".join(" ".join(pair) for pair in byte_pairs.of_ranks(RANKS)[1]).encode(),
+    + "\n".join(" ".join(pair) for pair in byte_pairs.from_ranks(RANKS)[1]).encode(),
 }
 END = {"260": {"content": "<|end|>", "special": True}, "261": {"content": "<|x|>"}}
 NONE = dict(bos_token_id=None, eos_token_id=None)
@@ -144,7 +144,12 @@ def test_a_sentinel_of_t5_counts_from_the_end(tmp_path):
 @pytest.mark.parametrize(
     ("files", "settings", "attributes", "said"),
     [
-        ({"qwen.tiktoken": lines(BYTES)}, None, dict(model_type="mistral"), "pretokenization of a tiktoken file"),
+        (
+            {"qwen.tiktoken": lines(BYTES)},
+            None,
+            dict(model_type="mistral"),
+            "pretokenization of a tiktoken file",
+        ),
         ({"tokenizer.model": b"\x80\x04\x95pickle"}, None, {}, "not a SentencePiece model"),
         ({"vocab.txt": b"a\nb\n"}, None, {}, "no [UNK], [CLS], [SEP]"),
         ({"vocab.json": b'{"a": "b"}', "merges.txt": b""}, None, {}, "does not hold token ids"),

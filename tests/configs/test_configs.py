@@ -10,7 +10,7 @@ import pytest
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.cost import model_cost
-from jaxlm.parallel.config import factorisations
+from jaxlm.parallel.config import factorizations
 from jaxlm.recipes.config import Run
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def test_a_published_size_fits_the_devices_that_its_docstring_names(name):
     run, devices = load(name), PUBLISHED[name][1]
     assert f" {devices} GPUs" in (ROOT / f"configs/{name}.py").read_text()
     sizes = run.mesh.sizes(devices)
-    assert sizes in factorisations(devices)
+    assert sizes in factorizations(devices)
     assert run.train.batch % (sizes["data"] * sizes["fsdp"] * run.train.microbatches) == 0
     decoder = run.model.build()
     split = {"heads": decoder.pattern[0].attention.kv_heads, "vocab": decoder.vocab}

@@ -139,7 +139,7 @@ def test_the_step_and_its_layout_can_be_traced(name, hardware):
     vocab = np.ones(run.model.vocab, np.int32)
     data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=vocab, lead=""))
     with (
-        backend.of("gpu" if "gpu" in hardware else "tpu"),
+        backend.compiling_for("gpu" if "gpu" in hardware else "tpu"),
         jax.sharding.use_abstract_mesh(model.mesh),
         mock.patch.object(programs.host, "host_rows"),
         mock.patch.object(programs, "Replicas"),

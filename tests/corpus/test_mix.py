@@ -14,7 +14,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.data import manifest
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from tests.corpus.recipes import prose, tree, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def mix(capsys, *words, code=0):
 
 def documents(folder):
     """The texts in a folder of token shards, and where each came from."""
-    shards = Shards.open(Path(folder))
+    shards = TokenShards.open(Path(folder))
     lengths = shards.lengths(0, shards.documents).tolist()
     return [
         (shards.tokenizer.decode(shards.read(n, 1, length - 1)), shards.origin(n))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from tests.corpus.recipes import kept, lines, prose, run, tree, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def made(capsys, *words, code=0):
 
 def documents(folder):
     """The texts in a folder of token shards."""
-    shards = Shards.open(Path(folder))
+    shards = TokenShards.open(Path(folder))
     lengths = shards.lengths(0, shards.documents).tolist()
     return [shards.tokenizer.decode(shards.read(n, 1, size - 1)) for n, size in enumerate(lengths)]
 

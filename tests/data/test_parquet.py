@@ -11,9 +11,9 @@ from jaxlm.data import parquet
 PEAK = """
 import sys
 from jaxlm.data import parquet
-from jaxlm.monitor import host_memory
+from jaxlm.monitor import host_machine
 count = sum(len(row.fields["text"]) for row in parquet.rows(sys.argv[1], "a.parquet"))
-print(count, host_memory.peak([]).bytes)
+print(count, host_machine.peak_memory([]).bytes)
 """
 
 

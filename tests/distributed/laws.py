@@ -14,7 +14,7 @@ from jaxlm.data import dataset
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import Data
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mixtral
 from jaxlm.optim.config import AdamW
 from jaxlm.optim.schedule_config import Constant
 from jaxlm.parallel import host, mesh

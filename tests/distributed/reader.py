@@ -13,9 +13,9 @@ from jaxlm.checkpoint import record
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
 from jaxlm.monitor import plots
-from jaxlm.monitor.watch import Watch
+from jaxlm.monitor.watchdog import Watchdog
 
-digest, phase, make = record._digest, Watch.phase, Store.__init__
+digest, phase, make = record._digest, Watchdog.phase, Store.__init__
 phases = [""]
 
 
@@ -47,7 +47,7 @@ def noted_store(self, *args, **kwargs):
 
 
 if __name__ == "__main__":
-    record._digest, Watch.phase, Store.__init__ = noted_digest, noted_phase, noted_store
+    record._digest, Watchdog.phase, Store.__init__ = noted_digest, noted_phase, noted_store
     record.CHUNK_BYTES = 4096  # the state is small
     plots.draw = lambda path: None
     sys.exit(main(sys.argv[1:]))

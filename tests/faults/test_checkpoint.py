@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlm.checkpoint import record as records
-from jaxlm.checkpoint import retention
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint.store import Store, retained_steps
 from jaxlm.cli.main import main
 from jaxlm.core import faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed
@@ -554,7 +553,7 @@ def state(value=1.0):
 
 def test_b11_a_healthy_step_and_the_ladder_outlive_saves_that_are_not_healthy(tmp_path):
     kept = CheckpointConfig(keep_last=2, keep_best=0, keep_every=4)
-    store = Store(tmp_path, kept, reach=100)
+    store = Store(tmp_path, kept, rewind_steps=100)
     for step in range(1, 11):
         store.save(step, state(), {}, healthy=step <= 5)
     store.close()
@@ -570,7 +569,7 @@ def test_c6_the_way_back_is_as_long_as_it_must_be_however_often_steps_are_saved(
         here: dict[int, records.Record] = {}
         for step in range(every, first_bad + 9, every):
             here[step] = record(step, healthy=step < first_bad)
-            left = retention.kept(list(here.values()), config, reach=reach)
+            left = retained_steps(list(here.values()), config, rewind_steps=reach)
             assert len(left) <= config.keep_last + 3
             here = {step: here[step] for step in left}
         healthy = [step for step in here if here[step].healthy]
@@ -664,7 +663,7 @@ def test_b17_a_newer_format_is_refused_with_both_versions(
     path = tmp_path / "run/checkpoints/8" / records.NAME
     values = json.loads(path.read_text())
     del values["self"]
-    path.write_text(records.signed(json.dumps(values | {"format_version": version}, indent=1)))
+    path.write_text(records.add_digest(json.dumps(values | {"format_version": version}, indent=1)))
     assert main(harness.words(config, tmp_path / "run")) == 65
     said = capsys.readouterr().err
     assert f"format {version}" in said

@@ -15,8 +15,7 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.schema import by_name, join, settings, tag
-from jaxlm.core.values import show
+from jaxlm.core.sections import by_name, join, settings, show, tag
 from jaxlm.recipes.config import Run
 from tests.faults import harness
 from tests.faults.conftest import ONE_DEVICE, ROOT

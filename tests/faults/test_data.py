@@ -30,7 +30,7 @@ from jaxlm.data.blocks import BLOCK
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import Loader
 from jaxlm.data.records import Document
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Bytes
 from tests.faults import harness
 
@@ -51,7 +51,7 @@ def texts(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenShards:
     """Several shards of several blocks each."""
     monkeypatch.setattr(writer, "SHARD_TOKENS", 6000)
     draw = random.Random(0)
@@ -243,7 +243,7 @@ def test_e4_a_record_without_the_text_key_is_refused_early_and_counted_later(
         counts: Counter[str] = Counter()
         if is_refused:
             with pytest.raises(DataError, match="no text under 'text'"):
-                list(corpus.documents(counts, records.Start(documents.PROBED_RECORDS, 2**20)))
+                list(corpus.documents(counts, records.ReadBudget(documents.PROBED_RECORDS, 2**20)))
         else:
             assert sum(1 for _ in corpus.documents(counts)) == 1499
             assert counts == {records.NO_TEXT: 1}
@@ -295,7 +295,7 @@ def trained_tokenizer(folder: Path) -> str:
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 9))) for _ in range(500)]
     prose = " ".join(draw.choices(words, k=4000))
-    path.write_bytes(train_tokenizer.train("sentencepiece:600", iter([prose])).serialise())
+    path.write_bytes(train_tokenizer.train("sentencepiece:600", iter([prose])).serialize())
     return str(path)
 
 
@@ -387,7 +387,7 @@ def harms(path: Path, neighbour: Path, draw: random.Random) -> dict[str, bytes |
 
 def read_everything(folder: Path) -> None:
     """Opens shards and reads every id and origin, as a run does."""
-    whole = Shards.open(folder)
+    whole = TokenShards.open(folder)
     lengths = whole.lengths(0, whole.documents)
     for number in range(whole.documents):
         whole.read(number, 0, int(lengths[number]))
@@ -396,7 +396,7 @@ def read_everything(folder: Path) -> None:
 
 
 def test_e5_every_harm_to_every_file_of_shards_is_found_and_named(
-    stored: Shards, record_property: Recorder
+    stored: TokenShards, record_property: Recorder
 ) -> None:
     draw = random.Random(3)
     files = sorted(stored.folder.iterdir())
@@ -425,7 +425,7 @@ def test_e5_every_harm_to_every_file_of_shards_is_found_and_named(
 
 
 @pytest.mark.parametrize("name", ["tokens", "documents"])
-def test_e5_damage_names_the_record_that_could_not_be_read(stored: Shards, name: str) -> None:
+def test_e5_damage_names_the_record_that_could_not_be_read(stored: TokenShards, name: str) -> None:
     path = stored.folder / f"{name}-00002.bin"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
@@ -437,16 +437,16 @@ def test_e5_damage_names_the_record_that_could_not_be_read(stored: Shards, name:
     if name == "tokens":
         assert ".txt, record " in where
     with pytest.raises(DataError) as checked:
-        Shards.open(stored.folder).verify()
+        TokenShards.open(stored.folder).verify()
     assert checked.value.where == str(path)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("harm", ["cut", "removed", "replaced", "flipped"])
 def test_e5_a_shard_that_is_harmed_while_it_is_read_ends_the_stream(
-    stored: Shards, tmp_path: Path, harm: str, workers: int
+    stored: TokenShards, tmp_path: Path, harm: str, workers: int
 ) -> None:
-    plan = packing.plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
+    plan = packing.open_plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
     loader = Loader(stored, plan, SEQUENCE, 0, workers=workers, prefetch=2)
     stream = loader.batches(0, batch=BATCH)
     for _ in range(3):
@@ -480,10 +480,10 @@ def flipped(path: Path, at: float) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_e5_under_skip_what_cannot_be_read_weighs_nothing_and_each_piece_is_told_once(
-    stored: Shards, tmp_path: Path, workers: int
+    stored: TokenShards, tmp_path: Path, workers: int
 ) -> None:
-    plan = packing.plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
-    loader = Loader(stored, plan, SEQUENCE, 0, workers=workers, prefetch=2, most_lost=0.9)
+    plan = packing.open_plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
+    loader = Loader(stored, plan, SEQUENCE, 0, workers=workers, prefetch=2, max_lost=0.9)
     count = 2 * plan.rows // BATCH  # about two epochs
     told: list[str] = []
     before = loader.batches(0, batch=BATCH, warn=told.append)
@@ -568,7 +568,7 @@ class Wide(Bytes):
         self.table = [*self.table, *[b""] * 2**16]
 
 
-def falsify(shards: Shards, document: int, position: int, value: int) -> None:
+def falsify(shards: TokenShards, document: int, position: int, value: int) -> None:
     """Puts an id into the first shard as somebody else's writer would have: every check and digest is right."""
     folder, made = shards.folder, shards.manifest
     ends = np.fromfile(folder / "documents-00000.bin", "<i8").reshape(-1, 3)[:, 0]
@@ -598,10 +598,10 @@ def test_e6_an_id_past_the_vocabulary_is_found_on_the_host_with_its_place(
     encoder = Bytes() if value < 2**16 else Wide()
     made = writer.write(tmp_path / "shards", texts, encoder, Counter())
     falsify(made, 31, position, value)
-    lied = Shards.open(made.folder)
+    lied = TokenShards.open(made.folder)
     lied.verify()
     assert lied.tokenizer.size == lied.manifest.vocab == 296
-    plan = packing.plan(lied, SEQUENCE, "first_fit", 0, tmp_path / "plan")
+    plan = packing.open_plan(lied, SEQUENCE, "first_fit", 0, tmp_path / "plan")
     stream = Loader(lied, plan, SEQUENCE, 0).batches(0, batch=4)
     with pytest.raises(DataError) as caught:
         for _ in range(plan.rows):
@@ -802,9 +802,9 @@ def test_e10_a_cache_whose_making_was_killed_becomes_what_an_unbroken_one_is(
         assert contents(folder) == whole, (seed, folder)
 
 
-def test_e10_a_plan_that_was_harmed_is_made_again(stored: Shards, tmp_path: Path) -> None:
+def test_e10_a_plan_that_was_harmed_is_made_again(stored: TokenShards, tmp_path: Path) -> None:
     folder = tmp_path / "plan"
-    packing.plan(stored, SEQUENCE, "concat", 0, folder)
+    packing.open_plan(stored, SEQUENCE, "concat", 0, folder)
     good = contents(folder)
     draw = random.Random(6)
     tried = 0
@@ -815,7 +815,7 @@ def test_e10_a_plan_that_was_harmed_is_made_again(stored: Shards, tmp_path: Path
             else:
                 path.write_bytes(content)
             assert contents(folder) != good
-            packing.plan(stored, SEQUENCE, "concat", 0, folder)
+            packing.open_plan(stored, SEQUENCE, "concat", 0, folder)
             assert contents(folder) == good
             tried += 1
     assert tried >= 30
@@ -913,14 +913,14 @@ def test_e12_empty_files_and_different_ones_of_one_size_are_no_overlap(tmp_path:
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../outside.bin"])
 @pytest.mark.parametrize("name", ["tokens-00000.bin", "documents-00000.bin", "checks-00000.bin"])
 def test_s5_a_shard_that_is_a_link_out_of_its_folder_is_refused(
-    stored: Shards, tmp_path: Path, name: str, target: str
+    stored: TokenShards, tmp_path: Path, name: str, target: str
 ) -> None:
     path = stored.folder / name
     (tmp_path.parent / "outside.bin").write_bytes(path.read_bytes())
     path.unlink()
     path.symlink_to(target)
     with pytest.raises(DataError, match="links to a file outside its folder") as caught:
-        Shards.open(stored.folder)
+        TokenShards.open(stored.folder)
     assert caught.value.where == str(path)
 
 
@@ -940,7 +940,7 @@ def test_s5_a_shard_that_is_a_link_out_of_its_folder_is_refused(
     ],
 )
 def test_s5_a_manifest_that_names_a_path_or_another_type_is_refused(
-    stored: Shards, change: dict
+    stored: TokenShards, change: dict
 ) -> None:
     path = stored.folder / "manifest.json"
     content = json.loads(path.read_text()) | change
@@ -948,12 +948,12 @@ def test_s5_a_manifest_that_names_a_path_or_another_type_is_refused(
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(content | {"sha256": digest}))
     with pytest.raises(DataError) as caught:
-        Shards.open(stored.folder)
+        TokenShards.open(stored.folder)
     assert caught.value.where == str(path)
     assert "sha256 differs" not in caught.value.why
 
 
-def test_s5_a_folder_of_shards_may_itself_be_a_link(stored: Shards, tmp_path: Path) -> None:
+def test_s5_a_folder_of_shards_may_itself_be_a_link(stored: TokenShards, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(stored.folder)
     read_everything(tmp_path / "link")
-    assert Shards.open(tmp_path / "link").documents == stored.documents > 0
+    assert TokenShards.open(tmp_path / "link").documents == stored.documents > 0

@@ -11,7 +11,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.data import shards
-from jaxlm.monitor.watch import Watch
+from jaxlm.monitor.watchdog import Watchdog
 from jaxlm.recipes.train.checkpointing import CheckpointSaver
 from jaxlm.recipes.train.programs import CompiledStep
 from jaxlm.training import guard as guards
@@ -65,8 +65,8 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
             owner, name, lambda *args, **kw: whole(*args, **kw) if is_on() else instead(*args)
         )
 
-    optional(Watch, "enter", lambda *_: None)
-    optional(Watch, "look", lambda *_: "")
+    optional(Watchdog, "enter", lambda *_: None)
+    optional(Watchdog, "overdue_message", lambda *_: "")
     optional(CheckpointSaver, "check", lambda *_: None)
     optional(StopRequest, "enter", lambda *_: None)
     read = np.frombuffer

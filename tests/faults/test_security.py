@@ -24,7 +24,7 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.data import dataset, text_digest, tokenizer_file
 from jaxlm.data.config import DataConfig
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from tests.cli import test_exchange
 from tests.faults import harness
 from tests.faults.conftest import ROOT
@@ -137,7 +137,7 @@ def test_s1_a_pickle_posing_as_a_tokenizer_or_a_shard_file_is_refused_and_not_ru
         shutil.copytree(shards, folder)
         (folder / name).write_bytes(content)
         with pytest.raises(JaxlmError) as caught:
-            opened = Shards.open(folder)
+            opened = TokenShards.open(folder)
             opened.verify()
             opened.tokenizer.encode("a")
             opened.origin(0)
@@ -286,10 +286,10 @@ BOMBS = ("a.txt.gz", "line.jsonl.zst", "blank.jsonl.gz")
 UNPACK = """
 import sys
 from jaxlm.cli.main import main
-from jaxlm.monitor import host_memory
+from jaxlm.monitor import host_machine
 
 codes = [main(["data", "stats", sys.argv[1], f"--config.data.train={path}"]) for path in sys.argv[2:]]
-print(*codes, host_memory.peak([]).bytes >> 20)
+print(*codes, host_machine.peak_memory([]).bytes >> 20)
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.monitor.watch import Watch
+from jaxlm.monitor.watchdog import Watchdog
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -96,14 +96,14 @@ def test_d10_a_wall_clock_that_is_set_changes_nothing_but_the_times_that_are_wri
     flags += ["--config.eval.every=30m", "--config.log.sinks=tensorboard"]
     quiet = tmp_path / "quiet"
     assert main(harness.words(config, quiet, *flags)) == 0
-    now, enter, clock = time.time, Watch.enter, {"steps": 0, "ahead": 0.0}
+    now, enter, clock = time.time, Watchdog.enter, {"steps": 0, "ahead": 0.0}
 
     def count(self, phase):
         clock["steps"] += phase == "step"
         clock["ahead"] = 3600.0 * (4 <= clock["steps"] < 9)
         enter(self, phase)
 
-    monkeypatch.setattr(Watch, "enter", count)
+    monkeypatch.setattr(Watchdog, "enter", count)
     monkeypatch.setattr(time, "time", lambda: now() + clock["ahead"])
     run = tmp_path / "run"
     assert main(harness.words(config, run, *flags, "--stop_at=6")) == 0

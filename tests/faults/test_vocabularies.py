@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.families.llama import Llama
 from tests.checkpoint import ggufs
@@ -31,7 +31,9 @@ TEXTS = {
 def tokenizers() -> dict[str, Tokenizer]:
     found: dict[str, Tokenizer] = {name: test_pieces.imported(name) for name in test_pieces.MODELS}
     for pattern in ("gpt2", "gpt2, digits apart", "cl100k", "cl100k, digits apart"):
-        found[pattern] = Imported(test_byte_pairs.made(RANKS, pattern), before=[], after=[0])
+        found[pattern] = ImportedTokenizer(
+            test_byte_pairs.made(RANKS, pattern), before=[], after=[0]
+        )
     return found | {"word pieces": test_word_pieces.made()}
 
 

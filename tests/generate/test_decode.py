@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core import processor
+from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.generate import decode, sampling, text_stream
 from jaxlm.generate.sampling import Penalties
 from jaxlm.models.build import Blueprint
-from jaxlm.models.families.deepseek_v2 import DeepSeekV2
+from jaxlm.models.families.deepseek import DeepSeekV2
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mistral import Mistral
@@ -89,7 +89,7 @@ def greedy(blueprint, params, prompt, count, known=0):
         model = blueprint.merge(params)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         reach = jnp.maximum(positions, known - 1)
-        return model.logits(model(tokens, positions=positions, reach=reach).values)[0]
+        return model.logits(model(tokens, positions=positions, visible_until=reach).values)[0]
 
     length = max(map(len, PROMPTS)) + count
     ids = list(prompt)
@@ -101,7 +101,7 @@ def greedy(blueprint, params, prompt, count, known=0):
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("units", [{processor.AMX, processor.VECTORS}, set()])
+@pytest.mark.parametrize("units", [{backend.AMX, backend.VECTORS}, set()])
 def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built, units, monkeypatch):
     """However the weights lie on this CPU or on another."""
     monkeypatch.setattr(processor, "units", lambda: frozenset(units))

@@ -17,9 +17,9 @@ DATA_MIX = "data mix --config.sources=a=clean --config.tokenizer=bytes"
 CLASSIFIER = f"""{sys.executable} -c '
 import pathlib
 import numpy
-from jaxlm.corpus.filters.linear import Features, Linear
+from jaxlm.corpus.filters.linear import Features, LinearClassifier
 features = Features(buckets=8, run=1)
-linear = Linear(("good", "bad"), features, numpy.zeros((8, 2), numpy.float32), numpy.zeros(2, numpy.float32))
+linear = LinearClassifier(("good", "bad"), features, numpy.zeros((8, 2), numpy.float32), numpy.zeros(2, numpy.float32))
 pathlib.Path("classifier").mkdir()
 linear.write(pathlib.Path("classifier"), {{}})
 '"""

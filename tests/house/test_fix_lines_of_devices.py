@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.parallel.peers import AGAIN
+from jaxlm.parallel.peers import RERUN_FIX
 from tests.faults import harness
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command(confi
     words = harness.words(config, tmp_path / "run", "--config.watch.step=3s")
     code, said = harness.run(words, "step.before:hang@7-7", XLA_FLAGS="")
     assert code == 76, said
-    assert AGAIN in said
+    assert RERUN_FIX in said
     limits = re.search(r"jaxlm (config explain watch)", said)
     assert limits, said
     assert main(limits[1].split()) == 0
@@ -104,6 +104,6 @@ def test_a_run_that_lost_a_process_goes_on_by_the_same_command(config, tmp_path,
     code, said = harness.run(command, f"step.before:sigkill@7#{rank}", XLA_FLAGS="")
     assert code == 69, said
     if rank == 1:  # without rank 0, JAX ends the other process before it can say anything
-        assert AGAIN in said
+        assert RERUN_FIX in said
         assert "Traceback" not in said
     assert harness.run(command, XLA_FLAGS="")[0] == 0

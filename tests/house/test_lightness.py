@@ -13,7 +13,6 @@ LIGHT = sorted(
     for pattern in (
         "*/config.py",
         "models/cost/model_cost.py",
-        "recipes/scaling/loss_fit.py",
         "recipes/scaling/loss_law.py",
         "optim/schedule_functions.py",
         "optim/moments.py",

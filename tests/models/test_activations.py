@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from jaxlm.models.cost import activations
-from jaxlm.models.cost.activations import Share
+from jaxlm.models.cost.activations import DeviceShare
 from jaxlm.models.families.llama import Llama
 from jaxlm.ops import masks
 from jaxlm.ops.cudnn import cudnn
 from jaxlm.ops.splash import splash
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 256, 4, 2, 16
-SHARE = Share(rows=ROWS, length=LENGTH, keys=LENGTH, sizes={}, stream_bytes=2, compute_bytes=2)
+SHARE = DeviceShare(
+    rows=ROWS, length=LENGTH, keys=LENGTH, sizes={}, stream_bytes=2, compute_bytes=2
+)
 CONFIG = Llama(vocab=64, width=HEADS * SIZE, depth=1, heads=HEADS, kv_heads=KV_HEADS).build()
 
 
@@ -28,7 +30,7 @@ def with_kernel(kernel):
 
 def kept(kernel, policy="none"):
     config = with_kernel(kernel)
-    return activations.kept(config, config.pattern[0], SHARE, policy)
+    return activations.saved_bytes(config, config.pattern[0], SHARE, policy)
 
 
 def test_splash_keeps_its_operands_its_result_and_a_number_for_each_query_and_head():
@@ -63,7 +65,7 @@ def test_cudnn_is_given_a_mask_of_the_size_that_is_planned(is_packed):
     )(query)
     assert (f"bool[{ROWS},1,{LENGTH},{LENGTH}]" in str(program)) == is_packed
     # In the compute dtype, and its gradient.
-    assert activations.meeting(with_kernel("cudnn"), SHARE) == 2 * 2 * ROWS * LENGTH**2
+    assert activations.attention_workspace(with_kernel("cudnn"), SHARE) == 2 * 2 * ROWS * LENGTH**2
 
 
 def test_splash_writes_a_normalizer_once_for_every_lane():
@@ -73,5 +75,8 @@ def test_splash_writes_a_normalizer_once_for_every_lane():
         jax.grad(lambda x: run(x, x, x, masks.causal(LENGTH)).astype(jnp.float32).sum())
     )(shape)
     assert f"f32[{ROWS},{HEADS},{LENGTH},128]" in str(program)
-    assert activations.meeting(with_kernel("splash"), SHARE) == 4 * ROWS * HEADS * LENGTH * 128
-    assert activations.meeting(with_kernel("reference"), SHARE) == 0
+    assert (
+        activations.attention_workspace(with_kernel("splash"), SHARE)
+        == 4 * ROWS * HEADS * LENGTH * 128
+    )
+    assert activations.attention_workspace(with_kernel("reference"), SHARE) == 0

@@ -5,9 +5,9 @@ import pytest
 
 from jaxlm.core import config
 from jaxlm.models.cost import comm_cost
-from jaxlm.parallel import hlo_collectives, mesh
+from jaxlm.parallel import hlo, mesh
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import collectives, topology
+from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import predict
 
 SETTINGS = {
@@ -32,9 +32,9 @@ def sent(settings, devices):
         del known["model.kv_heads"]
     run = config.load(Run, None, list(known.items())).value
     grid = mesh.build(run.mesh, jax.devices()[:devices])
-    text = topology.compile_step(run, grid).as_text()
+    text = collectives.compile_step(run, grid).as_text()
     total = {}
-    for each in hlo_collectives.read(text):
+    for each in hlo.read_collectives(text):
         axes = each.axes(grid.shape)
         for shape in each.shapes:
             if sum(size > 1 for size in shape.sizes) < 2:
@@ -63,7 +63,7 @@ def test_an_encoder_decoder_sends_what_the_closed_form_says():
 
 def work(run, sizes, **options):
     rows = run.train.batch // (sizes["data"] * sizes["fsdp"])
-    return comm_cost.Work(
+    return comm_cost.StepWorkload(
         model=run.model.build(),
         sequence=run.data.sequence // sizes["context"],
         rows=rows,
@@ -151,7 +151,7 @@ def test_stages_of_several_groups_send_what_the_closed_form_says(stages, other, 
         assert actual["all-gather", "fsdp", "parameters"] == gathered
     else:
         assert actual["all-reduce", "data", "parameters"] == comm_cost.data_bytes(options, sizes)
-    dealt = comm_cost.dealt_bytes(options, sizes)
+    dealt = comm_cost.regroup_bytes(options, sizes)
     handed_on = actual["collective-permute", "pipe", "activations"]
     summed = actual["all-reduce", "pipe", "activations"]
     assert handed_on + summed == comm_cost.pipe_bytes(options, sizes) - dealt

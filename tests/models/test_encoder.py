@@ -91,7 +91,7 @@ def test_a_window_reaches_as_far_to_either_side():
     assert reached(run, 6, *row()) == near
     keys = sum(min(n + WINDOW + 1, LENGTH) - max(n - WINDOW, 0) for n in range(LENGTH)) / LENGTH
     attention = 12 * 2 * 8 * keys
-    expected = 6 * model_cost.multiplying_parameters(local) + attention
+    expected = 6 * model_cost.matmul_parameters(local) + attention
     assert model_cost.flops_per_token(local, LENGTH, causal=True) == pytest.approx(
         expected, rel=1e-12
     )

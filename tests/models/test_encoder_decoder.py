@@ -13,8 +13,8 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.cost import model_cost
 from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.t5 import T5
+from jaxlm.nn.attention import bucket
 from jaxlm.nn.config import RelativeBias
-from jaxlm.nn.relative import bucket
 from tests.models.test_laws import dot_flops
 
 LENGTH, READ, VOCAB = 7, 9, 50
@@ -84,7 +84,7 @@ def test_tokens_that_come_one_by_one_score_as_all_at_once(built, logits):
     @jax.jit
     def one_by_one(tokens):
         model = blueprint.merge(params)
-        cache = model.begun(source, segments, LENGTH)
+        cache = model.init_cache(source, segments, LENGTH)
 
         def step(cache, token):
             hidden = model(token[:, None], positions=cache.length[:, None], cache=cache)

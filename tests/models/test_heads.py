@@ -7,14 +7,14 @@ import jax.numpy as jnp
 
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
-from jaxlm.models.config import Ahead
+from jaxlm.models.config import MtpConfig
 from jaxlm.models.families.llama import Llama
 from jaxlm.nn.intermediates import capture
 
 
 def test_each_head_notes_its_figures_under_the_name_of_its_parameters():
     base = Llama(vocab=40, width=16, depth=2, heads=2, kv_heads=2).build()
-    config = dataclasses.replace(base, ahead=Ahead(tokens=2, kind="sequential"))
+    config = dataclasses.replace(base, mtp=MtpConfig(tokens=2, kind="sequential"))
     blueprint = Blueprint(config, Precision.float32())
 
     def noted(params):
@@ -23,7 +23,7 @@ def test_each_head_notes_its_figures_under_the_name_of_its_parameters():
         given = {"positions": tokens, "segments": tokens + 1}
         with capture(("logits", "activations")) as notes:
             stream = model(tokens, **given).stream
-            model.ahead(stream, [(tokens, tokens == 0)] * 2, **given)
+            model.mtp_hidden(stream, [(tokens, tokens == 0)] * 2, **given)
         return notes
 
     notes = jax.eval_shape(noted, blueprint.shapes)

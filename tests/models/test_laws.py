@@ -288,8 +288,8 @@ def test_second_positions_count_where_there_is_a_table_and_none_are_zeros(built)
     given = inputs()
     plain = logits(blueprint, params, *given)
     zeros = jnp.zeros_like(given[0])
-    np.testing.assert_array_equal(plain, logits(blueprint, params, *given, inner=zeros))
-    changed = logits(blueprint, params, *given, inner=zeros.at[0, 5].set(3))
+    np.testing.assert_array_equal(plain, logits(blueprint, params, *given, block_positions=zeros))
+    changed = logits(blueprint, params, *given, block_positions=zeros.at[0, 5].set(3))
     differs = np.abs(np.asarray(plain - changed)).max(-1) > 0
     np.testing.assert_array_equal(differs[0], np.arange(LENGTH) >= 5)
     assert not differs[1].any()
@@ -481,7 +481,7 @@ def test_flops_are_those_of_the_products_in_the_program(name):
     # The reference kernel computes all scores, also those that a window hides.
     assert counted == model_cost.flops_per_token(without_windows(config), LENGTH, causal=False)
     half = model_cost.flops_per_token(config, LENGTH, causal=True)
-    assert counted > half > 6 * model_cost.multiplying_parameters(config)
+    assert counted > half > 6 * model_cost.matmul_parameters(config)
 
 
 @pytest.mark.parametrize("length", [3, LENGTH])
@@ -491,9 +491,9 @@ def test_the_keys_of_a_causal_row_are_those_that_its_masks_show(length):
     for block in config.layers:
         attention = block.attention
         mask = dataclasses.replace(masks.causal(length), window=attention.window)
-        keys = float(mask.materialise().sum()) / length
+        keys = float(mask.materialize().sum()) / length
         met += 12 * attention.heads * attention.head_dim * keys
-    expected = 6 * model_cost.multiplying_parameters(config) + met
+    expected = 6 * model_cost.matmul_parameters(config) + met
     assert model_cost.flops_per_token(config, length, causal=True) == pytest.approx(
         expected, rel=1e-12
     )

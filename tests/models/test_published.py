@@ -25,7 +25,7 @@ class Described:
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
 def test_a_published_config_is_understood_and_has_as_many_parameters_as_the_model(row):
-    family, _ = hub_architecture.described(Described(row["attributes"]), lambda _: None)
+    family, _ = hub_architecture.read_family(Described(row["attributes"]), lambda _: None)
     assert model_cost.parameters(family.build()) == row["parameters"]
 
 
@@ -33,7 +33,7 @@ def test_a_published_config_is_understood_and_has_as_many_parameters_as_the_mode
 def test_one_attribute_more_is_refused_by_its_name(row):
     attributes = row["attributes"] | {"residual_multiplier": 0.22}
     with pytest.raises(DataError) as caught:
-        hub_architecture.described(Described(attributes), lambda _: None)
+        hub_architecture.read_family(Described(attributes), lambda _: None)
     assert caught.value.why == "residual_multiplier = 0.22 is not known"
 
 
@@ -43,7 +43,7 @@ OF_128K = {"max_position_embeddings": 131_072, "rope_scaling": LONG}
 
 def described(name, **changed):
     (row,) = (row for row in TABLE if row["name"] == name)
-    return hub_architecture.described(Described(row["attributes"] | changed), lambda _: None)[0]
+    return hub_architecture.read_family(Described(row["attributes"] | changed), lambda _: None)[0]
 
 
 def test_phi_3_of_128k_has_frequencies_of_its_own_for_what_goes_beyond_4096_tokens():

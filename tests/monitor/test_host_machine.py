@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from jaxlm.core import processor
+from jaxlm.core import backend
 from jaxlm.monitor import host_machine
 from jaxlm.monitor.host_machine import peak_memory
 
@@ -29,7 +29,7 @@ def test_products_of_bfloat16_are_faster_where_there_is_a_unit_for_them(
 
 def test_a_machine_that_shows_no_flags_has_no_such_unit(tmp_path, monkeypatch):
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "nowhere")
-    assert not processor.units()
+    assert not backend.cpu_units()
 
 
 class Device:

@@ -9,7 +9,7 @@ import pytest
 from jaxlm.monitor import profiling
 from jaxlm.monitor.config import ProfileConfig
 from jaxlm.monitor.profiling import Trace
-from jaxlm.parallel import hlo_operations
+from jaxlm.parallel import hlo
 
 
 def lane(pid, process, tid, thread):
@@ -27,7 +27,7 @@ LOOP = [*lane(1, "/host:CPU", 1, "python"), span(1, 1, "jaxlm data", 0, 30), spa
 
 
 def tell(name):
-    return (*hlo_operations.by_name(name), name.startswith("known"))
+    return (*hlo.operation_by_name(name), name.startswith("known"))
 
 
 def shares(tmp_path, events):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
-from jaxlm.models.config import Decoder, RegularisationConfig
+from jaxlm.models.config import DecoderConfig, RegularizationConfig
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.nn.dropout import layer_drop, noise
 from tests.nn.test_stack import KEY, LENGTH, PLAIN, ROWS, WIDTH, made, run
@@ -70,7 +70,7 @@ def test_scan_and_unroll_pass_by_the_same_layers(whole):
 def test_embeddings_are_dropped_at_their_rate_and_the_mean_stays():
     """Seen behind a block that adds nothing."""
     plain = GPT2(vocab=64, width=32, depth=1, heads=2, context=16, dropout=0.0).build()
-    model = RegularisationConfig(embedding_dropout=0.3).applied(plain)
+    model = RegularizationConfig(embedding_dropout=0.3).applied(plain)
     blueprint = Blueprint(model, Precision.float32())
     params = jax.jit(blueprint.init)(jax.random.key(0))
     params["stack"] = jax.tree.map(jnp.zeros_like, params["stack"])
@@ -91,8 +91,8 @@ def test_embeddings_are_dropped_at_their_rate_and_the_mean_stays():
 
 def test_each_kind_of_dropout_has_its_rate_and_depth_has_its_line():
     model = GPT2(vocab=64, width=WIDTH, depth=4, heads=2, context=LENGTH, dropout=0.1).build()
-    assert RegularisationConfig().applied(model) == model
-    own = RegularisationConfig(attention_dropout=0.0, residual_dropout=0.2, embedding_dropout=0.3)
+    assert RegularizationConfig().applied(model) == model
+    own = RegularizationConfig(attention_dropout=0.0, residual_dropout=0.2, embedding_dropout=0.3)
     found = own.applied(model)
     (block,) = found.pattern
     assert (found.dropout, block.attention.dropout, block.dropout) == (0.3, 0.0, 0.2)
@@ -102,7 +102,7 @@ def test_each_kind_of_dropout_has_its_rate_and_depth_has_its_line():
 
 
 def test_a_model_without_a_key_has_no_noise_and_drops_no_layer():
-    quiet = Decoder(vocab=16, width=WIDTH, depth=2, pattern=(PLAIN,), init_std=0.3)
+    quiet = DecoderConfig(vocab=16, width=WIDTH, depth=2, pattern=(PLAIN,), init_std=0.3)
     loud = dataclasses.replace(quiet, embedding_noise=5.0, layer_drop=0.5)
     tokens = jnp.arange(ROWS * LENGTH, dtype=jnp.int32).reshape(ROWS, LENGTH) % 16
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], tokens.shape)

@@ -37,7 +37,7 @@ class Pairs(Tokenizer):
             text = text[size:]
         return ids
 
-    def serialise(self):
+    def serialize(self):
         return b"pairs"
 
 
@@ -54,8 +54,8 @@ def shards_of(folder: Path, tokenizer: Tokenizer | None = None, count: int = 60)
 
 def loader_of(shards, folder: Path, corruption, sequence: int = 96, kind="concat", seed: int = 5):
     """Rows of some shards; with a corruption, those that it leaves room in."""
-    length = sequence - (corruption.room if corruption else 0)
-    plan = packing.plan(shards, length, kind, seed, folder / f"plan-{kind}-{length}-{seed}")
+    length = sequence - (corruption.reserved_slots if corruption else 0)
+    plan = packing.open_plan(shards, length, kind, seed, folder / f"plan-{kind}-{length}-{seed}")
     return Loader(shards, plan, sequence, seed, prefetch=2, corruption=corruption)
 
 

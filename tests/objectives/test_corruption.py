@@ -14,7 +14,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.corrupt import spans
-from jaxlm.data.corrupt.rows import Key, portion
+from jaxlm.data.corrupt.rows import RowKey, count_of_share
 from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
 from jaxlm.data.train_tokenizer import train
 from jaxlm.objectives import config as settings
@@ -383,15 +383,18 @@ def test_ul2_in_one_row_draws_each_of_its_seven_denoisers():
     length, read = 400, read_by(UL2(), sequence=1024).train
     ids = np.arange(length, dtype=np.int32) % 200 + len(SPECIALS)
     named = {
-        (portion(length, rate), max(1, round(portion(length, rate) / mean))): (rate, mean)
+        (count_of_share(length, rate), max(1, round(count_of_share(length, rate) / mean))): (
+            rate,
+            mean,
+        )
         for rate, mean in settings.UL2_SPANS
     }
-    named[portion(length, settings.UL2_SUFFIX), 0] = "the end"
+    named[count_of_share(length, settings.UL2_SUFFIX), 0] = "the end"
     found = Counter()
     for row in range(700):
-        (piece,) = read.change([ids], read.room, Key(0, 0, row))
+        (piece,) = read.change([ids], read.reserved_slots, RowKey(0, 0, row))
         cut = int((piece.weights > 0)[piece.targets >= len(SPECIALS)].sum())
-        marks = np.isin(piece.tokens, spans.sentinels(Bytes())).sum()
+        marks = np.isin(piece.tokens, spans.sentinel_ids(Bytes())).sum()
         found[named[cut, int(marks) // 2]] += 1
     assert found.keys() == {*settings.UL2_SPANS, "the end"}
     assert all(bounded(count, 700, 1 / 7) for count in found.values()), found
@@ -407,7 +410,7 @@ def test_whole_words_of_a_trained_tokenizer_are_masked_whole(kind):
     change = read_by(Masked(unit="word", hidden=1.0, random=0.0), tokenizer, 4096).train.change
     whole = 0
     for row in range(20):
-        (piece,) = change([ids], 0, Key(0, 0, row))
+        (piece,) = change([ids], 0, RowKey(0, 0, row))
         shown = b""
         for number, is_hidden in zip(piece.targets.tolist(), piece.weights > 0, strict=True):
             entry = tokenizer.table[number]

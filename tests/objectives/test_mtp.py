@@ -11,7 +11,7 @@ from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
-from jaxlm.models.config import Ahead, HeadKind
+from jaxlm.models.config import HeadKind, MtpConfig
 from jaxlm.models.cost import model_cost
 from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.llama import Llama
@@ -46,7 +46,7 @@ def batch():
 
 @pytest.fixture(scope="module", params=KINDS)
 def built(request):
-    config = dataclasses.replace(MODEL.build(), ahead=Ahead(tokens=2, kind=request.param))
+    config = dataclasses.replace(MODEL.build(), mtp=MtpConfig(tokens=2, kind=request.param))
     blueprint = Blueprint(config, Precision.float32())
 
     @jax.jit
@@ -100,7 +100,7 @@ def expected(blueprint, params, rows):
                 if length <= 0:
                     continue
                 into = x[:length]
-                if config.ahead.kind == "sequential":
+                if config.mtp.kind == "sequential":
                     token = table[rows.tokens[row, here[k:]]]
                     both = [
                         reference.norm(h[:length], own["hidden_norm"], config.final_norm),
@@ -186,7 +186,7 @@ def test_a_mesh_gives_the_loss_and_the_gradient_of_one_device(built):
     [*((arm, "sequential") for arm in DECODERS), (Llama, "parallel")],
 )
 def test_any_family_has_heads_and_their_parameters_are_those_of_the_closed_form(family, kind):
-    config = dataclasses.replace(family(vocab=64).build(), ahead=Ahead(tokens=2, kind=kind))
+    config = dataclasses.replace(family(vocab=64).build(), mtp=MtpConfig(tokens=2, kind=kind))
     blueprint = Blueprint(config, Precision.float32())
     axes = tree.leaves(blueprint.axes, is_leaf=lambda node: isinstance(node, tuple))
     found = {
@@ -209,7 +209,7 @@ def test_any_family_learns_from_further_tokens(family, kind):
         sizes |= {"groups": 2, "top_groups": 1}
     heads = {"kv_heads": 2} if hasattr(family(), "kv_heads") else {}
     model = family(vocab=VOCAB, width=16, depth=2, heads=4, **heads, **sizes)
-    config = dataclasses.replace(model.build(), ahead=Ahead(tokens=2, kind=kind))
+    config = dataclasses.replace(model.build(), mtp=MtpConfig(tokens=2, kind=kind))
     blueprint = Blueprint(config, Precision.float32())
     params = jax.jit(blueprint.init)(jax.random.key(0))
     rows = batch()
@@ -232,7 +232,7 @@ def test_flops_count_every_head():
     base = MODEL.build()
     counts = {
         kind: model_cost.flops_per_token(
-            dataclasses.replace(base, ahead=Ahead(tokens=2, kind=kind)), LENGTH, causal=True
+            dataclasses.replace(base, mtp=MtpConfig(tokens=2, kind=kind)), LENGTH, causal=True
         )
         for kind in KINDS
     }

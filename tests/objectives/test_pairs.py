@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxlm.data.batch import START, Tokens
-from jaxlm.data.corrupt.pairs import Pairs, cut_end, fitting
-from jaxlm.data.corrupt.rows import Key
-from jaxlm.data.corrupt.spans import OURS
+from jaxlm.data.corrupt.pairs import EncoderDecoderRows, cut_suffix, fit_spans
+from jaxlm.data.corrupt.rows import RowKey
+from jaxlm.data.corrupt.spans import DEFAULT_EDGES
 from jaxlm.data.tokenizer import SPECIALS, Bytes
 from jaxlm.objectives.build import build
 from jaxlm.objectives.config import UL2, Causal, LossConfig, Mixture, Span
@@ -32,7 +32,7 @@ def prepared(arm, tokenizer, sequence):
 def pairs(arm, tokenizer=None, sequence=SEQUENCE):
     reading = prepared(arm, tokenizer or Bytes(), sequence)
     assert reading.evaluations == {"": reading.train}
-    assert isinstance(reading.train, Pairs)
+    assert isinstance(reading.train, EncoderDecoderRows)
     return reading.train
 
 
@@ -74,7 +74,7 @@ def test_what_is_read_and_written_is_the_text_and_the_decoder_is_one_behind(arm)
     change, kinds = pairs(arm), Counter()
     for seed in range(ROWS):
         given, whole = row((40, 9, 25, 14), (True, False, True, False), seed)
-        out = change(given, Key(0, 0, seed))
+        out = change(given, RowKey(0, 0, seed))
         assert out.source.shape == out.source_segments.shape == (SEQUENCE,)
         assert out.tokens.shape == (arm.target_length(SEQUENCE),)
         predicted = 0
@@ -97,7 +97,7 @@ def test_what_is_read_and_written_is_the_text_and_the_decoder_is_one_behind(arm)
         assert predicted >= 2
         np.testing.assert_array_equal(out.weights, out.segments > 0)
         assert not out.source[out.source_segments == 0].any()
-        again = change(given, Key(0, 0, seed))
+        again = change(given, RowKey(0, 0, seed))
         assert all(a is b is None or np.array_equal(a, b) for a, b in zip(out, again, strict=True))
     assert set(kinds) == ({True, False} if isinstance(arm, UL2) else {True})
 
@@ -107,7 +107,7 @@ def test_a_row_full_of_short_documents_fits_and_some_of_them_are_only_read(arm):
     given, whole = row(sizes, [True] * len(sizes))
     change, numbers, least = pairs(arm), set(range(1, len(sizes) + 1)), len(sizes)
     for seed in range(ROWS):
-        out = change(given, Key(0, 0, seed))
+        out = change(given, RowKey(0, 0, seed))
         assert (out.source_segments > 0).sum() >= SEQUENCE - len(sizes)
         assert set(out.source_segments.tolist()) - {0} == numbers
         written = set(out.segments.tolist()) - {0}
@@ -122,17 +122,17 @@ def test_a_row_full_of_short_documents_fits_and_some_of_them_are_only_read(arm):
 def test_a_piece_that_could_not_be_read_is_left_out(arm):
     given, _ = row((30, 20), (True, True))
     weights = np.where(given.segments == 1, 0, given.weights)
-    out = pairs(arm)(given._replace(weights=weights), Key(0, 0, 0))
+    out = pairs(arm)(given._replace(weights=weights), RowKey(0, 0, 0))
     assert (out.source_segments > 0).sum() <= 21
     assert (out.segments > 0).any()
 
 
 def test_cuts_fit_in_what_is_free_and_are_the_rates_where_all_is():
-    assert fitting(100, 0.15, 3.0, 1000) == (15, 5)
+    assert fit_spans(100, 0.15, 3.0, 1000) == (15, 5)
     for free in range(30):
-        cut, count = fitting(100, 0.15, 3.0, free)
+        cut, count = fit_spans(100, 0.15, 3.0, free)
         assert (cut, count) == (0, 0) or count <= cut < free - count
-    assert fitting(1, 0.15, 3.0, 1000) == (0, 0)
+    assert fit_spans(1, 0.15, 3.0, 1000) == (0, 0)
     # As in T5: 512 slots are read and 114 written, here with room for the ends of some more documents.
     assert 114 <= Span().target_length(568) - 568 // 64 <= 114 + 8
 
@@ -151,7 +151,7 @@ def test_each_of_seven_denoisers_is_drawn_as_often_with_its_rate_and_its_mean():
     given, _ = row((sequence,), (False,), length=sequence)
     found = Counter()
     for number in range(rows):
-        written = change(given, Key(0, 0, number)).targets.tolist()
+        written = change(given, RowKey(0, 0, number)).targets.tolist()
         spans = sum(i in SENTINELS for i in written)
         found[sum(i >= len(SPECIALS) for i in written), spans] += 1
     assert set(found) == set.union(*DENOISERS.values())
@@ -164,18 +164,20 @@ def test_each_of_seven_denoisers_is_drawn_as_often_with_its_rate_and_its_mean():
 
 def test_the_end_of_a_text_fits_in_what_is_free_and_is_a_quarter_where_all_is():
     draw = np.random.default_rng(0)
-    begun = np.array([OURS.begin, *range(50, 90)], np.int32)
+    begun = np.array([DEFAULT_EDGES.begin, *range(50, 90)], np.int32)
     for ids in (begun, np.append(begun, EOS).astype(np.int32)):
         ends = int(ids[-1] == EOS)
         for free in range(20):
-            read, written = cut_end(ids, free, draw, share=0.25, edges=OURS)
+            read, written = cut_suffix(ids, free, draw, share=0.25, edges=DEFAULT_EDGES)
             room = free - ends
             assert len(written) == (min(10, room) + ends if room > 0 else 0)
             text = [*read[:-1], *written] if len(written) else read.tolist()
             assert text == ids.tolist()
             assert len(written) == 0 or read[-1] == EOS
-    for short in ([50], [50, EOS], [OURS.begin, 50, EOS]):
-        read, written = cut_end(np.array(short, np.int32), 9, draw, share=0.25, edges=OURS)
+    for short in ([50], [50, EOS], [DEFAULT_EDGES.begin, 50, EOS]):
+        read, written = cut_suffix(
+            np.array(short, np.int32), 9, draw, share=0.25, edges=DEFAULT_EDGES
+        )
         assert (read.tolist(), len(written)) == (short, 0)
 
 
@@ -190,14 +192,14 @@ def test_the_sentinels_and_the_end_are_those_of_the_tokenizer():
     """Ids that would be edges or sentinels of ours are text there; of more spans than sentinels these come again."""
     change = pairs(Span(rate=0.5, mean=2), OfT5())
     ids = np.array([1, 2, 8, 9, *range(50, 58), 2, 41], np.int32)
-    (pair,) = change.change([ids], change.length, Key(0, 0, 0))
+    (pair,) = change.change([ids], change.length, RowKey(0, 0, 0))
     of_t5 = set(OfT5.specials.values()) - {41}
     assert [i for i in pair.read if i in of_t5] == [i for i in pair.written if i in of_t5]
     assert [i for i in pair.read if i in of_t5][:3] == [295, 294, 293]
     assert pair.written[-1] == pair.read[-1] == 41
     assert sorted({*pair.read, *pair.written} - of_t5) == sorted(set(ids.tolist()))
     denoised = pairs(UL2(), OfT5())
-    found = [denoised.change([ids], denoised.length, Key(0, 0, row))[0] for row in range(ROWS)]
+    found = [denoised.change([ids], denoised.length, RowKey(0, 0, row))[0] for row in range(ROWS)]
     assert {295 in pair.read for pair in found} == {True, False}
     assert all(pair.read[-1] == pair.written[-1] == 41 for pair in found)
 

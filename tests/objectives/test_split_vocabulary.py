@@ -10,7 +10,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
-from jaxlm.parallel import hlo_collectives, host, mesh, rules
+from jaxlm.parallel import hlo, host, mesh, rules
 from jaxlm.parallel.config import MeshConfig
 
 ROWS, LENGTH, WIDTH, VOCAB = 8, 16, 8, 320
@@ -35,7 +35,7 @@ def collectives_of(sizes, *, tied, chunk):
     with jax.set_mesh(grid):
         step = jax.jit(jax.value_and_grad(loss), out_shardings=(None, layout))
         text = step.lower(jax.tree.map(put, blueprint.shapes, layout), batch).compile().as_text()
-    return hlo_collectives.read(text)
+    return hlo.read_collectives(text)
 
 
 def largest(found):

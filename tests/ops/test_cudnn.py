@@ -106,7 +106,7 @@ def test_a_few_rows_at_a_time_keep_no_mask_and_call_the_kernel_once_each_way(mon
 
     def loss(query, key, value, segments):
         mask = masks.causal(256, segments)
-        with backend.of("gpu"):
+        with backend.compiling_for("gpu"):
             return attention(query, key, value, mask, LOW, scale=SCALE, kernel="cudnn").sum()
 
     program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*shapes, segments)
@@ -140,7 +140,7 @@ def calls_of(monkeypatch, window, is_packed, place):
     def loss(query, key, value, segments):
         own = segments if is_packed else None
         mask = dataclasses.replace(masks.causal(128, own), window=window)
-        with backend.of("gpu"):
+        with backend.compiling_for("gpu"):
             return attention(query, key, value, mask, LOW, scale=SCALE, kernel="cudnn").sum()
 
     program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*low, segments)
@@ -197,7 +197,7 @@ def test_what_it_cannot_do_is_refused():
     call = functools.partial(attention, precision=LOW, scale=1.0, kernel="cudnn")
     with pytest.raises(ValueError, match="cudnn attention does not run on a cpu"):
         call(query, key, value, masks.causal(16))
-    with backend.of("gpu"):
+    with backend.compiling_for("gpu"):
         with pytest.raises(ValueError, match="needs a mask of whole rows"):
             call(query, key, value, cache)
         with pytest.raises(ValueError, match="no softcap"):

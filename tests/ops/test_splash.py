@@ -126,7 +126,7 @@ def test_values_of_another_size_than_keys_are_filled_up(monkeypatch):
     query, key, value = given[0], given[1], given[2][..., :5]
     call = functools.partial(attention, query, key, value, masks.causal(128), FULL, scale=SCALE)
     monkeypatch.setattr("jaxlm.ops.splash.splash", interpreted)
-    with backend.of("tpu"):
+    with backend.compiling_for("tpu"):
         out = call(kernel="splash")
     np.testing.assert_allclose(out, call(), rtol=1e-4, atol=1e-5)
 
@@ -138,7 +138,7 @@ def test_what_it_cannot_do_is_refused():
     call = functools.partial(attention, precision=FULL, scale=1.0, kernel="splash")
     with pytest.raises(ValueError, match="splash attention does not run on a cpu"):
         call(query, key, value, masks.causal(128))
-    with backend.of("tpu"):
+    with backend.compiling_for("tpu"):
         with pytest.raises(ValueError, match="needs a mask of whole rows"):
             call(query, key, value, cache)
         with pytest.raises(ValueError, match="no bidirectional segments"):

@@ -10,7 +10,7 @@ import pytest
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.cost.tensors import tensors
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mixtral
 from jaxlm.optim import build
 from jaxlm.optim.config import Adafactor, Optimizer
 

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.nn.attention import Attention
+from jaxlm.nn.attention import Attention, LatentAttention
 from jaxlm.nn.config import AttentionConfig, LatentConfig, NormConfig
 from jaxlm.nn.intermediates import capture
-from jaxlm.nn.latent import LatentAttention
 from jaxlm.ops import masks
 from jaxlm.optim.qk_clip import qk_clip
 from tests.nn import reference

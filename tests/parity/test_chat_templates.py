@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxlm.data.chat import ChatTemplate
+from jaxlm.data.chat import ChatTemplate, render_chat
 from tests.data.chat_templates import CONVERSATIONS, TEMPLATES, TOKENS, TOOL
 
 pytestmark = pytest.mark.parity
@@ -19,8 +19,11 @@ def test_text_is_that_of_apply_chat_template(name, asks):
     )
     theirs.chat_template = TEMPLATES[name]
     tools = [TOOL] if name == "tools" else None
-    ours = ChatTemplate(TEMPLATES[name], TOKENS).render(
-        CONVERSATIONS, add_generation_prompt=asks, tools=tools
+    ours = render_chat(
+        CONVERSATIONS,
+        ChatTemplate(TEMPLATES[name], TOKENS),
+        add_generation_prompt=asks,
+        tools=tools,
     )
     for messages, text in zip(CONVERSATIONS, ours, strict=True):
         assert text == theirs.apply_chat_template(

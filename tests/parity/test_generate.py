@@ -14,7 +14,7 @@ import pytest
 
 from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.checkpoint.hub_tensors import layout
-from jaxlm.core import processor
+from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.generate import beam, sampling
 from jaxlm.generate.sampling import History, Penalties
@@ -50,7 +50,7 @@ def test_penalties_and_cuts_are_those_of_its_processors():
     )
     expected = chain(torch.tensor(ids, dtype=torch.long), torch.tensor(logits)).numpy()
     actual = Penalties(repetition=1.4)(jnp.asarray(logits), history) / 0.7
-    actual = np.asarray(sampling.filtered(actual, top_k=20, top_p=0.95, min_p=0.02))
+    actual = np.asarray(sampling.filter_logits(actual, top_k=20, top_p=0.95, min_p=0.02))
     np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
     assert 0 < np.isfinite(actual).sum() < 4 * 20
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
@@ -138,7 +138,7 @@ def test_eight_prompts_go_on_faster_than_its_generate_does():
     actual = json.loads(done.stdout.splitlines()[-1])
     ways = [f"{name} {dtype}" for name in ("jaxlm", "jaxlm, guessing") for dtype in DTYPES]
     assert max(actual[way] for way in ways) > 1.2 * max(actual[f"transformers {d}"] for d in DTYPES)
-    if processor.AMX not in processor.units():
+    if backend.AMX not in backend.cpu_units():
         assert actual["jaxlm float32"] >= 2 * actual["transformers float32"]
     assert actual["same ids, jaxlm float32"] == actual["same ids, jaxlm, guessing float32"] == 1
 
@@ -158,6 +158,6 @@ def test_the_benchmark_beside_its_generate_runs_and_both_give_the_same_text():
     for name, dtype in itertools.product(("jaxlm", "jaxlm, guessing"), DTYPES):
         rates = [actual[f"{side} {dtype}"] for side in (name, "transformers")]
         assert actual[f"times as fast, {name} {dtype}"] == pytest.approx(rates[0] / rates[1])
-    if processor.AMX not in processor.units():
+    if backend.AMX not in backend.cpu_units():
         assert actual["jaxlm float32"] >= 2 * actual["transformers float32"]
     assert actual["same ids, jaxlm float32"] == actual["same ids, jaxlm, guessing float32"] == 1

@@ -17,10 +17,10 @@ from jaxlm.checkpoint import hub_architecture
 from jaxlm.checkpoint.hub_folder import Folder, write_tensors
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
-from jaxlm.models.config import Encoder
+from jaxlm.models.config import EncoderConfig
 from jaxlm.models.families.t5 import T5
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.exchange.parity import DTYPES
+from jaxlm.recipes.exchange.export_formats import DTYPES
 from tests.parity import weights
 
 pytestmark = pytest.mark.parity
@@ -248,7 +248,7 @@ def test_tokens_after_a_cache_are_those_of_transformers(both):
 
     name, model, *_ = both
     family, blueprint = weights.FAMILIES[name], blueprint_of(name)
-    if isinstance(blueprint.config, Encoder):
+    if isinstance(blueprint.config, EncoderConfig):
         pytest.skip("it reads a text at once")
     params, ids, source = weights.params(family, blueprint.shapes), *unequal()
     inside = within(SOURCES)
@@ -257,7 +257,7 @@ def test_tokens_after_a_cache_are_those_of_transformers(both):
     def begun(params):
         model = blueprint.merge(params)
         if isinstance(family, T5):
-            return model.begun(source, inside.astype(np.int32), LENGTHS.max())
+            return model.init_cache(source, inside.astype(np.int32), LENGTHS.max())
         return model.empty_cache(2, LENGTHS.max())
 
     @jax.jit
@@ -288,7 +288,7 @@ def test_tokens_after_a_cache_are_those_of_transformers(both):
 def test_what_transformers_writes_is_read_as_it_was(both, saved):
     name, *_ = both
     family, folder = weights.FAMILIES[name], Folder(saved["float32"])
-    read, _ = hub_architecture.described(folder, lambda _: None)
+    read, _ = hub_architecture.read_family(folder, lambda _: None)
     assert read.build() == family.build()
     ignored = hub_architecture.compare(
         weights.tensors(read), folder, read.HUB, is_tied=family.build().tied

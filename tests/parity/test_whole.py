@@ -47,11 +47,13 @@ def test_the_text_part_of_gemma_3_is_what_the_whole_model_computes(seeing):
 
     model, folder = seeing
     said = []
-    family, _ = hub_architecture.described(folder, said.append)
+    family, _ = hub_architecture.read_family(folder, said.append)
     blueprint = Blueprint(family.build(), Precision.float32())
-    tensors = hub_architecture.named(layout(family.build(), family.HUB), folder, family.HUB)
+    tensors = hub_architecture.in_folder_names(
+        layout(family.build(), family.HUB), folder, family.HUB
+    )
     ignored = hub_architecture.compare(tensors, folder, family.HUB, is_tied=True)
-    hub_architecture.tell_ignored(ignored, folder, family.HUB, said.append)
+    hub_architecture.log_ignored(ignored, folder, family.HUB, said.append)
     assert any("vision_tower.*" in line for line in said)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.tree.map(

@@ -1,6 +1,6 @@
 """No step of training adds up more than a few numbers in 16 bits, whatever it trains and wherever it runs.
 
-Steps are traced as for a GPU or a TPU (`core.backend.of`), at sizes at which every axis has more than 64 numbers, and
+Steps are traced as for a GPU or a TPU (`core.backend.compiling_for`), at sizes at which every axis has more than 64 numbers, and
 not compiled. Activations are bfloat16 or float16 there but float32 on a CPU, so numbers that are computed on a CPU do not
 show such sums. What kernels of vendors do inside (cuDNN, splash) is theirs.
 """
@@ -28,7 +28,7 @@ from jaxlm.objectives.config import Objective
 from jaxlm.ops.kernels import Target
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.config import Optimizer, Sgd
-from jaxlm.parallel import hlo_collectives
+from jaxlm.parallel import hlo
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import jax_setup
@@ -120,7 +120,7 @@ def settings_of(family, settings):
 
 
 def engine_of(settings, mesh):
-    """The engine of a run, its mesh of fake devices, and the shapes of a state and a batch. For `backend.of`."""
+    """The engine of a run, its mesh of fake devices, and the shapes of a state and a batch. For `backend.compiling_for`."""
     run = config.load(Run, None, [(path, str(value)) for path, value in settings.items()]).value
     sizes = {"data": 1} | (mesh or {})
     grid = meshes.build(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
@@ -133,7 +133,7 @@ def engine_of(settings, mesh):
 def traced(family, platform, program, mesh, settings):
     """The sums in 16 bits of a program of the engine, as for this platform."""
     settings = settings_of(family, dict(settings))
-    with backend.of(platform):
+    with backend.compiling_for(platform):
         grid, engine, arguments = engine_of(settings, dict(mesh))
         with jax.set_mesh(grid):
             jaxpr = getattr(engine, program).trace(*arguments).jaxpr
@@ -279,7 +279,7 @@ def test_the_gradient_of_a_bias_over_many_tokens_is_the_sum_of_their_gradients(p
     tokens, width = 65_536, 8
     draw = np.random.default_rng(0)
     given = jnp.asarray(0.3 + draw.normal(size=(1, tokens, width)), jnp.bfloat16)
-    with backend.of(platform):
+    with backend.compiling_for(platform):
         linear, _ = reference.moved(
             lambda key, init: Linear(
                 {"embed": 4}, {"mlp": width}, key=key, init=init, precision=precision, bias=True
@@ -335,7 +335,7 @@ def test_the_compiler_adds_up_no_gradient_over_devices_in_16_bits(family, mesh, 
         | {f"mesh.{axis}": size for axis, size in mesh.items()}
         | {"train.batch": 8, "train.microbatches": 1, "data.sequence": 16},
     )
-    with tempfile.TemporaryDirectory() as folder, backend.of("gpu"):
+    with tempfile.TemporaryDirectory() as folder, backend.compiling_for("gpu"):
         grid, engine, arguments = engine_of(settings, mesh)
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         with jax.set_mesh(grid):
@@ -343,7 +343,7 @@ def test_the_compiler_adds_up_no_gradient_over_devices_in_16_bits(family, mesh, 
         (text,) = (path.read_text() for path in Path(folder).glob("*after_spmd-partitioning*"))
     added = [
         (each, shape, each.axes(grid.shape))
-        for each in hlo_collectives.read(text)
+        for each in hlo.read_collectives(text)
         if each.kind in ("all-reduce", "reduce-scatter")
         for shape in each.shapes
     ]

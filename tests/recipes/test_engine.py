@@ -11,7 +11,7 @@ from jaxlm.core import tree
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Bytes
-from jaxlm.models.families.deepseek_v3 import DeepSeekV3
+from jaxlm.models.families.deepseek import DeepSeekV3
 from jaxlm.models.families.llama import Llama
 from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import MeshConfig

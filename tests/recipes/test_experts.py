@@ -14,7 +14,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.models.config import balance_rate
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mixtral
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
 from jaxlm.optim import build as optimizers

@@ -13,7 +13,7 @@ import jaxlm
 from jaxlm.cli.main import main
 from jaxlm.core import config as configs
 from jaxlm.data import dataset
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from jaxlm.recipes.config import Run
 from tests.faults import harness
 
@@ -224,7 +224,7 @@ def test_token_shards_are_refused_with_ways_out_of_the_users_own_text(texts, tmp
     assert main(["data", "tokenize", *words, f"--out={tmp_path / 'shards'}"]) == 0
     capsys.readouterr()
     assert sorted(os.listdir(tmp_path / "shards")) == ["train", "val"]
-    assert decoded(Shards.open(tmp_path / "shards/val")) == TEXT[int(len(TEXT) * 0.95) :]
+    assert decoded(TokenShards.open(tmp_path / "shards/val")) == TEXT[int(len(TEXT) * 0.95) :]
     stored = f"--config.data.train={tmp_path / 'shards/train'}"
     trained(tmp_path / "refused", *flags(), stored, code=2)
     said = capsys.readouterr().err

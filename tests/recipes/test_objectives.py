@@ -6,7 +6,7 @@ import typing
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.core.schema import arm_name
+from jaxlm.core.sections import arm_name
 from jaxlm.objectives.config import Objective
 from tests.faults import harness
 

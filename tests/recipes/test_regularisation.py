@@ -6,8 +6,8 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.config import RegularisationConfig
-from jaxlm.models.families.qwen3 import Qwen3
+from jaxlm.models.config import RegularizationConfig
+from jaxlm.models.families.qwen import Qwen3
 from jaxlm.optim.config import AdamW, ScheduleFree
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
@@ -15,7 +15,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from tests.faults import harness
 
-CLIPPED = RegularisationConfig(qk_clip=1.0)
+CLIPPED = RegularizationConfig(qk_clip=1.0)
 SETTINGS = {
     "train.steps": 6,
     "checkpoint.every": 3,

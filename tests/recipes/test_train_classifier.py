@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.corpus.filters.linear import Features, Linear
+from jaxlm.corpus.filters.linear import Features, LinearClassifier
 from jaxlm.recipes import train_classifier
 from tests.corpus.recipes import run, write_lines
 
@@ -65,7 +65,7 @@ def test_texts_it_never_saw_are_told_apart_as_well_as_it_says(here, record_prope
     stated = about["measured"]
     assert stated["left_out"] == {"broken: not JSON": 1, "under two labels": 1}
     assert 380 <= stated["examples"]["good"] <= 420
-    model = Linear.read(Path("classifier"), "quality.model")
+    model = LinearClassifier.read(Path("classifier"), "quality.model")
     good, bad = texts(PROSE, SPAM, 1000, "new good", 0.3), texts(SPAM, PROSE, 1000, "new bad", 0.3)
     said = np.array([model.probabilities(text)[0] >= 0.5 for text in (*good, *bad)])
     precision, recall = said[:1000].sum() / said.sum(), said[:1000].mean()
@@ -92,7 +92,7 @@ def test_the_stage_keeps_what_is_likely_enough_and_says_how_likely(here, capsys)
     assert answer["removed"] == {"quality.low": 20}
     rows = [json.loads(line) for line in Path("quality/kept/00000.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == good
-    model = Linear.read(Path("classifier"), "quality.model")
+    model = LinearClassifier.read(Path("classifier"), "quality.model")
     for row in rows:
         assert row["meta"]["quality"] == pytest.approx(_reference(model, row["text"])[0], abs=1e-4)
     error = run(capsys, *words, "--out=other", code=2)["error"]
@@ -119,7 +119,7 @@ def test_what_comes_next_works_when_it_is_pasted(here, capsys):
     assert recipe["quality"]["label"] == "quite good"
 
 
-def _reference(model: Linear, text: str) -> np.ndarray:
+def _reference(model: LinearClassifier, text: str) -> np.ndarray:
     """The probabilities in float64, bucket by bucket."""
     found = sorted(set(model.features.of(text).tolist()))
     logits = model.bias.astype(np.float64)

@@ -11,7 +11,7 @@ from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mixtral
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
 from jaxlm.training import gradient

@@ -12,7 +12,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import MupConfig
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mixtral
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
 from jaxlm.optim import build as optimizers

@@ -9,7 +9,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import DecoderConfig
 from jaxlm.nn.config import AttentionConfig, BlockConfig, MlpConfig, MoeConfig, NormConfig
 from jaxlm.nn.intermediates import capture
 from jaxlm.objectives.config import LossConfig
@@ -40,7 +40,7 @@ NEAR = dataclasses.replace(
 )
 EXPERTS = dataclasses.replace(FULL, mlp=MoeConfig(experts=4, top_k=2, hidden=8))
 # Layers 0 to 4: one before the pattern, two kinds by turns under the scan, and one left over.
-MODEL = Decoder(
+MODEL = DecoderConfig(
     vocab=64, width=16, depth=6, prefix=(EXPERTS,), pattern=(NEAR, FULL), final_norm=NormConfig()
 )
 LAYERS = (EXPERTS, NEAR, FULL, NEAR, FULL, NEAR)

@@ -26,7 +26,7 @@ from jaxlm.optim.average_config import Ema
 from jaxlm.optim.config import AdamW, AdamW8bit, Optimizer, ScheduleFree, Sgd, Soap
 from jaxlm.optim.schedule_config import Constant, Linear
 from jaxlm.parallel import host, mesh, rules
-from jaxlm.parallel.config import MeshConfig, factorisations
+from jaxlm.parallel.config import MeshConfig, factorizations
 from jaxlm.training import gradient as gradients
 from jaxlm.training import guard as guards
 from jaxlm.training import state as states
@@ -182,7 +182,7 @@ def test_four_devices_give_the_losses_of_one(alone, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", factorisations(8, ("data", "fsdp", "tensor")), ids=str)
+@pytest.mark.parametrize("sizes", factorizations(8, ("data", "fsdp", "tensor")), ids=str)
 def test_every_factorisation_of_eight_devices_gives_the_losses_of_one(alone, sizes):
     check_mesh(alone, sizes, 8)
 

@@ -75,10 +75,10 @@ def run(args: Any, out: Output) -> int:
     folder = Path(args.out)
     with progress_bars(out) as progress:
         work = selection(args, "workers", "engine") | {"progress": progress}
-        outcome = prepare(recipe, folder, sample=sample, scorer=scorer, say=out.log, **work)
+        outcome = prepare(recipe, folder, sample=sample, scorer=scorer, log=out.log, **work)
         shards = {}
         if recipe.shards.tokenizer:
-            shards = after.write(recipe, folder, outcome.report, say=out.log, **work)
+            shards = after.write(recipe, folder, outcome.report, log=out.log, **work)
     if args.copy_to:
         from jaxlm.corpus.upload import copy_to
 
@@ -119,14 +119,14 @@ def mix(args: Any, out: Output) -> int:
     sources = config.load(Mix, args.config, args.overrides).value
     with progress_bars(out) as progress:
         work = selection(args, "workers", "engine")
-        answer = mix_sources(sources, Path(args.out), say=out.log, progress=progress, **work)
+        answer = mix_sources(sources, Path(args.out), log=out.log, progress=progress, **work)
     out.result({"out": args.out, **answer}, "\n".join(_described(answer, args.out)))
     return 0
 
 
 def clusters(args: Any, out: Output) -> int:
     """Show clusters of duplicates with the beginnings of their texts."""
-    from jaxlm.corpus import clusters as duplicates
+    from jaxlm.corpus import comparison as duplicates
 
     at_least_one("jaxlm data clusters", args, "most", "characters")
     folder = Path(args.folder)

@@ -64,8 +64,8 @@ def run(args: Any, out: Output) -> int:
 
 
 def _peek(args: Any, out: Output) -> int:
-    from jaxlm.data.mixture import Mixture
-    from jaxlm.data.peek import BOTH_WAYS, rendered
+    from jaxlm.data.mixture import MixtureLoader
+    from jaxlm.data.peek import BOTH_WAYS, render_segments
     from jaxlm.objectives.loss import mtp_views
 
     chosen, data = _open(args, out)
@@ -73,7 +73,7 @@ def _peek(args: Any, out: Output) -> int:
     rows = min(args.rows, batch.phase(args.step).rows)
     tokens = data.train.at(args.step, batch=batch, rows=slice(0, rows))
     origins = data.train.origins(args.step, batch=batch)
-    mixture = data.train if isinstance(data.train, Mixture) else None
+    mixture = data.train if isinstance(data.train, MixtureLoader) else None
     first = batch.rows(args.step)
     answer, lines = [], ["text between \u00ab and \u00bb has training targets"]
     if tokens.visible_until is not None:
@@ -85,7 +85,7 @@ def _peek(args: Any, out: Output) -> int:
         lines.append("ahead_2 shows the targets of the head for the token after the next, etc.")
     for row in range(rows):
         texts = {
-            name: rendered(view, data.tokenizer, row)
+            name: render_segments(view, data.tokenizer, row)
             for name, view in shown.items()
             if view is tokens or view.weights[row].any()
         }
@@ -109,14 +109,14 @@ def _peek(args: Any, out: Output) -> int:
 
 
 def _stats(args: Any, out: Output) -> int:
-    from jaxlm.data.mixture import Mixture
+    from jaxlm.data.mixture import MixtureLoader
 
     chosen, data = _open(args, out)
     sources, mixture = {}, []
-    if isinstance(data.train, Mixture):
+    if isinstance(data.train, MixtureLoader):
         pairs = zip(data.train.names, data.train.sources, strict=True)
         sources = {f"train/{name}": loader for name, loader in pairs}
-        shares = data.train.told(chosen.pace, chosen.train.steps)
+        shares = data.train.describe(chosen.pace, chosen.train.steps)
         mixture = [f"mixture     {line}" for line in shares]
     parts = {"train": data.train, **sources, **data.validation}
     answer = {name: _described(loader) for name, loader in parts.items()}
@@ -152,7 +152,7 @@ def _tokenize(args: Any, out: Output) -> int:
 
     section = config.load(Run, args.config or args.workdir, args.overrides).value.data
     with progress_bars(out) as progress:
-        written = dataset.tokenise(section, Path(args.out), out.log, progress)
+        written = dataset.tokenize(section, Path(args.out), out.log, progress)
     answer: dict[str, dict[str, Any]] = {}
     for name, shards in written.items():
         counts = {"documents": shards.documents, "tokens": shards.manifest.tokens}
@@ -177,9 +177,9 @@ def _tokenize(args: Any, out: Output) -> int:
 
 
 def _check(args: Any, out: Output) -> int:
-    from jaxlm.data.shards import Shards
+    from jaxlm.data.shards import TokenShards
 
-    shards = Shards.open(Path(args.folder))
+    shards = TokenShards.open(Path(args.folder))
     shards.verify()
     manifest = shards.manifest
     out.result(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
-from jaxlm.core.spelling import nearest
+from jaxlm.core.nearest import nearest_word
 from jaxlm.corpus.ngrams import hashed, runs, words
 
 TENSORS, ABOUT = "classifier.safetensors", "classifier.json"
@@ -115,7 +115,7 @@ class LinearClassifier:
         Raises ConfigError if the classifier, which `setting` names, lacks the label.
         """
         if label not in self.labels:
-            near = nearest(label, self.labels)
+            near = nearest_word(label, self.labels)
             raise ConfigError(
                 f"the classifier has no label {label!r}",
                 where=setting,

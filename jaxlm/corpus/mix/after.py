@@ -2,17 +2,16 @@
 
 import dataclasses
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core import values
+from jaxlm.core import sections
+from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.engines import EngineName
 from jaxlm.corpus.mix import run, sources
 from jaxlm.corpus.mix.config import Mix, ShardSettings
-from jaxlm.corpus.run import Progress
 from jaxlm.data.config import TOKENIZER_FILES
 
 SHARDS = "shards"
@@ -34,8 +33,8 @@ def write(
     *,
     workers: int,
     engine: EngineName,
-    log: Callable[[str], None],
-    progress: Progress,
+    log: Log,
+    progress: OnProgress,
 ) -> dict[str, Any]:
     """Make shards of a finished output folder, or verify existing ones; return mix.json.
 
@@ -83,7 +82,7 @@ def _apart(mix: Mix, out: str, fix: str) -> str:
         return ""
     names = ["sources", *(field.name for field in dataclasses.fields(ShardSettings))]
     flags = [
-        f"--config.{name}={values.show(getattr(mix, name))}"
+        f"--config.{name}={sections.show(getattr(mix, name))}"
         for name in names
         if getattr(mix, name) != getattr(Mix(), name)
     ]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core import config, disk
+from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus import engines
 from jaxlm.corpus.engines import EngineName
@@ -31,11 +32,11 @@ from jaxlm.corpus.mix import sources
 from jaxlm.corpus.mix.card import card
 from jaxlm.corpus.mix.config import Mix
 from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixSource, MixUnits, TokenizeTask
-from jaxlm.corpus.run import Progress, output_folder
+from jaxlm.corpus.run import output_folder
 from jaxlm.data import cache, manifest, tokenizer_file, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
 from jaxlm.data.manifest import Manifest, Shard
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
@@ -48,8 +49,8 @@ def run(
     *,
     workers: int = 1,
     engine: EngineName = "processes",
-    log: Callable[[str], None] = lambda _: None,
-    progress: Progress = lambda what, done, total: None,
+    log: Log = lambda _: None,
+    progress: OnProgress = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Run a mix, or the unfinished part of it; return the contents of mix.json.
 
@@ -73,7 +74,7 @@ def run(
             shutil.rmtree(out / WORK, ignore_errors=True)
             return _verified(out)
         path = out / WORK / TOKENIZER
-        content = None if path.exists() else _tokenizer(units, log).serialise()
+        content = None if path.exists() else _tokenizer(units, log).serialize()
         disk.replace(out / RECIPE, noted)  # after the tokenizer, whose failure claims no folder
         (out / WORK).mkdir(exist_ok=True)
         if content is not None:
@@ -123,7 +124,7 @@ def _noted(units: MixUnits) -> bytes:
     return content
 
 
-def _tokenizer(units: MixUnits, log: Callable[[str], None]) -> Tokenizer:
+def _tokenizer(units: MixUnits, log: Log) -> Tokenizer:
     """Load or train the tokenizer that the mix names."""
     setting = units.mix.tokenizer
     if setting != "bytes" and not setting.endswith(TOKENIZER_FILES):
@@ -165,7 +166,7 @@ def _texts(units: MixUnits) -> Iterator[str]:
             heapq.heappush(waiting, (read + len(text) / sizes[number], number))
 
 
-def _gathered(units: MixUnits, log: Callable[[str], None]) -> dict[str, Any]:
+def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
     """Merge the shards of the units into sets."""
     sets: dict[str, dict[str, Any]] = {}
     left_out = {source.name: Counter[str]() for source in units.sources}
@@ -230,7 +231,7 @@ def _verified(out: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise changed(path) from error
     for folder, digest in digests.items():
-        Shards.open(folder).verify()
+        TokenShards.open(folder).verify()
         if hashlib.sha256((folder / manifest.NAME).read_bytes()).hexdigest() != digest:
             raise changed(folder / manifest.NAME)
     return answer

@@ -19,7 +19,7 @@ from jaxlm.corpus.files import FileDigest, checked_lines
 from jaxlm.corpus.job import RECIPE, REPORT, WORK, part_of, require_finished
 from jaxlm.corpus.mix.config import Mix, named
 from jaxlm.data import cache, tokenizer_file, writer
-from jaxlm.data.parts import Selection
+from jaxlm.data.parts import SplitSide
 from jaxlm.data.records import Document
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ class MixSource:
         return f"{self.name}/{file}"
 
     def documents(
-        self, files: Sequence[tuple[str, FileDigest]], selection: Selection, counts: Counter[str]
+        self, files: Sequence[tuple[str, FileDigest]], selection: SplitSide, counts: Counter[str]
     ) -> Iterator[Document]:
         """Yield the documents of some files that are taken and on one side of a split.
 
@@ -171,14 +171,14 @@ class MixUnits:
         return units
 
     @property
-    def sides(self) -> dict[str, Selection]:
+    def sides(self) -> dict[str, SplitSide]:
         """Train, and validation if documents are held out."""
         if not self.mix.held_out:
-            return {TRAIN: Selection()}
+            return {TRAIN: SplitSide()}
         share = self.mix.held_out
         return {
-            TRAIN: Selection("documents", share, False),
-            VALIDATION: Selection("documents", share, True),
+            TRAIN: SplitSide("documents", share, False),
+            VALIDATION: SplitSide("documents", share, True),
         }
 
     @functools.cached_property

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxlm.models.config import Backbone
+from jaxlm.models.config import BackboneConfig
 from jaxlm.models.cost import model_cost
 from jaxlm.nn.config import NORMS, AttentionConfig, BlockConfig, MoeConfig
 from jaxlm.ops.kernels import BLOCK, LANES, rows_at_a_time
@@ -11,7 +11,7 @@ from jaxlm.parallel.logical import Sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Share:
+class DeviceShare:
     """A device's share of a micro-batch, and bytes of an activation and of a product's operand."""
 
     rows: int
@@ -33,20 +33,22 @@ class Share:
         """Bytes of an attention score, in float32 and in the dtype of products."""
         return 4 + (self.compute_bytes if self.compute_bytes != 4 else 0)
 
-    def own(self, size: int, axis: str) -> float:
+    def local_size(self, size: int, axis: str) -> float:
         """Return the device's part of a dimension."""
         return size / logical.ways(self.sizes, axis)
 
 
-def biases(config: Backbone, share: Share) -> float:
+def relative_bias(config: BackboneConfig, share: DeviceShare) -> float:
     """Return the bytes of the relative bias of all layers and rows, and of its gradient."""
     attention = config.pattern[0].attention
     if attention.relative is None:
         return 0.0
-    return 2 * 4 * share.own(attention.heads, "heads") * share.length**2
+    return 2 * 4 * share.local_size(attention.heads, "heads") * share.length**2
 
 
-def kept(config: Backbone, block: BlockConfig, share: Share, policy: str) -> float:
+def saved_bytes(
+    config: BackboneConfig, block: BlockConfig, share: DeviceShare, policy: str
+) -> float:
     """Return the bytes that a layer stores on the device for its backward pass.
 
     - none: the operands of all products, and the inputs of elementwise parts.
@@ -57,21 +59,21 @@ def kept(config: Backbone, block: BlockConfig, share: Share, policy: str) -> flo
     return share.tokens * (_per_token(config, block, share, policy) + cross)
 
 
-def meeting(config: Backbone, share: Share) -> float:
+def attention_workspace(config: BackboneConfig, share: DeviceShare) -> float:
     """Return the largest attention workspace of a layer, without scores of the reference."""
     return max(_attention_workspace(block, share) for block in config.layers)
 
 
-def padded(config: Backbone, share: Share) -> float:
+def padded_operands(config: BackboneConfig, share: DeviceShare) -> float:
     """Return the bytes of padded operands in the backward pass of a layer of dropless experts."""
     return max(_padded(config.width, block, share) for block in config.layers)
 
 
-def _padded(width: int, block: BlockConfig, share: Share) -> float:
+def _padded(width: int, block: BlockConfig, share: DeviceShare) -> float:
     mlp = block.mlp
     if not isinstance(mlp, MoeConfig) or mlp.capacity is not None or not share.is_dense:
         return 0.0
-    hidden = share.own(mlp.hidden, "mlp")
+    hidden = share.local_size(mlp.hidden, "mlp")
     copies = model_cost.experts_per_device(mlp, share.sizes) * model_cost.expert_rows(
         mlp, share.length, share.sizes
     )
@@ -79,8 +81,8 @@ def _padded(width: int, block: BlockConfig, share: Share) -> float:
     return share.tokens * copies * numbers * share.stream_bytes
 
 
-def _attention_workspace(block: BlockConfig, share: Share) -> float:
-    heads, kernel = share.own(block.attention.heads, "heads"), block.attention.kernel
+def _attention_workspace(block: BlockConfig, share: DeviceShare) -> float:
+    heads, kernel = share.local_size(block.attention.heads, "heads"), block.attention.kernel
     if kernel == "reference":
         return 0.0
     if kernel == "splash":
@@ -95,7 +97,9 @@ def _attention_workspace(block: BlockConfig, share: Share) -> float:
     return 4 * 4 * share.rows * heads * side * side
 
 
-def _per_token(config: Backbone, block: BlockConfig, share: Share, policy: str) -> float:
+def _per_token(
+    config: BackboneConfig, block: BlockConfig, share: DeviceShare, policy: str
+) -> float:
     stream = config.width * share.stream_bytes
     kind, _, listed = policy.partition(":")
     names = set(listed.split(","))
@@ -107,9 +111,9 @@ def _per_token(config: Backbone, block: BlockConfig, share: Share, policy: str) 
         saved = names & ({"attention_out", "mlp_out"} if is_read else {"attention_out"})
         return stream * (1 + len(saved))
     attention = block.attention
-    query_heads = share.own(attention.heads, "heads")
+    query_heads = share.local_size(attention.heads, "heads")
     queries = query_heads * attention.head_dim
-    shared = share.own(attention.kv_heads, "kv_heads")
+    shared = share.local_size(attention.kv_heads, "kv_heads")
     values = query_heads * attention.value_dim
     heads = (queries + shared * (attention.head_dim + attention.value_dim)) * share.stream_bytes
     latents = _latents(attention)
@@ -139,7 +143,9 @@ def _per_token(config: Backbone, block: BlockConfig, share: Share, policy: str) 
     return total
 
 
-def _cross_per_token(config: Backbone, cross: AttentionConfig, share: Share, policy: str) -> float:
+def _cross_per_token(
+    config: BackboneConfig, cross: AttentionConfig, share: DeviceShare, policy: str
+) -> float:
     """Return the bytes of cross attention per token of the decoder.
 
     These are its norm, queries, scores and output, and the source's keys and values.
@@ -147,8 +153,8 @@ def _cross_per_token(config: Backbone, cross: AttentionConfig, share: Share, pol
     if policy not in ("none", "dots"):
         return 0.0
     stream = config.width * share.stream_bytes
-    queries = share.own(cross.heads, "heads") * cross.head_dim
-    shared = share.own(cross.kv_heads, "kv_heads") * cross.head_dim
+    queries = share.local_size(cross.heads, "heads") * cross.head_dim
+    shared = share.local_size(cross.kv_heads, "kv_heads") * cross.head_dim
     read = share.source / share.length
     heads = (queries + 2 * shared * read) * share.stream_bytes
     if policy == "dots":
@@ -156,7 +162,7 @@ def _cross_per_token(config: Backbone, cross: AttentionConfig, share: Share, pol
     is_cast = share.stream_bytes != share.compute_bytes
     into = config.width * share.compute_bytes * (1 + (2 * read if is_cast else 0))
     out = queries * share.stream_bytes + (queries * share.compute_bytes if is_cast else 0)
-    scores = share.own(cross.heads, "heads") * share.source * share.score_bytes
+    scores = share.local_size(cross.heads, "heads") * share.source * share.score_bytes
     return stream + into + heads + out + scores
 
 
@@ -166,19 +172,21 @@ def _latents(attention: AttentionConfig) -> int:
     return 0 if latent is None else latent.rank + (latent.query_rank or 0)
 
 
-def _hidden(config: Backbone, block: BlockConfig, share: Share, *, is_dots: bool) -> float:
+def _hidden(
+    config: BackboneConfig, block: BlockConfig, share: DeviceShare, *, is_dots: bool
+) -> float:
     """Return the bytes of the MLP or the experts per token."""
     mlp = block.mlp
     if isinstance(mlp, MoeConfig):
-        both = share.own(mlp.shared, "mlp")
+        both = share.local_size(mlp.shared, "mlp")
         if is_dots:
             return 2 * both * share.stream_bytes
         rows = model_cost.expert_rows(mlp, share.length, share.sizes)
-        inner = rows * share.own(mlp.hidden, "mlp") + both
+        inner = rows * share.local_size(mlp.hidden, "mlp") + both
         # Inputs and outputs of experts, and the outputs gathered for each token.
         outer = rows * (share.stream_bytes + share.compute_bytes) + mlp.top_k * share.stream_bytes
         wide = inner * (2 * share.stream_bytes + share.compute_bytes)
         return wide + config.width * outer + 8 * mlp.experts
-    hidden = share.own(mlp.hidden, "mlp")
+    hidden = share.local_size(mlp.hidden, "mlp")
     results = hidden * share.stream_bytes * (2 if mlp.gated else 1)
     return results if is_dots else results + hidden * share.compute_bytes

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jaxlm.models.config import Backbone, EncoderDecoder, ModelConfig
+from jaxlm.models.config import BackboneConfig, EncoderDecoderConfig, ModelConfig
 from jaxlm.models.cost.tensors import tensors
 from jaxlm.nn.config import AttentionConfig, MoeConfig
 from jaxlm.parallel import logical
@@ -12,7 +12,7 @@ from jaxlm.parallel.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWorkload:
     """A chip's part of one step, and the bytes of a weight, a gradient and an activation."""
 
     model: ModelConfig
@@ -58,7 +58,7 @@ def matrices(model: ModelConfig, tensor: int) -> tuple[float, float, float]:
     return blocks, lookup * (1 if model.tied else 2), lookup
 
 
-def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
+def fsdp_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     """Return the bytes that a chip sends over fsdp in one step.
 
     ZeRO 3: each pass gathers layers and the unembedding forward and again backward, and the
@@ -79,7 +79,7 @@ def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
     return _ring(sizes["fsdp"]) * sent / sizes["pipe"]
 
 
-def data_bytes(work: Work, sizes: dict[str, int]) -> float:
+def data_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     """Return the bytes over data: an all-reduce of a chip's gradients in each pass.
 
     So the step is written and XLA for CPU compiles it; a compiler may move the sum out of the loop.
@@ -91,7 +91,7 @@ def data_bytes(work: Work, sizes: dict[str, int]) -> float:
     return 2 * _ring(sizes["data"]) * summed / parts * work.gradient_bytes
 
 
-def tensor_bytes(work: Work, sizes: dict[str, int], *, is_remat: bool = True) -> float:
+def tensor_bytes(work: StepWorkload, sizes: dict[str, int], *, is_remat: bool = True) -> float:
     """Return the bytes over tensor: all-reduces of the stream.
 
     Each layer has 2 forward, 5 backward (one per product that reads the stream: query, key, value,
@@ -100,7 +100,7 @@ def tensor_bytes(work: Work, sizes: dict[str, int], *, is_remat: bool = True) ->
     of the stream that keys and values read. With latents, gradients of the latents are reduced.
     """
     model = work.model
-    if isinstance(model, EncoderDecoder):
+    if isinstance(model, EncoderDecoderConfig):
         share, cross = work.targets / work.sequence, model.decoder.depth
         source = _all_reduces(model.encoder, is_remat=is_remat) + 2 * cross + 1
         target = _all_reduces(model.decoder, is_remat=is_remat) + (2 + is_remat) * cross + 2
@@ -110,7 +110,7 @@ def tensor_bytes(work: Work, sizes: dict[str, int], *, is_remat: bool = True) ->
     return 2 * _ring(sizes["tensor"]) * streams * work.stream_bytes
 
 
-def _all_reduces(stack: Backbone, *, is_remat: bool) -> float:
+def _all_reduces(stack: BackboneConfig, *, is_remat: bool) -> float:
     """Return the all-reduces of the stream in a stack, without cross attention."""
     (block, *_), width = stack.pattern, stack.width
     backward = 2 if isinstance(block.mlp, MoeConfig) or block.mlp.gated else 1
@@ -125,14 +125,16 @@ def _reduced_size(attention: AttentionConfig, width: int) -> int:
     return (latent.query_rank or width) + 2 * latent.rank + latent.rotary_dim
 
 
-def context_bytes(work: Work, sizes: dict[str, int]) -> float:
+def context_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     """Return the bytes over context.
 
     Keys and values of whole rows are gathered forward and again under remat, and their gradients
     scattered. Gradients of all parameters are all-reduced in each pass as over data, the
     embedding's before fsdp shards it.
     """
-    assert not isinstance(work.model, EncoderDecoder), "an encoder-decoder has no context axis"
+    assert not isinstance(work.model, EncoderDecoderConfig), (
+        "an encoder-decoder has no context axis"
+    )
     attention = work.model.pattern[0].attention
     kv = attention.kv_heads * (attention.head_dim + attention.value_dim) / sizes["tensor"]
     one = work.rows * work.sequence * sizes["context"] * kv * work.activation_bytes
@@ -144,21 +146,21 @@ def context_bytes(work: Work, sizes: dict[str, int]) -> float:
     return _ring(sizes["context"]) * (keys + 2 * summed * work.gradient_bytes)
 
 
-def pipe_bytes(work: Work, sizes: dict[str, int]) -> float:
+def pipe_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     """Return the bytes over pipe.
 
     Each tick sends the stream of a micro-batch to the next stage, and its gradient back. Four sums
     of the stream: the embedding, as stages hold parts of the vocabulary, and the last stage's
     result forward; gradients of the unembedding and of the first stage's batch backward. Plus
-    `dealt_bytes`.
+    `regroup_bytes`.
     """
     if sizes["pipe"] == 1:
         return 0.0
     moved = 2 * work.schedule(sizes).ticks * work.stream_bytes / work.microbatches
-    return moved + 2 * _ring(sizes["pipe"]) * 4 * work.stream_bytes + dealt_bytes(work, sizes)
+    return moved + 2 * _ring(sizes["pipe"]) * 4 * work.stream_bytes + regroup_bytes(work, sizes)
 
 
-def dealt_bytes(work: Work, sizes: dict[str, int]) -> float:
+def regroup_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     """Return the bytes over pipe of moving parameters to the stages of their groups of layers.
 
     With R > 1 groups on each of P stages, parameters move there and gradients back. Each way sends

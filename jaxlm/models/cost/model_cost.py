@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping
 
-from jaxlm.models.config import Decoder, Encoder, EncoderDecoder, ModelConfig
+from jaxlm.models.config import DecoderConfig, EncoderConfig, EncoderDecoderConfig, ModelConfig
 from jaxlm.models.cost.tensors import block_tensors, tensors
 from jaxlm.nn.config import AttentionConfig, BlockConfig, MoeConfig
 from jaxlm.parallel import logical
@@ -33,7 +33,7 @@ def active_parameters(config: ModelConfig) -> int:
 
 
 @_once
-def multiplying_parameters(config: ModelConfig) -> int:
+def matmul_parameters(config: ModelConfig) -> int:
     """Return the number of parameters that a token is multiplied with.
 
     These are the matrices of layers, of routed experts the token's top_k, and the unembedding once
@@ -41,9 +41,9 @@ def multiplying_parameters(config: ModelConfig) -> int:
     """
     heads = len(config.heads)
     joined = 0
-    if isinstance(config, Decoder) and config.ahead and config.ahead.kind == "sequential":
+    if isinstance(config, DecoderConfig) and config.mtp and config.mtp.kind == "sequential":
         joined = 2 * config.width**2
-    dense = config.width**2 if isinstance(config, Encoder) else 0
+    dense = config.width**2 if isinstance(config, EncoderConfig) else 0
     return (
         sum(
             _matrices(block, config.width, is_active=True)
@@ -56,7 +56,7 @@ def multiplying_parameters(config: ModelConfig) -> int:
 
 
 @_once
-def projecting_parameters(config: ModelConfig) -> int:
+def projection_parameters(config: ModelConfig) -> int:
     """Return the number of parameters of projections that training may quantize to 8 bits."""
     return sum(
         tensor.size
@@ -80,18 +80,18 @@ def flops_per_token(config: ModelConfig, sequence: int, *, causal: bool, targets
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    if isinstance(config, EncoderDecoder):
+    if isinstance(config, EncoderDecoderConfig):
         return _encoder_decoder_flops(config, sequence, targets, causal)
     attention = sum(
         _score_flops(block.attention)
         * (
             _keys_around(block.attention.window, sequence)
-            if isinstance(config, Encoder)
+            if isinstance(config, EncoderConfig)
             else _keys(block.attention.window, sequence, causal)
         )
         for block in (*config.layers, *config.heads)
     )
-    return 6 * multiplying_parameters(config) + attention
+    return 6 * matmul_parameters(config) + attention
 
 
 def routed_parameters(block: BlockConfig, width: int) -> int:
@@ -111,10 +111,10 @@ def cache_bytes(config: ModelConfig, slots: int, *, element_bytes: int) -> int:
     return numbers * element_bytes
 
 
-def met_parameters(config: ModelConfig, sequence: int, targets: int = 0) -> float:
-    """Return `multiplying_parameters`; of an encoder-decoder per token of the source."""
-    if not isinstance(config, EncoderDecoder):
-        return multiplying_parameters(config)
+def matmul_parameters_per_token(config: ModelConfig, sequence: int, targets: int = 0) -> float:
+    """Return `matmul_parameters`; of an encoder-decoder per token of the source."""
+    if not isinstance(config, EncoderDecoderConfig):
+        return matmul_parameters(config)
     width, share = config.width, targets / sequence
     source, target = 0.0, float(config.vocab * width)
     for block in config.encoder.layers:
@@ -172,7 +172,7 @@ def experts_per_device(mlp: MoeConfig, sizes: Mapping[str, int]) -> int:
 
 
 def _encoder_decoder_flops(
-    config: EncoderDecoder, sequence: int, targets: int, causal: bool
+    config: EncoderDecoderConfig, sequence: int, targets: int, causal: bool
 ) -> float:
     """Return the FLOPs per token of the source."""
     share, attention = targets / sequence, 0.0
@@ -182,7 +182,7 @@ def _encoder_decoder_flops(
         assert block.cross is not None
         causal_flops = _score_flops(block.attention) * _keys(None, targets, causal)
         attention += share * (causal_flops + _score_flops(block.cross) * sequence)
-    return 6 * met_parameters(config, sequence, targets) + attention
+    return 6 * matmul_parameters_per_token(config, sequence, targets) + attention
 
 
 def _score_flops(attention: AttentionConfig) -> int:

@@ -5,7 +5,13 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlm.models.config import Backbone, Decoder, Encoder, EncoderDecoder, ModelConfig
+from jaxlm.models.config import (
+    BackboneConfig,
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoderConfig,
+    ModelConfig,
+)
 from jaxlm.nn.config import (
     AttentionConfig,
     BlockConfig,
@@ -61,15 +67,15 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
                 axis = "layers" if name == "stack" else "prefix"
                 for each in block_tensors(block, side.width):
                     yield each.stacked(f"{prefix}{name}/{kind}", axis, layers)
-    if isinstance(config, Decoder):
+    if isinstance(config, DecoderConfig):
         yield from _heads(config)
 
 
-def _heads(config: Decoder) -> Iterator[Tensor]:
+def _heads(config: DecoderConfig) -> Iterator[Tensor]:
     stream, inner = {"embed": config.width}, config.final_norm or config.layers[-1].norm
     for number, block in enumerate(config.heads):
         path = f"heads/{number}"
-        if config.ahead is not None and config.ahead.kind == "sequential":
+        if config.mtp is not None and config.mtp.kind == "sequential":
             yield from _norm(f"{path}/hidden_norm", inner, stream)
             yield from _norm(f"{path}/token_norm", inner, stream)
             yield _tensor(f"{path}/join/weight", {"joined": 2 * config.width} | stream, 1)
@@ -78,9 +84,9 @@ def _heads(config: Decoder) -> Iterator[Tensor]:
         yield from _norm(f"{path}/norm", config.final_norm, stream)
 
 
-def _sides(config: ModelConfig) -> tuple[tuple[str, Backbone], ...]:
+def _sides(config: ModelConfig) -> tuple[tuple[str, BackboneConfig], ...]:
     """Return the stacks of a model with the prefix of their paths."""
-    if isinstance(config, EncoderDecoder):
+    if isinstance(config, EncoderDecoderConfig):
         return (("encoder/", config.encoder), ("decoder/", config.decoder))
     return (("", config),)
 
@@ -88,9 +94,9 @@ def _sides(config: ModelConfig) -> tuple[tuple[str, Backbone], ...]:
 def _outside(config: ModelConfig) -> Iterator[Tensor]:
     stream, vocab = {"embed": config.width}, {"vocab": config.vocab}
     yield _tensor("embedding/table", vocab | stream, 1)
-    if isinstance(config, Encoder):
+    if isinstance(config, EncoderConfig):
         yield from _of_encoder(config)
-    elif isinstance(config, Decoder):
+    elif isinstance(config, DecoderConfig):
         for name, rows in (("positions", config.positions), ("inner", config.inner_positions)):
             yield from _table(name, rows, stream)
     for prefix, side in _sides(config):
@@ -103,7 +109,7 @@ def _outside(config: ModelConfig) -> Iterator[Tensor]:
         yield _tensor("unembedding/weight", stream | vocab, 1)
 
 
-def _of_encoder(config: Encoder) -> Iterator[Tensor]:
+def _of_encoder(config: EncoderConfig) -> Iterator[Tensor]:
     """Yield an encoder's tables and norm before the layers, and the head after them."""
     stream, features = {"embed": config.width}, {"features": config.width}
     rows = None if config.positions is None else config.first_position + config.positions
@@ -120,7 +126,7 @@ def _table(path: str, rows: int | None, stream: Dims) -> Iterator[Tensor]:
         yield _tensor(f"{path}/table", {"positions": rows} | stream, 1)
 
 
-class Place(NamedTuple):
+class LayerTensor(NamedTuple):
     """One tensor of one layer, and its location in the parameter tree."""
 
     layer: int | None  # from 0; None for tensors outside of layers
@@ -129,10 +135,10 @@ class Place(NamedTuple):
     tensor: Tensor  # with the path in the layer, after `encoder/` or `decoder/` if there are both
 
 
-def places(config: ModelConfig) -> Iterator[Place]:
+def layer_tensors(config: ModelConfig) -> Iterator[LayerTensor]:
     """Yield the tensors outside of layers, and then every tensor of every layer in order."""
     for tensor in _outside(config):
-        yield Place(None, tensor.path, None, tensor)
+        yield LayerTensor(None, tensor.path, None, tensor)
     for prefix, side in _sides(config):
         first, kinds = len(side.prefix), len(side.pattern)
         for layer, block in enumerate(side.layers):
@@ -140,7 +146,7 @@ def places(config: ModelConfig) -> Iterator[Place]:
             stack = "prefix" if layer < first else "stack"
             for tensor in block_tensors(block, side.width):
                 named = dataclasses.replace(tensor, path=f"{prefix}{tensor.path}")
-                yield Place(layer, f"{prefix}{stack}/{kind}/{tensor.path}", row, named)
+                yield LayerTensor(layer, f"{prefix}{stack}/{kind}/{tensor.path}", row, named)
 
 
 def block_tensors(block: BlockConfig, width: int) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Encoder, HeadConfig
+from jaxlm.models.config import EncoderConfig, HeadConfig
 from jaxlm.models.families import setting_docs
 from jaxlm.models.families.family import ACTIVATIONS, SIZE_ATTRIBUTES, PlainSettings, size_table
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, norms
@@ -77,16 +77,19 @@ class BERT(PlainSettings):
     HUB = Hub(
         model_type="bert",
         architecture="BertForMaskedLM",
-        rows=(
+        mappings=(
             *_layers("bert"),
             *linears("cls.predictions.transform.{}", dense="head/dense"),
             *norms("cls.predictions.transform.{}", LayerNorm="head/norm"),
             TensorMapping("cls.predictions.bias", ("head/bias",)),
             TensorMapping("cls.predictions.decoder.weight", ("unembedding/weight",), "transposed"),
         ),
-        buffers=("embeddings.position_ids", "cls.predictions.decoder.bias"),
-        others=("bert.pooler.", "cls.seq_relationship."),
-        older=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
+        buffer_suffixes=("embeddings.position_ids", "cls.predictions.decoder.bias"),
+        ignored_prefixes=("bert.pooler.", "cls.seq_relationship."),
+        old_suffixes=(
+            ("LayerNorm.gamma", "LayerNorm.weight"),
+            ("LayerNorm.beta", "LayerNorm.bias"),
+        ),
     )
     SIZES = size_table(
         "vocab depth width heads",
@@ -102,9 +105,9 @@ class BERT(PlainSettings):
         """Rows of the position table before the row of a document's first token."""
         return 0
 
-    def build(self) -> Encoder:
+    def build(self) -> EncoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
-        return Encoder(
+        return EncoderConfig(
             **self.backbone(),
             pattern=(self.block(self.heads, dropout=self.dropout),),
             head=HeadConfig(activation=self.activation, norm=self.norm),
@@ -130,15 +133,15 @@ class RoBERTa(BERT):
     HUB = Hub(
         model_type="roberta",
         architecture="RobertaForMaskedLM",
-        rows=(
+        mappings=(
             *_layers("roberta"),
             *linears("lm_head.{}", dense="head/dense"),
             *norms("lm_head.{}", layer_norm="head/norm"),
             TensorMapping("lm_head.bias", ("head/bias",)),
             TensorMapping("lm_head.decoder.weight", ("unembedding/weight",), "transposed"),
         ),
-        buffers=("embeddings.position_ids", "lm_head.decoder.bias"),
-        others=("roberta.pooler.",),
+        buffer_suffixes=("embeddings.position_ids", "lm_head.decoder.bias"),
+        ignored_prefixes=("roberta.pooler.",),
     )
     SIZES = size_table(
         "depth width heads",

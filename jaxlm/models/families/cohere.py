@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.family import size_table
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, norms
@@ -33,17 +33,17 @@ class Cohere(LlamaLike):
     HF_DEFAULTS = {"context": 8192, "tied": True, "rope_theta": 5e5}
     CONSTANTS = {"attention_bias": False, "use_qk_norm": False}
     RESIDUAL = "parallel"
-    ROPE_PAIRS = "neighbours"
+    ROPE_INTERLEAVED = True
     HUB = Hub(
         model_type="cohere",
         architecture="CohereForCausalLM",
-        rows=(
+        mappings=(
             *llama_like.STREAM,
             *norms("model.layers.{i}.{}", input_layernorm="attention_norm"),
             *llama_like.ATTENTION,
             *llama_like.MLP,
         ),
-        buffers=("rotary_emb.inv_freq",),
+        buffer_suffixes=("rotary_emb.inv_freq",),
     )
     SIZES = size_table(
         "vocab context depth width heads kv_heads hidden",
@@ -55,7 +55,7 @@ class Cohere(LlamaLike):
         """Every norm of the stream."""
         return NormConfig(kind="layer", eps=self.norm_eps)
 
-    def build(self) -> Decoder:
+    def build(self) -> DecoderConfig:
         """Return the model's config, with scaled logits."""
         return dataclasses.replace(super().build(), logit_scale=self.logit_scale)
 

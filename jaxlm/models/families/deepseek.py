@@ -33,10 +33,10 @@ ROWS = (
     *llama_like.STREAM,
     *llama_like.NORMS,
     *llama_like.MLP,
-    _mapping("q_proj", "query/weight", without=COMPRESSED),
+    _mapping("q_proj", "query/weight", excludes=COMPRESSED),
     _mapping("q_a_proj", "query_latent/weight"),
     _mapping("q_a_layernorm", "query_norm/scale"),
-    _mapping("q_b_proj", "query/weight", beside=COMPRESSED),
+    _mapping("q_b_proj", "query/weight", requires=COMPRESSED),
     _mapping("kv_a_proj_with_mqa", "latent/weight", "rotary_key/weight"),
     _mapping("kv_a_layernorm", "latent_norm/scale"),
     _mapping("kv_b_proj", "key/weight", "value/weight", layout="by head"),
@@ -114,14 +114,14 @@ class DeepSeekV2(Experts):
         *("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"),
         "router_aux_loss_coef",
     )
-    ROPE_PAIRS = "neighbours"
+    ROPE_INTERLEAVED = True
     COMPUTED: ClassVar[dict[str, Any]] = dict(router="softmax", normalised=False, balance_bias=0.0)
     SHARED_DEFAULT = 2  # transformers' default of n_shared_experts
     HUB = Hub(
         model_type="deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
-        rows=ROWS,
-        buffers=("rotary_emb.inv_freq",),
+        mappings=ROWS,
+        buffer_suffixes=("rotary_emb.inv_freq",),
     )
     SIZES = size_table(
         "depth width heads hidden dense_hidden balance_loss",
@@ -284,14 +284,14 @@ class DeepSeekV3(DeepSeekV2):
     HUB = Hub(
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
-        rows=(
+        mappings=(
             *ROWS,
             TensorMapping(
                 "model.layers.{i}.mlp.gate.e_score_correction_bias", ("mlp/bias",), is_exact=True
             ),
         ),
-        buffers=("rotary_emb.inv_freq",),
-        ahead=("model.layers.{i}.", "num_nextn_predict_layers"),
+        buffer_suffixes=("rotary_emb.inv_freq",),
+        mtp_layers=("model.layers.{i}.", "num_nextn_predict_layers"),
     )
     SIZES = size_table(
         "vocab depth width heads query_rank hidden dense_depth dense_hidden",
@@ -303,7 +303,7 @@ class DeepSeekV3(DeepSeekV2):
     @property
     def rotary(self) -> Rope:
         """Rotary position embedding of the rotated features."""
-        return dataclasses.replace(super().rotary, pairs=self.pairs)
+        return dataclasses.replace(super().rotary, interleaved=self.pairs != "halves")
 
     def mixture(self) -> MoeConfig:
         """Return the experts of a layer."""

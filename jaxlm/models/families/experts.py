@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import setting_docs
 from jaxlm.models.families.family import Problems
 from jaxlm.models.families.hub import TensorMapping, uncomputed
@@ -83,7 +83,7 @@ class Experts(GatedDecoder):
         """Return a layer of experts."""
         return dataclasses.replace(super().block(), mlp=self.mixture())
 
-    def build(self) -> Decoder:
+    def build(self) -> DecoderConfig:
         """Return the model's config, the dense layers first."""
         hidden = MlpConfig(hidden=self.dense_hidden, activation=self.activation, gated=True)
         dense = dataclasses.replace(self.block(), mlp=hidden)

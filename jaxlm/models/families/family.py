@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from jaxlm.core import divisors
 from jaxlm.core.config import setting
-from jaxlm.models.config import Decoder
+from jaxlm.core.nearest import nearest_divisors
+from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import setting_docs
 from jaxlm.models.families.hub import (
     MAX_NESTING,
@@ -71,7 +71,7 @@ def uneven(whole: str, size: int, part: str, parts: int) -> Problems:
         yield (
             part,
             f"{whole} = {size} does not divide by {part} = {parts}",
-            f"--config.model.{part}={divisors.nearest(size, parts)[0]}",
+            f"--config.model.{part}={nearest_divisors(size, parts)[0]}",
         )
 
 
@@ -203,10 +203,10 @@ class PlainDecoder(PlainSettings):
         if self.kv_heads != "auto":
             yield from uneven("heads", self.heads, "kv_heads", self.kv_heads)
 
-    def decoder(self, *, positions: int | None = None, **attention: Any) -> Decoder:
+    def decoder(self, *, positions: int | None = None, **attention: Any) -> DecoderConfig:
         """Return the model's config; `attention` holds further arguments of its attention."""
         kv_heads = self.heads if self.kv_heads == "auto" else self.kv_heads
-        return Decoder(
+        return DecoderConfig(
             **self.backbone(),
             pattern=(self.block(kv_heads, **attention),),
             positions=positions,

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import llama_like, rope, setting_docs
 from jaxlm.models.families.family import ACTIVATIONS, size_table
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, WrapperConfig, norms
@@ -34,7 +34,7 @@ class Gemma(LlamaLike):
 
     HF_DEFAULTS = {"context": 8192, "tied": True, "head_dim": 256}
     EXPECTED = {"attention_bias": (False,), "use_bidirectional_attention": (False, None)}
-    HUB = Hub(model_type="gemma", architecture="GemmaForCausalLM", rows=LLAMA)
+    HUB = Hub(model_type="gemma", architecture="GemmaForCausalLM", mappings=LLAMA)
     SIZES = size_table(
         COLUMNS,
         {
@@ -49,7 +49,7 @@ class Gemma(LlamaLike):
         """An RMS norm whose stored scale is the difference from 1."""
         return NormConfig(kind="rms", eps=self.norm_eps, offset=1.0)
 
-    def build(self) -> Decoder:
+    def build(self) -> DecoderConfig:
         """Return the model's config, with embeddings scaled by sqrt(width)."""
         return dataclasses.replace(super().build(), embed_scale=self.width**0.5)
 
@@ -101,7 +101,7 @@ class Gemma2(Gemma):
     HUB = Hub(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
-        rows=(*llama_like.STREAM, *SANDWICH, *llama_like.ATTENTION, *llama_like.MLP),
+        mappings=(*llama_like.STREAM, *SANDWICH, *llama_like.ATTENTION, *llama_like.MLP),
     )
     SIZES = size_table(
         COLUMNS,
@@ -128,7 +128,7 @@ class Gemma2(Gemma):
         local = dataclasses.replace(last, attention=self.local_attention())
         return (local,) * (self.PATTERN_LENGTH - 1) + (last,)
 
-    def build(self) -> Decoder:
+    def build(self) -> DecoderConfig:
         """Return the model's config, with the softcap of the logits."""
         return dataclasses.replace(super().build(), logit_cap=self.logit_cap)
 
@@ -166,18 +166,18 @@ class Gemma3(Gemma2):
     HUB = Hub(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
-        rows=(*Gemma2.HUB.rows, *llama_like.QK_NORMS),
-        whole=WrapperConfig(
+        mappings=(*Gemma2.HUB.mappings, *llama_like.QK_NORMS),
+        wrapper=WrapperConfig(
             model_type="gemma3",
             attribute="text_config",
-            absent={"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4},
-            own=(
+            defaults={"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4},
+            ignored_attributes=(
                 *("vision_config", "mm_tokens_per_image"),
                 *("boi_token_index", "eoi_token_index", "image_token_index"),
                 *("boi_token_id", "eoi_token_id", "image_token_id"),
             ),
-            names=(("", "language_model."), ("model.", "model.language_model.")),
-            beside=(
+            prefixes=(("", "language_model."), ("model.", "model.language_model.")),
+            other_prefixes=(
                 *("vision_tower.", "multi_modal_projector."),
                 *("model.vision_tower.", "model.multi_modal_projector."),
             ),

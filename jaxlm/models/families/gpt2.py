@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import setting_docs
 from jaxlm.models.families.family import ACTIVATIONS, PlainDecoder, size_table
 from jaxlm.models.families.hub import MAX_NESTING, ConfigKey, Hub, TensorMapping, norms, uncomputed
@@ -54,7 +54,7 @@ class GPT2(PlainDecoder):
     HUB = Hub(
         model_type="gpt2",
         architecture="GPT2LMHeadModel",
-        rows=(
+        mappings=(
             TensorMapping("transformer.wte.weight", ("embedding/table",)),
             TensorMapping("transformer.wpe.weight", ("positions/table",)),
             *norms("transformer.{}", ln_f="final_norm"),
@@ -73,8 +73,8 @@ class GPT2(PlainDecoder):
                 )
             ),
         ),
-        optional="transformer.",
-        buffers=("attn.bias", "attn.masked_bias"),
+        optional_prefix="transformer.",
+        buffer_suffixes=("attn.bias", "attn.masked_bias"),
     )
     SIZES = size_table(
         "depth width heads",
@@ -92,7 +92,7 @@ class GPT2(PlainDecoder):
         """If projections and norms have biases."""
         return self.bias
 
-    def build(self) -> Decoder:
+    def build(self) -> DecoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
         return self.decoder(positions=self.context, dropout=self.dropout)
 

@@ -46,8 +46,8 @@ class TensorMapping:
     hf_name: str
     param_path: tuple[str, ...]
     layout: Literal["same", "transposed", "by head"] = "same"
-    beside: str | None = None  # only in layers with this parameter
-    without: str | None = None  # only in layers without it
+    requires: str | None = None  # only in layers with this parameter
+    excludes: str | None = None  # only in layers without it
     is_exact: bool = False
 
     @property
@@ -120,11 +120,11 @@ class WrapperConfig:
 
     model_type: str
     attribute: str  # key of config.json that holds the text model's attributes
-    absent: Mapping[str, Any]  # defaults of the text model's attributes
-    own: tuple[str, ...]  # keys that do not concern text
+    defaults: Mapping[str, Any]  # defaults of the text model's attributes
+    ignored_attributes: tuple[str, ...]  # keys that do not concern text
     # Prefixes of the text model's tensors, ours and theirs, a pair by version of transformers.
-    names: tuple[tuple[str, str], ...]
-    beside: tuple[str, ...]  # prefixes of the other parts' tensors
+    prefixes: tuple[tuple[str, str], ...]
+    other_prefixes: tuple[str, ...]  # prefixes of the other parts' tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,25 +133,25 @@ class Hub:
 
     model_type: str
     architecture: str
-    rows: tuple[TensorMapping, ...]
-    optional: str = ""  # prefix that names may lack
-    buffers: tuple[str, ...] = ()  # suffixes of tensors that can be computed again
-    others: tuple[str, ...] = ()  # prefixes of parts that are not computed
-    older: tuple[tuple[str, str], ...] = ()  # old suffixes and the present ones
+    mappings: tuple[TensorMapping, ...]
+    optional_prefix: str = ""  # prefix that names may lack
+    buffer_suffixes: tuple[str, ...] = ()  # suffixes of tensors that can be computed again
+    ignored_prefixes: tuple[str, ...] = ()  # prefixes of parts that are not computed
+    old_suffixes: tuple[tuple[str, str], ...] = ()  # old suffixes and the present ones
     # Multi-token-prediction layers, not computed: their prefix, and the attribute that counts them.
-    ahead: tuple[str, str] | None = None
-    whole: WrapperConfig | None = None  # multimodal architecture that contains this one
+    mtp_layers: tuple[str, str] | None = None
+    wrapper: WrapperConfig | None = None  # multimodal architecture that contains this one
 
-    def whole_of(self, raw: Mapping[str, Any]) -> WrapperConfig | None:
+    def wrapper_of(self, raw: Mapping[str, Any]) -> WrapperConfig | None:
         """Return the multimodal architecture if a config.json is of it, else None."""
-        is_whole = self.whole is not None and raw.get("model_type") == self.whole.model_type
-        return self.whole if is_whole else None
+        is_whole = self.wrapper is not None and raw.get("model_type") == self.wrapper.model_type
+        return self.wrapper if is_whole else None
 
-    def layers_ahead(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
+    def mtp_prefixes(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the name prefix of each multi-token-prediction layer of a config.json."""
-        if self.ahead is None:
+        if self.mtp_layers is None:
             return ()
-        name, counted = self.ahead
+        name, counted = self.mtp_layers
         depth, count = raw.get("num_hidden_layers"), raw.get(counted)
         if not isinstance(depth, int) or not isinstance(count, int):
             return ()
@@ -159,9 +159,11 @@ class Hub:
         return tuple(name.replace("{i}", str(number)) for number in numbers)
 
     @property
-    def head(self) -> str:
+    def head_name(self) -> str:
         """Name of the unembedding, which a tied model may store too."""
-        return next(row.hf_name for row in self.rows if row.param_path == ("unembedding/weight",))
+        return next(
+            row.hf_name for row in self.mappings if row.param_path == ("unembedding/weight",)
+        )
 
 
 def linears(hf_name: str, **names: str) -> tuple[TensorMapping, ...]:

@@ -27,8 +27,8 @@ class Llama(LlamaLike):
     HUB = Hub(
         model_type="llama",
         architecture="LlamaForCausalLM",
-        rows=LLAMA,
-        buffers=("rotary_emb.inv_freq",),
+        mappings=LLAMA,
+        buffer_suffixes=("rotary_emb.inv_freq",),
     )
     EXPECTED = {
         "attention_bias": (False,),

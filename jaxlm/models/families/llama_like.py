@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import rope, setting_docs
 from jaxlm.models.families.family import (
     ACTIVATIONS,
@@ -38,7 +38,7 @@ class GatedDecoder(FamilySettings):
         "norm_eps": ConfigKey("rms_norm_eps", 1e-6, kind=float),
         "tied": ConfigKey("tie_word_embeddings", False, kind=bool),
     }
-    ROPE_PAIRS: ClassVar[Literal["halves", "neighbours"]] = "halves"
+    ROPE_INTERLEAVED: ClassVar[bool] = False
     ROPE_KINDS: ClassVar[tuple[str, ...]] = rope.KINDS
 
     @property
@@ -49,7 +49,9 @@ class GatedDecoder(FamilySettings):
     @property
     def rotary(self) -> Rope:
         """Rotary position embedding of queries and keys."""
-        return Rope(theta=self.rope_theta, scaling=self.rope_scaling, pairs=self.ROPE_PAIRS)
+        return Rope(
+            theta=self.rope_theta, scaling=self.rope_scaling, interleaved=self.ROPE_INTERLEAVED
+        )
 
     def attention(self) -> AttentionConfig:
         """Return the attention of a layer, the same in all unless `pattern` differs."""
@@ -74,9 +76,9 @@ class GatedDecoder(FamilySettings):
         """Return the layers that repeat."""
         return (self.block(),)
 
-    def build(self) -> Decoder:
+    def build(self) -> DecoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
-        return Decoder(
+        return DecoderConfig(
             **self.backbone(), pattern=self.pattern(), final_norm=self.norm, tied=self.tied
         )
 

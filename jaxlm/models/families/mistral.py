@@ -16,7 +16,7 @@ class Mistral(Windowed):
 
     family: Literal["mistral"] = "mistral"
 
-    HUB = Hub(model_type="mistral", architecture="MistralForCausalLM", rows=LLAMA)
+    HUB = Hub(model_type="mistral", architecture="MistralForCausalLM", mappings=LLAMA)
     SIZES = size_table(
         "vocab context depth width heads kv_heads hidden",
         {
@@ -52,7 +52,7 @@ class Mixtral(Experts, LlamaLike):
     HUB = Hub(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
-        rows=(
+        mappings=(
             *llama_like.STREAM,
             *llama_like.NORMS,
             *llama_like.ATTENTION,

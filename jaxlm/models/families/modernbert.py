@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Encoder, HeadConfig
+from jaxlm.models.config import EncoderConfig, HeadConfig
 from jaxlm.models.families import setting_docs
 from jaxlm.models.families.family import (
     ACTIVATIONS,
@@ -69,7 +69,7 @@ class ModernBERT(FamilySettings):
     HUB = Hub(
         model_type="modernbert",
         architecture="ModernBertForMaskedLM",
-        rows=(
+        mappings=(
             TensorMapping("model.embeddings.tok_embeddings.weight", ("embedding/table",)),
             *norms("model.embeddings.{}", norm="embedding_norm"),
             *norms("model.{}", final_norm="final_norm"),
@@ -88,7 +88,7 @@ class ModernBERT(FamilySettings):
             ),
             *linears("model.layers.{i}.{}", **{"attn.Wo": "attention/out", "mlp.Wo": "mlp/down"}),
         ),
-        buffers=("rotary_emb.inv_freq",),
+        buffer_suffixes=("rotary_emb.inv_freq",),
     )
 
     SIZES = size_table(
@@ -113,7 +113,7 @@ class ModernBERT(FamilySettings):
         """hidden, with `auto` resolved."""
         return gated_hidden(self.width) if self.hidden == "auto" else self.hidden
 
-    def build(self) -> Encoder:
+    def build(self) -> EncoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
         norm = NormConfig(kind="layer", eps=self.norm_eps)
         attention = AttentionConfig(
@@ -131,7 +131,7 @@ class ModernBERT(FamilySettings):
         rotary = Rope(theta=self.local_rope_theta)
         windowed = dataclasses.replace(attention, rotary=rotary, window=self.window + 1)
         local = dataclasses.replace(whole, attention=windowed)
-        return Encoder(
+        return EncoderConfig(
             **self.backbone(),
             # The first layer reads the output of the embedding's norm.
             prefix=(dataclasses.replace(whole, residual="pre_mlp"),),

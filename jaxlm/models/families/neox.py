@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import rope, setting_docs
 from jaxlm.models.families.family import (
     ACTIVATIONS,
@@ -58,7 +58,7 @@ class NeoX(PlainDecoder):
     HUB = Hub(
         model_type="gpt_neox",
         architecture="GPTNeoXForCausalLM",
-        rows=(
+        mappings=(
             TensorMapping("gpt_neox.embed_in.weight", ("embedding/table",)),
             *norms("gpt_neox.{}", final_layer_norm="final_norm"),
             TensorMapping("embed_out.weight", ("unembedding/weight",), "transposed"),
@@ -84,7 +84,7 @@ class NeoX(PlainDecoder):
                 },
             ),
         ),
-        buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+        buffer_suffixes=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
     )
     SIZES = size_table(
         "vocab depth width heads",
@@ -118,11 +118,11 @@ class NeoX(PlainDecoder):
         """Rotary position embedding of queries and keys."""
         return Rope(theta=self.rope_theta, share=self.rope_share, scaling=self.rope_scaling)
 
-    def build(self) -> Decoder:
+    def build(self) -> DecoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
         residual: Residual = "parallel_norms" if self.parallel else "pre"
         decoder = self.decoder(rotary=self.rotary)
-        return decoder.changed(lambda block: dataclasses.replace(block, residual=residual))
+        return decoder.map_blocks(lambda block: dataclasses.replace(block, residual=residual))
 
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class OLMo2(LlamaLike):
     HUB = Hub(
         model_type="olmo2",
         architecture="Olmo2ForCausalLM",
-        rows=(
+        mappings=(
             *llama_like.STREAM,
             *norms(
                 "model.layers.{i}.{}",

@@ -53,7 +53,7 @@ class Phi3(Windowed):
     HUB = Hub(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
-        rows=(*llama_like.STREAM, *llama_like.NORMS, *FUSED),
+        mappings=(*llama_like.STREAM, *llama_like.NORMS, *FUSED),
     )
     SIZES = size_table(
         "depth width heads kv_heads hidden",

@@ -26,7 +26,7 @@ class Qwen2(UnusedWindow, LlamaLike):
     QKV_BIAS = True
     HF_DEFAULTS = {"context": 32_768}
     EXPECTED = {"use_mrope": (False,)}
-    HUB = Hub(model_type="qwen2", architecture="Qwen2ForCausalLM", rows=LLAMA)
+    HUB = Hub(model_type="qwen2", architecture="Qwen2ForCausalLM", mappings=LLAMA)
     SIZES = size_table(
         "context depth width heads kv_heads hidden",
         {
@@ -52,7 +52,7 @@ class Qwen3(UnusedWindow, LlamaLike):
     QK_NORM = "head"
     HF_DEFAULTS = {"context": 32_768, "head_dim": 128}
     EXPECTED = {"attention_bias": (False,)}
-    HUB = Hub(model_type="qwen3", architecture="Qwen3ForCausalLM", rows=(*LLAMA, *QK_NORMS))
+    HUB = Hub(model_type="qwen3", architecture="Qwen3ForCausalLM", mappings=(*LLAMA, *QK_NORMS))
     SIZES = size_table(
         "depth width heads hidden",
         {
@@ -91,7 +91,7 @@ class Qwen3Moe(UnusedWindow, Mixtral):
     HUB = Hub(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *QK_NORMS, *ROUTED),
+        mappings=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *QK_NORMS, *ROUTED),
     )
     SIZES = size_table(
         "depth width heads hidden",

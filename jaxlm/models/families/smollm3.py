@@ -19,7 +19,7 @@ class SmolLM3(UnusedWindow, LlamaLike):
 
     HF_DEFAULTS = {"context": 32_768, "tied": True, "rope_theta": 2e6}
     EXPECTED = {"attention_bias": (False,), "mlp_bias": (False,)}
-    HUB = Hub(model_type="smollm3", architecture="SmolLM3ForCausalLM", rows=LLAMA)
+    HUB = Hub(model_type="smollm3", architecture="SmolLM3ForCausalLM", mappings=LLAMA)
     SIZES = size_table(
         "vocab context depth width heads kv_heads hidden",
         {"smollm3-3b": (128_256, 65_536, 36, 2048, 16, 4, 11_008)},

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.config import Backbone, EncoderDecoder
+from jaxlm.models.config import BackboneConfig, EncoderDecoderConfig
 from jaxlm.models.families import setting_docs
 from jaxlm.models.families.family import FamilySettings, Problems, size_table, uneven
 from jaxlm.models.families.hub import (
@@ -61,9 +61,9 @@ def _side(side: str, mlp: int, attentions: dict[str, tuple[str, int]]) -> Iterat
     yield TensorMapping(f"{layer}.layer_norm.weight", (f"{side}/mlp_norm/scale",))
     dense = f"{layer}.DenseReluDense"
     up = (f"{side}/mlp/up/weight",)
-    yield TensorMapping(f"{dense}.wi.weight", up, "transposed", without=gate)
+    yield TensorMapping(f"{dense}.wi.weight", up, "transposed", excludes=gate)
     yield TensorMapping(f"{dense}.wi_0.weight", (gate,), "transposed")
-    yield TensorMapping(f"{dense}.wi_1.weight", up, "transposed", beside=gate)
+    yield TensorMapping(f"{dense}.wi_1.weight", up, "transposed", requires=gate)
     yield TensorMapping(f"{dense}.wo.weight", (f"{side}/mlp/down/weight",), "transposed")
 
 
@@ -123,7 +123,7 @@ class T5(FamilySettings):
     HUB = Hub(
         model_type="t5",
         architecture="T5ForConditionalGeneration",
-        rows=(
+        mappings=(
             TensorMapping("shared.weight", ("embedding/table",)),
             *_side("encoder", 1, {"attention": ("SelfAttention", 0)}),
             *_side(
@@ -131,8 +131,8 @@ class T5(FamilySettings):
             ),
             TensorMapping("lm_head.weight", ("unembedding/weight",), "transposed"),
         ),
-        buffers=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
-        others=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.",),
+        buffer_suffixes=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        ignored_prefixes=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.",),
     )
 
     SIZES = size_table(
@@ -181,7 +181,7 @@ class T5(FamilySettings):
         """decoder_depth, with `auto` resolved."""
         return self.depth if self.decoder_depth == "auto" else self.decoder_depth
 
-    def build(self) -> EncoderDecoder:
+    def build(self) -> EncoderDecoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
         shared = self.backbone()
         vocab, norm = shared.pop("vocab"), NormConfig(eps=self.norm_eps)
@@ -193,7 +193,7 @@ class T5(FamilySettings):
             dropout=self.dropout,
         )
 
-        def side(depth: int, *, is_encoder: bool) -> Backbone:
+        def side(depth: int, *, is_encoder: bool) -> BackboneConfig:
             bias = RelativeBias(buckets=self.buckets, farthest=self.farthest, both_ways=is_encoder)
             block = BlockConfig(
                 attention=dataclasses.replace(cross, relative=bias),
@@ -204,9 +204,9 @@ class T5(FamilySettings):
                 cross=None if is_encoder else cross,
                 dropout=self.dropout,
             )
-            return Backbone(**shared | {"depth": depth}, pattern=(block,), final_norm=norm)
+            return BackboneConfig(**shared | {"depth": depth}, pattern=(block,), final_norm=norm)
 
-        return EncoderDecoder(
+        return EncoderDecoderConfig(
             vocab=vocab,
             encoder=side(self.depth, is_encoder=True),
             decoder=side(self.depth_of_decoder, is_encoder=False),

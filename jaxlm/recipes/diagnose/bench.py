@@ -3,14 +3,16 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxlm.core import config, spelling
+from jaxlm.core import config
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
+from jaxlm.core.nearest import nearest_word
 from jaxlm.data.batch import Tokens
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
@@ -22,7 +24,6 @@ from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import without_data
 
 MIN_STEPS = 3
-Say = Callable[[str], None]
 
 # By parameters: nanoGPT's CPU setting, the quickstart's model, and two published models.
 SIZES: dict[str, dict[str, str]] = {
@@ -48,7 +49,7 @@ def sizes(text: str | None) -> list[str]:
         return list(CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES)
     names = text.split(",")
     if wrong := [name for name in names if name not in SIZES]:
-        suggestions = [spelling.nearest(name, SIZES) for name in names]
+        suggestions = [nearest_word(name, SIZES) for name in names]
         raise CommandError(
             f"size {wrong[0]!r} does not exist",
             where=f"--sizes={text}",
@@ -61,7 +62,7 @@ def sizes(text: str | None) -> list[str]:
 
 
 def measure(
-    names: Sequence[str], overrides: Sequence[tuple[str, str]], seconds: float, say: Say
+    names: Sequence[str], overrides: Sequence[tuple[str, str]], seconds: float, say: Log
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per size: at least three steps, or as many as fit in `seconds`.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core import config, tree
+from jaxlm.core.callbacks import Log
 from jaxlm.core.config import Change
 from jaxlm.core.errors import CommandError
 from jaxlm.core.precision import Precision
@@ -18,8 +19,8 @@ from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.ops.kernels import Target
-from jaxlm.parallel import hlo_collectives, host, logical, mesh
-from jaxlm.parallel.config import AXES, MeshConfig, shown
+from jaxlm.parallel import hlo, host, logical, mesh
+from jaxlm.parallel.config import AXES, MeshConfig, format_mesh
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
@@ -200,9 +201,7 @@ class TrialResult:
     program: str
 
 
-def check(
-    run: Run, options: CheckOptions, say: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
+def check(run: Run, options: CheckOptions, say: Log = lambda _: None) -> dict[str, Any]:
     """Run a config, made small, on fake devices and on one, and inspect its compiled step.
 
     `ok` is True if the losses, gradient norms and first gradients agree; no matrix is whole along
@@ -216,15 +215,17 @@ def check(
     check_real(run)
     small = reduced_run(run, options.steps, options.devices)
     _start(math.prod(small.mesh.values()))
-    say(f"{shown(small.mesh)}, on fake devices; compiling a step for them, and one for one device")
+    say(
+        f"{format_mesh(small.mesh)}, on fake devices; compiling a step for them, and one for one device"
+    )
     trial = _try(small, mesh.build(small.run.mesh, jax.devices()[: math.prod(small.mesh.values())]))
     alone = _try(
         dataclasses.replace(small, run=dataclasses.replace(small.run, mesh=ALONE)),
         mesh.build(ALONE, jax.devices()[:1]),
     )
     step = step_of(small)
-    rows = collectives.table(hlo_collectives.read(trial.program), small.mesh, step)
-    whole = collectives.unsharded_arrays(hlo_collectives.results(trial.program), small.mesh, step)
+    rows = collectives.table(hlo.read_collectives(trial.program), small.mesh, step)
+    whole = collectives.unsharded_arrays(hlo.read_results(trial.program), small.mesh, step)
     deviation = max(
         _deviation(trial.losses, alone.losses), _deviation(trial.grad_norms, alone.grad_norms)
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -11,13 +11,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxlm.core import backend
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor import chips
 from jaxlm.monitor.chips import Machine
-from jaxlm.parallel import hlo_collectives, host, mesh
-from jaxlm.parallel.config import shown
-from jaxlm.parallel.hlo_collectives import Collective, Result, Shape
+from jaxlm.parallel import hlo, host, mesh
+from jaxlm.parallel.config import format_mesh
+from jaxlm.parallel.hlo import Collective, HloResult, Shape
 from jaxlm.parallel.logical import mesh_axes, ways
 from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
@@ -26,7 +27,6 @@ from jaxlm.recipes.plan.predict import decoder_tokens
 from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import without_data
 
-Say = Callable[[str], None]
 Content = Literal["logits", "activations", "tokens", "parameters", "scalars"]
 VOCAB_AXES = frozenset(mesh_axes("vocab"))
 ROW_AXES = {"data", "fsdp", "expert"}  # over which rows are split
@@ -215,7 +215,7 @@ def _unexpected_parameters(
 
 
 def unsharded_arrays(
-    results: Sequence[Result], mesh: Mapping[str, int], step: StepShapes
+    results: Sequence[HloResult], mesh: Mapping[str, int], step: StepShapes
 ) -> list[str]:
     """Return a line per operation whose result has the whole vocabulary for several tokens.
 
@@ -242,7 +242,7 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     # The random key is a number: the chips of the mesh may be absent.
     engine = without_data(run, grid, vocabulary(run))
     (platform,) = {device.platform for device in grid.devices.flat}
-    with backend.of(platform), jax.set_mesh(grid):
+    with backend.compiling_for(platform), jax.set_mesh(grid):
         return engine.step.lower(engine.abstract(), abstract_batch(run, grid)).compile()
 
 
@@ -273,7 +273,7 @@ def vocabulary(run: Run) -> int:
     return 4096 if run.model.vocab == "auto" else run.model.vocab
 
 
-def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any]:
+def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any]:
     """Compile a run's step for a TPU slice such as v5e-16: bytes per chip, and collectives.
 
     Raises:
@@ -283,11 +283,13 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     known = chips.tpu_slice(name, flag="--topology")
     divisibility.check(run, known.devices)
     grid = mesh.build(run.mesh, devices_of(known))
-    say(f"{shown(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes")
+    say(
+        f"{format_mesh(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes"
+    )
     compiled = compile_step(run, grid)
     memory = programs.compiled_memory(compiled)
     # The sizes of a real run have no mark that identifies activations: no judgment here.
-    rows = table(hlo_collectives.read(compiled.as_text() or ""), dict(grid.shape))
+    rows = table(hlo.read_collectives(compiled.as_text() or ""), dict(grid.shape))
     return {
         "topology": known.topology,
         "devices": known.devices,
@@ -299,12 +301,12 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     }
 
 
-def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, Any]:
+def compile_here(run: Run, count: int, say: Log = lambda _: None) -> dict[str, Any]:
     """Compile a step for `count` CPU devices: bytes per device. Raises ConfigError for a misfit."""
     jax_setup.start(count)
     divisibility.check(run, count)
     grid = mesh.build(run.mesh, jax.devices()[:count])
-    say(f"{shown(grid.shape)} on this CPU; compiling the step")
+    say(f"{format_mesh(grid.shape)} on this CPU; compiling the step")
     return {"devices": count, "bytes_per_device": programs.compiled_memory(compile_step(run, grid))}
 
 

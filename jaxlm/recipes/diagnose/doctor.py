@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import JaxlmError
 from jaxlm.data import cache
 from jaxlm.monitor import environment, formatting
-
-Say = Callable[[str], None]
 
 # docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of each major version on Linux.
 MIN_DRIVER = {12: 525, 13: 580}
@@ -72,7 +71,7 @@ class Hardware:
         return cls(gpus, rows[0][1] if rows else "", has_tpu)
 
 
-def examine(folder: Path, say: Say = lambda _: None) -> Iterator[CheckResult]:
+def examine(folder: Path, say: Log = lambda _: None) -> Iterator[CheckResult]:
     """Check this machine; `folder` is the place of future runs. Starts JAX."""
     packages = environment.installed((*environment.PACKAGES, *RUNTIMES))
     hardware = Hardware.found()

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, Diverged, NotWritable
 from jaxlm.data import parts
 from jaxlm.monitor import plots, sinks
@@ -29,8 +30,6 @@ MIN_FALL = 0.02  # of the first smoothed loss; less may be the difference betwee
 SHARE = 1 / 3
 RULE = "a third of the rate at the lowest smoothed loss"
 RECORD, PLOT = "lr-find.json", "lr-find.png"
-
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Point(NamedTuple):
     smoothed: float
 
 
-def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
+def lr_find(run: Run, options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     """Train from fresh parameters at rising rates; suggest a third of the rate of lowest loss.
 
     `suggested_lr` is None if the loss does not fall. Step i of n has the rate
@@ -72,7 +71,7 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
     picks a rate from the accuracy.
     """
     _check(options)
-    parts.find(run.data)
+    parts.find_parts(run.data)
     make_folder(options.out, "the folder of the test", fix="--out=lr-find-2")
     if (options.out / RECORD).exists():
         raise NotWritable(
@@ -117,7 +116,7 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
         "curve": [point._asdict() for point in curve],
         "plot": str(options.out / PLOT),
     }
-    sinks.replace(options.out / PLOT, plots.rates(curve, rate))
+    sinks.replace(options.out / PLOT, plots.lr_find_png(curve, rate))
     sinks.replace(
         options.out / RECORD, (json.dumps(answer, indent=1, allow_nan=False) + "\n").encode()
     )

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, DataError
 from jaxlm.data import loader
 from jaxlm.data.batch import Tokens
@@ -33,8 +33,6 @@ from jaxlm.training.state import TrainState
 
 MAX_ROWS = 5  # to report, the highest loss first
 
-Say = Callable[[str], None]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -47,7 +45,7 @@ class Options:
     cpu_devices: int | None = None
 
 
-def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
+def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     """Repeat a step from the newest undamaged checkpoint before it; the run stays unchanged.
 
     On the mesh of the run every bit is reproduced. `is_as_logged` compares the loss with the logged
@@ -121,7 +119,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
         for completed in range(start, step - 1):
             state, _ = engine.step(state, next(batches), rate(completed))
         batch = next(batches)
-        full_rows = engine.pace.phase(loader.number(step - 1, rewinds.skips)).rows
+        full_rows = engine.pace.phase(loader.batch_number(step - 1, rewinds.skips)).rows
         rows = _rows(engine, engine.spec.point(state), batch, full_rows)
         values, layers = _measured(engine, state, batch, rate(step - 1))
         evidence = records.spike_evidence(engine, step, values, layers, rewinds.skips)
@@ -137,7 +135,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     }
 
 
-def _start(store: Store, rewinds: Rewinds, known: int, shared: int, step: int, say: Say) -> int:
+def _start(store: Store, rewinds: Rewinds, known: int, shared: int, step: int, say: Log) -> int:
     """Return the newest undamaged checkpoint before a step in its lineage; 0 is the start.
 
     No step after `shared` is left of an abandoned future: later starts began there.

@@ -23,7 +23,7 @@ def draw(run: Run, target: Path) -> dict[str, Any]:
     rates = run.optim.lr * factor(steps - 1.0)
     points = list(zip(steps.tolist(), rates.tolist(), strict=True))
     make_folder(target.parent, "the plot", fix="--out=learning_rate.png")
-    sinks.replace(target, plots.planned(points))
+    sinks.replace(target, plots.learning_rate_png(points))
     return {
         "plot": str(target),
         "schedule": run.schedule.name,

@@ -13,16 +13,17 @@ import numpy as np
 
 from jaxlm.checkpoint import gguf_config, hub_architecture, hub_digests
 from jaxlm.checkpoint.gguf_source import Gguf
-from jaxlm.checkpoint.gguf_writer import Plan, library
+from jaxlm.checkpoint.gguf_writer import GGUFPlan, library
 from jaxlm.checkpoint.hub_folder import Folder, write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
 from jaxlm.core import tree
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import tokenizer_json
-from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.data.vocabularies import gguf_written
-from jaxlm.data.vocabularies.gguf_tokens import OWN
+from jaxlm.data.vocabularies import gguf_tokens
+from jaxlm.data.vocabularies.gguf_tokens import PREFIX
 from jaxlm.models.families.hub import IGNORED_ATTRIBUTES, uncomputed
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.use.generate import template_source
@@ -49,7 +50,7 @@ class ExportJob:
     dtype: np.dtype
     workdir: Path
     shard_bytes: int
-    say: Callable[[str], None]
+    say: Log
 
     @functools.cached_property
     def _leaves(self) -> dict[str, jax.Array]:
@@ -94,7 +95,7 @@ class HFExport:
     def held(self) -> ExportedParams:
         """Return the rounding of each leaf; some leaves are float32 in every folder."""
         return {
-            part.path: round_to_dtype(each.kept(self._job.dtype))
+            part.path: round_to_dtype(each.file_dtype(self._job.dtype))
             for each in self._job.tensors
             for part in each.parts
         }
@@ -136,7 +137,7 @@ class HFExport:
 def _attributes(family: Any, dtype: str, opened: LoadedRun) -> dict[str, Any]:
     tokenizer, attributes = opened.tokenizer, family.to_hub()
     pad = attributes.get("pad_token_id", tokenizer.pad)
-    if pad != tokenizer.pad and not isinstance(tokenizer, Imported):
+    if pad != tokenizer.pad and not isinstance(tokenizer, ImportedTokenizer):
         # transformers derives positions from the padding id.
         raise uncomputed(family.HUB, f"padding = {pad}, the tokenizer pads with {tokenizer.pad}")
     return attributes | {
@@ -179,7 +180,7 @@ class GGUFExport:
         self._job = job
         attributes = job.family.to_hub() | {"model_type": job.family.HUB.model_type}
         try:
-            self._plan = Plan(attributes, job.tensors, job.dtype)
+            self._plan = GGUFPlan(attributes, job.tensors, job.dtype)
         except ValueError as error:
             raise _unsupported(str(error)) from error
         _refuse_lost(attributes, self._plan)
@@ -193,7 +194,7 @@ class GGUFExport:
                 fix="--to=hf    # a folder, without a tokenizer",
             )
         rows = attributes["vocab_size"]
-        self._tokenizer = gguf_written.metadata(content, rows, str(job.workdir)) | _special_ids(
+        self._tokenizer = gguf_tokens.metadata(content, rows, str(job.workdir)) | _special_ids(
             tokenizer
         )
         if (template := template_source(job.workdir)[0]) is not None:
@@ -214,14 +215,14 @@ class GGUFExport:
     @property
     def held(self) -> ExportedParams:
         """Return the rounding of each leaf: vectors whole, matrices in the file's dtype."""
-        return self._plan.held()
+        return self._plan.roundings()
 
     def finish(self, place: Path, answer: dict[str, Any]) -> None:
         """Write the parity report next to the file."""
         write_json(Path(answer["out"]).with_suffix(".parity.json"), answer["parity"])
 
 
-def _refuse_lost(attributes: dict[str, Any], plan: Plan) -> None:
+def _refuse_lost(attributes: dict[str, Any], plan: GGUFPlan) -> None:
     """Raise ConfigError if the file cannot represent all attributes of the model."""
     try:
         back = hub_architecture.family_of(plan.read_back(), "GGUF").to_hub()
@@ -251,9 +252,9 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
         "unknown": tokenizer.unk,
         "padding": tokenizer.pad,
     }
-    return {f"{OWN}{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None} | {
-        f"{OWN}add_bos_token": bool(tokenizer.before),
-        f"{OWN}add_eos_token": False,
+    return {f"{PREFIX}{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None} | {
+        f"{PREFIX}add_bos_token": bool(tokenizer.before),
+        f"{PREFIX}add_eos_token": False,
     }
 
 

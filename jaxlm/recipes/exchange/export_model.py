@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxlm.checkpoint.hub_folder import SHARD_BYTES
 from jaxlm.checkpoint.hub_tensors import layout
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, cannot_write
 from jaxlm.models.cost import model_cost
 from jaxlm.models.families.hub import uncomputed
@@ -40,9 +40,7 @@ class ExportOptions:
     cpu_devices: int | None = None
 
 
-def export_model(
-    options: ExportOptions, say: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
+def export_model(options: ExportOptions, say: Log = lambda _: None) -> dict[str, Any]:
     """Write a run's model as a transformers folder or a GGUF, read it back, and compare the logits.
 
     The export is written as NAME.partial and renamed once both agree.
@@ -106,7 +104,7 @@ def export_model(
     return answer
 
 
-def _without_heads(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRun:
+def _without_heads(opened: LoadedRun, say: Log) -> LoadedRun:
     """Return the model without its multi-token-prediction heads."""
     heads = opened.model.blueprint.config.heads
     if not heads:
@@ -122,7 +120,7 @@ def _without_heads(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRun:
     )
 
 
-def _without_capacity(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRun:
+def _without_capacity(opened: LoadedRun, say: Log) -> LoadedRun:
     """Return the model whose experts accept every token, as in other programs."""
     if getattr(opened.run.model, "capacity", None) is None:
         return opened

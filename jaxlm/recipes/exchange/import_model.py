@@ -11,15 +11,16 @@ import numpy as np
 from jaxlm.checkpoint import hub_architecture, hub_digests
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.gguf_source import Gguf
-from jaxlm.checkpoint.hub_download import PREFIX, Show, fetched
-from jaxlm.checkpoint.hub_folder import Folder, Source
+from jaxlm.checkpoint.hub_download import PREFIX, fetch_model
+from jaxlm.checkpoint.hub_folder import Folder, ModelSource
 from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor, Reader, Slices, layout
 from jaxlm.checkpoint.hub_tokenizer_files import SENTENCEPIECE, read_tokenizer
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
+from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import CommandError, DataError
-from jaxlm.data.hub_tokenizer import Imported
-from jaxlm.data.tokenizer_file import LARGEST_FILE
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
+from jaxlm.data.tokenizer_file import MAX_FILE_BYTES
 from jaxlm.models.cost import model_cost
 from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily
 from jaxlm.monitor import formatting
@@ -67,7 +68,7 @@ def write(
     tokenizer: bytes,
     facts: dict[str, Any],
     *,
-    is_frugal: bool = False,
+    low_memory: bool = False,
 ) -> None:
     """Commit the weights as step 0 of a run; config.json, which makes it a run, is written last.
 
@@ -89,7 +90,7 @@ def write(
         CheckpointConfig(),
         owner=directory.lock.fence,
         is_owner=directory.lock.is_owner,
-        is_frugal=is_frugal,
+        low_memory=low_memory,
     )
     for step in store.steps():
         store.quarantine(step, "committed by a command that was killed before config.json")
@@ -120,8 +121,8 @@ class Options:
 
 def import_model(
     options: Options,
-    say: Callable[[str], None] = lambda _: None,
-    show: Show = lambda what, done, total: None,
+    say: Log = lambda _: None,
+    show: OnProgress = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Make a run whose step 0 has a model's weights; each tensor is read straight to its shards.
 
@@ -135,7 +136,7 @@ def import_model(
     """
     check_free(options.workdir, "--workdir", "an import")
     folder, origin = _open_source(options.source, say, show)
-    family, dtype = hub_architecture.described(folder, say)
+    family, dtype = hub_architecture.read_family(folder, say)
     tokenizer = read_tokenizer(folder, say)
     known, rows = tokenizer.size, family.vocab
     if known > rows:
@@ -150,7 +151,7 @@ def import_model(
     decoder = run.model.build()
     hub = run.model.HUB
     theirs = dataclasses.replace(decoder, vocab=rows)
-    tensors = hub_architecture.named(layout(theirs, hub), folder, hub)
+    tensors = hub_architecture.in_folder_names(layout(theirs, hub), folder, hub)
     ignored = hub_architecture.compare(tensors, folder, hub, is_tied=decoder.tied)
     _verify(folder, say)
     jax_setup.start(options.cpu_devices)
@@ -158,9 +159,9 @@ def import_model(
     assembled = setup.build_sharded_model(run, decoder.vocab, mesh)
     with RunDir(options.workdir) as directory:
         with folder.opened() as fetch:
-            head = hub_architecture.namer(folder, hub)(hub.head)
+            head = hub_architecture.namer(folder, hub)(hub.head_name)
             if decoder.tied and head in ignored:
-                hub_architecture.refuse_other_head(head, tensors, folder, fetch)
+                hub_architecture.check_tied_head(head, tensors, folder, fetch)
             mean_from = known if options.add_tokens else None
             params = load(tensors, fetch, setup.abstract_params(assembled), mean_from=mean_from)
         answer: dict[str, Any] = {
@@ -175,8 +176,8 @@ def import_model(
         place = directory.path / FOLDER
         _copy_files(folder, tokenizer, place, is_extended=bool(options.add_tokens))
         facts = answer | {"source": origin}
-        write(directory, run, params, tokenizer.serialise(), facts, is_frugal=True)
-    hub_architecture.tell_ignored(ignored, folder, hub, say)
+        write(directory, run, params, tokenizer.serialize(), facts, low_memory=True)
+    hub_architecture.log_ignored(ignored, folder, hub, say)
     if options.add_tokens:
         added = tokenizer.size - known
         say(f"{added} tokens added; their rows are the mean of the {known:,} others")
@@ -184,10 +185,10 @@ def import_model(
     return answer
 
 
-def _open_source(source: Path | str, say: Callable[[str], None], show: Show) -> tuple[Source, str]:
+def _open_source(source: Path | str, say: Log, show: OnProgress) -> tuple[ModelSource, str]:
     """Open the source; returns it and the name to record."""
     if str(source).startswith(PREFIX):
-        download = fetched(
+        download = fetch_model(
             str(source), COMPANION_FILES, check=hub_architecture.family_of, say=say, show=show
         )
         return Folder(download.path), download.origin
@@ -195,7 +196,7 @@ def _open_source(source: Path | str, say: Callable[[str], None], show: Show) -> 
     return Gguf(path) if path.suffix == ".gguf" else Folder(path), path.name
 
 
-def _verify(folder: Source, say: Callable[[str], None]) -> None:
+def _verify(folder: ModelSource, say: Log) -> None:
     """Compare the files with their published sha256 and log those without one. Raises DataError."""
     files = folder.files(COMPANION_FILES)
     unknown = hub_digests.compare(files)
@@ -247,7 +248,9 @@ def _run(family: Any, options: Options) -> Run:
     return config.from_json(Run, raw, where=str(options.source), overrides=options.overrides)
 
 
-def _copy_files(folder: Source, tokenizer: Imported, target: Path, *, is_extended: bool) -> None:
+def _copy_files(
+    folder: ModelSource, tokenizer: ImportedTokenizer, target: Path, *, is_extended: bool
+) -> None:
     """Copy the files that came with the weights, for an export, and write tokenizer.json.
 
     If tokens were added, the vocabulary is in tokenizer.json alone.
@@ -256,13 +259,13 @@ def _copy_files(folder: Source, tokenizer: Imported, target: Path, *, is_extende
     without = VOCABULARIES if is_extended else ()
     for name in COMPANION_FILES:
         if folder.has(name) and name not in without:
-            (target / name).write_bytes(folder.read(name, LARGEST_FILE))
+            (target / name).write_bytes(folder.read(name, MAX_FILE_BYTES))
         else:  # left by an import that was killed here
             (target / name).unlink(missing_ok=True)
     (target / "tokenizer.json").write_bytes(tokenizer.content)
 
 
-def add_tokens(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
+def add_tokens(tokenizer: ImportedTokenizer, tokens: Sequence[str]) -> ImportedTokenizer:
     """Return the tokenizer with `tokens` added, which are matched first. Raises CommandError."""
     if not tokens:
         return tokenizer
@@ -280,7 +283,7 @@ def add_tokens(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
                 fix="leave it out",
             )
     built.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in tokens])
-    return Imported(
+    return ImportedTokenizer(
         built.to_str().encode(),
         before=tokenizer.before,
         after=tokenizer.after,

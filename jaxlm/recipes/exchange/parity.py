@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.checkpoint import hub_architecture
-from jaxlm.checkpoint.hub_folder import Source
+from jaxlm.checkpoint.hub_folder import ModelSource
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core import tree
 from jaxlm.core.errors import JaxlmError
@@ -35,7 +35,7 @@ class ParityError(JaxlmError):
 
 
 def compare_logits(
-    source: Source, opened: LoadedRun, dtype: np.dtype, held: ExportedParams
+    source: ModelSource, opened: LoadedRun, dtype: np.dtype, held: ExportedParams
 ) -> dict[str, Any]:
     """Return the largest difference between the logits of the export and of the run, on real text.
 
@@ -45,7 +45,7 @@ def compare_logits(
     afterwards. `held` is the rounding of each leaf.
     """
     model = opened.model
-    family, _ = hub_architecture.described(source, lambda _: None)
+    family, _ = hub_architecture.read_family(source, lambda _: None)
     described = dataclasses.replace(opened.run, model=family)
     written = setup.build_sharded_model(described, model.blueprint.config.vocab, model.mesh)
     tokens, positions = _text(opened)
@@ -67,7 +67,9 @@ def compare_logits(
         rounded_params = tree.map_with_path(rounded, opened.params)
         rounded_logits = np.asarray(logits(rounded_params, tokens, positions))
         remaining = tree.leaves(rounded_params)
-        tensors = hub_architecture.named(layout(family.build(), family.HUB), source, family.HUB)
+        tensors = hub_architecture.in_folder_names(
+            layout(family.build(), family.HUB), source, family.HUB
+        )
         read = import_model.leaf_reader(tensors, fetch)
 
         def taken(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -8,9 +8,9 @@ from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models.config import ModelConfig
 from jaxlm.nn.config import AttentionConfig, BlockConfig
 from jaxlm.ops import kernels
-from jaxlm.ops.kernels import Kernel, Target, Work
+from jaxlm.ops.kernels import AttentionWork, Kernel, Target
 from jaxlm.parallel import context_keys, logical
-from jaxlm.parallel.config import shown
+from jaxlm.parallel.config import format_mesh
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import Run
 
@@ -31,7 +31,7 @@ def with_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -
             block, attention=dataclasses.replace(block.attention, kernel=kernel)
         )
 
-    return decoder.changed(of)
+    return decoder.map_blocks(of)
 
 
 def has_ring(run: Run, decoder: ModelConfig, sizes: Sizes) -> bool:
@@ -79,7 +79,7 @@ def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
         raise ConfigError(
             f"{named} attention needs whole rows",
             where="train.attention",
-            why=f"mesh {shown(sizes)} splits them",
+            why=f"mesh {format_mesh(sizes)} splits them",
             fix="--config.train.attention=auto\n--config.mesh.context=1",
         )
     if named == "auto":
@@ -112,7 +112,7 @@ def check_length(sizes: Sizes, decoder: ModelConfig, length: int, *, flag: str) 
     raise ConfigError(
         f"rows of {length} tokens do not divide over {parts} devices",
         where=flag,
-        why=f"mesh {shown(sizes)} needs a multiple of {unit}"
+        why=f"mesh {format_mesh(sizes)} needs a multiple of {unit}"
         + (", two chunks for each device of the ring" if decoder.has_ring else ""),
         fix="\n".join(f"{flag}={size}" for size in candidates if 0 < size <= longest)
         or "--config.mesh.context=1",
@@ -132,8 +132,8 @@ def _plan(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) ->
     )
 
 
-def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
-    return Work(
+def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> AttentionWork:
+    return AttentionWork(
         rows=rows_per_device(run, sizes),
         length=run.data.sequence,
         head_dim=max(attention.head_dim, attention.value_dim),
@@ -151,7 +151,7 @@ def rows_per_device(run: Run, sizes: Sizes) -> int:
     return max(run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch")), 1)
 
 
-def _keys(run: Run, attention: AttentionConfig, sizes: Sizes) -> context_keys.Keys:
+def _keys(run: Run, attention: AttentionConfig, sizes: Sizes) -> context_keys.KeyTransport:
     tensor = logical.ways(sizes, "heads")
     return context_keys.choose(
         run.mesh.context_keys,

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.precision_config import ITEM_BYTES
-from jaxlm.models import routed
-from jaxlm.models.config import Backbone, EncoderDecoder, ModelConfig
-from jaxlm.models.cost import activations
-from jaxlm.models.cost.activations import Share
+from jaxlm.models.config import BackboneConfig, EncoderDecoderConfig, ModelConfig
+from jaxlm.models.cost import activations, model_cost
+from jaxlm.models.cost.activations import DeviceShare
 from jaxlm.models.cost.tensors import Tensor, tensors
 from jaxlm.ops.kernels import BLOCK
 from jaxlm.optim import patterns
@@ -61,7 +60,7 @@ def sharding(decoder: ModelConfig, sizes: Sizes, zero: int) -> list[dict[str, An
     ]
 
 
-def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Share:
+def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> DeviceShare:
     """Return a device's share of the rows of a micro-batch, on `cpu`, `gpu` or `tpu`.
 
     Activations on a CPU are float32 in every compute dtype.
@@ -69,20 +68,22 @@ def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Sha
     length = run.data.sequence
     kernels = {block.attention.kernel for block in decoder.layers}
     compute = ITEM_BYTES[run.precision.compute]
-    return Share(
+    return DeviceShare(
         rows=attention_kernels.rows_per_device(run, sizes),
         length=length // logical.ways(sizes, "length"),
         keys=length if "reference" in kernels else min(BLOCK, length),
         sizes=sizes,
         stream_bytes=4 if platform == "cpu" else compute,
         compute_bytes=compute,
-        is_dense=routed.is_dense(platform),
+        is_dense=model_cost.is_dense_ragged(platform),
     )
 
 
-def stacks(decoder: ModelConfig, share: Share, targets: int) -> list[tuple[Backbone, Share]]:
+def stacks(
+    decoder: ModelConfig, share: DeviceShare, targets: int
+) -> list[tuple[BackboneConfig, DeviceShare]]:
     """Return each stack of layers with its share; a decoder with an encoder has `targets` slots."""
-    if not isinstance(decoder, EncoderDecoder):
+    if not isinstance(decoder, EncoderDecoderConfig):
         return [(decoder, share)]
     target_share = dataclasses.replace(share, length=targets, keys=targets, source=share.length)
     return [(decoder.encoder, share), (decoder.decoder, target_share)]
@@ -91,7 +92,7 @@ def stacks(decoder: ModelConfig, share: Share, targets: int) -> list[tuple[Backb
 def temporary_bytes(
     run: Run,
     decoder: ModelConfig,
-    share: Share,
+    share: DeviceShare,
     sizes: Sizes,
     held: Mapping[str, float],
     targets: int = 0,
@@ -121,34 +122,36 @@ def temporary_bytes(
         # A block that repeats is the same object in all its layers.
         kinds = {(id(block), policy): block for block, policy in layers}
         saved_by_kind = {
-            kind: activations.kept(stack, block, stack_share, kind[1])
+            kind: activations.saved_bytes(stack, block, stack_share, kind[1])
             for kind, block in kinds.items()
         }
-        saved += activations.biases(stack, stack_share) + sum(
+        saved += activations.relative_bias(stack, stack_share) + sum(
             saved_by_kind[id(block), policy] * (passes / stages if number >= first else 1)
             for number, (block, policy) in enumerate(layers)
         )
         saved += sum(
-            activations.kept(stack, block, stack_share, policies[0]) for block in stack.heads
+            activations.saved_bytes(stack, block, stack_share, policies[0]) for block in stack.heads
         )
         # Gradients are as large as the saved activations; recomputed ones are made first.
         largest = max(
-            2 * activations.kept(stack, block, stack_share, "none") - saved_by_kind[kind]
+            2 * activations.saved_bytes(stack, block, stack_share, "none") - saved_by_kind[kind]
             for kind, block in kinds.items()
         )
-        extra = activations.meeting(stack, stack_share) + activations.padded(stack, stack_share)
+        extra = activations.attention_workspace(stack, stack_share) + activations.padded_operands(
+            stack, stack_share
+        )
         layer = max(layer, largest + extra)
     predicted = stack_share.tokens  # of the last stack; after a pipeline, of all micro-batches
     predicted *= run.train.microbatches if schedule else 1
     tokens = min(run.loss.chunk or predicted, predicted)
     # With their exponentials or gradients; unchunked logits of each further head are saved.
     heads = 0 if run.loss.chunk else len(decoder.heads)
-    logits = (2 + heads) * 4 * tokens * share.own(decoder.vocab, "vocab")
+    logits = (2 + heads) * 4 * tokens * share.local_size(decoder.vocab, "vocab")
     repeated = [each for each in tensors(decoder) if each.axes[0] == "layers"]
     gathered = groups = 0.0
     if sizes["fsdp"] > 1 and run.mesh.zero == 3:
         whole = sum(_part(each, sizes, is_split=False) for each in repeated)
-        prefix = 0 if isinstance(decoder, EncoderDecoder) else len(decoder.prefix)
+        prefix = 0 if isinstance(decoder, EncoderDecoderConfig) else len(decoder.prefix)
         per_layer = whole / (decoder.depth - prefix) * stages
         gathered = 2 * per_layer * ITEM_BYTES[run.precision.params]
     if schedule and schedule.repeats > 1:

@@ -6,12 +6,22 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxlm.core import config, divisors
+from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.config import EncoderDecoder, ModelConfig
+from jaxlm.core.nearest import divisors
+from jaxlm.models.config import EncoderDecoderConfig, ModelConfig
 from jaxlm.nn.config import BlockConfig
 from jaxlm.parallel import logical
-from jaxlm.parallel.config import AXES, OFFERED, beyond, crossings, flags, nearest, offered, shown
+from jaxlm.parallel.config import (
+    AXES,
+    MAX_FIXES,
+    format_mesh,
+    layout_fixes,
+    mesh_flags,
+    nearest_layouts,
+    remaining_fixes,
+    slice_crossings,
+)
 from jaxlm.parallel.logical import Sizes
 from jaxlm.parallel.schedule import Schedule
 from jaxlm.recipes.config import Run
@@ -47,21 +57,23 @@ def check(run: Run, count: int, slices: int = 1) -> None:
         why.append(f"{needed} devices, {count} are available")
         fixed = {axis: 1 if size == "auto" else size for axis, size in requested.items()}
         sizes, misfits = None, list(find_indivisible(run, fixed))
-    is_cut = sizes is None or crossings(sizes, slices) is not None
+    is_cut = sizes is None or slice_crossings(sizes, slices) is not None
     if not is_cut:
         why.append(f"{slices} slices: the outermost axes cross them and must divide by that number")
     why += [misfit.why for misfit in misfits]
     if not why:
         return
     near = sizes or requested
-    layouts = [fit for fit in nearest(near, count) if crossings(fit, slices) is not None]
+    layouts = [
+        fit for fit in nearest_layouts(near, count) if slice_crossings(fit, slices) is not None
+    ]
 
     def line(fit: Sizes) -> str:
-        return "" if any(find_indivisible(run, fit)) else flags(fit, requested)
+        return "" if any(find_indivisible(run, fit)) else mesh_flags(fit, requested)
 
-    fixes = offered(near, layouts, line)
-    why += beyond(fixes)
-    fixes = fixes[:OFFERED]
+    fixes = layout_fixes(near, layouts, line)
+    why += remaining_fixes(fixes)
+    fixes = fixes[:MAX_FIXES]
     if sizes and is_cut and (changes := _changes(run, sizes, misfits)):
         fixes.append(config_flags(changes))
     fixes = fixes or _meshes_with_settings(run, near, layouts, requested)
@@ -70,7 +82,7 @@ def check(run: Run, count: int, slices: int = 1) -> None:
         why[room - 1 :] = ["; ".join(why[room - 1 :])]
     raise ConfigError(
         f"the run does not fit {count} device{'s' if count > 1 else ''}",
-        where="mesh " + (shown(sizes) if sizes else _show_requested(requested)),
+        where="mesh " + (format_mesh(sizes) if sizes else _show_requested(requested)),
         why="\n".join(why),
         fix="\n".join(fixes),
     )
@@ -129,7 +141,7 @@ def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible
             step = math.lcm(ways, _width_unit(run, block)) if field == "width" else ways
             axes = logical.RULES[name]
             yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, axes, step=step)
-    if isinstance(decoder, EncoderDecoder):
+    if isinstance(decoder, EncoderDecoderConfig):
         for axis in ("pipe", "context"):
             if sizes[axis] > 1:
                 why = f"{axis} = {sizes[axis]} does not split an encoder-decoder, 1 would do"
@@ -162,7 +174,7 @@ def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible]
     if run.train.pipeline == "circular" and parts < stages:
         per_device, left = divmod(batch, rows)
         # The fewest that fill the stages and divide this batch.
-        counts = [] if left else [n for n in divisors.divisors(per_device) if n >= stages]
+        counts = [] if left else [n for n in divisors(per_device) if n >= stages]
         why = f"microbatches = {parts} cannot fill {stages} stages (pipe)"
         parts = min(counts, default=stages)
         yield Indivisible(f"{why}, {parts} would", "train.microbatches", (parts,))
@@ -220,9 +232,9 @@ def _meshes_with_settings(
 
     def line(fit: Sizes) -> str:
         changes = _changes(run, fit, list(find_indivisible(run, fit)))
-        return f"{flags(fit, requested)} {config_flags(changes)}".strip() if changes else ""
+        return f"{mesh_flags(fit, requested)} {config_flags(changes)}".strip() if changes else ""
 
-    return offered(near, [*layouts[:MESHES_TRIED], *replicas], line)[:OFFERED]
+    return layout_fixes(near, [*layouts[:MESHES_TRIED], *replicas], line)[:MAX_FIXES]
 
 
 def config_flags(settings: Mapping[str, Any]) -> str:

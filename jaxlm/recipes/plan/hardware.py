@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.provenance import short
-from jaxlm.core.spelling import nearest
+from jaxlm.core.nearest import nearest_word
+from jaxlm.core.problems import short
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
 from jaxlm.recipes.config import Run
@@ -30,7 +30,7 @@ def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> L
     available = memory_bytes(hardware)
     if available is None:
         why = "hardware is a number of GPUs, such as 8gpu, or a slice of TPUs, such as v5p-128"
-        near = nearest(hardware, layouts)
+        near = nearest_word(hardware, layouts)
         offered = [near] if near else list(layouts)
     else:
         needed = STATE_BYTES * model_cost.parameters(

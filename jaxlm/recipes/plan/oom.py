@@ -9,7 +9,7 @@ import jax
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, OutOfMemory, is_out_of_memory
 from jaxlm.models.config import ModelConfig
-from jaxlm.monitor import chips, cpu, formatting
+from jaxlm.monitor import chips, formatting, host_machine
 from jaxlm.monitor.chips import Machine
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility, predict, search
@@ -38,7 +38,7 @@ def forecast_here(run: Run, decoder: ModelConfig) -> Forecast | None:
 def _machine(assumed: list[str]) -> Machine | None:
     count, kind = jax.device_count(), jax.devices()[0].device_kind
     if jax.default_backend() == "cpu":
-        return cpu.this_machine(count, assumed)
+        return host_machine.this_machine(count, assumed)
     chip = chips.of_kind(kind)
     return None if chip is None else Machine(name=f"{chip.name}x{count}", chip=chip, devices=count)
 
@@ -48,7 +48,7 @@ def memory_limit(run: Run) -> float | None:
     if run.train.memory_gib is not None:
         return run.train.memory_gib * GIB
     if jax.default_backend() == "cpu":
-        return cpu.physical_bytes() / jax.local_device_count()
+        return host_machine.physical_bytes() / jax.local_device_count()
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.core.precision_config import ITEM_BYTES
-from jaxlm.models import routed
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost import comm_cost, model_cost
-from jaxlm.models.cost.activations import Share
+from jaxlm.models.cost.activations import DeviceShare
 from jaxlm.monitor import formatting
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.nn.config import MoeConfig
@@ -207,11 +206,11 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     return vocab
 
 
-def _hardware_flops(run: Run, decoder: ModelConfig, share: Share) -> float:
+def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float:
     """Return the FLOPs per token of all products, recomputation included.
 
     Computed twice are the forward pass of layers, by remat, and the unembedding of chunks. Experts
-    multiply rows that are empty, or those of other experts (`models.routed`).
+    multiply rows that are empty, or those of other experts (`models.cost.model_cost`).
     """
     sequence, targets = run.data.sequence, decoder_tokens(run)
     once = model_cost.flops_per_token(decoder, sequence, causal=True, targets=targets)
@@ -220,7 +219,9 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: Share) -> float:
     head = 2 * unembedding
     layers = once / 3 - head
     policies = run.train.remat.split("/")
-    products = 2 * (model_cost.met_parameters(decoder, sequence, targets) - unembedding)
+    products = 2 * (
+        model_cost.matmul_parameters_per_token(decoder, sequence, targets) - unembedding
+    )
     recomputed = {"none": 0.0, "dots": layers - products}
     extra = sum(recomputed.get(policy, layers) for policy in policies) / len(policies)
     whole = once + extra + (head if run.loss.chunk else 0.0)
@@ -231,21 +232,21 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: Share) -> float:
     return whole * (1 + 1 / every) if every else whole
 
 
-def _idle_flops(decoder: ModelConfig, share: Share) -> float:
+def _idle_flops(decoder: ModelConfig, share: DeviceShare) -> float:
     """Return the FLOPs per token of experts' forward pass beyond the token's own experts."""
     idle = 0.0
     for block in (*decoder.layers, *decoder.heads):
         if isinstance(block.mlp, MoeConfig):
-            multiple = routed.multiple(
+            multiple = model_cost.expert_flops_ratio(
                 block.mlp, share.length, share.sizes, is_dense=share.is_dense
             )
             idle += 2 * (multiple - 1) * model_cost.routed_parameters(block, decoder.width)
     return idle
 
 
-def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: Share) -> dict[str, float]:
+def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: DeviceShare) -> dict[str, float]:
     """Return the bytes that a device sends in a step over each mesh axis of known cost."""
-    work = comm_cost.Work(
+    work = comm_cost.StepWorkload(
         model=decoder,
         sequence=share.length,
         targets=decoder_tokens(run),
@@ -277,7 +278,7 @@ def _spared(run: Run, decoder: ModelConfig, chip: Chip, peak: float) -> float:
     products = run.precision.products
     if products == "compute" or products not in chip.flops:
         return 0.0
-    rounded = EIGHT_BITS[products] * 6 * model_cost.projecting_parameters(decoder)
+    rounded = EIGHT_BITS[products] * 6 * model_cost.projection_parameters(decoder)
     return rounded * max(1 - peak / chip.flops[products], 0.0)
 
 
@@ -339,16 +340,18 @@ def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: st
     for block in (*decoder.layers, *decoder.heads):
         mlp = block.mlp
         if isinstance(mlp, MoeConfig) and mlp.capacity is None:
-            multiple = routed.multiple(mlp, length, sizes, is_dense=True)
+            multiple = model_cost.expert_flops_ratio(mlp, length, sizes, is_dense=True)
             widest = max(decoder.width, mlp.hidden // logical.ways(sizes, "mlp"))
-            copies = routed.held(mlp, sizes) * routed.rows(mlp, length, sizes)
+            copies = model_cost.experts_per_device(mlp, sizes) * model_cost.expert_rows(
+                mlp, length, sizes
+            )
             size = rows * length * copies * widest * ITEM_BYTES[run.precision.compute]
             cost_of[mlp] = multiple, size
     for mlp, (multiple, size) in cost_of.items():
         if multiple > 1:
             yield (
                 "model.capacity=None makes XLA for GPUs multiply each row with the weights of all "
-                f"{routed.held(mlp, sizes)} experts of a device: {multiple:.3g} times the FLOPs "
+                f"{model_cost.experts_per_device(mlp, sizes)} experts of a device: {multiple:.3g} times the FLOPs "
                 f"that the tokens' experts need, and {formatting.size(size)} for one padded "
                 f"operand; --config.model.capacity={CAPACITY} avoids both, and drops tokens instead"
             )

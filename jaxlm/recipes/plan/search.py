@@ -5,12 +5,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxlm.core import config, divisors
+from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.nearest import divisors
 from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor.chips import CHIPS, SLICES, Machine
-from jaxlm.parallel.config import AXES, factorisations
+from jaxlm.parallel.config import AXES, factorizations
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
 from jaxlm.recipes.plan.predict import Forecast, forecast
@@ -142,7 +143,7 @@ def _candidates(
 ) -> Iterator[Run]:
     requested = {axis: getattr(run.mesh, axis) for axis in ("pipe", "expert", "context")}
     fixed = {axis: 1 if size == "auto" else size for axis, size in requested.items()}
-    for sizes in factorisations(devices):
+    for sizes in factorizations(devices):
         if sizes["tensor"] > MAX_TENSOR or any(sizes[axis] != fixed[axis] for axis in fixed):
             continue
         mesh = dataclasses.replace(run.mesh, **sizes)  # type: ignore[arg-type]
@@ -150,9 +151,7 @@ def _candidates(
         if run.train.batch % rows:
             continue
         counts = (
-            [run.train.microbatches]
-            if sizes["pipe"] > 1
-            else divisors.divisors(run.train.batch // rows)
+            [run.train.microbatches] if sizes["pipe"] > 1 else divisors(run.train.batch // rows)
         )
         laid_out = dataclasses.replace(run, mesh=mesh)
         for number in counts:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core import divisors
-from jaxlm.models.config import EncoderDecoder, OneStack
+from jaxlm.core.nearest import nearest_divisors
+from jaxlm.models.config import EncoderDecoderConfig, OneStack
 from jaxlm.models.cost import model_cost
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
@@ -32,12 +32,12 @@ def settings_at_width(run: Run, width: int) -> dict[str, int]:
     heads = max(1, round(model.heads * share))
     if getattr(model, "head_dim", "auto") == "auto":
         # Heads are rotated in pairs.
-        heads = next(n for n in divisors.nearest(width, heads) if width // n % 2 == 0)
+        heads = next(n for n in nearest_divisors(width, heads) if width // n % 2 == 0)
     sizes = {"width": width, "depth": max(1, round(model.depth * share)), "heads": heads}
     kv_heads = getattr(model, "kv_heads", "auto")
     if isinstance(kv_heads, int):
         grouped = round(heads * kv_heads / model.heads)
-        sizes["kv_heads"] = divisors.nearest(heads, max(1, grouped))[0]
+        sizes["kv_heads"] = nearest_divisors(heads, max(1, grouped))[0]
     for name in INNER:
         if isinstance(inner := getattr(model, name, None), int) and inner:
             sizes[name] = max(UNIT, round(inner * share / UNIT) * UNIT)
@@ -51,7 +51,7 @@ def decoder(run: Run, vocab: int, width: int) -> OneStack:
     changed = settings_at_width(run, width)
     sizes: dict[str, Any] = {path.partition(".")[2]: size for path, size in changed.items()}
     built = dataclasses.replace(run.model, vocab=vocab, **sizes).build()
-    if isinstance(built, EncoderDecoder):
+    if isinstance(built, EncoderDecoderConfig):
         raise divisibility.unscaled(run)
     return built
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxlm.core import config
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.optim.schedule_config import spans
 from jaxlm.parallel.cluster import ProcessSpec
@@ -18,7 +19,6 @@ from jaxlm.recipes.train.run import run_training
 WIDTHS = (0.25, 0.5, 0.75, 1.0)  # of the config's width
 STEPS = (0.25, 0.5, 1.0)
 Settings = list[tuple[str, str]]
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def sweep(
     *,
     widths: str | None = None,
     steps: str | None = None,
-    say: Say = lambda _: None,
+    say: Log = lambda _: None,
 ) -> None:
     """Train each rung, the cheapest first, in `workdir`/NAME; complete rungs are skipped.
 

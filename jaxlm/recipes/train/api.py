@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxlm.core import config as configs
 from jaxlm.core.config import Loaded
-from jaxlm.core.paths import check_local
-from jaxlm.core.values import show
+from jaxlm.core.disk import check_local
+from jaxlm.core.sections import show
 from jaxlm.monitor.sinks import Callback, Callbacks
 from jaxlm.parallel import cluster
 from jaxlm.parallel.cluster import ProcessSpec

@@ -121,8 +121,8 @@ class Rewinds:
         verified. If it is damaged, it is quarantined too, and the next one is chosen.
         """
         to, damaged = self._target(first_bad, store, guard)
-        bad = loader.number(first_bad - 1, self.skips)
-        low = max(bad - guard.skip // 2, loader.number(to, self.skips))
+        bad = loader.batch_number(first_bad - 1, self.skips)
+        low = max(bad - guard.skip // 2, loader.batch_number(to, self.skips))
         rewind = Rewind(first_bad, to, low, low + guard.skip)
         self.made.append(rewind)
         self._directory.write_json(REWINDS_FILE, self.as_json())

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxlm.core import allocator, backend, faults, random, tree
-from jaxlm.core.divisors import divisors
+from jaxlm.core import backend, faults, random, tree
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, Diverged
+from jaxlm.core.nearest import divisors
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
@@ -30,7 +31,7 @@ from jaxlm.optim import build as optimizers
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.optim.qk_clip import qk_clip
 from jaxlm.optim.schedules import LearningRate
-from jaxlm.parallel import compiler, host, logical, rules
+from jaxlm.parallel import host, logical, rules
 from jaxlm.parallel.logical import Sizes
 from jaxlm.parallel.replicas import Replicas
 from jaxlm.recipes import setup
@@ -86,7 +87,7 @@ class TrainPrograms:
     ):
         self.run, self.data, self.model, self.teacher = run, data, model, teacher
         if backend.name() == "cpu":
-            allocator.keep_freed()
+            backend.keep_freed_memory()
         blueprint, self.pace = model.blueprint, run.pace
         length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": self.pace}
         schedule = schedule or schedules.build(
@@ -162,7 +163,7 @@ class TrainPrograms:
             step_program,
             donate_argnums=0,
             out_shardings=(self._layout, None),
-            compiler_options=compiler.options(model.mesh),
+            compiler_options=rules.compiler_options(model.mesh),
         )
         self._eval_step = jax.jit(
             evals.build(
@@ -210,7 +211,7 @@ class TrainPrograms:
         return states.abstract(self.shapes, self._layout)
 
     def batches(
-        self, start: int, skips: Skips = (), warn: Callable[[str], None] = lambda _: None
+        self, start: int, skips: Skips = (), warn: Log = lambda _: None
     ) -> Generator[Tokens, None, None]:
         """Yield the global batches of the steps after `start`, on the devices, without end.
 
@@ -223,7 +224,7 @@ class TrainPrograms:
             start, batch=self.pace, rows=self._rows, skips=skips, warn=warn
         )
         for step, batch in enumerate(stream, start):
-            yield self._put(inject_faults(batch, loaders.number(step, skips)))
+            yield self._put(inject_faults(batch, loaders.batch_number(step, skips)))
 
     def lr_scale(self, value: float) -> jax.Array:
         """Return the factor of the learning rate as an input of the step."""

@@ -13,11 +13,12 @@ import jax
 import numpy as np
 
 from jaxlm.core import config
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import Diverged, JaxlmError
 from jaxlm.data import baselines, loader
-from jaxlm.monitor import formatting, sinks, traced, trackers
+from jaxlm.monitor import formatting, profiling, sinks, trackers
 from jaxlm.monitor.sinks import Sink
-from jaxlm.parallel import hlo_operations
+from jaxlm.parallel import hlo
 from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.sampler import Continuation
 from jaxlm.recipes.train.checkpointing import Rewind
@@ -46,15 +47,15 @@ class MetricsLogger:
       warn: called with a message if a tracker accepts no more records.
     """
 
-    def __init__(self, context: RunContext, programs: TrainPrograms, warn: Callable[[str], None]):
+    def __init__(self, context: RunContext, programs: TrainPrograms, warn: Log):
         self._context, self._programs, self._warn = context, programs, warn
         self._directory, self._console = context.directory, context.console
         self._dropped_tokens = DroppedTokenWarning(self._console.warn)
         self._program_bytes = 0  # on a device, of the largest program
         self._open = contextlib.ExitStack()
-        self._metrics: Sink = sinks.Nowhere()
-        self._samples: Sink = sinks.Nowhere()
-        self._spikes: Sink = sinks.Nowhere()
+        self._metrics: Sink = sinks.NullSink()
+        self._samples: Sink = sinks.NullSink()
+        self._spikes: Sink = sinks.NullSink()
         self._sinks: list[Sink] = []
 
     def open(self, through: int) -> None:
@@ -85,7 +86,7 @@ class MetricsLogger:
         for name in trackers.MODULES:
             makers[name] = functools.partial(trackers.open_tracker, name, path, settings)
         return [
-            trackers.Guarded(name, makers[name], self._warn)
+            trackers.GuardedSink(name, makers[name], self._warn)
             for name in self._context.run.log.sinks
             if name in makers
         ]
@@ -161,21 +162,21 @@ class MetricsLogger:
         """Print and write a summary of the time of the traced steps of a program."""
         if not self._directory.is_writer:
             return
-        operations = hlo_operations.read(program.as_text() or "") if program else {}
+        operations = hlo.read_operations(program.as_text() or "") if program else {}
 
         def classify(name: str) -> tuple[str, str, bool]:
             is_known = name in operations
-            return (*operations.get(name, hlo_operations.by_name(name)), is_known)
+            return (*operations.get(name, hlo.operation_by_name(name)), is_known)
 
         try:
-            summary = traced.summary(traced.newest(folder), classify)
+            summary = profiling.summary(profiling.newest_trace(folder), classify)
         except ValueError as error:  # no reason to end a run
             self._console.warn(f"the trace has no summary: {error}", step=self._directory.step)
             return
         self._directory.write_json("profile/summary.json", summary)
         seconds = formatting.duration(summary["seconds"])
         title = f"trace of {summary['steps']} steps, {seconds}, {folder}"
-        self._console.block(title, traced.facts(summary))
+        self._console.block(title, profiling.facts(summary))
 
     def flush(self) -> None:
         """Return when every record so far would survive a crash of the machine."""
@@ -222,7 +223,7 @@ def spike_evidence(
       layers: gradient norms by parameter and layer.
       skips: ranges of batches that the run leaves out.
     """
-    number = loader.number(step - 1, skips)
+    number = loader.batch_number(step - 1, skips)
     documents, left_out = _documents(programs, number)
     return {
         "step": step,

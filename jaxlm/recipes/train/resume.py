@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +17,10 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import batch_schedule, config, tree
+from jaxlm.core.callbacks import Log
 from jaxlm.core.config import ABSENT, Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, DataError, listed
-from jaxlm.core.provenance import short
+from jaxlm.core.problems import short
 from jaxlm.data import mixture_config, tokenizer_file
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
@@ -189,9 +190,7 @@ class InitSource:
         return f"step {self.step} of {self.workdir}"
 
 
-def find_init_source(
-    ref: str, run: Run, warn: Callable[[str], None], verifier: Verifier
-) -> InitSource:
+def find_init_source(ref: str, run: Run, warn: Log, verifier: Verifier) -> InitSource:
     """Return the run and step of --init_from=RUN[@STEP]; without a step, the newest.
 
     All processes of `verifier` must call it; the first one chooses the step.
@@ -214,9 +213,7 @@ def find_init_source(
     return source
 
 
-def open_run_ref(
-    ref: str, flag: str, warn: Callable[[str], None], verifier: Verifier | None = None
-) -> InitSource:
+def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = None) -> InitSource:
     """Return the run and step of RUN[@STEP]; without a step, the newest.
 
     Args:
@@ -412,7 +409,7 @@ def _is_free(change: Change, run: Run, allowed: tuple[str, ...], completed: int)
     if change.path == "train.steps" and run.train.steps >= completed:
         warmups = (*run.train.batch_warmup, *run.data.sequence_warmup)
         moving = [
-            *mixture_config.spans(run.data.mixture),
+            *mixture_config.change_spans(run.data.mixture),
             *(batch_schedule.parse(entry)[1] for entry in warmups),
         ]
         if all(span.unit != "share" for span in moving) and is_absolute(run.schedule):
@@ -437,7 +434,7 @@ class Selection(NamedTuple):
     step: int | None
     aside: list[SetAside]
 
-    def clear(self, store: Store, warn: Callable[[str], None]) -> None:
+    def clear(self, store: Store, warn: Log) -> None:
         """Move the steps to the quarantine. Raise NotWritable."""
         for each in self.aside:
             folder = store.quarantine(each.step, each.reason)

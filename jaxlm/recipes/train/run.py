@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,18 +16,19 @@ from jax.sharding import Mesh
 
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
+from jaxlm.core.callbacks import Log
 from jaxlm.core.config import Change, Loaded
 from jaxlm.core.errors import CommandError, ConfigError, DataError, Preempted
 from jaxlm.data import parts
 from jaxlm.data.dataset import Data
 from jaxlm.monitor import environment, trackers
 from jaxlm.monitor.console import Console
-from jaxlm.monitor.progress import Lines
+from jaxlm.monitor.formatting import ProgressLines
 from jaxlm.monitor.sinks import Callbacks
 from jaxlm.parallel import rendezvous
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan import attention_kernels, dropless
+from jaxlm.recipes.plan import attention_kernels, predict
 from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train import checkpointing, resume, summary
 from jaxlm.recipes.train.checkpointing import Rewinds
@@ -87,7 +88,7 @@ def run_training(
             resume.check_tokenizer(source, data.tokenizer.digest)
         model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
         platform = jax_setup.target(mesh).platform
-        notices += dropless.cautions(run, model.blueprint.config, mesh.shape, platform)
+        notices += predict.dropless_warnings(run, model.blueprint.config, mesh.shape, platform)
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
             teacher = _teacher(context, teacher_source, model, data)
@@ -134,7 +135,7 @@ def _check_cheaply(run: Run, options: StartOptions) -> None:
             fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
         )
     trackers.check(run.log.sinks)
-    parts.find(run.data)
+    parts.find_parts(run.data)
     jax_setup.start(options.cpu_devices)
 
 
@@ -157,7 +158,7 @@ def _open(
     store = Store(
         directory.checkpoints,
         run.checkpoint,
-        reach=run.guard.reach,
+        rewind_steps=run.guard.reach,
         owner=directory.lock.fence,
         is_owner=directory.lock.is_owner,
         peers=processes.peers,
@@ -244,7 +245,7 @@ def _held_out(loaded: Loaded) -> str:
 
 
 def _init_source(
-    context: RunContext, stop: StopRequest, point: ResumePoint, warn: Callable[[str], None]
+    context: RunContext, stop: StopRequest, point: ResumePoint, warn: Log
 ) -> InitSource | None:
     """Return the run whose weights a new run starts from; None without one, or after step 0."""
     options = context.options
@@ -254,13 +255,13 @@ def _init_source(
         return resume.find_init_source(options.init_from, context.run, warn, context.store.verifier)
 
 
-def _open_data(context: RunContext, stop: StopRequest, warn: Callable[[str], None]) -> Data:
+def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:
     run, console, processes = context.run, context.console, context.processes
     with (
         _interruptible(stop, context.options, "the data was prepared"),
         processes.in_turn("prepare"),
     ):
-        data = setup.open_data(run, say=console.say, warn=warn, progress=Lines(console.say))
+        data = setup.open_data(run, say=console.say, warn=warn, progress=ProgressLines(console.say))
     setup.ranking_set(run, data.validation)
     setup.check_held_out(run.data, data)
     processes.agree("data", data.fingerprint)
@@ -278,7 +279,7 @@ def _check_vocabulary(run: Run, data: Data) -> None:
 
 
 def _teacher_source(
-    context: RunContext, stop: StopRequest, data: Data, warn: Callable[[str], None]
+    context: RunContext, stop: StopRequest, data: Data, warn: Log
 ) -> InitSource | None:
     """Return the run and step of the frozen model that the objective reads; None without one.
 
@@ -317,7 +318,7 @@ def _teacher(
     return Teacher(taught.blueprint, params)
 
 
-def _version_changes(context: RunContext, warn: Callable[[str], None]) -> list[Change]:
+def _version_changes(context: RunContext, warn: Log) -> list[Change]:
     try:
         return resume.version_changes(context.directory.path, environment.versions())
     except DataError as error:
@@ -392,4 +393,4 @@ def _describe(context: RunContext, loaded: Loaded, data: Data, model: ShardedMod
     facts = {"cluster": options.process.as_json(), "attention": kernels}
     directory.write_json("environment.json", environment.facts() | facts)
     directory.write_command(options.arguments)
-    directory.write_bytes("tokenizer", data.tokenizer.serialise())
+    directory.write_bytes("tokenizer", data.tokenizer.serialize())

@@ -9,11 +9,11 @@ from typing import Any
 from jaxlm.core import tree
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data import baselines, peek
-from jaxlm.data.mixture import Mixture
+from jaxlm.data.mixture import MixtureLoader
 from jaxlm.models.cost import model_cost
-from jaxlm.monitor import formatting, noise, plots, report, sinks
+from jaxlm.monitor import formatting, plots, report, sinks
 from jaxlm.parallel import mesh as meshes
-from jaxlm.parallel.config import shown
+from jaxlm.parallel.config import format_mesh
 from jaxlm.recipes import jax_setup
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.recipes.train.trainer import Trainer
@@ -35,12 +35,12 @@ def print_header(trainer: Trainer, held_out: str = "") -> None:
     parameters = formatting.count(model_cost.parameters(decoder))
     amount = (
         f"{len(data.train.sources)} sources"
-        if isinstance(data.train, Mixture)
+        if isinstance(data.train, MixtureLoader)
         else f"{data.train.epochs(run.rows):.2f} epochs"
     )
     facts = [
         ("processes", _processes(trainer)),
-        ("devices", f"{mesh.devices.size} x {kind}, mesh {shown(mesh.shape)}"),
+        ("devices", f"{mesh.devices.size} x {kind}, mesh {format_mesh(mesh.shape)}"),
         (
             "model",
             f"{run.model.family}, {parameters} parameters: {decoder.depth} layers,"
@@ -87,7 +87,7 @@ def _objective(trainer: Trainer) -> str:
     """Return the objective, the slots that it adds to rows, and how validation sets are read."""
     run, validation = trainer.run_config, trainer.programs.data.validation
     corruption = trainer.programs.data.train.corruption
-    room = corruption.room if corruption else 0
+    room = corruption.reserved_slots if corruption else 0
     parts: list[str] = [run.objective.name]
     if run.objective.teacher is not None:
         parts.append(f"teacher {run.objective.teacher}")
@@ -104,8 +104,8 @@ def _objective(trainer: Trainer) -> str:
 def _sources(trainer: Trainer) -> Iterator[str]:
     """Yield the amount that the run will have read of each source of a mixture."""
     train, run = trainer.programs.data.train, trainer.run_config
-    if isinstance(train, Mixture):
-        yield from train.told(run.pace, run.train.steps)
+    if isinstance(train, MixtureLoader):
+        yield from train.describe(run.pace, run.train.steps)
 
 
 def _phases(trainer: Trainer) -> Iterator[str]:
@@ -151,9 +151,9 @@ def _processes(trainer: Trainer) -> str:
     """Return the number of processes and its origin, and the mesh axes that cross slices."""
     process, mesh = trainer.context.options.process, trainer.programs.model.mesh
     slices = meshes.slices(list(mesh.devices.flat))
-    crossing = shown(meshes.across(dict(mesh.shape), slices)) if slices > 1 else ""
+    crossing = format_mesh(meshes.axis_crossings(dict(mesh.shape), slices)) if slices > 1 else ""
     groups = f"; {slices} groups of devices, between them {crossing}" if crossing else ""
-    return f"{process.count or 1}: {process.told}{groups}"
+    return f"{process.count or 1}: {process.source}{groups}"
 
 
 def _memory(trainer: Trainer) -> str:
@@ -200,7 +200,7 @@ def _example(trainer: Trainer) -> str:
     """Return the start of one row, with its trained tokens marked."""
     data, pace = trainer.programs.data, trainer.programs.pace
     row = data.train.at(trainer.start, batch=pace, rows=slice(0, 1))
-    text = peek.rendered(row, data.tokenizer, 0)[0].replace("\n", "\\n")
+    text = peek.render_segments(row, data.tokenizer, 0)[0].replace("\n", "\\n")
     return text[:PREVIEW] + (" ..." if len(text) > PREVIEW else "")
 
 
@@ -240,7 +240,7 @@ def print_summary(trainer: Trainer) -> dict[str, Any]:
             ("cause", f"likely, {verdict['cause']}"),
             *facts,
         ]
-    if advice := noise.advice(sinks.read(path / "metrics.jsonl")):
+    if advice := report.batch_advice(sinks.read(path / "metrics.jsonl")):
         facts.append(("batch", advice))
     facts.append(("report", str(path / "report.html")))
     if commands := _next_commands(trainer, verdict):
@@ -269,7 +269,7 @@ def _compare_with_baselines(trainer: Trainer) -> dict[str, Any]:
     text = baselines.stored_text(loader.shards)
     coders = baselines.bits_per_byte(text)
     directory.write_json("baselines.json", coders)
-    name = "this run" + formatting.limits(evaluation, directory.step)
+    name = "this run" + formatting.evaluation_suffix(evaluation, directory.step)
     rows = [*coders.items(), (name, evaluation["bits_per_byte"] or math.nan)]
     title = f"validation set {ranking_set}, bits per byte"
     if len(text) == baselines.MEASURED_BYTES:

@@ -14,12 +14,12 @@ from jaxlm.core.config import Change
 from jaxlm.core.errors import Preempted
 from jaxlm.core.span import Span
 from jaxlm.data import loader
-from jaxlm.data.mixture import Mixture
+from jaxlm.data.mixture import MixtureLoader
 from jaxlm.evals.config import EvalConfig
 from jaxlm.models.cost import model_cost
-from jaxlm.monitor import chips, host_memory
+from jaxlm.monitor import chips, host_machine
 from jaxlm.monitor.clock import Clock
-from jaxlm.monitor.profile import Trace
+from jaxlm.monitor.profiling import Trace
 from jaxlm.optim.average_config import NoAverage, start
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import oom
@@ -78,7 +78,7 @@ class Trainer(TrainLoop):
         self.changes = point.changes
         self._resume(point.meta)
         self._first_step, self._source = self.start, source
-        context.processes.watch.about["data"] = (
+        context.processes.watch.details["data"] = (
             f"reading {', '.join(run.data.train)} from {programs.data.train.shards.folder}"
         )
         self._logger = MetricsLogger(context, programs, self._warn)
@@ -224,12 +224,12 @@ class Trainer(TrainLoop):
         return bool(callbacks.functions) and self.context.processes.share("over", callbacks.is_over)
 
     def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
-        number = loader.number(self._counted, self.context.rewinds.skips)
+        number = loader.batch_number(self._counted, self.context.rewinds.skips)
         self._counted += 1
         self._clock.add(
             tokens=values["tokens"],
             data_wait_seconds=data_wait_seconds,
-            at=done_at,
+            completed_at=done_at,
             work=self._flops_by_phase[self.programs.pace.phase(number)],
         )
         self.alarm.judge_training(self._counted, values)
@@ -241,7 +241,7 @@ class Trainer(TrainLoop):
         measured |= self.alarm.training_mark
         skips = self.context.rewinds.skips
         measured |= source_metrics(self.programs, step, self.progress.read, skips)
-        measured["peak_bytes"] = host_memory.peak(jax.local_devices()).bytes
+        measured["peak_bytes"] = host_machine.peak_memory(jax.local_devices()).bytes
         if self._step.layer_stats is not None:
             measured |= self._step.layer_stats.take(step)
         self._logger.log(step, values, measured)
@@ -418,7 +418,7 @@ def count_sources(programs: TrainPrograms, number: int, read: dict[str, list[int
       Names of the sources that reached their most epochs with this batch.
     """
     train, pace = programs.data.train, programs.pace
-    if not isinstance(train, Mixture):
+    if not isinstance(train, MixtureLoader):
         return []
     first, stop = pace.rows(number), pace.rows(number + 1)
     for name, (rows, tokens) in train.read(first, stop).items():
@@ -442,9 +442,9 @@ def source_metrics(
       skips: ranges of batches that the run leaves out.
     """
     train = programs.data.train
-    if not isinstance(train, Mixture):
+    if not isinstance(train, MixtureLoader):
         return {}
-    weights = train.shares.at(programs.pace.rows(loader.number(step, skips))).tolist()
+    weights = train.shares.at(programs.pace.rows(loader.batch_number(step, skips))).tolist()
     metrics: dict[str, Any] = {}
     for name, source, weight in zip(train.names, train.sources, weights, strict=True):
         rows, tokens = read[name]

@@ -1,7 +1,6 @@
 """Average the parameters of several checkpoints into a new run, leaf by leaf."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ import numpy as np
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import tokenizer_file
 from jaxlm.optim.average_config import NoAverage
@@ -21,8 +21,6 @@ from jaxlm.recipes.use import load
 from jaxlm.training.rundir import RunDir, read_json
 
 PART = "params/"
-
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class Options:
     accumulate: Literal["float32", "float64"] = "float64"
 
 
-def average(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
+def average(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     """Make a run whose step 0 has the mean of the parameters of several checkpoints.
 
     One leaf at a time is in memory besides the result. Other shapes, dtypes, models or tokenizers
@@ -84,7 +82,7 @@ def average(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     return answer
 
 
-def _origins(options: Options, say: Say) -> list[InitSource]:
+def _origins(options: Options, say: Log) -> list[InitSource]:
     """Return the checkpoints in the order of the proportions."""
     workdir = options.workdir
     where = str(workdir / "config.json")

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from jaxlm.checkpoint.record import Record
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.use import load
@@ -94,9 +94,7 @@ def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str,
     }
 
 
-def verify(
-    workdir: Path, step: int | None = None, say: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
+def verify(workdir: Path, step: int | None = None, say: Log = lambda _: None) -> dict[str, Any]:
     """Compare size and sha256 of every file of a step, or of all steps, with the record."""
     store = _open(workdir, say)
     _named(store, step)
@@ -116,7 +114,7 @@ def verify(
     return {"sound": sound, "damaged": damaged}
 
 
-def _open(workdir: Path, say: Callable[[str], None] = lambda text: None) -> Store:
+def _open(workdir: Path, say: Log = lambda text: None) -> Store:
     folder = workdir / "checkpoints"
     if not folder.is_dir():
         raise InputMissing(

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.corpus.filters.config import Perplexity
-from jaxlm.corpus.filters.perplexity import Scorer
+from jaxlm.corpus.config import Perplexity
+from jaxlm.corpus.filters.models import Scorer
 from jaxlm.data import cache, dataset
 from jaxlm.data.batch import Tokens
 from jaxlm.data.documents import Corpus

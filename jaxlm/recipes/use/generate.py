@@ -3,19 +3,20 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxlm.core.callbacks import Log, OnText
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data.chat import ChatTemplate, Message
-from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.chat import ChatTemplate, Message, render_chat
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.recipes.exchange.import_model import FOLDER
-from jaxlm.recipes.sampler import OnText, Sampler
+from jaxlm.recipes.sampler import Sampler
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import Weights
 
@@ -33,8 +34,8 @@ def generate(
     weights: Weights = "raw",
     cpu_devices: int | None = None,
     is_chat: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-    tell: OnText | None = None,
+    say: Log = lambda _: None,
+    on_text: OnText | None = None,
 ) -> dict[str, Any]:
     """Return `samples`: prompt, new ids, log-probabilities, text and finish reason of each prompt.
 
@@ -83,7 +84,7 @@ def generate(
             is_scored=True,
             flag="--",
         )
-        written = sampler.write(opened.params, tell)
+        written = sampler.write(opened.params, on_text)
     return {"step": opened.step, "samples": [each.as_json() for each in written]}
 
 
@@ -130,7 +131,7 @@ class Chat(Tokenizer):
 
     before: tuple[int, ...] = ()  # the template begins the conversation
 
-    def __init__(self, tokenizer: Imported, template: ChatTemplate):
+    def __init__(self, tokenizer: ImportedTokenizer, template: ChatTemplate):
         super().__init__(tokenizer.table)
         self._tokenizer, self._template = tokenizer, template
         self.pad, self.eos, self.unk = tokenizer.pad, tokenizer.eos, tokenizer.unk
@@ -146,11 +147,11 @@ class Chat(Tokenizer):
     def encode_chats(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Return the ids of each conversation. Raises DataError if the template refuses one."""
         marked = [[self._marked(message) for message in each] for each in conversations]
-        return [self._ids(text) for text in self._template.render(marked)]
+        return [self._ids(text) for text in render_chat(marked, self._template)]
 
-    def serialise(self) -> bytes:
+    def serialize(self) -> bytes:
         """Return the bytes of the underlying tokenizer."""
-        return self._tokenizer.serialise()
+        return self._tokenizer.serialize()
 
     def _marked(self, message: Message) -> Message:
         content = message.get("content")
@@ -164,7 +165,9 @@ class Chat(Tokenizer):
         ids: list[int] = []
         for number, part in enumerate(MARKED.split(text)):
             ids += (
-                self._tokenizer.encode(part) if number % 2 else self._tokenizer.encode_spelt(part)
+                self._tokenizer.encode(part)
+                if number % 2
+                else self._tokenizer.encode_with_specials(part)
             )
         return ids
 
@@ -172,7 +175,7 @@ class Chat(Tokenizer):
 def chat_tokenizer(tokenizer: Tokenizer, workdir: Path) -> Chat:
     """Return the chat tokenizer of a run. Raises the errors of `template_of`."""
     template = template_of(workdir)
-    assert isinstance(tokenizer, Imported)  # every run that has a template is imported
+    assert isinstance(tokenizer, ImportedTokenizer)  # every run that has a template is imported
     return Chat(tokenizer, template)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
 from jaxlm.data import tokenizer_file
 from jaxlm.data.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def load_run(
     weights: Weights = "raw",
     sequence: int | None = None,
     cpu_devices: int | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    say: Log = lambda _: None,
 ) -> LoadedRun:
     """Load the newest step of a run, the best one, or the named one.
 
@@ -102,7 +102,7 @@ def _restored(store: Store, step: int, abstract: Any, weights: Weights) -> Any:
     return jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, abstract)
 
 
-def select_step(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:
+def select_step(store: Store, step: int | None, best: bool, say: Log) -> int:
     """Return the requested step if it is undamaged; by default the newest undamaged one."""
 
     def damaged(step: int, lines: list[str]) -> None:
@@ -143,9 +143,7 @@ def check_undamaged(store: Store, step: int) -> None:
         )
 
 
-def _adapted_to_mesh(
-    run: Run, vocab: int, mesh: Mesh, sequence: int | None, say: Callable[[str], None]
-) -> Run:
+def _adapted_to_mesh(run: Run, vocab: int, mesh: Mesh, sequence: int | None, say: Log) -> Run:
     """Return the run on rows of another length, with kernels that compute its attention here."""
     run = run.at(run.pace.phases[-1])  # warm-ups are over
     data = dataclasses.replace(run.data, sequence=sequence or run.data.sequence)

@@ -29,18 +29,18 @@ from safetensors.numpy import save
 from jaxlm.checkpoint import hub_architecture, hub_tokenizer_files
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.gguf_source import Gguf
-from jaxlm.checkpoint.hub_folder import Folder, Source
+from jaxlm.checkpoint.hub_folder import Folder, ModelSource
 from jaxlm.core import config
 from jaxlm.core.errors import JaxlmError
 from jaxlm.data import tokenizer_file, train_tokenizer
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.vocabularies import byte_pairs as pairs
 from jaxlm.models.families.llama import Llama
-from jaxlm.monitor import host_memory
+from jaxlm.monitor import host_machine
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.use import chat
+from jaxlm.recipes.use import generate
 from tests.checkpoint import ggufs
 from tests.data.vocabularies import test_byte_pairs, test_word_pieces
 from tests.faults.conftest import ROOT
@@ -133,7 +133,7 @@ def of_config(folder: Path, content: bytes) -> None:
 def of_manifest(folder: Path, content: bytes) -> None:
     """Opens the shards, compares their digests, and reads them all."""
     (folder / "shards/manifest.json").write_bytes(content)
-    opened = Shards.open(folder / "shards")
+    opened = TokenShards.open(folder / "shards")
     opened.verify()
     for document in range(min(opened.documents, 3)):
         opened.read(document, 0, 10)
@@ -143,7 +143,7 @@ def of_manifest(folder: Path, content: bytes) -> None:
 def of_files(folder: Path, content: bytes) -> None:
     """Asks where documents came from."""
     (folder / "shards/files.json").write_bytes(content)
-    Shards.open(folder / "shards").origin(0)
+    TokenShards.open(folder / "shards").origin(0)
 
 
 def of_tokenizer(folder: Path, content: bytes) -> None:
@@ -181,7 +181,7 @@ def of_signed_record(folder: Path, content: bytes) -> None:
     value = json.loads(content)
     if isinstance(value, dict):
         value.pop("self", None)
-        content = records.signed(json.dumps(value, indent=1)).encode()
+        content = records.add_digest(json.dumps(value, indent=1)).encode()
     of_record(folder, content)
 
 
@@ -194,13 +194,13 @@ def of_gguf(folder: Path, content: bytes) -> None:
     """Opens a model of one file, builds what it describes, uses its tokenizer, and reads every tensor."""
     (folder / "model.gguf").write_bytes(content)
     opened = Gguf(folder / "model.gguf")
-    family, _ = hub_architecture.described(opened, lambda _: None)
+    family, _ = hub_architecture.read_family(opened, lambda _: None)
     family.build()
     use(hub_tokenizer_files.read_tokenizer(opened))
     fetch_all(opened)
 
 
-def fetch_all(opened: Source) -> None:
+def fetch_all(opened: ModelSource) -> None:
     """Reads every tensor but those that an import would refuse by their dtype."""
     with opened.opened() as fetch:
         for name, (dtype, shape) in opened.tensors().items():
@@ -217,7 +217,7 @@ def of_hub_tokenizer(folder: Path, files: dict[str, bytes]) -> None:
     use(hub_tokenizer_files.read_tokenizer(model_of(folder, described | files)))
 
 
-def of_ranks(folder: Path, content: bytes) -> None:
+def from_ranks(folder: Path, content: bytes) -> None:
     """Ranks of tiktoken, which name no token that ends a document: the settings beside them do."""
     ends = {str(len(RANKS)): {"content": hub_tokenizer_files.GPT2_END, "special": True}}
     settings = json.dumps({"added_tokens_decoder": ends}).encode()
@@ -226,7 +226,7 @@ def of_ranks(folder: Path, content: bytes) -> None:
 
 def of_merges(folder: Path, content: bytes) -> None:
     """Byte pairs, whose vocabulary is whole."""
-    vocabulary, _ = pairs.of_ranks(RANKS)
+    vocabulary, _ = pairs.from_ranks(RANKS)
     vocabulary |= {hub_tokenizer_files.GPT2_END: len(vocabulary)}
     files = {"vocab.json": json.dumps(vocabulary).encode(), "merges.txt": content}
     of_hub_tokenizer(folder, files)
@@ -238,7 +238,7 @@ def of_template(folder: Path, content: bytes) -> None:
     place.mkdir(exist_ok=True)
     (place / "chat_template.jinja").write_bytes(content)
     said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    chat.template_of(folder).render([said, []])
+    generate.template_of(folder).render([said, []])
 
 
 def of_index(folder: Path, content: bytes) -> None:
@@ -250,7 +250,7 @@ def of_index(folder: Path, content: bytes) -> None:
 def of_attributes(folder: Path, content: bytes) -> None:
     """Reads what a config.json describes, and builds it."""
     files = {"config.json": content, "model.safetensors": save({"a": np.ones(2, np.float32)})}
-    family, _ = hub_architecture.described(model_of(folder, files), lambda _: None)
+    family, _ = hub_architecture.read_family(model_of(folder, files), lambda _: None)
     family.build()
 
 
@@ -283,7 +283,7 @@ def sound(kind: str, folder: Path) -> Any:
     match kind:
         case "sentencepiece":
             words = (" ".join(f"w{n * m}" for n in range(200)) for m in range(50))
-            return train_tokenizer.train("sentencepiece:512", words).serialise()
+            return train_tokenizer.train("sentencepiece:512", words).serialize()
         case "config":
             return config.to_json(Run())
         case "manifest" | "signed manifest":
@@ -313,7 +313,7 @@ def sound(kind: str, folder: Path) -> Any:
             lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in RANKS.items())
             return b"".join(lines)
         case "merges":
-            lines = [f"{a} {b}" for a, b in pairs.of_ranks(RANKS)[1]]
+            lines = [f"{a} {b}" for a, b in pairs.from_ranks(RANKS)[1]]
             return "\n".join(["#version: 0.2", *lines]).encode()
         case "word pieces":
             return "\n".join(test_word_pieces.PIECES).encode()
@@ -341,7 +341,7 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
     "tokenizer of ours": of_tokenizer,
     "sentencepiece": of_tokenizer,
     "imported tokenizer": of_tokenizer,
-    "ranks": of_ranks,
+    "ranks": from_ranks,
     "merges": of_merges,
     "word pieces": lambda folder, content: of_hub_tokenizer(folder, {"vocab.txt": content}),
     "chat template": of_template,
@@ -387,7 +387,7 @@ def fuzz(kind: str, folder: Path, minutes: float, seed: int) -> tuple[Counter[in
         assert isinstance(outcome, int), f"mutation {number}, {outcome}: {content[:3000]!r}"
         assert time.process_time() - begun < 5, content[:3000]
         outcomes[outcome] += 1
-    return outcomes, host_memory.peak([]).bytes
+    return outcomes, host_machine.peak_memory([]).bytes
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from jaxlm.models import decoder
 from jaxlm.nn import attention, embedding, mlp
 from jaxlm.parallel import expert, logical, rules
 from jaxlm.parallel.config import AXES, MeshConfig
-from jaxlm.parallel.hlo_collectives import Collective, Shape
-from jaxlm.parallel.hlo_groups import read_groups
+from jaxlm.parallel.hlo import Collective, Shape, read_groups
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import check as checks
 from jaxlm.recipes.diagnose import collectives

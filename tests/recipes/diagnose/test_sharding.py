@@ -16,7 +16,7 @@ import pytest
 from jaxlm.core import config
 from jaxlm.generate import beam, decode, sampling
 from jaxlm.optim.config import Optimizer
-from jaxlm.parallel import hlo_collectives, logical, mesh
+from jaxlm.parallel import hlo, logical, mesh
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import check, collectives
 from jaxlm.recipes.diagnose.check import reduced_run
@@ -123,14 +123,14 @@ def compiled(settings, program):
 def wrong(small, text, **known):
     """Return unexpected arrays and collectives, a line each."""
     step, run = dataclasses.replace(check.step_of(small), **known), small.run
-    lines = collectives.table(hlo_collectives.read(text), small.mesh, step)
+    lines = collectives.table(hlo.read_collectives(text), small.mesh, step)
     found = [
         f"{line.source}: {line.kind} over {','.join(line.axes)} of {line.largest}, {line.sent_bytes:.0f} bytes: {line.why_unexpected}"
         for line in lines
         if line.why_unexpected
     ]
     found = [line for line in found if not any(each in line for each in ALLOWED)]
-    results = hlo_collectives.results(text)
+    results = hlo.read_results(text)
     found += collectives.unsharded_arrays(results, small.mesh, step)
     if logical.ways(small.mesh, "vocab") == 1:
         return found
@@ -172,12 +172,12 @@ def test_nor_does_that_of_an_encoder_and_a_decoder(more):
     grid = mesh.build(run.mesh, jax.devices()[:4])
     text = collectives.compile_step(run, grid).as_text()
     step = collectives.StepShapes(tokens=2 * run.data.sequence, mark=5, vocab=VOCAB)
-    lines = collectives.table(hlo_collectives.read(text), dict(grid.shape), step)
+    lines = collectives.table(hlo.read_collectives(text), dict(grid.shape), step)
     unexpected = {(line.kind, line.largest) for line in lines if line.why_unexpected}
     assert unexpected <= {("all-reduce", "f32[2,1,80,80]")}
     targets = predict.decoder_tokens(run)
     assert 0 < targets < run.data.sequence
-    for each in hlo_collectives.results(text):
+    for each in hlo.read_results(text):
         assert VOCAB not in each.shape.sizes, each
         assert each.shape.elements < targets * VOCAB or each.shape.elements % PRIME, each
 
@@ -227,7 +227,7 @@ def test_nor_does_generation_but_for_one_token_of_each_text(beams):
     with jax.set_mesh(grid):
         params = engine.abstract().params
         text = jax.jit(program).lower(params, ids, lengths, keys).compile().as_text()
-    results = hlo_collectives.results(text)
+    results = hlo.read_results(text)
     assert any(each.shape.elements == rows * VOCAB // 2 for each in results), "the mesh splits them"
     step = collectives.StepShapes(tokens=rows * length, mark=small.mark, vocab=VOCAB)
     assert not collectives.unsharded_arrays(results, small.mesh, step)

@@ -170,7 +170,7 @@ def test_the_target_of_a_mesh_is_its_devices():
     assert jax_setup.target(device(platform="gpu", compute_capability="gfx942")) == Target("gpu")
     assert jax_setup.target(mesh.build(MeshConfig(), jax.devices())) == CPU
     sizes = AbstractMesh((2,), ("data",))
-    with backend.of("tpu"):
+    with backend.compiling_for("tpu"):
         assert jax_setup.target(sizes) == TPU
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.models import routed
+from jaxlm.models.cost import model_cost
 from jaxlm.nn.config import MoeConfig
 from jaxlm.ops.kernels import Target
 from jaxlm.recipes import jax_setup
@@ -72,7 +72,7 @@ def test_training_without_a_capacity_is_cautioned_on_gpus_alone(
 )
 def test_rows_and_flops_of_experts_are_those_of_the_layout(capacity, sizes, rows, dense):
     mlp = MoeConfig(experts=64, top_k=6, hidden=1408, capacity=capacity)
-    assert routed.rows(mlp, 4096, sizes) == rows
-    assert routed.multiple(mlp, 4096, sizes, is_dense=True) == pytest.approx(dense)
+    assert model_cost.expert_rows(mlp, 4096, sizes) == rows
+    assert model_cost.expert_flops_ratio(mlp, 4096, sizes, is_dense=True) == pytest.approx(dense)
     ragged = 1.0 if capacity is None else dense
-    assert routed.multiple(mlp, 4096, sizes, is_dense=False) == pytest.approx(ragged)
+    assert model_cost.expert_flops_ratio(mlp, 4096, sizes, is_dense=False) == pytest.approx(ragged)

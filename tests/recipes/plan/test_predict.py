@@ -17,8 +17,8 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
-from jaxlm.models import routed
-from jaxlm.monitor import cpu
+from jaxlm.models.cost import model_cost
+from jaxlm.monitor import host_machine
 from jaxlm.monitor.chips import machine
 from jaxlm.optim.config import Optimizer
 from jaxlm.parallel import mesh
@@ -51,7 +51,7 @@ def load(settings):
 
 
 def planned(run, devices=1):
-    return predict.forecast(run, cpu.this_machine(devices, []))
+    return predict.forecast(run, host_machine.this_machine(devices, []))
 
 
 @pytest.mark.parametrize(
@@ -276,8 +276,10 @@ def test_the_flops_of_experts_are_those_of_the_compiler(settings, most):
     assert said == pytest.approx(exact, rel=0.2)
     (mlp,) = {block.mlp for block in forecast.decoder.layers}
     sizes, length = forecast.sizes, run.data.sequence
-    assert routed.multiple(mlp, length, sizes, is_dense=True) == pytest.approx(most, rel=0.02)
-    assert routed.multiple(mlp, length, sizes, is_dense=False) == pytest.approx(
+    assert model_cost.expert_flops_ratio(mlp, length, sizes, is_dense=True) == pytest.approx(
+        most, rel=0.02
+    )
+    assert model_cost.expert_flops_ratio(mlp, length, sizes, is_dense=False) == pytest.approx(
         1.0 if mlp.capacity is None else most, rel=0.02
     )
 

@@ -49,7 +49,7 @@ def write_run(folder, width, steps, *, done=None, settings=(), data=(), losses=L
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(configs.to_json(run)))
     encoder = tokenizer.Bytes()
-    (folder / "tokenizer").write_bytes(encoder.serialise())
+    (folder / "tokenizer").write_bytes(encoder.serialize())
     fingerprint = {"tokenizer": encoder.digest, "sequence": 32, "seed": 0, "train": "a" * 64}
     fingerprint |= {"train.tokens": 10**7, "validation.val": "b" * 64} | dict(data)
     start = {"step": 0, "rewinds": 0, "reset_optimizer": False, "cast": False, "versions": {}}

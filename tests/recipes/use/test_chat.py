@@ -6,8 +6,7 @@ import pytest
 import tokenizers as hf
 
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data.hub_tokenizer import Imported
-from jaxlm.data.vocabularies.added import Added, with_added
+from jaxlm.data.hub_tokenizer import Added, Imported, with_added
 from jaxlm.recipes.use import generate
 from tests.cli.test_exchange import call, write
 from tests.data.chat_templates import CHATML

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.corpus.filters.config import Perplexity
+from jaxlm.corpus.config import Perplexity
 from jaxlm.recipes.use import evaluate, load
 from tests.corpus.recipes import kept, lines, removed, run, tree, write_lines
 from tests.faults import harness
