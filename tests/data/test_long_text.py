@@ -111,5 +111,5 @@ def test_tokens_in_the_cache_of_another_way_to_cut_are_made_again(
     said: list[str] = []
     for version in (writer.ENCODING - 1, writer.ENCODING):
         monkeypatch.setattr(writer, "ENCODING", version)
-        open_data(config, seed=0, root=tmp_path / "cache", say=said.append)
-    assert sum(line.startswith("tokenising") for line in said) == 2
+        open_data(config, seed=0, root=tmp_path / "cache", log=said.append)
+    assert sum(line.startswith("tokenizing") for line in said) == 2

@@ -17,7 +17,7 @@ from jaxlm.monitor import plots
 from jaxlm.parallel import host
 from jaxlm.recipes.train import resume
 
-batches, restore = Loader.batches, resume.state
+batches, restore = Loader.batches, resume.restored_state
 
 
 def recorded(self, start, *, batch, rows, **rest):
@@ -55,6 +55,6 @@ def digested(*words):
 if __name__ == "__main__":
     if os.environ.get("TRAINER_LOG"):
         Loader.batches = recorded
-        resume.state = digested
+        resume.restored_state = digested
     plots.draw = lambda path: None  # seconds of every run, and tested elsewhere
     sys.exit(main(sys.argv[1:]))

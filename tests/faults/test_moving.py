@@ -66,7 +66,7 @@ def moves(
     """Goes on after step 8 on another mesh, with the state that was saved; how far the next 20 losses are off."""
     saved = leaf_digests(harness.store(run).arrays(8))
     restored = []
-    restore = resume.state
+    restore = resume.restored_state
 
     def noted(*words):
         state = restore(*words)

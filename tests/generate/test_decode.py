@@ -104,7 +104,7 @@ def greedy(blueprint, params, prompt, count, known=0):
 @pytest.mark.parametrize("units", [{backend.AMX, backend.VECTORS}, set()])
 def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built, units, monkeypatch):
     """However the weights lie on this CPU or on another."""
-    monkeypatch.setattr(processor, "units", lambda: frozenset(units))
+    monkeypatch.setattr(backend, "cpu_units", lambda: frozenset(units))
     out = generate(*built, PROMPTS)
     assert out == [greedy(*built, prompt, 8) for prompt in PROMPTS]
     assert len({tuple(row) for row in out}) == 3

@@ -20,7 +20,7 @@ def test_products_of_bfloat16_are_faster_where_there_is_a_unit_for_them(
 ):
     path = tmp_path / "cpuinfo"
     path.write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\n")
-    monkeypatch.setattr(processor, "CPUINFO", path)
+    monkeypatch.setattr(backend, "CPUINFO", path)
     assumed: list[str] = []
     found = host_machine.this_machine(2, assumed).chip
     assert found.flops["bfloat16"] == pytest.approx(times * found.flops["float32"])
@@ -28,7 +28,7 @@ def test_products_of_bfloat16_are_faster_where_there_is_a_unit_for_them(
 
 
 def test_a_machine_that_shows_no_flags_has_no_such_unit(tmp_path, monkeypatch):
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "nowhere")
+    monkeypatch.setattr(backend, "CPUINFO", tmp_path / "nowhere")
     assert not backend.cpu_units()
 
 

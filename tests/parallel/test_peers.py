@@ -42,7 +42,7 @@ def test_a_rank_that_loses_the_coordinator_is_told_to_run_the_same_command(wait,
         wait(Rank(0, 2, _Gone()))
     assert str(caught.value.what) == what
     assert caught.value.why == "UNAVAILABLE: failed to connect"
-    assert caught.value.fix == peers.AGAIN
+    assert caught.value.fix == peers.RERUN_FIX
 
 
 @pytest.mark.parametrize(

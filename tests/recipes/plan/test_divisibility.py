@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import AXES, OFFERED
+from jaxlm.parallel.config import AXES, MAX_FIXES
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
 
@@ -210,7 +210,7 @@ def test_the_meshes_offered_are_all_that_are_nearest_of_all_there_are(count, set
     assert [distance(sizes, wanted) for sizes in found] == distances[: len(found)]
     assert distances.count(distances[0]) == 1 or distances[0] == distance(found[-1], wanted)
     left = distances[len(found) :].count(distance(found[-1], wanted))
-    assert left == 0 or len(found) == OFFERED
+    assert left == 0 or len(found) == MAX_FIXES
     named = re.findall(r"as near as the last mesh below: (.*)", caught.value.why)
     rest = [
         load(asked | {f"mesh.{axis}": size for axis, size in re.findall(r"(\w+)=(\d+)", mesh)})

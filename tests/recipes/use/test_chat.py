@@ -6,7 +6,7 @@ import pytest
 import tokenizers as hf
 
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data.hub_tokenizer import Added, Imported, with_added
+from jaxlm.data.hub_tokenizer import ExtraToken, ImportedTokenizer, with_extra_tokens
 from jaxlm.recipes.use import generate
 from tests.cli.test_exchange import call, write
 from tests.data.chat_templates import CHATML
@@ -26,8 +26,8 @@ def run(tmp_path):
 
 @pytest.fixture
 def tokenizer():
-    added = [Added(text, number, True) for text, number in MARKS.items()]
-    return Imported(with_added(made(BYTES), added, "x"), before=[256], after=[257])
+    added = [ExtraToken(text, number, True) for text, number in MARKS.items()]
+    return ImportedTokenizer(with_extra_tokens(made(BYTES), added, "x"), before=[256], after=[257])
 
 
 SYSTEM = "<|im_start|>system\nYou are helpful.<|im_end|>\n"
