@@ -168,12 +168,12 @@ class _Program:
             text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
         )
 
-    def instructions(self) -> Iterator[tuple[str, str, re.Match[str]]]:
-        """Yield the computation, the line and the match of each instruction."""
+    def instructions(self) -> Iterator[tuple[str, re.Match[str]]]:
+        """Yield the computation and the match of each instruction; `match.string` is its line."""
         for name, lines in self.lines.items():
             for line in lines:
                 if match := _INSTRUCTION.match(line):
-                    yield name, line, match
+                    yield name, match
 
     def source(self, line: str) -> str:
         """Return `file:line` of the innermost frame in the package, or else of the innermost.
@@ -268,7 +268,8 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
     times = program.run_counts()
     types: dict[tuple[str, str], str] = {}
     collectives = []
-    for name, line, match in program.instructions():
+    for name, match in program.instructions():
+        line = match.string
         types[name, match["name"]] = match["type"]
         kind = match["op"].removesuffix("-start")
         if kind not in COLLECTIVES or times.get(name, 0) == 0:
@@ -296,8 +297,8 @@ def read_results(text: str, package: str = "/jaxlm/") -> list[HloResult]:
     """
     program = _Program(text, package)
     return [
-        HloResult(match["op"], shape, _op_name(line), program.source(line))
-        for _, line, match in program.instructions()
+        HloResult(match["op"], shape, _op_name(match.string), program.source(match.string))
+        for _, match in program.instructions()
         for shape in _arrays(match["type"])
     ]
 
@@ -310,7 +311,8 @@ def read_operations(text: str) -> dict[str, Operation]:
     """
     program = _Program(text, "/jaxlm/")
     operations = {}
-    for _, line, match in program.instructions():
+    for _, match in program.instructions():
+        line = match.string
         source = program.source(line)
         operations[match["name"]] = Operation(program.kind(match["op"], line, source), source)
     return operations

@@ -79,7 +79,7 @@ def test_qk_clip_in_a_pipeline_is_mended_by_leaving_either_out(config, tmp_path)
 def test_an_address_without_a_port_gets_one_for_the_same_host(config, tmp_path, address):
     place = (f"--coordinator={address}", "--num_processes=1", "--process_id=0", "--stop_at=1")
     command = harness.words(config, tmp_path / "run", *place, "--cpu_devices=1")
-    (line,) = refused(command, "is no address")
+    (line,) = refused(command, "is not an address")
     assert line.startswith(f"--coordinator={address.partition(':')[0]}:")
     code, said = answer(pasted(command, line))
     assert code == 0, said

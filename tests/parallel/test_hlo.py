@@ -110,7 +110,7 @@ def test_groups_are_read_however_they_are_written(text, members):
 
 
 def test_groups_that_nobody_knows_are_refused():
-    with pytest.raises(ValueError, match="unknown way"):
+    with pytest.raises(ValueError, match="unknown form"):
         read_groups("replica_groups=elsewhere", 4)
     with pytest.raises(ValueError, match="no entry"):
         hlo.read_collectives("nothing")

@@ -57,7 +57,7 @@ def test_a_mesh_that_slices_cannot_cut_is_refused_with_those_that_they_can():
 
 def test_slices_of_different_sizes_are_refused():
     devices = [Device(i, int(i > 2)) for i in range(8)]
-    with pytest.raises(ConfigError, match="same number"):
+    with pytest.raises(ConfigError, match="differ in their number of devices"):
         mesh.build(MeshConfig(data=8), devices)
 
 
