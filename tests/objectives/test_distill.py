@@ -215,3 +215,22 @@ def test_a_teacher_that_changed_is_refused_when_the_run_resumes(config, teacher,
     assert "objective.teacher" in capsys.readouterr().err
     exits = json.loads((run / "exit.json").read_text())
     assert exits["code"] == 0
+
+
+def test_a_step_of_a_distillation_is_replayed_to_the_same_loss(config, teacher, tmp_path, capsys):
+    assert main(harness.words(config, tmp_path / "run", *distill(teacher))) == 0
+    capsys.readouterr()
+    assert main(["replay", f"--workdir={tmp_path / 'run'}", "--step=3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    logged = {
+        r["step"]: r["loss_nats"]
+        for r in harness.records(tmp_path / "run")
+        if r["split"] == "train"
+    }
+    assert answer["loss_nats"] == logged[3]
+
+
+def test_a_command_that_opens_no_teacher_refuses_the_objective(config, teacher, capsys):
+    words = ["check", f"--config={config}", *distill(teacher), "--config.mesh.fsdp=2"]
+    assert main(words) == 2
+    assert "--config.objective.name=causal" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from jaxlm.optim.schedules import LearningRate
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose.schedule_plot import make_folder
+from jaxlm.recipes.train import resume
 from jaxlm.recipes.train.programs import TrainPrograms
 
 MIN_STEPS = 10
@@ -84,10 +85,13 @@ def lr_find(run: Run, options: Options, say: Log = lambda _: None) -> dict[str, 
     mesh = setup.build_mesh_for(run)
     data = setup.open_data(run, say=say, warn=say)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
+    teacher = resume.find_teacher(run, data, say)
     whole = run.at(run.pace.phases[-1])  # the rate is for batches after the warm-up
     bare = dataclasses.replace(whole, guard=dataclasses.replace(run.guard, sigmas=None))
     with jax.set_mesh(mesh):
-        engine = TrainPrograms(bare, data, model, schedule=growing(options))
+        engine = TrainPrograms(
+            bare, data, model, growing(options), resume.load_teacher(run, teacher, model)
+        )
         say(
             f"compiling, then {options.steps} steps at rates from {options.low:g} to "
             f"{options.high:g}"
@@ -135,7 +139,7 @@ def _measure(engine: TrainPrograms, steps: int) -> tuple[list[tuple[float, float
     measured: list[tuple[float, float]] = []
     lowest = running = math.inf
     for _ in range(steps):
-        state, metrics = engine.step(state, next(batches))
+        state, metrics = engine.step(state, next(batches), **engine.extra_inputs)
         rate, loss = float(metrics["learning_rate"]), float(metrics["loss_nats"])
         if metrics["verdict"]:  # the guard did not apply the update
             return measured, f"the loss or its gradient was not finite at {rate:.3g}"

@@ -100,10 +100,12 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     mesh = jax_setup.build_mesh(run.mesh)
     host.check_rows(mesh, run.train.batch, run.train.microbatches)
     data = setup.open_data(run, say=say, warn=say)
+    teacher = resume.find_teacher(run, data, say)
+    data = resume.with_teacher(data, teacher)
     _check_data(lineage[-1].data, data.fingerprint)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):
-        engine = TrainPrograms(run, data, model)
+        engine = TrainPrograms(run, data, model, teacher=resume.load_teacher(run, teacher, model))
         state = (
             resume.restored_state(engine, store, start, resume_options)
             if start
@@ -117,7 +119,7 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
             return engine.lr_scale(control.rate(changes, completed, run.optim.lr))
 
         for completed in range(start, step - 1):
-            state, _ = engine.step(state, next(batches), rate(completed))
+            state, _ = engine.step(state, next(batches), rate(completed), **engine.extra_inputs)
         batch = next(batches)
         full_rows = engine.pace.phase(loader.batch_number(step - 1, rewinds.skips)).rows
         rows = _rows(engine, engine.spec.point(state), batch, full_rows)
@@ -223,14 +225,19 @@ def _measured(
     refusing = engine
     if run.guard.sigmas is None:  # such a guard detects no spikes
         strict = dataclasses.replace(run.guard, sigmas=1.0)
-        refusing = TrainPrograms(dataclasses.replace(run, guard=strict), engine.data, engine.model)
+        refusing = TrainPrograms(
+            dataclasses.replace(run, guard=strict),
+            engine.data,
+            engine.model,
+            teacher=engine.teacher,
+        )
     zeros = jax.tree.map(lambda x: x * 0, guard)  # new arrays: the state is donated
     zeros = zeros._replace(
         filled=zeros.filled + run.guard.window, scale=jax.tree.map(jnp.copy, guard.scale)
     )
-    state, refused = refusing.step(state._replace(guard=zeros), batch, rate)
+    state, refused = refusing.step(state._replace(guard=zeros), batch, rate, **engine.extra_inputs)
     state = state._replace(step=state.step - 1, guard=guard)
-    _, metrics = engine.step(state, batch, rate)
+    _, metrics = engine.step(state, batch, rate, **engine.extra_inputs)
     metrics.pop("layers")
     return (
         {name: float(value) for name, value in metrics.items()},

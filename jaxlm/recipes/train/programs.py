@@ -75,6 +75,9 @@ class TrainPrograms:
       model: the model that is trained, with its shardings.
       schedule: learning rate instead of `run.schedule`, for measurements that are no training run.
       teacher: the frozen model that `run.objective.teacher` names.
+
+    Raises:
+      ConfigError: if the objective has a teacher and `teacher` is None.
     """
 
     def __init__(
@@ -85,6 +88,13 @@ class TrainPrograms:
         schedule: LearningRate | None = None,
         teacher: Teacher | None = None,
     ):
+        if run.objective.teacher is not None and teacher is None:
+            raise ConfigError(
+                f"this command does not open the teacher of the objective {run.objective.name}",
+                where="objective.teacher",
+                why="its step runs without the files of a run",
+                fix="--config.objective.name=causal    # the same model on the labels alone",
+            )
         self.run, self.data, self.model, self.teacher = run, data, model, teacher
         if backend.name() == "cpu":
             backend.keep_freed_memory()
@@ -181,9 +191,9 @@ class TrainPrograms:
         self.is_finite: Callable[[Any], jax.Array] = jax.jit(_is_finite)
 
     @property
-    def extra_inputs(self) -> tuple[Any, ...]:
+    def extra_inputs(self) -> dict[str, Any]:
         """Inputs of step and observer after state, batch and rate: a teacher's parameters."""
-        return () if self.teacher is None else (self.teacher.params,)
+        return {} if self.teacher is None else {"teacher": self.teacher.params}
 
     @property
     def targets(self) -> int:
@@ -338,10 +348,14 @@ def without_data(run: Run, mesh: Mesh, vocab: int) -> TrainPrograms:
 
 
 def with_state_on_device(
-    program: Callable[..., Any], layout: TrainState, state: TrainState, *inputs: Any
+    program: Callable[..., Any],
+    layout: TrainState,
+    state: TrainState,
+    *inputs: Any,
+    **extra: Any,
 ) -> Any:
     """Call a program with a state that is offloaded; `jax.jit` places its outputs."""
-    return program(jax.device_put(state, layout), *inputs)
+    return program(jax.device_put(state, layout), *inputs, **extra)
 
 
 def _qk_clip(run: Run) -> Callable[[Any, Intermediates], tuple[Any, dict[str, jax.Array]]] | None:
@@ -419,15 +433,16 @@ class CompiledStep:
                 jax.block_until_ready(state)
             self._compile(shape, state, batch)
         step, guard, number = self._steps[shape], self._programs.run.guard, self.completed + 1
-        inputs = (batch, self._scale_input, *self._programs.extra_inputs)
+        inputs = (batch, self._scale_input)
+        extra = self._programs.extra_inputs
         if self.layer_stats is not None:
-            observe = functools.partial(self._observers[shape], state, *inputs)
+            observe = functools.partial(self._observers[shape], state, *inputs, **extra)
             self.layer_stats.observe_if_due(observe, number)
         if guard.compare_every and number % guard.compare_every == 0:
             self._compare_replicas(state)
         if guard.repeat_every and number % guard.repeat_every == 0:
             return self._repeated(step, state, inputs)
-        return step(state, *inputs)
+        return step(state, *inputs, **extra)
 
     def set_lr_scale(self, scale: float) -> None:
         """Multiply the learning rate of the schedule by `scale` from the next step on."""
@@ -437,7 +452,7 @@ class CompiledStep:
     def _compile(self, shape: tuple[int, ...], state: TrainState, batch: Any) -> None:
         programs, (rows, length) = self._programs, shape
         of = f" for {rows} rows x {length} tokens" if len(programs.pace.phases) > 1 else ""
-        inputs = (state, batch, self._scale_input, *programs.extra_inputs)
+        inputs = (state, batch, self._scale_input)
 
         def compiled(program: Any, name: str) -> jax.stages.Compiled:
             with (
@@ -447,7 +462,7 @@ class CompiledStep:
             ):
                 if name == "step":
                     faults.point("compile")
-                return program.lower(*inputs).compile()
+                return program.lower(*inputs, **programs.extra_inputs).compile()
 
         self._steps[shape] = compiled(programs.step, "step")
         if programs.run.log.layers:
@@ -472,8 +487,9 @@ class CompiledStep:
         self, step: jax.stages.Compiled, state: TrainState, inputs: tuple[Any, ...]
     ) -> tuple[TrainState, Metrics]:
         """Compute one step twice from the same state: rare miscalculations leave no other trace."""
-        second, _ = step(jax.tree.map(jnp.copy, state), *inputs)
-        first, metrics = step(state, *inputs)
+        extra = self._programs.extra_inputs
+        second, _ = step(jax.tree.map(jnp.copy, state), *inputs, **extra)
+        first, metrics = step(state, *inputs, **extra)
         if differences := self._programs.replicas.changes(second.params, first.params):
             raise Diverged(
                 f"step {self.completed + 1} gave another result when it was repeated,"

@@ -22,15 +22,18 @@ from jaxlm.core.config import ABSENT, Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, DataError, listed
 from jaxlm.core.problems import short
 from jaxlm.data import mixture_config, tokenizer_file
+from jaxlm.data.dataset import Data
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
 from jaxlm.optim import average
 from jaxlm.optim.schedule_config import Schedule, spans
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange.import_model import FOLDER
+from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
 from jaxlm.recipes.train.context import ResumeOptions
-from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.train.programs import Teacher, TrainPrograms
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
@@ -270,6 +273,62 @@ def copy_hub_files(source: InitSource, workdir: Path) -> None:
     folder = source.workdir / FOLDER
     if folder.is_dir():
         shutil.copytree(folder, workdir / FOLDER, dirs_exist_ok=True)
+
+
+# The teacher of an objective.
+
+
+def find_teacher(
+    run: Run, data: Data, warn: Log, verifier: Verifier | None = None
+) -> InitSource | None:
+    """Return the run and step of the frozen model that the objective reads; None without one.
+
+    Args:
+      run: the run that is trained.
+      data: its data.
+      warn: called with a line for each damaged step that is passed over.
+      verifier: compares the step with its record; None for this process alone.
+
+    Raises:
+      InputMissing: if there is no such run or step.
+      DataError: if the step is damaged.
+      ConfigError: if its tokenizer differs.
+    """
+    if run.objective.teacher is None:
+        return None
+    flag = "--config.objective.teacher"
+    source = open_run_ref(run.objective.teacher, flag, warn, verifier)
+    check_tokenizer(source, data.tokenizer.digest)
+    return source
+
+
+def with_teacher(data: Data, source: InitSource | None) -> Data:
+    """Return the data with the digest of the teacher's weights in its fingerprint."""
+    if source is None:
+        return data
+    return dataclasses.replace(data, fingerprint=data.fingerprint | {"teacher": source.digest})
+
+
+def load_teacher(run: Run, source: InitSource | None, model: ShardedModel) -> Teacher | None:
+    """Return the frozen model on the mesh of `model`; None without one.
+
+    Raises:
+      ConfigError: if its vocabulary differs, or it has too few positions.
+    """
+    if source is None:
+        return None
+    vocab = model.blueprint.config.vocab
+    size = setup.vocabulary(source.run, tokenizer_file.read(source.workdir / "tokenizer").size)
+    if size != vocab:
+        raise ConfigError(
+            "the vocabulary of the model differs from that of its teacher",
+            where="model.vocab",
+            why=f"the model has {vocab} ids and the teacher {size}",
+            fix=f"--config.model.vocab={size}",
+        )
+    taught = setup.build_sharded_model(setup.taught_run(source.run, run), vocab, model.mesh)
+    params = source.store.restore_part(source.step, "params", setup.abstract_params(taught))
+    return Teacher(taught.blueprint, params)
 
 
 # Changes of a run's config and data.

@@ -33,7 +33,7 @@ from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train import checkpointing, resume, summary
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.context import ResumeOptions, RunContext, StartOptions
-from jaxlm.recipes.train.programs import Teacher, TrainPrograms
+from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.train.resume import InitSource, Selection, StartRecord
 from jaxlm.recipes.train.trainer import ResumePoint, Trainer
 from jaxlm.training.processes import ProcessGroup
@@ -78,9 +78,7 @@ def run_training(
             _keep_log(stack, context)
         data = _open_data(context, stop, notices.append)
         teacher_source = _teacher_source(context, stop, data, notices.append)
-        if teacher_source is not None:
-            fingerprint = data.fingerprint | {"teacher": teacher_source.digest}
-            data = dataclasses.replace(data, fingerprint=fingerprint)
+        data = resume.with_teacher(data, teacher_source)
         if point.meta:
             saved = point.meta["data"]
             point.changes += resume.check_data(saved, data.fingerprint, options.resume)
@@ -91,7 +89,7 @@ def run_training(
         notices += predict.dropless_warnings(run, model.blueprint.config, mesh.shape, platform)
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
-            teacher = _teacher(context, teacher_source, model, data)
+            teacher = resume.load_teacher(run, teacher_source, model)
             programs = TrainPrograms(run, data, model, teacher=teacher)
             if point.meta:
                 resume_options = options.resume if point.start else ResumeOptions()
@@ -281,41 +279,11 @@ def _check_vocabulary(run: Run, data: Data) -> None:
 def _teacher_source(
     context: RunContext, stop: StopRequest, data: Data, warn: Log
 ) -> InitSource | None:
-    """Return the run and step of the frozen model that the objective reads; None without one.
-
-    Raises:
-      InputMissing: if there is no such run or step.
-      DataError: if the step is damaged.
-      ConfigError: if its tokenizer differs.
-    """
-    ref = context.run.objective.teacher
-    if ref is None:
+    """Return the run and step of the frozen model that the objective reads; None without one."""
+    if context.run.objective.teacher is None:
         return None
     with _interruptible(stop, context.options, "the teacher was verified"):
-        verifier = context.store.verifier
-        source = resume.open_run_ref(ref, "--config.objective.teacher", warn, verifier)
-    resume.check_tokenizer(source, data.tokenizer.digest)
-    return source
-
-
-def _teacher(
-    context: RunContext, source: InitSource | None, model: ShardedModel, data: Data
-) -> Teacher | None:
-    """Return the frozen model on the run's mesh. Raise ConfigError if its vocabulary differs."""
-    if source is None:
-        return None
-    vocab = model.blueprint.config.vocab
-    size = setup.vocabulary(source.run, data.tokenizer.size)
-    if size != vocab:
-        raise ConfigError(
-            "the vocabulary of the model differs from that of its teacher",
-            where="model.vocab",
-            why=f"the model has {vocab} ids and the teacher {size}",
-            fix=f"--config.model.vocab={size}",
-        )
-    taught = setup.build_sharded_model(setup.taught_run(source.run, context.run), vocab, model.mesh)
-    params = source.store.restore_part(source.step, "params", setup.abstract_params(taught))
-    return Teacher(taught.blueprint, params)
+        return resume.find_teacher(context.run, data, warn, context.store.verifier)
 
 
 def _version_changes(context: RunContext, warn: Log) -> list[Change]:
