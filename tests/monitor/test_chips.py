@@ -112,7 +112,7 @@ def test_a_memory_without_a_size_is_refused_with_a_line_that_works(memory):
 
 @pytest.mark.parametrize("name", ["v5e-16", "v5p"])
 def test_the_memory_of_a_tpu_is_not_changed(name):
-    with pytest.raises(CommandError, match="for GPUs"):
+    with pytest.raises(CommandError, match="applies to GPUs only"):
         machine(name, flag="--on", memory="24GB")
 
 

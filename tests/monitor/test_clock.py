@@ -103,7 +103,7 @@ def test_a_pause_after_the_last_step_belongs_to_the_next_interval(hand):
 
 def test_a_step_is_complete_when_it_is_said_to_be_and_not_when_it_is_counted(hand):
     it = clock(hand)
-    it.add(tokens=6, data_wait_seconds=0, at=hand.at + 2)
+    it.add(tokens=6, data_wait_seconds=0, completed_at=hand.at + 2)
     hand.at += 50
     reading = it.read(1)
     assert reading["step_seconds"] == pytest.approx(2)
