@@ -153,5 +153,5 @@ def test_what_it_cannot_do_is_refused():
         with pytest.raises(ValueError, match="splash has no attention dropout"):
             call(query, key, value, masks.causal(128), dropout=0.1, dropout_key=jax.random.key(0))
         grid = mesh.build(MeshConfig(data=1, context=4), jax.devices()[:4])
-        with jax.set_mesh(grid), pytest.raises(ValueError, match="rows that are split"):
+        with jax.set_mesh(grid), pytest.raises(ValueError, match="needs whole rows"):
             call(query, key, value, masks.causal(128))
