@@ -1,4 +1,4 @@
-"""Adafactor's scaling, which knows that layers are stacked."""
+"""Adafactor's scaling of each layer of a stack as a tensor of its own."""
 
 from typing import Any, NamedTuple
 
@@ -14,30 +14,37 @@ from jaxlm.parallel.logical import STACKED
 
 
 class Factored(NamedTuple):
-    """Means of the squared gradient over the last (row) and the first (column) of the two factored dimensions."""
+    """Factored second moment: means of the squared gradient over one of the two dimensions.
+
+    `row` is the mean over the last of the two factored dimensions, `col` over the first.
+    """
 
     row: Array
     col: Array
 
 
-class Moments(NamedTuple):
-    """The updates so far, and each leaf's second moment: `Factored`, or an array of its own shape."""
+class AdafactorState(NamedTuple):
+    """Number of updates, and the second moment of each leaf: `Factored`, or of the leaf's shape."""
 
     updates: Array
     second: Any
 
 
 def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransformation:
-    """u = g / sqrt(v), clipped to a root mean square of `clip_update`, times the parameter's own.
+    """Return Adafactor's direction: u = g / sqrt(v), clipped, times the parameter's RMS.
 
         b_t = 1 - t^-exponent
-        v_t = b_t v + (1 - b_t) (g^2 + eps), kept as row and column means R, C with v = R C / mean(R)
+        v_t = b_t v + (1 - b_t) (g^2 + eps)
 
-    Optax's version counts a stack of layers as one tensor: its largest two dimensions may be layers, and both root
-    mean squares run over all layers. Here each layer is a tensor of its own, as in the paper.
+    v is stored as row and column means R and C, with v = R C / mean(R). u is clipped to a root mean
+    square (RMS) of `clip_update`; the RMS of the parameter is at least `smallest_scale`.
 
-    With float32 moments, 4 / rows + 4 / columns bytes of state for a number of a matrix, rows and columns being its two largest
-    dimensions; 4 where the smaller one is below `factor_from`, and for vectors.
+    Optax treats a stack of layers as one tensor: the layer dimension may be one of the two largest,
+    and both RMS include all layers. Here each layer is a tensor of its own, as in the paper.
+
+    State for each number of a matrix, with float32 moments: 4 / rows + 4 / columns bytes, rows and
+    columns being its two largest dimensions; 4 bytes if the smaller one is below `factor_from`, and
+    for vectors.
 
     Source: Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5, without momentum.
     """
@@ -51,15 +58,15 @@ def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransforma
         if pair is None:
             return jnp.zeros(param.shape, param.dtype)
         row, col = (
-            tuple(size for d, size in enumerate(param.shape) if d != gone)
-            for gone in reversed(pair)
+            tuple(size for d, size in enumerate(param.shape) if d != reduced)
+            for reduced in reversed(pair)
         )
         return Factored(jnp.zeros(row, param.dtype), jnp.zeros(col, param.dtype))
 
-    def init(params: Any) -> Moments:
-        return Moments(jnp.zeros((), jnp.int32), tree.map_with_path(empty, params))
+    def init(params: Any) -> AdafactorState:
+        return AdafactorState(jnp.zeros((), jnp.int32), tree.map_with_path(empty, params))
 
-    def update(grads: Any, state: Moments, params: Any = None) -> tuple[Any, Moments]:
+    def update(grads: Any, state: AdafactorState, params: Any = None) -> tuple[Any, AdafactorState]:
         count = state.updates + 1
         beta = 1 - count.astype(jnp.float32) ** -config.exponent
 
@@ -70,13 +77,13 @@ def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransforma
                 assert not isinstance(old, Factored)
                 return (beta * old + (1 - beta) * square).astype(old.dtype)
             row, col = (
-                (beta * part + (1 - beta) * square.mean(gone)).astype(part.dtype)
-                for part, gone in zip(old, reversed(pair), strict=True)
+                (beta * part + (1 - beta) * square.mean(reduced)).astype(part.dtype)
+                for part, reduced in zip(old, reversed(pair), strict=True)
             )
             return Factored(row, col)
 
         def direction(path: str, grad: Array, param: Array, second: Factored | Array) -> Array:
-            own = tuple(d for d, axis in enumerate(names[path]) if axis not in STACKED)
+            unstacked = tuple(d for d, axis in enumerate(names[path]) if axis not in STACKED)
             pair = dims(path, grad.shape)
             if pair is None or not isinstance(second, Factored):
                 assert not isinstance(second, Factored)
@@ -87,11 +94,11 @@ def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransforma
                 step = grad * jnp.expand_dims(jax.lax.rsqrt(row), last)
                 step = step * jnp.expand_dims(jax.lax.rsqrt(second.col), first)
             if config.clip_update is not None:
-                step = step / jnp.maximum(1.0, _rms(step, own) / config.clip_update)
-            return step * jnp.maximum(_rms(param, own), config.smallest_scale)
+                step = step / jnp.maximum(1.0, _rms(step, unstacked) / config.clip_update)
+            return step * jnp.maximum(_rms(param, unstacked), config.smallest_scale)
 
         second = tree.map_with_path(next_moment, grads, state.second)
-        return tree.map_with_path(direction, grads, params, second), Moments(count, second)
+        return tree.map_with_path(direction, grads, params, second), AdafactorState(count, second)
 
     return optax.GradientTransformation(init, update)
 

@@ -1,4 +1,4 @@
-"""Adam whose moments of matrices are codes of eight bits, in blocks with a scale each."""
+"""Adam with 8-bit moments: matrices in blocks of codes, each block with a float32 scale."""
 
 from typing import Any, NamedTuple
 
@@ -13,123 +13,138 @@ from jaxlm.optim.config import AdamW8bit
 from jaxlm.optim.moments import blocks
 
 
-class Coded(NamedTuple):
-    """A moment of a matrix: a code for each number, and the largest size in each block."""
+class QuantizedMoment(NamedTuple):
+    """Moment of a matrix: a code for each number, and the largest absolute value of each block."""
 
     codes: Array
     scales: Array
 
 
-class Moments(NamedTuple):
-    """The updates so far; and each leaf's two moments, `Coded` for matrices."""
+class Adam8bitState(NamedTuple):
+    """Number of updates, and two moments of each leaf: `QuantizedMoment` for matrices."""
 
     updates: Array
     first: Any
     second: Any
 
 
-class Code(NamedTuple):
-    """How numbers from -1 to 1 become codes: code c stands for (c / largest)^power."""
+class PowerCode(NamedTuple):
+    """Quantization of numbers from -1 to 1: code c represents (c / largest)^power."""
 
     power: int
     largest: int
     dtype: Any
 
 
-FIRST, SECOND = Code(3, 127, jnp.int8), Code(4, 255, jnp.uint8)
+M_CODE, V_CODE = PowerCode(3, 127, jnp.int8), PowerCode(4, 255, jnp.uint8)  # of the two moments
 
 
-class Stepped(NamedTuple):
-    """What an update makes of a leaf."""
+class Adam8bitUpdate(NamedTuple):
+    """Direction of a leaf, and its next moments."""
 
     direction: Array
-    first: Coded | Array
-    second: Coded | Array
+    first: QuantizedMoment | Array
+    second: QuantizedMoment | Array
 
 
 def scale_by_adam_8bit(config: AdamW8bit, axes: Any) -> optax.GradientTransformation:
-    """Adam's direction, with moments that are rounded to eight bits between the updates.
+    """Return Adam's direction, with moments rounded to eight bits between updates.
 
         m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  u = m' / (sqrt(v') + eps)
-        kept: m as s (c / 127)^3 with c from -127 to 127, v as s (c / 255)^4 with c from 0 to 255
 
-    with s the largest |m|, or v, of a block of up to `block` numbers. An update sees its own moments unrounded. Rounding
-    is to one of the two nearest codes at random, with the number itself as the mean: a running mean moves by less than a
-    code's width each step, and rounding to the nearest would hold it where it is. Only a v of 0 becomes 0, as its root
-    divides. The random numbers are those of the update's number, whatever the mesh.
+    m' = m / (1 - b1^t) and v' = v / (1 - b2^t) use the moments before rounding. m is stored as
+    s (c / 127)^3 with c from -127 to 127, v as s (c / 255)^4 with c from 0 to 255, with s the
+    largest |m|, or v, of a block of up to `block` numbers.
 
-    Matrices of the blocks keep 2 + 8 / block bytes a number, whose block is `moments.blocks` of `block`: 192 for a dimension of
-    3,072 that tensor may split, 256 for one of 256 that it does not. Embeddings, norms and biases are AdamW's, 8 bytes.
-    Blocks are cut along a dimension that fsdp does not split, and none crosses from one to the next of up to 16 shards of
-    tensor: a power of two of devices decodes and codes its own part without the others'. On other meshes, as 3 devices, blocks
-    that cross are gathered in each update.
+    Rounding is stochastic, to one of the two nearest codes with the number itself as the mean: a
+    running mean changes by less than the distance between codes in each step, and rounding to the
+    nearest would never change it. Only a v of 0 is rounded to 0, because u divides by its root. The
+    random numbers depend on the number of the update, not on the mesh.
 
-    Source: Dettmers et al. 2022, arXiv:2110.02861, section 2. There blocks are stretches of 2,048 of the flattened
-    tensor, codes are a table (dynamic tree quantization) instead of a power, and rounding is to the nearest.
+    State for each number of a block's matrix: 2 + 8 / size bytes, with the block size of
+    `moments.blocks`: 192 for a dimension of 3,072 that the tensor axis may split, 256 for one of
+    256 that it does not. Embeddings, norms and biases have AdamW's 8 bytes.
+
+    Blocks are cut along a dimension that fsdp does not split, and no block crosses the boundary
+    between two of up to 16 tensor shards: on a power of two of devices, each quantizes its own
+    shard without communication. On other meshes, such as 3 devices, blocks that cross a boundary
+    are gathered in each update.
+
+    Source: Dettmers et al. 2022, arXiv:2110.02861, section 2. There a block is 2,048 numbers of the
+    flattened tensor, codes are a table (dynamic tree quantization) instead of a power, and rounding
+    is to the nearest.
     """
     names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
     numbers = {path: number for number, path in enumerate(names)}
 
-    def cut(path: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    def block_of(path: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
         return blocks(shape, names[path], config.block)
 
-    def init(params: Any) -> Moments:
-        def zeros(code: Code) -> Any:
-            def zero(path: str, param: Array) -> Coded | Array:
-                found = cut(path, param.shape)
-                if found is None:
+    def init(params: Any) -> Adam8bitState:
+        def zeros(code: PowerCode) -> Any:
+            def zero(path: str, param: Array) -> QuantizedMoment | Array:
+                block = block_of(path, param.shape)
+                if block is None:
                     return jnp.zeros_like(param)
-                dim, size = found
+                dim, size = block
                 scales = [n // size if d == dim else n for d, n in enumerate(param.shape)]
-                return Coded(jnp.zeros(param.shape, code.dtype), jnp.zeros(scales, jnp.float32))
+                return QuantizedMoment(
+                    jnp.zeros(param.shape, code.dtype), jnp.zeros(scales, jnp.float32)
+                )
 
             return tree.map_with_path(zero, params)
 
-        return Moments(jnp.zeros((), jnp.int32), zeros(FIRST), zeros(SECOND))
+        return Adam8bitState(jnp.zeros((), jnp.int32), zeros(M_CODE), zeros(V_CODE))
 
-    def update(grads: Any, state: Moments, params: Any = None) -> tuple[Any, Moments]:
+    def update(grads: Any, state: Adam8bitState, params: Any = None) -> tuple[Any, Adam8bitState]:
         del params
         count = state.updates + 1
         t = count.astype(jnp.float32)
         key = jax.random.fold_in(jax.random.key(0), count)
 
-        def step(path: str, grad: Array, first: Coded | Array, second: Coded | Array) -> Stepped:
-            found = cut(path, grad.shape)
-            m = config.b1 * decoded(first, FIRST, found) + (1 - config.b1) * grad
-            v = config.b2 * decoded(second, SECOND, found) + (1 - config.b2) * jnp.square(grad)
+        def step(
+            path: str, grad: Array, first: QuantizedMoment | Array, second: QuantizedMoment | Array
+        ) -> Adam8bitUpdate:
+            block = block_of(path, grad.shape)
+            m = config.b1 * dequantize(first, M_CODE, block) + (1 - config.b1) * grad
+            v = config.b2 * dequantize(second, V_CODE, block) + (1 - config.b2) * jnp.square(grad)
             root = jnp.sqrt(v / (1 - config.b2**t))
             direction = m / (1 - config.b1**t) / (root + config.eps)
-            if found is None:
-                return Stepped(direction, m, v)
+            if block is None:
+                return Adam8bitUpdate(direction, m, v)
             bits = jax.random.bits(jax.random.fold_in(key, numbers[path]), grad.shape, jnp.uint32)
             low, high = (half.astype(jnp.float32) / 2**16 for half in (bits & 0xFFFF, bits >> 16))
-            return Stepped(
-                direction, encoded(m, FIRST, found, low), encoded(v, SECOND, found, high)
+            return Adam8bitUpdate(
+                direction,
+                quantize(m, M_CODE, block, low),
+                quantize(v, V_CODE, block, high),
             )
 
-        stepped = tree.map_with_path(step, grads, state.first, state.second)
+        leaves = tree.map_with_path(step, grads, state.first, state.second)
 
         def pick(part: int) -> Any:
-            return jax.tree.map(lambda leaf: leaf[part], stepped, is_leaf=_is_stepped)
+            return jax.tree.map(lambda leaf: leaf[part], leaves, is_leaf=_is_update)
 
-        return pick(0), Moments(count, pick(1), pick(2))
+        return pick(0), Adam8bitState(count, pick(1), pick(2))
 
     return optax.GradientTransformation(init, update)
 
 
-def decoded(moment: Coded | Array, code: Code, cut: tuple[int, int] | None) -> Array:
-    """The numbers that codes stand for, in blocks of `cut`: along which dimension, and how long."""
-    if not isinstance(moment, Coded):
+def dequantize(
+    moment: QuantizedMoment | Array, code: PowerCode, block: tuple[int, int] | None
+) -> Array:
+    """Return a moment as numbers; `block` is the dimension of its blocks and their size."""
+    if not isinstance(moment, QuantizedMoment):
         return moment
-    assert cut is not None
-    dim, size = cut
+    assert block is not None
+    dim, size = block
     share = moment.codes.astype(jnp.float32) / code.largest
     return share**code.power * jnp.repeat(moment.scales, size, axis=dim)
 
 
-def encoded(x: Array, code: Code, cut: tuple[int, int], noise: Array) -> Coded:
-    """The codes of x; `noise`, from 0 to below 1, decides which of the two nearest each number takes."""
-    dim, size = cut
+def quantize(x: Array, code: PowerCode, block: tuple[int, int], noise: Array) -> QuantizedMoment:
+    """Return x as codes, stochastically rounded by uniform `noise` in [0, 1) of x's shape."""
+    dim, size = block
     x = x.astype(jnp.float32)
     blocked = x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
     scales = jnp.abs(blocked).max(dim + 1)
@@ -137,10 +152,10 @@ def encoded(x: Array, code: Code, cut: tuple[int, int], noise: Array) -> Coded:
     low = jnp.clip(jnp.floor(share ** (1 / code.power) * code.largest), 0, code.largest - 1)
     below, above = ((end / code.largest) ** code.power for end in (low, low + 1))
     codes = low + rounding.takes_other(share, below, above, noise)
-    if code is SECOND:
+    if code is V_CODE:
         codes = jnp.where(x > 0, jnp.maximum(codes, 1.0), codes)
-    return Coded((codes * jnp.sign(x)).astype(code.dtype), scales)
+    return QuantizedMoment((codes * jnp.sign(x)).astype(code.dtype), scales)
 
 
-def _is_stepped(node: Any) -> bool:
-    return isinstance(node, Stepped)
+def _is_update(node: Any) -> bool:
+    return isinstance(node, Adam8bitUpdate)

@@ -1,4 +1,4 @@
-"""The average of the parameters: an exponential one, or stochastic weight averaging."""
+"""Averages of the parameters: exponential moving average (EMA), stochastic weight averaging."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,26 +10,32 @@ from jax import Array
 from jaxlm.core.span import Paced
 from jaxlm.optim.average_config import Average, Ema, NoAverage, Swa
 
-Averaging = Callable[[Any, Any, Array], Any]
+AverageUpdate = Callable[[Any, Any, Array], Any]
 
 
-def first(params: Any) -> Any:
-    """The average before the first update: the parameters, in float32, in which small steps towards them are not lost."""
+def init(params: Any) -> Any:
+    """Return the average before the first update: a copy of the parameters in float32.
+
+    A lower precision would lose the small steps of the average towards the parameters.
+    """
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
 
 
-def build(config: Average, *, total: int, tokens_per_step: int | Paced) -> Averaging | None:
-    """The function (average, parameters, updates) -> average once so many updates were applied; None for no average.
+def build(config: Average, *, total: int, tokens_per_step: int | Paced) -> AverageUpdate | None:
+    """Return the function (average, parameters, updates) -> next average; None for no average.
 
-    With n the updates since `begin`, an average a goes to a + w (p - a), where w is
+    `updates` is the number of updates that were applied. With n the updates since `begin`, the
+    average a becomes a + w (p - a), with w
 
         ema   1 - min(decay, (1 + n) / (10 + n))
-        swa   1 / k where n = k every, else 0
+        swa   1 / k if n = k every, else 0
 
-    and to p itself for n < 1, or with swa for k = 1 and before. Nothing but the number of updates is remembered.
+    The average is p itself for n < 1; with swa for n <= every. It needs no state but the number of
+    updates.
 
-    Source: Polyak and Juditsky 1992 (averaging of iterates); TensorFlow's `ExponentialMovingAverage` (the limit while n is
-    small); Izmailov et al. 2018, arXiv:1803.05407, algorithm 1 (swa).
+    Source: Polyak and Juditsky 1992 (averaging of iterates); TensorFlow's
+    `ExponentialMovingAverage` (the limit while n is small); Izmailov et al. 2018, arXiv:1803.05407,
+    algorithm 1 (swa).
     """
     if isinstance(config, NoAverage):
         return None
@@ -53,5 +59,5 @@ def _weight(config: Ema | Swa, n: Array, every: int) -> Array:
     if isinstance(config, Swa):
         weight = jnp.where(n % every == 0, every / jnp.maximum(count, 1), 0.0)
         return jnp.where(n <= every, 1.0, weight)
-    kept = jnp.minimum(config.decay, (1 + count) / (10 + count))
-    return jnp.where(n < 1, 1.0, 1 - kept)
+    decay = jnp.minimum(config.decay, (1 + count) / (10 + count))
+    return jnp.where(n < 1, 1.0, 1 - decay)

@@ -1,4 +1,4 @@
-"""Settings of the average of the parameters, which is kept beside them."""
+"""Settings of the average of the parameters, which the state holds in addition to them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,24 +7,25 @@ from typing import Literal
 from jaxlm.core.config import Span, setting
 from jaxlm.core.span import Paced
 
-BEGIN = "update after which it begins; until then it is the parameters themselves"
+BEGIN = "update after which averaging begins; before it, the average equals the parameters"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoAverage:
-    """Only the parameters."""
+    """No average."""
 
     name: Literal["none"] = "none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ema:
-    """The exponential moving average: each update, a small step towards the parameters."""
+    """Exponential moving average: a small step towards the parameters at each update."""
 
     name: Literal["ema"] = "ema"
     decay: float = setting(
         0.999,
-        "what is kept of the average at an update; at the n-th at most (1 + n) / (10 + n), so that it forgets its start",
+        "factor on the average at an update; at most (1 + n) / (10 + n) at update n, which"
+        " discounts the first parameters",
         low=0,
         below=1,
     )
@@ -33,33 +34,40 @@ class Ema:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Swa:
-    """Stochastic weight averaging: the mean of the parameters at the ends of cycles of the learning rate."""
+    """Stochastic weight averaging: mean of the parameters at the ends of learning-rate cycles."""
 
     name: Literal["swa"] = "swa"
     begin: Span = setting(Span.parse("75%"), BEGIN)
     every: Span = setting(
-        Span.parse("1%"), "updates in a cycle, at whose end the parameters join the mean"
+        Span.parse("1%"), "updates in a cycle; the mean takes in the parameters at its end"
     )
     high: float | None = setting(
         0.5,
-        "learning rate at the first update of a cycle, as a share of the peak; None keeps the schedule's",
+        "learning rate at the first update of a cycle, as a share of the peak; None uses the"
+        " schedule's",
         above=0,
     )
     low: float = setting(
-        0.5, "that at the last update of a cycle; the same as `high` is a constant rate", above=0
+        0.5,
+        "learning rate at the last update of a cycle, as a share of the peak; constant if equal to"
+        " high",
+        above=0,
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """A cycle has updates."""
+        """Check that a cycle has updates."""
         if not self.every.amount:
-            yield "every", "no cycle ends in no updates", "--config.average.every=1%"
+            yield "every", "a cycle has at least one update", "--config.average.every=1%"
 
 
 Average = NoAverage | Ema | Swa
 
 
-def start(average: Ema | Swa, total: int, tokens_per_step: int | Paced) -> int:
-    """The first update after which the average holds more than the parameters, or for swa their first snapshot."""
+def first_averaged_update(average: Ema | Swa, total: int, tokens_per_step: int | Paced) -> int:
+    """Return the first update after which the average differs from the parameters.
+
+    For swa, return the update of its first snapshot.
+    """
     first = average.every.steps(total, tokens_per_step) if isinstance(average, Swa) else 1
     return average.begin.steps(total, tokens_per_step) + first
 
@@ -67,26 +75,26 @@ def start(average: Ema | Swa, total: int, tokens_per_step: int | Paced) -> int:
 def problems(
     average: Average, total: int, tokens_per_step: int | Paced
 ) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with an average on a run of `total` steps: (setting, why, fix)."""
+    """Yield the conflicts of an average with a run of `total` steps: (setting, why, fix)."""
     if isinstance(average, NoAverage):
         return
-    found = {"begin": average.begin}
+    spans = {"begin": average.begin}
     if isinstance(average, Swa):
-        found["every"] = average.every
-    for name, span in found.items():
+        spans["every"] = average.every
+    for name, span in spans.items():
         if span.unit == "second":
             fix = f"--config.average.{name}={getattr(type(average)(), name)}"
-            yield name, f"updates are counted, and {span} is a time", fix
+            yield name, f"{span} is a time, not steps, tokens or a share", fix
             return
-    # The first part of a longer run may end before, see `cautions`.
-    if all(span.unit == "share" for span in found.values()):
+    # Spans in steps or tokens may be those of a longer run, see `cautions`.
+    if all(span.unit == "share" for span in spans.values()):
         yield from _unreached(average, total, tokens_per_step)
 
 
 def cautions(
     average: Average, *, total: int, tokens_per_step: int | Paced
 ) -> Iterator[tuple[str, str, str]]:
-    """What of an average the run does not reach, though that may be meant: (setting, why, fix)."""
+    """Yield the settings beyond the end of a run, which may be intended: (setting, why, fix)."""
     if not isinstance(average, NoAverage):
         yield from _unreached(average, total, tokens_per_step)
 
@@ -94,10 +102,10 @@ def cautions(
 def _unreached(
     average: Ema | Swa, total: int, tokens_per_step: int | Paced
 ) -> Iterator[tuple[str, str, str]]:
-    steps = start(average, total, tokens_per_step)
-    if total > 2 and steps > total:  # of a step or two, shares are a step each
+    steps = first_averaged_update(average, total, tokens_per_step)
+    if total > 2 and steps > total:  # in a run of one or two steps, each share is one step
         yield (
             "begin",
-            f"the run of {total} steps ends before anything was averaged, at update {steps}",
+            f"the run of {total} steps ends before parameters are averaged, at update {steps}",
             "--config.average.begin=50%",
         )

@@ -1,4 +1,4 @@
-"""An optimizer from its config, and how its state is laid out."""
+"""Build an optimizer from its config, and the logical axes of its state."""
 
 from collections.abc import Callable
 from types import MappingProxyType
@@ -50,35 +50,42 @@ def build(
     balance_rate: float = 0.0,
     state_dtype: Any = jnp.float32,
 ) -> optax.GradientTransformation:
-    """The transformation from the mean gradient to what is added to the parameters.
+    """Return the transformation from the mean gradient to the update of the parameters.
 
-    In order: clip each element, the norms of groups, the global norm, scale by the arm, then decay and descend:
+    It clips the elements, the norms of groups and the global norm, in this order, scales the
+    gradient to the optimizer's direction u, and applies
 
         p <- p - lr(t) s (u + d weight_decay p)
 
-    with the leaf's learning-rate scale s and its decay's scale d, 0 where its group does not decay. Decay is decoupled
-    and follows the schedule, for every arm (optax.adafactor's does not follow it). `update` takes a `rate`, by which lr(t)
-    is multiplied. `axes` is the parameters' tree of logical axis
-    names, tuples as leaves.
+    with s the leaf's learning-rate scale and d the scale of its decay, 0 if its group does not
+    decay. Decay is decoupled and follows the schedule for every optimizer (that of optax.adafactor
+    does not). The argument `rate` of `update` multiplies lr(t). Schedule-free replaces the last two
+    parts (`schedule_free.descend`). Frozen leaves have no state, and their gradients may be absent.
 
-    Schedule-free descends by an average of its own (`schedule_free.descend`). Leaves that are frozen have no state, and their
-    gradients are not looked at: they may be absent. `shapes` and `width_ratio` are those of `groups.assign`. Biases of
-    routers (axis `balance`) move by `balance_rate` in every step, and by nothing else.
+    Updates and new states are computed and returned in float32 for parameters and states of every
+    dtype; `optim.rounding` rounds them.
 
-    Updates and new states are computed in float32 whatever the parameters and the state are in.
-    They come out so, for `optim.rounding` to round. `init` makes a state of `state_dtype`, but for
-    what an arm keeps in a format of its own.
+    Args:
+      config: settings of the optimizer.
+      schedule: learning rate of the update that follows `step` completed ones.
+      axes: tree of the parameters' logical axis names, tuples as leaves.
+      shapes: tree of the parameters' shapes; needed for `layer_decay`.
+      width_ratio: width of the model over that of its muP base.
+      balance_rate: size of each update of the routers' biases (axis `balance`); clipping, learning
+        rate and decay do not apply to them.
+      state_dtype: dtype in which `init` creates the state, except for formats of the optimizer's
+        own, such as 8-bit codes.
 
     Raises:
-      ConfigError: where a group pattern matches no parameter or shares one.
+      ConfigError: if a group pattern matches no parameter, or two match the same one.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2 (decay).
     """
     parts = []
     if config.clip_value is not None:
         parts.append(optax.clip(config.clip_value))
-    for paths, largest in groups.clipped(config, axes):
-        parts.append(_clip_norm(largest, paths))
+    for paths, max_norm in groups.clip_groups(config, axes):
+        parts.append(_clip_norm(max_norm, paths))
     if config.clip_norm is not None:
         parts.append(_clip_norm(config.clip_norm))
     plan = groups.assign(config, axes, shapes=shapes, width_ratio=width_ratio)
@@ -91,15 +98,20 @@ def build(
     return _in_float32(inner, jnp.dtype(state_dtype))
 
 
-def ahead(config: Optimizer, axes: Any) -> Callable[[Any, Any], Any] | None:
-    """Where the gradient is taken, by the parameters and the optimizer's state; None where at the parameters."""
+def gradient_point(config: Optimizer, axes: Any) -> Callable[[Any, Any], Any] | None:
+    """Return the function (parameters, optimizer state) -> point at which the gradient is taken.
+
+    None if the gradient is taken at the parameters, which all optimizers but schedule-free do.
+    """
     if not isinstance(config, ScheduleFree):
         return None
     frozen = groups.frozen(config, axes)
 
     def point(params: Any, state: Any) -> Any:
         thawed = tree.drop_leaves(params, frozen)
-        return tree.merge_leaves(params, schedule_free.ahead(config, thawed, state[-1], axes))
+        return tree.merge_leaves(
+            params, schedule_free.gradient_point(config, thawed, state[-1], axes)
+        )
 
     return point
 
@@ -114,9 +126,9 @@ def _in_float32(
 
     extended = optax.with_extra_args_support(inner)
 
-    def update(grads: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         widened = jax.tree.map(_widened, (state, params))
-        return extended.update(grads, *widened, **given)
+        return extended.update(grads, *widened, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -128,7 +140,7 @@ def _widened(x: Array) -> Array:
 def _thawed(
     inner: optax.GradientTransformation, frozen: frozenset[str]
 ) -> optax.GradientTransformation:
-    """`inner` on the leaves that are trained; the others are moved by -0, which changes no bit of any number."""
+    """Return `inner` on the trained leaves; the update of frozen leaves is -0: no bit changes."""
     if not frozen:
         return inner
 
@@ -137,18 +149,18 @@ def _thawed(
 
     extended = optax.with_extra_args_support(inner)
 
-    def update(grads: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         updates, state = extended.update(
-            tree.drop_leaves(grads, frozen), state, tree.drop_leaves(params, frozen), **given
+            tree.drop_leaves(grads, frozen), state, tree.drop_leaves(params, frozen), **extra_args
         )
-        still = jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), params)
-        return tree.merge_leaves(still, updates), state
+        unchanged = jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), params)
+        return tree.merge_leaves(unchanged, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
-    """From the clipped gradient g to the direction u.
+    """Return the transformation from the clipped gradient g to the direction u.
 
     With m and v the running means of g and g^2, and m' = m / (1 - b1^t), v' = v / (1 - b2^t):
 
@@ -162,14 +174,16 @@ def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
         amsgrad    m' / (sqrt(max of v' so far) + eps)
         lion       sign(b1 M + (1 - b1) g), with M = b2 M + (1 - b2) g
 
-    Bytes of state for a number, in float32: 0 for sgd; 8 for adam, adamw and nadam; 12 for amsgrad; 4 for the others. What has
-    a file of its own says there what it does and keeps.
+    State for each number, in float32: 0 bytes for sgd; 8 for adam, adamw and nadam; 12 for amsgrad;
+    4 for the others. The other optimizers are documented in modules of their own.
 
-    Source: Robbins and Monro 1951 (sgd); Polyak 1964 (momentum); Sutskever et al. 2013, section 2 (nesterov, in PyTorch's variables); Duchi et al.
-    2011, JMLR 12, figure 1, whose delta is `initial`, in the root as in Optax; Tieleman and Hinton 2012, lecture 6.5
-    (rmsprop); Kingma and Ba 2015, arXiv:1412.6980, algorithm 1 (adam); Dozat 2016 (nadam, with one b1 for all steps and
-    Adam's v'); Reddi et al. 2018, arXiv:1904.09237, algorithm 2 (amsgrad, which corrects no bias: here as in Optax it
-    is corrected before the maximum); Chen et al. 2023, arXiv:2302.06675, algorithm 2 (lion).
+    Source: Robbins and Monro 1951 (sgd); Polyak 1964 (momentum); Sutskever et al. 2013, section 2
+    (nesterov, in PyTorch's variables); Duchi et al. 2011, JMLR 12, figure 1 (adagrad; its delta is
+    `initial`, in the root as in Optax); Tieleman and Hinton 2012, lecture 6.5 (rmsprop); Kingma and
+    Ba 2015, arXiv:1412.6980, algorithm 1 (adam); Dozat 2016 (nadam, with one b1 for all steps and
+    Adam's v'); Reddi et al. 2018, arXiv:1904.09237, algorithm 2 (amsgrad; the paper corrects no
+    bias, here as in Optax it is corrected before the maximum); Chen et al. 2023, arXiv:2302.06675,
+    algorithm 2 (lion).
     """
     match config:
         case Sgd():
@@ -203,11 +217,13 @@ def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
 def _balanced(
     inner: optax.GradientTransformation, axes: Any, rate: float
 ) -> optax.GradientTransformation:
-    """`inner`, but for routers' biases (axis `balance`), which move by -rate sign(g), unseen by clipping, lr and decay.
+    """Return `inner`, with updates of -rate sign(g) for the routers' biases (axis `balance`).
 
-    Their gradient says by how much each expert is chosen too often (`nn.moe`).
+    Clipping, learning rate and decay do not apply to these biases. Their gradient is the excess
+    load of each expert (`nn.moe`).
 
-    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2; Wang et al. 2024, arXiv:2408.15664, algorithm 1.
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2; Wang et al. 2024, arXiv:2408.15664,
+    algorithm 1.
     """
     names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
     biases = {path for path, leaf in names.items() if "balance" in leaf}
@@ -216,77 +232,84 @@ def _balanced(
 
     extended = optax.with_extra_args_support(inner)
 
-    def update(grads: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
-        def rest(path: str, grad: Array) -> Array:
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        def without_biases(path: str, grad: Array) -> Array:
             return jnp.zeros_like(grad) if path in biases else grad
 
         def signed(path: str, update: Array, grad: Array) -> Array:
             return -rate * jnp.sign(grad).astype(update.dtype) if path in biases else update
 
-        updates, state = extended.update(tree.map_with_path(rest, grads), state, params, **given)
+        updates, state = extended.update(
+            tree.map_with_path(without_biases, grads), state, params, **extra_args
+        )
         return tree.map_with_path(signed, updates, grads), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _clip_norm(largest: float, paths: frozenset[str] | None = None) -> optax.GradientTransformation:
-    """g <- g min(1, largest / |g|), of the leaves at these paths, or of all. The norm is float32 for gradients of any dtype.
+def _clip_norm(
+    max_norm: float, paths: frozenset[str] | None = None
+) -> optax.GradientTransformation:
+    """Return the transformation g <- g min(1, max_norm / |g|) of the leaves at `paths`, or of all.
 
-    One factor, which fuses into what follows. `optax.clip_by_global_norm` gives the same numbers but writes the
-    clipped gradient out: the whole AdamW update of 10M parameters took 32 ms with it and 10 without (CPU, 2 cores).
+    |g| is computed in float32. The factor fuses into the operations that follow.
+    `optax.clip_by_global_norm` gives the same numbers but writes the clipped gradient to memory:
+    the whole AdamW update of 10M parameters took 32 ms with it and 10 ms without (CPU, 2 cores).
     """
 
     def update(
         grads: Any, state: optax.EmptyState, params: Any = None
     ) -> tuple[Any, optax.EmptyState]:
         del params
-        own = {path: g for path, g in tree.leaves(grads).items() if paths is None or path in paths}
-        factor = jnp.minimum(1.0, largest / jnp.maximum(tree.norm(own), 1e-30))
+        clipped = {
+            path: g for path, g in tree.leaves(grads).items() if paths is None or path in paths
+        }
+        factor = jnp.minimum(1.0, max_norm / jnp.maximum(tree.norm(clipped), 1e-30))
 
         def clip(path: str, g: Array) -> Array:
-            return g * factor.astype(g.dtype) if path in own else g
+            return g * factor.astype(g.dtype) if path in clipped else g
 
         return tree.map_with_path(clip, grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-class Descent(NamedTuple):
-    """Updates since `init`, the clock of a transformation that is used by itself.
+class DescentState(NamedTuple):
+    """Number of updates since `init`, the schedule's step if `update` gets no `applied`.
 
-    A training step passes `applied` to `update` instead: the schedule of a run follows the updates
-    that the run applied, also after its optimizer state was reset.
+    A training step passes `applied`, the number of updates that the run applied, so that its
+    schedule continues after a reset of the optimizer state.
     """
 
     updates: Array
 
 
 def _descend(
-    schedule: LearningRate, weight_decay: float, plan: dict[str, groups.Group]
+    schedule: LearningRate, weight_decay: float, plan: dict[str, groups.ParamGroup]
 ) -> optax.GradientTransformation:
-    def init(params: Any) -> Descent:
+    def init(params: Any) -> DescentState:
         del params
-        return Descent(jnp.zeros((), jnp.int32))
+        return DescentState(jnp.zeros((), jnp.int32))
 
     def update(
         directions: Any,
-        state: Descent,
+        state: DescentState,
         params: Any = None,
         *,
         rate: Array | float = 1.0,
         applied: Array | None = None,
-        **others: Any,
-    ) -> tuple[Any, Descent]:
-        del others
+        **extra_args: Any,
+    ) -> tuple[Any, DescentState]:
+        del extra_args
         lr = schedule(state.updates if applied is None else applied) * rate
 
         def step(path: str, direction: Array, param: Array) -> Array:
             group = plan[path]
             if group.decays and weight_decay:
                 direction = direction + weight_decay * group.decay_scale * param
-            return (-lr * group.rate(param.ndim) * direction).astype(param.dtype)
+            return (-lr * group.lr_scale_for(param.ndim) * direction).astype(param.dtype)
 
-        return tree.map_with_path(step, directions, params), Descent(state.updates + 1)
+        return tree.map_with_path(step, directions, params), DescentState(state.updates + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -298,18 +321,25 @@ def state_axes(
     axes: Any,
     mesh: Sizes = MappingProxyType({}),
 ) -> Any:
-    """The logical axis names of each leaf of the optimizer's state, so that it can be created already sharded.
+    """Return the logical axis names of the optimizer's state, so that it can be created sharded.
 
-    A leaf that lies at a parameter's path has the parameter's axes; a part below it those of `config.state`; a
-    scalar has none. `shapes` and `axes` are the parameters' trees, `mesh` the size of each mesh axis.
+    A leaf whose path ends in that of a parameter has the parameter's axes; a part of it, such as
+    `codes`, has those of `config.state`; a scalar has none.
+
+    Args:
+      config: settings of the optimizer.
+      optimizer: its transformation, from `build`.
+      shapes: tree of the parameters' shapes.
+      axes: tree of the parameters' logical axis names, tuples as leaves.
+      mesh: sizes of mesh axes; others have size 1.
 
     Raises:
-      ValueError: for a leaf that is none of these; nothing is left to a default.
+      ValueError: if a leaf of the state belongs to no parameter.
     """
     names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
     sizes = {path: tuple(leaf.shape) for path, leaf in tree.leaves(shapes).items()}
 
-    def place(path: str, leaf: Any) -> tuple[str | None, ...]:
+    def axes_of(path: str, leaf: Any) -> tuple[str | None, ...]:
         if not leaf.shape:
             return ()
         stem, _, part = path.rpartition("/")
@@ -323,10 +353,10 @@ def state_axes(
                     return array.axes
         raise ValueError(f"{path} of shape {leaf.shape} belongs to no parameter")
 
-    return tree.map_with_path(place, jax.eval_shape(optimizer.init, shapes))
+    return tree.map_with_path(axes_of, jax.eval_shape(optimizer.init, shapes))
 
 
 def _suffixes(path: str) -> list[str]:
-    """The ends of a path, longest first: of "0/mu/a/b" that is "0/mu/a/b", "mu/a/b", "a/b", "b"."""
+    """Return the ends of a path, longest first: "mu/a/b", "a/b" and "b" for "mu/a/b"."""
     parts = path.split("/")
     return ["/".join(parts[start:]) for start in range(len(parts))]

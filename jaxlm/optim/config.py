@@ -21,7 +21,7 @@ DECAY = "share of a weight lost per update, times the learning rate"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Groups:
+class OptimizerBase:
     """Settings of every optimizer: clipping, and groups of parameters by path.
 
     Patterns are shell patterns over leaf paths such as `stack/0/attention/query/weight`; `*`
@@ -29,7 +29,7 @@ class Groups:
 
     Attributes:
       moment_count: arrays of the parameter's shape in the state, unless `state` differs.
-      follows_width: the size of a step is that of the learning rate, so muP knows its rates.
+      follows_width: a step has the size of the learning rate, so muP's rates by width apply.
       reads_whole_matrices: updates need a whole matrix, so shards are gathered.
       averages_parameters: the parameters are an average, and the gradient is taken elsewhere.
     """
@@ -103,7 +103,7 @@ class Groups:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamLike(Groups):
+class AdamLike(OptimizerBase):
     """Settings of Adam and its kin."""
 
     name: str = ""
@@ -125,7 +125,7 @@ class AdamW(AdamLike):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sgd(Groups):
+class Sgd(OptimizerBase):
     """Stochastic gradient descent: the gradient itself."""
 
     name: Literal["sgd"] = "sgd"
@@ -136,7 +136,7 @@ class Sgd(Groups):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Momentum(Groups):
+class Momentum(OptimizerBase):
     """A decaying sum of gradients: heavy-ball momentum."""
 
     name: Literal["momentum"] = "momentum"
@@ -146,7 +146,7 @@ class Momentum(Groups):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Nesterov(Groups):
+class Nesterov(OptimizerBase):
     """Momentum, evaluated one step ahead."""
 
     name: Literal["nesterov"] = "nesterov"
@@ -156,7 +156,7 @@ class Nesterov(Groups):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adagrad(Groups):
+class Adagrad(OptimizerBase):
     """The gradient over the root of the sum of all squared gradients so far."""
 
     name: Literal["adagrad"] = "adagrad"
@@ -166,7 +166,7 @@ class Adagrad(Groups):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RmsProp(Groups):
+class RmsProp(OptimizerBase):
     """The gradient over the root of its running mean square."""
 
     name: Literal["rmsprop"] = "rmsprop"
@@ -235,7 +235,7 @@ class ScheduleFree(AdamLike):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lion(Groups):
+class Lion(OptimizerBase):
     """The sign of an interpolated momentum."""
 
     name: Literal["lion"] = "lion"
@@ -248,7 +248,7 @@ class Lion(Groups):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adafactor(Groups):
+class Adafactor(OptimizerBase):
     """Second moments as rows and columns; steps relative to the size of the parameter."""
 
     name: Literal["adafactor"] = "adafactor"
@@ -276,7 +276,7 @@ class Adafactor(Groups):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Muon(Groups):
+class Muon(OptimizerBase):
     """Orthogonalized momentum for the matrices of the blocks, Adam for the rest."""
 
     name: Literal["muon"] = "muon"
@@ -328,7 +328,7 @@ class Soap(AdamLike):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sophia(Groups):
+class Sophia(OptimizerBase):
     """Momentum over an estimate of the curvature's diagonal, clipped element by element."""
 
     name: Literal["sophia"] = "sophia"

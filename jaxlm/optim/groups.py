@@ -1,4 +1,4 @@
-"""Which parameters are trained, decay and are clipped together, and how fast each learns."""
+"""Groups of parameters: frozen, without decay, clipped together, scaled learning rates."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,48 +7,55 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.optim import patterns
-from jaxlm.optim.config import Groups
+from jaxlm.optim.config import OptimizerBase
 from jaxlm.optim.moments import inputs
 from jaxlm.parallel.logical import LAYERS, STACKED, LogicalAxes
 
-TABLE = "table"  # the last name of an embedding's path
-HEADS = "heads/"  # what predicts further tokens, after the layers of the model
+TABLE = "table"  # last name of an embedding's path
+HEADS = "heads/"  # path prefix of the multi-token prediction heads, after the model's layers
 
 
-class Group(NamedTuple):
-    """How a leaf is treated. A rate of its own for each layer of a stack is a tuple."""
+class ParamGroup(NamedTuple):
+    """Weight decay and scales of a leaf; `lr_scale` is a tuple if it differs between layers."""
 
     decays: bool
     lr_scale: float | tuple[float, ...] = 1.0
     decay_scale: float = 1.0
 
-    def rate(self, dims: int) -> Any:
-        """`lr_scale`, to be multiplied with a leaf of so many dimensions."""
+    def lr_scale_for(self, dims: int) -> Any:
+        """Return `lr_scale` in a shape that multiplies a leaf of `dims` dimensions."""
         if not isinstance(self.lr_scale, tuple):
             return self.lr_scale
         return np.asarray(self.lr_scale, np.float32).reshape(-1, *(1,) * (dims - 1))
 
 
 def assign(
-    config: Groups, axes: Any, *, shapes: Any = None, width_ratio: float = 1.0
-) -> dict[str, Group]:
-    """The group of every leaf by its path; `axes` is the tree of logical axis names, tuples as leaves.
+    config: OptimizerBase, axes: Any, *, shapes: Any = None, width_ratio: float = 1.0
+) -> dict[str, ParamGroup]:
+    """Return the group of every leaf, by path.
 
-    Matrices and tables decay, biases and vectors (a norm's scale) do not, and a layer axis in front makes no matrix
-    of a vector. As in nanoGPT's `configure_optimizers` the embeddings decay.
+    Matrices and tables decay; biases and vectors (a norm's scale) do not. The layer axis of a stack
+    does not count as a dimension. Embeddings decay, as in nanoGPT's `configure_optimizers`.
 
-    With `layer_decay` d, layer l of L learns at d^(L + 1 - l), counted from 1, embeddings at d^(L + 1), and what follows
-    the layers at 1; `shapes` tells how many layers there are. With a `width_ratio` m, matrices of layers learn at 1 / m, and decay
-    m times as much for that, so that what they lose in an update stays.
+    With `layer_decay` d, the learning-rate scale of layer l of L, counted from 1, is d^(L + 1 - l),
+    that of embeddings d^(L + 1), and that of the parameters after the layers 1. With a width ratio
+    m, the scale of the blocks' matrices is divided by m and that of their decay multiplied by m, so
+    the weight lost in an update does not change.
+
+    Args:
+      config: settings of the optimizer.
+      axes: tree of logical axis names, tuples as leaves.
+      shapes: tree of the parameters' shapes; needed for `layer_decay`.
+      width_ratio: width of the model over that of its muP base.
 
     Raises:
-      ConfigError: where a pattern matches no leaf, or two of a setting match the same.
+      ConfigError: if a pattern matches no leaf, or two of a setting match the same leaf.
 
-    Source: Bao et al. 2021, arXiv:2106.08254, section 2.5 and appendix (layer-wise decay); Yang et al. 2022,
-    arXiv:2203.03466, table 8, column Adam (rates by width).
+    Source: Bao et al. 2021, arXiv:2106.08254, section 2.5 and appendix (layer-wise decay); Yang et
+    al. 2022, arXiv:2203.03466, table 8, column Adam (rates by width).
     """
     names = tree.leaves(axes, is_leaf=_is_axes)
-    bare = {
+    undecayed = {
         path for pattern in config.no_decay for path in patterns.matches("no_decay", pattern, names)
     }
     rates, decays = (
@@ -56,35 +63,43 @@ def assign(
     )
     depths = _depths(config.layer_decay, names, shapes) if config.layer_decay != 1 else {}
 
-    def group(path: str, leaf: LogicalAxes) -> Group:
+    def group(path: str, leaf: LogicalAxes) -> ParamGroup:
         ratio = width_ratio if inputs(leaf) else 1.0
         rate = rates.get(path, 1.0) / ratio
         depth = depths.get(path, 1.0)
-        return Group(
-            path not in bare and _is_matrix(path, leaf),
-            tuple(rate * each for each in depth) if isinstance(depth, tuple) else rate * depth,
+        return ParamGroup(
+            path not in undecayed and _is_matrix(path, leaf),
+            tuple(rate * factor for factor in depth) if isinstance(depth, tuple) else rate * depth,
             decays.get(path, 1.0) * ratio,
         )
 
     return {path: group(path, leaf) for path, leaf in names.items()}
 
 
-def frozen(config: Groups, axes: Any) -> frozenset[str]:
-    """The paths of the leaves that are not trained. Raises ConfigError where a pattern matches none, or nothing is left."""
+def frozen(config: OptimizerBase, axes: Any) -> frozenset[str]:
+    """Return the paths of the leaves that are not trained.
+
+    Raises:
+      ConfigError: if a pattern matches no leaf, or every leaf is frozen.
+    """
     return patterns.frozen(config, tree.leaves(axes, is_leaf=_is_axes))
 
 
-def unmoved(config: Groups, axes: Any) -> frozenset[str]:
-    """The paths of the leaves that no update changes: those that are frozen, and those that learn at 0. Raises as `frozen`."""
+def unmoved(config: OptimizerBase, axes: Any) -> frozenset[str]:
+    """Return the paths of the leaves that are frozen or have a learning rate of 0.
+
+    Raises:
+      ConfigError: as `frozen` does.
+    """
     names = tree.leaves(axes, is_leaf=_is_axes)
     rates = patterns.factors(config, "lr_scale", names)
     return patterns.frozen(config, names) | {path for path, rate in rates.items() if not rate}
 
 
-def clipped(config: Groups, axes: Any) -> list[tuple[frozenset[str], float]]:
-    """The leaves whose gradient is clipped together, and to which norm."""
+def clip_groups(config: OptimizerBase, axes: Any) -> list[tuple[frozenset[str], float]]:
+    """Return the paths of each group of leaves that is clipped together, and its largest norm."""
     paths = list(tree.leaves(axes, is_leaf=_is_axes))
-    patterns.factors(config, "clip_groups", paths)  # no leaf is in two of them
+    patterns.factors(config, "clip_groups", paths)  # raises if a leaf is in two groups
     entries = [entry.rpartition("=") for entry in config.clip_groups]
     return [
         (frozenset(patterns.matches("clip_groups", pattern, paths)), float(largest))
@@ -95,22 +110,25 @@ def clipped(config: Groups, axes: Any) -> list[tuple[frozenset[str], float]]:
 def _depths(
     decay: float, names: Mapping[str, LogicalAxes], shapes: Any
 ) -> dict[str, float | tuple[float, ...]]:
-    """The factor of each leaf, or of each of its layers; what follows the layers has none, further heads' layers among them."""
-    assert shapes is not None, "rates by layer need the number of layers"
+    """Return the `layer_decay` factor of each leaf, or of each of its layers.
+
+    Parameters after the layers, which includes those of the prediction heads, have no factor.
+    """
+    assert shapes is not None, "layer_decay needs the shapes of the parameters"
     sizes = {path: leaf.shape[0] for path, leaf in tree.leaves(shapes).items()}
     stacked = {
         path: size
         for path, size in sizes.items()
         if names[path][0] in LAYERS and not path.startswith(HEADS)
     }
-    found = tree.layer_indices(stacked)
+    indices = tree.layer_indices(stacked)
     count = {
-        stack: 1 + max(place.numbers[-1] for place in found.values() if place.stack == stack)
-        for stack in {place.stack for place in found.values()}
+        stack: 1 + max(place.numbers[-1] for place in indices.values() if place.stack == stack)
+        for stack in {place.stack for place in indices.values()}
     }
     out: dict[str, float | tuple[float, ...]] = {
         path: tuple(decay ** (count[place.stack] - number) for number in place.numbers)
-        for path, place in found.items()
+        for path, place in indices.items()
     }
     deepest = max(count.values(), default=0)
     return out | {

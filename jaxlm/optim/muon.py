@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before they are applied."""
+"""Muon: momentum, orthogonalized by Newton-Schulz iterations for the matrices of the blocks."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,15 +13,15 @@ from jaxlm.optim.config import Muon
 from jaxlm.optim.moments import inputs
 from jaxlm.parallel.logical import STACKED
 
-QUINTIC = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # Jordan's coefficients: steep at zero, singular values end in about [0.7, 1.2]
+# Jordan's coefficients: steep at zero; singular values end in about [0.7, 1.2].
+QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-class Moments(NamedTuple):
-    """The updates so far; each leaf's running mean of gradients; and of squared gradients, a scalar zero for matrices."""
+class MuonState(NamedTuple):
+    """Number of updates, and each leaf's running means of the gradient and of its square.
+
+    `second` is a scalar zero for the matrices of the blocks.
+    """
 
     updates: Array
     first: Any
@@ -29,30 +29,33 @@ class Moments(NamedTuple):
 
 
 def scale_by_muon(config: Muon, axes: Any) -> optax.GradientTransformation:
-    """Orthogonal momentum for the matrices of the blocks, Adam for embeddings, norms and biases.
+    """Return Muon's direction for the blocks' matrices, and Adam's for the other parameters.
 
         M <- b M + (1 - b) G,  U = NS(b M + (1 - b) G) sqrt(max(1, outs / ins))
 
-    NS is five Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X scaled to Frobenius norm 1; they
-    drive every singular value towards one. Each layer of a stack is a matrix of its own, and attention's heads are
-    columns of one matrix. Adam's part moves at `adam_lr`, on the same schedule. 4 bytes of state for each number of a
-    matrix, 8 for the others; about 30 D min(ins, outs) FLOPs for each number of a matrix, whatever the batch.
+    NS is five Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X scaled to
+    Frobenius norm 1; they drive every singular value towards one. Each layer of a stack is a matrix
+    of its own, and the heads of attention are columns of one matrix. Embeddings, norms and biases
+    use Adam with the peak learning rate `adam_lr`, on the same schedule.
+
+    State: 4 bytes for each number of a matrix, 8 for the others. Compute: about 30 D min(ins, outs)
+    FLOPs for each number of a matrix, for any batch size.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
     names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
 
-    def init(params: Any) -> Moments:
+    def init(params: Any) -> MuonState:
         def second(path: str, param: Array) -> Array:
             return jnp.zeros((), param.dtype) if inputs(names[path]) else jnp.zeros_like(param)
 
-        return Moments(
+        return MuonState(
             jnp.zeros((), jnp.int32),
             jax.tree.map(jnp.zeros_like, params),
             tree.map_with_path(second, params),
         )
 
-    def update(grads: Any, state: Moments, params: Any = None) -> tuple[Any, Moments]:
+    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         del params
         count = state.updates + 1
         t = count.astype(jnp.float32)
@@ -68,22 +71,29 @@ def scale_by_muon(config: Muon, axes: Any) -> optax.GradientTransformation:
 
         def direction(path: str, grad: Array, first: Array, second: Array) -> Array:
             if inputs(names[path]):
-                ahead = config.momentum * first + (1 - config.momentum) * grad
+                lookahead = config.momentum * first + (1 - config.momentum) * grad
                 return orthogonal(
-                    ahead, names[path], config.newton_schulz_steps, config.newton_schulz_dtype
+                    lookahead, names[path], config.newton_schulz_steps, config.newton_schulz_dtype
                 )
             mean, square = first / (1 - config.b1**t), second / (1 - config.b2**t)
             return config.adam_lr / config.lr * mean / (jnp.sqrt(square) + config.eps)
 
         first = tree.map_with_path(next_first, grads, state.first)
         second = tree.map_with_path(next_second, grads, state.second)
-        return tree.map_with_path(direction, grads, first, second), Moments(count, first, second)
+        return tree.map_with_path(direction, grads, first, second), MuonState(count, first, second)
 
     return optax.GradientTransformation(init, update)
 
 
 def orthogonal(x: Array, axes: tuple[str | None, ...], steps: int, dtype: str) -> Array:
-    """NS of each layer's matrix, scaled by sqrt(max(1, outs / ins))."""
+    """Return NS of each layer's matrix, scaled by sqrt(max(1, outs / ins)).
+
+    Args:
+      x: parameter of a stack or of one layer, with inputs and outputs in any number of dimensions.
+      axes: logical axes of its dimensions.
+      steps: Newton-Schulz steps.
+      dtype: dtype of the matrix products.
+    """
     layers = x.shape[: len(axes) - sum(axis not in STACKED for axis in axes)]
     ins = math.prod(x.shape[dim] for dim in inputs(axes))
     matrix = x.reshape(math.prod(layers), ins, -1)
@@ -92,7 +102,10 @@ def orthogonal(x: Array, axes: tuple[str | None, ...], steps: int, dtype: str) -
 
 
 def newton_schulz(x: Array, steps: int, dtype: str) -> Array:
-    """Of each matrix [B, M, N], roughly the nearest one whose singular values are all 1. Products are in `dtype`."""
+    """Return approximately the nearest orthogonal matrix of each matrix in x, [B, M, N].
+
+    Its singular values are near 1. The matrix products are computed in `dtype`.
+    """
     if x.shape[1] > x.shape[2]:
         return jnp.swapaxes(newton_schulz(jnp.swapaxes(x, 1, 2), steps, dtype), 1, 2)
     a, b, c = QUINTIC

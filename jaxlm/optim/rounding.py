@@ -1,4 +1,4 @@
-"""Stochastic rounding: updates too small for the nearest number of 16 bits still count in the mean."""
+"""Stochastic rounding, so that updates too small for 16 bits still count in the mean."""
 
 from typing import Any
 
@@ -23,10 +23,10 @@ def rounded(values: Any, like: Any, key: Array) -> Any:
     """Return a tree with the dtypes of another, rounding stochastically where that drops bits.
 
     Args:
-      values: arrays in float32, or in a dtype that the wanted one holds.
-      like: a tree of the same structure whose leaves have the dtypes that are wanted.
-      key: decides, with a leaf's path and the position of a number in it, how the number is
-        rounded, so it is rounded alike on every mesh and by every replica.
+      values: arrays in float32, or in a dtype that converts to that of `like` without rounding.
+      like: a tree of the same structure whose leaves have the target dtypes.
+      key: random key; the rounding of a number depends on it, on the leaf's path and on the
+        number's position, so it is the same on every mesh and every replica.
     """
 
     def leaf(path: str, x: Array, old: Array) -> Array:
@@ -44,7 +44,7 @@ def stochastic(x: Array, dtype: jnp.dtype, noise: Array) -> Array:
     in bfloat16 is 2^-9 to 2^-8 of the weight itself: 6e-5 for a weight of 0.02. Here such an
     update moves the weight by the whole distance, with the probability that makes up for it.
 
-    Numbers that `dtype` holds, infinities and NaN come out as they are.
+    Numbers that `dtype` represents exactly, infinities and NaN do not change.
 
     Args:
       x: float32, of any shape.
@@ -58,7 +58,7 @@ def stochastic(x: Array, dtype: jnp.dtype, noise: Array) -> Array:
     wide = near.astype(x.dtype)
     towards = jnp.where(x > wide, jnp.inf, -jnp.inf).astype(dtype)
     other = jnp.nextafter(near, towards)
-    # False for NaN, and where `near` or `other` is infinite.
+    # False for NaN, and if `near` or `other` is infinite.
     return jnp.where(takes_other(x, wide, other.astype(x.dtype), noise), other, near)
 
 
@@ -66,7 +66,7 @@ def uniform(key: Array, shape: tuple[int, ...]) -> Array:
     """Return multiples of 2^-16 in [0, 1), float32: a hash of `key` and of each number's position.
 
     A dozen integer operations a number and dimension, which fuse into what follows: a device
-    computes those of its own shard, and no array of them is stored or sent. `jax.random` gives
+    computes the numbers of its own shard, and stores and sends no array of them. `jax.random` gives
     better numbers than rounding needs, but its Threefry is a kernel of its own on GPUs and a loop
     on CPUs, which write 16 bytes a number.
 
@@ -86,5 +86,8 @@ def _mix(x: Array) -> Array:
 
 
 def takes_other(x: Array, one: Array, other: Array, noise: Array) -> Array:
-    """Return whether x, between `one` and `other`, is rounded to `other` by a noise in [0, 1)."""
+    """Return a mask of the numbers x, between `one` and `other`, that are rounded to `other`.
+
+    `noise` is uniform in [0, 1).
+    """
     return noise < (x - one) / (other - one)

@@ -1,4 +1,4 @@
-"""Settings of the learning rate's schedule, and what is wrong with one on a run of so many steps."""
+"""Settings of the learning-rate schedules, and their conflicts with the length of a run."""
 
 import dataclasses
 import math
@@ -9,20 +9,20 @@ from jaxlm.core.config import Span, setting
 from jaxlm.core.span import Paced
 
 WARMUP = "steps of linear warm-up"
-END = "step at which the floor is reached; it holds from there"
+END = "step at which the floor is reached; the learning rate stays there"
 FLOOR = "last learning rate, as a share of the peak"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant:
-    """Warm-up, then the peak to the end."""
+    """Warm-up, then the peak."""
 
     name: Literal["constant"] = "constant"
     warmup: Span = setting(Span.parse("2%"), WARMUP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear:
+class LinearDecay:
     """Warm-up, then a straight line to the floor."""
 
     name: Literal["linear"] = "linear"
@@ -33,30 +33,32 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """Warm-up, then half a cosine to the floor, once or in several cycles that each begin at the peak."""
+    """Warm-up, then half a cosine to the floor, in one or more cycles that begin at the peak."""
 
     name: Literal["cosine"] = "cosine"
     warmup: Span = setting(Span.parse("2%"), WARMUP)
     end: Span = setting(Span.parse("100%"), END)
     floor: float = setting(0.1, FLOOR, low=0, high=1)
-    cycles: int = setting(1, "times that it falls; each time but the first is a restart", low=1)
-    growth: float = setting(1.0, "length of a cycle over that of the one before", low=1)
+    cycles: int = setting(1, "cosine cycles; each but the first is a warm restart", low=1)
+    growth: float = setting(1.0, "length of a cycle over that of the previous one", low=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Polynomial:
-    """Warm-up, then a power of what is left of the run."""
+    """Warm-up, then a power of the remaining share of the run."""
 
     name: Literal["polynomial"] = "polynomial"
     warmup: Span = setting(Span.parse("2%"), WARMUP)
     end: Span = setting(Span.parse("100%"), END)
     floor: float = setting(0.0, FLOOR, low=0, high=1)
-    power: float = setting(2.0, "1 is a straight line, more falls early", above=0)
+    power: float = setting(
+        2.0, "exponent; 1 is a straight line, a larger one decays earlier", above=0
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exponential:
-    """Warm-up, then the same share of the learning rate lost at every step."""
+    """Warm-up, then exponential decay: the same factor at every step."""
 
     name: Literal["exponential"] = "exponential"
     warmup: Span = setting(Span.parse("2%"), WARMUP)
@@ -66,7 +68,7 @@ class Exponential:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InverseSqrt:
-    """Warm-up, then the root of its length over that of the run so far; it needs no end."""
+    """Warm-up, then the inverse square root of the step; needs no end."""
 
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
     warmup: Span = setting(
@@ -74,36 +76,37 @@ class InverseSqrt:
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """The warm-up says how slowly the rate falls, so there must be one."""
+        """Check that there is a warm-up; its length sets the speed of the decay."""
         if not self.warmup.amount:
             yield (
                 "warmup",
-                "the rate falls by the length of the warm-up: without one, to a tenth in 100 steps",
+                "the warm-up sets the speed of the decay; without one, the rate drops to a tenth in"
+                " 100 steps",
                 "--config.schedule.warmup=2%",
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Warm-up, then the peak, cut again and again."""
+    """Warm-up, then the peak, multiplied by a factor at regular intervals."""
 
     name: Literal["step"] = "step"
     warmup: Span = setting(Span.parse("2%"), WARMUP)
     every: Span = setting(Span.parse("30%"), "steps between two cuts, from the end of the warm-up")
-    factor: float = setting(0.1, "what is left by each cut", above=0, below=1)
+    factor: float = setting(0.1, "factor of each cut", above=0, below=1)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Cuts are some steps apart."""
+        """Check that cuts are at least a step apart."""
         if not self.every.amount:
             yield "every", "cuts are at least a step apart", "--config.schedule.every=30%"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneCycle:
-    """Half a cosine up to the peak, and half a cosine down to almost nothing."""
+    """Half a cosine up to the peak, then half a cosine down to almost zero."""
 
     name: Literal["one_cycle"] = "one_cycle"
-    warmup: Span = setting(Span.parse("30%"), "steps of the way up")
+    warmup: Span = setting(Span.parse("30%"), "steps from the first learning rate to the peak")
     end: Span = setting(Span.parse("100%"), END)
     start: float = setting(0.04, "first learning rate, as a share of the peak", low=0, high=1)
     floor: float = setting(4e-6, FLOOR, low=0, high=1)
@@ -111,104 +114,106 @@ class OneCycle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wsd:
-    """Warm-up, the peak for most of the run, and a decay at its end: warm-up, stable, decay."""
+    """Warm-up, stable, decay (WSD): the peak for most of the run, and a decay at its end."""
 
     name: Literal["wsd"] = "wsd"
     warmup: Span = setting(Span.parse("2%"), WARMUP)
     end: Span = setting(Span.parse("100%"), END)
-    decay: Span = setting(Span.parse("20%"), "steps before the end in which it falls")
+    decay: Span = setting(Span.parse("20%"), "steps of decay before the end")
     shape: Literal["sqrt", "linear"] = setting(
-        "sqrt", "how it falls with the share s of the decay: 1 - sqrt(s), or 1 - s"
+        "sqrt", "curve of the decay at its share s: 1 - sqrt(s), or 1 - s"
     )
     floor: float = setting(0.0, FLOOR, low=0, high=1)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """There is a decay; without one this is `constant`."""
+        """Check that there is a decay; without one the schedule is `constant`."""
         if not self.decay.amount:
-            yield "decay", "nothing decays in no steps", "--config.schedule.decay=20%"
+            yield "decay", "a decay has at least one step", "--config.schedule.decay=20%"
 
 
 Schedule = (
-    Cosine | Linear | Constant | Polynomial | Exponential | InverseSqrt | Step | OneCycle | Wsd
+    Cosine | LinearDecay | Constant | Polynomial | Exponential | InverseSqrt | Step | OneCycle | Wsd
 )
 
 
 def spans(schedule: Schedule) -> dict[str, Span]:
-    """Its settings that are spans of the run, by name."""
-    found = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
-    return {name: value for name, value in found.items() if isinstance(value, Span)}
+    """Return the settings of a schedule that are spans of the run, by name."""
+    values = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
+    return {name: value for name, value in values.items() if isinstance(value, Span)}
 
 
 def problems(
     schedule: Schedule, total: int, tokens_per_step: int | Paced
 ) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with a schedule on a run of `total` steps: (setting, why, fix).
+    """Yield the conflicts of a schedule with a run of `total` steps: (setting, why, fix).
 
-    An end beyond the run in steps or tokens is none: the run may be the first part of a longer one. See `course.cautions`.
+    An end beyond the run in steps or tokens is no conflict, because the run may be the first part
+    of a longer one. See `schedule_functions.cautions`.
     """
-    found = spans(schedule)
-    for name, span in found.items():
+    parts = spans(schedule)
+    for name, span in parts.items():
         default = spans(type(schedule)())[name]
         fix = f"--config.schedule.{name}={default}"
         if span.unit == "second":
             fix = f"jaxlm config explain schedule.{name}"
-            yield name, f"a schedule cannot be a time such as {span}", fix
+            yield name, f"{span} is a time, not steps, tokens or a share", fix
         elif span.unit == "share" and span.amount > 1:
             yield name, f"{span} is more than the whole run", fix
-    # Parts of one step are one step each: it has no course that could be wrong.
-    if total == 1 or any(span.unit == "second" for span in found.values()):
+    # In a run of one step each part is one step, so parts cannot conflict.
+    if total == 1 or any(span.unit == "second" for span in parts.values()):
         return
-    steps = {name: span.steps(total, tokens_per_step) for name, span in found.items()}
+    steps = {name: span.steps(total, tokens_per_step) for name, span in parts.items()}
     warmup, end = steps["warmup"], steps.get("end", total)
-    usual = Span.parse("2%")
+    default_warmup = Span.parse("2%")
     if warmup >= end:
-        ends = (
-            f"the schedule ends: {warmup} steps, end at step {end}"
+        limit = (
+            f"the schedule ends at step {end} of {total}"
             if "end" in steps
-            else f"the run ends: {warmup} steps"
+            else f"the run has {total} steps"
         )
         yield (
             "warmup",
-            f"it is not over when {ends}, {total} steps in all",
-            f"--config.schedule.warmup={usual if usual.steps(total, tokens_per_step) < end else end - 1}",
+            f"the warm-up has {warmup} steps, but {limit}",
+            "--config.schedule.warmup="
+            f"{default_warmup if default_warmup.steps(total, tokens_per_step) < end else end - 1}",
         )
     elif "decay" in steps and warmup + steps["decay"] > end:
         yield (
             "decay",
-            f"{steps['decay']} steps of decay after {warmup} of warm-up do not end at step {end}",
+            f"{warmup} steps of warm-up and {steps['decay']} of decay do not fit before step {end}",
             f"--config.schedule.decay={end - warmup}",
         )
-    elif isinstance(schedule, Cosine) and (short := _shortest(schedule, end - warmup)) < 1:
+    elif isinstance(schedule, Cosine) and (short := _first_cycle_steps(schedule, end - warmup)) < 1:
         yield (
             "cycles",
-            f"the first of {schedule.cycles} cycles in {end - warmup} steps would have {short:.2g}",
-            f"--config.schedule.cycles={_most(schedule, end - warmup)}",
+            f"the first of {schedule.cycles} cycles in {end - warmup} steps has {short:.2g} steps",
+            f"--config.schedule.cycles={_max_cycles(schedule, end - warmup)}",
         )
     elif "every" in steps and warmup + steps["every"] > total:
         yield (
             "every",
-            f"the first cut would come at step {warmup + steps['every']}, and the run ends at {total}",
+            f"the first cut is at step {warmup + steps['every']}, but the run ends at {total}",
             f"--config.schedule.every={total - warmup}",
         )
 
 
 def cycle_starts(schedule: Cosine, length: int) -> list[int]:
-    """The steps, of `length`, at which its cycles begin, and the end of the last.
+    """Return the steps, of `length`, at which the cycles begin, and the end of the last.
 
-    Cycle k of n is g^k as long as the first, for the growth g: it begins at (g^k - 1) / (g^n - 1) of the whole, in
-    the limit k / n where g = 1.
+    With growth g, cycle k of n is g^k times as long as the first. It begins at the share
+    (g^k - 1) / (g^n - 1) of the whole; for g = 1, at k / n.
     """
     sizes = [schedule.growth**k for k in range(schedule.cycles)]
     starts = [length * sum(sizes[:k]) / sum(sizes) for k in range(schedule.cycles + 1)]
     return [math.floor(start + 0.5) for start in starts]
 
 
-def _shortest(schedule: Cosine, length: int) -> float:
+def _first_cycle_steps(schedule: Cosine, length: int) -> float:
     return length / sum(schedule.growth**k for k in range(schedule.cycles))
 
 
-def _most(schedule: Cosine, length: int) -> int:
-    """Return the number of cycles of `length` steps of which the first has one step at least."""
+def _max_cycles(schedule: Cosine, length: int) -> int:
+    """Return the largest number of cycles in `length` steps whose first has at least one step."""
     count, total = 0, 1.0
     while total <= length:
         count += 1

@@ -1,4 +1,4 @@
-"""AdamW whose parameters are the average of its iterates, instead of a learning rate that falls."""
+"""Schedule-free AdamW: the parameters are an average of iterates; the learning rate is constant."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,12 +10,12 @@ from jax import Array
 
 from jaxlm.core import tree
 from jaxlm.optim.config import ScheduleFree
-from jaxlm.optim.groups import Group
+from jaxlm.optim.groups import ParamGroup
 from jaxlm.optim.schedules import LearningRate
 
 
-class Iterates(NamedTuple):
-    """The updates so far, the sum of their squared rates; each leaf's last iterate, and its second moment."""
+class ScheduleFreeState(NamedTuple):
+    """Number of updates, sum of squared rates, and each leaf's last iterate and second moment."""
 
     updates: Array
     weight: Array
@@ -24,25 +24,31 @@ class Iterates(NamedTuple):
 
 
 def descend(
-    config: ScheduleFree, schedule: LearningRate, plan: Mapping[str, Group]
+    config: ScheduleFree, schedule: LearningRate, plan: Mapping[str, ParamGroup]
 ) -> optax.GradientTransformation:
-    """What is added to the parameters x, the average of the iterates z; the gradient g is taken between the two.
+    """Return the update of the parameters x, which are the average of the iterates z.
 
-        y = x + (1 - b1) (z - x)                              where g is taken: `ahead`
+        y = x + (1 - b1) (z - x)
         v <- b2 v + (1 - b2) g^2,  r = lr(t) sqrt(1 - b2^t)
         z <- z - r s (g / (sqrt(v) + eps) + d weight_decay y)
         x <- x + c (z - x),  with c = r^2 / (sum of r^2 so far)
 
-    with the leaf's learning-rate scale s and its decay's scale d, 0 where its group does not decay. What is evaluated, sampled, saved and
-    exported is x, so nothing but the step knows y. 8 bytes of state for a number, in float32; a step makes one more copy
-    of the parameters, y.
+    with g the gradient at y (`gradient_point`), s the leaf's learning-rate scale and d the scale of
+    its decay, 0 if its group does not decay. Evaluation, generation, checkpoints and exports use x;
+    only the training step computes y, as one more copy of the parameters. State: 8 bytes for each
+    number, in float32.
 
-    Source: Defazio et al. 2024, arXiv:2405.15682, algorithm 1. Its implementations keep y as the parameters and compute x
-    where a model is evaluated.
+    Args:
+      config: settings of the optimizer.
+      schedule: learning rate of the update that follows `step` completed ones.
+      plan: group of each leaf by its path, from `groups.assign`.
+
+    Source: Defazio et al. 2024, arXiv:2405.15682, algorithm 1. Its authors' code stores y as the
+    parameters and computes x when a model is evaluated.
     """
 
-    def init(params: Any) -> Iterates:
-        return Iterates(
+    def init(params: Any) -> ScheduleFreeState:
+        return ScheduleFreeState(
             jnp.zeros((), jnp.int32),
             jnp.zeros((), jnp.float32),
             jax.tree.map(jnp.copy, params),
@@ -51,14 +57,14 @@ def descend(
 
     def update(
         grads: Any,
-        state: Iterates,
+        state: ScheduleFreeState,
         params: Any = None,
         *,
         rate: Array | float = 1.0,
         applied: Array | None = None,
-        **others: Any,
-    ) -> tuple[Any, Iterates]:
-        del others
+        **extra_args: Any,
+    ) -> tuple[Any, ScheduleFreeState]:
+        del extra_args
         count = state.updates + 1
         t = count.astype(jnp.float32)
         lr = schedule(state.updates if applied is None else applied) * rate
@@ -75,18 +81,18 @@ def descend(
             if group.decays and config.weight_decay:
                 decay = config.weight_decay * group.decay_scale
                 direction = direction + decay * _between(config, x, z)
-            return z - size * group.rate(x.ndim) * direction
+            return z - size * group.lr_scale_for(x.ndim) * direction
 
         second = jax.tree.map(next_second, grads, state.second)
         last = tree.map_with_path(next_last, grads, second, params, state.last)
         updates = jax.tree.map(lambda x, z: (share * (z - x)).astype(x.dtype), params, last)
-        return updates, Iterates(count, weight, last, second)
+        return updates, ScheduleFreeState(count, weight, last, second)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def ahead(config: ScheduleFree, params: Any, state: Iterates, axes: Any) -> Any:
-    """Where the gradient is taken. A router's bias has no iterate of its own: there it is taken where it is."""
+def gradient_point(config: ScheduleFree, params: Any, state: ScheduleFreeState, axes: Any) -> Any:
+    """Return y, at which the gradient is taken; routers' biases have no iterate and stay at x."""
     names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
 
     def point(path: str, x: Array, z: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The course of the learning rate, as formulas for numpy and jax.numpy alike. Free of JAX."""
+"""Formulas of the learning-rate schedules, for numpy and for jax.numpy. Free of JAX."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from jaxlm.optim.schedule_config import (
     Cosine,
     Exponential,
     InverseSqrt,
-    Linear,
+    LinearDecay,
     OneCycle,
     Polynomial,
     Schedule,
@@ -27,18 +27,17 @@ from jaxlm.optim.schedule_config import (
 )
 
 
-def course(
+def lr_factor(
     config: Schedule, *, total: int, tokens_per_step: int | Paced, xp: Any
 ) -> Callable[[Any], Any]:
-    """The learning rate over its peak, of the update that follows so many completed ones.
+    """Return the function t -> learning rate over its peak, of the update after t completed ones.
 
-    `xp` is the module that computes: numpy, or jax.numpy. After t updates, with warm-up W, end E, floor f and
-    s = clip((t - W) / (E - W), 0, 1), it is
+    With warm-up W, end E, floor f and s = clip((t - W) / (E - W), 0, 1), the factor is
 
         t < W          (t + 1) / (W + 1)
         constant       1
         linear         1 + (f - 1) s
-        cosine         f + (1 - f) (1 + cos(pi s)) / 2, with s of the cycle that t lies in
+        cosine         f + (1 - f) (1 + cos(pi s)) / 2, with s in the cycle of t
         polynomial     f + (1 - f) (1 - s)^power
         exponential    f^s
         inverse_sqrt   sqrt((W + 1) / (t + 1))
@@ -46,16 +45,23 @@ def course(
         wsd            1 + (f - 1) shape(r), with r = clip((t - E + decay) / decay, 0, 1)
         one_cycle      a + (1 - a) (1 - cos(pi t / W)) / 2 for t < W, then cosine, with the start a
 
-    The first update is not zero, and step W is the first at the peak. With one cosine this is nanoGPT's `get_lr` with
-    `min_lr` the floor.
+    The first update is not zero, and step W is the first at the peak. With one cycle, cosine is
+    nanoGPT's `get_lr` with the floor as `min_lr`.
+
+    Args:
+      config: settings of the schedule.
+      total: steps of the run.
+      tokens_per_step: tokens of a step, for spans in tokens.
+      xp: module that computes: numpy or jax.numpy.
 
     Raises:
-      ConfigError: where a span is a time, or the parts of the schedule do not fit the run.
+      ConfigError: if a span is a time, or the parts of the schedule do not fit the run.
 
-    Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5 (cosine, restarts; cycles begin at whole steps);
-    Vaswani et al. 2017, arXiv:1706.03762, equation 3 (inverse_sqrt); Smith and Topin 2017, arXiv:1708.07120 (one_cycle,
-    whose lines are cosines here as in PyTorch's, and whose momentum stays as it is); Hu et al. 2024, arXiv:2404.06395,
-    section 4 (wsd), and Hägele et al. 2024, arXiv:2405.18392 (its decay by 1 - sqrt(r)).
+    Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5 (cosine, restarts; cycles begin
+    at whole steps); Vaswani et al. 2017, arXiv:1706.03762, equation 3 (inverse_sqrt); Smith and
+    Topin 2017, arXiv:1708.07120 (one_cycle; its lines are cosines here as in PyTorch, and momentum
+    does not change); Hu et al. 2024, arXiv:2404.06395, section 4 (wsd), and Hägele et al. 2024,
+    arXiv:2405.18392 (its decay by 1 - sqrt(r)).
     """
     for field, why, fix in problems(config, total, tokens_per_step):
         raise ConfigError(
@@ -65,8 +71,8 @@ def course(
     warmup = steps["warmup"]
 
     def factor(now: Any) -> Any:
-        after = _falling(config, steps, xp.maximum(now, warmup), xp)
-        return xp.where(now < warmup, _rising(config, warmup, now, xp), after)
+        after = _after_warmup(config, steps, xp.maximum(now, warmup), xp)
+        return xp.where(now < warmup, _during_warmup(config, warmup, now, xp), after)
 
     return factor
 
@@ -74,11 +80,11 @@ def course(
 def cautions(
     config: Schedule, *, total: int, tokens_per_step: int | Paced
 ) -> Iterator[tuple[str, str, str]]:
-    """What of a schedule the run does not reach, though that may be meant: (setting, why, fix)."""
+    """Yield the settings beyond the end of a run, which may be intended: (setting, why, fix)."""
     end = spans(config).get("end")
     if end is None or end.steps(total, tokens_per_step) <= total:
         return
-    last = course(config, total=total, tokens_per_step=tokens_per_step, xp=np)(float(total - 1))
+    last = lr_factor(config, total=total, tokens_per_step=tokens_per_step, xp=np)(float(total - 1))
     yield (
         "end",
         f"the schedule ends at step {end.steps(total, tokens_per_step)} and the run at {total}, "
@@ -87,7 +93,7 @@ def cautions(
     )
 
 
-def averaged(
+def with_swa_cycles(
     average: Average | None,
     factor: Callable[[Any], Any],
     *,
@@ -95,11 +101,21 @@ def averaged(
     tokens_per_step: int | Paced,
     xp: Any,
 ) -> Callable[[Any], Any]:
-    """A course that from swa's `begin` on is that of its cycles of c updates, where it has a rate of its own.
+    """Return `factor` with swa's cycles of the learning rate after its `begin`.
 
-    Of the update that follows t completed ones it is then high + (low - high) i / (c - 1), with i = (t - begin) mod c.
+    In cycles of c updates, the factor of the update after t completed ones is
+    high + (low - high) i / (c - 1), with i = (t - begin) mod c. Averages other than swa, and swa
+    without `high`, do not change `factor`.
 
-    Source: Izmailov et al. 2018, arXiv:1803.05407, section 3.2; there i counts from 1, and no update has `high` itself.
+    Args:
+      average: settings of the average.
+      factor: function t -> learning rate over its peak, from `lr_factor`.
+      total: steps of the run.
+      tokens_per_step: tokens of a step, for spans in tokens.
+      xp: module that computes: numpy or jax.numpy.
+
+    Source: Izmailov et al. 2018, arXiv:1803.05407, section 3.2; there i counts from 1, and no
+    update has `high` itself.
     """
     if not isinstance(average, Swa) or average.high is None:
         return factor
@@ -108,24 +124,26 @@ def averaged(
     high, low = average.high, average.low
 
     def cyclic(now: Any) -> Any:
-        place = (now - begin) % every
-        return xp.where(now < begin, factor(now), high + (low - high) * place / max(every - 1, 1))
+        position = (now - begin) % every
+        return xp.where(
+            now < begin, factor(now), high + (low - high) * position / max(every - 1, 1)
+        )
 
     return cyclic
 
 
-def _rising(config: Schedule, warmup: int, now: Any, xp: Any) -> Any:
+def _during_warmup(config: Schedule, warmup: int, now: Any, xp: Any) -> Any:
     if isinstance(config, OneCycle):
         return 1 - (1 - config.start) * _half_cosine(now / max(warmup, 1), xp)
     return (now + 1) / (warmup + 1)
 
 
-def _falling(config: Schedule, steps: dict[str, int], now: Any, xp: Any) -> Any:
-    """What follows the warm-up."""
+def _after_warmup(config: Schedule, steps: dict[str, int], now: Any, xp: Any) -> Any:
+    """Return the factor after the warm-up."""
     warmup, end = steps["warmup"], steps.get("end", 0)
 
-    def gone(begin: Any, end: Any) -> Any:
-        """How much of the way from one step to another, from 0 to 1."""
+    def completed(begin: Any, end: Any) -> Any:
+        """Return the share of the steps from `begin` to `end` that are completed, from 0 to 1."""
         return xp.clip((now - begin) / xp.maximum(end - begin, 1), 0.0, 1.0)
 
     match config:
@@ -136,31 +154,31 @@ def _falling(config: Schedule, steps: dict[str, int], now: Any, xp: Any) -> Any:
         case Step():
             return config.factor ** xp.floor((now - warmup) / steps["every"])
         case Exponential():
-            return config.floor ** gone(warmup, end)
-        case Linear():
-            left = 1 - gone(warmup, end)
+            return config.floor ** completed(warmup, end)
+        case LinearDecay():
+            remaining = 1 - completed(warmup, end)
         case Polynomial():
-            left = (1 - gone(warmup, end)) ** config.power
+            remaining = (1 - completed(warmup, end)) ** config.power
         case OneCycle():
-            left = _half_cosine(gone(warmup, end), xp)
+            remaining = _half_cosine(completed(warmup, end), xp)
         case Wsd():
-            share = gone(end - steps["decay"], end)
-            left = 1 - (xp.sqrt(share) if config.shape == "sqrt" else share)
+            share = completed(end - steps["decay"], end)
+            remaining = 1 - (xp.sqrt(share) if config.shape == "sqrt" else share)
         case Cosine():
-            left = _half_cosine(gone(*_cycle(config, warmup, end, now, xp)), xp)
-    return config.floor + (1 - config.floor) * left
+            remaining = _half_cosine(completed(*_cycle(config, warmup, end, now, xp)), xp)
+    return config.floor + (1 - config.floor) * remaining
 
 
 def _cycle(config: Cosine, warmup: int, end: int, now: Any, xp: Any) -> tuple[Any, Any]:
-    """The first and the last step of the cycle that `now` lies in."""
+    """Return the first and the last step of the cycle of `now`."""
     starts = [warmup + start for start in cycle_starts(config, end - warmup)]
-    found: tuple[Any, Any] = (starts[0], starts[1])
+    cycle: tuple[Any, Any] = (starts[0], starts[1])
     for start, stop in itertools.pairwise(starts[1:]):
         is_past = now >= start
-        found = xp.where(is_past, start, found[0]), xp.where(is_past, stop, found[1])
-    return found
+        cycle = xp.where(is_past, start, cycle[0]), xp.where(is_past, stop, cycle[1])
+    return cycle
 
 
 def _half_cosine(share: Any, xp: Any) -> Any:
-    """From 1 down to 0."""
+    """Return half a period of a cosine, from 1 to 0."""
     return 0.5 * (1 + xp.cos(math.pi * share))

@@ -9,7 +9,7 @@ from jax import Array
 from jaxlm.core.span import Paced
 from jaxlm.optim.average_config import Average
 from jaxlm.optim.schedule_config import Schedule
-from jaxlm.optim.schedule_functions import averaged, course
+from jaxlm.optim.schedule_functions import lr_factor, with_swa_cycles
 
 LearningRate = Callable[[Array | int], Array]
 
@@ -22,13 +22,20 @@ def build(
     tokens_per_step: int | Paced,
     average: Average | None = None,
 ) -> LearningRate:
-    """The learning rate of the update that follows `step` completed ones, float32: `lr` times the schedule's course.
+    """Return the function step -> learning rate of the update that follows `step` completed ones.
 
-    An `average` may have a course of its own, from where it begins.
+    The learning rate is float32.
+
+    Args:
+      config: settings of the schedule.
+      lr: peak learning rate.
+      total: steps of the run.
+      tokens_per_step: tokens of a step, for spans in tokens.
+      average: average of the parameters; swa may have cycles of the learning rate of its own.
 
     Raises:
-      ConfigError: where a span is a time, or the parts of the schedule do not fit the run.
+      ConfigError: if a span is a time, or the parts of the schedule do not fit the run.
     """
     length: dict[str, Any] = {"total": total, "tokens_per_step": tokens_per_step, "xp": jnp}
-    factor = averaged(average, course(config, **length), **length)
+    factor = with_swa_cycles(average, lr_factor(config, **length), **length)
     return lambda step: lr * factor(jnp.asarray(step, jnp.float32))

@@ -1,4 +1,4 @@
-"""Sophia: momentum over a diagonal of the curvature, each step clipped."""
+"""Sophia: momentum divided by the diagonal of the curvature, clipped element by element."""
 
 from typing import Any, NamedTuple
 
@@ -10,40 +10,48 @@ from jax import Array
 from jaxlm.optim.config import Sophia
 
 
-class Estimate(NamedTuple):
-    """Whether the diagonal was estimated at this step, and what came out; without a meaning where not."""
+class CurvatureEstimate(NamedTuple):
+    """CurvatureEstimate of the curvature's diagonal at this step; meaningless unless `is_due`."""
 
     is_due: Array
     diagonal: Any
 
 
-class Moments(NamedTuple):
-    """Each leaf's running means: of gradients, and of the estimated diagonal."""
+class SophiaState(NamedTuple):
+    """Running means of each leaf's gradient, and of the estimated diagonal."""
 
     first: Any
     second: Any
 
 
 def scale_by_sophia(config: Sophia) -> optax.GradientTransformationExtraArgs:
-    """From the gradient g, and at times an estimate e of the curvature's diagonal, to the direction u.
+    """Return the direction u of the gradient g and an estimate e of the curvature's diagonal.
 
-        m <- b1 m + (1 - b1) g,  h <- b2 h + (1 - b2) e  where there is an e
+        m <- b1 m + (1 - b1) g
+        h <- b2 h + (1 - b2) e    if this step has an estimate
         u = clip(m / max(gamma h, eps), -1, 1)
 
-    e is what `update` is given as `curvature`; `train.step` says how it is found. 8 bytes of state for a number, in float32;
-    an estimate takes about a step's time, and the gradient's memory.
+    `update` takes e as its argument `curvature`; `training.curvature` computes it, in about the
+    time of a step and the memory of the gradient. State: 8 bytes for each number, in float32.
 
-    Source: Liu et al. 2023, arXiv:2305.14342, algorithm 3. Optax's takes the diagonal of the step before, and divides m by
-    1 - b1^t, which the paper does not.
+    Source: Liu et al. 2023, arXiv:2305.14342, algorithm 3. Optax uses the diagonal of the previous
+    step, and divides m by 1 - b1^t; the paper does not.
     """
 
-    def init(params: Any) -> Moments:
-        return Moments(jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+    def init(params: Any) -> SophiaState:
+        return SophiaState(
+            jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+        )
 
     def update(
-        grads: Any, state: Moments, params: Any = None, *, curvature: Estimate, **others: Any
-    ) -> tuple[Any, Moments]:
-        del params, others
+        grads: Any,
+        state: SophiaState,
+        params: Any = None,
+        *,
+        curvature: CurvatureEstimate,
+        **extra_args: Any,
+    ) -> tuple[Any, SophiaState]:
+        del params, extra_args
 
         def next_second(h: Array, e: Array) -> Array:
             return jnp.where(curvature.is_due, config.b2 * h + (1 - config.b2) * e, h)
@@ -53,6 +61,6 @@ def scale_by_sophia(config: Sophia) -> optax.GradientTransformationExtraArgs:
 
         first = jax.tree.map(lambda g, m: config.b1 * m + (1 - config.b1) * g, grads, state.first)
         second = jax.tree.map(next_second, state.second, curvature.diagonal)
-        return jax.tree.map(direction, first, second), Moments(first, second)
+        return jax.tree.map(direction, first, second), SophiaState(first, second)
 
     return optax.GradientTransformationExtraArgs(init, update)

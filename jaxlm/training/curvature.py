@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxlm.core import random
 from jaxlm.data.batch import Tokens
-from jaxlm.optim.sophia import Estimate
+from jaxlm.optim.sophia import CurvatureEstimate
 from jaxlm.training.gradient import (
     GradientSpec,
     LossOfParams,
@@ -26,7 +26,7 @@ class Curvature(NamedTuple):
     every: int
 
 
-Estimator = Callable[[Any, Any, Tokens, Array, Array, Array], dict[str, Estimate]]
+Estimator = Callable[[Any, Any, Tokens, Array, Array, Array], dict[str, CurvatureEstimate]]
 
 
 def build_estimator(curvature: Curvature | None, spec: GradientSpec) -> Estimator:
@@ -46,7 +46,7 @@ def build_estimator(curvature: Curvature | None, spec: GradientSpec) -> Estimato
 
     def estimator(
         params: Any, grads: Any, batch: Tokens, key: Array, scale: Array, updates: Array
-    ) -> dict[str, Estimate]:
+    ) -> dict[str, CurvatureEstimate]:
         # After the gradient: else XLA starts before it is done and holds the activations of both.
         params, _ = jax.lax.optimization_barrier((params, grads))
         is_due = updates % every == 0
@@ -61,6 +61,6 @@ def build_estimator(curvature: Curvature | None, spec: GradientSpec) -> Estimato
         shapes = jax.eval_shape(estimate)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         diagonal = jax.lax.cond(is_due, estimate, lambda: constrained(zeros))
-        return {"curvature": Estimate(is_due, constrained(diagonal))}
+        return {"curvature": CurvatureEstimate(is_due, constrained(diagonal))}
 
     return estimator

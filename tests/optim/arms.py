@@ -1,4 +1,4 @@
-"""Every arm of the union `Optimizer`: its update again, in float64 numpy, and what it keeps. One table for all suites."""
+"""Every arm of the union `Optimizer`: its update in float64 numpy, and the bytes of its state."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from jaxlm.optim.config import (
     Soap,
     Sophia,
 )
-from jaxlm.optim.sophia import Estimate
+from jaxlm.optim.sophia import CurvatureEstimate
 
 AXES = {
     "embedding": {"table": ("vocab", "embed")},
@@ -61,7 +61,7 @@ class Leaf:
 
     @property
     def decays(self) -> bool:
-        """Whether it is a matrix or a table."""
+        """If it is a matrix or a table."""
         return self.path.endswith(("weight", "table"))
 
     @property
@@ -106,8 +106,8 @@ def adam(c, leaf, g, t):
 
 def nadam(c, leaf, g, t):
     m, v = leaf.mean("m", c.b1, g), leaf.mean("v", c.b2, g * g)
-    ahead = c.b1 * m / (1 - c.b1 ** (t + 1)) + (1 - c.b1) * g / (1 - c.b1**t)
-    return ahead / (np.sqrt(v / (1 - c.b2**t)) + c.eps)
+    lookahead = c.b1 * m / (1 - c.b1 ** (t + 1)) + (1 - c.b1) * g / (1 - c.b1**t)
+    return lookahead / (np.sqrt(v / (1 - c.b2**t)) + c.eps)
 
 
 def amsgrad(c, leaf, g, t):
@@ -139,7 +139,15 @@ def largest(x, dim, size):
 
 
 def rounded(x, book, dim, size, noise):
-    """Each number as an entry of the book times the largest of its block: one of the two around it, by the noise."""
+    """Each number as one of the two nearest entries of the book, times the largest of its block.
+
+    Args:
+      x: numbers.
+      book: values of the codes, ascending.
+      dim: dimension along which blocks are cut.
+      size: numbers in a block along it.
+      noise: uniform in [0, 1); decides between the two.
+    """
     scale = largest(x, dim, size)
     share = np.abs(x) / scale
     low = np.clip(np.searchsorted(book, share, side="right") - 1, 0, len(book) - 2)
@@ -156,7 +164,7 @@ def schedule_free(c, leaf, g, t):
     leaf.seen["z"] = z = z - size * (g / (np.sqrt(v) + c.eps) + decay * y)
     leaf.seen["sum"] = leaf.seen.get("sum", 0.0) + size**2
     share = size**2 / leaf.seen["sum"]
-    # As a direction, of which the suite takes `rate` times, with the decay that it adds.
+    # As a direction: the suite multiplies it by `rate` and adds the decay.
     return (x - ((1 - share) * x + share * z)) / rate - decay * x
 
 
@@ -186,9 +194,11 @@ def muon(c, leaf, g, t):
     if not leaf.is_matrix:
         return c.adam_lr / c.lr * adam(c, leaf, g, t)
     m = leaf.mean("m", c.momentum, g)
-    ahead = (c.momentum * m + (1 - c.momentum) * g).reshape(INPUTS[leaf.path], -1)
-    ins, outs = ahead.shape
-    return (orthogonal(ahead, c.newton_schulz_steps) * max(1, outs / ins) ** 0.5).reshape(g.shape)
+    lookahead = (c.momentum * m + (1 - c.momentum) * g).reshape(INPUTS[leaf.path], -1)
+    ins, outs = lookahead.shape
+    return (orthogonal(lookahead, c.newton_schulz_steps) * max(1, outs / ins) ** 0.5).reshape(
+        g.shape
+    )
 
 
 def soap(c, leaf, g, t):
@@ -219,13 +229,13 @@ def sophia(c, leaf, g, t):
     return np.clip(m / np.maximum(c.gamma * leaf.seen["h"], c.eps), -1, 1)
 
 
-def given(config, grads, t):
-    """What the t-th update is told beside the gradient: an estimate of the curvature where it is due, else nonsense."""
+def extra_args(config, grads, t):
+    """Extra arguments of update t: an estimate of the curvature if it is due, else nonsense."""
     if not isinstance(config, Sophia):
         return {}
     is_due = t % config.every == 1
     diagonal = jax.tree.map(lambda g: 20 * g * g if is_due else g + 1e3, grads)
-    return {"curvature": Estimate(jnp.asarray(is_due), diagonal)}
+    return {"curvature": CurvatureEstimate(jnp.asarray(is_due), diagonal)}
 
 
 def orthogonal(x, steps):
@@ -240,7 +250,7 @@ def orthogonal(x, steps):
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A config to try, its update in float64, and the bytes it keeps for a float32 of a large matrix."""
+    """A config, its update in float64, and its bytes of state for a number of a large matrix."""
 
     config: Optimizer
     direction: Direction
@@ -262,7 +272,7 @@ ARMS = {
     Lion: Arm(Lion(weight_decay=0.3), lion, 4),
     Adafactor: Arm(Adafactor(factor_from=4, weight_decay=0.3), adafactor, 4 / 512 + 4 / 2048),
     Muon: Arm(Muon(newton_schulz_dtype="float32", adam_lr=0.005, weight_decay=0.3), muon, 4),
-    # Of a side that is longer than the other by two, the first gradient leaves part of the basis open.
+    # The first gradient does not determine the basis of a side that is longer by two.
     Soap: Arm(Soap(longest=4, weight_decay=0.3), soap, 8 + 8 * (512 / 2048 + 2048 / 512)),
     Sophia: Arm(Sophia(every=3, gamma=0.5), sophia, 8),
 }

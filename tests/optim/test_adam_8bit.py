@@ -1,4 +1,4 @@
-"""Eight bits: numbers are kept by one of the two codes around them, the mean of which they are."""
+"""8-bit moments: each number is rounded to one of the two nearest codes, without bias."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ import optax
 import pytest
 
 from jaxlm.optim import build as optim
-from jaxlm.optim.adam_8bit import FIRST, SECOND, decoded, encoded
+from jaxlm.optim.adam_8bit import M_CODE, V_CODE, dequantize, quantize
 from jaxlm.optim.config import AdamW, AdamW8bit
 from jaxlm.optim.moments import blocks
 
-CUT = (1, 64)
+BLOCK = (1, 64)
 
 
 def spread(rng, shape=(4, 128)):
@@ -19,28 +19,29 @@ def spread(rng, shape=(4, 128)):
     return np.asarray(np.exp(rng.uniform(-14, 0, shape)), np.float32)
 
 
-@pytest.mark.parametrize("code", [FIRST, SECOND], ids=["first", "second"])
+@pytest.mark.parametrize("code", [M_CODE, V_CODE], ids=["first", "second"])
 def test_rounding_keeps_the_mean(code):
     rng = np.random.default_rng(0)
     x = jnp.asarray(spread(rng))
-    if code is FIRST:
+    if code is M_CODE:
         x = x * rng.choice([-1, 1], x.shape).astype(np.float32)
     noise = jnp.asarray(rng.uniform(size=(4000, *x.shape)), jnp.float32)
-    back = jax.vmap(lambda each: decoded(encoded(x, code, CUT, each), code, CUT))(noise)
+    back = jax.vmap(lambda each: dequantize(quantize(x, code, BLOCK, each), code, BLOCK))(noise)
     back = np.asarray(back, np.float64)
     error = back.mean(0) - x
-    # Within five standard errors, or what is too rare to be seen in so few draws; and a second moment below the first code is that code.
+    # Within five standard errors, or 2e-3 for roundings too rare for 4,000 draws. A second moment
+    # below the first code is rounded to that code.
     floor = np.repeat(np.abs(x).reshape(4, 2, 64).max(2), 64, axis=1) / code.largest**code.power
     is_low = np.abs(x) < floor
-    wanted = np.where(is_low & (code is SECOND), floor - x, 0.0)
-    assert (np.abs(error - wanted) <= 5 * back.std(0) / 4000**0.5 + 2e-3 * np.abs(x)).all()
+    expected = np.where(is_low & (code is V_CODE), floor - x, 0.0)
+    assert (np.abs(error - expected) <= 5 * back.std(0) / 4000**0.5 + 2e-3 * np.abs(x)).all()
     assert (back.std(0)[~is_low] > 0).mean() > 0.9, "nothing is at random"
 
 
-@pytest.mark.parametrize("code", [FIRST, SECOND], ids=["first", "second"])
+@pytest.mark.parametrize("code", [M_CODE, V_CODE], ids=["first", "second"])
 def test_a_number_is_kept_to_a_few_percent_of_itself_or_less_of_its_block(code):
     x = jnp.asarray(spread(np.random.default_rng(1)))
-    back = decoded(encoded(x, code, CUT, jnp.full(x.shape, 0.5)), code, CUT)
+    back = dequantize(quantize(x, code, BLOCK, jnp.full(x.shape, 0.5)), code, BLOCK)
     scale = np.repeat(np.asarray(x).reshape(4, 2, 64).max(2), 64, axis=1)
     is_large = np.asarray(x) > 1e-2 * scale
     assert (np.abs(back - x)[is_large] < 0.06 * x[is_large]).all()
@@ -49,10 +50,10 @@ def test_a_number_is_kept_to_a_few_percent_of_itself_or_less_of_its_block(code):
 
 def test_no_second_moment_but_that_of_zero_gradients_becomes_zero():
     x = jnp.asarray([[1.0, 1e-20, 0.0, 1e-12]])
-    coded = encoded(x, SECOND, (1, 4), jnp.full(x.shape, 0.999))
+    coded = quantize(x, V_CODE, (1, 4), jnp.full(x.shape, 0.999))
     assert coded.codes.tolist() == [[255, 1, 0, 1]]
-    empty = encoded(jnp.zeros((1, 4)), FIRST, (1, 4), jnp.zeros((1, 4)))
-    np.testing.assert_array_equal(decoded(empty, FIRST, (1, 4)), np.zeros((1, 4)))
+    empty = quantize(jnp.zeros((1, 4)), M_CODE, (1, 4), jnp.zeros((1, 4)))
+    np.testing.assert_array_equal(dequantize(empty, M_CODE, (1, 4)), np.zeros((1, 4)))
 
 
 def test_blocks_lie_along_a_dimension_that_fsdp_does_not_split():
@@ -80,16 +81,16 @@ def test_no_block_crosses_from_shard_to_shard(hidden):
 
 def test_scales_that_a_mesh_cannot_split_are_whole_on_each_device():
     """And the shapes are those of every other mesh, so that a state moves from one to another."""
-    here, there = (
+    uneven, even = (
         AdamW8bit().state((64, 1536), ("embed", "mlp"), {"tensor": n})[1] for n in (3, 4)
     )
-    assert here.axes == ("embed", None)
-    assert there.axes == ("embed", "mlp")
-    assert here.shape == there.shape == (64, 16)
+    assert uneven.axes == ("embed", None)
+    assert even.axes == ("embed", "mlp")
+    assert uneven.shape == even.shape == (64, 16)
 
 
 def test_a_noisy_descent_ends_where_that_of_adamw_ends():
-    """Least squares from noisy gradients whose sizes differ a thousandfold: the same distance to the answer."""
+    """Least squares from noisy gradients whose sizes differ a thousandfold: the same error."""
     rng = np.random.default_rng(2)
     sizes = jnp.asarray(np.exp(rng.uniform(-7, 0, (16, 64))), jnp.float32)
 

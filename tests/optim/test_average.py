@@ -13,7 +13,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.span import Span
 from jaxlm.objectives.loss import Loss
 from jaxlm.optim import average, schedules
-from jaxlm.optim.average_config import Ema, NoAverage, Swa, problems, start
+from jaxlm.optim.average_config import Ema, NoAverage, Swa, first_averaged_update, problems
 from jaxlm.optim.schedule_config import Constant
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
@@ -24,7 +24,7 @@ LENGTH = {"total": 40, "tokens_per_step": 10}
 
 
 class Batch(typing.NamedTuple):
-    """What a step reads of a batch."""
+    """The fields of a batch that a step reads."""
 
     targets: jax.Array
     weights: jax.Array
@@ -40,8 +40,8 @@ def ema(points, begin, decay):
     out = points[0]
     for t, p in enumerate(points[1:], 1):
         n = t - begin
-        kept = min(decay, (1 + n) / (10 + n))
-        out = p if n < 1 else kept * out + (1 - kept) * p
+        factor = min(decay, (1 + n) / (10 + n))
+        out = p if n < 1 else factor * out + (1 - factor) * p
     return out
 
 
@@ -62,13 +62,13 @@ def swa(points, begin, every):
 def test_an_average_is_that_of_a_float64_reference(config, expected, dtype):
     points = np.asarray(jnp.asarray(course(), dtype), np.float64)
     update = jax.jit(average.build(config, **LENGTH))
-    kept = average.first({"w": jnp.asarray(points[0], dtype)})
+    averages = average.init({"w": jnp.asarray(points[0], dtype)})
     for number, point in enumerate(points[1:], 1):
-        kept = update(kept, {"w": jnp.asarray(point, dtype)}, jnp.int32(number))
-        if number == start(config, **LENGTH) - 1:
-            np.testing.assert_array_equal(kept["w"], point), "until then it is the parameters"
-    assert kept["w"].dtype == jnp.float32
-    np.testing.assert_allclose(kept["w"], expected(points), rtol=2e-6, atol=1e-6)
+        averages = update(averages, {"w": jnp.asarray(point, dtype)}, jnp.int32(number))
+        if number == first_averaged_update(config, **LENGTH) - 1:
+            np.testing.assert_array_equal(averages["w"], point), "until then it is the parameters"
+    assert averages["w"].dtype == jnp.float32
+    np.testing.assert_allclose(averages["w"], expected(points), rtol=2e-6, atol=1e-6)
 
 
 def test_the_learning_rate_of_swa_is_its_own_from_its_beginning():
@@ -76,9 +76,9 @@ def test_the_learning_rate_of_swa_is_its_own_from_its_beginning():
     inner = Constant(warmup=Span.parse(4))
     rate = schedules.build(inner, lr=2.0, average=config, **LENGTH)
     plain = schedules.build(inner, lr=2.0, **LENGTH)
-    found = [float(rate(t)) for t in range(25)]
-    assert found[:10] == [float(plain(t)) for t in range(10)]
-    np.testing.assert_allclose(found[10:], [0.8, 0.7, 0.6, 0.5, 0.4] * 3, rtol=1e-6)
+    rates = [float(rate(t)) for t in range(25)]
+    assert rates[:10] == [float(plain(t)) for t in range(10)]
+    np.testing.assert_allclose(rates[10:], [0.8, 0.7, 0.6, 0.5, 0.4] * 3, rtol=1e-6)
     keeps = schedules.build(inner, lr=2.0, average=Swa(high=None), **LENGTH)
     assert [float(keeps(t)) for t in range(40)] == [float(plain(t)) for t in range(40)]
 
@@ -106,7 +106,7 @@ def test_a_step_that_is_not_applied_leaves_the_average_as_it_was():
         )
     )
     params = {"w": jnp.zeros(3)}
-    state = states.fresh(params, optimizer, guard, average.first(params))
+    state = states.fresh(params, optimizer, guard, average.init(params))
     points, before = [], None
     for number, target in enumerate(course(12)[1:]):
         before = np.asarray(state.average["w"]).tobytes()

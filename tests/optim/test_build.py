@@ -10,7 +10,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.optim import build as optim
 from jaxlm.optim.config import AdamW, Optimizer, ScheduleFree
-from tests.optim.arms import ARMS, AXES, NEAR, SIZES, Leaf, given
+from tests.optim.arms import ARMS, AXES, NEAR, SIZES, Leaf, extra_args
 
 EVERY_ARM = pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
 NAMES = tree.leaves(AXES, is_leaf=lambda node: isinstance(node, tuple))
@@ -41,7 +41,7 @@ def run(config, steps=50):
     update = jax.jit(optimizer.update)
     passed = []
     for t, grad in enumerate(grads, 1):
-        updates, state = update(grad, state, params, **given(config, grad, t))
+        updates, state = update(grad, state, params, **extra_args(config, grad, t))
         params = optax.apply_updates(params, updates)
         passed.append(tree.leaves(params))
     ours = {path: np.stack([each[path] for each in passed]) for path in NAMES}
@@ -50,7 +50,7 @@ def run(config, steps=50):
 
 def expected(config, direction, start, grads):
     """The parameters after each of the same steps, each layer of a stack for itself."""
-    found = {}
+    values_by_path = {}
     for path, axes in NAMES.items():
         layers = range(SIZES["layers"]) if axes[0] == "layers" else [...]
         values = []
@@ -63,23 +63,24 @@ def expected(config, direction, start, grads):
                 leaf.value = leaf.value - 0.01 / t * (u + decay * leaf.value)
                 passed.append(leaf.value)
             values.append(passed)
-        found[path] = np.stack(values, axis=1).reshape(len(grads), *start[path].shape)
-    return found
+        values_by_path[path] = np.stack(values, axis=1).reshape(len(grads), *start[path].shape)
+    return values_by_path
 
 
 @EVERY_ARM
 def test_an_arm_is_its_published_update_for_50_steps(arm, record_property):
-    """The parameters, which begin as draws of the size of one, are the reference's after every step."""
+    """Compare the parameters, which start as normal draws, after every step."""
     known = ARMS[arm]
     config = dataclasses.replace(known.config, clip_norm=None)
     ours, start, grads = run(config)
-    wanted = expected(config, known.direction, start, grads)
-    for path, value in wanted.items():
+    reference = expected(config, known.direction, start, grads)
+    for path, value in reference.items():
         np.testing.assert_allclose(ours[path], value, err_msg=path, **NEAR)
-    most = max(np.abs(ours[path] - value).max() for path, value in wanted.items())
+    most = max(np.abs(ours[path] - value).max() for path, value in reference.items())
     record_property(
         "table",
-        f"{config.name}: deviates by {most:.1e} at most in 50 steps, keeps {known.matrix_bytes:.4g} bytes a number of a matrix",
+        f"{config.name}: deviates by {most:.1e} at most in 50 steps,"
+        f" keeps {known.matrix_bytes:.4g} bytes a number of a matrix",
     )
 
 
@@ -90,8 +91,12 @@ def test_an_arm_keeps_the_bytes_that_it_states(arm):
     matrix = {"up": {"weight": jax.ShapeDtypeStruct((2, 512, 2048), jnp.float32)}}
     optimizer = optim.build(arm(), schedule, axes)
     state = jax.eval_shape(optimizer.init, matrix)
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim)
-    assert kept / matrix["up"]["weight"].size == pytest.approx(ARMS[arm].matrix_bytes, rel=0.02)
+    state_bytes = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim
+    )
+    assert state_bytes / matrix["up"]["weight"].size == pytest.approx(
+        ARMS[arm].matrix_bytes, rel=0.02
+    )
 
 
 def test_values_are_clipped_before_the_norm():
@@ -151,14 +156,14 @@ def test_a_rate_is_a_factor_on_the_learning_rate(arm):
     config = ARMS[arm].config
     rng = np.random.default_rng(0)
     start, grads = draw(rng), [draw(rng) for _ in range(2)]
-    found = []
+    results = []
     for factor, rate in ((0.5, 1.0), (1.0, 0.5)):
         optimizer = optim.build(config, lambda step, factor=factor: factor * schedule(step), AXES)
         params, state, update = start, optimizer.init(start), jax.jit(optimizer.update)
         for t, grad in enumerate(grads, 1):
             updates, state = update(
-                grad, state, params, rate=jnp.float32(rate), **given(config, grad, t)
+                grad, state, params, rate=jnp.float32(rate), **extra_args(config, grad, t)
             )
             params = optax.apply_updates(params, updates)
-        found.append(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *found)
+        results.append(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *results)

@@ -10,7 +10,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim import build, groups
 from jaxlm.optim.config import AdamW, Optimizer, Sgd
-from tests.optim.arms import given
+from tests.optim.arms import extra_args
 
 AXES = {
     "embedding": {"table": ("vocab", "embed")},
@@ -35,8 +35,8 @@ def test_matrices_and_tables_decay_but_biases_and_stacked_vectors_do_not():
 
 def test_a_pattern_takes_the_decay_away_and_another_scales_the_rate():
     plan = groups.assign(AdamW(no_decay=("embedding/*",), lr_scale=("*/query/*=0.25",)), AXES)
-    assert plan["embedding/table"] == groups.Group(False, 1.0)
-    assert plan["stack/query/weight"] == groups.Group(True, 0.25)
+    assert plan["embedding/table"] == groups.ParamGroup(False, 1.0)
+    assert plan["stack/query/weight"] == groups.ParamGroup(True, 0.25)
 
 
 def test_a_pattern_without_a_match_is_refused_with_the_leaves_named():
@@ -75,7 +75,7 @@ def drawn(seed=0):
 
 
 def moved(config, grads, **options):
-    """What one update at the rate 1 adds to the parameters."""
+    """The update of the parameters at a learning rate of 1."""
     optimizer = build.build(config, lambda _: jnp.float32(1.0), LAYERED, **options)
     return tree.leaves(optimizer.update(grads, optimizer.init(drawn()), drawn())[0])
 
@@ -139,7 +139,7 @@ def test_what_is_frozen_has_no_state_and_keeps_every_bit(arm):
     state = optimizer.init(params)
     assert not [path for path in tree.leaves(state) if any(each in path for each in held)]
     build.state_axes(config, optimizer, jax.eval_shape(drawn), LAYERED)  # each leaf has its place
-    updates, _ = optimizer.update(grads, state, params, **given(config, grads, 1))
+    updates, _ = optimizer.update(grads, state, params, **extra_args(config, grads, 1))
     after = tree.leaves(optax.apply_updates(params, updates))
     for path, before in tree.leaves(params).items():
         is_same = np.asarray(after[path]).tobytes() == before.tobytes()
@@ -152,7 +152,7 @@ def test_freezing_all_or_what_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="matches no parameter"):
         groups.frozen(AdamW(freeze=("embeding/*",)), LAYERED)
     with pytest.raises(ConfigError, match="two groups of clip_groups"):
-        groups.clipped(AdamW(clip_groups=("stack/*=1", "*/up/weight=2")), LAYERED)
+        groups.clip_groups(AdamW(clip_groups=("stack/*=1", "*/up/weight=2")), LAYERED)
 
 
 @pytest.mark.parametrize("entry", ["embedding/*", "=0.5", "a=-1", "a=nan", "a=fast"])

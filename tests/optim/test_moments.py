@@ -1,4 +1,4 @@
-"""The closed form of what an optimizer keeps is what it keeps."""
+"""The state that `config.state` predicts is the state that the optimizer creates."""
 
 import collections
 import typing
@@ -41,17 +41,17 @@ def test_moments_have_these_shapes_and_axes(config):
     state = jax.eval_shape(optimizer.init, blueprint.shapes)
     axes = build.state_axes(config, optimizer, blueprint.shapes, blueprint.axes)
     names = jax.tree.leaves(axes, is_leaf=_is_axes)
-    kept = collections.Counter(
+    arrays = collections.Counter(
         (leaf.shape, name, leaf.dtype.itemsize)
         for leaf, name in zip(jax.tree.leaves(state), names, strict=True)
         if leaf.shape
     )
-    said = collections.Counter(
-        (kept.shape, kept.axes, kept.item_bytes or 4)
+    stated = collections.Counter(
+        (array.shape, array.axes, array.item_bytes or 4)
         for each in tensors(decoder)
-        for kept in config.state(each.shape, each.axes)
+        for array in config.state(each.shape, each.axes)
     )
-    assert said == kept
+    assert stated == arrays
 
 
 def _is_axes(node):

@@ -54,13 +54,13 @@ def test_singular_values_end_near_one(dtype, shape):
     x = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32) * 1e-3
     values = jnp.linalg.svd(muon.newton_schulz(x, 5, dtype).astype(jnp.float32), compute_uv=False)
     assert float(values.max()) < 1.3
-    # Random square matrices have singular values near zero, which five steps do not lift all the way.
+    # Random square matrices have singular values near zero, which five steps do not raise to 1.
     assert float(jnp.median(values)) > 0.6
 
 
 @pytest.mark.parametrize("ways", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_each_device_multiplies_its_part_of_newton_schulz(ways):
-    """By the products in the compiled update: a quarter of the work each, and none that is whole."""
+    """Count the products in the compiled update: each device does a quarter of every one."""
     axes = {"up": {"weight": ("layers", "embed", "mlp")}}
     whole = {"up": {"weight": jax.ShapeDtypeStruct((2, 64, 256), jnp.float32)}}
     config = Muon(newton_schulz_dtype="float32")
@@ -70,7 +70,9 @@ def test_each_device_multiplies_its_part_of_newton_schulz(ways):
     def compiled(params_at, state_at):
         def of(shapes, layout):
             return jax.tree.map(
-                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, layout
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                shapes,
+                layout,
             )
 
         params = of(whole, params_at)
@@ -93,7 +95,7 @@ def test_each_device_multiplies_its_part_of_newton_schulz(ways):
     assert not products.keys() & shares.keys()
 
 
-def test_only_matrices_of_blocks_are_orthogonalised_and_they_need_no_second_moment():
+def test_only_matrices_of_blocks_are_orthogonalized_and_they_need_no_second_moment():
     assert moments.inputs(("layers", "embed", "heads", "head_dim")) == (1,)
     assert moments.inputs(("layers", "heads", "head_dim", "embed")) == (1, 2)
     for axes in (

@@ -36,24 +36,24 @@ def test_heads_past_the_limit_come_back_to_it(kv_heads, latent):
     )
     x = jax.random.normal(jax.random.key(5), (2, LENGTH, WIDTH))
     before = peaks(module, x)
-    largest = float(np.sort(before)[1:3].mean())
+    limit = float(np.sort(before)[1:3].mean())
     layer = {"stack": {"0": {"attention": jax.tree.map(lambda p: jnp.float32(p)[None], params)}}}
-    clipped, told = qk_clip(layer, {"stack/0/logit_max": jnp.asarray(before)[None]}, largest)
+    clipped, metrics = qk_clip(layer, {"stack/0/logit_max": jnp.asarray(before)[None]}, limit)
     now = clipped["stack"]["0"]["attention"]
     for name in ("query", "key"):
         for part, value in now[name].items():
             getattr(getattr(module, name), part)[...] = value[0]
-    np.testing.assert_allclose(peaks(module, x), np.minimum(before, largest), rtol=1e-5)
-    assert int(told["qk_clipped_heads"]) == (before > largest).sum() == 2
-    np.testing.assert_allclose(told["attention_logit_max"], before.max(), rtol=1e-6)
+    np.testing.assert_allclose(peaks(module, x), np.minimum(before, limit), rtol=1e-5)
+    assert int(metrics["qk_clipped_heads"]) == (before > limit).sum() == 2
+    np.testing.assert_allclose(metrics["attention_logit_max"], before.max(), rtol=1e-6)
     for name in params.keys() - {"query", "key"}:
         if "weight" not in params[name]:
             continue
         np.testing.assert_array_equal(now[name]["weight"][0], np.float32(params[name]["weight"]))
-    kept = np.asarray(now["key"]["weight"][0]) == np.float32(params["key"]["weight"])
+    unchanged = np.asarray(now["key"]["weight"][0]) == np.float32(params["key"]["weight"])
     # Keys that heads share stay; others take half of the way.
-    assert kept.all() == (kv_heads == 2)
-    stays = before <= largest
+    assert unchanged.all() == (kv_heads == 2)
+    stays = before <= limit
     query = np.asarray(now["query"]["weight"][0]) == np.float32(params["query"]["weight"])
     assert query[:, stays].all()
     assert not query[:, ~stays].any()

@@ -1,4 +1,4 @@
-"""Stochastic rounding is unbiased, keeps what needs no rounding, and draws where the numbers are."""
+"""Stochastic rounding is unbiased, keeps exact numbers, and draws on the device of each shard."""
 
 import re
 
@@ -31,14 +31,16 @@ def numbers(count):
 def test_the_mean_over_all_noises_is_the_number_itself(dtype):
     """Over every value of the noise, not over a sample: to half a step of 2^-16 of a distance."""
     x = jnp.asarray(numbers(64))
-    found = jax.jit(lambda x, u: rounding.stochastic(x, dtype, u))(x[:, None], LEVELS[None])
-    found = np.asarray(found, np.float64)
-    assert all(len(np.unique(row)) <= 2 for row in found)
-    distance = np.abs(found.max(1) - found.min(1))
-    gap = np.abs(found.mean(1) - np.asarray(x, np.float64))
+    rounded_values = jax.jit(lambda x, u: rounding.stochastic(x, dtype, u))(
+        x[:, None], LEVELS[None]
+    )
+    rounded_values = np.asarray(rounded_values, np.float64)
+    assert all(len(np.unique(row)) <= 2 for row in rounded_values)
+    distance = np.abs(rounded_values.max(1) - rounded_values.min(1))
+    gap = np.abs(rounded_values.mean(1) - np.asarray(x, np.float64))
     assert (gap <= distance * 2.0**-16).all()
     if dtype == jnp.bfloat16:
-        np.testing.assert_array_equal(found.mean(1), np.asarray(x, np.float64))
+        np.testing.assert_array_equal(rounded_values.mean(1), np.asarray(x, np.float64))
 
 
 @LOW
@@ -46,17 +48,19 @@ def test_what_the_dtype_holds_and_what_is_no_number_stays(dtype):
     held = jnp.asarray([*numbers(200), jnp.finfo(dtype).max], dtype)
     exact = jnp.concatenate([held, -held, jnp.asarray(SPECIAL, dtype)])
     for noise in (0.0, 0.5, 1 - 2**-16):
-        found = rounding.stochastic(exact.astype(jnp.float32), dtype, jnp.full(exact.shape, noise))
-        kept = (np.asarray(each).view(np.uint16) for each in (found, exact))
-        np.testing.assert_array_equal(*kept)
+        rounded_values = rounding.stochastic(
+            exact.astype(jnp.float32), dtype, jnp.full(exact.shape, noise)
+        )
+        bits = (np.asarray(each).view(np.uint16) for each in (rounded_values, exact))
+        np.testing.assert_array_equal(*bits)
 
 
 def test_frozen_leaves_and_numbers_that_are_not_moved_keep_their_bits():
     """A frozen leaf is moved by -0."""
     params = {"w": jnp.asarray([*numbers(500), *SPECIAL], jnp.bfloat16)}
     still = {"w": jnp.full(params["w"].shape, -0.0)}
-    found = rounding.rounded(rounding.add(params, still), params, KEY)
-    bits = (np.asarray(tree["w"]).view(np.uint16) for tree in (found, params))
+    rounded_values = rounding.rounded(rounding.add(params, still), params, KEY)
+    bits = (np.asarray(tree["w"]).view(np.uint16) for tree in (rounded_values, params))
     np.testing.assert_array_equal(*bits)
 
 
@@ -81,7 +85,7 @@ def test_small_updates_add_up_to_what_they_are_in_float32():
 
 
 def test_the_noise_is_uniform_and_no_two_positions_leaves_or_steps_share_theirs():
-    """By chi-square over 256 classes, and by the correlation of neighbours along each dimension."""
+    """By chi-square over 256 classes, and by the correlation of neighbors along each dimension."""
     shape = (16, 128, 256)
     count = np.prod(shape)
     draws = [np.asarray(rounding.uniform(jax.random.fold_in(KEY, n), shape)) for n in range(3)]
@@ -107,20 +111,23 @@ def test_leaves_and_steps_draw_numbers_of_their_own_and_other_dtypes_are_left_al
     x = jnp.full(4096, 1 + 2.0**-8)
     values = {"a": x, "b": x, "f": x, "n": jnp.arange(3)}
     like = {"a": x.astype(jnp.bfloat16), "b": x.astype(jnp.bfloat16), "f": x, "n": jnp.arange(3)}
-    found = rounding.rounded(values, like, KEY)
-    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, like)
-    np.testing.assert_array_equal(found["f"], x)
+    rounded_values = rounding.rounded(values, like, KEY)
+    assert jax.tree.map(lambda x: x.dtype, rounded_values) == jax.tree.map(lambda x: x.dtype, like)
+    np.testing.assert_array_equal(rounded_values["f"], x)
     later = rounding.rounded(values, like, jax.random.fold_in(KEY, 1))
-    for one, other in ((found["a"], found["b"]), (found["a"], later["a"])):
+    for one, other in (
+        (rounded_values["a"], rounded_values["b"]),
+        (rounded_values["a"], later["a"]),
+    ):
         assert (one == other).mean() == pytest.approx(0.5, abs=0.05)
-    again = rounding.rounded({"a": x}, {"a": like["a"]}, KEY)
-    np.testing.assert_array_equal(found["a"], again["a"])
+    repeated = rounding.rounded({"a": x}, {"a": like["a"]}, KEY)
+    np.testing.assert_array_equal(rounded_values["a"], repeated["a"])
 
 
 def test_a_sharded_leaf_is_rounded_as_a_whole_one_and_nothing_is_sent():
     """No collective in the program, and no array in it larger than a device's part."""
     grid = mesh.build(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
-    shape, own = (48, 96), (24, 48)
+    shape, local = (48, 96), (24, 48)
     x = jax.random.normal(jax.random.key(0), shape)
     like = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     place = NamedSharding(grid, PartitionSpec("fsdp", "tensor"))
@@ -133,9 +140,9 @@ def test_a_sharded_leaf_is_rounded_as_a_whole_one_and_nothing_is_sent():
     for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert name not in text
     sizes = [
-        int(np.prod([int(n) for n in found.split(",")]))
-        for found in re.findall(r"[a-z]+\d+\[([\d,]+)\]", text)
+        int(np.prod([int(n) for n in dims.split(",")]))
+        for dims in re.findall(r"[a-z]+\d+\[([\d,]+)\]", text)
     ]
-    assert max(sizes) == np.prod(own)
-    found = program(jax.device_put(x, place))
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(jax.jit(rounded)(x)))
+    assert max(sizes) == np.prod(local)
+    rounded_values = program(jax.device_put(x, place))
+    np.testing.assert_array_equal(np.asarray(rounded_values), np.asarray(jax.jit(rounded)(x)))

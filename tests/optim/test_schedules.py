@@ -14,7 +14,7 @@ from jaxlm.optim.schedule_config import (
     Cosine,
     Exponential,
     InverseSqrt,
-    Linear,
+    LinearDecay,
     OneCycle,
     Polynomial,
     Schedule,
@@ -39,7 +39,7 @@ def span(text):
 
 
 def of(arm, **settings):
-    """The arm with its parts at W and E, said in steps, shares and tokens alike."""
+    """The arm with its parts at W and E, in steps, shares and tokens."""
     end = {"end": span("95%")} if hasattr(arm(), "end") else {}
     return arm(warmup=span(f"{W * TOKENS}tok"), **end, **settings)
 
@@ -62,10 +62,10 @@ def restarts(t, lengths=(257, 514, 1029), floor=0.1):
     return floor
 
 
-# What follows the warm-up, as a factor of the peak: by the step, in float64.
+# The factor on the peak after the warm-up, by the step, in float64.
 CASES = {
     "constant": (of(Constant), lambda t: 1.0),
-    "linear": (of(Linear, floor=0.2), lambda t: 1 - 0.8 * share(t)),
+    "linear": (of(LinearDecay, floor=0.2), lambda t: 1 - 0.8 * share(t)),
     "cosine": (of(Cosine, floor=0.1), lambda t: 0.1 + 0.9 * half(share(t))),
     "cosine, 3 cycles": (
         of(Cosine, floor=0.0, cycles=3),
@@ -153,44 +153,44 @@ def test_cycles_begin_at_whole_steps_and_grow():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "reason"),
     [
-        ({"name": "cosine", "warmup": "200"}, "it is not over when the schedule ends: 200 steps"),
-        ({"name": "linear", "warmup": "5%", "end": "8"}, "end at step 8"),
+        ({"name": "cosine", "warmup": "200"}, "200 steps, but the schedule ends at step 200"),
+        ({"name": "linear", "warmup": "5%", "end": "8"}, "ends at step 8"),
         ({"name": "linear", "end": "120%"}, "more than the whole run"),
         ({"name": "cosine", "warmup": "100", "cycles": "101"}, "101 cycles in 100 steps"),
         ({"name": "cosine", "cycles": "9", "growth": "3"}, "9 cycles in"),
-        ({"name": "wsd", "warmup": "50", "decay": "160"}, "do not end at step 200"),
-        ({"name": "wsd", "decay": "0"}, "nothing decays"),
+        ({"name": "wsd", "warmup": "50", "decay": "160"}, "do not fit before step 200"),
+        ({"name": "wsd", "decay": "0"}, "at least one step"),
         ({"name": "step", "every": "0"}, "at least a step apart"),
         ({"name": "step", "every": "300"}, "the run ends at 200"),
         ({"name": "step", "warmup": "90%", "every": "30%"}, "the run ends at 200"),
-        ({"name": "linear", "end": "4"}, "end at step 4"),
-        ({"name": "linear", "warmup": "1", "end": "1"}, "end at step 1"),
-        ({"name": "constant", "warmup": "200"}, "when the run ends: 200 steps"),
-        ({"name": "inverse_sqrt", "warmup": "5000"}, "when the run ends: 5000 steps"),
+        ({"name": "linear", "end": "4"}, "ends at step 4"),
+        ({"name": "linear", "warmup": "1", "end": "1"}, "ends at step 1"),
+        ({"name": "constant", "warmup": "200"}, "200 steps, but the run has 200"),
+        ({"name": "inverse_sqrt", "warmup": "5000"}, "5000 steps, but the run has 200"),
         ({"name": "inverse_sqrt", "warmup": "0"}, "without one"),
     ],
     ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else "",
 )
-def test_a_schedule_that_cannot_be_meant_is_refused_with_a_fix_that_works(settings, said):
+def test_a_schedule_that_cannot_be_meant_is_refused_with_a_fix_that_works(settings, reason):
     pairs = [("train.steps", "200")]
     pairs += [(f"schedule.{name}", value) for name, value in settings.items()]
     with pytest.raises(ConfigError) as caught:
         config.load(Run, None, pairs)
-    assert said in caught.value.why
+    assert reason in caught.value.why
     if caught.value.fix.startswith("jaxlm "):
         assert main(caught.value.fix.split()[1:]) == 0
         return
     path, _, value = caught.value.fix.removeprefix("--config.").partition("=")
-    kept = [pair for pair in pairs if pair[0] != path]
-    config.load(Run, None, [*kept, (path, value)])
+    others = [pair for pair in pairs if pair[0] != path]
+    config.load(Run, None, [*others, (path, value)])
 
 
 def test_a_schedule_in_time_gets_no_other_schedule():
     with pytest.raises(ConfigError, match="does not fit") as caught:
         config.load(Run, None, [("schedule.warmup", "10m")])
-    assert "cannot be a time" in caught.value.why
+    assert "is a time" in caught.value.why
     assert caught.value.fix == "jaxlm config explain schedule.warmup"
 
 
@@ -201,7 +201,7 @@ def test_an_end_beyond_the_run_is_allowed_where_it_is_said_in_steps():
 
 
 def test_a_schedule_that_does_not_fit_is_refused_by_what_builds_it_too():
-    with pytest.raises(ConfigError, match="2000 steps in all") as caught:
+    with pytest.raises(ConfigError, match="2000 steps, but the schedule ends") as caught:
         values(Cosine(warmup=span(2000)))
     assert caught.value.fix.startswith("--config.schedule.warmup=")
     values(Cosine(warmup=span(caught.value.fix.partition("=")[2])))

@@ -1,4 +1,4 @@
-"""Every arm on four devices: its state in parts, the updates of the published formula, and the same bits after a restore."""
+"""Every arm on four devices: sharded state, published updates, the same bits after a restore."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from jaxlm.optim.config import Soap
 from jaxlm.parallel import mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.training import state as states
-from tests.optim.arms import ARMS, AXES, NEAR, given
+from tests.optim.arms import ARMS, AXES, NEAR, extra_args
 from tests.optim.test_build import EVERY_ARM, draw, expected, schedule, shapes
 
 STEPS = 4
@@ -43,8 +43,8 @@ def test_an_arm_is_the_same_in_parts_and_from_a_checkpoint_on(arm, zero, tmp_pat
     def begin():
         return jax.lax.with_sharding_constraint(optimizer.init(start), state_at)
 
-    def update(grad, params, state, told):
-        updates, state = optimizer.update(grad, state, params, **told)
+    def update(grad, params, state, extras):
+        updates, state = optimizer.update(grad, state, params, **extras)
         return optax.apply_updates(params, updates), state
 
     compiled = jax.jit(update, out_shardings=(params_at, state_at))
@@ -52,7 +52,7 @@ def test_an_arm_is_the_same_in_parts_and_from_a_checkpoint_on(arm, zero, tmp_pat
     def follow(params, state, first, last):
         for t, grad in enumerate(grads[first:last], first + 1):
             grad = jax.device_put(grad, grads_at)
-            params, state = compiled(grad, params, state, given(config, grad, t))
+            params, state = compiled(grad, params, state, extra_args(config, grad, t))
         return params, state
 
     with jax.set_mesh(grid):
@@ -61,15 +61,15 @@ def test_an_arm_is_the_same_in_parts_and_from_a_checkpoint_on(arm, zero, tmp_pat
         store = Store(tmp_path, CheckpointConfig())
         store.save(2, {"params": half[0], "opt_state": half[1]}, {})
         store.wait()
-        wanted = {"params": (shapes(), params_at), "opt_state": (half[1], state_at)}
-        back = store.restore(2, {name: states.abstract(*pair) for name, pair in wanted.items()})
+        targets = {"params": (shapes(), params_at), "opt_state": (half[1], state_at)}
+        back = store.restore(2, {name: states.abstract(*pair) for name, pair in targets.items()})
         store.close()
-        again = follow(back["params"], back["opt_state"], 2, STEPS)
-    jax.tree.map(np.testing.assert_array_equal, again, ended)
-    found, first = tree.leaves(ended[0]), tree.leaves(start)
+        resumed = follow(back["params"], back["opt_state"], 2, STEPS)
+    jax.tree.map(np.testing.assert_array_equal, resumed, ended)
+    results, first = tree.leaves(ended[0]), tree.leaves(start)
     leaves = [tree.leaves(grad) for grad in grads]
     for path, value in expected(config, known.direction, first, leaves).items():
-        np.testing.assert_allclose(found[path], value[-1], err_msg=path, **NEAR)
+        np.testing.assert_allclose(results[path], value[-1], err_msg=path, **NEAR)
     for path, leaf in tree.leaves(ended[1]).items():
         names = tree.leaves(axes, is_leaf=_is_axes)[path]
         assert leaf.sharding.shard_shape(leaf.shape) == tuple(

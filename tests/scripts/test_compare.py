@@ -14,7 +14,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, Diverged, Preempted
 from jaxlm.objectives.config import Mixture, Objective
 from jaxlm.optim.config import Optimizer
-from jaxlm.optim.schedule_config import Linear, Schedule
+from jaxlm.optim.schedule_config import LinearDecay, Schedule
 from jaxlm.recipes.config import Run
 from tests.faults import harness
 
@@ -159,7 +159,7 @@ def test_a_schedule_is_compared_at_its_own_defaults_whatever_the_config_has(scri
     made = scripts.runs.Sweep(
         scripts.runs.FILE, scripts.runs.SMALL, Path(), steps=40, say=lambda _: None
     )
-    assert made.run(arm).schedule == Linear()
+    assert made.run(arm).schedule == LinearDecay()
 
 
 @pytest.mark.parametrize("optimum", [2e-5, 3e-4, 1.1e-3, 0.7])

@@ -69,7 +69,7 @@ def moved(config, noise=0.0, **dtypes):
             key=jax.random.key(0),
             precision=precision,
             guard=GUARD,
-            gradient_point=optimizers.ahead(config, AXES),
+            gradient_point=optimizers.gradient_point(config, AXES),
             curvature=Curvature(loss, every) if every else None,
         )
     )

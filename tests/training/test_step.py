@@ -24,7 +24,7 @@ from jaxlm.optim import build as optimizers
 from jaxlm.optim import schedules
 from jaxlm.optim.average_config import Ema
 from jaxlm.optim.config import AdamW, AdamW8bit, Optimizer, ScheduleFree, Sgd, Soap
-from jaxlm.optim.schedule_config import Constant, Linear
+from jaxlm.optim.schedule_config import Constant, LinearDecay
 from jaxlm.parallel import host, mesh, rules
 from jaxlm.parallel.config import MeshConfig, factorizations
 from jaxlm.training import gradient as gradients
@@ -87,7 +87,7 @@ def pieces(
             guard=guard,
             shardings=layout(blueprint),
             microbatches=microbatches,
-            gradient_point=optimizers.ahead(config, blueprint.axes),
+            gradient_point=optimizers.gradient_point(config, blueprint.axes),
             average=average,
             curvature=Curvature(functools.partial(_drawn, blueprint), every)
             if (every := config.curvature_every)
@@ -117,7 +117,7 @@ def on_mesh(grid, *, zero=3, arm=AdamW, guard=GUARD, average=None, **options):
 
     def fresh():
         params = blueprint.init(jax.random.key(0))
-        return states.fresh(params, optimizer, guard, averages.first(params) if average else None)
+        return states.fresh(params, optimizer, guard, averages.init(params) if average else None)
 
     shapes = jax.eval_shape(fresh)
     opt_axes = optimizers.state_axes(arm(), optimizer, blueprint.shapes, blueprint.axes)
@@ -463,7 +463,7 @@ def test_schedule_free_takes_its_gradient_ahead_of_the_average_that_are_the_para
                 key=jax.random.key(0),
                 precision=Precision.float32(),
                 guard=GUARD,
-                gradient_point=optimizers.ahead(config, axes),
+                gradient_point=optimizers.gradient_point(config, axes),
             )
         )
     )
@@ -543,7 +543,7 @@ def test_a_step_leaves_every_dtype_of_the_state_as_it_is(arm, moments):
 @pytest.mark.parametrize("arm", [Sgd, ScheduleFree])
 def test_the_schedule_follows_the_applied_updates_after_the_optimizer_state_was_reset(arm):
     """The learning rate that is logged is the one that moves the parameters: there is one clock."""
-    shape = Linear(warmup=Span.parse("2"), end=Span.parse("20"))
+    shape = LinearDecay(warmup=Span.parse("2"), end=Span.parse("20"))
     blueprint, optimizer, step = pieces(arm=arm, weight_decay=0.0, clip_norm=None, shape=shape)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
     state, compiled = (

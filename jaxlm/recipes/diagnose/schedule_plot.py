@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlm.core.errors import cannot_write
 from jaxlm.monitor import plots, sinks
-from jaxlm.optim.schedule_functions import averaged, course
+from jaxlm.optim.schedule_functions import lr_factor, with_swa_cycles
 from jaxlm.recipes.config import Run
 
 MAX_POINTS = 1000  # points of a curve
@@ -19,7 +19,7 @@ def draw(run: Run, target: Path) -> dict[str, Any]:
     """Plot the learning rate by update, at most 1,000 points with the last. Raises NotWritable."""
     steps = np.unique(np.linspace(1, run.train.steps, MAX_POINTS).round().astype(int))
     length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": run.pace, "xp": np}
-    factor = averaged(run.average, course(run.schedule, **length), **length)
+    factor = with_swa_cycles(run.average, lr_factor(run.schedule, **length), **length)
     rates = run.optim.lr * factor(steps - 1.0)
     points = list(zip(steps.tolist(), rates.tolist(), strict=True))
     make_folder(target.parent, "the plot", fix="--out=learning_rate.png")

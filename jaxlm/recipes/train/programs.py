@@ -129,7 +129,7 @@ class TrainPrograms:
             # A pipeline splits the batch into micro-batches itself.
             microbatches=run.train.microbatches if blueprint.schedule is None else 1,
             frozen=self._frozen,
-            gradient_point=optimizers.ahead(run.optim, blueprint.axes),
+            gradient_point=optimizers.gradient_point(run.optim, blueprint.axes),
             curvature=self._curvature(),
             average=average.build(run.average, **length),
             capture=captured,
@@ -205,7 +205,7 @@ class TrainPrograms:
     def abstract_init(self) -> TrainState:
         """Return the state before the first update. Trace it, do not call it."""
         params = self.model.blueprint.init(random.key(self.run.seed, "init"))
-        averaged = None if isinstance(self.run.average, NoAverage) else average.first(params)
+        averaged = None if isinstance(self.run.average, NoAverage) else average.init(params)
         return states.fresh(params, self.optimizer, self.run.guard, averaged)
 
     def init_state(self) -> TrainState:

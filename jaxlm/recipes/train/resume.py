@@ -84,7 +84,7 @@ def restored_state(
 
     params, averaged = part("params"), None
     if target.average is not None:
-        averaged = part("average") if has_average else average.first(params)
+        averaged = part("average") if has_average else average.init(params)
     reset = options.reset_optimizer
     state = TrainState(
         step=jnp.int32(step),
@@ -145,7 +145,7 @@ def state_from(programs: TrainPrograms, source: "InitSource") -> TrainState:
     params = _cast(params, target.params)
     if fresh.average is None:
         return fresh._replace(params=params)
-    return fresh._replace(params=params, average=_cast(average.first(params), target.average))
+    return fresh._replace(params=params, average=_cast(average.init(params), target.average))
 
 
 def _cast(values: Any, target: Any) -> Any:

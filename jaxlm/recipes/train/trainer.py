@@ -20,7 +20,7 @@ from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips, host_machine
 from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.profiling import Trace
-from jaxlm.optim.average_config import NoAverage, start
+from jaxlm.optim.average_config import NoAverage, first_averaged_update
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import oom
 from jaxlm.recipes.sampler import Sampler
@@ -351,7 +351,9 @@ class Evaluator:
         if limit != partial and step:
             ranked = programs.evaluate(state.params, limit=partial)
         average = run.average
-        if not isinstance(average, NoAverage) and step >= start(average, run.train.steps, run.pace):
+        if not isinstance(average, NoAverage) and step >= first_averaged_update(
+            average, run.train.steps, run.pace
+        ):
             averaged = programs.evaluate(programs.averaged(state), limit=limit)
             results |= {f"{name}.{average.name}": record for name, record in averaged.items()}
         assert self.ranking_set is not None  # else no evaluation is due
