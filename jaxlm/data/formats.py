@@ -157,14 +157,17 @@ class ByteReader(io.RawIOBase):
         raise NotImplementedError
 
     def readable(self) -> bool:
+        """Return True: the stream can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read bytes into a buffer and return their number."""
         data = self.pull(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
+        """Close the stream below."""
         if self._is_owner:
             self._source.close()
         super().close()

@@ -194,18 +194,23 @@ class Trainer(TrainLoop):
     # The loop calls these.
 
     def is_log_due(self, step: int) -> bool:
+        """Return whether the metrics of a step are logged."""
         return self._log_cadence.is_due(step)
 
     def is_eval_due(self, step: int) -> bool:
+        """Return whether the validation sets are evaluated after a step."""
         return bool(self.evaluator.ranking_set) and self._eval_cadence.is_due(step)
 
     def is_sample_due(self, step: int) -> bool:
+        """Return whether samples are written after a step."""
         return self.evaluator.has_samples and self._sample_cadence.is_due(step)
 
     def is_save_due(self, step: int) -> bool:
+        """Return whether a checkpoint is saved after a step, also to retry a failed save."""
         return self._save_cadence.is_due(step) or self._saver.is_retry_due
 
     def before_step(self, completed: int) -> None:
+        """Apply live control and start a trace before a step."""
         self._step.completed = completed
         if self._control_cadence.is_due(completed):
             share = functools.partial(self.context.processes.share, "control")
@@ -216,14 +221,17 @@ class Trainer(TrainLoop):
                 self._trace.before(completed)
 
     def enter(self, phase: str) -> None:
+        """Report the phase to the watchdog and the trace."""
         self.context.processes.watch.enter(phase)
         self._trace.enter(phase)
 
     def is_over(self) -> bool:
+        """Return whether a callback ended the run."""
         callbacks = self.context.callbacks  # only the first process calls them
         return bool(callbacks.functions) and self.context.processes.share("over", callbacks.is_over)
 
     def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
+        """Count a completed step: time, tokens, sources, and its verdict on the loss."""
         number = loader.batch_number(self._counted, self.context.rewinds.skips)
         self._counted += 1
         self._clock.add(
@@ -237,6 +245,7 @@ class Trainer(TrainLoop):
             self._logger.note_exhausted(self._counted, name)
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        """Log the metrics of a step, with speed, memory and layer statistics."""
         measured: dict[str, Any] = self._clock.read(step) | {"tokens": self.progress.tokens}
         measured |= self.alarm.training_mark
         skips = self.context.rewinds.skips
@@ -247,9 +256,11 @@ class Trainer(TrainLoop):
         self._logger.log(step, values, measured)
 
     def note_skipped(self, step: int, values: dict[str, float], layers: Any) -> None:
+        """Record a step that the guard did not apply."""
         self._logger.note_skipped(step, values, layers)
 
     def evaluate(self, state: TrainState, step: int) -> float | None:
+        """Evaluate all validation sets and return the loss that ranks checkpoints."""
         with self._clock.pause("eval"), self.context.processes.watch.phase("eval"):
             faults.point("eval", step)
             judge = self.alarm.judge_evaluation
@@ -258,16 +269,19 @@ class Trainer(TrainLoop):
         return ranking_loss
 
     def sample(self, state: TrainState, step: int) -> None:
+        """Write samples after the prompts of the config."""
         with self._clock.pause("sample"), self.context.processes.watch.phase("eval"):
             self.evaluator.sample(state, step)
 
     def save(self, state: TrainState, step: int, loss_nats: float | None) -> None:
+        """Flush all records, then save a checkpoint in the background."""
         with self._clock.pause("save"), self.context.processes.watch.phase("save"):
             self._logger.flush()  # records of earlier steps are on the disk before the checkpoint
             request = SaveRequest(step, state, self.progress, self.evaluation, loss_nats)
             self._saver.save(request)
 
     def check_saves(self) -> None:
+        """Raise SaveFailed if a save in the background failed."""
         self._saver.check()
 
     def _finish_saves(self) -> None:
