@@ -18,6 +18,8 @@ SLOW_ANYWAY = {
     "h7": "a ratio of two times, within 3 %, is measured beside nothing else; scripts/test --slow does it",
 }
 LATER = {f"pytest.mark.{name}" for name in ("slow", "gpu", "trackers", "atheris")}
+EXPLAINED = TESTS / "faults/README.md"
+ROW = re.compile(r"^\| ([A-HS]\d{1,2}) \| (.+) \| (every|slow|gpu) \| (.+) \|$", re.MULTILINE)
 WAITING = {
     "b16": "a checkpoint of the previous release: there is none yet; b17 checks the version",
     "s9": "there is no server yet, so s13 has no chat requests to damage",
@@ -38,15 +40,17 @@ def named_after_lines() -> Iterator[tuple[Path, ast.FunctionDef, bool]]:
     """Every test that is named after lines: its file, its code, and whether no ordinary run has it, with all its parameters."""
     for path in sorted(TESTS.rglob("test_*.py")):
         module = ast.parse(path.read_text())
-        marks = [
-            ast.unparse(node.value)
+        values = {
+            ast.unparse(node.targets[0]): ast.unparse(node.value)
             for node in module.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-        ]
+            if isinstance(node, ast.Assign)
+        }
+        marks = values.get("pytestmark", "")
         for node in module.body:
             if isinstance(node, ast.FunctionDef) and ids_of(node.name):
                 own = [ast.unparse(decorator) for decorator in node.decorator_list]
-                is_slow = any(late in own or late in str(marks) for late in LATER)
+                own = [values.get(name, name) for name in own]  # SLOW = pytest.mark.slow
+                is_slow = any(late in own or late in marks for late in LATER)
                 yield path, node, is_slow
 
 
@@ -63,6 +67,42 @@ def test_every_line_has_a_test_in_its_tier_or_a_reason():
     assert sorted(late) == [], "a line of every run has slow tests only"
     assert sorted(in_every_run & SLOW_ANYWAY.keys()) == [], "no exception is needed any more"
     assert wanted.issuperset(WAITING)
+
+
+def explained(text: str) -> dict[str, tuple[str, list[str]]]:
+    """Ids in the tables of a README, with the tier and the test files of each."""
+    rows = {}
+    for line, _, tier, files in ROW.findall(text):
+        assert line.lower() not in rows, f"two rows explain {line}"
+        rows[line.lower()] = tier, re.findall(r"\]\(\.\./(.+?)\)", files)
+    return rows
+
+
+def proofs() -> dict[str, tuple[str, list[str]]]:
+    """Ids that tests use, with the tier and the test files of each."""
+    files, tiers = dict[str, set[str]](), dict[str, set[str]]()
+    for path, node, is_slow in named_after_lines():
+        needs_gpu = "pytest.mark.gpu" in path.read_text(encoding="utf-8")
+        for line in ids_of(node.name):
+            files.setdefault(line, set()).add(path.relative_to(TESTS).as_posix())
+            tier = "every" if not is_slow else "gpu" if needs_gpu else "slow"
+            tiers.setdefault(line, set()).add(tier)
+    return {line: (min(tiers[line]), sorted(files[line])) for line in files}
+
+
+def test_the_readme_explains_every_id_that_tests_use_and_no_other():
+    rows, used = explained(EXPLAINED.read_text(encoding="utf-8")), proofs()
+    assert sorted(used.keys() - rows.keys()) == [], "a test uses an id that no row explains"
+    assert sorted(rows.keys() - used.keys()) == [], "a row explains an id without a test"
+    wrong = {line: (rows[line], used[line]) for line in used if rows[line] != used[line]}
+    assert wrong == {}, "tier or test files of a row differ from the tests"
+
+
+def test_a_row_that_names_another_file_differs():
+    row = "| C6 | A rewind. | every | [faults/a.py](../faults/a.py) [b.py](../b.py) |"
+    assert explained(f"| id | outcome |\n{row}\n") == {"c6": ("every", ["faults/a.py", "b.py"])}
+    with pytest.raises(AssertionError, match="two rows explain C6"):
+        explained(f"{row}\n{row}\n")
 
 
 def test_what_runs_as_long_as_one_likes_is_in_the_soak():
