@@ -14,7 +14,8 @@ from jaxlm.core.errors import CommandError
 from jaxlm.core.nearest import nearest_word
 
 FOLDER = Path(__file__).parents[1] / "docs"
-INDEX = "index"  # the page that links all others, in reading order
+INDEX = "index"  # the page with a table of all others, in reading order
+ROW = re.compile(r"^\| \[.*?\]\((\w+)\.md\) \| (.*?) \|$", re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     if args.topic is None:
-        rows = [(topic, _title(topic)) for topic in topics()]
-        records = [{"topic": topic, "title": title} for topic, title in rows]
-        text = [*columns(rows, "<<"), "", "jaxlm docs TOPIC prints a page"]
-        out.result({"pages": records}, "\n".join(text))
+        lines = [*columns(list(contents().items()), "<<"), "", "jaxlm docs TOPIC prints a page"]
+        records = [{"topic": topic, "contents": text} for topic, text in contents().items()]
+        out.result({"pages": records}, "\n".join(lines))
         return 0
     if args.topic not in topics():
         meant = nearest_word(args.topic, topics())
@@ -38,21 +38,21 @@ def run(args: argparse.Namespace, out: Output) -> int:
             fix=f"jaxlm docs {meant}" if meant else "jaxlm docs",
         )
     text = page(args.topic).read_text(encoding="utf-8").rstrip()
-    out.result({"topic": args.topic, "title": _title(args.topic), "text": text}, text)
+    out.result({"topic": args.topic, "text": text}, text)
     return 0
 
 
 def topics() -> list[str]:
     """Return the names of the pages, in the order of the index."""
-    links = re.findall(r"\]\((\w+)\.md\)", page(INDEX).read_text(encoding="utf-8"))
-    return [INDEX, *dict.fromkeys(links)]
+    return list(contents())
+
+
+def contents() -> dict[str, str]:
+    """Return the pages with a line about each, as the table of the index has them."""
+    text = page(INDEX).read_text(encoding="utf-8")
+    return {INDEX: "the list of the pages"} | dict(ROW.findall(text))
 
 
 def page(topic: str) -> Path:
     """Return the file of a page."""
     return FOLDER / f"{topic}.md"
-
-
-def _title(topic: str) -> str:
-    with page(topic).open(encoding="utf-8") as file:
-        return file.readline().lstrip("# ").rstrip()

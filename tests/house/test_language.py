@@ -32,7 +32,7 @@ OPENINGS = re.compile(r"(What|Whether|How|Where|Which|Who|Whose|That|Of|As|So|No
 # Names of arguments and local variables that do not say what they hold.
 VAGUE = set("found given wanted kept told own at there crew wish dealt beside again".split())
 WIDTH = 100  # columns of code and prose; a row of a Markdown table may be longer
-CODE = re.compile(r"`[^`]+`")
+CODE = re.compile(r"`[^`]+`|<!--.*?-->")
 MANY = 4  # arguments of a public function beyond which its docstring has an Args section
 # Spellings that others read: settings, stages, metrics and keys of files that exist.
 EXCEPTIONS = {"licence": "a stage of a data recipe", "licences": "its output"}
