@@ -21,11 +21,12 @@ from compare_study import Study, main
 from compare_table import COLUMNS, Column, Measure
 
 from jaxlm.monitor import sinks
-from jaxlm.objectives.config import Causal, Mixture, Objective, Weights
+from jaxlm.objectives.config import Causal, Distill, Mixture, Objective, Weights
 from jaxlm.recipes import setup
 from jaxlm.recipes.use import evaluate, load
 
-SINGLE = [arm for arm in typing.get_args(Objective) if arm is not Mixture]
+# Distillation needs a teacher, and is no objective of its own without one.
+SINGLE = [arm for arm in typing.get_args(Objective) if arm not in (Mixture, Distill)]
 WEIGHTS = [field.name for field in dataclasses.fields(Weights)]
 
 
