@@ -15,7 +15,7 @@ def test_the_list_has_every_page_with_its_contents(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert {path.stem for path in docs.FOLDER.glob("*.md")} == set(docs.topics())
     assert [line.split()[0] for line in lines[: len(docs.topics())]] == docs.topics()
-    assert "objectives     the ten objectives and their comparison" in lines
+    assert f"objectives     {docs.contents()['objectives']}" in lines
 
 
 def test_a_page_is_printed_as_it_is_written(capsys):
@@ -27,8 +27,7 @@ def test_a_page_is_printed_as_it_is_written(capsys):
 def test_json_has_the_list_or_the_page(capsys):
     assert main(["docs", "--json"]) == 0
     pages = json.loads(capsys.readouterr().out)["pages"]
-    assert pages[2]["topic"] == "runs"
-    assert pages[2]["contents"].startswith("resuming, evaluation")
+    assert {page["topic"]: page["contents"] for page in pages} == docs.contents()
     assert main(["docs", "runs", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["topic"] == "runs"
