@@ -1,11 +1,12 @@
-"""Every objective on the quickstart's text: bits per byte from left to right, at equal tokens and at equal time.
+r"""Every objective on the quickstart's text: bits per byte from left to right, at equal tokens and at equal time.
 
     python scripts/compare_objectives.py --workdir=runs/objectives
-    python scripts/compare_objectives.py --workdir=runs/objectives --out=scripts/compared --readme=README.md
+    python scripts/compare_objectives.py --workdir=runs/objectives --out=scripts/compared \
+        --page=jaxlm/docs/objectives.md
 
-The first leaves objectives.md, .json and .png in the folder; the second, which trains nothing again, where README.md shows
-them. About 45 minutes of two idle cores; killed, the same command goes on. --only=causal,mtp and --steps=100 make it
-shorter, --config.a.b=V changes the model or the data.
+The first writes objectives.md, .json and .png to the folder. The second trains nothing again and writes
+the table into the manual too. About 45 minutes on two idle cores; if killed, the same command
+resumes. --only=causal,mtp and --steps=100 make it shorter, --config.a.b=V changes the model or the data.
 """
 
 import dataclasses
@@ -20,11 +21,12 @@ from compare_study import Study, main
 from compare_table import COLUMNS, Column, Measure
 
 from jaxlm.monitor import sinks
-from jaxlm.objectives.config import Causal, Mixture, Objective, Weights
+from jaxlm.objectives.config import Causal, Distill, Mixture, Objective, Weights
 from jaxlm.recipes import setup
 from jaxlm.recipes.use import evaluate, load
 
-SINGLE = [arm for arm in typing.get_args(Objective) if arm is not Mixture]
+# Distillation needs a teacher, and is no objective of its own without one.
+SINGLE = [arm for arm in typing.get_args(Objective) if arm not in (Mixture, Distill)]
 WEIGHTS = [field.name for field in dataclasses.fields(Weights)]
 
 

@@ -1,11 +1,12 @@
-"""Every optimizer on the quickstart's text: bits per byte at equal tokens and at equal time, each at its own learning rate.
+r"""Every optimizer on the quickstart's text: bits per byte at equal tokens and at equal time, each at its own learning rate.
 
     python scripts/compare_optimizers.py --workdir=runs/optimizers
-    python scripts/compare_optimizers.py --workdir=runs/optimizers --out=scripts/compared --readme=README.md
+    python scripts/compare_optimizers.py --workdir=runs/optimizers --out=scripts/compared \
+        --page=jaxlm/docs/optimizers.md
 
-The first leaves optimizers.md, .json and .png in the folder; the second, which trains nothing again, where README.md shows
-them. About 80 minutes of two idle cores; killed, the same command goes on. --only=adamw,muon and --steps=100 make it
-shorter, --config.a.b=V changes the model or the data.
+The first writes optimizers.md, .json and .png to the folder. The second trains nothing again and writes
+the table into the manual too. About 80 minutes on two idle cores; if killed, the same command
+resumes. --only=adamw,muon and --steps=100 make it shorter, --config.a.b=V changes the model or the data.
 """
 
 import sys

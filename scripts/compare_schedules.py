@@ -1,11 +1,12 @@
-"""Every schedule on the quickstart's text: bits per byte at equal tokens, each at its own learning rate.
+r"""Every schedule on the quickstart's text: bits per byte at equal tokens, each at its own learning rate.
 
     python scripts/compare_schedules.py --workdir=runs/schedules
-    python scripts/compare_schedules.py --workdir=runs/schedules --out=scripts/compared --readme=README.md
+    python scripts/compare_schedules.py --workdir=runs/schedules --out=scripts/compared \
+        --page=jaxlm/docs/optimizers.md
 
-The first leaves schedules.md, .json and .png in the folder; the second, which trains nothing again, where README.md shows
-them. About 30 minutes of two idle cores; killed, the same command goes on. --only=cosine,wsd and --steps=100 make it
-shorter, --config.a.b=V changes the model, the data or the optimizer.
+The first writes schedules.md, .json and .png to the folder. The second trains nothing again and writes
+the table into the manual too. About 30 minutes on two idle cores; if killed, the same command
+resumes. --only=cosine,wsd and --steps=100 make it shorter, --config.a.b=V changes the model, the data or the optimizer.
 """
 
 import sys

@@ -77,8 +77,8 @@ def _run(study: Study, words: Sequence[str]) -> int:
                 fix=flag,
             )
     workdir = Path(needed(shared, "workdir"))
-    if args.readme:
-        compare_table.around(args.readme, study.name)  # a wrong flag must not cost an hour
+    if args.page:
+        compare_table.around(args.page, study.name)  # a wrong flag must not cost an hour
     begun = time.monotonic()
 
     def say(text: str) -> None:
@@ -102,7 +102,7 @@ def _run(study: Study, words: Sequence[str]) -> int:
     def publish(rows: list[dict[str, Any]]) -> None:
         """Whatever ends the script early, what was measured stays."""
         found = facts | {"missing": len(arms) - len(rows), "arms": rows}
-        _publish(study, found, args.out or workdir, args.readme)
+        _publish(study, found, args.out or workdir, args.page)
 
     rows = compare(
         sweep,
@@ -127,7 +127,7 @@ def _arguments(study: Study, rest: Sequence[str]) -> argparse.Namespace | None:
     parser.add_argument("--seeds", type=int, default=3, help="beside the one for rates (3)")
     parser.add_argument("--rates", type=int, default=12, help="tried for each at most (12)")
     parser.add_argument("--out", type=Path, help="where page, numbers and picture go (--workdir)")
-    parser.add_argument("--readme", type=Path, help="a file that gets the table too, at its marks")
+    parser.add_argument("--page", type=Path, help="a page that gets the table too, at its marks")
     parser.add_shared()
     try:
         args, left = parser.read(rest, rest)
@@ -160,20 +160,16 @@ def _chosen(arms: Sequence[Arm], only: str | None) -> list[Arm]:
     return [arm for arm in arms if arm.name in wanted]
 
 
-def _publish(study: Study, results: Mapping[str, Any], out: Path, readme: Path | None) -> None:
-    """Writes numbers, picture and page; and the table into a README, once no arm is missing."""
+def _publish(study: Study, results: Mapping[str, Any], out: Path, manual: Path | None) -> None:
+    """Write numbers, picture and page, and the table into a page of the manual if no arm is missing."""
     rows = results["arms"]
     write(out / f"{study.name}.json", results)
     sinks.replace(out / f"{study.name}.png", compare_table.draw(rows, study.measures))
     table = compare_table.table(rows, study.measures, study.columns)
-    page = out / f"{study.name}.md"
-    sinks.replace(page, _page(study, results, table).encode())
-    if readme and not results["missing"]:
-        told = f"[What this shows and cannot show]({compare_table.link(page, readme)}); `{results['command']}`"
-        picture = compare_table.link(out / f"{study.name}.png", readme)
-        text = f"\n{table}\n\n{told}\n\n![{ALT}]({picture})\n"
-        before, after = compare_table.around(readme, study.name)
-        sinks.replace(readme, f"{before}\n{text}\n{after}".encode())
+    sinks.replace(out / f"{study.name}.md", _page(study, results, table).encode())
+    if manual and not results["missing"]:
+        before, after = compare_table.around(manual, study.name)
+        sinks.replace(manual, f"{before}\n\n{table}\n\n{after}".encode())
 
 
 def _page(study: Study, results: Mapping[str, Any], table: str) -> str:

@@ -1,7 +1,6 @@
 """What scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py make of their runs: places, a table, a picture."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from jaxlm.monitor import plots
 
 Row = Mapping[str, Any]
 INCHES = 0.24  # of the picture's height, for an arm
+PAGES = {"schedules": "optimizers"}  # pages of the manual that have another name than the study
 OFFSET = 0.12  # of an arm's line, half of that from one measure to the next
 
 
@@ -135,16 +135,11 @@ def around(file: Path, name: str) -> tuple[str, str]:
     if not (is_begun and is_ended):
         raise CommandError(
             f"there is no place for the table in {file.name}",
-            where=f"--readme={file}",
+            where=f"--page={file}",
             why=f"it has not the lines {begin} and {end}",
-            fix="--readme=README.md",
+            fix=f"--page=jaxlm/docs/{PAGES.get(name, name)}.md",
         )
     return before + begin, end + after
-
-
-def link(target: Path, source: Path) -> str:
-    """The path of a file as a page beside `source` names it."""
-    return Path(os.path.relpath(target, source.parent)).as_posix()
 
 
 def _heads(measures: Sequence[Measure]) -> list[str]:

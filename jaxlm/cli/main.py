@@ -55,6 +55,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "doctor": ("doctor", "problems of this machine and their fixes"),
         "bench": ("bench", "training speed of this machine on standard sizes"),
         "config": ("config", "show, explain, compare or check a config"),
+        "docs": ("docs", "the pages of the manual"),
     },
 }
 VERBS = {

@@ -150,6 +150,7 @@ LEAST = [
     "data stats",
     "data tokenize --out=O",
     "data train-classifier --out=O",
+    "docs",
     "doctor",
     "eval",
     "export --out=O",

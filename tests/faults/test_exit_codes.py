@@ -56,7 +56,7 @@ def expected(source: str) -> dict[int, set[str]]:
 
 
 def documented() -> set[int]:
-    table = (ROOT / "README.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    table = (ROOT / "jaxlm/docs/exit_codes.md").read_text()
     return {int(code) for code in re.findall(r"\| (\d+) \|", table)}
 
 
