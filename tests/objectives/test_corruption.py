@@ -349,7 +349,7 @@ def test_a_mixture_draws_rows_by_weight_and_is_evaluated_part_by_part(many, tmp_
     assert bounded(masked, total, 0.75)
     assert list(read.evaluations) == ["", ".causal"]
     assert read.evaluations[".causal"] is None
-    assert read.evaluations[""].both_ways
+    assert read.evaluations[""].bidirectional
 
 
 def test_rows_of_a_mixture_predict_further_tokens_where_mtp_was_drawn(many, tmp_path):

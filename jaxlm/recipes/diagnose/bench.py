@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import config
@@ -92,17 +93,18 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
     forecast = oom.forecast_here(run, model.blueprint.config)
     with jax.set_mesh(grid):
         state, batch = engine.init_state(), host.put(grid, _rows(run, vocab))
+        extra = {name: jax.tree.map(jnp.copy, state.params) for name in engine.extra_inputs}
         started = time.perf_counter()
-        step = engine.step.lower(state, batch).compile()
+        step = engine.step.lower(state, batch, **extra).compile()
         compiled = time.perf_counter() - started
         held = programs.compiled_memory(step)
         oom.check(run, forecast, held["total"])
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, **extra)
         jax.block_until_ready(state)
         times: list[float] = []
         while len(times) < MIN_STEPS or sum(times) < seconds:
             started = time.perf_counter()
-            state, metrics = step(state, batch)
+            state, metrics = step(state, batch, **extra)
             jax.block_until_ready(state)
             times.append(time.perf_counter() - started)
     median = statistics.median(times)

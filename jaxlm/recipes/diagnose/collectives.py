@@ -243,7 +243,9 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     engine = without_data(run, grid, vocabulary(run))
     (platform,) = {device.platform for device in grid.devices.flat}
     with backend.compiling_for(platform), jax.set_mesh(grid):
-        return engine.step.lower(engine.abstract(), abstract_batch(run, grid)).compile()
+        return engine.step.lower(
+            engine.abstract(), abstract_batch(run, grid), **engine.extra_inputs
+        ).compile()
 
 
 def abstract_batch(run: Run, grid: Mesh) -> Tokens:

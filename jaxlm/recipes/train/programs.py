@@ -341,10 +341,17 @@ class TrainPrograms:
 
 
 def without_data(run: Run, mesh: Mesh, vocab: int) -> TrainPrograms:
-    """Return the programs of a run on a mesh, without data, to compile or to time its step."""
+    """Return the programs of a run on a mesh, without data, to compile or to time its step.
+
+    A teacher of the objective is replaced by shapes of the run's own model.
+    """
     model = setup.build_sharded_model(run, vocab, mesh)
+    teacher = None
+    if run.objective.teacher is not None:
+        teacher = Teacher(model.blueprint, setup.abstract_params(model))
     tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="")
-    return TrainPrograms(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
+    data: Any = SimpleNamespace(tokenizer=tokenizer)
+    return TrainPrograms(run, data, model, teacher=teacher)
 
 
 def with_state_on_device(
