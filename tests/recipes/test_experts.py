@@ -100,7 +100,7 @@ def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
         gradient = {}
         if differentiated:
             gradient = jax.jit(jax.grad(lambda p: objective(p, first, None).value))(params)
-        state, metrics = states.fresh(params, optimizer, GuardConfig()), []
+        state, metrics = states.init_state(params, optimizer, GuardConfig()), []
         step = jax.jit(step)
         for batch in data:
             state, out = step(state, batch)

@@ -74,7 +74,7 @@ def moved(config, noise=0.0, **dtypes):
         )
     )
     params = jax.tree.map(lambda x: jnp.asarray(x, precision.params), drawn(0, 0.02))
-    state = states.fresh(params, optimizer, GUARD)
+    state = states.init_state(params, optimizer, GUARD)
     batch = Tokens(*[jnp.zeros((1, 1), jnp.int32)] * 5)
     run = jax.jit(lambda state: jax.lax.fori_loop(0, STEPS, lambda _, s: step(s, batch)[0], state))
     after = run(state).params

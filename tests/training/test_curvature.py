@@ -69,7 +69,7 @@ def pieces(microbatches=1, chunk=None, drawn=sampled_label_nll):
             ),
         )
     )
-    return jax.jit(step), states.fresh({"table": start()}, optimizer, GUARD)
+    return jax.jit(step), states.init_state({"table": start()}, optimizer, GUARD)
 
 
 def trained(microbatches, chunk=None):

@@ -32,7 +32,7 @@ ROWS, LENGTH, WIDTH = 4, 8, 16
 
 def judged(losses, norms, config=CONFIG):
     """What each step was judged, and the guard after it."""
-    state, found = guard.fresh(config), []
+    state, found = guard.init_guard(config), []
     for loss, norm in zip(losses, norms, strict=True):
         _, verdict, state = guard.judge(
             state, jnp.float32(loss), jnp.float32(norm), config, is_scaled=True
@@ -117,7 +117,7 @@ def updated(size, precision, *, microbatches=1, scale=2.0**15):
             microbatches=microbatches,
         )
     )
-    state, metrics = jax.jit(step)(states.fresh(params, optimizer, config), tokens())
+    state, metrics = jax.jit(step)(states.init_state(params, optimizer, config), tokens())
     change = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, state.params, params)
     return change, metrics
 

@@ -64,7 +64,7 @@ def coordinates(width, mup):
 
     @jax.jit
     def fresh():
-        return states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        return states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
 
     state = fresh()
     before = seen(state.params)

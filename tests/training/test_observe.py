@@ -73,7 +73,7 @@ class Pieces:
         """A state whose weights are large enough for figures that differ."""
         params = self.blueprint.init(jax.random.key(0))
         params = jax.tree.map(lambda x: x * 6 if x.ndim > 2 else x, params)
-        return states.fresh(params, self.optimizer, GUARD)
+        return states.init_state(params, self.optimizer, GUARD)
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +107,12 @@ def noted(pieces, state, batch):
             pieces.loss(params, batch, None)
         return observe.Observed({}, notes, 0.0, 0.0)
 
-    return figures.by_layer(jax.device_get(jax.jit(forward)(state.params, batch)))
+    return figures.layer_metrics(jax.device_get(jax.jit(forward)(state.params, batch)))
 
 
 @pytest.fixture(scope="module")
 def record(pieces, state, batch):
-    return figures.by_layer(jax.device_get(jax.jit(pieces.observer())(state, batch)))
+    return figures.layer_metrics(jax.device_get(jax.jit(pieces.observer())(state, batch)))
 
 
 def own(params, number):
@@ -247,7 +247,7 @@ def test_figures_are_those_of_one_device_and_one_batch(
         rest = jax.device_put(jax.device_get(state), states.replicated(grid))
         placed = rest._replace(params=jax.device_put(state.params, layout))
         found = jax.jit(observer)(placed, host.put(grid, batch))
-    told = figures.by_layer(jax.device_get(found))
+    told = figures.layer_metrics(jax.device_get(found))
     assert told.keys() == record.keys()
     for name, value in record.items():
         np.testing.assert_allclose(told[name], value, rtol=2e-3, atol=1e-5, err_msg=name)

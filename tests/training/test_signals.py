@@ -29,7 +29,7 @@ def stops(told: dict[int, int], *, count: int, steps: int, seed: int) -> list[in
 
     def listen(request: StopRequest, draw: random.Random) -> None:
         while not over.is_set():
-            request.hear(dict(shared))
+            request.on_signs(dict(shared))
             time.sleep(draw.random() * 0.01)
 
     def work(rank: int, draw: random.Random) -> None:
@@ -93,11 +93,11 @@ def test_a9_the_second_signal_ends_while_the_main_thread_is_busy():
     ended = threading.Event()
     found = []
 
-    def at_once(code, cause):
+    def exit_now(code, cause):
         found.append((code, cause))
         ended.set()
 
-    with StopRequest(at_once=at_once):
+    with StopRequest(exit_now=exit_now):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
         assert not found

@@ -117,7 +117,9 @@ def on_mesh(grid, *, zero=3, arm=AdamW, guard=GUARD, average=None, **options):
 
     def fresh():
         params = blueprint.init(jax.random.key(0))
-        return states.fresh(params, optimizer, guard, averages.first(params) if average else None)
+        return states.init_state(
+            params, optimizer, guard, averages.first(params) if average else None
+        )
 
     shapes = jax.eval_shape(fresh)
     opt_axes = optimizers.state_axes(arm(), optimizer, blueprint.shapes, blueprint.axes)
@@ -199,7 +201,7 @@ def test_uneven_micro_batches_are_one_batch(parts):
     out = {}
     for microbatches in (1, parts):
         blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
-        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
         _, metrics = jax.jit(step)(state, batch)
         out[microbatches] = metrics
     for name in ("loss_nats", "grad_norm", "tokens"):
@@ -211,7 +213,7 @@ def test_micro_batches_give_the_gradient_of_one_batch_leaf_by_leaf():
     moments = {}
     for microbatches in (1, 4):
         blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
-        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
         moments[microbatches] = tree.leaves(jax.jit(step)(state, batch)[0].opt_state)
     # AdamW's first mean after one step is a tenth of the gradient.
     means = [path for path in moments[1] if "/mu/" in path]
@@ -227,7 +229,7 @@ def test_bfloat16_keeps_float32_weights_and_moments_and_a_loss_near_float32s():
     losses = []
     for policy in (Precision.float32(), precision):
         blueprint, optimizer, step = pieces(precision=policy)
-        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
         state, metrics = jax.jit(step)(state, batch)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
         losses.append(float(metrics["loss_nats"]))
@@ -257,7 +259,7 @@ def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated():
     family = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=4, hidden=64, dropout=0.5)
     blueprint, optimizer, step = pieces(family=family, weight_decay=0.0)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     compiled = jax.jit(step)
     first, again = compiled(state, batch)[1], compiled(state, batch)[1]
     later = compiled(state._replace(step=jnp.int32(1)), batch)[1]
@@ -268,7 +270,7 @@ def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated():
 def test_metrics_say_what_happened():
     blueprint, optimizer, step = pieces(weight_decay=0.0, clip_norm=0.01)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    before = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    before = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     after, metrics = jax.jit(step)(before, batch)
     assert int(after.step) == 1
     assert float(metrics["tokens"]) == float(batch.weights.sum())
@@ -295,7 +297,7 @@ def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else(
             is_measured=lambda completed: completed % 2 == 0,
         )
     )
-    first = second = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    first = second = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     always, some = jax.jit(always), jax.jit(some)
     for completed in (1, 2):
         first, known = always(first, batch)
@@ -430,7 +432,7 @@ def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
             axes=blueprint.axes,
         )
     )
-    state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     _, metrics = jax.jit(step)(state, jax.tree.map(jnp.asarray, next(batches(1))))
     norms = metrics["layers"]
     assert norms.keys() == tree.leaves(state.params).keys()
@@ -467,7 +469,7 @@ def test_schedule_free_takes_its_gradient_ahead_of_the_average_that_are_the_para
             )
         )
     )
-    state = states.fresh({"w": jnp.zeros(1)}, optimizer, GUARD)
+    state = states.init_state({"w": jnp.zeros(1)}, optimizer, GUARD)
     batch = next(batches(1))
     x = z = v = weight = 0.0
     for t in range(1, 31):
@@ -528,7 +530,7 @@ def test_a_step_leaves_every_dtype_of_the_state_as_it_is(arm, moments):
     low = Precision.of(PrecisionConfig(params="bfloat16", moments=moments))
     blueprint, optimizer, step = pieces(arm=arm, precision=low)
     state = jax.eval_shape(
-        lambda: states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        lambda: states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim}
@@ -547,7 +549,7 @@ def test_the_schedule_follows_the_applied_updates_after_the_optimizer_state_was_
     blueprint, optimizer, step = pieces(arm=arm, weight_decay=0.0, clip_norm=None, shape=shape)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
     state, compiled = (
-        states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD),
+        states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD),
         jax.jit(step),
     )
     for _ in range(6):

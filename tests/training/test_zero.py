@@ -148,7 +148,7 @@ def test_gradients_and_their_sums_are_split_from_the_second_on(zero):
     )
     with jax.set_mesh(grid):
         params = {"w": jax.device_put(jnp.ones((rows, width)), splits if zero == 3 else copies)}
-        state = states.fresh(params, optimizer, GUARD)
+        state = states.init_state(params, optimizer, GUARD)
         ids = np.arange(8 * 4, dtype=np.int32).reshape(8, 4)
         batch = host.put(grid, Tokens(*[ids] * 5))
         text = jax.jit(step).lower(state, batch).compile().as_text()
