@@ -100,8 +100,8 @@ def test_without_sigmas_only_what_is_not_finite_is_skipped():
     config = GuardConfig(window=8, sigmas=None)
     state = guard.init_guard(config)
     for norm, is_good in ((1.0, True), (1e30, True), (jnp.nan, False)):
-        found, _, state = guard.judge(state, jnp.float32(1), jnp.float32(norm), config)
-        assert bool(found) == is_good
+        is_applied, _, state = guard.judge(state, jnp.float32(1), jnp.float32(norm), config)
+        assert bool(is_applied) == is_good
 
 
 def test_select_leaves_no_trace_of_what_is_not_chosen():

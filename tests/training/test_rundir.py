@@ -126,7 +126,7 @@ def test_an_end_that_was_not_well_has_a_report_that_neither_delays_it_nor_change
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(rundir, "REPORT_SECONDS", 0.2)
-    told = []
+    reports = []
 
     def end(report, *, kind=Diverged, has_begun=True):
         with pytest.raises(kind), RunDir(tmp_path) as run:
@@ -134,12 +134,12 @@ def test_an_end_that_was_not_well_has_a_report_that_neither_delays_it_nor_change
             raise error(kind)
         assert read_json(tmp_path, "exit.json")["code"] == kind.code
 
-    end(lambda: told.append(read_json(tmp_path, "exit.json")["code"]))
-    assert told == [79], "how it ended is written down before"
-    end(lambda: told.append("not begun"), kind=InputMissing, has_begun=False)
+    end(lambda: reports.append(read_json(tmp_path, "exit.json")["code"]))
+    assert reports == [79], "how it ended is written down before"
+    end(lambda: reports.append("not begun"), kind=InputMissing, has_begun=False)
     with RunDir(tmp_path) as run:
-        run.has_begun, run.report = True, lambda: told.append("all went well")
-    assert told == [79]
+        run.has_begun, run.report = True, lambda: reports.append("all went well")
+    assert reports == [79]
     end(lambda: 1 / 0)
     begun = time.monotonic()
     end(threading.Event().wait)
