@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         args.processes,
         workdir=Path(workdir) if workdir else None,
         restarts=args.restarts,
-        say=out.log,
+        log=out.log,
         silence_seconds=args.silence,
         pause_seconds=args.pause,
     )

@@ -73,7 +73,8 @@ class Moe(nnx.Module):
         `moe_dropped` is the share of choices without a place.
 
         6 D F k FLOPs a token, 2 D E for the router, 6 D for each unit of the shared hidden size;
-        the routed experts' times the capacity or, without one, times `model_cost.expert_flops_ratio`.
+        the routed experts' times the capacity or, without one, times
+        `model_cost.expert_flops_ratio`.
 
         `counted` is 1 for a token and 0 for padding. Decoding passes `is_whole` false, as its rows
         are incomplete, which disables the capacity. `is_zigzag` is the mask's.

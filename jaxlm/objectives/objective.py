@@ -86,7 +86,7 @@ class Objective(Generic[Settings]):
         return (self,)
 
     def corruption(self, tokenizer: Tokenizer, sequence: int) -> Corruption:
-        """Return the change of a row of `sequence` slots, a pure function of the row and its key."""
+        """Return the corruption of rows of `sequence` slots, a pure function of row and key."""
         settings = self.settings
         change, room = self.change(tokenizer, sequence)
         return Corruption(
@@ -152,5 +152,5 @@ class Objective(Generic[Settings]):
         return token_nll(model, batch, key, self.loss_settings, mtp_weights=weights)
 
     def curvature_loss(self, model: Model, batch: Tokens) -> Loss:
-        """Return the loss of labels that the model samples; its gradient estimates the curvature."""
+        """Return the loss of labels sampled from the model, whose gradient gives the curvature."""
         return sampled_label_nll(model, batch, self.loss_settings)

@@ -154,7 +154,8 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array | None, precision: Pre
     of one size.
 
     2 M I O FLOPs on TPUs, or without `sizes`. On CPUs and GPUs XLA computes a ragged product as a
-    dense one of 2 E M I O FLOPs, and copies x for each weight: E M I numbers (`models.cost.model_cost`).
+    dense one of 2 E M I O FLOPs, and copies x for each weight: E M I numbers (see
+    `models.cost.model_cost`).
     """
     return _grouped_forward(x, weights, sizes, precision)[0]
 

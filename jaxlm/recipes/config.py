@@ -1,4 +1,4 @@
-"""A whole run: every section there is, and what must hold between them."""
+"""Config of a run: all sections, and the checks that involve several of them."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -34,14 +34,14 @@ from jaxlm.optim.schedule_config import problems as run_problems
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
 
-VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it splits over devices
+VOCAB_MULTIPLE = 64  # `model.vocab=auto` rounds up to it, so that the vocabulary can be sharded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run is a value: this one, printed, compared, saved, and enough to run again."""
+    """All settings of a run, as a value that can be printed, compared, saved and run again."""
 
-    # Names of the same setting, in the same unit, in other trainers.
+    # Names that other trainers use for the same setting in the same unit.
     ALIASES: ClassVar[Mapping[str, str]] = {
         "learning_rate": "optim.lr",
         "peak_lr": "optim.lr",
@@ -129,32 +129,32 @@ class Run:
     }
 
     seed: int = setting(
-        0, "root of every random number: weights, data order, dropout, samples", low=0
+        0, "seed of all random numbers: weights, data order, dropout, samples", low=0
     )
-    model: Family = setting(Llama(), "the model", named=SIZES)
-    data: DataConfig = setting(DataConfig(), "what is read")
-    objective: Objective = setting(Causal(), "what is learnt")
-    loss: LossConfig = setting(LossConfig(), "how the loss is computed")
+    model: Family = setting(Llama(), "model family and size", named=SIZES)
+    data: DataConfig = setting(DataConfig(), "input files and their processing")
+    objective: Objective = setting(Causal(), "training objective")
+    loss: LossConfig = setting(LossConfig(), "computation of the loss")
     regularisation: RegularizationConfig = setting(
-        RegularizationConfig(), "what disturbs and steadies training"
+        RegularizationConfig(), "regularization and stabilization of training"
     )
-    optim: Optimizer = setting(AdamW(), "how parameters move")
-    mup: MupConfig = setting(MupConfig(), "what changes with the width")
-    schedule: Schedule = setting(Cosine(), "the learning rate over time")
-    average: Average = setting(NoAverage(), "which average of the parameters is kept")
-    train: TrainConfig = setting(TrainConfig(), "the loop")
-    guard: GuardConfig = setting(GuardConfig(), "which steps are not applied")
-    mesh: MeshConfig = setting(MeshConfig(), "which device holds what")
-    precision: PrecisionConfig = setting(PrecisionConfig(), "which dtype holds what")
-    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "what is saved")
-    eval: EvalConfig = setting(EvalConfig(), "what is evaluated")
-    sample: SampleConfig = setting(SampleConfig(), "what is sampled")
-    log: LogConfig = setting(LogConfig(), "what is logged")
-    profile: ProfileConfig = setting(ProfileConfig(), "which steps are traced")
-    watch: WatchConfig = setting(WatchConfig(), "how long it may stand still")
+    optim: Optimizer = setting(AdamW(), "optimizer")
+    mup: MupConfig = setting(MupConfig(), "scaling of settings with the model width (muP)")
+    schedule: Schedule = setting(Cosine(), "learning rate schedule")
+    average: Average = setting(NoAverage(), "average of the parameters")
+    train: TrainConfig = setting(TrainConfig(), "training loop")
+    guard: GuardConfig = setting(GuardConfig(), "skipped steps and rewinds")
+    mesh: MeshConfig = setting(MeshConfig(), "sharding over devices")
+    precision: PrecisionConfig = setting(PrecisionConfig(), "dtypes")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "checkpoints")
+    eval: EvalConfig = setting(EvalConfig(), "evaluation")
+    sample: SampleConfig = setting(SampleConfig(), "samples of text during training")
+    log: LogConfig = setting(LogConfig(), "logged metrics")
+    profile: ProfileConfig = setting(ProfileConfig(), "profiled steps")
+    watch: WatchConfig = setting(WatchConfig(), "watchdog: time limits of the phases")
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """What no section can say alone."""
+        """Check the sections against each other."""
         if self.architecture not in self.objective.architectures:
             why, names = {
                 "encoder": ("an encoder attends to the tokens to predict", ("masked",)),
@@ -162,7 +162,7 @@ class Run:
                     "an encoder-decoder needs pairs of input and target",
                     ("span", "ul2"),
                 ),
-                "decoder": ("a decoder cannot train on it", ("causal",)),
+                "decoder": ("a decoder does not support this objective", ("causal",)),
             }[self.architecture]
             fixes = [f"--config.objective.name={name}" for name in names]
             yield (
@@ -173,34 +173,38 @@ class Run:
         if isinstance(self.model, TabledFamily) and self.data.sequence > self.model.context:
             yield (
                 "data.sequence",
-                f"rows of {self.data.sequence} tokens need as many positions, and the model has {self.model.context}",
+                f"rows of {self.data.sequence} tokens need as many positions, and the model has "
+                f"{self.model.context}",
                 f"--config.model.context={self.data.sequence}",
             )
         sets, followed = self.data.validation_names, self.eval.follow
-        # What an objective adds to a set's name only its tokenizer can tell.
+        # The suffix that an objective adds to a set's name depends on its tokenizer.
         if followed != "auto" and followed.partition(".")[0] not in sets:
             yield (
                 "eval.follow",
-                f"there is no validation set {followed!r}; there is {', '.join(sets) or 'none'}",
+                f"no validation set has the name {followed!r}; the names are "
+                f"{', '.join(sets) or 'none'}",
                 f"--config.eval.follow={nearest_word(followed, sets) or 'auto'}",
             )
         if self.regularisation.qk_clip is not None and self.optim.averages_parameters:
             yield (
                 "regularisation.qk_clip",
-                "schedule_free's parameters are an average, which scaling back would part from its iterates",
+                "schedule_free trains on an average of its iterates, and QK-clip would scale only "
+                "the average",
                 "--config.regularisation.qk_clip=None",
             )
         if self.regularisation.qk_clip is not None and self.architecture == "encoder-decoder":
             yield (
                 "regularisation.qk_clip",
-                f"{self.model.family} attends across too, and the logits of that are not looked at",
+                f"{self.model.family} has cross-attention, whose logits are not measured",
                 "--config.regularisation.qk_clip=None",
             )
         yield from self._mup_problems()
         if self.data.sequence_warmup and not self.objective.keeps_rows:
             yield (
                 "data.sequence_warmup",
-                f"rows that {self.objective.name} has changed cannot be cut; those of causal and mtp can",
+                f"{self.objective.name} changes the rows, which then cannot be cut; rows of causal "
+                "and mtp can",
                 "'--config.data.sequence_warmup=()'",
             )
         for name in ("every", "layers_every"):
@@ -211,7 +215,8 @@ class Run:
             ):
                 yield (
                     f"log.{name}",
-                    "layers are watched at steps that are known before, and of batches that grow no number of steps has so many tokens",
+                    "statistics of layers need a fixed interval of steps, and tokens are no fixed "
+                    "interval while batches grow",
                     f"--config.log.{name}=1%",
                 )
         try:
@@ -224,7 +229,7 @@ class Run:
         if self.objective.mtp_settings and self.optim.curvature_every:
             yield (
                 "optim.name",
-                "sophia estimates the curvature of next tokens, and heads for further ones would have none",
+                "sophia estimates the curvature of the next-token loss only, not of further heads",
                 "--config.optim.name=adamw",
             )
         for name, why, fix in average_config.problems(self.average, self.train.steps, pace):
@@ -235,13 +240,13 @@ class Run:
             yield f"data.{name}", why, fix
 
     def _mup_problems(self) -> Iterator[tuple[str, str, str]]:
-        """Rates by width are known for optimizers like Adam, and initial weights for a deviation that is given."""
+        """Check that muP has a decoder, an optimizer like Adam, and a fixed initial deviation."""
         if self.mup.base_width is None:
             return
         if self.architecture != "decoder":
             yield (
                 "mup.base_width",
-                f"how {self.model.family} changes with its width is not known here; of decoders it is",
+                f"muP is implemented for decoders, not for {self.model.family}",
                 "--config.mup.base_width=None",
             )
             return
@@ -249,18 +254,21 @@ class Run:
             known = ", ".join(arm.name for arm in get_args(Optimizer) if arm.follows_width)
             yield (
                 "optim.name",
-                f"how {self.optim.name} learns at another width is not known here; of {known} it is",
+                f"muP is implemented for {known}, not for {self.optim.name}",
                 "--config.optim.name=adamw",
             )
         if self.model.init not in ("normal", "gpt2"):
             yield (
                 "model.init",
-                f"{self.model.init} draws weights by their sizes, and so does muP",
+                f"{self.model.init} scales initial weights by their sizes, and muP does too",
                 "--config.model.init=normal",
             )
 
     def cautions(self) -> Iterator[tuple[str, str, str]]:
-        """What is let through because it may be meant, as in the first part of a longer run: (setting, why, fix)."""
+        """Return (setting, why, fix) of each warning: values that may be intended.
+
+        An example is the first part of a longer run.
+        """
         length: dict[str, Any] = {"total": self.train.steps, "tokens_per_step": self.pace}
         for name, why, fix in schedule_functions.cautions(self.schedule, **length):
             yield f"schedule.{name}", why, fix
@@ -268,7 +276,7 @@ class Run:
             yield f"average.{name}", why, fix
 
     def changed(self, settings: Mapping[str, Any]) -> "Run":
-        """The run with other settings, by path. Raises ConfigError where they do not suit it."""
+        """Return the run with changed settings, by path. Raises ConfigError if they are invalid."""
         raw = config.to_json(self)
         for path, value in settings.items():
             section, _, name = path.partition(".")
@@ -276,7 +284,7 @@ class Run:
         return config.from_json(Run, raw)
 
     def decoder(self, vocab: int) -> ModelConfig:
-        """The model with a vocabulary of so many ids, and what the objective needs of it."""
+        """Return the model with a vocabulary of `vocab` ids, and with the objective's additions."""
         built = dataclasses.replace(self.model, vocab=vocab).build()
         if isinstance(built, DecoderConfig):
             built = dataclasses.replace(
@@ -289,16 +297,16 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Rows that the whole run reads."""
+        """Number of rows that the whole run reads."""
         return self.pace.rows(self.train.steps)
 
     def row_at(self, span: Span) -> int:
-        """The first row of the stream after a span of the run."""
+        """Return the first row of the stream after a span of the run."""
         return self.pace.rows(span.steps(self.train.steps, self.pace))
 
     @property
     def pace(self) -> BatchSchedule:
-        """Rows and lengths of each batch. Raises ValueError where the stages do not follow each other."""
+        """Batch schedule: rows and sequence length of each batch. Raises ValueError if invalid."""
         return paces.build(
             total=self.train.steps,
             batch=self.train.batch,
@@ -307,22 +315,22 @@ class Run:
             lengths=self.data.sequence_warmup,
         )
 
-    def at(self, stage: Phase) -> "Run":
-        """The run as if it were in a stage from beginning to end."""
+    def at(self, phase: Phase) -> "Run":
+        """Return the run with one phase of its batch schedule from start to end."""
         return dataclasses.replace(
             self,
-            train=dataclasses.replace(self.train, batch=stage.rows, batch_warmup=()),
-            data=dataclasses.replace(self.data, sequence=stage.length, sequence_warmup=()),
+            train=dataclasses.replace(self.train, batch=phase.rows, batch_warmup=()),
+            data=dataclasses.replace(self.data, sequence=phase.length, sequence_warmup=()),
         )
 
     @property
     def architecture(self) -> Architecture:
-        """Return the kind of the model."""
+        """Architecture of the model."""
         if isinstance(self.model, EncoderDecoderFamily):
             return "encoder-decoder"
         return "encoder" if isinstance(self.model, EncoderFamily) else "decoder"
 
     @property
     def tokens_per_step(self) -> int:
-        """Slots of the global batch, behind its warm-up."""
+        """Token slots of the global batch, after its warm-up."""
         return self.train.batch * self.data.sequence

@@ -1,4 +1,4 @@
-"""Starting JAX: fake CPU devices, the compile cache, the mesh."""
+"""Start of JAX: simulated CPU devices, the compilation cache, the mesh."""
 
 import errno
 import importlib.metadata
@@ -24,13 +24,14 @@ _put_in_place = lru_cache.LRUCache.put
 
 
 def start(cpu_devices: int | None = None) -> None:
-    """Settles what must be settled before JAX looks for devices.
+    """Configure JAX before it initializes its devices.
 
-    `cpu_devices` splits this machine's CPU into that many devices, to try a mesh without owning one. Compiled programs
-    are kept in the cache folder, so the second start of a run does not compile again.
+    `cpu_devices` splits this machine's CPU into that many devices, to try a mesh without the
+    hardware. The cache folder stores compiled programs, so the second start of a run does not
+    compile again.
 
     Raises:
-      CommandError: where JAX has started with another number of devices.
+      CommandError: if JAX has started with another number of devices.
     """
     if cpu_devices is not None:
         try:
@@ -41,9 +42,10 @@ def start(cpu_devices: int | None = None) -> None:
                 "the number of CPU devices cannot change once JAX has started",
                 where=f"--cpu_devices={cpu_devices}",
                 why=str(error),
-                fix="name it in the first command of the process",
+                fix="set it in the first command of the process",
             ) from error
-    # Nothing runs beside a program on a CPU but its own threads; and what the main thread runs, `allocator` can keep.
+    # On a CPU, asynchronous dispatch gains no parallelism; and core/backend.py keeps freed memory
+    # only for programs that the main thread runs.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(compile_cache()))
@@ -51,10 +53,10 @@ def start(cpu_devices: int | None = None) -> None:
 
 
 def _put(store: lru_cache.LRUCache, key: str, value: bytes) -> None:
-    """Keeps a compiled program, which appears whole or not at all.
+    """Store a compiled program atomically.
 
-    JAX writes it in place and never again: who is killed meanwhile leaves one that every later start fails to read, and
-    who reads meanwhile gets half of it.
+    JAX writes the file in place and never again: a process that is killed while writing leaves a
+    file that every later start fails to read, and a concurrent reader gets an incomplete file.
     """
     if store.eviction_enabled:  # under a lock of its own
         return _put_in_place(store, key, value)
@@ -66,9 +68,10 @@ def _put(store: lru_cache.LRUCache, key: str, value: bytes) -> None:
 
 
 def compile_cache() -> Path:
-    """A folder for compiled programs that only this user can write, since what is in it is run.
+    """Return a folder for compiled programs; only this user can write it, since they are executed.
 
-    It is named by the user, the compiler, and what the processor can do: a program for another one may crash.
+    Its name depends on the user, the compiler and the features of the processor: a program for
+    another processor may crash.
     """
     folder = cache.folder(
         cache.default(),
@@ -80,8 +83,8 @@ def compile_cache() -> Path:
     )
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
         folder.chmod(0o700)
     except OSError as error:
@@ -95,28 +98,31 @@ def compile_cache() -> Path:
 
 
 def _processor() -> str:
-    """What this machine's processor is and can do."""
-    known = Path("/proc/cpuinfo")
-    lines = known.read_text(errors="replace").splitlines() if known.exists() else []
-    told = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return "\n".join([platform.machine(), *told])
+    """Return the model and the features of this machine's processor."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    facts = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join([platform.machine(), *facts])
 
 
 def target(mesh: Mesh | AbstractMesh) -> Target:
-    """What is compiled for on a mesh; one without devices is of the platform that is traced for."""
+    """Return the compilation target of a mesh; without devices, the platform of the trace."""
     if isinstance(mesh, AbstractMesh):
         return Target(backend.name())
     device = mesh.devices.flat[0]
-    # AMD's are words.
+    # On AMD the capability is a name.
     capability = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
     return Target(device.platform, float(capability[0]) if capability else None)
 
 
 def build_mesh(config: MeshConfig) -> Mesh:
-    """The mesh over all devices. Raises ConfigError where it does not fit them."""
+    """Build the mesh over all devices. Raises ConfigError if it does not fit them."""
     return meshes.build(config)
 
 
 def slices() -> int:
-    """How many groups of devices with slow wires between them this process sees. Raises ConfigError where they differ in size."""
+    """Return the number of slices: device groups with slow links between them.
+
+    Raises ConfigError if they differ in size.
+    """
     return meshes.slices(jax.devices())

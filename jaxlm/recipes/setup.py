@@ -1,4 +1,4 @@
-"""The model of a run and where its arrays lie: what training, evaluation and generation build alike."""
+"""Sharded model and data of a run, for training, evaluation and generation."""
 
 import dataclasses
 import functools
@@ -30,14 +30,14 @@ from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 from jaxlm.recipes.plan import attention_kernels, divisibility
 
-_SCALED = re.compile(r"/attention/(query|key)/")  # what QK-clip may scale
+_SCALED = re.compile(r"/attention/(query|key)/")  # weights that QK-clip scales
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """A model's blueprint, and the sharding of each of its parameters and of their gradients.
+    """A model's blueprint, and the shardings of its parameters and gradients.
 
-    `trained` is the same model as a step of training computes it: there alone may products be rounded.
+    `trained` is the same model for training steps, which may round products (quantized training).
     """
 
     mesh: Mesh
@@ -49,28 +49,28 @@ class ShardedModel:
 
 
 def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
-    """The model of `run` with a vocabulary of `vocab` ids, laid out on `mesh`.
+    """Build the model of `run` with a vocabulary of `vocab` ids, sharded on `mesh`.
 
     Raises:
-      ConfigError: where a dimension does not divide by its mesh axes, or the kernel that is asked for cannot compute
-        attention there.
+      ConfigError: if a dimension does not divide by its mesh axes, or the configured kernel does
+        not support the attention of this model on this mesh.
     """
     precision = Precision.of(run.precision)
     decoder = run.decoder(vocab)
     target = jax_setup.target(mesh)
     attention_kernels.check(run, decoder, mesh.shape, target)
     decoder = attention_kernels.with_kernels(run, decoder, mesh.shape, target)
-    made = functools.partial(
+    build = functools.partial(
         Blueprint,
         decoder,
         layers=run.train.stack,
         remat=run.train.remat,
         schedule=divisibility.schedule(run, mesh.shape),
     )
-    blueprint = made(precision=precision.exact)
+    blueprint = build(precision=precision.exact)
     if run.regularisation.qk_clip is not None:
         _check_qk_clip(run, blueprint, mesh)
-    trained = blueprint if precision == precision.exact else made(precision=precision)
+    trained = blueprint if precision == precision.exact else build(precision=precision)
     layout = functools.partial(rules.shardings, mesh, blueprint.axes, blueprint.shapes)
     zero = run.mesh.zero
     return ShardedModel(
@@ -79,33 +79,33 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
 
 
 def _check_qk_clip(run: Run, blueprint: Blueprint, mesh: Mesh) -> None:
-    """Raises ConfigError where heads cannot be scaled back."""
+    """Raise ConfigError if QK-clip cannot scale the heads."""
     scaled = [path for path in groups.unmoved(run.optim, blueprint.axes) if _SCALED.search(path)]
     if scaled:
         raise ConfigError(
-            "QK-clip of queries and keys that stay as they are",
+            "QK-clip cannot scale frozen queries and keys",
             where="regularisation.qk_clip",
-            why=f"it scales {min(scaled)}, which optim.freeze or optim.lr_scale keeps",
+            why=f"it scales {min(scaled)}, which optim.freeze or optim.lr_scale keeps constant",
             fix="--config.regularisation.qk_clip=None",
         )
     if any(layer.attention.qk_norm is not None for layer in blueprint.config.layers):
         raise ConfigError(
-            "QK-clip with normed queries and keys",
+            "QK-clip does not support normalized queries and keys",
             where="regularisation.qk_clip",
-            why="the norm undoes whatever scales their weights, and bounds the logits already",
+            why="the norm cancels a scale of their weights, and already bounds the logits",
             fix="--config.regularisation.qk_clip=None",
         )
     if rules.split(mesh, "stages") > 1:
         raise ConfigError(
-            "QK-clip in a pipeline",
+            "QK-clip does not support a pipeline",
             where="regularisation.qk_clip",
-            why="its stages do not say how large their logits were",
+            why="pipeline stages do not return their largest logits",
             fix="--config.regularisation.qk_clip=None\n--config.mesh.pipe=1",
         )
 
 
 def observer_model(run: Run, model: ShardedModel) -> Blueprint:
-    """The model as training computes it, but for a pipeline, in which a layer's figures would be of several micro-batches."""
+    """Return the training model without a pipeline, in which statistics would mix micro-batches."""
     if model.trained.schedule is None:
         return model.trained
     return Blueprint(
@@ -132,7 +132,7 @@ def taught_run(teacher: Run, run: Run) -> Run:
 
 
 def vocabulary(run: Run, tokens: int) -> int:
-    """`model.vocab`, or for `auto` the tokenizer's size, rounded up."""
+    """Return `model.vocab`; for `auto` the tokenizer's size, rounded up."""
     return (
         -(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         if run.model.vocab == "auto"
@@ -141,15 +141,15 @@ def vocabulary(run: Run, tokens: int) -> int:
 
 
 def token_bytes(model: ShardedModel, tokenizer: Tokenizer) -> Int[np.ndarray, "V"]:
-    """Bytes that each id of the model stands for; none for ids that only fill the vocabulary up."""
+    """Return the number of bytes of each id of the model; 0 for padding ids of the vocabulary."""
     known = tokenizer.token_bytes
     return np.pad(known, (0, model.blueprint.config.vocab - len(known)))
 
 
 def prefix(tokenizer: Tokenizer) -> TokenizerPrefix | None:
-    """Return the bytes that a tokenizer puts into the first token of a text, None if it does not.
+    """Return the bytes that a tokenizer adds to the first token of a text; None if it adds none.
 
-    A document that nothing stands in front of has them in a token that is never a target.
+    In a document without a preceding token these bytes are in a token that is never a target.
     """
     if not tokenizer.lead or not tokenizer.before:
         return None
@@ -157,10 +157,10 @@ def prefix(tokenizer: Tokenizer) -> TokenizerPrefix | None:
 
 
 def build_mesh_for(run: Run) -> Mesh:
-    """The mesh of a run over all devices, before anything is read or compiled.
+    """Build the mesh of a run over all devices, before any data is read or compiled.
 
     Raises:
-      ConfigError: where the devices are not enough, or something does not come out even on it.
+      ConfigError: if devices are missing, or a dimension does not divide by its mesh axes.
     """
     divisibility.check(run, len(jax.devices()), jax_setup.slices())
     mesh = jax_setup.build_mesh(run.mesh)
@@ -169,28 +169,25 @@ def build_mesh_for(run: Run) -> Mesh:
 
 
 def check_fit(run: Run, mesh: Mesh) -> None:
-    """Raises ConfigError where the model cannot be laid out on the mesh, before there is a tokenizer.
+    """Raise ConfigError if the model cannot be sharded on the mesh, before a tokenizer exists.
 
-    Where the vocabulary is the tokenizer's, one that does divide stands in for it.
+    A vocabulary of the tokenizer's size is replaced by one that divides.
     """
     ways = rules.split(mesh, "vocab")
     vocab = VOCAB_MULTIPLE * ways if run.model.vocab == "auto" else run.model.vocab
     build_sharded_model(run, vocab, mesh)
 
 
-def abstract_params(assembly: ShardedModel) -> Any:
-    """Shapes, dtypes and shardings of the parameters, for a restore."""
+def abstract_params(model: ShardedModel) -> Any:
+    """Return shapes, dtypes and shardings of the parameters, the target of a restore."""
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-        assembly.blueprint.shapes,
-        assembly.shardings,
+        model.blueprint.shapes,
+        model.shardings,
     )
 
 
-# The data of a run, read as its objective reads it.
-
-
-MAX_HELD_OUT = 50  # percent that an error proposes
+MAX_HELD_OUT = 50  # percent, in the fix line of an error
 
 
 def open_data(
@@ -200,10 +197,10 @@ def open_data(
     warn: Log = lambda _: None,
     progress: OnProgress = lambda what, done, total: None,
 ) -> Data:
-    """Opens what the run names, see `dataset.open_data`.
+    """Open the data of the run for its objective, see `dataset.open_data`.
 
     Raises:
-      JaxlmError: where the data is missing, broken, empty, or lacks what the objective needs.
+      JaxlmError: if the data is missing, damaged or empty, or does not fit the objective.
     """
     return dataset.open_data(
         run.data,
@@ -218,38 +215,39 @@ def open_data(
 
 
 def check_held_out(config: DataConfig, data: Data) -> None:
-    """Raise ConfigError if a set held out because data.validation is not set has no row of tokens."""
+    """Raise ConfigError if a set that is held out by default has less than a row of tokens."""
     if config.validation != (HELD_OUT,):
         return
     for name, loader in data.validation.items():
-        found, row = loader.shards.manifest.tokens, config.sequence
-        if found >= row:
+        tokens, row = loader.shards.manifest.tokens, config.sequence
+        if tokens >= row:
             continue
         share = float(HELD_OUT.removeprefix("tail:").removesuffix("%"))
-        enough = math.ceil(1.1 * share * row / found)
+        enough = math.ceil(1.1 * share * row / tokens)
         larger = f"--config.data.validation=tail:{enough}%\n" if enough <= MAX_HELD_OUT else ""
         raise ConfigError(
             "too little text is held out for validation",
             where=f"data.validation = {HELD_OUT}",
-            why=f"{name} has {found} tokens, and a row {row}",
+            why=f"{name} has {tokens} tokens, and a row {row}",
             fix=f"{larger}'--config.data.validation=()'    # trains without validation",
         )
 
 
 def ranking_set(run: Run, names: Iterable[str]) -> str | None:
-    """The validation set, of those there are, whose loss ranks checkpoints; None where there is none.
+    """Return the validation set whose loss ranks checkpoints; None without validation sets.
 
     Raises:
-      ConfigError: where `eval.follow` names another.
+      ConfigError: if the set that `eval.follow` names does not exist.
     """
-    known, wanted = list(names), run.eval.follow
-    if wanted in known or (wanted == "auto" and not known):
-        return wanted if known else None
-    if wanted == "auto":
+    known, followed = list(names), run.eval.follow
+    if followed in known or (followed == "auto" and not known):
+        return followed if known else None
+    if followed == "auto":
         return known[0]
+    nearest = nearest_word(followed, known) or nearest_word(followed.partition(".")[0], known)
     raise ConfigError(
-        f"there is no validation set {wanted!r} to follow",
+        f"eval.follow names the validation set {followed!r}, which does not exist",
         where="eval.follow",
-        why=f"there is {', '.join(known) or 'none'}",
-        fix=f"--config.eval.follow={nearest_word(wanted, known) or nearest_word(wanted.partition('.')[0], known) or 'auto'}",
+        why=f"the validation sets are {', '.join(known) or 'none'}",
+        fix=f"--config.eval.follow={nearest or 'auto'}",
     )

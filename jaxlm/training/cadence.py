@@ -1,4 +1,4 @@
-"""When something is due."""
+"""Cadence of an action, such as a save, in steps, tokens or seconds."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +9,19 @@ from jaxlm.core.span import Paced
 
 
 class Cadence:
-    """Due every so many steps, or every so many seconds, of a run; and always at its end.
+    """Due at intervals of steps or seconds of a run, and always at its end.
 
-    A cadence in steps, shares or tokens is a function of the step alone. One in time is read off a clock, so it does not
-    repeat from run to run.
+    A cadence in steps, shares or tokens is a function of the step alone. A cadence in time uses a
+    clock, so it differs from run to run.
 
     Args:
-      share: takes this process's view and returns the first one's, where several must find the same steps due. They do
-        not ask at each step: each answer says how many steps may go by before the next, half of what is left.
+      span: the interval.
+      total: updates in the whole run.
+      tokens_per_step: tokens of a step, or the batch schedule.
+      clock: a monotonic clock, in seconds.
+      share: receives this process's value and returns the first process's, so that the same steps
+        are due on all processes. It is not called at each step: each result contains the number of
+        steps until the next call, half of the steps left.
     """
 
     def __init__(
@@ -31,16 +36,16 @@ class Cadence:
         self._total, self._clock, self._share = total, clock, share
         self._seconds = span.amount if span.unit == "second" else None
         self._steps = 0 if self._seconds is not None else span.steps(total, tokens_per_step)
-        # Where batches differ in size, so many tokens are not always so many steps.
+        # With batches of several sizes, a span of tokens is not a fixed number of steps.
         is_uneven = span.unit == "token" and isinstance(tokens_per_step, BatchSchedule)
         self._pace = tokens_per_step if is_uneven else None
         self._amount = span.amount
         self._last = clock()
-        self._asked: tuple[int, float] | None = None  # when the share was last asked: step and time
-        self._ask_at = 0
+        self._shared: tuple[int, float] | None = None  # step and time of the last call of `share`
+        self._share_at = 0  # step of the next one
 
     def is_due(self, step: int) -> bool:
-        """Whether the span is over once `step` updates are complete. Asked once a step."""
+        """Return whether the span ends with `step` completed updates; call it once a step."""
         if step == self._total:
             return True
         if isinstance(self._pace, BatchSchedule):
@@ -51,18 +56,18 @@ class Cadence:
         now = self._clock()
         is_over = now - self._last >= self._seconds
         if self._share is not None:
-            if step < self._ask_at:
+            if step < self._share_at:
                 return False
             left = self._seconds - (0.0 if is_over else now - self._last)
             is_over, ahead = self._share((is_over, self._half(left, step, now)))
-            self._asked, self._ask_at = (step, now), step + ahead
+            self._shared, self._share_at = (step, now), step + ahead
         if is_over:
             self._last = now
         return is_over
 
     def _half(self, left: float, step: int, now: float) -> int:
-        """The steps that half of the seconds left will take, at the pace since the last question."""
-        if self._asked is None:
+        """Return the steps in half of the time left, at the pace since the last `share`."""
+        if self._shared is None:
             return 1
-        pace = (now - self._asked[1]) / (step - self._asked[0])
+        pace = (now - self._shared[1]) / (step - self._shared[0])
         return max(1, int(min(left / 2 / max(pace, 1e-6), 1e6)))

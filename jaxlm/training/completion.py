@@ -11,17 +11,17 @@ PATIENCE = 1.0  # seconds for a step under way, if the loop ends by an error: it
 
 
 class Completion:
-    """A dispatched step. `at` is the time at which it was complete; None while it is computed."""
+    """A dispatched step, and the time of its completion; None while it is computed."""
 
-    at: float | None = None
+    completed_at: float | None = None
 
 
 class Completions:
     """Notes the completion time of each dispatched step, in a thread.
 
     The loop fetches the metrics of a step after it has dispatched the next one, or earlier if an
-    evaluation or a save comes first. The time of the fetch therefore does not tell how long a step
-    took; with a synchronous backend, such as a CPU, it is one step late.
+    evaluation or a save comes first. The time of the fetch therefore is not the duration of a step;
+    with a synchronous backend, such as a CPU, it is one step late.
 
     Args:
       now: a monotonic clock, in seconds.
@@ -45,7 +45,7 @@ class Completions:
         """Return the completion of the step that has just been dispatched and computes `result`."""
         completion = Completion()
         if result.is_ready():  # as on a synchronous backend
-            completion.at = self._now()
+            completion.completed_at = self._now()
         else:
             self._queue.put((completion, result))
         return completion
@@ -57,5 +57,5 @@ class Completions:
                 jax.block_until_ready(result)
             except Exception:  # the loop raises this error when it fetches the metrics
                 return
-            completion.at = self._now()
+            completion.completed_at = self._now()
             del item, completion, result  # do not hold the array while waiting for the next one

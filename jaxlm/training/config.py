@@ -15,7 +15,7 @@ from jaxlm.ops.kernels import KernelSetting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, how many rows a step, and how the layers are run."""
+    """Length of the run, batch, and execution of the layers."""
 
     steps: int = setting(1000, "updates in the whole run", unit="steps", low=1)
     batch: int = setting(
@@ -23,47 +23,58 @@ class TrainConfig:
     )
     microbatches: int = setting(
         1,
-        "parts that a batch is cut into; gradients are summed over them, then applied once; with mesh.pipe the parts follow each other through the stages",
+        "micro-batches of a batch for gradient accumulation: gradients are summed over them, then "
+        "applied once; with mesh.pipe the micro-batches of the pipeline",
         low=1,
     )
     batch_warmup: tuple[str, ...] = setting(
         (),
-        "ROWS@SPAN: the batch has so many rows until then; behind the last train.batch. Each stage compiles the step once",
+        "ROWS@SPAN: rows of the batch until SPAN, after the last one train.batch. Each phase "
+        "compiles the step once",
     )
     pipeline: Literal["gpipe", "circular"] = setting(
         "gpipe",
-        "how micro-batches go through the stages of mesh.pipe: once, or around several times, which idles less and moves more",
+        "schedule of micro-batches in the stages of mesh.pipe: gpipe passes each stage once; "
+        "circular passes them several times, with a smaller bubble and more communication",
     )
     pipeline_repeats: int = setting(
         2,
-        "times a micro-batch goes around the stages of a circular pipeline, each time through other layers",
+        "passes of a micro-batch through the stages of a circular pipeline, each through other "
+        "layers",
         low=2,
     )
     stack: Literal["scan", "unroll"] = setting(
         "scan",
-        "run the layers as one compiled loop, or one after the other: same parameters, same result",
+        "execution of the layers: one compiled loop, or unrolled; same parameters, same result",
     )
     attention: KernelSetting = setting(
         "auto",
-        "what computes attention: reference (all scores at once), blockwise (memory grows with the row, not its square), splash (a kernel of TPUs), cudnn (one of NVIDIA GPUs), or auto; the same function",
+        "attention kernel: reference (all scores at once), blockwise (online softmax, memory "
+        "linear in the row), splash (kernel for TPUs), cudnn (kernel for NVIDIA GPUs), or auto; "
+        "all compute the same function",
     )
     remat: str = setting(
         "none",
-        "what the backward pass computes again: none, dots (keep matrix products), full, save:NAME,NAME, or offload:NAME,NAME (keep in the memory of the host); full/none: the layers take turns",
+        "rematerialization in the backward pass: none, dots (keep matrix products), full, "
+        "save:NAME,NAME, or offload:NAME,NAME (keep in the memory of the host); full/none "
+        "alternates between the layers",
     )
     offload: tuple[Literal["optimizer"], ...] = setting(
         (),
-        "what waits in the memory of the host from step to step: optimizer, its state, which then travels there and back each step",
+        "state in the memory of the host between steps: optimizer moves the optimizer state there "
+        "and back in each step",
     )
     memory_gib: float | None = setting(
         None,
-        "what a step may take of a device's memory; None is all that the device, or for a CPU the machine, says it has",
+        "limit for the memory of a step on a device; None uses the memory that the device reports, "
+        "for a CPU that of the machine",
         unit="GiB",
         above=0,
     )
     control: Span = setting(
         Span.parse("5s"),
-        "how often control.json in the run directory is read, which may change the learning rate of a run that runs",
+        "interval between reads of control.json in the run directory, which can change the "
+        "learning rate of the running run",
     )
     patience: int | None = setting(
         None,
@@ -74,16 +85,17 @@ class TrainConfig:
 
     @property
     def turns(self) -> int:
-        """Times that a micro-batch goes through the stages of mesh.pipe."""
+        """Number of passes of a micro-batch through the stages of mesh.pipe."""
         return self.pipeline_repeats if self.pipeline == "circular" else 1
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Micro-batches are equal parts of a batch, and the remat policy is one of those there are."""
+        """Check that micro-batches are equal parts of a batch, and that the remat policy exists."""
         if self.batch % self.microbatches:
             fits = adjacent_divisors(self.batch, self.microbatches)
             yield (
                 "microbatches",
-                f"batch = {self.batch} rows does not divide by {self.microbatches}, by {' or '.join(map(str, fits))} it does",
+                f"batch = {self.batch} rows does not divide by {self.microbatches}, by "
+                f"{' or '.join(map(str, fits))} it does",
                 "\n".join(f"--config.train.microbatches={fit}" for fit in fits),
             )
         yield from self._uneven()
@@ -92,12 +104,12 @@ class TrainConfig:
                 known = ",".join(REMAT_NAMES)
                 yield (
                     "remat",
-                    f"{policy!r} is none of: none, dots, full, save:{known}, offload:{known}",
+                    f"{policy!r} is not one of: none, dots, full, save:{known}, offload:{known}",
                     "jaxlm config explain train.remat",
                 )
 
     def _uneven(self) -> Iterator[tuple[str, str, str]]:
-        """Batches of a warm-up grow to that of the run, and each divides over the micro-batches."""
+        """Check that a batch warm-up grows to train.batch, in multiples of the micro-batches."""
         try:
             sizes = [batch_schedule.parse(entry)[0] for entry in self.batch_warmup]
         except ValueError as error:
@@ -119,51 +131,56 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """Which steps are not applied, and what happens when that does not help."""
+    """Conditions for skipped steps, rewinds and the end of a diverged run."""
 
     window: int = setting(128, "accepted steps that a spike is compared with", unit="steps", low=8)
     sigmas: float | None = setting(
         6.0,
-        "robust standard deviations above the median at which a loss or gradient norm is a spike; None skips only what is not finite",
+        "robust standard deviations above the median at which a loss or gradient norm is a spike; "
+        "None skips only values that are not finite",
         above=0.0,
     )
     budget: int = setting(10, "bad steps in a row after which the run rewinds", unit="steps", low=1)
     divergence: Literal["warn", "stop"] = setting(
         "warn",
-        "what follows a loss worse than the uniform coder, ln V nats, after 10% of the steps and above the first loss, or after "
-        "half of the steps: a warning, or the end of the run, with 79; worse than the unigram coder is always a warning",
+        "action if the loss is worse than the uniform coder, ln V nats, after 10% of the steps and "
+        "above the first loss, or after half of the steps: a warning, or the end of the run, with "
+        "exit code 79; a loss worse than the unigram coder is always a warning",
     )
-    rewinds: int = setting(3, "rewinds after which the run ends instead, with 79", low=0)
+    rewinds: int = setting(3, "rewinds after which the run ends, with exit code 79", low=0)
     loss_scale: float = setting(
         2.0**15,
-        "what the mean loss is multiplied by at first where anything is float16; it halves where a gradient overflows",
+        "initial factor on the mean loss with float16; halved when a gradient overflows",
         low=1.0,
         high=2.0**24,
     )
     loss_scale_growth: int = setting(
         2000,
-        "steps without such an overflow after which the loss scale doubles",
+        "steps without an overflow after which the loss scale doubles",
         unit="steps",
         low=1,
     )
     reach: int = setting(
-        100, "a rewind goes back at least this far, to a healthy checkpoint", unit="steps", low=0
+        100,
+        "minimal distance of a rewind, which restores a healthy checkpoint",
+        unit="steps",
+        low=0,
     )
     compare_every: int | None = setting(
         100,
-        "steps between comparisons of the parameters' copies on several devices; None compares none",
+        "steps between comparisons of replicated parameters on several devices; None disables them",
         unit="steps",
         low=1,
     )
     repeat_every: int | None = setting(
         None,
-        "steps between those that are computed twice and compared bit for bit; None repeats none",
+        "interval of steps that are computed twice and compared bit for bit; None disables it",
         unit="steps",
         low=1,
     )
     skip: int = setting(
         200,
-        "batches around the first bad one that are left out after a rewind",
+        "batches around the first bad one that are skipped after a rewind",
         unit="batches",
         low=0,
     )

@@ -1,7 +1,7 @@
-"""Changing a run while it runs: the file that is read, and what was changed, so that it is the same when done again.
+"""Changes to a running run: the file that requests them, and a journal that makes them repeatable.
 
-`{"lr": 1e-4}` in control.json is the peak learning rate from the next update on; the schedule keeps its course. null is that
-of the config.
+`{"lr": 1e-4}` in control.json sets the peak learning rate from the next update on and keeps the
+shape of the schedule. `null` restores the rate of the config.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
 from jaxlm.training.rundir import RunDir
 
-WANTED = "control.json"
-FILE = "control.jsonl"
-LARGEST = 4096  # bytes of what is read
+REQUEST = "control.json"
+JOURNAL = "control.jsonl"
+MAX_BYTES = 4096  # of control.json
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The peak learning rate of the updates after `step` completed ones; None is that of the config."""
+    """Peak learning rate of the updates after `step` completed ones; of the config if None."""
 
     step: int
     lr: float | None
@@ -41,12 +41,13 @@ SHAPE: Shape = {"step": sinks.is_step, "lr": _is_rate}
 
 
 class Control:
-    """The changes of a run, each made after a step, and made after it again when the run passes it again.
+    """Changes of a run. A change takes effect after a step, also if the step is repeated.
 
     Args:
+      directory: the run directory.
       lr: `optim.lr` of the config.
-      changes: those that are known, in the order of their steps.
-      say: is told of each change, and of what is wrong with control.json.
+      changes: earlier changes, in the order of their steps.
+      log: receives each change and each error of control.json.
     """
 
     def __init__(
@@ -54,89 +55,96 @@ class Control:
         directory: RunDir,
         lr: float,
         changes: Iterable[Change],
-        say: Log,
+        log: Log,
     ):
-        self._directory, self._lr, self._say = directory, lr, say
-        self._refused = ""  # what was said last of a file that stays as it is
+        self._directory, self._lr, self._log = directory, lr, log
+        self._refused = ""  # the last logged error of control.json, which is logged once
         self._changes = [*changes]
 
-    def look(self, step: int, share: Callable[[Any], Any]) -> None:
-        """Takes over what control.json asks for, for the updates after `step` completed ones. The first process reads."""
-        found = share(self._asked() if self._directory.is_writer else None)
+    def poll(self, step: int, share: Callable[[Any], Any]) -> None:
+        """Apply control.json to the updates after `step` completed ones; one process reads it."""
+        request = share(self._requested() if self._directory.is_writer else None)
         newest = self._changes[-1].lr if self._changes else None
-        if found is None or found["lr"] == newest:
+        if request is None or request["lr"] == newest:
             return
-        change = Change(step, found["lr"])
+        change = Change(step, request["lr"])
         self._changes = [*(each for each in self._changes if each.step < step), change]
         if self._directory.is_writer:
-            sink = self._directory.journal(FILE)
+            sink = self._directory.journal(JOURNAL)
             try:
                 sink.write(dataclasses.asdict(change))
             finally:
                 sink.close()
-        self._say(
-            f"after step {step} the peak learning rate is {self._lr if change.lr is None else change.lr:g}, "
-            f"as {WANTED} asks; it was {self._lr if newest is None else newest:g}"
+        self._log(
+            f"after step {step} the peak learning rate is "
+            f"{self._lr if change.lr is None else change.lr:g} ({REQUEST}); it was "
+            f"{self._lr if newest is None else newest:g}"
         )
 
-    def rate(self, step: int) -> float:
-        """The learning rate over the schedule's, of the update after `step` completed ones."""
-        return rate(self._changes, step, self._lr)
+    def lr_scale(self, step: int) -> float:
+        """Ratio of the learning rate to the schedule's, for the update after `step` steps."""
+        return lr_scale(self._changes, step, self._lr)
 
     def as_json(self, step: int) -> list[dict[str, Any]]:
-        """The changes that a checkpoint of this step has seen."""
+        """Changes before this step, for its checkpoint."""
         return [dataclasses.asdict(each) for each in self._changes if each.step < step]
 
-    def _asked(self) -> dict[str, Any] | None:
-        """What the file asks for; None where there is none, or nothing that can be done. What is wrong is said once."""
+    def _requested(self) -> dict[str, Any] | None:
+        """Return the content of control.json, None if missing or invalid; log an error once."""
         try:
-            found = _read(self._directory.path / WANTED)
+            request = _read(self._directory.path / REQUEST)
         except FileNotFoundError:
             self._refused = ""
             return None
         except (OSError, ValueError, RecursionError) as error:
             if str(error) != self._refused:
-                self._say(f"{WANTED} is left aside: {safe(str(error))[:200]}")
+                self._log(f"ignoring {REQUEST}: {safe(str(error))[:200]}")
                 self._refused = str(error)
             return None
         self._refused = ""
-        return found
+        return request
 
 
-def known(workdir: Path, meta: dict[str, Any], share: Callable[[str, Any], Any]) -> list[Change]:
-    """The changes that the first process knows of: from the file, or where that is lost from the checkpoint's `meta`."""
-    found = [dataclasses.asdict(each) for each in read(workdir)] or meta.get("control", [])
-    return [Change(**values) for values in share("changes", found)]
+def load_changes(
+    workdir: Path, meta: dict[str, Any], share: Callable[[str, Any], Any]
+) -> list[Change]:
+    """Return the first process's changes: of the journal, or of the checkpoint's `meta` if lost."""
+    records = [dataclasses.asdict(each) for each in read_changes(workdir)] or meta.get(
+        "control", []
+    )
+    return [Change(**values) for values in share("changes", records)]
 
 
-def read(workdir: Path) -> list[Change]:
-    """The changes of a run in the order of their steps. One that came later gives up those after its own step.
+def read_changes(workdir: Path) -> list[Change]:
+    """Read the changes of a run in the order of their steps.
+
+    A record that was written later cancels the changes at its step and after it.
 
     Raises:
-      DataError: where the file is damaged.
+      DataError: if the file is damaged.
     """
-    found: list[Change] = []
-    for record in sinks.read(workdir / FILE, SHAPE):
+    changes: list[Change] = []
+    for record in sinks.read(workdir / JOURNAL, SHAPE):
         change = Change(record["step"], record["lr"])
-        found = [*(each for each in found if each.step < change.step), change]
-    return found
+        changes = [*(each for each in changes if each.step < change.step), change]
+    return changes
 
 
-def rate(changes: Iterable[Change], step: int, lr: float) -> float:
-    """The learning rate over that of a schedule with the peak `lr`, of the update after `step` completed ones."""
+def lr_scale(changes: Iterable[Change], step: int, lr: float) -> float:
+    """Ratio of the learning rate to a schedule with the peak `lr`, after `step` updates."""
     made = [each for each in changes if each.step <= step]
     return made[-1].lr / lr if made and made[-1].lr is not None else 1.0
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The one thing that may be asked for. Raises ValueError with what is wrong."""
+    """Return the content of control.json. Raises ValueError with the reason if it is invalid."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
-            raise ValueError("everybody may write it; chmod o-w")
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ValueError(f"it has more than {LARGEST} bytes")
-    found = json.loads(content)
-    if not isinstance(found, dict) or set(found) != {"lr"} or not _is_rate(found["lr"]):
+            raise ValueError("every user can write it; run chmod o-w")
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    request = json.loads(content)
+    if not isinstance(request, dict) or set(request) != {"lr"} or not _is_rate(request["lr"]):
         raise ValueError('it is not {"lr": a number above zero, or null}')
-    return found
+    return request

@@ -1,4 +1,4 @@
-"""Detects a diverged run: a loss above that of coders that need no model."""
+"""Detection of a diverged run: its loss is above that of coders that need no model."""
 
 import collections
 import math
@@ -10,16 +10,16 @@ Coder = Literal["uniform", "unigram"]
 
 MARGIN = 0.05  # above the uniform coder and the first loss: a model may begin a little above ln V
 LEARNED_MARGIN = 0.02  # above a coder that a trained model must beat: the noise of an evaluation
-WARM_UP = 0.1  # of the steps; before, a loss that rises may still turn
-LEARNED = 0.5  # of the steps, after which a model must be better than both coders
-FEWEST_STEPS = 100  # of a run from which that is expected
-LONGEST_WINDOW, SHORTEST_WINDOW = 16, 4  # training losses whose median is judged
+WARM_UP = 0.1  # share of the steps in which a rising loss may still turn
+LEARNED = 0.5  # share of the steps after which a model must beat both coders
+MIN_STEPS = 100  # of a run whose model must beat them
+MAX_WINDOW, MIN_WINDOW = 16, 4  # training losses whose median is judged
 
 
 class Divergence:
-    """Judges the losses of a run, in nats per token, against coders without a model.
+    """Judge of the losses of a run, in nats per token, against coders without a model.
 
-    The uniform coder spends ln V nats on each of V ids. The unigram coder knows the frequencies of
+    The uniform coder spends ln V nats on each of V ids. The unigram coder uses the frequencies of
     the ids in the training text, and is not defined for every objective. A loss is worse than
 
     - uniform: if it is 5% above both ln V and the first loss of the run, after 10% of the steps, or
@@ -55,10 +55,10 @@ class Divergence:
     ):
         self._steps, self.uniform, self.unigram = steps, uniform, unigram
         self.first, self._best, self._best_median = first, best, math.inf
-        length = min(LONGEST_WINDOW, max(SHORTEST_WINDOW, steps // 20))
+        length = min(MAX_WINDOW, max(MIN_WINDOW, steps // 20))
         self._window: collections.deque[float] = collections.deque(maxlen=length)
         self.median: float | None = None  # of the last training losses
-        # What the training loss is worse than, and the last evaluation.
+        # Coders that the training loss and the last evaluation are worse than.
         self.training: Coder | None = "uniform" if worse == "uniform" else None
         self.evaluation: Coder | None = "unigram" if worse == "unigram" else None
 
@@ -68,7 +68,7 @@ class Divergence:
         return "uniform" if "uniform" in (self.training, self.evaluation) else self.evaluation
 
     def train(self, step: int, loss: float) -> None:
-        """Judges the loss of a completed step. One that is not finite is the guard's business."""
+        """Judge the loss of a completed step; the guard handles a loss that is not finite."""
         if not math.isfinite(loss):
             return
         if self.first is None:
@@ -81,7 +81,7 @@ class Divergence:
         self._best_median = min(self._best_median, self.median)
 
     def evaluated(self, step: int, loss: float) -> Coder | None:
-        """Judges the loss of an evaluation. Returns the coder that it is worse than."""
+        """Judge the loss of an evaluation. Return the coder that it is worse than."""
         before = self.worse
         if self._is_above_uniform(step, loss):
             self.evaluation = "uniform"
@@ -112,4 +112,4 @@ class Divergence:
         return self._must_have_learned(step) or self._best < unigram
 
     def _must_have_learned(self, step: int) -> bool:
-        return self._steps >= FEWEST_STEPS and step >= LEARNED * self._steps
+        return self._steps >= MIN_STEPS and step >= LEARNED * self._steps

@@ -1,4 +1,4 @@
-"""Figures of layers, from what a step observed to numbers with names."""
+"""Metrics of layers, computed on the host from the statistics of a step."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,27 +10,29 @@ from jaxlm.training.gradient import SQUARE
 from jaxlm.training.observe import Observed
 
 
-def by_layer(found: Observed) -> dict[str, float]:
-    """A record's `layers/...`, of arrays on the host.
+def layer_metrics(observed: Observed) -> dict[str, float]:
+    """Return the `layers/...` metrics of a record, from arrays on the host.
 
-    - `layers/3/mlp/up/weight/grad_norm`, `param_norm`, `update_norm` of each parameter, and without the parameter's name
-      those of the whole layer; the gradient is the mean one before clipping, the update what the optimizer made of it.
-    - `stream_rms`, `attention_out_rms`, `mlp_out_rms`: root mean squares over the tokens that are not padding, of the
-      stream after the layer and of what each part adds, before dropout.
-    - `dead_units`: the share of the MLP's units that no token of the batch brought above zero before the activation.
-    - `expert_load/0`: what an expert was sent, over an even share of it.
-    - `attention_entropy` in nats, the mean over heads and queries, and `attention_entropy_min`, the least of a head;
-      `attention_logit_max`, the largest score before the softmax, and before a cap.
+    - `layers/3/mlp/up/weight/grad_norm`, `param_norm`, `update_norm` of each parameter, and of the
+      whole layer without the parameter's name. The gradient is the mean before clipping; the update
+      is the optimizer's result.
+    - `stream_rms`, `attention_out_rms`, `mlp_out_rms`: root mean squares over the tokens that are
+      not padding, of the residual stream after the layer and of each part's output, before dropout.
+    - `dead_units`: the share of the MLP's units whose pre-activation is above zero for no token of
+      the batch.
+    - `expert_load/0`: the load of an expert over an even share of the load.
+    - `attention_entropy` in nats, the mean over heads and queries, and `attention_entropy_min`, the
+      lowest mean of a head; `attention_logit_max`, the largest score before softcap and softmax.
 
-    Layers are counted from 0, those of a prefix first; what is in no layer keeps its path.
+    Layers are counted from 0, those of a prefix first; a value outside the layers keeps its path.
     """
-    every = (*found.norms.values(), found.notes.sums, found.notes.peaks)
+    every = (*observed.norms.values(), observed.notes.sums, observed.notes.peaks)
     sizes = {
         path: len(values) for leaves in every for path, values in leaves.items() if np.ndim(values)
     }
     stacked = layer_indices(sizes)
     record: dict[str, float] = {}
-    for name, leaves in found.norms.items():
+    for name, leaves in observed.norms.items():
         squares: dict[str, float] = {}
         for path, values in leaves.items():
             for place, part, value in _layers(path, values, stacked):
@@ -41,7 +43,7 @@ def by_layer(found: Observed) -> dict[str, float]:
                     squares[place] = squares.get(place, 0.0) + float(value) ** 2
         record |= {f"layers/{place}/{name}": total**0.5 for place, total in squares.items()}
     noted: dict[str, dict[str, Any]] = {}
-    for path, values in [*found.notes.sums.items(), *found.notes.peaks.items()]:
+    for path, values in [*observed.notes.sums.items(), *observed.notes.peaks.items()]:
         if path != SQUARE:
             for place, part, value in _layers(path, values, stacked):
                 noted.setdefault(place, {})[part] = np.asarray(value, np.float64)
@@ -73,34 +75,37 @@ def _noted(notes: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 class Noise(NamedTuple):
-    """Estimates of |G|^2 and tr(S), of the true gradient G and of the covariance S of one token's."""
+    """Estimates of |G|^2 and tr(S): true gradient G, covariance S of one token's gradient."""
 
     square: float
     trace: float
 
 
-def noise(found: Observed, parts: int) -> Noise:
-    """From the squared norm of the batch's gradient and the mean one of its `parts` micro-batches.
+def noise(observed: Observed, parts: int) -> Noise:
+    """Estimate the gradient noise from a batch and its `parts` micro-batches.
+
+    With the squared gradient norm |g_W|^2 of the batch and the mean one |g_w|^2 of the parts,
 
         |G|^2 = (W |g_W|^2 - w |g_w|^2) / (W - w),  tr(S) = (|g_w|^2 - |g_W|^2) / (1/w - 1/W)
 
-    with the tokens W of the batch and w = W / parts of each part. Both are unbiased and noisy: their means over many
-    steps are what is divided, tr(S) / |G|^2, the batch in tokens at which noise and gradient are as large.
+    for the tokens W of the batch and w = W / parts of each part. Both are unbiased and noisy, so
+    their means over many steps are divided: tr(S) / |G|^2 is the batch in tokens at which noise and
+    gradient are equally large.
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
     """
-    whole = float(found.weight)
+    whole = float(observed.weight)
     part = whole / parts
-    big, small = float(found.square), float(found.notes.sums[SQUARE]) / parts
+    big, small = float(observed.square), float(observed.notes.sums[SQUARE]) / parts
     return Noise(
         (whole * big - part * small) / (whole - part), (small - big) / (1 / part - 1 / whole)
     )
 
 
-def _layers(path: str, values: Any, found: Mapping[str, LayerIndex]) -> list[tuple[str, str, Any]]:
-    """(layer, part of it, value) of each layer; a value of no layer has its path and no part."""
-    if path not in found:
+def _layers(path: str, values: Any, index: Mapping[str, LayerIndex]) -> list[tuple[str, str, Any]]:
+    """Return (layer, part, value) of each layer; outside the layers: (path, "", value)."""
+    if path not in index:
         return [(path, "", values)]
-    stack, numbers, part = found[path]
+    stack, numbers, part = index[path]
     named = [f"{stack}/{number}" if stack else str(number) for number in numbers]
     return [(name, part, value) for name, value in zip(named, values, strict=True)]

@@ -123,7 +123,7 @@ def build_gradient(
 
 
 def _trained_share(batch: Tokens) -> Array:
-    """Return the weight of the batch over its tokens that are not padding; 1 if it trains on all."""
+    """Return the weight of the batch over its tokens that are not padding; 1 if all are trained."""
     count = (batch.segments > 0).sum(dtype=jnp.float32)
     return batch.weights.sum(dtype=jnp.float32) / jnp.maximum(count, 1.0)
 

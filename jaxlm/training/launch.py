@@ -1,4 +1,4 @@
-"""Several processes of one run on this machine: started, watched, and ended together."""
+"""Local launcher of a run of several processes, with restarts."""
 
 import contextlib
 import dataclasses
@@ -20,41 +20,49 @@ from jaxlm.core.errors import JaxlmError, PeerLost, Preempted, SaveFailed, Stall
 from jaxlm.training import rundir
 from jaxlm.training.rundir import RunDir
 
-FOLDER = "JAXLM_LAUNCH"  # tells a rank where to leave its heartbeat and its last word
-ABORTED = 128 + signal.SIGABRT  # how a shell says it
+LAUNCH_FOLDER = "JAXLM_LAUNCH"  # variable with the folder for heartbeats and exit reasons of ranks
+ABORTED = 128 + signal.SIGABRT  # exit code of a shell whose command aborted
 POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """The rank that failed first, the exit code that the job has from it, and why."""
+    """The rank that failed first, the exit code of the job, and the cause."""
 
     rank: int
     code: int
     cause: str
-    is_consequence: bool = False  # of another's failure, most likely
+    is_consequence: bool = False  # probably of the failure of another rank
 
 
 class WorkerGroup:
-    """One attempt: the processes of a job from their start to their end. None outlives the context."""
+    """One attempt of a job: its processes, which are killed when the context ends.
+
+    Args:
+      command: command of a rank, without the options of the rendezvous.
+      count: number of ranks.
+      log: receives the output of the ranks, line by line.
+      grace_seconds: time between the first failure and the kill of the other ranks.
+      silence_seconds: time without a heartbeat after which a rank is killed.
+    """
 
     def __init__(
         self,
         command: Sequence[str],
         count: int,
         *,
-        say: Log,
+        log: Log,
         grace_seconds: float = 5.0,
         silence_seconds: float = 120.0,
     ):
-        self._command, self._count, self._say = command, count, say
+        self._command, self._count, self._log = command, count, log
         self._grace, self._silence = grace_seconds, silence_seconds
         self._folder = Path(tempfile.mkdtemp(prefix="jaxlm-launch-"))
         self.processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
-        self._last: dict[int, str] = {}  # line of each rank that is no explanation of the one above
+        self._last: dict[int, str] = {}  # last line of each rank that is not indented
         self._ended: dict[int, int] = {}  # exit codes
-        self._failures: list[WorkerFailure] = []  # in the order in which they were seen
+        self._failures: list[WorkerFailure] = []  # in the order of their detection
         self._reported: set[int] = set()
         self._killed: set[int] = set()
 
@@ -68,13 +76,13 @@ class WorkerGroup:
             ]
             process = subprocess.Popen(
                 [*self._command, *words],
-                env=os.environ | {FOLDER: str(self._folder)},
+                env=os.environ | {LAUNCH_FOLDER: str(self._folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C comes to us, and to them through us
+                start_new_session=True,  # Ctrl-C reaches the launcher, which forwards it
             )
             self.processes.append(process)
             reader = threading.Thread(target=self._read, args=(rank, process), daemon=True)
@@ -92,13 +100,13 @@ class WorkerGroup:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def signal(self, number: int) -> None:
-        """Passes a signal on to every rank that runs."""
+        """Forward a signal to every running rank."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def wait(self) -> WorkerFailure | None:
-        """Returns once every rank has ended; None where all finished."""
+        """Wait until every rank has ended; return the cause, or None if all ranks finished."""
         beats: dict[int, tuple[str, float]] = {}
         first_failed: float | None = None
         while len(self._ended) < self._count:
@@ -107,7 +115,7 @@ class WorkerGroup:
             self._take_ends()
             if self._failures and first_failed is None:
                 first_failed = now
-                self.signal(signal.SIGCONT)  # one that was stopped can hear that all end
+                self.signal(signal.SIGCONT)  # a suspended rank can then read that the run ends
             for rank in set(range(self._count)) - set(self._ended):
                 beat = self._file(rank, "beat")
                 if beat != beats.setdefault(rank, (beat, now))[0]:
@@ -116,11 +124,11 @@ class WorkerGroup:
                     self._end_silent(rank)
                 if first_failed is not None and now - first_failed > self._grace:
                     self._kill(rank)
-        # One that lost a peer is not the cause.
+        # A rank that lost a peer is not the cause.
         return min(self._failures, key=lambda each: each.is_consequence, default=None)
 
     def _take_ends(self) -> None:
-        """Notes who has ended since the last look, and how: by a signal, with a last word, or with an exit code alone."""
+        """Record ranks that have ended: by a signal, with an exit reason, or with a code alone."""
         ended = {
             rank: code
             for rank, process in enumerate(self.processes)
@@ -128,19 +136,19 @@ class WorkerGroup:
         }
         self._ended |= ended
         for rank, code in ended.items():
-            self._readers[rank].join(1)  # its last words
+            self._readers[rank].join(1)  # reads the rest of its output
             if rank not in self._killed and (code < 0 or code == ABORTED):
                 number = -code if code < 0 else code - 128
                 self._failures.append(_by_signal(rank, number, self._last.get(rank, "")))
         for rank in set(range(self._count)) - self._reported:
             with contextlib.suppress(ValueError):
-                word = json.loads(self._file(rank, "end"))
+                reason = json.loads(self._file(rank, "end"))
                 self._reported.add(rank)
                 failure = WorkerFailure(
-                    rank=word["rank"],
-                    code=word["code"],
-                    cause=word["cause"],
-                    is_consequence=word["code"] == PeerLost.code,
+                    rank=reason["rank"],
+                    code=reason["code"],
+                    cause=reason["cause"],
+                    is_consequence=reason["code"] == PeerLost.code,
                 )
                 self._failures.append(failure)
         for rank, code in ended.items():
@@ -149,18 +157,21 @@ class WorkerGroup:
                 self._failures.append(failure)
 
     def _end_silent(self, rank: int) -> None:
-        """Its Python does not run, so neither does its watch. The signal's handler runs even then, and writes stacks."""
+        """Kill a rank without heartbeat, after a signal whose handler writes stacks.
+
+        The rank's Python is stuck, so its own watchdog is too; the handler runs nevertheless.
+        """
         cause = f"no sign of life for {self._silence:.0f} s"
         self._failures.insert(0, WorkerFailure(rank=rank, code=Stalled.code, cause=cause))
         with contextlib.suppress(ProcessLookupError):
             self.processes[rank].send_signal(signal.SIGUSR1)
         time.sleep(0.2)
         for line in self._file(rank, "stacks").splitlines():
-            self._say(f"[{rank}] {line}")
+            self._log(f"[{rank}] {line}")
         self._kill(rank)
 
     def _kill(self, rank: int) -> None:
-        """Ends a rank and all that it started."""
+        """Kill a rank and its child processes."""
         if self.processes[rank].poll() is None:
             self._killed.add(rank)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -172,7 +183,7 @@ class WorkerGroup:
             for line in lines:
                 if line.strip() and not line[0].isspace():
                     self._last[rank] = line.rstrip()
-                self._say(f"[{rank}] {line.rstrip()}")
+                self._log(f"[{rank}] {line.rstrip()}")
 
     def _file(self, rank: int, name: str) -> str:
         try:
@@ -181,38 +192,49 @@ class WorkerGroup:
             return ""
 
 
-def _by_signal(rank: int, number: int, said: str) -> WorkerFailure:
-    """JAX aborts where a peer is lost. Killed from outside is a loss too; any other signal is a crash."""
+def _by_signal(rank: int, number: int, line: str) -> WorkerFailure:
+    """Return the failure of a rank that a signal ended, after its last line of output.
+
+    JAX aborts if a peer is lost. A kill from outside counts as a loss too; other signals are
+    crashes.
+    """
     lost = number in (signal.SIGABRT, signal.SIGKILL, signal.SIGTERM)
     return WorkerFailure(
         rank=rank,
         code=PeerLost.code if lost else 70,
         cause=f"ended by {signal.Signals(number).name}"
-        + (f", after {said[:200]!r}" if said else ""),
+        + (f", after {line[:200]!r}" if line else ""),
         is_consequence=number == signal.SIGABRT,
     )
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
 
-# A run of several processes, started again as long as that helps.
-
-
 RETRIED_CODES = (PeerLost.code, Preempted.code, Stalled.code, SaveFailed.code)
-TRIES = 3  # without progress
-PAUSE_SECONDS = (1.0, 60.0)  # before a restart, at first and at most
-SPACE_SECONDS = 600.0  # to wait for a disk to have space again
+MAX_TRIES = 3  # without progress
+PAUSE_SECONDS = (1.0, 60.0)  # pause before a restart: first and maximum
+SPACE_SECONDS = 600.0  # longest wait for free space on the disk
 
 
 class ElasticJob:
-    """A run of several processes, started again as long as that helps.
+    """A run of several processes with restarts after failures that a restart may fix.
 
-    A rank that is lost, stalled or preempted is worth another start, from the newest checkpoint, after a pause that
-    doubles. Three ends in a row at the same checkpoint are a crash loop. A wrong config or bad data stays wrong.
+    A lost, stalled or preempted rank causes a restart from the newest checkpoint, after a pause
+    that doubles. Three failures in a row at the same checkpoint are a crash loop. Other failures,
+    such as a wrong config or bad data, cause no restart.
+
+    Args:
+      command: command of a rank, without the options of the rendezvous.
+      count: number of ranks.
+      workdir: the run directory.
+      restarts: maximal number of restarts.
+      log: receives the output of the ranks and a line about each restart.
+      silence_seconds: time without a heartbeat after which a rank is killed.
+      pause_seconds: pause before the first restart.
     """
 
     def __init__(
@@ -222,65 +244,67 @@ class ElasticJob:
         *,
         workdir: Path | None,
         restarts: int,
-        say: Log,
+        log: Log,
         silence_seconds: float = 120.0,
         pause_seconds: float = PAUSE_SECONDS[0],
     ):
         self._command, self._count, self._workdir = command, count, workdir
-        self._restarts, self._say, self._silence = restarts, say, silence_seconds
+        self._restarts, self._log, self._silence = restarts, log, silence_seconds
         self._pause = pause_seconds
         self._ranks: WorkerGroup | None = None
-        self._told = threading.Event()
+        self._stopped = threading.Event()
         self.started = 0
 
     def stop(self, number: int, _: object = None) -> None:
-        """Passes a signal on; the job is not started again."""
-        self._told.set()
+        """Forward a signal to the ranks; the job does not restart."""
+        self._stopped.set()
         if self._ranks:
             self._ranks.signal(number)
 
     def run(self) -> WorkerFailure | None:
-        """The last failure; None where the run finished. What killed processes could not, it writes into exit.json.
+        """Run the job; return the last failure, or None if the run finished.
+
+        Writes exit.json if the killed processes could not.
 
         Raises:
-          JaxlmError: where it crashes again and again without progress.
+          JaxlmError: in a crash loop without progress.
         """
         try:
             failure = self._attempts()
         except JaxlmError as error:
-            self._write_down(error.code, rundir.cause(error))
+            self._write_exit(error.code, rundir.cause(error))
             raise
         if failure:
-            self._write_down(failure.code, failure.cause)
+            self._write_exit(failure.code, failure.cause)
         return failure
 
     def _attempts(self) -> WorkerFailure | None:
-        here, tries = self._newest(), 0
+        previous, tries = self._latest_step(), 0
         while True:
             with WorkerGroup(
-                self._command, self._count, say=self._say, silence_seconds=self._silence
+                self._command, self._count, log=self._log, silence_seconds=self._silence
             ) as self._ranks:
                 self.started += 1
-                if self._told.is_set():
+                if self._stopped.is_set():
                     self._ranks.signal(signal.SIGTERM)
                 failure = self._ranks.wait()
             self._ranks = None
             if failure is None:
                 return None
-            self._say(
+            self._log(
                 f"rank {failure.rank} failed first, exit code {failure.code}: {failure.cause}"
             )
-            if failure.code not in RETRIED_CODES or self._told.is_set():
+            if failure.code not in RETRIED_CODES or self._stopped.is_set():
                 return failure
-            reached = self._newest()
-            tries = tries + 1 if reached == here or tries == 0 else 1
-            here = reached
-            if tries >= TRIES:
+            step = self._latest_step()
+            tries = tries + 1 if step == previous or tries == 0 else 1
+            previous = step
+            if tries >= MAX_TRIES:
                 raise JaxlmError(
-                    f"the run ended {tries} times in a row without a step past {here}",
+                    f"the run ended {tries} times in a row without a step past {previous}",
                     where=str(self._workdir or ""),
                     why=f"rank {failure.rank}, exit code {failure.code}: {failure.cause}",
-                    fix="mend that first; then the same command goes on",
+                    fix="repair the cause; then the same command resumes the run",
                 )
             if self.started > self._restarts:
                 return failure
@@ -288,35 +312,35 @@ class ElasticJob:
                 return failure
 
     def _wait(self, failure: WorkerFailure, tries: int) -> bool:
-        """Pauses; whether a start is worth while."""
+        """Pause; return whether a restart is sensible."""
         pause = min(self._pause * 2 ** (tries - 1), PAUSE_SECONDS[1])
-        self._say(f"starting again in {pause:g} s")
+        self._log(f"starting again in {pause:g} s")
         if failure.code != SaveFailed.code or self._workdir is None:
-            return not self._told.wait(pause)
-        had = shutil.disk_usage(self._workdir).free
-        until = time.monotonic() + SPACE_SECONDS
-        while not self._told.wait(pause) and time.monotonic() < until:
-            if shutil.disk_usage(self._workdir).free > had:
+            return not self._stopped.wait(pause)
+        free = shutil.disk_usage(self._workdir).free
+        deadline = time.monotonic() + SPACE_SECONDS
+        while not self._stopped.wait(pause) and time.monotonic() < deadline:
+            if shutil.disk_usage(self._workdir).free > free:
                 return True
         return False
 
-    def _write_down(self, code: int, cause: str) -> None:
+    def _write_exit(self, code: int, cause: str) -> None:
         if self._workdir is None:
             return
         directory = RunDir(self._workdir)
         if directory.is_new or (self._workdir / "exit.json").exists():
             return
-        directory.step = self._newest()
-        with contextlib.suppress(JaxlmError, OSError):  # another run is there by now
+        directory.step = self._latest_step()
+        with contextlib.suppress(JaxlmError, OSError):  # another run may use the directory
             directory.lock.acquire()
             try:
                 directory.begin()
-                directory.leave(code, cause)
+                directory.write_exit(code, cause)
             finally:
                 directory.lock.release()
 
-    def _newest(self) -> int:
-        """The newest checkpoint."""
+    def _latest_step(self) -> int:
+        """Return the step of the newest checkpoint."""
         folder = self._workdir and self._workdir / "checkpoints"
         if not folder or not folder.is_dir():
             return 0

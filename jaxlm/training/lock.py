@@ -1,4 +1,4 @@
-"""Who may write a run directory."""
+"""Exclusive lock of a run directory."""
 
 import contextlib
 import errno
@@ -18,13 +18,13 @@ PERIODS = 3  # of its heartbeat, after which a lease is stale
 
 
 class Lock:
-    """An exclusive lock on a directory: `flock` where the filesystem has it, else a lease that its owner renews.
+    """An exclusive lock on a directory: `flock`, or on filesystems without it a renewed lease.
 
-    A `flock` goes with its process, so one that is free is free. A lease says nothing of whether its owner lives: it is
-    taken over once its heartbeat, the time of the lock file, is older than three of its periods, and stands still for
-    three periods more by a clock that nobody sets: the one that dates files may have been set. Either way the file
-    holds the owner's name and fencing id, and `is_owner` reads them back: a process that was stopped for long, and lost
-    its lease meanwhile, must not commit.
+    The kernel releases a `flock` when its process ends. A lease can outlive its owner. Another
+    process takes it over if its heartbeat, the modification time of the lock file, is older than
+    three periods and does not change for three more periods of a monotonic clock; the clock that
+    dates files may have been set. In both cases the file contains the owner's name and fencing id,
+    and `is_owner` reads them: a process that lost its lease while it was suspended must not commit.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Lock:
         self._heart: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Takes the lock.
+        """Acquire the lock.
 
         Raises:
-          InUse: where another process holds it, named with its host and start.
-          OSError: where the file cannot be made.
+          InUse: if another process holds it; names its host and start.
+          OSError: if the file cannot be created.
         """
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -63,14 +63,14 @@ class Lock:
         os.pwrite(self._file, owner.encode(), 0)
 
     def is_owner(self) -> bool:
-        """Whether the lock file still carries our fencing id."""
+        """True while the lock file contains this process's fencing id."""
         try:
             return self.fence in self.path.read_text().splitlines()
         except OSError:
             return False
 
     def release(self) -> None:
-        """Lets go; a second time does nothing."""
+        """Release the lock; a second call has no effect."""
         if self._file is None:
             return
         self._closing.set()
@@ -83,20 +83,20 @@ class Lock:
         self._file = None
 
     def _take_lease(self) -> None:
-        """Takes a lease that nobody renews, and renews it from now on."""
+        """Take over a lease that no process renews, and renew it from now on."""
         assert self._file is not None
         if os.fstat(self._file).st_size:
             age = self._filesystem_now() - os.fstat(self._file).st_mtime
-            if 0 <= age < PERIODS * self._period or self._beats():
+            if 0 <= age < PERIODS * self._period or self._is_renewed():
                 raise self._refused(f"\nits last heartbeat is {max(age, 0):.0f} s old")
         self._heart = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._heart.start()
 
-    def _beats(self) -> bool:
-        """Whether the lease is renewed while we look. Returns False after three periods without."""
+    def _is_renewed(self) -> bool:
+        """Return whether the lease is renewed within three periods."""
         assert self._file is not None
-        before, begun = os.fstat(self._file).st_mtime_ns, time.monotonic()
-        while time.monotonic() - begun < PERIODS * self._period:
+        before, start = os.fstat(self._file).st_mtime_ns, time.monotonic()
+        while time.monotonic() - start < PERIODS * self._period:
             time.sleep(self._period / 4)
             if os.fstat(self._file).st_mtime_ns != before:
                 return True
@@ -108,7 +108,7 @@ class Lock:
                 os.utime(self.path)
 
     def _filesystem_now(self) -> float:
-        """The clock that dates the lock file, which need not be this machine's."""
+        """Return the time of the clock that dates files, which may be another machine's."""
         probe = self.path.with_name(f".{self.path.name}.{self.fence}")
         probe.touch()
         now = probe.stat().st_mtime
@@ -126,8 +126,8 @@ class Lock:
 def check_free(path: Path) -> None:
     """Raise InUse if another process holds the `flock` on this lock file.
 
-    The lock is not taken. A process that starts beside a run is refused so before it imports JAX; a
-    lease is left to `Lock.acquire`.
+    The lock is not acquired. This refuses a process before it imports JAX if a run uses the
+    directory; `Lock.acquire` checks a lease.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

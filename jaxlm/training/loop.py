@@ -245,7 +245,9 @@ class TrainLoop(abc.ABC):
         """Fetch and count the metrics of a step, and log them if that is due."""
         layers = metrics.pop("layers")
         values = {name: float(value) for name, value in metrics.items()}
-        done_at = now() if completion.at is None else completion.at  # the thread may be late
+        done_at = (
+            now() if completion.completed_at is None else completion.completed_at
+        )  # the thread may be late
         self.progress.tokens += round(values["tokens"])
         self.count(values, waited, done_at)
         if values["verdict"]:

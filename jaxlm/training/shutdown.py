@@ -1,6 +1,7 @@
-"""How a process of a run ends at once: it says why, leaves its mark, tells its peers, and is gone.
+"""Immediate exit of a process of a run: print the reason, write exit.json, signal the peers, exit.
 
-Not by an exception: where there are several processes, one that raises waits in JAX for the others, which wait for it.
+An exception would deadlock runs of several processes: the process that raises waits in JAX for the
+others, and they wait for it.
 """
 
 import contextlib
@@ -20,14 +21,11 @@ from jaxlm.core.quoting import printable, safe
 from jaxlm.monitor import watchdog
 from jaxlm.parallel.peers import RERUN_FIX, Peers, is_loss
 
-# What a process that ends still tries: it may hang or fail, and must not hold up the end.
-
-
-STEP_SECONDS = 0.6  # for each thing that is done on the way out; a disk or a peer may not answer
+STEP_SECONDS = 0.6  # timeout of each action during the exit: a disk or a peer may not answer
 
 
 def run_with_timeout(action: Callable[[], object], seconds: float = STEP_SECONDS) -> None:
-    """Does something that may hang or fail, and goes on without it then."""
+    """Run an action; ignore that it fails or exceeds the timeout."""
 
     def attempt() -> None:
         with contextlib.suppress(Exception):
@@ -38,15 +36,15 @@ def run_with_timeout(action: Callable[[], object], seconds: float = STEP_SECONDS
     thread.join(seconds)
 
 
-MAX_SIGN_BYTES = 16_000  # characters of a traceback that the peers are told
+MAX_SIGN_CHARACTERS = 16_000  # of a traceback that the peers receive
 POLL_SECONDS = 0.2
-EXPLANATION_FILE = (Stalled.code, Diverged.code)  # ends that a report helps with
-EXPLAIN_SECONDS = 1.5
+REPORTED_CODES = (Stalled.code, Diverged.code)  # exit codes with a report
+REPORT_SECONDS = 1.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitReason:
-    """Why a rank ends: its exit code, the cause in a line, and all that it said."""
+    """Reason why a rank exits: its exit code, the cause in a line, and its error text."""
 
     rank: int
     code: int
@@ -55,25 +53,28 @@ class ExitReason:
 
 
 class Shutdown:
-    """The one way out in a hurry. Whoever comes first decides how it ends; later callers wait for the end.
+    """Immediate exit of this process. The first caller determines the reason; later callers block.
 
-    Used as a context manager it listens to the peers meanwhile, and an exception in its body is such an end, where
-    there are peers.
+    As a context manager it polls the signs of the peers in a thread; with peers, an exception in
+    the body causes the immediate exit.
 
     Args:
-      leave: writes exit.json; set once this process owns a run directory.
-      conclude: leaves what else tells how the run ended; set then too, and called for ends that a report helps with.
-      stacks: where to write what each thread was doing, if the run stalled.
-      report: a file for the launcher that started this process.
+      peers: the ranks of the run.
+      stacks: file for the stack of each thread if the run stalls.
+      report: file with the exit reason for the launcher that started this process.
+
+    Attributes:
+      write_exit: writes exit.json; set once this process owns a run directory.
+      write_report: writes the report of the run; set together with `write_exit`, and called for
+        the exit codes in REPORTED_CODES.
+      on_signs: receives all signs of the peers whenever they are read.
     """
 
     def __init__(self, peers: Peers, *, stacks: Path | None = None, report: Path | None = None):
         self.peers, self._stacks, self._report = peers, stacks, report
-        self.leave: Callable[[int, str], None] | None = None
-        self.conclude: Callable[[], None] = lambda: None
-        self.hear: Callable[[dict[str, str]], None] = lambda _: (
-            None
-        )  # all signs, whenever they are read
+        self.write_exit: Callable[[int, str], None] | None = None
+        self.write_report: Callable[[], None] = lambda: None
+        self.on_signs: Callable[[dict[str, str]], None] = lambda _: None
         self._first = threading.Lock()
         self._over = threading.Event()
         self._listener: threading.Thread | None = None
@@ -86,23 +87,23 @@ class Shutdown:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self.peers.count > 1:
-            self.failed(error)
+            self.exit_failed(error)
         self.close()
 
-    def depart(self, seconds: float) -> None:
-        """The orderly end: returns once every rank is here, and none takes the others' end for a failure."""
+    def finish(self, seconds: float) -> None:
+        """Finish in order: wait for every rank, so that no exit counts as the loss of a peer."""
         self.peers.barrier("end", seconds)
         self.close()
         self.peers.close()
 
     def close(self) -> None:
-        """Listens no longer."""
+        """Stop polling the peers."""
         self._over.set()
         if self._listener:
             self._listener.join()
 
-    def failed(self, error: BaseException) -> NoReturn:
-        """Ends with an exception, in its own code, unless a peer has ended the run before and this only follows from it."""
+    def exit_failed(self, error: BaseException) -> NoReturn:
+        """Exit with the code of an exception, or of the peer that ended the run before."""
         if self.peers.count > 1 and not isinstance(error, PeerLost):
             run_with_timeout(self._read_signs)
         if is_loss(error):
@@ -114,27 +115,29 @@ class Shutdown:
                 fix=RERUN_FIX,
             )
         if isinstance(error, JaxlmError):
-            self.now(error.code, f"{type(error).__name__}: {error.what}", str(error))
+            self.exit(error.code, f"{type(error).__name__}: {error.what}", str(error))
         code = 130 if isinstance(error, KeyboardInterrupt) else 70
         text = "".join(traceback.format_exception(error))
-        self.now(code, f"{type(error).__name__}: {safe(str(error))}", text)
+        self.exit(code, f"{type(error).__name__}: {safe(str(error))}", text)
 
-    def overdue(self, said: str) -> NoReturn:
-        """Ends because nothing moves, with the stacks of every thread."""
+    def exit_stalled(self, message: str) -> NoReturn:
+        """Exit because a phase exceeded its limit; dump the stacks of every thread."""
         watchdog.dump_stacks(self._stacks)
         error = Stalled(
-            said,
+            message,
             where=f"rank {self.peers.rank}",
             why="the stacks of all threads are above"
             + (f" and in {self._stacks}" if self._stacks else ""),
-            fix=f"{RERUN_FIX}\njaxlm config explain watch    # if this is no stall: the limits",
+            fix=f"{RERUN_FIX}\njaxlm config explain watch    # limits, if this is no stall",
         )
-        self.now(error.code, f"Stalled: {said}", str(error))
+        self.exit(error.code, f"Stalled: {message}", str(error))
 
-    def now(self, code: int, cause: str, text: str = "") -> NoReturn:
-        """Ends with a code that the peers end with too."""
+    def exit(self, code: int, cause: str, text: str = "") -> NoReturn:
+        """Exit with a code that the peers exit with too."""
         self._end(
-            ExitReason(rank=self.peers.rank, code=code, cause=cause, text=text[-MAX_SIGN_BYTES:])
+            ExitReason(
+                rank=self.peers.rank, code=code, cause=cause, text=text[-MAX_SIGN_CHARACTERS:]
+            )
         )
 
     def _listen(self) -> None:
@@ -143,57 +146,57 @@ class Shutdown:
                 signs = self._read_signs()
             except PeerLost as error:
                 if not self._over.is_set():
-                    self.failed(error)
+                    self.exit_failed(error)
                 return
-            self.hear(signs)
+            self.on_signs(signs)
 
     def _read_signs(self) -> dict[str, str]:
-        """The signs, if no peer has ended the run."""
+        """Return the signs; exit if a peer has ended the run."""
         signs = self.peers.signs()
         if "abort" in signs:
-            notice = ExitReason(**json.loads(signs["abort"]))
-            if notice.rank != self.peers.rank:
-                if notice.code == Stalled.code:
+            reason = ExitReason(**json.loads(signs["abort"]))
+            if reason.rank != self.peers.rank:
+                if reason.code == Stalled.code:
                     watchdog.dump_stacks(self._stacks)
-                self._end(notice)
+                self._end(reason)
         return signs
 
-    def _end(self, notice: ExitReason) -> NoReturn:
+    def _end(self, reason: ExitReason) -> NoReturn:
         if not self._first.acquire(blocking=False):
             while True:
                 time.sleep(60)
-        peers, heard = self.peers, notice.rank != self.peers.rank
-        text = notice.text or notice.cause
-        if heard:
-            text = f"rank {notice.rank} has ended this run with exit code {notice.code}:\n{text}"
+        peers, is_from_peer = self.peers, reason.rank != self.peers.rank
+        text = reason.text or reason.cause
+        if is_from_peer:
+            text = f"rank {reason.rank} has ended this run with exit code {reason.code}:\n{text}"
         run_with_timeout(lambda: _write(text))
-        if self.leave:
-            leave = self.leave
-            run_with_timeout(lambda: leave(notice.code, notice.cause))
+        if self.write_exit:
+            write_exit = self.write_exit
+            run_with_timeout(lambda: write_exit(reason.code, reason.cause))
         if self._report:
             report = self._report
-            run_with_timeout(lambda: report.write_text(json.dumps(dataclasses.asdict(notice))))
+            run_with_timeout(lambda: report.write_text(json.dumps(dataclasses.asdict(reason))))
         if peers.count > 1:
-            if not heard:
+            if not is_from_peer:
                 run_with_timeout(
-                    lambda: peers.sign("abort", json.dumps(dataclasses.asdict(notice)))
+                    lambda: peers.sign("abort", json.dumps(dataclasses.asdict(reason)))
                 )
             run_with_timeout(lambda: peers.sign(f"gone/{peers.rank}", ""))
-        if notice.code in EXPLANATION_FILE:
-            run_with_timeout(self.conclude, EXPLAIN_SECONDS)
+        if reason.code in REPORTED_CODES:
+            run_with_timeout(self.write_report, REPORT_SECONDS)
         if peers.count > 1 and peers.is_first:
             run_with_timeout(lambda: _await_others(peers), 2 * STEP_SECONDS)
         run_with_timeout(lambda: (sys.stdout.flush(), sys.stderr.flush()))
-        os._exit(notice.code)
+        os._exit(reason.code)
 
 
 def _await_others(peers: Peers) -> None:
-    """The first process keeps the signs: it goes last."""
+    """Wait for the other ranks: the first process serves the signs, so it exits last."""
     while sum(name.startswith("gone/") for name in peers.signs()) < peers.count:
         time.sleep(0.05)
 
 
 def _write(text: str) -> None:
-    """Past the locks of a stream that the stuck thread may hold."""
+    """Write to standard error without the stream's lock, which a stuck thread may hold."""
     for line in text.splitlines():
         os.write(2, printable(line).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Being told to stop."""
+"""Graceful stop on SIGTERM and SIGINT, after the same step on every rank."""
 
 import contextlib
 import os
@@ -13,49 +13,51 @@ CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 
 class Signs(Protocol):
-    """What the ranks of a run tell each other."""
+    """Short texts under names, which every rank of a run can read."""
 
     rank: int
     count: int
 
     def sign(self, name: str, text: str) -> bool:
-        """Sets a sign."""
+        """Set a sign; return whether it was set."""
 
 
 class Interrupted(Exception):
-    """The process was told to stop while it only waited."""
+    """A stop was requested while the process only waited."""
 
 
 class StopRequest:
-    """Turns SIGTERM and SIGINT into a request that the loop reads between steps.
+    """Handler of SIGTERM and SIGINT, whose stop request the loop reads between steps.
 
-    The first asks for a save and an orderly end. The second ends the process at once, with 75 after a SIGTERM and 130
-    after a SIGINT, also while JAX computes or compiles; what is committed stays committed.
+    The first signal requests a save and an orderly end. The second ends the process at once, with
+    75 after a SIGTERM and 130 after a SIGINT, also while JAX computes or compiles; committed
+    checkpoints stay.
 
-    With several ranks all stop after the same step. A rank that is told to stop sets a sign. Every rank that hears of it
-    says how far it has come, and enters no further step until all have said so; all stop after the step that follows the
-    farthest of these, which none has entered. Its listening thread says so for it, so a rank that waits in a step for
-    the others holds up nobody.
+    Several ranks stop after the same step. A rank that receives a signal sets the sign `stop`.
+    Every rank that reads this sign publishes its iteration as `at/RANK`, and enters no further step
+    until all ranks have published theirs. All stop after the iteration that follows the largest of
+    them, which no rank has entered. The thread that polls the signs publishes the iteration, so a
+    rank that waits in a step for the others delays no rank.
 
     Args:
       peers: the ranks of the run; None for one process.
-      at_once: ends the process on the second signal, with its exit code and the cause.
+      exit_now: ends the process on the second signal; receives the exit code and the cause.
     """
 
     def __init__(
         self,
         peers: Signs | None = None,
-        at_once: Callable[[int, str], Any] = lambda code, _: os._exit(code),
+        exit_now: Callable[[int, str], Any] = lambda code, _: os._exit(code),
     ) -> None:
         self.reason = ""
         self._peers = peers if peers and peers.count > 1 else None
-        self._at_once = at_once
+        self._exit_now = exit_now
         self._before: dict[int, Any] = {}
         self._is_waiting = False
         self._changed = threading.Condition()
-        self._entered = 0  # iterations of the loop, not steps: those are run again after a rewind
-        self._told: int | None = None  # how far this rank has said that it is
-        self._last: int | None = None  # the iteration that all ranks stop after
+        self._entered = 0  # iterations of the loop, not steps: a rewind repeats steps
+        self._published: int | None = None  # the iteration that this rank has published
+        self._last: int | None = None  # the iteration after which all ranks stop
 
     def __enter__(self) -> Self:
         self._reader, self._writer = socket.socketpair()
@@ -64,7 +66,8 @@ class StopRequest:
         self._thread.start()
         for number in CODES:
             self._before[number] = signal.signal(number, self._take)
-        # Python runs a handler only between two of the main thread's instructions, and those may be minutes apart.
+        # Python runs a handler only between two instructions of the main thread, which may be
+        # minutes apart.
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -77,16 +80,16 @@ class StopRequest:
         self._reader.close()
 
     def enter(self) -> None:
-        """The loop is about to begin a step; returns once it may."""
+        """Wait until the loop may begin a step."""
         with self._changed:
-            self._changed.wait_for(lambda: self._told is None or self._last is not None)
+            self._changed.wait_for(lambda: self._published is None or self._last is not None)
             self._entered += 1
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Here a first signal raises Interrupted at once, as what is waited for may never come.
+        """Context in which the first signal raises Interrupted, since the wait may never end.
 
-        With several ranks it does not: those stop together.
+        With several ranks it does not, because they stop together.
         """
         self._is_waiting = self._peers is None
         try:
@@ -98,13 +101,13 @@ class StopRequest:
 
     @property
     def is_due(self) -> bool:
-        """Whether this iteration of the loop is the last."""
+        """True if this iteration of the loop is the last."""
         if self._peers is None:
             return bool(self.reason)
         return self._last is not None and self._entered >= self._last
 
-    def hear(self, signs: dict[str, str]) -> None:
-        """Takes note of what the ranks have said; called by the thread that listens to them, again and again."""
+    def on_signs(self, signs: dict[str, str]) -> None:
+        """Process the signs of the ranks; the thread that polls them calls this repeatedly."""
         if self._peers is None or self._last is not None:
             return
         if self.reason and "stop" not in signs:
@@ -113,13 +116,13 @@ class StopRequest:
             return
         self.reason = self.reason or signs["stop"]
         with self._changed:
-            self._told = self._entered if self._told is None else self._told
+            self._published = self._entered if self._published is None else self._published
         if f"at/{self._peers.rank}" not in signs:
-            self._peers.sign(f"at/{self._peers.rank}", str(self._told))
-        told = [int(text) for name, text in signs.items() if name.startswith("at/")]
-        if len(told) == self._peers.count:
+            self._peers.sign(f"at/{self._peers.rank}", str(self._published))
+        iterations = [int(text) for name, text in signs.items() if name.startswith("at/")]
+        if len(iterations) == self._peers.count:
             with self._changed:
-                self._last = max(told) + 1
+                self._last = max(iterations) + 1
                 self._changed.notify_all()
 
     def _take(self, number: int, _: FrameType | None) -> None:
@@ -129,14 +132,14 @@ class StopRequest:
             raise Interrupted(self.reason)
 
     def _count(self) -> None:
-        """Reads the number of each signal as it comes."""
-        came = 0
+        """Read the number of each signal when it arrives."""
+        count = 0
         while numbers := self._reader.recv(16):
             for number in numbers:
                 if number not in CODES:
                     continue
-                came += 1
+                count += 1
                 name = signal.Signals(number).name
                 self.reason = self.reason or name
-                if came > 1:
-                    self._at_once(CODES[signal.Signals(number)], f"{name} came twice")
+                if count > 1:
+                    self._exit_now(CODES[signal.Signals(number)], f"{name} came twice")

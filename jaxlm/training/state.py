@@ -1,4 +1,4 @@
-"""What a step reads and writes."""
+"""State of training, which each step updates."""
 
 from typing import Any, NamedTuple
 
@@ -14,38 +14,38 @@ from jaxlm.training.guard import GuardState
 
 
 class TrainState(NamedTuple):
-    """Everything that an update changes, and so everything that a checkpoint holds.
+    """All values that an update changes, and therefore the content of a checkpoint.
 
-    `step` counts batches, also those that the guard did not apply. Random numbers are functions of (seed, step) and the
-    data cursor is the step, so neither is here.
+    `step` counts batches, also those that the guard skipped. Random numbers are functions of (seed,
+    step) and the data cursor is the step, so the state contains neither.
     """
 
     step: Int[Array, ""]
     params: Any
     opt_state: Any
     guard: GuardState
-    average: Any = None  # of the parameters, in float32; None where the run keeps none
+    average: Any = None  # of the parameters, in float32; None without an average
 
     @property
     def applied(self) -> Int[Array, ""]:
-        """Updates that were applied: the batches but those that the guard did not, and overflows of float16."""
+        """Number of applied updates: batches without skipped steps and float16 overflows."""
         return self.step - self.guard.skipped - self.guard.scale.overflows
 
 
-def fresh(
+def init_state(
     params: Any,
     optimizer: optax.GradientTransformation,
     guard: GuardConfig,
     average: Any = None,
 ) -> TrainState:
-    """The state before the first update."""
+    """Return the state before the first update."""
     return TrainState(
-        jnp.zeros((), jnp.int32), params, optimizer.init(params), guards.fresh(guard), average
+        jnp.zeros((), jnp.int32), params, optimizer.init(params), guards.init_guard(guard), average
     )
 
 
 def abstract(shapes: TrainState, shardings: TrainState) -> TrainState:
-    """Shapes and dtypes with the shardings that they shall have, for a restore."""
+    """Return shapes and dtypes with shardings, the target of a restore."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -54,5 +54,5 @@ def abstract(shapes: TrainState, shardings: TrainState) -> TrainState:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of a scalar."""
+    """Return the sharding of a scalar."""
     return NamedSharding(mesh, PartitionSpec())

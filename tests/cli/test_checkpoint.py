@@ -75,15 +75,15 @@ def test_the_list_says_what_is_wrong_and_what_lies_in_the_quarantine(broken, cap
     (workdir / "checkpoints/2/digests.json").write_text("{}")
     folder = workdir / "quarantine/3"
     folder.mkdir(parents=True)
-    (workdir / "quarantine/3.reason.txt").write_text("given up by the rewind to 2\n")
+    (workdir / "quarantine/3.reason.txt").write_text("abandoned by the rewind to 2\n")
     found = answer(capsys, "list", f"--workdir={workdir}")
     assert "digests.json does not match its own digest" in found["steps"][0]["problem"]
     assert [row["problem"] for row in found["steps"][1:]] == [None, None]
-    assert found["quarantine"] == [{"path": str(folder), "reason": "given up by the rewind to 2"}]
+    assert found["quarantine"] == [{"path": str(folder), "reason": "abandoned by the rewind to 2"}]
     assert main(["checkpoint", "list", f"--workdir={workdir}"]) == 0
     shown = capsys.readouterr().out
     assert "digests.json does not" in shown
-    assert f"{folder}: given up by the rewind to 2" in shown
+    assert f"{folder}: abandoned by the rewind to 2" in shown
 
 
 def test_inspect_tells_what_was_saved_and_the_layout_of_every_array(run, capsys):

@@ -245,7 +245,7 @@ def test_two_nodes_write_the_bytes_of_one_process_and_go_on_where_they_were_stop
     names = {path.name for path in Path("killed/unfinished").iterdir()}
     assert {"00000", "00002", "00003", "00004", "00005"} <= names
     running = begin(healthy, "killed")
-    assert "going on: 5 of 6 units are cleaned" in running.communicate()[0]
+    assert "resuming: 5 of 6 units are cleaned" in running.communicate()[0]
     assert tree(Path("killed")) == alone
 
 

@@ -181,7 +181,7 @@ def test_a_source_ends_at_its_maximum_epochs_with_a_message(folder: Path) -> Non
     assert sum(each["read_rows"] for each in seen.values()) == 2000
     web, code, books = mixture.describe(constant_schedule(BATCH, SEQUENCE), 250)
     assert "its maximum" not in web
-    assert "2.00 epochs, its most: from step" in code
+    assert "2.00 epochs, its maximum: from step" in code
     assert "its maximum: from step" in books
 
 

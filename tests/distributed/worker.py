@@ -103,7 +103,7 @@ def work(args: argparse.Namespace, crew: ProcessGroup) -> int:
             print(f"stopped after {step}, total {float(total)}", flush=True)
             if args.save:
                 save(args.workdir, crew, step, total)
-            crew.depart()
+            crew.finish()
             raise Preempted(
                 f"stopped by {crew.stop.reason} after step {step}",
                 where="",
@@ -113,7 +113,7 @@ def work(args: argparse.Namespace, crew: ProcessGroup) -> int:
     late = at(args.late, rank)
     time.sleep(late or 0)
     print(f"total {float(total)}", flush=True)
-    crew.depart()
+    crew.finish()
     return 0
 
 
@@ -137,7 +137,7 @@ def main() -> int:
         with ProcessGroup(watch, place, workdir=args.workdir) as crew, crew.stop:
             directory = RunDir(args.workdir)
             if crew.peers.is_first:
-                crew.ending.leave = directory.leave
+                crew.shutdown.write_exit = directory.write_exit
             return work(args, crew)
     except JaxlmError as error:
         print(error, file=sys.stderr, flush=True)

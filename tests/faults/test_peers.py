@@ -65,7 +65,7 @@ def pair(tmp_path, monkeypatch):
             during(ranks, line)
 
         command = [*WORKER, f"--workdir={tmp_path}", *words]
-        ranks = WorkerGroup(command, 2, say=say, **options)
+        ranks = WorkerGroup(command, 2, log=say, **options)
         with ranks:
             failure = ranks.wait()
             ended = time.monotonic()

@@ -30,8 +30,8 @@ CHECKPOINT, GUARD, RESUME = (f"tests/faults/test_{n}.py" for n in ("checkpoint",
 BUGS = {
     "the cursor is one batch ahead": Bug(
         "recipes/train/trainer.py",
-        "self.engine.batches(self.start, self.rewinds.skips, ",
-        "self.engine.batches(self.start + bool(self.start), self.rewinds.skips, ",
+        "self.programs.batches(self.start, self.context",
+        "self.programs.batches(self.start + bool(self.start), self.context",
         f"{CHECKPOINT}::test_b1_b4_the_run_falls_back_and_ends_bit_identical",
     ),
     "random numbers begin anew in each process": Bug(
@@ -42,9 +42,9 @@ BUGS = {
     ),
     "moments lose bits on their way back": Bug(
         "recipes/train/resume.py",
-        "restored = store.restore(step, stored)",
-        "restored = store.restore(step, stored); restored = restored._replace(opt_state=jax.tree.map("
-        "lambda x: x.astype(jnp.bfloat16).astype(x.dtype), restored.opt_state))",
+        "state = store.restore(step, stored)",
+        "state = store.restore(step, stored); state = state._replace(opt_state=jax.tree.map("
+        "lambda x: x.astype(jnp.bfloat16).astype(x.dtype), state.opt_state))",
         f"{CHECKPOINT}::test_b1_b4_the_run_falls_back_and_ends_bit_identical",
     ),
     "digests are not verified": Bug(
@@ -93,8 +93,8 @@ BUGS = {
     ),
     "nobody watches an evaluation": Bug(
         "recipes/train/trainer.py",
-        'self.crew.watch.phase("eval")',
-        'self.crew.watch.phase("start")',
+        'self._clock.pause("eval"), self.context.processes.watch.phase("eval")',
+        'self._clock.pause("eval"), self.context.processes.watch.phase("start")',
         "tests/faults/test_stalls.py::test_e9_d4_what_hangs_is_named_and_ends_with_76[evaluation]",
     ),
     "the signal's handler is not there": Bug(

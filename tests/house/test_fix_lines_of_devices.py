@@ -69,7 +69,7 @@ def test_qk_clip_in_a_pipeline_is_mended_by_leaving_either_out(config, tmp_path)
         "--config.model.dropout=0",
     )
     words = harness.words(config, tmp_path / "run", *flags, "--cpu_devices=2", "--stop_at=1")
-    for number, line in enumerate(refused(words, "QK-clip in a pipeline")):
+    for number, line in enumerate(refused(words, "QK-clip does not support a pipeline")):
         command = [*pasted(words, line), f"--workdir={tmp_path / str(number)}"]
         code, said = answer([word for word in command if word != f"--workdir={tmp_path / 'run'}"])
         assert code == 0, said

@@ -106,7 +106,7 @@ def test_a_step_that_is_not_applied_leaves_the_average_as_it_was():
         )
     )
     params = {"w": jnp.zeros(3)}
-    state = states.fresh(params, optimizer, guard, average.init(params))
+    state = states.init_state(params, optimizer, guard, average.init(params))
     points, before = [], None
     for number, target in enumerate(course(12)[1:]):
         before = np.asarray(state.average["w"]).tobytes()

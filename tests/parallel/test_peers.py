@@ -31,10 +31,10 @@ class _Gone(Service):
 @pytest.mark.parametrize(
     ("wait", "what"),
     [
-        (lambda rank: rank.barrier("save", 2), "not every rank came to 'save' within 2 s"),
-        (lambda rank: rank.agree("config", {}, 2), "rank 0 did not tell its config within 2 s"),
-        (lambda rank: rank.share("step", 1, 2), "the first rank did not tell its step within 2 s"),
-        (lambda rank: rank.gather("digests", 1, 2), "rank 0 did not send its digests in time"),
+        (lambda rank: rank.barrier("save", 2), "not every rank reached 'save' within 2 s"),
+        (lambda rank: rank.agree("config", {}, 2), "rank 0 did not send its config within 2 s"),
+        (lambda rank: rank.share("step", 1, 2), "the first rank did not send its step within 2 s"),
+        (lambda rank: rank.gather("digests", 1, 2), "rank 0 did not send its digests within 2 s"),
     ],
 )
 def test_a_rank_that_loses_the_coordinator_is_told_to_run_the_same_command(wait, what):

@@ -64,14 +64,14 @@ def made(tmp_path):
 
     def make(**options):
         directory = RunDir(tmp_path, **options)
-        changes = control.known(tmp_path, {}, lambda name, value: value)
+        changes = control.load_changes(tmp_path, {}, lambda name, value: value)
         return Control(directory, LR, changes, said.append)
 
     return make, said, tmp_path
 
 
 def look(found, step):
-    found.look(step, lambda value: value)
+    found.poll(step, lambda value: value)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_what_is_not_understood_is_said_once_and_changes_nothing(content, why, m
     (folder / "control.json").write_bytes(content)
     for step in range(3):
         look(found, step)
-        assert found.rate(step) == 1
+        assert found.lr_scale(step) == 1
     assert len(said) == 1
-    assert "left aside" in said[0]
+    assert "ignoring control.json" in said[0]
     assert why in said[0]
     assert not (folder / "control.jsonl").exists()
     (folder / "control.json").write_text('{"lr": 6e-3}')
     look(found, 3)
-    assert found.rate(3) == 2
+    assert found.lr_scale(3) == 2
 
 
 def test_a_file_that_everybody_may_write_is_left_aside(made):
@@ -115,8 +115,8 @@ def test_a_file_that_everybody_may_write_is_left_aside(made):
     os.chmod(folder / "control.json", 0o666)
     found = make()
     look(found, 0)
-    assert found.rate(0) == 1
-    assert "everybody may write it" in said[0]
+    assert found.lr_scale(0) == 1
+    assert "every user can write it" in said[0]
 
 
 def test_a_later_change_gives_up_those_that_were_yet_to_come(made):
@@ -125,26 +125,28 @@ def test_a_later_change_gives_up_those_that_were_yet_to_come(made):
     for step, lr in ((2, 6e-3), (5, 1.5e-3)):
         (folder / "control.json").write_text(json.dumps({"lr": lr}))
         look(found, step)
-    assert [found.rate(step) for step in range(7)] == [1, 1, 2, 2, 2, 0.5, 0.5]
+    assert [found.lr_scale(step) for step in range(7)] == [1, 1, 2, 2, 2, 0.5, 0.5]
     again = make()  # resumed before both
     look(again, 1)
-    assert [again.rate(step) for step in range(7)] == [found.rate(step) for step in range(7)]
+    assert [again.lr_scale(step) for step in range(7)] == [
+        found.lr_scale(step) for step in range(7)
+    ]
     (folder / "control.json").write_text('{"lr": null}')
     look(again, 3)
-    assert [again.rate(step) for step in range(7)] == [1, 1, 2, 1, 1, 1, 1]
-    assert control.read(folder) == [Change(2, 6e-3), Change(3, None)]
+    assert [again.lr_scale(step) for step in range(7)] == [1, 1, 2, 1, 1, 1, 1]
+    assert control.read_changes(folder) == [Change(2, 6e-3), Change(3, None)]
 
 
 def test_processes_that_read_nothing_follow_the_first(made):
     make, _, folder = made
     (folder / "control.json").write_text('{"lr": 6e-3}')
     other = make(is_writer=False)
-    other.look(1, lambda value: {"lr": 1.5e-3} if value is None else value)
-    assert other.rate(1) == 0.5
+    other.poll(1, lambda value: {"lr": 1.5e-3} if value is None else value)
+    assert other.lr_scale(1) == 0.5
     assert not (folder / "control.jsonl").exists()
 
 
 def test_a_lost_record_is_made_up_for_by_the_checkpoint(tmp_path):
     meta = {"control": [{"step": 4, "lr": 6e-3}]}
-    found = control.known(tmp_path, meta, lambda name, value: value)
-    assert [control.rate(found, step, LR) for step in (3, 4)] == [1, 2]
+    found = control.load_changes(tmp_path, meta, lambda name, value: value)
+    assert [control.lr_scale(found, step, LR) for step in (3, 4)] == [1, 2]

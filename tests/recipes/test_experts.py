@@ -100,7 +100,7 @@ def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
         gradient = {}
         if differentiated:
             gradient = jax.jit(jax.grad(lambda p: objective(p, first, None).value))(params)
-        state, metrics = states.fresh(params, optimizer, GuardConfig()), []
+        state, metrics = states.init_state(params, optimizer, GuardConfig()), []
         step = jax.jit(step)
         for batch in data:
             state, out = step(state, batch)
@@ -226,7 +226,7 @@ def test_dropped_tokens_are_said_once_in_the_log_and_stand_in_the_report(tmp_pat
     assert max(dropped) < 2 * dropped[0]
     (told,) = harness.records(out, "warnings.jsonl")
     assert told["step"] == 1
-    assert f"{dropped[0]:.2%} of the tokens' choices of an expert were dropped" in told["text"]
+    assert f"experts dropped {dropped[0]:.2%} of the tokens routed to them" in told["text"]
     assert told["text"] in (out / "log.txt").read_text()
     report = (out / "report.html").read_text()
     assert f"{dropped[-1]:.3%}</td>" in report

@@ -40,7 +40,7 @@ def job(tmp_path):
             count,
             workdir=tmp_path,
             restarts=restarts,
-            say=said.append,
+            log=said.append,
             pause_seconds=pause,
             **options,
         )
@@ -155,7 +155,7 @@ def test_who_does_not_end_after_a_failure_is_ended(tmp_path):
     script = (
         "if rank: kill()\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.fork()\ntime.sleep(60)"
     )
-    with WorkerGroup(command(tmp_path, script), 2, say=print, grace_seconds=0.5) as ranks:
+    with WorkerGroup(command(tmp_path, script), 2, log=print, grace_seconds=0.5) as ranks:
         begun = time.monotonic()
         failure = ranks.wait()
     assert (failure.rank, failure.code) == (1, 69)

@@ -20,9 +20,9 @@ LAYOUTS = {
     "optimizer state on the host": ("fsdp=4", "zero=2"),
 }
 SAID = {
-    "stages beside fsdp": "2 stages, 2 micro-batches: each stage idles 33% of the ticks",
-    "circular, optimizer state split alone": "2 stages x 2 groups of layers, 2 micro-batches: each stage idles 20% of the ticks",
-    "optimizer state on the host": "of optimizer (zero=2), the last on the host between steps",
+    "stages beside fsdp": "2 stages, 2 micro-batches: each stage idles 33% of ticks",
+    "circular, optimizer state split alone": "2 stages x 2 groups of layers, 2 micro-batches: each stage idles 20% of ticks",
+    "optimizer state on the host": "of optimizer (zero=2), the optimizer state on the host between steps",
 }
 MORE = {
     "stages beside fsdp": (),

@@ -118,8 +118,8 @@ def test_stopping_and_going_on_changes_no_bit(heads, config, tmp_path):
 
 def test_what_cannot_be_is_refused(config, tmp_path, capsys):
     assert main(harness.words(config, tmp_path / "run", "--config.objective.weights=()")) == 2
-    assert "that is the objective causal" in capsys.readouterr().err
+    assert "which is the objective causal" in capsys.readouterr().err
     for flags in ((), MIXED):
         words = harness.words(config, tmp_path / "run", *flags, "--config.optim.name=sophia")
         assert main(words) == 2
-        assert "heads for further ones would have none" in capsys.readouterr().err
+        assert "next-token loss only, not of further heads" in capsys.readouterr().err

@@ -105,7 +105,7 @@ def test_a_model_that_fills_gaps_is_not_asked_to_go_on(config, tmp_path, capsys)
     run = tmp_path / "run"
     flags = ["--config.objective.name=masked", "--config.train.steps=1"]
     assert main(harness.words(config, run, *flags)) == 0
-    assert "no samples: it has not learnt" in (run / "log.txt").read_text()
+    assert "no samples: the model does not learn" in (run / "log.txt").read_text()
     capsys.readouterr()
     assert main(["generate", f"--workdir={run}", "--prompt=one", "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]

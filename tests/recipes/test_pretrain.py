@@ -159,16 +159,19 @@ def test_the_report_sets_what_was_forecast_beside_what_was(unbroken):
 
     low, high = plan["step_seconds"]
     assert 0 < low < high
-    assert table["seconds a step"] == (f"{low:.3g} to {high:.3g}", f"{median('step_seconds'):.3g}")
+    assert table["seconds per step"] == (
+        f"{low:.3g} to {high:.3g}",
+        f"{median('step_seconds'):.3g}",
+    )
     low, high = plan["tokens_per_second"]
-    forecast, actual = table["tokens a second"]
+    forecast, actual = table["tokens per second"]
     assert forecast == f"{formatting.count(low)} to {formatting.count(high)}"
     assert actual == formatting.count(median("tokens_per_second"))
     planned, compiled = (
         formatting.size(plan[name]["total"])
         for name in ("bytes_per_device", "compiled_bytes_per_device")
     )
-    assert table["memory a device"] == (planned, compiled)
+    assert table["memory per device"] == (planned, compiled)
 
 
 def test_every_step_is_logged_with_the_names_of_the_contract(unbroken):

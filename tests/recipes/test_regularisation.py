@@ -30,14 +30,14 @@ SETTINGS = {
 
 def test_where_heads_cannot_be_scaled_back_it_is_said_before_compiling():
     normed = Run(model=Qwen3(vocab=64, width=32, depth=2, heads=4), regularisation=CLIPPED)
-    with pytest.raises(ConfigError, match="normed"):
+    with pytest.raises(ConfigError, match="normalized"):
         setup.build_sharded_model(normed, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
     staged = Run(mesh=MeshConfig(data=1, pipe=2), regularisation=CLIPPED)
     with pytest.raises(ConfigError, match="pipeline"):
         setup.build_sharded_model(staged, 64, mesh.build(staged.mesh, jax.devices()[:2]))
     for kept in (AdamW(freeze=("*/attention/query/*",)), AdamW(lr_scale=("*/key/weight=0",))):
         held = Run(optim=kept, regularisation=CLIPPED)
-        with pytest.raises(ConfigError, match="stay as they are"):
+        with pytest.raises(ConfigError, match="frozen"):
             setup.build_sharded_model(held, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
     averaged = Run(optim=ScheduleFree(), regularisation=CLIPPED)
     assert "regularisation.qk_clip" in [path for path, _, _ in averaged.problems()]

@@ -96,8 +96,8 @@ def test_a_rewind_without_a_checkpoint_begins_again(run):
 def test_a_rewind_never_takes_fresh_weights_for_those_that_the_run_began_with(run):
     store, rewinds = run(0, 8, 12)
     damage(store, 0)
-    with pytest.raises(DataError, match="no checkpoint to go back to") as caught:
+    with pytest.raises(DataError, match="no checkpoint to return to") as caught:
         rewinds.rewind(SPENT, store, GUARD)
-    assert "it is damaged" in caught.value.why
+    assert "is damaged" in caught.value.why
     assert rewinds.made == []
     assert store.steps() == [0, 8, 12], "nothing was moved"

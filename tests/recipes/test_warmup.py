@@ -104,7 +104,7 @@ def test_a_step_of_an_early_stage_is_done_again(unbroken, capsys):
         (["train.batch_warmup=4@10"], "4@10 ends at step 10"),
         (["data.sequence_warmup=12@2"], "the lengths 12 must grow and divide 32"),
         (["data.sequence_warmup=16@1h"], "ends at a time"),
-        (["objective.name=masked"], "rows that masked has changed cannot be cut"),
+        (["objective.name=masked"], "masked changes the rows, which then cannot be cut"),
     ],
 )
 def test_a_warmup_that_is_none_is_named_with_a_fix(flags, why, config, capsys):

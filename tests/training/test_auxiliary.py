@@ -1,4 +1,4 @@
-"""The auxiliary losses of experts have one coefficient, however many of the tokens an objective trains on."""
+"""Auxiliary losses of experts: one coefficient for any share of trained tokens."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ ALL, MASKED = 1.0, 0.15
 
 
 def batch(share):
-    """Rows of which some end in padding; of the others' tokens a share is trained on, more in the first rows than the last."""
+    """Rows with a share of trained tokens, larger in the first rows; half end in padding."""
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
     slots = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
@@ -57,7 +57,7 @@ def mean(model, share, microbatches=1):
 
 
 def added(share):
-    """What the auxiliary losses are of the gradient of the routers."""
+    """Contribution of the auxiliary losses to the gradient of the routers."""
     with_them, without = mean(ADDING, share), mean(PLAIN, share)
     (path,) = (path for path in with_them if path.endswith("router/weight"))
     return with_them[path] - without[path]
@@ -84,11 +84,11 @@ def test_micro_batches_of_uneven_weights_give_the_gradient_of_one_batch(share):
 
 
 def test_a_batch_that_is_trained_on_whole_has_the_sum_of_both_losses_over_its_tokens():
-    """So under causal the coefficient means what it did when both were divided by the tokens that are trained on."""
+    """Both losses are divided by the number of trained tokens."""
     blueprint = Blueprint(ADDING.build(), Precision.float32())
     params = jax.jit(blueprint.init)(jax.random.key(0))
-    found = jax.jit(lambda p: token_nll(blueprint.merge(p), batch(ALL), None, LossConfig()))(params)
-    assert found.added.weight == found.objective.weight == batch(ALL).weights.sum()
-    together = (found.objective.total + found.added.total) / found.objective.weight
-    assert float(found.value) == pytest.approx(float(together), rel=1e-6)
-    assert float(found.added.value) > 0.5
+    loss = jax.jit(lambda p: token_nll(blueprint.merge(p), batch(ALL), None, LossConfig()))(params)
+    assert loss.added.weight == loss.objective.weight == batch(ALL).weights.sum()
+    together = (loss.objective.total + loss.added.total) / loss.objective.weight
+    assert float(loss.value) == pytest.approx(float(together), rel=1e-6)
+    assert float(loss.added.value) > 0.5

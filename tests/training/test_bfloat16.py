@@ -74,7 +74,7 @@ def moved(config, noise=0.0, **dtypes):
         )
     )
     params = jax.tree.map(lambda x: jnp.asarray(x, precision.params), drawn(0, 0.02))
-    state = states.fresh(params, optimizer, GUARD)
+    state = states.init_state(params, optimizer, GUARD)
     batch = Tokens(*[jnp.zeros((1, 1), jnp.int32)] * 5)
     run = jax.jit(lambda state: jax.lax.fori_loop(0, STEPS, lambda _, s: step(s, batch)[0], state))
     after = run(state).params
@@ -87,7 +87,7 @@ def moved(config, noise=0.0, **dtypes):
 @pytest.mark.parametrize("lr", [3e-4, 1e-4, 3e-5])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_no_weight_stands_still_and_the_mean_move_is_that_of_float32(lr, moments, record_property):
-    """Rounded to the nearest, at 3e-5 70% never moved, and the mean move was 27% of the expected."""
+    """With round-to-nearest at 3e-5, 70% never moved, and the mean move was 27% of the expected."""
     config = AdamW(lr=lr, weight_decay=0.0, clip_norm=None)
     before, after = moved(config, params="bfloat16", moments=moments)
     move = -np.sign(drawn(1, 1.0)["weight"]) * (after["weight"] - before["weight"])
@@ -120,7 +120,7 @@ def test_every_arm_moves_bfloat16_parameters_as_it_moves_float32_ones(arm, momen
     before, exact = moved(config, noise=0.5, params="float32")
     low, after = moved(config, noise=0.5, params="bfloat16", moments=moments)
     for path, tolerance in (("weight", 0.02), ("scale", 0.2)):
-        wanted, found = exact[path] - before[path], after[path] - low[path]
-        assert (np.abs(found) > 0).mean() > 0.9
-        share = (found * wanted).sum() / np.square(wanted).sum()
+        expected, moved_by = exact[path] - before[path], after[path] - low[path]
+        assert (np.abs(moved_by) > 0).mean() > 0.9
+        share = (moved_by * expected).sum() / np.square(expected).sum()
         assert share == pytest.approx(1, abs=tolerance), path

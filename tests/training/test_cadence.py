@@ -31,16 +31,16 @@ def test_time_is_read_off_the_clock():
 
 
 def shared(pace, *, steps, seconds="10s"):
-    """The steps that are due on two ranks with clocks of their own, and how often the second asked the first."""
-    now, told, asked, due = [0.0, 1e6], [], [0], ([], [])
+    """Steps that are due on two ranks with different clocks, and the calls of the second rank."""
+    now, views, calls, due = [0.0, 1e6], [], [0], ([], [])
 
     def first(view):
-        told.append(view)
+        views.append(view)
         return view
 
     def second(_):
-        asked[0] += 1
-        return told[-1]
+        calls[0] += 1
+        return views[-1]
 
     ranks = [
         Cadence(Span.parse(seconds), total=10**9, tokens_per_step=1, clock=clock, share=share)
@@ -51,7 +51,7 @@ def shared(pace, *, steps, seconds="10s"):
         for rank, cadence in enumerate(ranks):
             if cadence.is_due(step):
                 due[rank].append(step)
-    return due, asked[0]
+    return due, calls[0]
 
 
 def test_the_first_ranks_clock_is_that_of_all():

@@ -1,4 +1,4 @@
-"""Sophia with its own estimates, against float64: drawn targets, squared mean gradients, momentum, clipping."""
+"""Sophia with its estimates against float64: sampled targets, squared means, momentum, clipping."""
 
 from types import SimpleNamespace
 
@@ -69,7 +69,7 @@ def pieces(microbatches=1, chunk=None, drawn=sampled_label_nll):
             ),
         )
     )
-    return jax.jit(step), states.fresh({"table": start()}, optimizer, GUARD)
+    return jax.jit(step), states.init_state({"table": start()}, optimizer, GUARD)
 
 
 def trained(microbatches, chunk=None):
@@ -146,10 +146,10 @@ def test_the_expected_estimate_is_the_diagonal_of_gauss_and_newton():
         )(params)
         return zeros.size * jnp.square(grad["table"][0])
 
-    found = np.asarray(jax.lax.map(estimate, jax.random.split(jax.random.key(0), 8000)))
+    estimates = np.asarray(jax.lax.map(estimate, jax.random.split(jax.random.key(0), 8000)))
     p = softmax(np.asarray(logits, np.float64))
-    error = found.std(0) / np.sqrt(len(found))
-    assert (np.abs(found.mean(0) - p * (1 - p)) < 5 * error).all()
+    error = estimates.std(0) / np.sqrt(len(estimates))
+    assert (np.abs(estimates.mean(0) - p * (1 - p)) < 5 * error).all()
     assert (error < 0.05 * p * (1 - p)).all()
 
 

@@ -1,4 +1,4 @@
-"""When a loss raises the alarm."""
+"""Losses that raise the alarm of a diverged run."""
 
 import math
 
@@ -14,14 +14,14 @@ def watch(steps=1000, **settings):
 
 
 def trained(it, losses, first=1):
-    """The steps at which the verdict on the training loss changed, and to what."""
-    found, worse = [], it.worse
+    """Steps at which the verdict on the training loss changed, with the new verdict."""
+    changes, worse = [], it.worse
     for step, loss in enumerate(losses, first):
         it.train(step, loss)
         if it.worse != worse:
             worse = it.worse
-            found.append((step, worse))
-    return found
+            changes.append((step, worse))
+    return changes
 
 
 def test_an_untrained_model_at_the_uniform_loss_is_no_alarm():
@@ -84,8 +84,8 @@ def test_of_a_run_of_few_steps_nothing_is_expected():
 
 def test_a_loss_that_comes_back_ends_the_alarm():
     it = watch()
-    found = trained(it, [UNIFORM, *[9.0] * 200, *[3.0] * 100])
-    assert [worse for _, worse in found] == ["uniform", None]
+    changes = trained(it, [UNIFORM, *[9.0] * 200, *[3.0] * 100])
+    assert [worse for _, worse in changes] == ["uniform", None]
 
 
 def test_an_alarm_ends_only_below_the_coder_itself():

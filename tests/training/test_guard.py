@@ -29,7 +29,7 @@ def series(count, seed=0, level=1.0, spread=0.1):
 
 
 def test_a_steady_series_is_let_through():
-    state, verdicts = judged(guard.fresh(CONFIG), series(5000), series(5000, 1))
+    state, verdicts = judged(guard.init_guard(CONFIG), series(5000), series(5000, 1))
     # Six robust deviations of a normal distribution are met about once in 10^9 values.
     assert int(state.skipped) == int((verdicts != 0).sum()) == 0
     assert int(state.filled) == 5000
@@ -37,7 +37,7 @@ def test_a_steady_series_is_let_through():
 
 @pytest.mark.parametrize(("sigmas", "is_spike"), [(5.9, False), (6.1, True)])
 def test_c5_a_spike_of_the_gradient_is_told_by_the_deviations_above_the_median(sigmas, is_spike):
-    state, _ = judged(guard.fresh(CONFIG), series(400), series(400, 1, spread=0.25))
+    state, _ = judged(guard.init_guard(CONFIG), series(400), series(400, 1, spread=0.25))
     window = np.asarray(state.norms)
     middle = np.median(window)
     spread = 1.4826 * np.median(np.abs(window - middle))
@@ -48,7 +48,7 @@ def test_c5_a_spike_of_the_gradient_is_told_by_the_deviations_above_the_median(s
 
 def test_c5_a_level_that_stays_is_taken_up_within_two_windows(record_property):
     norms = jnp.concatenate([series(400), series(2 * CONFIG.window, 2, level=5.0)])
-    state, verdicts = judged(guard.fresh(CONFIG), series(len(norms), 3), norms)
+    state, verdicts = judged(guard.init_guard(CONFIG), series(len(norms), 3), norms)
     skipped = np.flatnonzero(np.asarray(verdicts))
     assert 0 < len(skipped) <= CONFIG.window
     record_property("C5", f"a new level taken up after {len(skipped)} skipped")
@@ -58,7 +58,7 @@ def test_c5_a_level_that_stays_is_taken_up_within_two_windows(record_property):
 
 def test_a_loss_that_stays_high_is_not_taken_up():
     losses = jnp.concatenate([series(200), series(100, 2, level=9.0)])
-    state, verdicts = judged(guard.fresh(CONFIG), losses, series(300, 3))
+    state, verdicts = judged(guard.init_guard(CONFIG), losses, series(300, 3))
     assert (verdicts[200:] == guard.LOSS_SPIKE).all()
     assert int(state.in_a_row) == 100
 
@@ -66,7 +66,7 @@ def test_a_loss_that_stays_high_is_not_taken_up():
 def test_c4_one_nan_then_500_good_steps_skip_exactly_one(record_property):
     losses = series(600).at[99].set(jnp.nan)
     norms = series(600, 1).at[99].set(jnp.nan)
-    state, verdicts = judged(guard.fresh(CONFIG), losses, norms)
+    state, verdicts = judged(guard.init_guard(CONFIG), losses, norms)
     assert np.flatnonzero(np.asarray(verdicts)).tolist() == [99]
     assert int(state.skipped) == 1
     record_property("C4", "1 of 600 skipped")
@@ -76,7 +76,7 @@ def test_c4_one_nan_then_500_good_steps_skip_exactly_one(record_property):
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 def test_c3_loss_and_gradient_are_told_apart(value):
-    fresh, good = guard.fresh(CONFIG), jnp.float32(1)
+    fresh, good = guard.init_guard(CONFIG), jnp.float32(1)
     bad = jnp.float32(value)
     for loss, norm, words in (
         (bad, good, "loss not finite"),
@@ -85,23 +85,23 @@ def test_c3_loss_and_gradient_are_told_apart(value):
     ):
         is_good, verdict, after = guard.judge(fresh, loss, norm, CONFIG)
         assert not is_good
-        assert guard.words(int(verdict)) == words
+        assert guard.describe_verdict(int(verdict)) == words
         assert int(after.skipped) == 1
         assert int(after.filled) == 0
 
 
 def test_the_first_steps_are_no_spikes_and_a_window_of_equal_values_is_none_either():
     norms = jnp.concatenate([jnp.asarray([100.0, 1.0, 30.0]), jnp.ones(200), jnp.full(1, 1.1)])
-    _, verdicts = judged(guard.fresh(CONFIG), jnp.ones(204), norms)
+    _, verdicts = judged(guard.init_guard(CONFIG), jnp.ones(204), norms)
     assert (verdicts == 0).all()
 
 
 def test_without_sigmas_only_what_is_not_finite_is_skipped():
     config = GuardConfig(window=8, sigmas=None)
-    state = guard.fresh(config)
+    state = guard.init_guard(config)
     for norm, is_good in ((1.0, True), (1e30, True), (jnp.nan, False)):
-        found, _, state = guard.judge(state, jnp.float32(1), jnp.float32(norm), config)
-        assert bool(found) == is_good
+        is_applied, _, state = guard.judge(state, jnp.float32(1), jnp.float32(norm), config)
+        assert bool(is_applied) == is_good
 
 
 def test_select_leaves_no_trace_of_what_is_not_chosen():

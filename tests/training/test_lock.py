@@ -32,7 +32,10 @@ def test_the_second_is_refused_with_the_name_of_the_first(tmp_path):
 
 
 def test_b10_a_lock_of_a_killed_process_is_free_at_once(tmp_path):
-    code = f"from jaxlm.training.lock import *; Lock(Path({str(tmp_path / 'lock')!r})).acquire(); print(1, flush=True); time.sleep(60)"
+    code = (
+        "from jaxlm.training.lock import *; "
+        f"Lock(Path({str(tmp_path / 'lock')!r})).acquire(); print(1, flush=True); time.sleep(60)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         process.stdout.readline()
@@ -59,7 +62,7 @@ def test_b10_a_lease_is_taken_over_only_three_heartbeats_after_the_last(tmp_path
     with pytest.raises(InUse) as caught:
         lease(tmp_path / "lock").acquire()
     assert "heartbeat" in caught.value.why
-    # Its process dies: the file stays, and nobody renews it.
+    # Its process dies: the file stays, and no process renews the lease.
     held._closing.set()
     held._heart.join()
     os.utime(tmp_path / "lock")
@@ -77,7 +80,7 @@ def test_b10_a_lease_is_taken_over_only_three_heartbeats_after_the_last(tmp_path
 def test_d10_a_clock_that_is_set_takes_no_lease_from_its_owner_and_keeps_none_for_the_dead(
     tmp_path, monkeypatch, hours
 ):
-    """The clock of the filesystem is set after the last heartbeat: by it, that is an hour ago, or an hour ahead."""
+    """The clock of the filesystem is set by an hour after the last heartbeat."""
     filesystem_now = Lock._filesystem_now
     monkeypatch.setattr(Lock, "_filesystem_now", lambda self: filesystem_now(self) + hours * 3600)
     held = lease(tmp_path / "lock")

@@ -31,21 +31,21 @@ ROWS, LENGTH, WIDTH = 4, 8, 16
 
 
 def judged(losses, norms, config=CONFIG):
-    """What each step was judged, and the guard after it."""
-    state, found = guard.fresh(config), []
+    """Verdict of each step, and the guard after it."""
+    state, results = guard.init_guard(config), []
     for loss, norm in zip(losses, norms, strict=True):
         _, verdict, state = guard.judge(
             state, jnp.float32(loss), jnp.float32(norm), config, is_scaled=True
         )
-        found.append((int(verdict), state))
-    return found
+        results.append((int(verdict), state))
+    return results
 
 
 def test_an_overflow_halves_the_scale_and_is_counted_apart():
-    found = judged([1.0] * 4, [1.0, np.inf, np.nan, 1.0])
-    assert [verdict for verdict, _ in found] == [0, guard.OVERFLOW, guard.OVERFLOW, 0]
-    assert [float(state.scale.factor) for _, state in found] == [8.0, 4.0, 2.0, 2.0]
-    last = found[-1][1]
+    results = judged([1.0] * 4, [1.0, np.inf, np.nan, 1.0])
+    assert [verdict for verdict, _ in results] == [0, guard.OVERFLOW, guard.OVERFLOW, 0]
+    assert [float(state.scale.factor) for _, state in results] == [8.0, 4.0, 2.0, 2.0]
+    last = results[-1][1]
     assert (int(last.scale.overflows), int(last.skipped), int(last.in_a_row)) == (2, 0, 0)
     assert int(last.filled) == 2, "an overflow leaves no value in the windows"
 
@@ -62,9 +62,9 @@ def test_it_never_grows_past_what_float32_holds_well():
 
 
 def test_at_a_scale_of_one_the_gradient_itself_is_bad():
-    found = judged([1.0] * 5, [np.inf] * 5)
-    assert [verdict for verdict, _ in found] == [guard.OVERFLOW] * 3 + [guard.GRAD_NOT_FINITE] * 2
-    last = found[-1][1]
+    results = judged([1.0] * 5, [np.inf] * 5)
+    assert [verdict for verdict, _ in results] == [guard.OVERFLOW] * 3 + [guard.GRAD_NOT_FINITE] * 2
+    last = results[-1][1]
     assert (float(last.scale.factor), int(last.scale.overflows), int(last.skipped)) == (1.0, 3, 2)
 
 
@@ -75,15 +75,15 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():
 
 
 def weighed(size, precision):
-    """A loss whose gradient with respect to each activation is about `size`, and the operands of it."""
+    """Return a loss whose gradient with respect to each activation is about `size`."""
     draw = np.random.default_rng(0)
     x = jnp.asarray(draw.normal(size=(ROWS, LENGTH, WIDTH)), jnp.float32)
     target = jnp.asarray(draw.normal(size=(ROWS, LENGTH, WIDTH)), jnp.float32)
 
     def loss(params, batch, key):
-        rows, wanted = x[batch.tokens[:, 0]], target[batch.tokens[:, 0]]
+        rows, expected = x[batch.tokens[:, 0]], target[batch.tokens[:, 0]]
         hidden = matmul(rows, params["first"], precision)
-        total = size * jnp.sum(matmul(hidden, params["second"], precision) * wanted)
+        total = size * jnp.sum(matmul(hidden, params["second"], precision) * expected)
         mean = Mean.of(total, batch.weights.sum())
         return Loss(Mean(total, batch.weights.sum()), {"loss_nats": mean})
 
@@ -98,7 +98,7 @@ def tokens():
 
 
 def updated(size, precision, *, microbatches=1, scale=2.0**15):
-    """The parameters' change by one step of plain descent with a rate of 1 / size, and its metrics."""
+    """Change of the parameters in one SGD step with a rate of 1 / size, and its metrics."""
     config = GuardConfig(window=16, loss_scale=scale)
     draw = np.random.default_rng(1)
     params = {
@@ -117,24 +117,24 @@ def updated(size, precision, *, microbatches=1, scale=2.0**15):
             microbatches=microbatches,
         )
     )
-    state, metrics = jax.jit(step)(states.fresh(params, optimizer, config), tokens())
+    state, metrics = jax.jit(step)(states.init_state(params, optimizer, config), tokens())
     change = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, state.params, params)
     return change, metrics
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gradients_that_float16_cannot_hold_arrive(microbatches):
-    size = 2.0**-26  # of each token; half of what float16 tells from zero
+    size = 2.0**-26  # of each token; half of the smallest number in float16
     exact, _ = updated(size, Precision.float32())
     lost = jax.grad(lambda p: weighed(size, FLOAT16)(p, tokens(), None).objective.total)(
         {"first": jnp.eye(WIDTH) / 64, "second": jnp.eye(WIDTH) / 64}
     )
     assert not np.any(lost["first"]), "without a scale nothing arrives"
-    found, metrics = updated(size, FLOAT16, microbatches=microbatches, scale=2.0**22)
+    changes, metrics = updated(size, FLOAT16, microbatches=microbatches, scale=2.0**22)
     assert int(metrics["verdict"]) == 0
     for name, change in exact.items():
         # Relative to the largest: operands keep eleven bits.
-        error = np.abs(found[name] - change).max() / np.abs(change).max()
+        error = np.abs(changes[name] - change).max() / np.abs(change).max()
         assert error < 2e-3, (name, error)
 
 
@@ -150,14 +150,14 @@ def test_a_scale_that_is_too_large_leaves_the_parameters_and_the_learning_rate_w
 def test_other_dtypes_have_none():
     change, metrics = updated(1.0, Precision.float32())
     assert {"loss_scale", "overflows_total"}.isdisjoint(metrics)
-    again, _ = updated(1.0, Precision.float32(), scale=1.0)
+    unscaled, _ = updated(1.0, Precision.float32(), scale=1.0)
     for name, leaf in change.items():
-        np.testing.assert_array_equal(again[name], leaf)
+        np.testing.assert_array_equal(unscaled[name], leaf)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_bias_of_a_nearly_even_expert_still_moves_in_float16(microbatches):
-    """Its gradient is 2^-30 times a difference of counts: here of a few tokens, at the smallest loss scale."""
+    """Its gradient is 2^-30 times a difference of counts, here few tokens, at the lowest scale."""
     config = MoeConfig(experts=4, top_k=2, hidden=8, bias_rate=0.01)
     precision = Precision.of(PrecisionConfig(reduce="float16"))
     moe, _ = reference.moved(

@@ -38,7 +38,7 @@ def family(width):
 
 
 def coordinates(width, mup):
-    """How far the stream and the logits of a batch move in a few steps, by root mean squares."""
+    """Root mean squares of the change of the stream and the logits of a batch in a few steps."""
     blueprint = Blueprint(mup.applied(family(width).build()), Precision.float32())
     config = AdamW(lr=0.02, clip_norm=None, weight_decay=0.0)
     optimizer = optimizers.build(
@@ -52,19 +52,28 @@ def coordinates(width, mup):
         return token_nll(blueprint.merge(params), batch, None, LossConfig())
 
     step = jax.jit(
-        steps.build_step(StepSpec(loss=loss, optimizer=optimizer, schedule=lambda _: jnp.float32(config.lr), key=jax.random.key(1), precision=Precision.float32(), guard=GUARD))
-    )  # fmt: skip
+        steps.build_step(
+            StepSpec(
+                loss=loss,
+                optimizer=optimizer,
+                schedule=lambda _: jnp.float32(config.lr),
+                key=jax.random.key(1),
+                precision=Precision.float32(),
+                guard=GUARD,
+            )
+        )
+    )
     (batch,) = batches(1)
 
     @jax.jit
     def seen(params):
         model = blueprint.merge(params)
-        found = model(batch.tokens, positions=batch.positions, segments=batch.segments)
-        return found.values, model.logits(found.values)
+        hidden = model(batch.tokens, positions=batch.positions, segments=batch.segments)
+        return hidden.values, model.logits(hidden.values)
 
     @jax.jit
     def fresh():
-        return states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        return states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
 
     state = fresh()
     before = seen(state.params)
@@ -87,7 +96,8 @@ def test_what_moves_is_as_large_at_every_width_and_grows_without(record_property
         record_property("table", f"{name}: width: stream, logits moved  {text}")
     stream, logits = slopes["muP"]
     assert abs(stream) < 0.05, slopes
-    # What the unembedding's random weights add falls with the root of the width, and what was learnt stays.
+    # The part of the unembedding's random weights falls with the root of the width, and the learned
+    # part stays.
     assert -0.5 < logits < 0.1, slopes
     assert slopes["standard"][1] > 0.5, slopes
 

@@ -1,4 +1,4 @@
-"""Every figure of every layer against numpy, and the same on any mesh and with any micro-batches."""
+"""Every metric of every layer against NumPy, on several meshes and with micro-batches."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ class Pieces:
         """A state whose weights are large enough for figures that differ."""
         params = self.blueprint.init(jax.random.key(0))
         params = jax.tree.map(lambda x: x * 6 if x.ndim > 2 else x, params)
-        return states.fresh(params, self.optimizer, GUARD)
+        return states.init_state(params, self.optimizer, GUARD)
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +100,19 @@ def state(pieces):
 
 @pytest.fixture(scope="module")
 def noted(pieces, state, batch):
-    """What the forward pass alone notes."""
+    """Metrics of the forward pass alone."""
 
     def forward(params, batch):
         with capture(("activations", "entropy")) as notes:
             pieces.loss(params, batch, None)
         return observe.Observed({}, notes, 0.0, 0.0)
 
-    return figures.by_layer(jax.device_get(jax.jit(forward)(state.params, batch)))
+    return figures.layer_metrics(jax.device_get(jax.jit(forward)(state.params, batch)))
 
 
 @pytest.fixture(scope="module")
 def record(pieces, state, batch):
-    return figures.by_layer(jax.device_get(jax.jit(pieces.observer())(state, batch)))
+    return figures.layer_metrics(jax.device_get(jax.jit(pieces.observer())(state, batch)))
 
 
 def own(params, number):
@@ -128,7 +128,15 @@ def rms(x, counted):
 
 
 def attended(x, params, config, segments, counted):
-    """Attention in float64, and its scores' maximum by head and entropy by head."""
+    """Attention in float64, and the maximum of its scores and their entropy by head.
+
+    Args:
+      x: the input.
+      params: parameters of the layer's attention.
+      config: settings of the attention.
+      segments: documents of the tokens.
+      counted: true for tokens that count.
+    """
     query, key, value = (reference.linear(x, params[name]) for name in ("query", "key", "value"))
     out, peak, entropy = (
         np.zeros(query.shape),
@@ -152,13 +160,13 @@ def attended(x, params, config, segments, counted):
 
 
 def fed(x, params, config, counted):
-    """The feed-forward part in float64, with what is known of its units or experts."""
+    """The feed-forward part in float64, with figures of its units or experts."""
     if isinstance(config, MoeConfig):
         logits = reference.linear(x, params["router"])
         shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-        kept = np.argsort(-shares, axis=-1, kind="stable")[..., : config.top_k]
+        chosen = np.argsort(-shares, axis=-1, kind="stable")[..., : config.top_k]
         mask = np.zeros_like(shares)
-        np.put_along_axis(mask, kept, 1, -1)
+        np.put_along_axis(mask, chosen, 1, -1)
         shares = shares * mask / (shares * mask).sum(-1, keepdims=True)
         gate, up = (np.einsum("btd,edf->btef", x, params[n]["weight"]) for n in ("gate", "up"))
         hidden = gate / (1 + np.exp(-gate)) * up
@@ -217,14 +225,14 @@ def test_norms_are_those_of_the_gradient_and_of_what_a_step_moves(pieces, record
     )
     after, _ = jax.jit(step)(state, batch)
     moved = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, after.params, state.params)
-    found = {"grad_norm": grads, "param_norm": state.params, "update_norm": moved}
-    for name, values in found.items():
+    trees = {"grad_norm": grads, "param_norm": state.params, "update_norm": moved}
+    for name, values in trees.items():
         for number in range(6):
             leaves = tree.leaves(own(values, number))
             sizes = {path: np.sqrt((leaf**2).sum()) for path, leaf in leaves.items()}
             for path, size in sizes.items():
-                told = record[f"layers/{number}/{path}/{name}"]
-                np.testing.assert_allclose(told, size, rtol=1e-3, err_msg=f"{name} of {path}")
+                logged = record[f"layers/{number}/{path}/{name}"]
+                np.testing.assert_allclose(logged, size, rtol=1e-3, err_msg=f"{name} of {path}")
             whole = np.sqrt(sum(size**2 for size in sizes.values()))
             np.testing.assert_allclose(record[f"layers/{number}/{name}"], whole, rtol=1e-3)
         table = np.linalg.norm(np.asarray(values["embedding"]["table"], np.float64))
@@ -246,14 +254,14 @@ def test_figures_are_those_of_one_device_and_one_batch(
     with jax.set_mesh(grid):
         rest = jax.device_put(jax.device_get(state), states.replicated(grid))
         placed = rest._replace(params=jax.device_put(state.params, layout))
-        found = jax.jit(observer)(placed, host.put(grid, batch))
-    told = figures.by_layer(jax.device_get(found))
-    assert told.keys() == record.keys()
+        observed = jax.jit(observer)(placed, host.put(grid, batch))
+    metrics = figures.layer_metrics(jax.device_get(observed))
+    assert metrics.keys() == record.keys()
     for name, value in record.items():
-        np.testing.assert_allclose(told[name], value, rtol=2e-3, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(metrics[name], value, rtol=2e-3, atol=1e-5, err_msg=name)
 
 
 def test_nothing_is_noted_where_nobody_asks(pieces, state, batch):
-    found = jax.eval_shape(pieces.observer(("norms",)), state, batch)
-    assert not found.notes.sums
-    assert not found.notes.peaks
+    observed = jax.eval_shape(pieces.observer(("norms",)), state, batch)
+    assert not observed.notes.sums
+    assert not observed.notes.peaks

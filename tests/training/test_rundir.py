@@ -122,24 +122,24 @@ def test_files_are_replaced_whole_and_a_missing_one_is_named(tmp_path):
         read_json(tmp_path, "config.json")
 
 
-def test_an_end_that_was_not_well_has_an_epilogue_that_neither_delays_it_nor_changes_its_code(
+def test_an_end_that_was_not_well_has_a_report_that_neither_delays_it_nor_changes_its_code(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(rundir, "EPILOGUE_SECONDS", 0.2)
-    told = []
+    monkeypatch.setattr(rundir, "REPORT_SECONDS", 0.2)
+    reports = []
 
-    def end(epilogue, *, kind=Diverged, has_begun=True):
+    def end(report, *, kind=Diverged, has_begun=True):
         with pytest.raises(kind), RunDir(tmp_path) as run:
-            run.has_begun, run.epilogue = has_begun, epilogue
+            run.has_begun, run.report = has_begun, report
             raise error(kind)
         assert read_json(tmp_path, "exit.json")["code"] == kind.code
 
-    end(lambda: told.append(read_json(tmp_path, "exit.json")["code"]))
-    assert told == [79], "how it ended is written down before"
-    end(lambda: told.append("not begun"), kind=InputMissing, has_begun=False)
+    end(lambda: reports.append(read_json(tmp_path, "exit.json")["code"]))
+    assert reports == [79], "how it ended is written down before"
+    end(lambda: reports.append("not begun"), kind=InputMissing, has_begun=False)
     with RunDir(tmp_path) as run:
-        run.has_begun, run.epilogue = True, lambda: told.append("all went well")
-    assert told == [79]
+        run.has_begun, run.report = True, lambda: reports.append("all went well")
+    assert reports == [79]
     end(lambda: 1 / 0)
     begun = time.monotonic()
     end(threading.Event().wait)

@@ -19,8 +19,8 @@ class Signs:
         return self.shared.setdefault(name, text) is text
 
 
-def stops(told: dict[int, int], *, count: int, steps: int, seed: int) -> list[int]:
-    """The steps after which ranks stop that run in step, are told to stop at these steps, and listen now and then."""
+def stops(signals: dict[int, int], *, count: int, steps: int, seed: int) -> list[int]:
+    """Steps after which synchronous ranks stop that receive signals at these steps."""
     shared: dict[str, str] = {}
     requests = [StopRequest(Signs(rank, count, shared)) for rank in range(count)]
     together = threading.Barrier(count)
@@ -29,16 +29,16 @@ def stops(told: dict[int, int], *, count: int, steps: int, seed: int) -> list[in
 
     def listen(request: StopRequest, draw: random.Random) -> None:
         while not over.is_set():
-            request.hear(dict(shared))
+            request.on_signs(dict(shared))
             time.sleep(draw.random() * 0.01)
 
     def work(rank: int, draw: random.Random) -> None:
         for step in range(1, steps + 1):
             requests[rank].enter()
-            if told.get(rank) == step:
+            if signals.get(rank) == step:
                 requests[rank].reason = "SIGTERM"
             time.sleep(draw.random() * 0.002)
-            together.wait(20)  # the collective of the step: nobody does it alone
+            together.wait(20)  # the collective of the step needs all ranks
             ended[rank] = step
             if requests[rank].is_due:
                 return
@@ -65,10 +65,10 @@ def stops(told: dict[int, int], *, count: int, steps: int, seed: int) -> list[in
 def test_a8_all_ranks_stop_after_the_same_step(seed):
     draw = random.Random(seed)
     count = draw.choice([2, 3, 5])
-    told = {draw.randrange(count): draw.randint(1, 20) for _ in range(draw.choice([1, 2]))}
-    ended = stops(told, count=count, steps=5000, seed=seed)
+    signals = {draw.randrange(count): draw.randint(1, 20) for _ in range(draw.choice([1, 2]))}
+    ended = stops(signals, count=count, steps=5000, seed=seed)
     assert len(set(ended)) == 1
-    assert min(told.values()) <= ended[0] < 5000
+    assert min(signals.values()) <= ended[0] < 5000
 
 
 def test_a8_a_signal_in_the_last_steps_leaves_nobody_behind():
@@ -76,7 +76,7 @@ def test_a8_a_signal_in_the_last_steps_leaves_nobody_behind():
         assert stops({1: 6}, count=2, steps=7, seed=seed) == [7, 7]
 
 
-def test_ranks_that_nobody_tells_to_stop_go_on():
+def test_ranks_without_a_signal_run_to_the_end():
     assert stops({}, count=2, steps=50, seed=0) == [50, 50]
 
 
@@ -91,19 +91,19 @@ def test_one_process_stops_after_the_step_in_which_the_signal_comes():
 
 def test_a9_the_second_signal_ends_while_the_main_thread_is_busy():
     ended = threading.Event()
-    found = []
+    exits = []
 
-    def at_once(code, cause):
-        found.append((code, cause))
+    def exit_now(code, cause):
+        exits.append((code, cause))
         ended.set()
 
-    with StopRequest(at_once=at_once):
+    with StopRequest(exit_now=exit_now):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
-        assert not found
+        assert not exits
         os.kill(os.getpid(), signal.SIGINT)
         assert ended.wait(2)
-    assert found == [(130, "SIGINT came twice")]
+    assert exits == [(130, "SIGINT came twice")]
 
 
 def test_handlers_are_as_before_afterwards():

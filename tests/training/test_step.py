@@ -1,4 +1,4 @@
-"""The laws of one update: micro-batches, meshes, precision and dropout change nothing that they must not."""
+"""Invariants of one update under micro-batches, meshes, precision and dropout."""
 
 import functools
 import hashlib
@@ -43,7 +43,7 @@ GUARD = GuardConfig(window=32)
 
 
 def batches(count):
-    """Rows of two documents each, with padding that differs from row to row; an id decides the next one."""
+    """Rows of two documents and different padding; each id determines the next one."""
     draw = np.random.default_rng(0)
     for _ in range(count):
         ids = draw.integers(0, 64, (ROWS, 1)) * np.ones((1, LENGTH + 1), np.int32)
@@ -51,9 +51,9 @@ def batches(count):
             ids[:, slot + 1] = (5 * ids[:, slot] + 3) % 64
         ids = ids.astype(np.int32)
         cut, end = draw.integers(1, 8, (ROWS, 1)), draw.integers(9, LENGTH + 1, (ROWS, 1))
-        at = np.arange(LENGTH)[None]
-        segments = np.where(at < cut, 1, np.where(at < end, 2, 0)).astype(np.int32)
-        positions = np.where(at < cut, at, at - cut).astype(np.int32)
+        slots = np.arange(LENGTH)[None]
+        segments = np.where(slots < cut, 1, np.where(slots < end, 2, 0)).astype(np.int32)
+        positions = np.where(slots < cut, slots, slots - cut).astype(np.int32)
         weights = (segments > 0).astype(np.float32)
         yield Tokens(ids[:, :-1], ids[:, 1:], weights, segments, positions)
 
@@ -106,7 +106,16 @@ def _loss(blueprint, params, batch, key):
 
 
 def on_mesh(grid, *, zero=3, arm=AdamW, guard=GUARD, average=None, **options):
-    """The first state on a mesh, the step, and how both lay the state out."""
+    """The first state on a mesh, the step, and the shardings of the state.
+
+    Args:
+      grid: the mesh.
+      zero: ZeRO stage.
+      arm: settings class of the optimizer.
+      guard: settings of the guard.
+      average: average of the parameters, or None.
+      options: further arguments of `pieces`.
+    """
 
     def layout(blueprint, least=2):
         return rules.shardings(grid, blueprint.axes, blueprint.shapes, is_split=zero >= least)
@@ -117,7 +126,9 @@ def on_mesh(grid, *, zero=3, arm=AdamW, guard=GUARD, average=None, **options):
 
     def fresh():
         params = blueprint.init(jax.random.key(0))
-        return states.fresh(params, optimizer, guard, averages.init(params) if average else None)
+        return states.init_state(
+            params, optimizer, guard, averages.init(params) if average else None
+        )
 
     shapes = jax.eval_shape(fresh)
     opt_axes = optimizers.state_axes(arm(), optimizer, blueprint.shapes, blueprint.axes)
@@ -155,7 +166,8 @@ def check_mesh(alone, sizes, devices):
         mesh.build(MeshConfig(**sizes), jax.devices()[:devices]), 20
     )
     np.testing.assert_allclose(seen[:, 0], alone[:, 0], rtol=1e-5)
-    # AdamW divides near-zero gradients by their own size, so later gradients drift with the sign of a rounding error.
+    # AdamW divides near-zero gradients by their own size, so later gradients drift with the sign of
+    # a rounding error.
     np.testing.assert_allclose(seen[0, 1], alone[0, 1], rtol=1e-6)
     np.testing.assert_allclose(seen[:, 1], alone[:, 1], rtol=1e-4)
     check_placed(state, shardings)
@@ -199,7 +211,7 @@ def test_uneven_micro_batches_are_one_batch(parts):
     out = {}
     for microbatches in (1, parts):
         blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
-        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
         _, metrics = jax.jit(step)(state, batch)
         out[microbatches] = metrics
     for name in ("loss_nats", "grad_norm", "tokens"):
@@ -211,7 +223,7 @@ def test_micro_batches_give_the_gradient_of_one_batch_leaf_by_leaf():
     moments = {}
     for microbatches in (1, 4):
         blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
-        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
         moments[microbatches] = tree.leaves(jax.jit(step)(state, batch)[0].opt_state)
     # AdamW's first mean after one step is a tenth of the gradient.
     means = [path for path in moments[1] if "/mu/" in path]
@@ -227,7 +239,7 @@ def test_bfloat16_keeps_float32_weights_and_moments_and_a_loss_near_float32s():
     losses = []
     for policy in (Precision.float32(), precision):
         blueprint, optimizer, step = pieces(precision=policy)
-        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
         state, metrics = jax.jit(step)(state, batch)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
         losses.append(float(metrics["loss_nats"]))
@@ -248,27 +260,27 @@ def test_micro_batches_are_added_up_in_the_dtype_of_precision_reduce(reduce, tot
     like = np.ones_like(weights, np.int32)
     batch = Tokens(like, like, weights, like, like)
     of = gradients.build_gradient(GradientSpec(loss=loss, precision=policy, microbatches=4))
-    found, _, _ = jax.jit(of)({"x": jnp.float32(0)}, batch, jax.random.key(0), jnp.float32(1))
-    assert found["x"].dtype == reduce
-    assert float(found["x"]) == total / 4  # by the weight of all four
+    grads, _, _ = jax.jit(of)({"x": jnp.float32(0)}, batch, jax.random.key(0), jnp.float32(1))
+    assert grads["x"].dtype == reduce
+    assert float(grads["x"]) == total / 4  # by the weight of all four
 
 
 def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated():
     family = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=4, hidden=64, dropout=0.5)
     blueprint, optimizer, step = pieces(family=family, weight_decay=0.0)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     compiled = jax.jit(step)
-    first, again = compiled(state, batch)[1], compiled(state, batch)[1]
+    first, repeated = compiled(state, batch)[1], compiled(state, batch)[1]
     later = compiled(state._replace(step=jnp.int32(1)), batch)[1]
-    assert float(first["loss_nats"]) == float(again["loss_nats"])
+    assert float(first["loss_nats"]) == float(repeated["loss_nats"])
     assert float(first["loss_nats"]) != float(later["loss_nats"])
 
 
 def test_metrics_say_what_happened():
     blueprint, optimizer, step = pieces(weight_decay=0.0, clip_norm=0.01)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    before = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    before = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     after, metrics = jax.jit(step)(before, batch)
     assert int(after.step) == 1
     assert float(metrics["tokens"]) == float(batch.weights.sum())
@@ -295,7 +307,7 @@ def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else(
             is_measured=lambda completed: completed % 2 == 0,
         )
     )
-    first = second = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    first = second = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     always, some = jax.jit(always), jax.jit(some)
     for completed in (1, 2):
         first, known = always(first, batch)
@@ -316,7 +328,7 @@ def bytes_of(value):
 
 
 def kept(state):
-    """What a step that is not applied must leave as it was: parameters, moments, the optimizer's count, the average."""
+    """Digests of parameters, optimizer state and average, which a skipped step does not change."""
     assert state.average is not None
     return bytes_of((state.params, state.opt_state, state.average))
 
@@ -341,14 +353,14 @@ _passed.defvjp(lambda table, wrong: (table, wrong), _passed_back)
 
 
 def _loss_of_marked(blueprint, params, batch, key):
-    """The loss as ever. With a row that is `marked`, one element of the gradient of these rows is not finite."""
+    """The ordinary loss, but for a `marked` row one element of the gradient is not finite."""
     wrong = jnp.asarray([0.0, *WRONG])[-jnp.minimum(batch.segments.min(), 0)]
     params = params | {"embedding": {"table": _passed(params["embedding"]["table"], wrong)}}
     return _loss(blueprint, params, batch._replace(segments=jnp.maximum(batch.segments, 0)), key)
 
 
 def marked(batch, value):
-    """The batch with one row whose gradient will hold this value: its padding, which is 0, says so."""
+    """The batch with one row, marked in its padding, whose gradient will contain this value."""
     segments = batch.segments.copy()
     segments[np.flatnonzero(segments[:, -1] == 0)[-1], -1] = -1 - WRONG.index(value)
     return batch._replace(segments=segments)
@@ -376,9 +388,9 @@ BFLOAT16 = Precision.of(PrecisionConfig(params="bfloat16", compute="bfloat16", r
 def test_c1_one_bad_element_of_a_gradient_changes_no_byte_and_the_next_step_is_applied(
     sizes, options, record_property
 ):
-    """It comes of one row while the gradient is taken: before micro-batches are added up, and before any cast.
+    """One row causes it in the gradient, before micro-batches are summed and before any cast.
 
-    In the very first step, in one while the learning rate warms up, and once the guard knows what is usual."""
+    Tested in the first step, in the warm-up of the learning rate, and with full guard windows."""
     guard, shape = GuardConfig(window=8), Constant(warmup=Span.parse("5"))
     ways = sizes.get("fsdp", 1)
     grid = mesh.build(MeshConfig(**sizes), jax.devices()[:ways])
@@ -430,7 +442,7 @@ def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
             axes=blueprint.axes,
         )
     )
-    state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     _, metrics = jax.jit(step)(state, jax.tree.map(jnp.asarray, next(batches(1))))
     norms = metrics["layers"]
     assert norms.keys() == tree.leaves(state.params).keys()
@@ -467,7 +479,7 @@ def test_schedule_free_takes_its_gradient_ahead_of_the_average_that_are_the_para
             )
         )
     )
-    state = states.fresh({"w": jnp.zeros(1)}, optimizer, GUARD)
+    state = states.init_state({"w": jnp.zeros(1)}, optimizer, GUARD)
     batch = next(batches(1))
     x = z = v = weight = 0.0
     for t in range(1, 31):
@@ -486,7 +498,7 @@ def test_schedule_free_takes_its_gradient_ahead_of_the_average_that_are_the_para
 
 @functools.cache
 def _rounded_after_one_step(data, fsdp, zero, microbatches):
-    """Return all bfloat16 parameters behind an update, most of which need rounding."""
+    """Return all bfloat16 parameters after an update; most of them need rounding."""
     grid = mesh.build(MeshConfig(data=data, fsdp=fsdp), jax.devices()[: data * fsdp])
     low = Precision.of(PrecisionConfig(params="bfloat16"))
     state, step, shardings = on_mesh(
@@ -495,12 +507,12 @@ def _rounded_after_one_step(data, fsdp, zero, microbatches):
     with jax.set_mesh(grid):
         compiled = jax.jit(step, out_shardings=(shardings, None))
         moved, _ = compiled(state, host.put(grid, next(batches(1))))
-    before, found = (
+    before, after = (
         np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(params)])
         for params in (state.params, moved.params)
     )
-    assert (before != found).mean() > 0.1
-    return found
+    assert (before != after).mean() > 0.1
+    return after
 
 
 @pytest.mark.parametrize(
@@ -528,14 +540,14 @@ def test_a_step_leaves_every_dtype_of_the_state_as_it_is(arm, moments):
     low = Precision.of(PrecisionConfig(params="bfloat16", moments=moments))
     blueprint, optimizer, step = pieces(arm=arm, precision=low)
     state = jax.eval_shape(
-        lambda: states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        lambda: states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim}
-    wanted = set() if arm is Sgd else {jnp.dtype(moments)}
+    expected = set() if arm is Sgd else {jnp.dtype(moments)}
     formats = {jnp.dtype(name) for name in ("int8", "uint8", "float32")}
-    own = {AdamW8bit: formats, Soap: {jnp.dtype(jnp.float32)}}.get(arm, set())
-    assert dtypes == wanted | own
+    formats_of_arm = {AdamW8bit: formats, Soap: {jnp.dtype(jnp.float32)}}.get(arm, set())
+    assert dtypes == expected | formats_of_arm
     after, _ = jax.eval_shape(step, state, next(batches(1)))
     assert tree.leaves(after) == tree.leaves(state)
 
@@ -547,7 +559,7 @@ def test_the_schedule_follows_the_applied_updates_after_the_optimizer_state_was_
     blueprint, optimizer, step = pieces(arm=arm, weight_decay=0.0, clip_norm=None, shape=shape)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
     state, compiled = (
-        states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD),
+        states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD),
         jax.jit(step),
     )
     for _ in range(6):

@@ -1,6 +1,6 @@
-"""What fsdp splits: the bytes that each device holds, the layout of gradients, and the same losses whatever it is.
+"""FSDP: bytes on each device, layout of gradients, and losses equal to those of one device.
 
-Of every way to split, with other axes too, tests/distributed/test_axes.py compares losses and gradients.
+tests/distributed/test_axes.py compares losses and gradients of all splits, also with other axes.
 """
 
 import functools
@@ -32,7 +32,7 @@ from tests.training.test_step import GUARD, pieces, trajectory
 STEPS = 5
 FSDP = {"data": 1, "fsdp": 4}
 MORE = [{"data": 1, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}]
-# Three compiled steps of a model are more than ten seconds: one in the fast tier, all in the slow one.
+# Three compiled steps take more than ten seconds: one in the fast tier, all in the slow one.
 CASES = [pytest.param(1, FSDP, id="zero 1")] + [
     pytest.param(zero, sizes, id=f"zero {zero}, {sizes}", marks=pytest.mark.slow)
     for zero in (1, 2, 3)
@@ -101,14 +101,18 @@ def test_splitting_the_optimizers_state_changes_no_loss():
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
 def test_what_is_split_changes_no_loss_of_any_optimizer(arm, zero):
-    """Nor do two micro-batches. A sign of a gradient near zero may differ, and with it the step of some numbers.
+    """Two micro-batches change no loss either. Signs of gradients near zero may differ.
 
-    Where SOAP's first gradient has no rank, rounding chooses the basis: on one device, two micro-batches move its losses
-    by 3e-4.
+    If SOAP's first gradient has no rank, rounding chooses the basis: on one device, two
+    micro-batches move its losses by 3e-4.
     """
-    own = {"newton_schulz_dtype": "float32"} if arm is Muon else {}
-    one, *_ = trajectory(mesh.build(MeshConfig(data=1), jax.devices()[:1]), STEPS, arm=arm, **own)
-    seen, state, _ = trajectory(grid_of(FSDP), STEPS, zero=zero, microbatches=2, arm=arm, **own)
+    settings = {"newton_schulz_dtype": "float32"} if arm is Muon else {}
+    one, *_ = trajectory(
+        mesh.build(MeshConfig(data=1), jax.devices()[:1]), STEPS, arm=arm, **settings
+    )
+    seen, state, _ = trajectory(
+        grid_of(FSDP), STEPS, zero=zero, microbatches=2, arm=arm, **settings
+    )
     np.testing.assert_allclose(seen[0], one[0], rtol=1e-6)
     np.testing.assert_allclose(seen[:, 0], one[:, 0], rtol=3e-3 if arm is Soap else 3e-4)
     assert one[-1, 0] != one[0, 0]
@@ -118,17 +122,17 @@ def test_what_is_split_changes_no_loss_of_any_optimizer(arm, zero):
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_gradients_and_their_sums_are_split_from_the_second_on(zero):
-    """In the compiled step of one matrix: what the optimizer is given, and what the loop over micro-batches carries."""
+    """In the compiled step of one matrix: the optimizer's input and the carry of the loop."""
     grid, rows, width = grid_of(FSDP), 32, 24
     splits, copies = (NamedSharding(grid, PartitionSpec(axis)) for axis in ("fsdp", None))
-    given = []
+    layouts = []
 
     def loss(params, batch, key):
         out = jnp.square(params["w"][batch.tokens]).sum()
         return Loss(Mean(out, jnp.float32(1)), {"loss_nats": Mean(out, jnp.float32(1))})
 
     def spied(grads, state, params=None):
-        jax.debug.inspect_array_sharding(grads["w"], callback=given.append)
+        jax.debug.inspect_array_sharding(grads["w"], callback=layouts.append)
         return grads, state
 
     optimizer = optax.chain(
@@ -148,11 +152,11 @@ def test_gradients_and_their_sums_are_split_from_the_second_on(zero):
     )
     with jax.set_mesh(grid):
         params = {"w": jax.device_put(jnp.ones((rows, width)), splits if zero == 3 else copies)}
-        state = states.fresh(params, optimizer, GUARD)
+        state = states.init_state(params, optimizer, GUARD)
         ids = np.arange(8 * 4, dtype=np.int32).reshape(8, 4)
         batch = host.put(grid, Tokens(*[ids] * 5))
         text = jax.jit(step).lower(state, batch).compile().as_text()
-    (sharding,) = given
+    (sharding,) = layouts
     assert sharding.is_equivalent_to(splits if zero >= 2 else copies, 2)
     carried = re.findall(r"= \(([^)]*)\) while\(", text)
     mine, whole = f"f32[{rows // 4},{width}]", f"f32[{rows},{width}]"

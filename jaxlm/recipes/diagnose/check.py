@@ -216,7 +216,8 @@ def check(run: Run, options: CheckOptions, say: Log = lambda _: None) -> dict[st
     small = reduced_run(run, options.steps, options.devices)
     _start(math.prod(small.mesh.values()))
     say(
-        f"{format_mesh(small.mesh)}, on fake devices; compiling a step for them, and one for one device"
+        f"{format_mesh(small.mesh)}, on fake devices; compiling a step for them, and one for one "
+        "device"
     )
     trial = _try(small, mesh.build(small.run.mesh, jax.devices()[: math.prod(small.mesh.values())]))
     alone = _try(

@@ -286,7 +286,8 @@ def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any
     divisibility.check(run, known.devices)
     grid = mesh.build(run.mesh, devices_of(known))
     say(
-        f"{format_mesh(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes"
+        f"{format_mesh(grid.shape)} on {name}, {known.devices} chips; compiling for them takes "
+        "minutes"
     )
     compiled = compile_step(run, grid)
     memory = programs.compiled_memory(compiled)

@@ -113,10 +113,10 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
         )
         say(f"from {f'checkpoint {start}' if start else 'the beginning'} through step {step}")
         batches = engine.batches(start, rewinds.skips, say)
-        changes = control.read(workdir)
+        changes = control.read_changes(workdir)
 
         def rate(completed: int) -> jax.Array:
-            return engine.lr_scale(control.rate(changes, completed, run.optim.lr))
+            return engine.lr_scale(control.lr_scale(changes, completed, run.optim.lr))
 
         for completed in range(start, step - 1):
             state, _ = engine.step(state, next(batches), rate(completed), **engine.extra_inputs)

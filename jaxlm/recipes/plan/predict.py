@@ -351,7 +351,8 @@ def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: st
         if multiple > 1:
             yield (
                 "model.capacity=None makes XLA for GPUs multiply each row with the weights of all "
-                f"{model_cost.experts_per_device(mlp, sizes)} experts of a device: {multiple:.3g} times the FLOPs "
-                f"that the tokens' experts need, and {formatting.size(size)} for one padded "
-                f"operand; --config.model.capacity={CAPACITY} avoids both, and drops tokens instead"
+                f"{model_cost.experts_per_device(mlp, sizes)} experts of a device: {multiple:.3g} "
+                f"times the FLOPs that the tokens' experts need, and {formatting.size(size)} for "
+                f"one padded operand; --config.model.capacity={CAPACITY} avoids both, and drops "
+                "tokens instead"
             )

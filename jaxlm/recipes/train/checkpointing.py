@@ -21,7 +21,7 @@ from jaxlm.training.loop import BudgetSpent, Progress
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
 
-# Rewinds: returns to a healthy checkpoint that leave out the batches after which the run went wrong.
+# Rewinds: the run returns to a healthy checkpoint and skips the batches that damaged it.
 
 
 REWINDS_FILE = "rewinds.json"
@@ -95,7 +95,7 @@ class Rewinds:
             raise Diverged(
                 f"no step after {spent.first - 1} can be applied, and {made} rewinds are used up",
                 where=f"steps {spent.first} to {spent.step}; spikes.jsonl names their documents",
-                why=f"{guards.words(int(spent.values['verdict']))}:"
+                why=f"{guards.describe_verdict(int(spent.values['verdict']))}:"
                 f" loss {spent.values['loss_nats']:.4g},"
                 f" gradient norm {spent.values['grad_norm']:.4g}, learning rate {rate:.3g}",
                 fix=f"--config.optim.lr={rate / 3:.1e} --workdir=runs/another",
@@ -137,7 +137,7 @@ class Rewinds:
     def _target(
         self, first_bad: int, store: Store, guard: GuardConfig
     ) -> tuple[int, dict[int, list[str]]]:
-        """Return the step to return to, 0 for the start, and problems of damaged steps before it."""
+        """Return the step of the rewind, 0 for the start, and problems of damaged steps."""
         healthy = [step for step in store.steps() if step < first_bad and _is_healthy(store, step)]
         damaged: dict[int, list[str]] = {}
         while healthy:

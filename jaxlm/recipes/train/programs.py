@@ -206,7 +206,7 @@ class TrainPrograms:
         """Return the state before the first update. Trace it, do not call it."""
         params = self.model.blueprint.init(random.key(self.run.seed, "init"))
         averaged = None if isinstance(self.run.average, NoAverage) else average.init(params)
-        return states.fresh(params, self.optimizer, self.run.guard, averaged)
+        return states.init_state(params, self.optimizer, self.run.guard, averaged)
 
     def init_state(self) -> TrainState:
         """Return the state before the first update, created with its shardings."""
@@ -599,7 +599,7 @@ class LayerStatsCollector:
         if step not in self._observed:
             return {}
         observed = host.fetch(self._observed.pop(step))
-        record = figures.by_layer(observed)
+        record = figures.layer_metrics(observed)
         if "noise" in self._run.log.layers:
             self._noises.append(figures.noise(observed, self._parts))
             last = self._noises[-1]

@@ -115,7 +115,7 @@ class MetricsLogger:
         """
         if values["verdict"] == guard.OVERFLOW:
             self._console.say(
-                f"step {step} was not applied: {guard.words(guard.OVERFLOW)}, which is"
+                f"step {step} was not applied: {guard.describe_verdict(guard.OVERFLOW)}, which is"
                 f" {values['loss_scale']:g} now; {int(values['overflows_total'])} such steps so far"
             )
             return
@@ -202,7 +202,8 @@ class DroppedTokenWarning:
             self._warn(
                 f"step {step}: experts dropped {share:.2%} of the tokens routed to them, because"
                 f" they were full (model.capacity); the largest load is"
-                f" {values['moe_load_max']:.3g} times the mean; next warning when the share doubles",
+                f" {values['moe_load_max']:.3g} times the mean; next warning when the share"
+                " doubles",
                 step=step,
             )
 
@@ -227,7 +228,7 @@ def spike_evidence(
     documents, left_out = _documents(programs, number)
     return {
         "step": step,
-        "kind": guard.words(int(values["verdict"])),
+        "kind": guard.describe_verdict(int(values["verdict"])),
         "in_a_row": int(values["skipped_in_a_row"]),
         **{name: values[name] for name in ("loss_nats", "grad_norm", "learning_rate")},
         "batch": number,
@@ -358,12 +359,12 @@ class DivergenceAlarm:
             verdict["step"] = before["step"]  # of the first report
         self._progress.divergence = verdict
         self.write()
-        text = "{said}\n  likely cause: {cause}\n  to find a rate: {command}".format(**verdict)
+        text = "{message}\n  likely cause: {cause}\n  to find a rate: {command}".format(**verdict)
         self._context.console.warn(f"step {step}: {text}", step=step, style="bold red")
         if worse == "uniform" and self._context.run.guard.divergence == "stop":
             self._finish_saves()
             raise Diverged(
-                f"the run has diverged: {verdict['said']}",
+                f"the run has diverged: {verdict['message']}",
                 where=f"step {step}, {split}; guard.divergence = stop",
                 why=f"likely, {verdict['cause']}",
                 fix=f"{verdict['command']}\n"
@@ -387,7 +388,7 @@ class DivergenceAlarm:
             "coder_nats": nats,
             "outcome": f"worse than the {worse} coder, "
             + ("diverged" if self._has_risen(loss) else "nothing learned"),
-            "said": f"the loss on {split}, {shown} nats, is worse than the {worse} coder "
+            "message": f"the loss on {split}, {shown} nats, is worse than the {worse} coder "
             f"({nats:.2f} nats; {coder})",
             "cause": self._cause(loss),
             "command": shlex.join(words),

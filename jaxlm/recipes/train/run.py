@@ -115,9 +115,9 @@ def run_training(
             try:
                 trainer.train(stop, options.stop_at)
             except Preempted:
-                context.processes.depart()
+                context.processes.finish()
                 raise
-        context.processes.depart()
+        context.processes.finish()
         answer = summary.print_summary(trainer)
         context.directory.outcome = _outcome(answer, trainer.alarm.verdict)
         return answer
@@ -148,8 +148,9 @@ def _open(
     is_first = processes.peers.is_first
     processes.agree("code, config and options", _identity(loaded, options))
     directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
-    processes.ending.leave, processes.ending.conclude = directory.leave, directory.conclude
-    directory.epilogue = functools.partial(summary.write_partial_report, directory.path)
+    processes.shutdown.write_exit = directory.write_exit
+    processes.shutdown.write_report = directory.write_report
+    directory.report = functools.partial(summary.write_partial_report, directory.path)
     processes.barrier("run directory")
     is_shown = is_first and not options.quiet and "console" in run.log.sinks
     console = stack.enter_context(Console(sys.stderr if is_shown else None, total=run.train.steps))
@@ -164,7 +165,7 @@ def _open(
         verifier=processes.verifier(console.say),
     )
     stack.callback(store.release)
-    stack.push(processes.end_if_failed)  # before anything that waits for the other processes
+    stack.push(processes.exit_if_failed)  # before anything that waits for the other processes
     return RunContext(
         run=run,
         options=options,
@@ -219,7 +220,7 @@ def _resume_point(context: RunContext, stop: StopRequest) -> _Resumed:
     directory.step = point.start
     if meta is None or not resume.is_complete(meta, run, changes):
         return _Resumed(point, selection, mesh)
-    context.processes.depart()
+    context.processes.finish()
     answer = (meta["evaluation"] or {}) | {
         "step": point.start,
         "complete": True,
@@ -227,7 +228,7 @@ def _resume_point(context: RunContext, stop: StopRequest) -> _Resumed:
         "workdir": str(context.options.workdir),
     }
     if verdict := meta["progress"].get("divergence"):
-        directory.outcome = f"finished, {verdict['outcome']}: {verdict['said']}"
+        directory.outcome = f"finished, {verdict['outcome']}: {verdict['message']}"
         answer["divergence"] = verdict
     return _Resumed(point, selection, answer=answer)
 
@@ -335,7 +336,7 @@ def _outcome(answer: dict[str, Any], verdict: dict[str, Any] | None) -> str:
     if not answer["complete"]:
         stopped = f"stopped after step {answer['step']}, as --stop_at requires"
         return f"{stopped}; {verdict['outcome']}" if verdict else stopped
-    return f"finished, {verdict['outcome']}: {verdict['said']}" if verdict else "finished"
+    return f"finished, {verdict['outcome']}: {verdict['message']}" if verdict else "finished"
 
 
 def _describe(context: RunContext, loaded: Loaded, data: Data, model: ShardedModel) -> None:

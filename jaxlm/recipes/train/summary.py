@@ -236,7 +236,7 @@ def print_summary(trainer: Trainer) -> dict[str, Any]:
     facts = [("best", _best(trainer))]
     if verdict:
         facts = [
-            ("verdict", f"{verdict['said']}, since step {verdict['step']}"),
+            ("verdict", f"{verdict['message']}, since step {verdict['step']}"),
             ("cause", f"likely, {verdict['cause']}"),
             *facts,
         ]

@@ -99,7 +99,7 @@ class Trainer(TrainLoop):
             self._on_compiled,
             lambda: self._clock.pause("compile"),
         )
-        changes = control.known(directory.path, point.meta or {}, context.processes.share)
+        changes = control.load_changes(directory.path, point.meta or {}, context.processes.share)
         self._control = Control(directory, run.optim.lr, changes, context.console.say)
         self._saver = CheckpointSaver(context, programs, self._control)
         directory.make_room = self._saver.wait
@@ -214,8 +214,8 @@ class Trainer(TrainLoop):
         self._step.completed = completed
         if self._control_cadence.is_due(completed):
             share = functools.partial(self.context.processes.share, "control")
-            self._control.look(completed, share)
-        self._step.set_lr_scale(self._control.rate(completed))
+            self._control.poll(completed, share)
+        self._step.set_lr_scale(self._control.lr_scale(completed))
         if self._trace.is_due(completed):
             with self._clock.pause("trace"), self.context.processes.watch.phase("finish"):
                 self._trace.before(completed)

@@ -238,7 +238,7 @@ def test_data_that_has_changed_since_is_refused(run, config, capsys):
         error = replay(capsys, run, 7, code=65)["error"]
     finally:
         text.write_text(before)
-    assert "not what this run read before" in error["what"]
+    assert "differs from that of this run" in error["what"]
     assert "train" in error["why"]
 
 

@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
     assert re.search(r"\n  plan +[\d.]+ \w*B of .* a device; .* a step, .* for 2 steps\n", log)
     text = (tmp_path / "fits/report.html").read_text()
     assert "<h2>Plan</h2>" in text
-    assert "memory a device" in text
+    assert "memory per device" in text
 
 
 @pytest.mark.usefixtures("one_device", "without_plots")
