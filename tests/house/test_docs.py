@@ -101,7 +101,6 @@ def test_an_example_applies_to_the_code_and_its_check_passes(name, tmp_path):
 
 
 def test_the_site_is_built_and_all_its_links_are_checked(tmp_path):
-    pytest.importorskip("mkdocs", reason="an environment that was made before mkdocs was in `test`")
     words = ["build", "--strict", "--config-file", str(MKDOCS), "--site-dir", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", *words], capture_output=True, text=True, check=False
