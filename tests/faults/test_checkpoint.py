@@ -476,7 +476,7 @@ UNPRIVILEGED = """
 import ctypes, sys, time
 nothing = (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), nothing) == 0
-import jaxlm.recipes.train.pretrain
+import jaxlm.recipes.train.run
 from jaxlm.cli.main import main
 for place in sys.argv[2:]:
     begun = time.monotonic()

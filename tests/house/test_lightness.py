@@ -57,7 +57,7 @@ def test_a_heavy_import_would_be_seen(module):
 
 
 def test_a_start_imports_no_kernels_for_other_hardware():
-    code = "import sys, jaxlm.recipes.train.pretrain; print(*(n for n in sys.modules if 'splash' in n))"
+    code = "import sys, jaxlm.recipes.train.run; print(*(n for n in sys.modules if 'splash' in n))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -230,7 +230,22 @@ def test_a_step_of_a_distillation_is_replayed_to_the_same_loss(config, teacher, 
     assert answer["loss_nats"] == logged[3]
 
 
-def test_a_command_that_opens_no_teacher_refuses_the_objective(config, teacher, capsys):
+def test_a_command_that_opens_no_teacher_refuses_the_objective(config, teacher):
     words = ["check", f"--config={config}", *distill(teacher), "--config.mesh.fsdp=2"]
-    assert main(words) == 2
-    assert "--config.objective.name=causal" in capsys.readouterr().err
+    code, output = harness.run(words)
+    assert code == 2, output
+    assert "--config.objective.name=causal" in output
+
+
+def test_a_plan_counts_the_teacher(config, teacher, capsys):
+    words = ["plan", f"--config={config}", "--on=cpu", "--json"]
+    plans = []
+    for flags in ([], distill(teacher), distill("elsewhere")):
+        assert main([*words, *flags]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    plain, known, unknown = plans
+    assert "teacher" not in plain["bytes_per_device"]
+    assert known["bytes_per_device"]["teacher"] > 4 * known["parameters"]
+    assert known["step_seconds"][0] > plain["step_seconds"][0]
+    assert known["bytes_per_device"]["teacher"] == unknown["bytes_per_device"]["teacher"]
+    assert any("not on this machine" in line for line in unknown["assumed"])

@@ -46,6 +46,27 @@ def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]
     } | average
 
 
+def teacher_bytes(
+    run: Run, teacher: Run, decoder: ModelConfig, share: DeviceShare, sizes: Sizes
+) -> float:
+    """Return bytes per device of a frozen teacher: its parameters, and its logits of a chunk.
+
+    Args:
+      run: the run that is trained.
+      teacher: the run of the teacher.
+      decoder: the teacher's model.
+      share: a device's part of a micro-batch.
+      sizes: size of each mesh axis.
+    """
+    is_split = run.mesh.zero == 3
+    numbers = sum(_part(each, sizes, is_split=is_split) for each in tensors(decoder))
+    tokens = share.rows * share.length
+    if run.loss.chunk is not None:
+        tokens = min(tokens, run.loss.chunk)
+    logits = 4.0 * tokens * decoder.vocab / logical.ways(sizes, "vocab")
+    return numbers * ITEM_BYTES[teacher.precision.params] + logits
+
+
 def sharding(decoder: ModelConfig, sizes: Sizes, zero: int) -> list[dict[str, Any]]:
     """Return shape, logical axes, mesh axes and elements per device of each parameter."""
     return [

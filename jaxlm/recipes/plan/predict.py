@@ -3,8 +3,10 @@
 import dataclasses
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from jaxlm.core import config
 from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost import comm_cost, model_cost
@@ -17,6 +19,7 @@ from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility
+from jaxlm.training.rundir import read_json
 
 # Share of the three products of a projection whose operands are rounded (`ops.matmul`).
 EIGHT_BITS = {"int8": 2 / 3, "fp8": 1.0}
@@ -119,6 +122,13 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     held = device_memory.held_bytes(run, decoder, sizes)
     targets = decoder_tokens(run)
     used = held | device_memory.temporary_bytes(run, decoder, share, sizes, held, targets)
+    teacher = _teacher(run, assumed)
+    teacher_flops = 0.0
+    if teacher is not None:
+        taught = teacher.decoder(vocab)
+        used["teacher"] = device_memory.teacher_bytes(run, teacher, taught, share, sizes)
+        length = run.data.sequence
+        teacher_flops = model_cost.flops_per_token(taught, length, causal=True) / 3  # forward only
     if is_cpu:
         # Activations are freed before the update: the larger of the two counts.
         coming = held["gradients"] + sum(used.values()) - sum(held.values())
@@ -128,7 +138,8 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     model_flops = model_cost.flops_per_token(
         decoder, run.data.sequence, causal=True, targets=targets
     )
-    hardware = _hardware_flops(run, decoder, share) * run.tokens_per_step
+    hardware = _hardware_flops(run, decoder, share) + teacher_flops
+    hardware *= run.tokens_per_step
     sent = _sent(run, decoder, sizes, share)
     memory = memory_bytes(machine, assumed)
     low_share, high_share = REACHED["cpu" if is_cpu else "accelerator"]
@@ -170,6 +181,23 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         assumed=assumed,
         risks=list(_risks(run, machine, decoder, sizes)),
     )
+
+
+def _teacher(run: Run, assumed: list[str]) -> Run | None:
+    """Return the run of the objective's teacher; None without one.
+
+    If its directory is not on this machine, the teacher is assumed to be as large as the model.
+    """
+    ref = run.objective.teacher
+    if ref is None:
+        return None
+    path, at_sign, _ = ref.rpartition("@")
+    workdir = Path(path if at_sign else ref)
+    if (workdir / "config.json").exists():
+        file = str(workdir / "config.json")
+        return config.from_json(Run, read_json(workdir, "config.json"), where=file)
+    assumed.append(f"a teacher as large as the model: {workdir} is not on this machine")
+    return run
 
 
 def _written(run: Run, held: dict[str, float]) -> float:
