@@ -344,7 +344,7 @@ def test_an_interrupted_sweep_goes_on_with_the_runs_that_are_left(tmp_path, monk
         assert f"--config.train.steps={loaded.value.train.steps}" in line
         return {"loss_nats": 1.0, "step": loaded.value.train.steps}
 
-    monkeypatch.setattr(sweep, "pretrain", trained)
+    monkeypatch.setattr(sweep, "run_training", trained)
     words = [f"--config={file}", f"--workdir={tmp_path}/sweep", "--widths=16,24,32", "--steps=6,12"]
     assert main(["scale", "--budget=1e12", "--sweep", *words]) == 130
     assert len(list((tmp_path / "sweep").iterdir())) == 2
