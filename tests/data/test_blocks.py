@@ -44,7 +44,7 @@ def test_a_flipped_bit_fails_every_read_of_its_block_and_no_other(tmp_path: Path
     assert reader.read(0, BLOCK) == content[:BLOCK]
     assert reader.read(2 * BLOCK, size) == content[2 * BLOCK :]
     for start, stop in ((BLOCK - 1, BLOCK + 1), (2 * BLOCK - 1, 2 * BLOCK), (0, size)):
-        with pytest.raises(Damage, match=f"bytes {BLOCK} to {2 * BLOCK - 1} are not"):
+        with pytest.raises(Damage, match=f"bytes {BLOCK} to {2 * BLOCK - 1} differs"):
             reader.read(start, stop)
 
 

@@ -178,7 +178,7 @@ def test_a_pattern_without_a_match_is_missing_input() -> None:
 def test_a_file_matched_twice_is_refused_by_name(tmp_path: Path, again: str) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "link.md").symlink_to(tmp_path / "a.txt")
-    with pytest.raises(DataError, match="listed twice") as caught:
+    with pytest.raises(DataError, match="lists a file twice") as caught:
         Corpus.find((str(tmp_path / "*.txt"), str(tmp_path / again)), "text", "data.train")
     assert str(tmp_path / "a.txt") in caught.value.why
 
