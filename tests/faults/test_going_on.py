@@ -197,7 +197,7 @@ def test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew(
     files = harness.tree(run) | {"exit.json": b""}
     assert main(harness.words(config, run, *flags)) == 65
     said = capsys.readouterr().err
-    assert "checkpoint 6 holds the state of the optimizer in another form" in said
+    assert "checkpoint 6 has another optimizer state" in said
     assert "mlp/up/weight/scales: want float32[2, 32, 16], found float32[2, 32, 1]" in said
     assert harness.tree(run) | {"exit.json": b""} == files
     assert "fix    --reset_optimizer    #" in said
