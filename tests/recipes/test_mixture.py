@@ -73,7 +73,7 @@ def test_what_was_read_of_each_source_is_in_metrics_log_and_report(unbroken):
     assert "val_code ranks checkpoints" in log
     assert " nats on val_code" in log
     assert "its maximum: from step" in log
-    assert log.count("books has been read as often as data.mixture.epochs lets it") == 1
+    assert log.count("books has reached data.mixture.epochs") == 1
     page = (unbroken / "report.html").read_text()
     assert f"<td>books</td><td class=number>{last['sources/books/rows']}</td>" in page
 

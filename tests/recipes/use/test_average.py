@@ -95,7 +95,7 @@ def test_it_writes_text_and_is_exported(run, tmp_path, capsys):
 def test_an_average_that_the_run_has_not_is_refused(run, capsys):
     assert main(["eval", f"--workdir={run}", "--weights=swa"]) == 2
     said = capsys.readouterr().err
-    assert "keeps no swa" in said
+    assert "stores no swa" in said
     assert "--weights=ema" in said
 
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_averaged_is_refused(run, tmp_path, capsys):
     for flags, code, word in (
         (("--steps=7", f"--with={other}@8"), 65, "model.norm_eps"),
         (("--newest=2", "--proportions=1,2,3"), 2, "jaxlm average --help"),
-        (("--newest=2", "--proportions=1,-1"), 2, "below zero"),
+        (("--newest=2", "--proportions=1,-1"), 2, "at least zero"),
         (("--newest=2", "--proportions=1,x"), 2, "not a number"),
         (("--newest=99",), 2, "committed steps"),
         (("--steps=7",), 2, "several"),
