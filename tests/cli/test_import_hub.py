@@ -211,7 +211,7 @@ def test_what_the_hub_does_not_give_is_one_plain_error(hub, name, what, fix):
     assert fix in caught.value.fix
     assert len(str(caught.value).splitlines()) <= 8
     if name == "hf:own/pickled":
-        assert "model.bin may hold code" in caught.value.why
+        assert "model.bin may run code" in caught.value.why
     assert not [file for file in files_asked_for(hub) if file != "config.json"]
 
 

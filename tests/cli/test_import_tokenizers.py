@@ -50,7 +50,7 @@ THEIRS = sentencepiece.SentencePieceProcessor(model_proto=model("llama"))
 
 def test_a_sentencepiece_model_comes_in_with_its_ids(capsys, tmp_path):
     run, told = brought_in(capsys, tmp_path)
-    assert "tokenizer.model was made a tokenizer.json" in told
+    assert "tokenizer.model was converted to a tokenizer.json" in told
     text = "  caf\u00e9 <s> \U0001f600\n"
     code, shown, _ = call(capsys, "tokenizer", "show", str(run / "tokenizer"), f"--text={text}")
     assert (code, shown["ids"], shown["lossless"]) == (0, THEIRS.encode(text), True)
@@ -186,4 +186,4 @@ def test_ids_that_differ_from_sentencepiece_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxlm.data.vocabularies.pieces.differences", lambda *_: ["\u00e9"])
     told: list[str] = []
     read_tokenizer(Folder(write(tmp_path / "source", {"spiece.model": model("t5")})), told.append)
-    assert "other ids than SentencePiece to 1 of 8 texts" in told[0]
+    assert "encodes 1 of 8 probe texts otherwise than SentencePiece" in told[0]

@@ -129,7 +129,7 @@ CASES = {
     "schedule": (
         ["--config.schedule.warmup=5000", "--config.train.steps=100"],
         2,
-        ["not over when the schedule ends", "--config.schedule.warmup=2%"],
+        ["but the schedule ends at step", "--config.schedule.warmup=2%"],
     ),
     "group": (
         ["--config.optim.lr_scale=('nothing/*=0.5',)"],
@@ -139,7 +139,7 @@ CASES = {
     "groups": (
         ["--config.optim.lr_scale=('embedding/*=0.5','embed*=0.1')"],
         2,
-        ["hold embedding/table", "--config.optim.lr_scale=\"('embedding/*=0.5',)\""],
+        ["contain embedding/table", "--config.optim.lr_scale=\"('embedding/*=0.5',)\""],
     ),
     "source": (
         [
