@@ -194,14 +194,14 @@ def test_the_sentinels_and_the_end_are_those_of_the_tokenizer():
     ids = np.array([1, 2, 8, 9, *range(50, 58), 2, 41], np.int32)
     (pair,) = change.change([ids], change.length, RowKey(0, 0, 0))
     of_t5 = set(OfT5.specials.values()) - {41}
-    assert [i for i in pair.read if i in of_t5] == [i for i in pair.written if i in of_t5]
-    assert [i for i in pair.read if i in of_t5][:3] == [295, 294, 293]
-    assert pair.written[-1] == pair.read[-1] == 41
-    assert sorted({*pair.read, *pair.written} - of_t5) == sorted(set(ids.tolist()))
+    assert [i for i in pair.source if i in of_t5] == [i for i in pair.target if i in of_t5]
+    assert [i for i in pair.source if i in of_t5][:3] == [295, 294, 293]
+    assert pair.target[-1] == pair.source[-1] == 41
+    assert sorted({*pair.source, *pair.target} - of_t5) == sorted(set(ids.tolist()))
     denoised = pairs(UL2(), OfT5())
     found = [denoised.change([ids], denoised.length, RowKey(0, 0, row))[0] for row in range(ROWS)]
-    assert {295 in pair.read for pair in found} == {True, False}
-    assert all(pair.read[-1] == pair.written[-1] == 41 for pair in found)
+    assert {295 in pair.source for pair in found} == {True, False}
+    assert all(pair.source[-1] == pair.target[-1] == 41 for pair in found)
 
 
 @pytest.mark.parametrize("arm", [Causal(), Mixture()])

@@ -126,7 +126,7 @@ def test_another_mixture_at_a_resume_is_refused_field_by_field(
     [
         (
             "weights=web=0.5,code=0.3,books=0.3",
-            "web 0.5, code 0.3, books 0.3, 1.1 in all",
+            "web 0.5, code 0.3, books 0.3 have the sum 1.1",
             "web=0.4545",
         ),
         (
@@ -136,7 +136,7 @@ def test_another_mixture_at_a_resume_is_refused_field_by_field(
         ),
         (
             "weights=web=0.5,code=0.5@0..0.1@50%,books=0.0@0..0.4@100%",
-            "at 50% they are web 0.5, code 0.1, books 0.2, 0.8 in all",
+            "at 50% the weights web 0.5, code 0.1, books 0.2 have the sum 0.8",
             "web=0.5,code=0.5,books=0",
         ),
         ("weights=web=0.5,code=0.3@4..0.3@2,books=0.2", "are not in order", "web=0.5"),
