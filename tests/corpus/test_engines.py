@@ -124,9 +124,9 @@ def test_the_command_line_offers_every_engine():
     parser = argparse.ArgumentParser()
     corpus.add_engine(parser)
     for name in get_args(engines.EngineName):
-        assert parser.parse_args([f"--engine={name}"]).engine == name
+        assert parser.parse_args(["--out=out", f"--engine={name}"]).engine == name
     with pytest.raises(SystemExit):
-        parser.parse_args(["--engine=slurm"])
+        parser.parse_args(["--out=out", "--engine=slurm"])
 
 
 def test_a_machine_with_other_versions_or_without_the_folder_is_refused():

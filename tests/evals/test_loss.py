@@ -28,7 +28,7 @@ class Bigram(nnx.Module):
     def __init__(self, table):
         self.table = nnx.Param(table)
 
-    def read(self, batch, *, key, dealt):
+    def read(self, batch, *, key, parts):
         values = jax.nn.one_hot(batch.tokens, VOCAB)
         return Hidden(values, None, {}, values)
 

@@ -32,7 +32,7 @@ from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_folder import Folder, ModelSource
 from jaxlm.core import config
 from jaxlm.core.errors import JaxlmError
-from jaxlm.data import tokenizer_file, train_tokenizer
+from jaxlm.data import chat, tokenizer_file, train_tokenizer
 from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.vocabularies import byte_pairs as pairs
@@ -163,7 +163,8 @@ def use(made: Tokenizer) -> None:
 def of_record(folder: Path, content: bytes) -> None:
     """Reads the record of a checkpoint and compares the digests in it."""
     (folder / "checkpoint/digests.json").write_bytes(content)
-    records.problems(epath.Path(folder / "checkpoint"))
+    step = epath.Path(folder / "checkpoint")
+    records.problems(step, records.read(step).files)
 
 
 def of_signed_manifest(folder: Path, content: bytes) -> None:
@@ -238,7 +239,7 @@ def of_template(folder: Path, content: bytes) -> None:
     place.mkdir(exist_ok=True)
     (place / "chat_template.jinja").write_bytes(content)
     said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    generate.template_of(folder).render([said, []])
+    chat.render_chat([said, []], generate.template_of(folder))
 
 
 def of_index(folder: Path, content: bytes) -> None:
