@@ -145,7 +145,7 @@ def test_tokenising_shows_a_bar_on_a_terminal_that_is_gone_at_its_end(tmp_path: 
     assert "\x1b" not in said
     text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
     for part in ("train", "val"):
-        assert re.search(rf"tokenising {part} +\S+ +(\S+)/\1 ", text), text
+        assert re.search(rf"tokenizing {part} +\S+ +(\S+)/\1 ", text), text
     assert f"{size / 1000:.1f} kB" in text
     assert shown.rstrip().endswith(b"\x1b[2K"), "erased"
 
