@@ -73,7 +73,7 @@ def moves(
         restored.append(leaf_digests(tree.leaves(host.fetch(state))))
         return state
 
-    monkeypatch.setattr(resume, "state", noted)
+    monkeypatch.setattr(resume, "restored_state", noted)
     train_on(mesh, harness.words(config, run, *LONG))
     assert restored == [saved]
     ours, theirs = harness.losses(run), harness.losses(long)

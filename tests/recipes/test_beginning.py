@@ -82,7 +82,7 @@ def test_another_model_or_tokenizer_is_refused_with_the_flags_that_do(folder, ca
 @pytest.mark.parametrize(
     ("place", "code", "what"),
     [
-        ("a@3", 66, "there is no checkpoint of step 3"),
+        ("a@3", 66, "the run has no checkpoint of step 3"),
         ("a@last", 2, "the step to start from is not a number"),
         ("nowhere", 66, "there is no config.json in the run directory"),
     ],
