@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.nn.attention import Attention, LatentAttention
+from jaxlm.nn.attention import Attention, LatentAttention, LayerInputs
 from jaxlm.nn.config import AttentionConfig, LatentConfig, NormConfig
 from jaxlm.nn.intermediates import capture
 from jaxlm.ops import masks
@@ -18,7 +18,7 @@ WIDTH, LENGTH = 12, 9
 def peaks(module, x):
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], x.shape[:2])
     with capture(("logits",)) as notes:
-        module(x, positions=positions, mask=masks.causal(LENGTH))
+        module(x, LayerInputs(positions, masks.causal(LENGTH)))
     return np.asarray(notes.peaks["logit_max"])
 
 

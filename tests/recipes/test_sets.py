@@ -98,8 +98,12 @@ def test_like_is_ranked_with_like_and_what_is_of_a_part_says_so(config, tmp_path
 @pytest.mark.parametrize(
     ("flags", "what", "fix"),
     [
-        (["--config.eval.follow=fra"], "there is near, far", "--config.eval.follow=far"),
-        (["--config.eval.follow=far.masked"], "no validation set", "--config.eval.follow=far"),
+        (["--config.eval.follow=fra"], "the names are near, far", "--config.eval.follow=far"),
+        (
+            ["--config.eval.follow=far.masked"],
+            "names the validation set",
+            "--config.eval.follow=far",
+        ),
         (
             ["--config.data.validation=train=5%", "--config.eval.follow=auto"],
             "metrics use the name train",
