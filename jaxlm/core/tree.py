@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 _STACKED = re.compile(r"(.+?)/(\d+)/(.+)")  # stack, kind of layer, path within the layer
 
@@ -74,6 +74,11 @@ def norm(tree: Any) -> Float[Array, ""]:
     """Return the global L2 norm, sqrt(sum x^2) over all leaves, computed in float32."""
     squares = (jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+def is_finite(tree: Any) -> Bool[Array, ""]:
+    """Return whether all numbers of all leaves are finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 class LayerIndex(NamedTuple):

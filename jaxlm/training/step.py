@@ -97,7 +97,7 @@ def build_step(spec: StepSpec) -> Step:
         estimated = estimate(state.params, grads, batch, key, scale.factor, applied)
         if "curvature" in estimated:
             # A bad estimate would stay in the optimizer's mean: the guard judges it too.
-            is_known = _is_finite(estimated["curvature"].diagonal)
+            is_known = tree.is_finite(estimated["curvature"].diagonal)
             grad_norm = jnp.where(is_known, grad_norm, jnp.nan)
         is_good, verdict, guarded = guards.judge(
             state.guard, means["loss_nats"], grad_norm, spec.guard, is_scaled=is_scaled
@@ -160,10 +160,6 @@ def build_step(spec: StepSpec) -> Step:
         return TrainState(state.step + 1, params, opt_state, guarded, averaged), metrics
 
     return step
-
-
-def _is_finite(values: Any) -> Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values)]).all()
 
 
 def _layer_norms(is_needed: Array, grads: Any, axes: Any) -> Any:

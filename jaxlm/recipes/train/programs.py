@@ -188,7 +188,7 @@ class TrainPrograms:
         }
         self._put = functools.partial(host.put, model.mesh)
         self.replicas = Replicas(model.mesh, model.shardings)
-        self.is_finite: Callable[[Any], jax.Array] = jax.jit(_is_finite)
+        self.is_finite: Callable[[Any], jax.Array] = jax.jit(tree.is_finite)
 
     @property
     def extra_inputs(self) -> dict[str, Any]:
@@ -384,10 +384,6 @@ def _is_logged(run: Run) -> Callable[[jax.Array], jax.Array] | None:
     if every <= 1:
         return None
     return lambda completed: (completed % every == 0) | (completed == run.train.steps)
-
-
-def _is_finite(values: Any) -> jax.Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values)]).all()
 
 
 def inject_faults(batch: Tokens, number: int) -> Tokens:

@@ -61,4 +61,5 @@ def test_words_that_make_no_sense_are_refused(words, code, said, capsys):
 def test_a_file_that_is_no_bench_is_refused(text, tmp_path, capsys):
     (tmp_path / "b.json").write_text(text)
     assert main(["bench", f"--compare={tmp_path}/b.json"]) == 65
-    assert "the bench file" in capsys.readouterr().err
+    what = "is not a bench result" if text else "cannot be read"
+    assert f"the bench file {what}" in capsys.readouterr().err
