@@ -1,6 +1,6 @@
 """Modules to plain trees of parameters and back: Flax builds, JAX runs."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ class Blueprint:
 
     `init` makes the parameters (jit it with `out_shardings` to create them sharded), `merge` puts
     parameters into the module again, at no cost in a trace. `axes` is the tree of each parameter's
-    logical axis names, `shapes` that of their shapes and dtypes.
+    logical axis names, `shapes` that of their shapes and dtypes. `surgery` changes a module that
+    was built, as an adapter does: function (module, key of the initial values).
     """
 
     def __init__(
@@ -42,10 +43,18 @@ class Blueprint:
         layers: Layers = "scan",
         remat: str = "none",
         schedule: Schedule | None = None,
+        surgery: Callable[[nnx.Module, jax.Array], None] | None = None,
     ):
         self.config, self.schedule = config, schedule
         execution = Execution(precision, layers, remat, schedule)
-        self._make = functools.partial(MODULES[type(config)], config, execution)
+
+        def make(key: jax.Array) -> Any:
+            module = MODULES[type(config)](config, execution, key=key)
+            if surgery is not None:
+                surgery(module, key)
+            return module
+
+        self._make = make
         # Only the key's shape, as computing a key would compile a program.
         key = jax.eval_shape(lambda: jax.random.key(0))
         module = nnx.eval_shape(lambda key: self._make(key=key), key)

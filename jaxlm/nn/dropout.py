@@ -1,12 +1,33 @@
 """Dropout of activations and of whole layers, and embedding noise."""
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxlm.core import random
+
+
+_LAYER_KEY: contextvars.ContextVar[Array | None] = contextvars.ContextVar("layer", default=None)
+
+
+@contextlib.contextmanager
+def with_layer_key(key: Array | None) -> Iterator[None]:
+    """Set the key that `layer_key` returns while a layer is traced."""
+    token = _LAYER_KEY.set(key)
+    try:
+        yield
+    finally:
+        _LAYER_KEY.reset(token)
+
+
+def layer_key() -> Array | None:
+    """Return the dropout key of the layer that is traced, for an adapter inside; else None."""
+    return _LAYER_KEY.get()
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:

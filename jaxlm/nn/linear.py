@@ -69,6 +69,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Costs 2 x ins x outs FLOPs a token."""
+        return self._with_bias(self._product(x))
+
+    def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         leading = x.shape[: x.ndim - len(self.ins)]
         weight = self.weight[...]
         if self._side == 0:
@@ -76,12 +79,15 @@ class Linear(nnx.Module):
         if self._is_gathered:
             weight = constrain(weight, None, None)
         y = matmul(x.reshape(*leading, -1), weight, self.precision, self.result, self._side)
-        y = y.reshape(*leading, *self.outs)
+        return y.reshape(*leading, *self.outs)
+
+    def _with_bias(self, y: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         if self.bias is None:
             return y
         # In float32, rounded once: the bias's gradient is a sum over all tokens, in the dtype of
         # this addition.
-        bias = self.bias[...].astype(jnp.float32).reshape((1,) * len(leading) + self.outs)
+        leading = (1,) * (y.ndim - len(self.outs))
+        bias = self.bias[...].astype(jnp.float32).reshape(leading + self.outs)
         return (y.astype(jnp.float32) + bias).astype(y.dtype)
 
 

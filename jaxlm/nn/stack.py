@@ -20,7 +20,7 @@ from jaxlm.nn.attention import CrossAttention, LayerInputs
 from jaxlm.nn.block import Block
 from jaxlm.nn.cache import EncoderKV, LayerCache
 from jaxlm.nn.config import BlockConfig
-from jaxlm.nn.dropout import layer_drop
+from jaxlm.nn.dropout import layer_drop, with_layer_key
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.intermediates import Intermediates
 from jaxlm.nn.linear import GroupedLinear, Linear
@@ -301,7 +301,7 @@ def _run_layer(
     drop: Array | None,
 ) -> LayerOutputs:
     block = nnx.merge(blocks[name], state)
-    with intermediates.capture_layer() as captured:
+    with intermediates.capture_layer() as captured, with_layer_key(key):
         after, _, losses = block(x, inputs, key=key)
     if drop is not None:
         assert key is not None

@@ -1,0 +1,112 @@
+"""Settings of fine-tuning: all parameters, or the few of an adapter. Free of JAX."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from jaxlm.core.config import setting
+
+PROJECTIONS = ("*/attention/*", "*/mlp/*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Full:
+    """All parameters are trained, except those of `optim.freeze`."""
+
+    name: Literal["full"] = "full"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Settings that all adapters share: the places, and leaves that are trained whole."""
+
+    at: tuple[str, ...] = setting(
+        PROJECTIONS, "patterns over paths of parameters: adapted linear layers"
+    )
+    also: tuple[str, ...] = setting(
+        (), "patterns over paths of parameters of the base that are trained whole"
+    )
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Yield a problem if no place is named."""
+        if not self.at:
+            yield "at", "an adapter needs a place", f"--config.tune.at={','.join(PROJECTIONS)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora(AdapterConfig):
+    """Low-rank update: y = x W + s (x A) B, with s = alpha / rank; A and B are trained.
+
+    A begins uniform within 1 / sqrt(inputs), as in PEFT, and B at 0.
+
+    Source: Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732 (rank's root);
+    Hayou et al. 2024, arXiv:2402.12354 (rate of B).
+    """
+
+    name: Literal["lora"] = "lora"
+    rank: int = setting(16, "columns of A and rows of B", low=1)
+    alpha: float = setting(32.0, "numerator of the scale of the update", above=0)
+    scale: Literal["rank", "root"] = setting(
+        "rank", "denominator of the scale: rank, or its square root (rsLoRA)"
+    )
+    dropout: float = setting(0.0, "dropout rate of the adapter's input", low=0, below=1)
+    b_lr: float = setting(1.0, "learning rate of B over that of A (LoRA+)", above=0)
+
+    @property
+    def factor(self) -> float:
+        """The scale s of the update."""
+        return self.alpha / (self.rank if self.scale == "rank" else self.rank**0.5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dora(Lora):
+    """LoRA with a trained magnitude for each output: y = x m (W + s A B) / |W + s A B|.
+
+    The norm is that of each output's column, and a constant in the backward pass.
+
+    Source: Liu et al. 2024, arXiv:2402.09353, section 4.3.
+    """
+
+    name: Literal["dora"] = "dora"  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ia3(AdapterConfig):
+    """A trained factor for each output of keys and values, and for each input of the MLP's last.
+
+    Source: Liu et al. 2022, arXiv:2205.05638, section 3.3.
+    """
+
+    name: Literal["ia3"] = "ia3"
+    at: tuple[str, ...] = setting(
+        ("*/attention/key/*", "*/attention/value/*", "*/mlp/down/*"),
+        "patterns over paths of parameters: adapted linear layers",
+    )
+    inputs: tuple[str, ...] = setting(
+        ("*/mlp/down/*",), "patterns over paths: layers whose inputs are scaled, not outputs"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bottleneck(AdapterConfig):
+    """A small MLP after each adapted layer: y + up(act(down(y))); `up` begins at 0.
+
+    Source: Houlsby et al. 2019, arXiv:1902.00751, section 2.1.
+    """
+
+    name: Literal["bottleneck"] = "bottleneck"
+    at: tuple[str, ...] = setting(
+        ("*/attention/out/*", "*/mlp/down/*"),
+        "patterns over paths of parameters: adapted linear layers",
+    )
+    hidden: int = setting(64, "hidden units of the small MLP", low=1)
+    activation: Literal["relu", "gelu", "silu"] = setting("gelu", "activation of the small MLP")
+
+
+Tune = Full | Lora | Dora | Ia3 | Bottleneck
+
+
+def b_rates(tune: Any) -> tuple[str, ...]:
+    """Return entries of `optim.lr_scale` for an adapter's matrices."""
+    rate = getattr(tune, "b_lr", 1.0)
+    return () if rate == 1.0 else (f"*/lora_b={rate:g}",)
