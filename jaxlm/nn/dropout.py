@@ -11,7 +11,6 @@ from jax import Array
 
 from jaxlm.core import random
 
-
 _LAYER_KEY: contextvars.ContextVar[Array | None] = contextvars.ContextVar("layer", default=None)
 
 
