@@ -19,12 +19,7 @@ FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--top_k", "K", int, "number of likeliest tokens to sample from"),
     ("--top_p", "P", float, "total probability of the likeliest tokens to sample from"),
     ("--min_p", "P", float, "smallest probability to sample, relative to the likeliest token"),
-    (
-        "--repetition_penalty",
-        "X",
-        1.0,
-        "factor that lowers the logits of tokens in prompt or text",
-    ),
+    ("--repetition_penalty", "X", 1.0, "factor that lowers the logits of tokens in prompt or text"),
     ("--presence_penalty", "X", 0.0, "penalty subtracted from logits of tokens in the text"),
     ("--frequency_penalty", "X", 0.0, "penalty per occurrence of a token in the text"),
     ("--stop", "TEXT", [], "string that ends a text; repeatable"),

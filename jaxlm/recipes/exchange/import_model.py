@@ -120,9 +120,7 @@ class Options:
 
 
 def import_model(
-    options: Options,
-    say: Log = lambda _: None,
-    show: OnProgress = lambda what, done, total: None,
+    options: Options, say: Log = lambda _: None, show: OnProgress = lambda what, done, total: None
 ) -> dict[str, Any]:
     """Make a run whose step 0 has a model's weights; each tensor is read straight to its shards.
 
