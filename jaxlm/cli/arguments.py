@@ -60,11 +60,6 @@ def known_as(flag: str) -> str:
     return "--config.a.b" if flag.startswith("--config.") else flag
 
 
-def withhold(parser: Parser, why: str, *flags: str) -> None:
-    """Remove flags of SHARED, by default those of the config, from a verb or an action."""
-    parser.set_defaults(withheld=dict.fromkeys(flags or ("--config", "--config.a.b"), why))
-
-
 def check_taken(prog: str, withheld: dict[str, str], shared: Shared, rest: list[str]) -> None:
     """Raise CommandError for a shared flag that the verb does not take; `rest` are its own words.
 
@@ -184,16 +179,6 @@ def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **option
     parser.add_argument(name, help=doc, **options)
 
 
-def add_run_selection(parser: Parser) -> None:
-    """Add the flags that select a step and the weights of a run; see `selection`."""
-    parser.withhold(SAVED_CONFIG)
-    add_flag(parser, "--step", "STEP", int, "committed step to use (newest)")
-    parser.add_switch("--best", "use the step with the lowest validation loss")
-    doc = "trained parameters, or the average that the run maintains"
-    add_flag(parser, "--weights", ["raw", "ema", "swa"], "raw", doc)
-    add_flag(parser, *CPU_DEVICES)
-
-
 def selection(args: Any, *names: str) -> dict[str, Any]:
     """Return the values of some flags, by default of those of `add_run_selection`."""
     names = names or ("step", "best", "weights", "cpu_devices")
@@ -287,6 +272,15 @@ class Parser(argparse.ArgumentParser):
     def withhold(self, why: str, *flags: str) -> None:
         """Remove flags of SHARED, by default those of the config, from a verb or an action."""
         self.set_defaults(withheld=dict.fromkeys(flags or ("--config", "--config.a.b"), why))
+
+    def add_run_selection(self) -> None:
+        """Add the flags that select a step and the weights of a run; see `selection`."""
+        self.withhold(SAVED_CONFIG)
+        add_flag(self, "--step", "STEP", int, "committed step to use (newest)")
+        self.add_switch("--best", "use the step with the lowest validation loss")
+        doc = "trained parameters, or the average that the run maintains"
+        add_flag(self, "--weights", ["raw", "ema", "swa"], "raw", doc)
+        add_flag(self, *CPU_DEVICES)
 
     def add_shared(self) -> None:
         """List the shared flags in `--help`; `extract` reads them."""

@@ -8,7 +8,7 @@ bytes (bits_per_byte_text), as lm-evaluation-harness and nanochat do.
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, add_run_selection, needed_run, selection
+from jaxlm.cli.arguments import Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output, columns
 
 COLUMNS = {
@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--text", "GLOB", [], "files to evaluate (validation sets of the run)")
     add_flag(parser, "--sequence", "T", int, "tokens per row (that of the run)")
     add_flag(parser, "--batch", "ROWS", int, "rows per step; does not change the totals")
-    add_run_selection(parser)
+    parser.add_run_selection()
 
 
 def run(args: Any, out: Output) -> int:

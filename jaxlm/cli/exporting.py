@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, add_run_selection, needed_run, selection
+from jaxlm.cli.arguments import Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 
 
@@ -13,7 +13,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--out", "PLACE", str, "new folder or file", required=True)
     doc = "dtype of the tensors (that of the imported model, else float32)"
     add_flag(parser, "--dtype", ["float32", "bfloat16", "float16"], str, doc)
-    add_run_selection(parser)
+    parser.add_run_selection()
 
 
 def run(args: Any, out: Output) -> int:

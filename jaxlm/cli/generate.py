@@ -6,13 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import (
-    Parser,
-    add_flag,
-    add_run_selection,
-    needed_run,
-    selection,
-)
+from jaxlm.cli.arguments import Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
 from jaxlm.core.errors import CommandError, ConfigError
@@ -43,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
     doc = "random seed, once or once per prompt (0)"
     parser.add_argument("--seed", type=int, action="append", metavar="N", help=doc)
     parser.add_switch("--stream", "print text while it is generated; beam search: at its end")
-    add_run_selection(parser)
+    parser.add_run_selection()
 
 
 class _Stream:

@@ -6,14 +6,7 @@ The run directory is only read. On the mesh of the run the loss equals the logge
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import (
-    CPU_DEVICES,
-    SAVED_CONFIG,
-    Parser,
-    add_flag,
-    needed_run,
-    selection,
-)
+from jaxlm.cli.arguments import CPU_DEVICES, SAVED_CONFIG, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core.quoting import cut
 from jaxlm.monitor import formatting

@@ -136,8 +136,8 @@ def _text(answer: dict[str, Any], file: str | None) -> list[str]:
     if "plot" in answer:
         rows.append(("plot", answer["plot"]))
     cells = [("run", "parameters", "tokens", "FLOPs", "loss", "law")]
-    for row in answer["runs"]:
-        sizes = (count(row["parameters"]), count(row["tokens"]), f"{row['flops']:.3g}")
-        losses = (f"{row['loss_nats']:.4f}", f"{row['fitted_nats']:.4f}")
-        cells.append((row["run"][-27:], *sizes, *losses))
+    for each in answer["runs"]:
+        known = (count(each["parameters"]), count(each["tokens"]), f"{each['flops']:.3g}")
+        nats = (f"{each['loss_nats']:.4f}", f"{each['fitted_nats']:.4f}")
+        cells.append((each["run"][-27:], *known, *nats))
     return [*(columns(cells, "<") if answer["runs"] else []), *table(rows)]

@@ -4,14 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import (
-    CPU_DEVICES,
-    Parser,
-    add_flag,
-    needed,
-    needed_config,
-    selection,
-)
+from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, needed, needed_config, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
