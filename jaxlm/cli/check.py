@@ -33,9 +33,9 @@ def run(args: Any, out: Output) -> int:
         answer = compile_for(loaded.value, args.topology, out.log)
         return out.result(answer, _memory(answer), 0 if answer["fits"] else 1)
 
-    from jaxlm.recipes.diagnose.check import CheckOptions, check
+    from jaxlm.recipes.diagnose.check import check
 
-    answer = check(loaded.value, CheckOptions(steps=args.steps, devices=args.devices), out.log)
+    answer = check(loaded.value, steps=args.steps, devices=args.devices, say=out.log)
     return out.result(answer, _text(answer), 0 if answer["ok"] else 1)
 
 

@@ -31,10 +31,10 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
 
-    from jaxlm.recipes.use.evaluate import Options, evaluate
+    from jaxlm.recipes.use.evaluate import evaluate
 
-    flags = selection(args) | selection(args, "sequence", "batch")
-    answer = evaluate(Options(workdir=workdir, text=tuple(args.text), **flags), out.log)
+    flags = selection(args) | selection(args, "text", "sequence", "batch")
+    answer = evaluate(workdir, say=out.log, **flags)
     rows = [("set", "tokens", *COLUMNS)]
     for name, figures in answer["sets"].items():
         values = [figures[key] for key in COLUMNS.values()]

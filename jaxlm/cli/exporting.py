@@ -19,11 +19,11 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     workdir, target = Path(needed_run(args)), Path(args.out)
 
-    from jaxlm.recipes.exchange.export_model import ExportOptions, To, export_model
+    from jaxlm.recipes.exchange.export_model import To, export_model
 
     to: To = args.to or ("gguf" if target.suffix == ".gguf" else "hf")
-    options = ExportOptions(workdir=workdir, out=target, to=to, dtype=args.dtype, **selection(args))
-    answer = export_model(options, out.log)
+    flags = selection(args) | {"dtype": args.dtype}
+    answer = export_model(workdir, target, to=to, say=out.log, **flags)
     parity, parameters = answer["parity"], f"{answer['parameters']:,} parameters"
     difference = f"{parity['largest_difference']:.3g} at most on {parity['tokens']} tokens"
     rounding = f"rounding moved them by {parity['largest_difference_by_rounding']:.3g}"

@@ -14,10 +14,11 @@ from jaxlm.models.cost import model_cost
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.objectives.config import Causal
 from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import parity
 from jaxlm.recipes.exchange.export_formats import DTYPES, Dtype, ExportJob, GGUFExport, HFExport
 from jaxlm.recipes.use import load
-from jaxlm.recipes.use.load import LoadedRun, Weights
+from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.training.rundir import IMPORTED
 
 ExportFormat = HFExport | GGUFExport
@@ -25,46 +26,36 @@ To = Literal["hf", "gguf"]
 FORMATS: dict[To, type[ExportFormat]] = {"hf": HFExport, "gguf": GGUFExport}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """The run and step to export, the format, and the output path."""
-
-    workdir: Path
-    out: Path
-    to: To = "hf"
-    step: int | None = None
-    best: bool = False
-    weights: Weights = "raw"
-    dtype: Dtype | None = None  # None: of the imported model, else float32
-    shard_bytes: int = SHARD_BYTES
-    cpu_devices: int | None = None
-
-
-def export_model(options: ExportOptions, say: Log = lambda _: None) -> dict[str, Any]:
+def export_model(
+    workdir: Path,
+    out: Path,
+    *,
+    to: To = "hf",
+    dtype: Dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    say: Log = lambda _: None,
+    **selection: Any,
+) -> dict[str, Any]:
     """Write a run's model as a transformers folder or a GGUF, read it back, and compare the logits.
 
-    The export is written as NAME.partial and renamed once both agree.
+    The export is written as NAME.partial and renamed once both agree. Raises CommandError if the
+    output exists, ConfigError if the format does not support the model or the tokenizer, and
+    ParityError if the export gives other logits.
 
-    Raises:
-      CommandError: if the output exists.
-      ConfigError: if the format does not support the model or the tokenizer.
-      ParityError: if the export gives other logits.
+    Args:
+      workdir: the run.
+      out: the folder or the file to write.
+      to: the format.
+      dtype: of the tensors; None for that of the imported model, else float32.
+      shard_bytes: largest file of tensors.
+      `say`: receives log lines.
+      selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
-    if options.out.exists():
-        raise CommandError(
-            f"the {'folder' if options.out.is_dir() else 'file'} already exists",
-            where=f"--out={options.out}",
-            why="an export never overwrites",
-            fix=f"--out={options.out.with_stem(f'{options.out.stem}-2')}",
-        )
-    opened = load.load_run(
-        options.workdir,
-        step=options.step,
-        best=options.best,
-        weights=options.weights,
-        cpu_devices=options.cpu_devices,
-        say=say,
-    )
+    if out.exists():
+        what = f"the {'folder' if out.is_dir() else 'file'} already exists"
+        fix = f"--out={out.with_stem(f'{out.stem}-2')}"
+        raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
+    opened = load.load_run(workdir, say=say, **selection)
     opened = _without_capacity(_without_heads(opened, say), say)
     decoder = opened.model.blueprint.config
     family = dataclasses.replace(opened.run.model, vocab=decoder.vocab)
@@ -72,24 +63,26 @@ def export_model(options: ExportOptions, say: Log = lambda _: None) -> dict[str,
         base = opened.run.mup.base_width
         why = f"mup.base_width = {base} divides its logits by {decoder.width_ratio:g}"
         raise uncomputed(family.HUB, why)
+    imported = workdir / IMPORTED  # facts of an imported run
+    facts = json.loads(imported.read_text()) if imported.is_file() else {}
     job = ExportJob(
         opened=opened,
         family=family,
         tensors=layout(decoder, family.HUB),
-        dtype=DTYPES[options.dtype or _imported(options.workdir).get("dtype", "float32")],
-        workdir=options.workdir,
-        shard_bytes=options.shard_bytes,
+        dtype=DTYPES[dtype or facts.get("dtype", "float32")],
+        workdir=workdir,
+        shard_bytes=shard_bytes,
         say=say,
     )
-    format_ = FORMATS[options.to](job)
-    partial = options.out.with_name(f"{options.out.name}.partial")
+    format_ = FORMATS[to](job)
+    partial = out.with_name(f"{out.name}.partial")
     try:
         files = format_.write(partial)
     except OSError as error:
         raise cannot_write("the export", partial, error, fix="--out=another/place") from error
     report = parity.compare_logits(format_.read(partial), opened, job.dtype, format_.held)
     answer = {
-        "out": str(options.out),
+        "out": str(out),
         "architecture": family.HUB.architecture,
         "step": opened.step,
         "dtype": job.dtype.name,
@@ -100,7 +93,7 @@ def export_model(options: ExportOptions, say: Log = lambda _: None) -> dict[str,
     }
     format_.finish(partial, answer)
     parity.check(report, partial)
-    os.replace(partial, options.out)
+    os.replace(partial, out)
     return answer
 
 
@@ -111,13 +104,8 @@ def _without_heads(opened: LoadedRun, say: Log) -> LoadedRun:
         return opened
     say(f"left out: {len(heads)} heads for later tokens; the format has no names for them")
     run = dataclasses.replace(opened.run, objective=Causal())
-    vocab = opened.model.blueprint.config.vocab
-    return dataclasses.replace(
-        opened,
-        run=run,
-        model=setup.build_sharded_model(run, vocab, opened.model.mesh),
-        params={name: part for name, part in opened.params.items() if name != "heads"},
-    )
+    params = {name: part for name, part in opened.params.items() if name != "heads"}
+    return _rebuilt(dataclasses.replace(opened, params=params), run)
 
 
 def _without_capacity(opened: LoadedRun, say: Log) -> LoadedRun:
@@ -125,13 +113,10 @@ def _without_capacity(opened: LoadedRun, say: Log) -> LoadedRun:
     if getattr(opened.run.model, "capacity", None) is None:
         return opened
     say("left out: model.capacity; training dropped tokens, the export drops none")
-    run = opened.run.changed({"model.capacity": None})
-    vocab = opened.model.blueprint.config.vocab
-    model = setup.build_sharded_model(run, vocab, opened.model.mesh)
+    return _rebuilt(opened, opened.run.changed({"model.capacity": None}))
+
+
+def _rebuilt(opened: LoadedRun, run: Run) -> LoadedRun:
+    """Return the run with another config, and the model of that config."""
+    model = setup.build_sharded_model(run, opened.model.blueprint.config.vocab, opened.model.mesh)
     return dataclasses.replace(opened, run=run, model=model)
-
-
-def _imported(workdir: Path) -> dict[str, Any]:
-    """Return the facts of an imported run; empty for other runs."""
-    path = workdir / IMPORTED
-    return json.loads(path.read_text()) if path.is_file() else {}

@@ -27,11 +27,8 @@ TOLERANCE = 1e-5  # of the largest logit: the same arithmetic computes both
 MAX_LENGTH = 256  # of the rows of text to compare on
 
 
-class ParityError(JaxlmError):
+class ParityError(JaxlmError, code=1, kind="not the same"):
     """The export does not compute the same as the run."""
-
-    code = 1
-    kind = "not the same"
 
 
 def compare_logits(
@@ -50,10 +47,16 @@ def compare_logits(
     written = setup.build_sharded_model(described, model.blueprint.config.vocab, model.mesh)
     tokens, positions = _text(opened)
     is_paired = opened.run.architecture == "encoder-decoder"
-    logits, read_logits = (
-        jax.jit(functools.partial(_logits, each, is_paired=is_paired))
-        for each in (model.blueprint, written.blueprint)
-    )
+
+    def logits(
+        blueprint: Blueprint, params: Any, tokens: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        merged = blueprint.merge(params)
+        inputs = {"source": tokens} if is_paired else {}
+        return merged.logits(merged(tokens, positions=positions, **inputs).values)
+
+    of_run = jax.jit(functools.partial(logits, model.blueprint))
+    of_export = jax.jit(functools.partial(logits, written.blueprint))
     is_identical = []
 
     def rounded(path: str, leaf: jax.Array) -> jax.Array:
@@ -63,13 +66,12 @@ def compare_logits(
         return result
 
     with source.opened() as fetch, jax.set_mesh(model.mesh):
-        exact = np.asarray(logits(opened.params, tokens, positions))
+        exact = np.asarray(of_run(opened.params, tokens, positions))
         rounded_params = tree.map_with_path(rounded, opened.params)
-        rounded_logits = np.asarray(logits(rounded_params, tokens, positions))
+        rounded_logits = np.asarray(of_run(rounded_params, tokens, positions))
         remaining = tree.leaves(rounded_params)
-        tensors = hub_architecture.in_folder_names(
-            layout(family.build(), family.HUB), source, family.HUB
-        )
+        tensors = layout(family.build(), family.HUB)
+        tensors = hub_architecture.in_folder_names(tensors, source, family.HUB)
         read = import_model.leaf_reader(tensors, fetch)
 
         def taken(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -79,7 +81,7 @@ def compare_logits(
             return leaf
 
         read_params = tree.map_with_path(taken, setup.abstract_params(written))
-        read_back = np.asarray(read_logits(read_params, tokens, positions))
+        read_back = np.asarray(of_export(read_params, tokens, positions))
     return {
         "tokens": int(tokens.size),
         "largest_difference": float(np.abs(rounded_logits - read_back).max()),
@@ -92,31 +94,23 @@ def compare_logits(
 
 def check(parity: dict[str, Any], partial: Path) -> None:
     """Raise ParityError if the export differs from the run."""
-    report = "the export is kept for inspection; this is a bug of jaxlm: please report it"
+    fix = "the export is kept for inspection; this is a bug of jaxlm: please report it"
     difference, tolerance = parity["largest_difference"], parity["tolerance"]
     if not math.isfinite(difference):
-        raise ParityError(
-            "the export gives logits that are not finite",
-            where=str(partial),
-            why=f"weights of the run are not finite, or exceed the range of {parity['dtype']}",
-            fix="--dtype=bfloat16"
-            if parity["dtype"] == "float16"
-            else "export an earlier --step, whose weights are finite",
-        )
-    if difference > tolerance:
-        raise ParityError(
-            "the export gives other logits than the run",
-            where=str(partial),
-            why=f"they differ by {difference:.3g}, the tolerance is {tolerance:.3g}",
-            fix=report,
-        )
-    if not parity["is_bit_identical"]:
-        raise ParityError(
-            "the export holds other weights than the run",
-            where=str(partial),
-            why="the logits of the tested text agree, but that text does not use every weight",
-            fix=report,
-        )
+        what = "the export gives logits that are not finite"
+        why = f"weights of the run are not finite, or exceed the range of {parity['dtype']}"
+        is_narrow = parity["dtype"] == "float16"
+        earlier = "export an earlier --step, whose weights are finite"
+        fix = "--dtype=bfloat16" if is_narrow else earlier
+    elif difference > tolerance:
+        what = "the export gives other logits than the run"
+        why = f"they differ by {difference:.3g}, the tolerance is {tolerance:.3g}"
+    elif not parity["is_bit_identical"]:
+        what = "the export holds other weights than the run"
+        why = "the logits of the tested text agree, but that text does not use every weight"
+    else:
+        return
+    raise ParityError(what, where=str(partial), why=why, fix=fix)
 
 
 def _text(opened: LoadedRun) -> tuple[jax.Array, jax.Array]:
@@ -129,11 +123,3 @@ def _text(opened: LoadedRun) -> tuple[jax.Array, jax.Array]:
     tokens = np.array(ids[: rows * length], np.int32).reshape(rows, length)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     return jnp.asarray(tokens), jnp.asarray(positions)
-
-
-def _logits(
-    blueprint: Blueprint, params: Any, tokens: jax.Array, positions: jax.Array, *, is_paired: bool
-) -> jax.Array:
-    model = blueprint.merge(params)
-    inputs = {"source": tokens} if is_paired else {}
-    return model.logits(model(tokens, positions=positions, **inputs).values)
