@@ -26,7 +26,6 @@ class Verb:
 
     module: str
     help: str
-    group: str
 
 
 GROUPS = {  # group: verb: module of jaxlm.cli, help
@@ -62,8 +61,8 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
     },
 }
 VERBS = {
-    name: Verb(f"jaxlm.cli.{module}", text, group)
-    for group, verbs in GROUPS.items()
+    name: Verb(f"jaxlm.cli.{module}", text)
+    for verbs in GROUPS.values()
     for name, (module, text) in verbs.items()
 }
 

@@ -25,10 +25,9 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--start_at", "STEP", int, "committed step to resume from")
     parser.add_switch("--force", "with --start_at: move later steps to quarantine/")
     add_flag(parser, *CPU_DEVICES)
-    several = parser.add_argument_group(
-        "multi-process runs; `jaxlm launch` sets these flags, and Slurm, Open MPI, JobSet and TPU "
-        "pods are detected"
-    )
+    detected = "Slurm, Open MPI, JobSet and TPU pods are detected"
+    doc = f"multi-process runs; `jaxlm launch` sets these flags, and {detected}"
+    several = parser.add_argument_group(doc)
     add_flag(several, "--coordinator", "HOST:PORT", str, "address of rank 0 for the rendezvous")
     doc = "number of processes; 1 disables cluster detection"
     add_flag(several, "--num_processes", "N", int, doc)

@@ -34,7 +34,7 @@ def verb(monkeypatch):
     )
     module.run = lambda args, out: 0
     monkeypatch.setitem(sys.modules, "probe_verb", module)
-    monkeypatch.setitem(front.VERBS, "probe", Verb("probe_verb", "probes", "Test"))
+    monkeypatch.setitem(front.VERBS, "probe", Verb("probe_verb", "probes"))
     return module
 
 

@@ -22,7 +22,6 @@ from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility, oom
 from jaxlm.recipes.train import programs
-from jaxlm.recipes.train.programs import without_data
 
 MIN_STEPS = 3
 
@@ -79,7 +78,7 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
     divisibility.check(run, jax.device_count(), jax_setup.slices())
     grid = jax_setup.build_mesh(run.mesh)
     vocab = setup.vocabulary(run, 0)
-    engine = without_data(run, grid, vocab)
+    engine = programs.without_data(run, grid, vocab)
     model = engine.model
     forecast = oom.forecast_here(run, model.blueprint.config)
     with jax.set_mesh(grid):

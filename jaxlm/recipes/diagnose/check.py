@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from jaxlm.core import config, tree
 from jaxlm.core.callbacks import Log
-from jaxlm.core.config import Change
 from jaxlm.core.errors import CommandError
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
@@ -56,7 +55,7 @@ class ReducedRun:
     run: Run
     mesh: dict[str, int]
     mark: int  # divides the number of elements of exactly the arrays with tokens
-    changes: tuple[Change, ...]
+    changes: tuple[config.Change, ...]
 
     @property
     def tokens(self) -> int:

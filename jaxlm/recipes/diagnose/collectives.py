@@ -15,7 +15,6 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor import chips
-from jaxlm.monitor.chips import Machine
 from jaxlm.parallel import hlo, host, mesh
 from jaxlm.parallel.config import format_mesh
 from jaxlm.parallel.hlo import Collective, HloResult, Shape
@@ -25,7 +24,6 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
 from jaxlm.recipes.plan.predict import decoder_tokens
 from jaxlm.recipes.train import programs
-from jaxlm.recipes.train.programs import without_data
 
 Content = Literal["logits", "activations", "tokens", "parameters", "scalars"]
 VOCAB_AXES = frozenset(mesh_axes("vocab"))
@@ -231,7 +229,7 @@ def _are_keys(shapes: Sequence[Shape], step: StepShapes) -> bool:
 def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     """Compile the update of a run for the devices of a mesh, from shapes alone."""
     # The random key is a number: the chips of the mesh may be absent.
-    engine = without_data(run, grid, vocabulary(run))
+    engine = programs.without_data(run, grid, vocabulary(run))
     (platform,) = {device.platform for device in grid.devices.flat}
     with backend.compiling_for(platform), jax.set_mesh(grid):
         batch = abstract_batch(run, grid)
@@ -300,7 +298,7 @@ def compile_here(run: Run, count: int, say: Log = lambda _: None) -> dict[str, A
     return {"devices": count, "bytes_per_device": programs.compiled_memory(compile_step(run, grid))}
 
 
-def devices_of(known: Machine) -> list[jax.Device]:
+def devices_of(known: chips.Machine) -> list[jax.Device]:
     """Return the chips of a slice, to compile for. Raises CommandError without the TPU compiler."""
     # Without these, libtpu queries the cloud's metadata server and writes logs.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -19,11 +19,6 @@ CHECKED = 8  # rows of a product that are compared with float64
 TOLERANCE = {"float32": 1e-2, "bfloat16": 3e-2}
 
 
-def limit(device: jax.Device) -> int | None:
-    """Return a device's memory limit in bytes; None if unknown, as for a CPU."""
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
 def products(size: int) -> Iterator[CheckResult]:
     """Check a [size, size] product on every local device, in both dtypes, against float64."""
     draw = np.random.default_rng(0)

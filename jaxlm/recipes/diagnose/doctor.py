@@ -181,8 +181,8 @@ def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckR
         yield CheckResult("devices", "problem", text, "unset JAX_PLATFORMS")
         return
     backend, kinds = devices[0].platform, sorted({device.device_kind for device in devices})
-    limits = [device_checks.limit(device) for device in devices]
-    held = f", {formatting.size(limits[0])} each" if limits[0] else ""
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")  # unknown for a CPU
+    held = f", {formatting.size(limit)} each" if limit else ""
     yield CheckResult("devices", "ok", f"{len(devices)} x {', '.join(kinds)} ({backend}){held}")
     yield from accelerators(hardware, backend, packages, os.environ.get("JAX_PLATFORMS", ""))
     yield from device_checks.products(SIZE)

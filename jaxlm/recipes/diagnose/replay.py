@@ -26,7 +26,6 @@ from jaxlm.recipes.train import records, resume
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.context import ResumeOptions
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.train.resume import StartRecord
 from jaxlm.training import control
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
@@ -139,7 +138,7 @@ def _start(store: Store, rewinds: Rewinds, known: int, shared: int, step: int, s
     return 0
 
 
-def _resume_options(lineage: list[StartRecord], start: int, step: int) -> ResumeOptions:
+def _resume_options(lineage: list[resume.StartRecord], start: int, step: int) -> ResumeOptions:
     """Return the options of the resume at a checkpoint. Raises DataError if a later one differs."""
     earlier = [each for each in lineage if each.step <= start]
     for before, after in itertools.pairwise([*earlier[-1:], *lineage[len(earlier) :]]):

@@ -54,9 +54,8 @@ def check_free(workdir: Path, flag: str, what: str) -> None:
     has_steps = any((workdir / "checkpoints").glob("[0-9]*"))
     if (workdir / "config.json").exists() or (has_steps and not (workdir / IMPORTED).exists()):
         where, why = f"{flag}={workdir}", f"{what} needs an empty directory"
-        raise CommandError(
-            "the directory already contains a run", where=where, why=why, fix=f"{where}-2"
-        )
+        exists = "the directory already contains a run"
+        raise CommandError(exists, where=where, why=why, fix=f"{where}-2")
 
 
 def write(

@@ -46,8 +46,8 @@ def sweep(
     Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.1 and appendix B.
     """
     ladder = rungs(config.load(Run, file, overrides).value, widths, steps)
-    for number, (name, own) in enumerate(ladder.items(), 1):
-        settings, rung_dir = [*overrides, *own], workdir / name
+    for number, (name, changed) in enumerate(ladder.items(), 1):
+        settings, rung_dir = [*overrides, *changed], workdir / name
         say(f"run {number} of {len(ladder)}: {rung_dir}")
         flags = [f"--config.{path}={value}" for path, value in settings]
         options = StartOptions(

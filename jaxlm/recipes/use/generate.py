@@ -60,7 +60,11 @@ def generate(
         fix = "without --chat a prompt is read as it is"
         why = f"{opened.run.model.family} does not continue its input"
         raise ConfigError(what, where="--chat", why=why, fix=fix)
-    tokenizer = chat_tokenizer(opened.tokenizer, workdir) if is_chat else opened.tokenizer
+    tokenizer = opened.tokenizer
+    if is_chat:
+        template = template_of(workdir)
+        assert isinstance(tokenizer, ImportedTokenizer)  # every run that has a template is imported
+        tokenizer = Chat(tokenizer, template)
     with jax.set_mesh(opened.model.mesh):
         sampler = Sampler(
             settings,
@@ -148,13 +152,6 @@ class Chat(Tokenizer):
         for number, part in enumerate(MARKED.split(text)):
             ids += tokenizer.encode(part) if number % 2 else tokenizer.encode_with_specials(part)
         return ids
-
-
-def chat_tokenizer(tokenizer: Tokenizer, workdir: Path) -> Chat:
-    """Return the chat tokenizer of a run. Raises the errors of `template_of`."""
-    template = template_of(workdir)
-    assert isinstance(tokenizer, ImportedTokenizer)  # every run that has a template is imported
-    return Chat(tokenizer, template)
 
 
 def _settings(path: Path) -> dict[str, Any]:

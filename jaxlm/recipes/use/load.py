@@ -22,7 +22,6 @@ from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
-from jaxlm.recipes.setup import ShardedModel
 from jaxlm.training.rundir import read_json
 
 Weights = Literal["raw", "ema", "swa"]
@@ -34,7 +33,7 @@ class LoadedRun:
 
     run: Run
     step: int
-    model: ShardedModel
+    model: setup.ShardedModel
     params: Any
     tokenizer: Tokenizer
 
