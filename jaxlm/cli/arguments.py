@@ -107,10 +107,7 @@ def extract(words: Sequence[str]) -> tuple[Shared, list[str]]:
 
 
 def needed(args: Any, name: str, *, fix: str = "") -> str:
-    """Return the value of a shared flag that this verb needs.
-
-    Raises CommandError if it is missing; `fix` is what to add to the command line.
-    """
+    """Return a shared flag that the verb needs. Raises CommandError; `fix` is what to add."""
     value = getattr(args, name)
     if not value:
         where, why = shlex.join(args.words), f"this verb needs the {SHARED[f'--{name}'][1]}"
@@ -120,10 +117,7 @@ def needed(args: Any, name: str, *, fix: str = "") -> str:
 
 
 def needed_run(args: Any) -> str:
-    """Return --workdir of a verb that reads a run.
-
-    Raises CommandError if it is missing; the fix names runs near the current directory.
-    """
+    """Return --workdir. Raises CommandError without it; the fix names runs near this directory."""
     folders = {path.parent for pattern in RUNS for path in Path().glob(f"{pattern}/config.json")}
     runs = sorted(path for path in folders if (path / "checkpoints").is_dir())
     flags = [f"--workdir={shlex.quote(str(path))}" for path in runs[:SHOWN]]
@@ -131,10 +125,7 @@ def needed_run(args: Any) -> str:
 
 
 def needed_config(args: Any, schema: type, folder: str = "") -> str:
-    """Return --config of a verb that needs one.
-
-    Raises CommandError if it is missing; the fix names configs that load with the other flags.
-    """
+    """Return --config. Raises CommandError without it; the fix names configs that load."""
     if args.config:
         return str(args.config)
     flags = []

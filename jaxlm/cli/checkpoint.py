@@ -91,13 +91,11 @@ def _diff(args: Any, out: Output) -> int:
     if args.other is None and args.other_workdir is None:
         names = [path.name for path in (workdir / "checkpoints").glob("[0-9]*")]
         others = sorted({int(name) for name in names if name.isdecimal()} - {args.step})
-        raise CommandError(
-            "diff needs a second step",
-            where="jaxlm checkpoint diff",
-            why="a step is compared with another one, or with the same one of another run",
-            fix="\n".join(f"--other={step}" for step in others[-SHOWN:])
-            or f"jaxlm checkpoint list --workdir={shlex.quote(str(workdir))}",
-        )
+        what, where = "diff needs a second step", "jaxlm checkpoint diff"
+        why = "a step is compared with another one, or with the same one of another run"
+        listing = f"jaxlm checkpoint list --workdir={shlex.quote(str(workdir))}"
+        fix = "\n".join(f"--other={step}" for step in others[-SHOWN:]) or listing
+        raise CommandError(what, where=where, why=why, fix=fix)
     other = args.step if args.other is None else args.other
     answer = checkpoints.diff(workdir, args.step, Path(args.other_workdir or workdir), other)
     lines = [f"{each['path']}: {each['old']} -> {each['new']}" for each in answer["config"]]

@@ -80,24 +80,20 @@ def _check(args: Any) -> None:
         raise CommandError(what, where=where, why=why, fix="jaxlm plan --help")
     if args.devices < 1 or (args.devices > 1 and args.on != "cpu"):
         is_gpu = args.on in chips.CHIPS and not chips.CHIPS[args.on].is_tpu
+        what = "the name of the machine contains the number of devices"
+        why = "a CPU can be split into several devices; other machines are named as in h100x8"
         named = f"--on={args.on}x{args.devices} --devices=1"
-        raise CommandError(
-            "the name of the machine contains the number of devices",
-            where=f"--devices={args.devices}",
-            why="a CPU can be split into several devices; other machines are named as in h100x8",
-            fix=named if args.devices > 1 and is_gpu else "jaxlm plan --help",
-        )
+        fix = named if args.devices > 1 and is_gpu else "jaxlm plan --help"
+        raise CommandError(what, where=f"--devices={args.devices}", why=why, fix=fix)
     if args.memory and args.on == "cpu":
         where, fix = f"{MEMORY}={args.memory}", f"--on=mygpu {MEMORY}={args.memory}    # any name"
         why = "--on names no GPU: the plan is for this machine's CPU, whose memory is known"
         raise CommandError(f"{MEMORY} is for GPUs", where=where, why=why, fix=fix)
     if args.exact and args.on != "cpu" and named_machine(args, 0, []).topology is None:
-        raise CommandError(
-            "a step cannot be compiled for a GPU of another machine",
-            where=f"--exact --on={args.on}",
-            why="the compiler of TPUs needs no TPU, that of GPUs needs the GPU",
-            fix=f"jaxlm plan --config={shlex.quote(args.config)} --on={args.on}",
-        )
+        what = "a step cannot be compiled for a GPU of another machine"
+        why = "the compiler of TPUs needs no TPU, that of GPUs needs the GPU"
+        fix = f"jaxlm plan --config={shlex.quote(args.config)} --on={args.on}"
+        raise CommandError(what, where=f"--exact --on={args.on}", why=why, fix=fix)
 
 
 def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]:

@@ -52,13 +52,10 @@ class CollectiveRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShapes:
-    """Sizes that identify the arrays of a step, and its designed communication.
-
-    Without a mark nothing is judged.
-    """
+    """Sizes that identify the arrays of a step, and its designed communication."""
 
     tokens: int = 0  # of a micro-batch over all devices
-    mark: int = 0  # a prime factor of the tokens that no size of the model has
+    mark: int = 0  # a prime factor of the tokens that no model size has; 0: nothing is judged
     vocab: int = 0  # a size that nothing but the vocabulary has
     head_dim: int = 0  # a size that nothing but heads has
     keys: int = 0  # elements of the keys (or values) of a micro-batch on one device, whole rows
@@ -77,13 +74,10 @@ def table(
 
     If more arrays of the shape of keys are gathered than keys and values exist, none count as keys.
     """
-    gathered = sum(
-        len(collective.shapes) * (collective.times or 1)
-        for collective in collectives
-        if collective.kind == "all-gather"
-        and collective.axes(mesh) == ("context",)
-        and _are_keys(collective.shapes, step)
-    )
+    gathers = [each for each in collectives if each.kind == "all-gather"]
+    gathers = [each for each in gathers if each.axes(mesh) == ("context",)]
+    keys = [each for each in gathers if _are_keys(each.shapes, step)]
+    gathered = sum(len(each.shapes) * (each.times or 1) for each in keys)
     if gathered > step.gathers:
         step = dataclasses.replace(step, keys=0)
     groups: dict[tuple[Any, ...], list[Collective]] = {}

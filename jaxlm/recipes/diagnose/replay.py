@@ -152,12 +152,11 @@ def _resume_options(lineage: list[resume.StartRecord], start: int, step: int) ->
         changed = [f"--{name}" for name in ("reset_optimizer", "cast") if getattr(after, name)]
         if why or changed:
             missing = "its checkpoint is missing or damaged, the run resumed with other settings"
-            raise DataError(
-                f"step {step} cannot be reached from checkpoint {start}",
-                where=f"step {after.step}, where the run resumed",
-                why="\n".join([missing, *changed, *why.splitlines()]),
-                fix=f"--step={after.step}    # the last one that this checkpoint leads to",
-            )
+            why = "\n".join([missing, *changed, *why.splitlines()])
+            what = f"step {step} cannot be reached from checkpoint {start}"
+            where = f"step {after.step}, where the run resumed"
+            fix = f"--step={after.step}    # the last one that this checkpoint leads to"
+            raise DataError(what, where=where, why=why, fix=fix)
     return earlier[-1].options if earlier and earlier[-1].step == start else ResumeOptions()
 
 

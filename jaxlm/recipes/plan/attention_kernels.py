@@ -64,14 +64,11 @@ def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
             if plan.kernel == "ring":
                 continue
             work = _work(short, attention, sizes)
-            for misfit in kernels.misfits(plan.kernel, target, work):
+            if misfit := next(iter(kernels.misfits(plan.kernel, target, work)), None):
                 what = f"attention cannot compute warm-up rows of {stage.length} tokens"
-                raise ConfigError(
-                    f"{plan.kernel} {what}",
-                    where="data.sequence_warmup",
-                    why=misfit.why,
-                    fix="--config.train.attention=reference\n'--config.data.sequence_warmup=()'",
-                )
+                what, where = f"{plan.kernel} {what}", "data.sequence_warmup"
+                fix = "--config.train.attention=reference\n'--config.data.sequence_warmup=()'"
+                raise ConfigError(what, where=where, why=misfit.why, fix=fix)
     named = run.train.attention
     if named not in ("auto", "reference") and logical.ways(sizes, "length") > 1:
         what, why = f"{named} attention needs whole rows", f"mesh {format_mesh(sizes)} splits them"

@@ -83,10 +83,7 @@ def sharding(decoder: ModelConfig, sizes: Sizes, zero: int) -> list[dict[str, An
 
 
 def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> DeviceShare:
-    """Return a device's share of the rows of a micro-batch, on `cpu`, `gpu` or `tpu`.
-
-    Activations on a CPU are float32 in every compute dtype.
-    """
+    """Return a device's share of the rows of a micro-batch, on `cpu`, `gpu` or `tpu`."""
     length = run.data.sequence
     kernels = {block.attention.kernel for block in decoder.layers}
     compute = ITEM_BYTES[run.precision.compute]
@@ -95,7 +92,7 @@ def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Dev
         length=length // logical.ways(sizes, "length"),
         keys=length if "reference" in kernels else min(BLOCK, length),
         sizes=sizes,
-        stream_bytes=4 if platform == "cpu" else compute,
+        stream_bytes=4 if platform == "cpu" else compute,  # a CPU has float32 in every dtype
         compute_bytes=compute,
         is_dense=model_cost.is_dense_ragged(platform),
     )

@@ -215,10 +215,8 @@ def _misfit(
 def _meshes_with_settings(
     run: Run, near: Mapping[str, Any], layouts: list[dict[str, int]], requested: Mapping[str, Any]
 ) -> list[str]:
-    """Return the nearest meshes, each with the settings that it needs.
-
-    Meshes of replicas alone are tried last, as they suit every model.
-    """
+    """Return the nearest meshes, each with the settings that it needs."""
+    # Meshes of replicas alone are tried last, as they suit every model.
     replicas = [fit for fit in layouts[MESHES_TRIED:] if fit["data"] == math.prod(fit.values())]
 
     def line(fit: Sizes) -> str:

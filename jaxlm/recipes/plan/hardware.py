@@ -23,6 +23,10 @@ def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> L
 
     Raises ConfigError if the table has none; the error reports if the state of `c`, the file's
     ConfigDict, would fit, and the nearest layouts.
+
+    Example:
+      >>> layout({"8gpu": ({"fsdp": 8}, 1)}, "8gpu", config.new(Run), "configs/mine.py")
+      ({'fsdp': 8}, 1)
     """
     if hardware in layouts:
         return layouts[hardware]

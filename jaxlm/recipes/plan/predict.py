@@ -1,4 +1,12 @@
-"""Predicted memory, time and communication of a run, by arithmetic alone. Free of JAX."""
+"""Predicted memory, time and communication of a run, by arithmetic alone. Free of JAX.
+
+Example:
+  >>> from jaxlm.monitor.chips import machine
+  >>> run = config.load(Run, None, [("model.vocab", "4096")]).value
+  >>> plan = forecast(run, machine("h100x8", flag="--on"))
+  >>> plan.fits, dict(plan.sizes)["fsdp"]
+  (True, 1)
+"""
 
 import dataclasses
 import os
@@ -175,10 +183,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
 
 
 def _teacher(run: Run, assumed: list[str]) -> Run | None:
-    """Return the run of the objective's teacher; None without one.
-
-    If its directory is not on this machine, the teacher is assumed to be as large as the model.
-    """
+    """Return the run of the teacher, or None; if it is not here, assume one as large as `run`."""
     ref = run.objective.teacher
     if ref is None:
         return None

@@ -56,6 +56,11 @@ class Law:
 
     Embeddings are included in N.
 
+    Example:
+      >>> best = PUBLISHED["arXiv:2404.10102"].optimum(5.76e23)
+      >>> f"{best.parameters:.3g} parameters, {best.tokens:.3g} tokens, {best.loss_nats:.3f} nats"
+      '7.22e+10 parameters, 1.33e+12 tokens, 1.974 nats'
+
     Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.3, equation 2.
     """
 

@@ -99,6 +99,10 @@ def answer(
       runs: finished runs to fit a law to; without any the published constants are used.
       on: machine to train on.
       assumed: assumptions made so far.
+
+    Example:
+      >>> f"{answer(1e20)['parameters']:.2e}"
+      '8.53e+08'
     """
     lines, risks = list(assumed), list[str]()
     source = laws.fitted(runs) if runs else laws.published()

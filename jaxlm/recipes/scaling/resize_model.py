@@ -1,4 +1,9 @@
-"""Settings and decoder of a run's model at another width of its family. Free of JAX."""
+"""Settings and decoder of a run's model at another width of its family. Free of JAX.
+
+Example:
+  >>> settings_at_width(Run(), 2 * Run().model.width)
+  {'model.width': 1024, 'model.depth': 16, 'model.heads': 16, 'model.kv_heads': 16}
+"""
 
 import dataclasses
 import functools

@@ -49,12 +49,10 @@ def generate(
     """
     opened = load.load_run(workdir, say=say, **selection)
     if opened.run.objective.prompts == "none":
-        raise ConfigError(
-            "this model cannot continue a text",
-            where=f"objective.name={opened.run.objective.name}",
-            why="it predicts masked tokens from those before and after them",
-            fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do",
-        )
+        where = f"objective.name={opened.run.objective.name}"
+        why = "it predicts masked tokens from those before and after them"
+        fix = f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do"
+        raise ConfigError("this model cannot continue a text", where=where, why=why, fix=fix)
     if is_chat and opened.run.architecture == "encoder-decoder":
         what = "an encoder-decoder does not support --chat"
         fix = "without --chat a prompt is read as it is"
