@@ -106,15 +106,9 @@ def _explained(args: Any, path: str) -> tuple[dict[str, Any], str]:
             rows["value"] = "not a setting of this config"
     text = [known.path, *(f"  {label:<8} {value}" for label, value in rows.items() if value)]
     inner = [f"  {_line(schema, loaded, name)}" for name in known.settings]
-    answer = {
-        "path": known.path,
-        **facts,
-        "default": _plain(known.default),
-        "value": _plain(known.value),
-        "origin": str(known.origin),
-        "settings": list(known.settings),
-        "named": known.named,
-    }
+    values = {name: _plain(getattr(known, name)) for name in ("default", "value")}
+    answer = {"path": known.path, **facts, **values, "origin": str(known.origin)}
+    answer |= {"settings": list(known.settings), "named": known.named}
     if known.named:
         inner += ["", f"published, as --config.{known.path}=NAME"]
         inner += [f"  {arm:<12} {', '.join(names)}" for arm, names in known.named.items()]

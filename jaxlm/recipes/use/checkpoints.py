@@ -81,6 +81,10 @@ def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str,
         for path in layout | other_layout
         if layout.get(path) != other_layout.get(path)
     ]
+    changes = [
+        {"path": change.path, "old": _plain(change.old), "new": _plain(change.new)}
+        for change in config.diff(*configs)
+    ]
     return {
         "old": {"workdir": str(workdir), "step": step},
         "new": {"workdir": str(other_workdir), "step": other_step},
@@ -88,10 +92,7 @@ def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str,
         "identical": len(shared) - len(different),
         "different": different,
         "layouts": layouts,
-        "config": [
-            {"path": change.path, "old": _plain(change.old), "new": _plain(change.new)}
-            for change in config.diff(*configs)
-        ],
+        "config": changes,
     }
 
 
