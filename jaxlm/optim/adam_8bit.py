@@ -115,9 +115,7 @@ def scale_by_adam_8bit(config: AdamW8bit, axes: Any) -> optax.GradientTransforma
             bits = jax.random.bits(jax.random.fold_in(key, numbers[path]), grad.shape, jnp.uint32)
             low, high = (half.astype(jnp.float32) / 2**16 for half in (bits & 0xFFFF, bits >> 16))
             return Adam8bitUpdate(
-                direction,
-                quantize(m, M_CODE, block, low),
-                quantize(v, V_CODE, block, high),
+                direction, quantize(m, M_CODE, block, low), quantize(v, V_CODE, block, high)
             )
 
         leaves = tree.map_with_path(step, grads, state.first, state.second)

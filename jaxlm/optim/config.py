@@ -49,8 +49,7 @@ class OptimizerBase:
         above=0,
     )
     no_decay: tuple[str, ...] = setting(
-        (),
-        "patterns of parameters without weight decay; biases and vectors never decay",
+        (), "patterns of parameters without weight decay; biases and vectors never decay"
     )
     lr_scale: tuple[str, ...] = setting(
         (),
@@ -223,10 +222,7 @@ class ScheduleFree(AdamLike):
     name: Literal["schedule_free"] = "schedule_free"
     lr: float = setting(1e-3, LR, above=0)
     b1: float = setting(
-        0.9,
-        "where the gradient is taken: 1 at the average, 0 at the last iterate",
-        low=0,
-        high=1,
+        0.9, "where the gradient is taken: 1 at the average, 0 at the last iterate", low=0, high=1
     )
     b2: float = setting(0.99, SECOND, low=0, below=1)
 

@@ -153,8 +153,7 @@ def _initial(bases: Any) -> Any:
 def _refreshed(bases: Any) -> Any:
     """Return the bases after a step of orthogonal iteration."""
     return _with_bases(
-        bases,
-        lambda square, basis: jnp.linalg.qr(_matmul("...ik,...kj->...ij", square, basis))[0],
+        bases, lambda square, basis: jnp.linalg.qr(_matmul("...ik,...kj->...ij", square, basis))[0]
     )
 
 
