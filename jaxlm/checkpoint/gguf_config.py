@@ -177,8 +177,7 @@ def attributes(
       is_tied: whether the file has no output matrix of its own.
       frequencies: divisors of the rotary frequencies, float32 [head_dim / 2], if the file has them.
 
-    Raises:
-      DataError: listing everything that is missing or not understood.
+    Raises DataError, listing everything that is missing or not understood.
     """
     arch = architecture(metadata, where)
     prefix = f"{metadata['general.architecture']}."

@@ -65,11 +65,9 @@ class TensorEntry(NamedTuple):
 class GGUFFile:
     """Metadata and tensor locations of a file; tensor data is read only on request.
 
-    `unread` maps tensors in an unknown storage format to the format's number and the shape.
-
-    Raises:
-      InputMissing: if there is no such file.
-      DataError: if the header is damaged or impossible, or tensors overlap or exceed the file.
+    `unread` maps tensors in an unknown storage format to the format's number and the shape. Raises
+    InputMissing if there is no such file; DataError if the header is damaged or impossible, or
+    tensors overlap or exceed the file.
     """
 
     def __init__(self, path: Path):

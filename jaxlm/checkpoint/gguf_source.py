@@ -32,9 +32,8 @@ class TensorLocation(NamedTuple):
 class Gguf:
     """The model in one GGUF file.
 
-    Raises:
-      InputMissing: if there is no such file.
-      DataError: if the file is damaged, its architecture unknown, or a setting not understood.
+    Raises InputMissing if there is no such file; DataError if the file is damaged, its architecture
+    unknown, or a setting not understood.
     """
 
     def __init__(self, path: Path):

@@ -34,8 +34,7 @@ class GGUFPlan:
       tensors: the tensors of a Hugging Face folder.
       dtype: dtype of the matrices: float32, bfloat16 or float16.
 
-    Raises:
-      ValueError: with the reason, if llama.cpp lacks the architecture or one of its tensors.
+    Raises ValueError, with the reason, if llama.cpp lacks the architecture or one of its tensors.
     """
 
     def __init__(self, attributes: Mapping[str, Any], tensors: Sequence[HFTensor], dtype: np.dtype):
@@ -92,9 +91,8 @@ class GGUFPlan:
           tokenizer: metadata of the tokenizer.
           title: the model's name.
 
-        Raises:
-          InputMissing: if the package `gguf` is not installed.
-          OSError: if the file cannot be written.
+        Raises InputMissing if the package `gguf` is not installed; OSError if the file cannot be
+        written.
         """
         gguf = library(path)
         settings = {**self.metadata(), **tokenizer}

@@ -21,8 +21,7 @@ PARTS = {arm.HUB.wrapper.model_type: arm for arm in get_args(Family) if arm.HUB.
 def read_family(folder: ModelSource, say: Log) -> tuple[Any, str]:
     """Return the family with its sizes, and the dtype of the matrices (float32 if they differ).
 
-    Raises:
-      DataError: if the family is unknown or an attribute is not understood.
+    Raises DataError if the family is unknown or an attribute is not understood.
     """
     raw = folder.config
     family = family_of(raw, str(folder.path / "config.json"))
@@ -104,8 +103,7 @@ def namer(folder: ModelSource, hub: Hub) -> Callable[[str], str]:
 def compare(tensors: list[HFTensor], folder: ModelSource, hub: Hub, *, is_tied: bool) -> list[str]:
     """Compare the tensors with the folder's; return names of the folder that need not be read.
 
-    Raises:
-      DataError: listing all tensors that are missing, left over, or of another shape or dtype.
+    Raises DataError, listing all tensors that are missing, left over, or of another shape or dtype.
     """
     stored, expected = folder.tensors(), {each.name: each.shape for each in tensors}
     derived = (*hub.buffer_suffixes, hub.head_name) if is_tied else hub.buffer_suffixes

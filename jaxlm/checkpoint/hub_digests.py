@@ -30,8 +30,7 @@ def write(folder: Path) -> None:
 def compare(files: Sequence[Path]) -> list[str]:
     """Read every byte of files, and return the names of those without a recorded sha256.
 
-    Raises:
-      DataError: if the sha256 of a file differs from SHA256SUMS or from its name in the cache.
+    Raises DataError if the sha256 of a file differs from SHA256SUMS or from its name in the cache.
     """
     written = {folder: _written(folder) for folder in {path.parent for path in files}}
     expected = {

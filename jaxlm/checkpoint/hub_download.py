@@ -49,10 +49,8 @@ def fetch_model(
         what is wrong with it.
       show: called as (file, bytes done, bytes in total).
 
-    Raises:
-      CommandError: if the name is malformed.
-      InputMissing: if the hub is unreachable, refuses or lacks the model, or the model has no
-        safetensors.
+    Raises CommandError if the name is malformed; InputMissing if the hub is unreachable, refuses or
+    lacks the model, or the model has no safetensors.
     """
     model = _Model(name, show)
     info = model.listed()

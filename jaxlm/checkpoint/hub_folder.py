@@ -54,11 +54,9 @@ class Folder:
     """A local model folder; the tensors are listed before any is read.
 
     Nothing in it is executed: no pickle is opened and no code imported. A file that it names must
-    be inside the folder (in a Hugging Face cache: inside that model's part of the cache).
-
-    Raises:
-      InputMissing: if there is no folder, no config.json or no safetensors.
-      DataError: if a file is damaged, too large, or outside the folder.
+    be inside the folder (in a Hugging Face cache: inside that model's part of the cache). Raises
+    InputMissing if there is no folder, no config.json or no safetensors; DataError if a file is
+    damaged, too large, or outside the folder.
     """
 
     def __init__(self, path: Path):
@@ -252,8 +250,7 @@ def write_tensors(
       dtype: dtype of the tensors that need not be exact.
       shard_bytes: largest file, unless one tensor is larger.
 
-    Raises:
-      NotWritable: if a file cannot be written.
+    Raises NotWritable if a file cannot be written.
     """
     from safetensors.numpy import save_file
 

@@ -114,8 +114,7 @@ def _span(shape: tuple[int, ...], within: Slices) -> slice:
 def layout(config: ModelConfig, hub: Hub) -> list[HFTensor]:
     """Return every HF tensor of a model, layer by layer.
 
-    Raises:
-      ConfigError: if a leaf of ours has no HF name.
+    Raises ConfigError if a leaf of ours has no HF name.
     """
     by_layer: dict[int | None, dict[str, LayerTensor]] = defaultdict(dict)
     for place in layer_tensors(config):

@@ -42,11 +42,8 @@ def read_tokenizer(folder: ModelSource, say: Log = lambda _: None) -> ImportedTo
     """Read a model's tokenizer, with the tokens around its documents and those that end an answer.
 
     SentencePiece models, WordPiece vocabularies, BPE merges and tiktoken ranks are converted to a
-    tokenizer.json first.
-
-    Raises:
-      InputMissing: if the folder has no tokenizer.
-      DataError: if the tokenizer is damaged, or no token ends a document.
+    tokenizer.json first. Raises InputMissing if the folder has no tokenizer; DataError if the
+    tokenizer is damaged, or no token ends a document.
     """
     settings = (
         folder.read_json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}

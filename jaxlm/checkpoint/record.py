@@ -84,10 +84,8 @@ def read(directory: epath.Path) -> Record:
     """Read the record of a step.
 
     Its own digest is compared first: one flipped bit can turn version "1" into another version.
-
-    Raises:
-      OtherFormat: if the record is undamaged but has another format.
-      DataError: if the record is missing or damaged.
+    Raises OtherFormat if the record is undamaged but has another format; DataError if the record is
+    missing or damaged.
     """
     try:
         text = (directory / NAME).read_bytes().decode()
@@ -135,8 +133,7 @@ def merge_digests(
       directory: the step's directory, to which nothing is written anymore.
       parts: path -> (bytes, sha256) from each process.
 
-    Raises:
-      RuntimeError: if a file of a process was hashed by no process or by two, or changed since.
+    Raises RuntimeError if a file of a process was hashed by no process or by two, or changed since.
     """
     files: dict[str, tuple[int, str]] = {}
     for part in parts:

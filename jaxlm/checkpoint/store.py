@@ -136,10 +136,8 @@ class Store:
         """Return the newest step whose every byte is as written; None if none was ever committed.
 
         Steps in `without` are skipped. `note` is called with each newer step that is damaged, and
-        its problems. Nothing is moved.
-
-        Raises:
-          DataError: if there are steps and all are damaged, or one has another format.
+        its problems. Nothing is moved. Raises DataError if there are steps and all are damaged, or
+        one has another format.
         """
         damaged_steps: list[tuple[int, list[str]]] = []
         for step in (step for step in reversed(self.steps()) if step not in without):
@@ -195,8 +193,7 @@ class Store:
           loss_nats: evaluation loss that ranks the step, if it was evaluated.
           healthy: whether no update was skipped shortly before.
 
-        Raises:
-          SaveFailed: if an earlier save failed, or this save cannot begin.
+        Raises SaveFailed if an earlier save failed, or this save cannot begin.
         """
         self.wait()
         faults.point("save.begin", step)
@@ -227,9 +224,8 @@ class Store:
     def wait(self) -> None:
         """Wait until every save is committed and synced, and the steps it replaces are removed.
 
-        Raises:
-          SaveFailed: if a save or a removal failed.
-          InUse: if another process owned the run when the save was to be committed.
+        Raises SaveFailed if a save or a removal failed; InUse if another process owned the run when
+        the save was to be committed.
         """
         try:
             self._orbax.wait_until_finished()
@@ -242,9 +238,8 @@ class Store:
     def restore(self, step: int, abstract: Any) -> Any:
         """Restore the state of a step into the shapes, dtypes and shardings of `abstract`.
 
-        Raises:
-          DataError: if a leaf is missing, left over, or of another shape or dtype. Orbax would cast
-            a dtype silently.
+        Raises DataError if a leaf is missing, left over, or of another shape or dtype. Orbax would
+        cast a dtype silently.
         """
         self._compare(step, _layout(abstract), self.layout(step))
         faults.point("restore.read", step)

@@ -63,10 +63,8 @@ class Verifier:
     def problems(self, directory: epath.Path) -> list[str]:
         """Return the problems of a step, one line each; empty if every byte is as written.
 
-        In a run of several processes only the first may call it, inside `decide`.
-
-        Raises:
-          DataError: if the record itself is missing or damaged.
+        In a run of several processes only the first may call it, inside `decide`. Raises DataError
+        if the record itself is missing or damaged.
         """
         files = records.read(directory).files
         self._share({"verify": str(directory)})

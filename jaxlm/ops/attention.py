@@ -53,8 +53,7 @@ def attention(
         cudnn are kernels of TPUs and NVIDIA GPUs for whole rows; they need vectors of one size, so
         the shorter of H and U is padded with zeros.
 
-    Raises:
-      ValueError: if the kernel cannot compute this; only the reference has dropout and a bias.
+    Raises ValueError if the kernel cannot compute this; only the reference has dropout and a bias.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1; grouped heads arXiv:2305.13245;
     softcap arXiv:2408.00118, section 2.

@@ -76,8 +76,7 @@ def build(
       state_dtype: dtype in which `init` creates the state, except for formats of the optimizer's
         own, such as 8-bit codes.
 
-    Raises:
-      ConfigError: if a group pattern matches no parameter, or two match the same one.
+    Raises ConfigError if a group pattern matches no parameter, or two match the same one.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2 (decay).
     """
@@ -333,8 +332,7 @@ def state_axes(
       axes: tree of the parameters' logical axis names, tuples as leaves.
       mesh: sizes of mesh axes; others have size 1.
 
-    Raises:
-      ValueError: if a leaf of the state belongs to no parameter.
+    Raises ValueError if a leaf of the state belongs to no parameter.
     """
     names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
     sizes = {path: tuple(leaf.shape) for path, leaf in tree.leaves(shapes).items()}

@@ -48,8 +48,7 @@ def assign(
       shapes: tree of the parameters' shapes; needed for `layer_decay`.
       width_ratio: width of the model over that of its muP base.
 
-    Raises:
-      ConfigError: if a pattern matches no leaf, or two of a setting match the same leaf.
+    Raises ConfigError if a pattern matches no leaf, or two of a setting match the same leaf.
 
     Source: Bao et al. 2021, arXiv:2106.08254, section 2.5 and appendix (layer-wise decay); Yang et
     al. 2022, arXiv:2203.03466, table 8, column Adam (rates by width).
@@ -79,8 +78,7 @@ def assign(
 def frozen(config: OptimizerBase, axes: Any) -> frozenset[str]:
     """Return the paths of the leaves that are not trained.
 
-    Raises:
-      ConfigError: if a pattern matches no leaf, or every leaf is frozen.
+    Raises ConfigError if a pattern matches no leaf, or every leaf is frozen.
     """
     return patterns.frozen(config, tree.leaves(axes, is_leaf=_is_axes))
 
@@ -88,8 +86,7 @@ def frozen(config: OptimizerBase, axes: Any) -> frozenset[str]:
 def unmoved(config: OptimizerBase, axes: Any) -> frozenset[str]:
     """Return the paths of the leaves that are frozen or have a learning rate of 0.
 
-    Raises:
-      ConfigError: as `frozen` does.
+    Raises ConfigError as `frozen` does.
     """
     names = tree.leaves(axes, is_leaf=_is_axes)
     rates = patterns.factors(config, "lr_scale", names)

@@ -54,8 +54,7 @@ def lr_factor(
       tokens_per_step: tokens of a step, for spans in tokens.
       xp: module that computes: numpy or jax.numpy.
 
-    Raises:
-      ConfigError: if a span is a time, or the parts of the schedule do not fit the run.
+    Raises ConfigError if a span is a time, or the parts of the schedule do not fit the run.
 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5 (cosine, restarts; cycles begin
     at whole steps); Vaswani et al. 2017, arXiv:1706.03762, equation 3 (inverse_sqrt); Smith and

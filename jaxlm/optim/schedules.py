@@ -33,8 +33,7 @@ def build(
       tokens_per_step: tokens of a step, for spans in tokens.
       average: average of the parameters; swa may have cycles of the learning rate of its own.
 
-    Raises:
-      ConfigError: if a span is a time, or the parts of the schedule do not fit the run.
+    Raises ConfigError if a span is a time, or the parts of the schedule do not fit the run.
     """
     length: dict[str, Any] = {"total": total, "tokens_per_step": tokens_per_step, "xp": jnp}
     factor = with_swa_cycles(average, lr_factor(config, **length), **length)
