@@ -73,12 +73,8 @@ class GGUFFile:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
-            raise InputMissing(
-                f"there is no file {path}",
-                where="--from",
-                why="a name that ends in .gguf is a file",
-                fix="find . -name '*.gguf'",
-            )
+            why, fix = "a name that ends in .gguf is a file", "find . -name '*.gguf'"
+            raise InputMissing(f"there is no file {path}", where="--from", why=why, fix=fix)
         self._size = path.stat().st_size
         if not self._size:
             raise self._damaged("it is empty")
@@ -219,12 +215,8 @@ class GGUFFile:
             raise self._damaged(f"it claims {count:,} {what!s:.80}, but {left:,} bytes are left")
 
     def _damaged(self, why: str) -> DataError:
-        return DataError(
-            "a file is not a complete GGUF",
-            where=str(self.path),
-            why=why,
-            fix="download the file again",
-        )
+        fix = "download the file again"
+        return DataError("a file is not a complete GGUF", where=str(self.path), why=why, fix=fix)
 
 
 def _dequantize(rows: np.ndarray, name: str, path: Path) -> np.ndarray:

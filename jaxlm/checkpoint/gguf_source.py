@@ -43,12 +43,9 @@ class Gguf:
         self._architecture: Architecture = gguf_config.architecture(metadata, str(path))
         table = tensors.get("token_embd.weight")
         if table is None:
-            raise DataError(
-                "a GGUF has no token_embd.weight",
-                where=str(path),
-                why=f"none of its {len(tensors)} tensors is the embedding",
-                fix="find . -name '*.gguf'",
-            )
+            why = f"none of its {len(tensors)} tensors is the embedding"
+            fix = "find . -name '*.gguf'"
+            raise DataError("a GGUF has no token_embd.weight", where=str(path), why=why, fix=fix)
         turned = tensors.get(FREQUENCIES)
         self.config = gguf_config.attributes(
             metadata,
@@ -74,12 +71,10 @@ class Gguf:
     def read(self, name: str, largest: int) -> bytes:
         """Return the file of an equivalent folder. Raises InputMissing, DataError if too large."""
         if name not in self._beside:
-            raise InputMissing(
-                f"there is no {name} in a GGUF",
-                where=str(self.path),
-                why=f"a GGUF provides {', '.join(self._beside)}",
-                fix="import the folder that the GGUF was converted from",
-            )
+            why = f"a GGUF provides {', '.join(self._beside)}"
+            fix = "import the folder that the GGUF was converted from"
+            where = str(self.path)
+            raise InputMissing(f"there is no {name} in a GGUF", where=where, why=why, fix=fix)
         if (size := len(self._beside[name])) > largest:
             why = f"it has {size:,} bytes, and {largest:,} are allowed"
             raise damaged(f"{name} is too large", self.path, why, "file")

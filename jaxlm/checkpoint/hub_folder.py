@@ -62,12 +62,9 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_dir():
-            raise InputMissing(
-                f"there is no folder {path}",
-                where="--from",
-                why="a model is a folder with config.json and *.safetensors, or a .gguf file",
-                fix="find . -name '*.safetensors'",
-            )
+            why = "a model is a folder with config.json and *.safetensors, or a .gguf file"
+            fix = "find . -name '*.safetensors'"
+            raise InputMissing(f"there is no folder {path}", where="--from", why=why, fix=fix)
         is_cached = path.resolve().parent.name == "snapshots"
         self._root = path.resolve().parent.parent if is_cached else path.resolve()
         self.config = self.read_json("config.json")
@@ -82,12 +79,10 @@ class Folder:
     def read(self, name: str, largest: int) -> bytes:
         path = self._inside(name)
         if not path.is_file():
-            raise InputMissing(
-                f"there is no {name} in the folder",
-                where=str(self.path),
-                why="save_pretrained writes config.json and *.safetensors",
-                fix="find . -name '*.safetensors'",
-            )
+            why = "save_pretrained writes config.json and *.safetensors"
+            fix = "find . -name '*.safetensors'"
+            where = str(self.path)
+            raise InputMissing(f"there is no {name} in the folder", where=where, why=why, fix=fix)
         if (size := path.stat().st_size) > largest:
             why = f"it has {size:,} bytes, and {largest:,} are allowed"
             raise damaged(f"{name} is too large", path, why)
@@ -193,11 +188,9 @@ class Folder:
                     key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts.items()
                 }
         except FileNotFoundError as error:
+            why, fix = f"{INDEX} names it", "download the folder again"
             raise InputMissing(
-                f"there is no {name} in the folder",
-                where=str(self.path),
-                why=f"{INDEX} names it",
-                fix="download the folder again",
+                f"there is no {name} in the folder", where=str(self.path), why=why, fix=fix
             ) from error
         except (SafetensorError, ValueError, OSError) as error:
             why = f"{type(error).__name__}: {error}"[:300]
@@ -268,11 +261,9 @@ def write_tensors(
         try:
             save_file(arrays, str(folder / name), metadata={"format": "pt"})
         except Exception as error:  # the library has an error type of its own for a full disk
+            why, fix = f"{type(error).__name__}: {error}"[:300], "--out=another/folder"
             raise NotWritable(
-                f"{name} cannot be written",
-                where=str(folder / name),
-                why=f"{type(error).__name__}: {error}"[:300],
-                fix="--out=another/folder",
+                f"{name} cannot be written", where=str(folder / name), why=why, fix=fix
             ) from error
         weight_map |= dict.fromkeys(arrays, name)
     if len(groups) > 1:

@@ -247,9 +247,6 @@ def _digest(path: epath.Path, moved: OnBytes) -> tuple[int, str]:
 
 
 def _damaged(directory: epath.Path, why: str) -> DataError:
-    return DataError(
-        f"checkpoint {directory.name} is damaged",
-        where=str(directory),
-        why=why,
-        fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(directory.parent.parent))}",
-    )
+    fix = f"jaxlm checkpoint list --workdir={shlex.quote(str(directory.parent.parent))}"
+    where = str(directory)
+    return DataError(f"checkpoint {directory.name} is damaged", where=where, why=why, fix=fix)

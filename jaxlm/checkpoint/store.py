@@ -407,12 +407,10 @@ class Store:
     def _refuse_if_lost(self, step: int) -> None:
         """Raise InUse if this process does not own the run anymore."""
         if not self._is_owner():
-            raise InUse(
-                "another process has taken over this run",
-                where=str(self.directory),
-                why=f"step {step} was not committed",
-                fix="--workdir=runs/another",
-            )
+            why = f"step {step} was not committed"
+            fix = "--workdir=runs/another"
+            where = str(self.directory)
+            raise InUse("another process has taken over this run", where=where, why=why, fix=fix)
 
     def _retire(self) -> None:
         """Start removing the steps that need not be kept; damaged ones wait for the quarantine."""

@@ -56,10 +56,7 @@ def frozen(config: OptimizerBase, paths: Iterable[str]) -> frozenset[str]:
         path for pattern in config.freeze for path in matches("freeze", pattern, paths)
     )
     if frozen_paths and len(frozen_paths) == len(paths):
-        raise ConfigError(
-            "every parameter is frozen",
-            where="optim.freeze",
-            why=f"{', '.join(map(repr, config.freeze))} match all {len(paths)} parameters",
-            fix="jaxlm config explain optim.freeze",
-        )
+        why = f"{', '.join(map(repr, config.freeze))} match all {len(paths)} parameters"
+        fix = "jaxlm config explain optim.freeze"
+        raise ConfigError("every parameter is frozen", where="optim.freeze", why=why, fix=fix)
     return frozen_paths
