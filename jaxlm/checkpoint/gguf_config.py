@@ -142,16 +142,20 @@ def architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
         0,
         1,
     ):
-        why = "the file is one part of a split model, or an adapter"
-        fix = "merge the parts of a split model with llama-gguf-split --merge"
-        raise DataError("a GGUF is not a complete model", where=where, why=why, fix=fix)
+        raise DataError(
+            "a GGUF is not a complete model",
+            where=where,
+            why="the file is one part of a split model, or an adapter",
+            fix="merge the parts of a split model with llama-gguf-split --merge",
+        )
     if name == "llama" and metadata.get("llama.expert_count"):
         name = "llama with experts"
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        why = f"known are {', '.join(each for each in ARCHITECTURES if ' ' not in each)}"
-        fix = "import the folder that the GGUF was converted from: folders support more families"
         raise DataError(
-            f"GGUF architecture {name!r:.60} is not known", where=where, why=why, fix=fix
+            f"GGUF architecture {name!r:.60} is not known",
+            where=where,
+            why=f"known are {', '.join(each for each in ARCHITECTURES if ' ' not in each)}",
+            fix="import the folder that the GGUF was converted from: folders support more families",
         )
     return ARCHITECTURES[name]
 

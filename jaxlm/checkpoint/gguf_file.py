@@ -73,8 +73,8 @@ class GGUFFile:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
-            why, fix = "a name that ends in .gguf is a file", "find . -name '*.gguf'"
-            raise InputMissing(f"there is no file {path}", where="--from", why=why, fix=fix)
+            what, why = f"there is no file {path}", "a name that ends in .gguf is a file"
+            raise InputMissing(what, where="--from", why=why, fix="find . -name '*.gguf'")
         self._size = path.stat().st_size
         if not self._size:
             raise self._damaged("it is empty")
@@ -215,8 +215,8 @@ class GGUFFile:
             raise self._damaged(f"it claims {count:,} {what!s:.80}, but {left:,} bytes are left")
 
     def _damaged(self, why: str) -> DataError:
-        fix = "download the file again"
-        return DataError("a file is not a complete GGUF", where=str(self.path), why=why, fix=fix)
+        what = "a file is not a complete GGUF"
+        return DataError(what, where=str(self.path), why=why, fix="download the file again")
 
 
 def _dequantize(rows: np.ndarray, name: str, path: Path) -> np.ndarray:

@@ -44,8 +44,8 @@ class Gguf:
         table = tensors.get("token_embd.weight")
         if table is None:
             why = f"none of its {len(tensors)} tensors is the embedding"
-            fix = "find . -name '*.gguf'"
-            raise DataError("a GGUF has no token_embd.weight", where=str(path), why=why, fix=fix)
+            what = "a GGUF has no token_embd.weight"
+            raise DataError(what, where=str(path), why=why, fix="find . -name '*.gguf'")
         turned = tensors.get(FREQUENCIES)
         self.config = gguf_config.attributes(
             metadata,
@@ -71,10 +71,12 @@ class Gguf:
     def read(self, name: str, largest: int) -> bytes:
         """Return the file of an equivalent folder. Raises InputMissing, DataError if too large."""
         if name not in self._beside:
-            why = f"a GGUF provides {', '.join(self._beside)}"
-            fix = "import the folder that the GGUF was converted from"
-            where = str(self.path)
-            raise InputMissing(f"there is no {name} in a GGUF", where=where, why=why, fix=fix)
+            raise InputMissing(
+                f"there is no {name} in a GGUF",
+                where=str(self.path),
+                why=f"a GGUF provides {', '.join(self._beside)}",
+                fix="import the folder that the GGUF was converted from",
+            )
         if (size := len(self._beside[name])) > largest:
             why = f"it has {size:,} bytes, and {largest:,} are allowed"
             raise damaged(f"{name} is too large", self.path, why, "file")

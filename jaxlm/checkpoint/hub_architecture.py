@@ -47,8 +47,8 @@ def family_of(raw: dict[str, Any], where: str) -> Any:
     """Return the family that a config.json describes, validated. Raises DataError."""
     kind, known = raw.get("model_type"), ARMS | PARTS
     if not isinstance(kind, str) or kind not in known:
-        why, fix = f"known are {', '.join(sorted(known))}", "import a model of one of these types"
-        raise DataError(f"model type {kind!r:.60} is not known", where=where, why=why, fix=fix)
+        what, why = f"model type {kind!r:.60} is not known", f"known are {', '.join(sorted(known))}"
+        raise DataError(what, where=where, why=why, fix="import a model of one of these types")
     arm = known[kind]
     attributes = _part(raw, arm.HUB.wrapper, where) if kind in PARTS else Attributes(raw, where)
     family = arm.from_hub(attributes)
@@ -163,7 +163,9 @@ def check_tied_head(name: str, tensors: list[HFTensor], folder: ModelSource, fet
     for first in range(0, shape[0], 4096):
         cut = (slice(first, min(first + 4096, shape[0])), slice(0, shape[1]))
         if shape != table.shape or not np.array_equal(fetch(name, cut), fetch(table.name, cut)):
-            why = "config.json sets tie_word_embeddings, so one of the two would be lost"
-            fix = '"tie_word_embeddings": false in config.json keeps both'
-            where = str(folder.path)
-            raise DataError(f"{name} differs from the embedding", where=where, why=why, fix=fix)
+            raise DataError(
+                f"{name} differs from the embedding",
+                where=str(folder.path),
+                why="config.json sets tie_word_embeddings, so one of the two would be lost",
+                fix='"tie_word_embeddings": false in config.json keeps both',
+            )

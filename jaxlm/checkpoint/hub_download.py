@@ -166,10 +166,11 @@ def _by_hand(what: str, revision: str | None) -> str:
 
 
 def _misnamed(name: str) -> CommandError:
-    why = "the form is hf:ORG/NAME, or hf:ORG/NAME@REVISION"
-    fix = "look for its name on https://huggingface.co/models"
     return CommandError(
-        "the name of a Hugging Face model is malformed", where=f"--from={name}", why=why, fix=fix
+        "the name of a Hugging Face model is malformed",
+        where=f"--from={name}",
+        why="the form is hf:ORG/NAME, or hf:ORG/NAME@REVISION",
+        fix="look for its name on https://huggingface.co/models",
     )
 
 

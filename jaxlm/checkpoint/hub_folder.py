@@ -63,8 +63,8 @@ class Folder:
         self.path = path
         if not path.is_dir():
             why = "a model is a folder with config.json and *.safetensors, or a .gguf file"
-            fix = "find . -name '*.safetensors'"
-            raise InputMissing(f"there is no folder {path}", where="--from", why=why, fix=fix)
+            what = f"there is no folder {path}"
+            raise InputMissing(what, where="--from", why=why, fix="find . -name '*.safetensors'")
         is_cached = path.resolve().parent.name == "snapshots"
         self._root = path.resolve().parent.parent if is_cached else path.resolve()
         self.config = self.read_json("config.json")
@@ -80,9 +80,9 @@ class Folder:
         path = self._inside(name)
         if not path.is_file():
             why = "save_pretrained writes config.json and *.safetensors"
-            fix = "find . -name '*.safetensors'"
             where = str(self.path)
-            raise InputMissing(f"there is no {name} in the folder", where=where, why=why, fix=fix)
+            what = f"there is no {name} in the folder"
+            raise InputMissing(what, where=where, why=why, fix="find . -name '*.safetensors'")
         if (size := path.stat().st_size) > largest:
             why = f"it has {size:,} bytes, and {largest:,} are allowed"
             raise damaged(f"{name} is too large", path, why)
@@ -188,9 +188,9 @@ class Folder:
                     key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts.items()
                 }
         except FileNotFoundError as error:
-            why, fix = f"{INDEX} names it", "download the folder again"
+            what = f"there is no {name} in the folder"
             raise InputMissing(
-                f"there is no {name} in the folder", where=str(self.path), why=why, fix=fix
+                what, where=str(self.path), why=f"{INDEX} names it", fix="download the folder again"
             ) from error
         except (SafetensorError, ValueError, OSError) as error:
             why = f"{type(error).__name__}: {error}"[:300]

@@ -187,10 +187,11 @@ def _ranks(folder: ModelSource, settings: dict[str, Any], say: Log) -> Tokenizer
         return None
     kind, where = folder.config.get("model_type"), str(folder.path / name)
     if kind not in CUTS:
-        why = f"it is known for {', '.join(sorted(CUTS))}; the model is a {kind!r:.60}"
-        fix = "convert the folder with transformers, which writes a tokenizer.json"
         raise DataError(
-            "the pretokenization of a tiktoken file is unknown", where=where, why=why, fix=fix
+            "the pretokenization of a tiktoken file is unknown",
+            where=where,
+            why=f"it is known for {', '.join(sorted(CUTS))}; the model is a {kind!r:.60}",
+            fix="convert the folder with transformers, which writes a tokenizer.json",
         )
     ranks = byte_pairs.parse_ranks(folder.read(name, MAX_FILE_BYTES), where)
     vocabulary, merges = byte_pairs.from_ranks(ranks)

@@ -84,7 +84,7 @@ def read(directory: epath.Path) -> Record:
     """Read the record of a step.
 
     Its own digest is compared first: one flipped bit can turn version "1" into another version.
-    Raises OtherFormat if the record is undamaged but has another format; DataError if the record is
+    Raises UnsupportedFormat if the record is undamaged but has another format; DataError if the record is
     missing or damaged.
     """
     try:

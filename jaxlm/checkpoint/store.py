@@ -351,7 +351,7 @@ class Store:
         return records_read
 
     def _checked(self, step: int) -> list[str]:
-        """Return the problems of a step; raise OtherFormat, because such a step is not damaged."""
+        """Return the problems of a step; raise UnsupportedFormat, because such a step is not damaged."""
         faults.point("restore.verify", step)
         try:
             return self.verifier.problems(self._path(step))

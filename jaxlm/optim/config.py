@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.optim import moments
-from jaxlm.optim.moments import StateArray
+from jaxlm.optim.moments import ONE_DEVICE, Shape, StateArray
 from jaxlm.parallel.logical import LogicalAxes, Sizes
 
 Problems = Iterator[tuple[str, str, str]]
@@ -88,15 +87,10 @@ class OptimizerBase:
         """Return the updates between two estimates of the curvature; None for no estimates."""
         return None
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
         """Return the arrays that the optimizer keeps for a parameter, without scalars.
 
-        Args:
-          shape: shape of the parameter.
-          axes: logical axes of its dimensions.
-          mesh: sizes of mesh axes; others have size 1. Shapes are the same on every mesh.
+        Their shapes are the same on every mesh; a mesh axis that `mesh` omits has size 1.
         """
         return moments.full(self.moment_count, shape, axes)
 
@@ -208,10 +202,7 @@ class AdamW8bit(AdamLike):
     name: Literal["adamw8bit"] = "adamw8bit"
     block: int = setting(256, "most numbers that share a scale", low=2)
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
-        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
         return moments.block_moments(shape, axes, self.block, mesh)
 
 
@@ -264,10 +255,7 @@ class Adafactor(OptimizerBase):
     )
     weight_decay: float = setting(0.0, DECAY, low=0)
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
-        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
         return moments.factored_moments(shape, axes, self.factor_from)
 
 
@@ -292,10 +280,7 @@ class Muon(OptimizerBase):
 
     reads_whole_matrices: ClassVar[bool] = True
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
-        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
         return moments.full(1 if moments.inputs(axes) else 2, shape, axes)
 
 
@@ -316,10 +301,7 @@ class Soap(AdamLike):
     follows_width: ClassVar[bool] = False
     reads_whole_matrices: ClassVar[bool] = True
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
-        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
         return moments.basis_moments(shape, axes, self.longest)
 
 
@@ -342,7 +324,6 @@ class Sophia(OptimizerBase):
 
     @property
     def curvature_every(self) -> int | None:
-        """Return the updates between two estimates of the curvature."""
         return self.every
 
 

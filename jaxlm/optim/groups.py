@@ -113,16 +113,11 @@ def _depths(
     """
     assert shapes is not None, "layer_decay needs the shapes of the parameters"
     sizes = {path: leaf.shape[0] for path, leaf in tree.leaves(shapes).items()}
-    stacked = {
-        path: size
-        for path, size in sizes.items()
-        if names[path][0] in LAYERS and not path.startswith(HEADS)
-    }
-    indices = tree.layer_indices(stacked)
-    count = {
-        stack: 1 + max(place.numbers[-1] for place in indices.values() if place.stack == stack)
-        for stack in {place.stack for place in indices.values()}
-    }
+    layered = {path for path in sizes if names[path][0] in LAYERS and not path.startswith(HEADS)}
+    indices = tree.layer_indices({path: sizes[path] for path in sizes if path in layered})
+    count: dict[str, int] = {}
+    for place in indices.values():
+        count[place.stack] = max(count.get(place.stack, 0), 1 + place.numbers[-1])
     out: dict[str, float | tuple[float, ...]] = {
         path: tuple(decay ** (count[place.stack] - number) for number in place.numbers)
         for path, place in indices.items()
@@ -133,7 +128,7 @@ def _depths(
     }
 
 
-def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
+def _is_matrix(path: str, axes: LogicalAxes) -> bool:
     return path.rpartition("/")[2] != "bias" and sum(axis not in STACKED for axis in axes) >= 2
 
 

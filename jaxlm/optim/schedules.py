@@ -8,8 +8,7 @@ from jax import Array
 
 from jaxlm.core.span import Paced
 from jaxlm.optim.average_config import Average
-from jaxlm.optim.schedule_config import Schedule
-from jaxlm.optim.schedule_functions import lr_factor, with_swa_cycles
+from jaxlm.optim.schedule_config import Schedule, lr_factor, with_swa_cycles
 
 LearningRate = Callable[[Array | int], Array]
 
@@ -29,8 +28,7 @@ def build(
     Args:
       config: settings of the schedule.
       lr: peak learning rate.
-      total: steps of the run.
-      tokens_per_step: tokens of a step, for spans in tokens.
+      total, tokens_per_step: steps of the run, and tokens of a step, for spans in tokens.
       average: average of the parameters; swa may have cycles of the learning rate of its own.
 
     Raises ConfigError if a span is a time, or the parts of the schedule do not fit the run.
