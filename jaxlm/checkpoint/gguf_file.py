@@ -165,9 +165,8 @@ class GGUFFile:
             entry = TensorEntry(shape, storage, data + offset)
             end = entry.start + math.prod(shape[:-1]) * entry.row_bytes
             if offset % step or end > self._size:
-                raise self._damaged(
-                    f"{name!r:.80} would span bytes {entry.start:,} to {end:,} of {self._size:,}"
-                )
+                span = f"{entry.start:,} to {end:,} of {self._size:,}"
+                raise self._damaged(f"{name!r:.80} would span bytes {span}")
             taken.append((entry.start, end, name))
             self.tensors[name] = entry
         taken.sort()

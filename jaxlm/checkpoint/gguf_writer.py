@@ -67,14 +67,12 @@ class GGUFPlan:
         def rounded_scale(leaf: Any) -> Any:
             return (leaf.astype(np.float32) + 1) - 1
 
-        return {
-            part.path: rounded_scale
-            if self.architecture.is_scale(each.name)
-            else round_to_dtype(each.dtype)
-            for each in self.tensors
-            for theirs in each.parts
-            for part in theirs.parts
-        }
+        roundings: dict[str, Callable[[Any], Any]] = {}
+        for each in self.tensors:
+            is_scale = self.architecture.is_scale(each.name)
+            rounding = rounded_scale if is_scale else round_to_dtype(each.dtype)
+            roundings |= {part.path: rounding for theirs in each.parts for part in theirs.parts}
+        return roundings
 
     def write(
         self,
@@ -85,14 +83,9 @@ class GGUFPlan:
     ) -> None:
         """Write the file; one tensor, or the experts of a layer, is in memory at a time.
 
-        Args:
-          path: path of the file.
-          array: returns the numbers of a Hugging Face tensor.
-          tokenizer: metadata of the tokenizer.
-          title: the model's name.
-
-        Raises InputMissing if the package `gguf` is not installed; OSError if the file cannot be
-        written.
+        `array` returns the numbers of a Hugging Face tensor, `tokenizer` is metadata, and `title`
+        the model's name. Raises InputMissing if the package `gguf` is not installed; OSError if the
+        file cannot be written.
         """
         gguf = library(path)
         settings = {**self.metadata(), **tokenizer}
@@ -163,8 +156,8 @@ def _declare(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], dtype: n
 def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
     """Add a setting with the type that llama.cpp expects."""
     kinds = gguf.GGUFValueType
+    kind = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
     if isinstance(value, list):
         writer.add_array(key, value)
-        return
-    kind = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    writer.add_key_value(key, value, kind[type(value)])
+    else:
+        writer.add_key_value(key, value, kind[type(value)])

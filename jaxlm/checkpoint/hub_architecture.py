@@ -26,20 +26,15 @@ def read_family(folder: ModelSource, say: Log) -> tuple[Any, str]:
     raw = folder.config
     family = family_of(raw, str(folder.path / "config.json"))
     if raw.get("auto_map"):
-        say(
-            "the folder contains code (auto_map), which is never run: "
-            "the model is built from jaxlm's own modules"
-        )
+        ran = "which is never run: the model is built from jaxlm's own modules"
+        say(f"the folder contains code (auto_map), {ran}")
     matrix_dtypes = {dtype for dtype, shape in folder.tensors().values() if len(shape) > 1}
     stored = matrix_dtypes & DTYPES.keys()  # GPT-2 also stores masks of bytes
     dtype = DTYPES.get("".join(stored), DTYPES["F32"]).name
     claimed = raw.get("dtype") or raw.get("torch_dtype") or dtype
     if claimed != dtype:
-        held = " and ".join(sorted(stored))
-        say(
-            f"config.json declares {claimed!r:.40}, but the matrices are {held}: "
-            f"an export will be in {dtype}"
-        )
+        text = f"config.json declares {claimed!r:.40}, but the matrices are"
+        say(f"{text} {' and '.join(sorted(stored))}: an export will be in {dtype}")
     return family, dtype
 
 
@@ -105,15 +100,11 @@ def compare(tensors: list[HFTensor], folder: ModelSource, hub: Hub, *, is_tied: 
     derived = (*hub.buffer_suffixes, hub.head_name) if is_tied else hub.buffer_suffixes
     left = stored.keys() - expected.keys()
     whole = hub.wrapper_of(folder.config)
-    others = (
-        *hub.ignored_prefixes,
-        *hub.mtp_prefixes(folder.config),
-        *(whole.other_prefixes if whole else ()),
-    )
+    outside = whole.other_prefixes if whole else ()
+    others = (*hub.ignored_prefixes, *hub.mtp_prefixes(folder.config), *outside)
     ignored = sorted(name for name in left if name.endswith(derived) or name.startswith(others))
-    problems = [
-        f"missing     {name} {list(expected[name])}" for name in expected if name not in stored
-    ]
+    missing = (name for name in expected if name not in stored)
+    problems = [f"missing     {name} {list(expected[name])}" for name in missing]
     problems += [f"unexpected  {name}" for name in sorted(left - set(ignored))]
     for name, shape in expected.items():
         dtype, stored_shape = stored.get(name, ("F32", shape))

@@ -64,9 +64,8 @@ def fetch_model(
         index = parsed_object(model.download(INDEX, info.sha).read_bytes(), INDEX)
         shards = index.get("weight_map")
         shards = set(shards.values()) if isinstance(shards, dict) else set()
-        weights += sorted(
-            file for file in sizes if file in shards and _is_top(file, ".safetensors")
-        )
+        top = (file for file in sizes if _is_top(file, ".safetensors"))
+        weights += sorted(file for file in top if file in shards)
     files = [*extras, *weights]
     origin = f"{PREFIX}{model.name}@{info.sha}"
     say(f"{origin}: {len(files)} files, {formatting.size(sum(sizes[file] for file in files))}")
@@ -86,9 +85,8 @@ class _Model:
         try:
             import huggingface_hub
         except ImportError as error:
-            raise not_installed(
-                "fetching a model by its name", "huggingface_hub", "hub", where=f"--from={source}"
-            ) from error
+            what, where = "fetching a model by its name", f"--from={source}"
+            raise not_installed(what, "huggingface_hub", "hub", where=where) from error
         self.name, self._revision = match["model"], match["revision"]
         self._given, self._show = source, show
         self._hub = huggingface_hub.HfApi(library_name="jaxlm")

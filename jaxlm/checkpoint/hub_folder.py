@@ -18,10 +18,7 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 MAX_JSON_BYTES = 64 * 2**20  # bytes; the largest published index has a tenth of it
 MAX_HEADER_BYTES = 100 * 2**20  # bytes, the limit of the library
 SHARD_BYTES = 4 * 2**30  # largest file written, unless one tensor is larger
-DTYPES = {
-    name: np.dtype(kind)
-    for name, kind in (("F32", "f4"), ("F16", "f2"), ("BF16", ml_dtypes.bfloat16))
-}
+DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -107,9 +104,8 @@ class Folder:
             def fetch(name: str, within: Slices) -> np.ndarray:
                 file, *_ = self._files[name]
                 if file not in handles:
-                    handles[file] = stack.enter_context(
-                        safe_open(str(self._inside(file)), framework="numpy")
-                    )
+                    opened = safe_open(str(self._inside(file)), framework="numpy")
+                    handles[file] = stack.enter_context(opened)
                 return handles[file].get_slice(name)[within]
 
             yield fetch
@@ -183,20 +179,19 @@ class Folder:
         try:
             self._refuse_large_header(path)
             with safe_open(str(path), framework="numpy") as file:
-                parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-                return {
-                    key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts.items()
-                }
+                parts = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118
+                return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts}
         except FileNotFoundError as error:
             what = f"there is no {name} in the folder"
             raise InputMissing(
                 what, where=str(self.path), why=f"{INDEX} names it", fix="download the folder again"
             ) from error
         except (SafetensorError, ValueError, OSError) as error:
-            why = f"{type(error).__name__}: {error}"[:300]
-            raise damaged(
-                f"{name} is not a complete safetensors file", path, why, "file"
-            ) from error
+            what, why = (
+                f"{name} is not a complete safetensors file",
+                f"{type(error).__name__}: {error}",
+            )
+            raise damaged(what, path, why[:300], "file") from error
 
     def _refuse_large_header(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -237,8 +232,7 @@ def write_tensors(
     memory at a time.
 
     Args:
-      folder: folder to write to.
-      tensors: the tensors of the model.
+      folder, tensors: folder to write to, and the tensors of the model.
       array: returns the numbers of a tensor.
       dtype: dtype of the tensors that need not be exact.
       shard_bytes: largest file, unless one tensor is larger.
@@ -254,10 +248,8 @@ def write_tensors(
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WHOLE
-        arrays = {
-            each.name: np.ascontiguousarray(_cast(array(each), each.file_dtype(dtype)))
-            for each in group
-        }
+        casts = ((each.name, _cast(array(each), each.file_dtype(dtype))) for each in group)
+        arrays = {key: np.ascontiguousarray(cast) for key, cast in casts}
         try:
             save_file(arrays, str(folder / name), metadata={"format": "pt"})
         except Exception as error:  # the library has an error type of its own for a full disk

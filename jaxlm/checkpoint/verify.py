@@ -14,6 +14,7 @@ from typing import Any
 from etils import epath
 
 from jaxlm.checkpoint import record as records
+from jaxlm.checkpoint.record import FileDigests
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError
 from jaxlm.monitor.formatting import ProgressLines
@@ -86,9 +87,7 @@ class Verifier:
         expected = {path: files[path] for path in part}
         return records.problems(directory, expected, self._progress(directory, expected))
 
-    def _progress(
-        self, directory: epath.Path, expected: dict[str, tuple[int, str]]
-    ) -> Callable[[int], None]:
+    def _progress(self, directory: epath.Path, expected: FileDigests) -> Callable[[int], None]:
         """Return a function that counts bytes read and prints progress."""
         total, count = sum(size for size, _ in expected.values()), self._peers.count
         what = f"verifying checkpoint {directory.name}"

@@ -96,8 +96,8 @@ def scale_by_adam_8bit(config: AdamW8bit, axes: Any) -> optax.GradientTransforma
         t = count.astype(jnp.float32)
         key = jax.random.fold_in(jax.random.key(0), count)
 
+        # The direction of a leaf, and its next moments.
         def step(path: str, grad: Array, first: Moment, second: Moment) -> tuple[Any, ...]:
-            """Return the direction of a leaf, and its next moments."""
             block = block_of(path, grad.shape)
             m = config.b1 * dequantize(first, M_CODE, block) + (1 - config.b1) * grad
             v = config.b2 * dequantize(second, V_CODE, block) + (1 - config.b2) * jnp.square(grad)
@@ -110,7 +110,7 @@ def scale_by_adam_8bit(config: AdamW8bit, axes: Any) -> optax.GradientTransforma
             return direction, quantize(m, M_CODE, block, low), quantize(v, V_CODE, block, high)
 
         leaves = tree.map_with_path(step, grads, state.first, state.second)
-        structure = jax.tree.structure(grads)
+        structure: Any = jax.tree.structure(grads)
         directions, first, second = map(
             structure.unflatten, zip(*structure.flatten_up_to(leaves), strict=True)
         )

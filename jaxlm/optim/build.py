@@ -1,4 +1,13 @@
-"""Build an optimizer from its config, and the logical axes of its state."""
+"""Build an optimizer from its config, and the logical axes of its state.
+
+Example:
+    >>> from jaxlm.optim.config import Sgd
+    >>> weights, axes = {"mlp": jnp.ones((2, 3))}, {"mlp": ("embed", "mlp")}
+    >>> optimizer = build(Sgd(clip_norm=None), lambda step: 0.5, axes)
+    >>> updates, _ = optimizer.update(weights, optimizer.init(weights), weights)
+    >>> float(updates["mlp"][0, 0])
+    -0.5
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,7 +57,6 @@ def build(
     dtype; `optim.rounding` rounds them.
 
     Args:
-      config: settings of the optimizer.
       schedule: learning rate of the update that follows `step` completed ones.
       axes: tree of the parameters' logical axis names, tuples as leaves.
       shapes: tree of the parameters' shapes; needed for `layer_decay`.

@@ -1,4 +1,9 @@
-"""Settings of the optimizers, one class each, with everything about them that needs no JAX."""
+"""Settings of the optimizers, one class each, with everything about them that needs no JAX.
+
+Example:
+    >>> [array.shape for array in AdamW(lr=1e-3).state((64, 256), ("embed", "mlp"))]
+    [(64, 256), (64, 256)]
+"""
 
 import dataclasses
 from collections.abc import Iterator

@@ -43,7 +43,6 @@ def assign(
     the weight lost in an update does not change.
 
     Args:
-      config: settings of the optimizer.
       axes: tree of logical axis names, tuples as leaves.
       shapes: tree of the parameters' shapes; needed for `layer_decay`.
       width_ratio: width of the model over that of its muP base.
@@ -57,9 +56,8 @@ def assign(
     undecayed = {
         path for pattern in config.no_decay for path in patterns.matches("no_decay", pattern, names)
     }
-    rates, decays = (
-        patterns.factors(config, field, names) for field in ("lr_scale", "decay_scale")
-    )
+    rates = patterns.factors(config, "lr_scale", names)
+    decays = patterns.factors(config, "decay_scale", names)
     depths = _depths(config.layer_decay, names, shapes) if config.layer_decay != 1 else {}
 
     def group(path: str, leaf: LogicalAxes) -> ParamGroup:
@@ -76,18 +74,12 @@ def assign(
 
 
 def frozen(config: OptimizerBase, axes: Any) -> frozenset[str]:
-    """Return the paths of the leaves that are not trained.
-
-    Raises ConfigError if a pattern matches no leaf, or every leaf is frozen.
-    """
+    """Return the paths of the leaves that are not trained; see `patterns.frozen`."""
     return patterns.frozen(config, tree.leaves(axes, is_leaf=_is_axes))
 
 
 def unmoved(config: OptimizerBase, axes: Any) -> frozenset[str]:
-    """Return the paths of the leaves that are frozen or have a learning rate of 0.
-
-    Raises ConfigError as `frozen` does.
-    """
+    """Return the paths of the leaves that are frozen or have a learning rate of 0."""
     names = tree.leaves(axes, is_leaf=_is_axes)
     rates = patterns.factors(config, "lr_scale", names)
     return patterns.frozen(config, names) | {path for path, rate in rates.items() if not rate}
@@ -123,9 +115,8 @@ def _depths(
         for path, place in indices.items()
     }
     deepest = max(count.values(), default=0)
-    return out | {
-        path: decay ** (deepest + 1) for path in names if path.rpartition("/")[2] == TABLE
-    }
+    tables = [path for path in names if path.rpartition("/")[2] == TABLE]
+    return out | dict.fromkeys(tables, decay ** (deepest + 1))
 
 
 def _is_matrix(path: str, axes: LogicalAxes) -> bool:

@@ -8,10 +8,7 @@ from jaxlm.optim.config import OptimizerBase
 
 
 def matches(field: str, pattern: str, paths: Iterable[str]) -> list[str]:
-    """Return the paths that a pattern of a setting matches.
-
-    Raises ConfigError if the pattern matches no path.
-    """
+    """Return the paths that a pattern of a setting matches. Raises ConfigError if there is none."""
     paths = list(paths)
     matched = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
     if not matched:
@@ -52,9 +49,8 @@ def frozen(config: OptimizerBase, paths: Iterable[str]) -> frozenset[str]:
     Raises ConfigError if a pattern matches no path, or every path is frozen.
     """
     paths = list(paths)
-    frozen_paths = frozenset(
-        path for pattern in config.freeze for path in matches("freeze", pattern, paths)
-    )
+    selected = (path for each in config.freeze for path in matches("freeze", each, paths))
+    frozen_paths = frozenset(selected)
     if frozen_paths and len(frozen_paths) == len(paths):
         why = f"{', '.join(map(repr, config.freeze))} match all {len(paths)} parameters"
         fix = "jaxlm config explain optim.freeze"

@@ -234,7 +234,6 @@ def lr_factor(
     nanoGPT's `get_lr` with the floor as `min_lr`.
 
     Args:
-      config: settings of the schedule.
       total: steps of the run.
       tokens_per_step: tokens of a step, for spans in tokens.
       xp: module that computes: numpy or jax.numpy.

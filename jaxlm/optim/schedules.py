@@ -1,4 +1,12 @@
-"""The learning rate as a function of the step."""
+"""The learning rate as a function of the step.
+
+Example:
+    >>> from jaxlm.core.config import Span
+    >>> from jaxlm.optim.schedule_config import LinearDecay
+    >>> lr = build(LinearDecay(warmup=Span.parse("0")), lr=1.0, total=10, tokens_per_step=1)
+    >>> float(lr(5))
+    0.5
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +34,6 @@ def build(
     The learning rate is float32.
 
     Args:
-      config: settings of the schedule.
       lr: peak learning rate.
       total, tokens_per_step: steps of the run, and tokens of a step, for spans in tokens.
       average: average of the parameters; swa may have cycles of the learning rate of its own.

@@ -77,8 +77,8 @@ def scale_by_soap(config: Soap, axes: Any) -> optax.GradientTransformation:
         del params
         count = state.updates + 1
 
+        # The direction of a leaf, and its next moments and bases.
         def step(path: str, grad: Array, m: Array, v: Array, bases: Bases) -> tuple[Any, ...]:
-            """Return the direction of a leaf, and its next moments and bases."""
             matrix = sides(grad.shape, names[path])
             if matrix is None:
                 m = config.b1 * m + (1 - config.b1) * grad
@@ -102,7 +102,7 @@ def scale_by_soap(config: Soap, axes: Any) -> optax.GradientTransformation:
             return m / (1 - config.b1**t) / (jnp.sqrt(v / (1 - config.b2**t)) + config.eps)
 
         leaves = tree.map_with_path(step, grads, state.first, state.second, state.bases)
-        structure = jax.tree.structure(grads)
+        structure: Any = jax.tree.structure(grads)
         directions, first, second, bases = map(
             structure.unflatten, zip(*structure.flatten_up_to(leaves), strict=True)
         )
