@@ -219,9 +219,15 @@ class GGUFFile:
 
 
 def _dequantize(rows: np.ndarray, name: str, path: Path) -> np.ndarray:
-    """float32 [rows, numbers] of uint8 [rows, bytes]."""
+    """Return float32 [rows, numbers] of uint8 [rows, bytes]."""
+    gguf = library(f"reading {name}", path)
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])
+
+
+def library(purpose: str, path: Path) -> Any:
+    """Return the package `gguf`. Raises InputMissing if it is not installed."""
     try:
         import gguf
     except ImportError as error:
-        raise not_installed(f"reading {name}", "gguf", "gguf", where=str(path)) from error
-    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])
+        raise not_installed(purpose, "gguf", "gguf", where=str(path)) from error
+    return gguf

@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxlm.checkpoint import gguf_config
 from jaxlm.checkpoint.gguf_config import ARCHITECTURES, named_after
+from jaxlm.checkpoint.gguf_file import library
 from jaxlm.checkpoint.gguf_source import FREQUENCIES
 from jaxlm.checkpoint.hub_tensors import HFTensor, round_to_dtype
-from jaxlm.core.errors import not_installed
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -87,7 +87,7 @@ class GGUFPlan:
         the model's name. Raises InputMissing if the package `gguf` is not installed; OSError if the
         file cannot be written.
         """
-        gguf = library(path)
+        gguf = library("writing a GGUF", path)
         settings = {**self.metadata(), **tokenizer}
         writer = gguf.GGUFWriter(path, settings.pop("general.architecture"))
         try:
@@ -136,15 +136,6 @@ class GGUFPlan:
             is_exact = self.architecture.is_exact(name, len(shape))
             dtype = np.dtype(np.float32) if is_exact else self.dtype
             yield GGUFTensor(name, shape, tuple(experts[i] for i in range(len(experts))), dtype)
-
-
-def library(where: Path) -> Any:
-    """Return the package `gguf`. Raises InputMissing if it is not installed."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise not_installed("writing a GGUF", "gguf", "gguf", where=str(where)) from error
-    return gguf
 
 
 def _declare(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:

@@ -126,14 +126,11 @@ def compare(tensors: list[HFTensor], folder: ModelSource, hub: Hub, *, is_tied: 
 def log_ignored(ignored: list[str], folder: ModelSource, hub: Hub, say: Log) -> None:
     """Log every tensor that was not read, and why; count those of unsupported layers and parts."""
     whole = hub.wrapper_of(folder.config)
-    parts = dict.fromkeys(
-        hub.mtp_prefixes(folder.config),
-        f"a multi-token prediction layer, which {hub.architecture} does not compute; "
-        "objective.name=mtp trains such heads from scratch",
-    ) | dict.fromkeys(
-        whole.other_prefixes if whole else (),
-        f"which is outside {hub.architecture}, the text model",
-    )
+    mtp = f"a multi-token prediction layer, which {hub.architecture} does not compute"
+    heads = f"{mtp}; objective.name=mtp trains such heads from scratch"
+    outside = f"which is outside {hub.architecture}, the text model"
+    parts = dict.fromkeys(hub.mtp_prefixes(folder.config), heads)
+    parts |= dict.fromkeys(whole.other_prefixes if whole else (), outside)
     for part, why in parts.items():
         if count := sum(name.startswith(part) for name in ignored):
             say(f"not read: {count} tensors of {part}*, {why}")

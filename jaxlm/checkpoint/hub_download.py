@@ -43,7 +43,6 @@ def fetch_model(
     Progress is printed by `say`.
 
     Args:
-      name: the name of the model.
       others: names of files to fetch as well, if the model has them.
       check: called as (config, where) with config.json before anything large is fetched; raises
         what is wrong with it.

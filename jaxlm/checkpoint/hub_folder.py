@@ -149,8 +149,7 @@ class Folder:
             why = f"weight_map is {str(named)[:80]!r}"
             raise damaged(f"{INDEX} has no weight_map of names to files", self.path / INDEX, why)
         headers = {file: self._header(file) for file in sorted(set(named.values()))}
-        problems = []
-        locations: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+        problems, locations = [], {}  # type: list[str], dict[str, tuple[str, str, tuple[int, ...]]]
         for file, header in headers.items():
             for key, rest in header.items():
                 if key in locations:
@@ -248,8 +247,7 @@ def write_tensors(
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WHOLE
-        casts = ((each.name, _cast(array(each), each.file_dtype(dtype))) for each in group)
-        arrays = {key: np.ascontiguousarray(cast) for key, cast in casts}
+        arrays = {each.name: _cast(array(each), each.file_dtype(dtype)) for each in group}
         try:
             save_file(arrays, str(folder / name), metadata={"format": "pt"})
         except Exception as error:  # the library has an error type of its own for a full disk
@@ -287,4 +285,4 @@ def _groups(
 def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Cast an array; overflow becomes infinity, which the comparison after an export detects."""
     with np.errstate(over="ignore"):
-        return array.astype(dtype)
+        return np.ascontiguousarray(array.astype(dtype))

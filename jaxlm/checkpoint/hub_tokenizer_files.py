@@ -83,10 +83,8 @@ def read_tokenizer(folder: ModelSource, say: Log = lambda _: None) -> ImportedTo
         where=where,
     )
     if others := set(ends).difference(tokenizer.ends):
-        say(
-            f"eos_token_id {sorted(others)} is ignored: "
-            f"the tokenizer has only {tokenizer.size:,} ids"
-        )
+        why = f"the tokenizer has only {tokenizer.size:,} ids"
+        say(f"eos_token_id {sorted(others)} is ignored: {why}")
     return tokenizer
 
 
@@ -129,10 +127,8 @@ def _sentencepiece(
     vocabulary = pieces.read(model, where)
     content = pieces.as_json(vocabulary, where)
     if others := pieces.differences(model, content, where):
-        say(
-            f"{name} as a tokenizer.json encodes {len(others)} of {len(pieces.PROBES)} probe texts "
-            f"otherwise than SentencePiece; the first is {others[0]!a}"
-        )
+        count = f"{len(others)} of {len(pieces.PROBES)} probe texts otherwise than SentencePiece"
+        say(f"{name} as a tokenizer.json encodes {count}; the first is {others[0]!a}")
     return TokenizerSource(content, name, vocabulary.begins, vocabulary.ends)
 
 

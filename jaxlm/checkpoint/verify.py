@@ -28,12 +28,9 @@ WAIT_SECONDS = 30 * 24 * 3600
 class Verifier:
     """Compares size and sha256 of a step's files with its record.
 
-    Args:
-      peers: the processes that share the work; None for this process alone.
-      phase: context manager entered while `decide` runs.
-      moved: called from any thread whenever bytes were read.
-
-    If hashing takes long, `say` prints lines of progress.
+    `peers` are the processes that share the work, by default this process alone. `phase` is a
+    context manager entered while `decide` runs, and `moved` is called from any thread whenever
+    bytes were read. If hashing takes long, `say` prints lines of progress.
     """
 
     def __init__(

@@ -48,7 +48,6 @@ def attention(
     Scores and softmax are float32.
 
     Args:
-      query, key, value: Q, K and V.
       mask: visibility of the keys, and the bias.
       precision: the operands of both products are in its `compute`.
       scale: of the scores.

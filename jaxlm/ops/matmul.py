@@ -65,7 +65,6 @@ def matmul(
     arXiv:2304.13013, section 2).
 
     Args:
-      x: activations.
       weight: [I, O], or [O, I] for `side` 1.
       precision: dtypes of operands (`compute`), sums and results.
       result: dtype of the product; that of activations by default.

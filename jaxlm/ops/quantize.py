@@ -36,7 +36,6 @@ def dot(
     steps. An operand that is not finite gives a result that is not finite.
 
     Args:
-      a, b: operands.
       axes: summed axes of each operand.
       formats: of the operands; both of integers, summed in int32, or both of floats, in float32.
       result: dtype of the product.

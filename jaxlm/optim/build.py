@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from optax import GradientTransformation
 
 from jaxlm.core import tree
 from jaxlm.optim import config as settings
@@ -40,7 +41,7 @@ def build(
     width_ratio: float = 1.0,
     balance_rate: float = 0.0,
     state_dtype: Any = jnp.float32,
-) -> optax.GradientTransformation:
+) -> GradientTransformation:
     """Return the transformation from the mean gradient to the update of the parameters.
 
     It clips the elements, the norms of groups and the global norm, in this order, scales the
@@ -104,9 +105,7 @@ def gradient_point(config: Optimizer, axes: Any) -> Callable[[Any, Any], Any] | 
     return point
 
 
-def _in_float32(
-    inner: optax.GradientTransformation, state_dtype: jnp.dtype
-) -> optax.GradientTransformation:
+def _in_float32(inner: GradientTransformation, state_dtype: jnp.dtype) -> GradientTransformation:
     """Return `inner` with updates computed in float32, and a state that begins in `state_dtype`."""
 
     def init(params: Any) -> Any:
@@ -125,9 +124,7 @@ def _widened(x: Array) -> Array:
     return rounding.widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _thawed(
-    inner: optax.GradientTransformation, frozen: frozenset[str]
-) -> optax.GradientTransformation:
+def _thawed(inner: GradientTransformation, frozen: frozenset[str]) -> GradientTransformation:
     """Return `inner` on the trained leaves; the update of frozen leaves is -0: no bit changes."""
     if not frozen:
         return inner
@@ -147,7 +144,7 @@ def _thawed(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
+def _scaling(config: Directed, axes: Any) -> GradientTransformation:
     """Return the transformation from the clipped gradient g to the direction u.
 
     With m and v the running means of g and g^2, and m' = m / (1 - b1^t), v' = v / (1 - b2^t):
@@ -182,10 +179,9 @@ def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
             return optax.scale_by_rss(config.initial, eps=0.0)
         case settings.RmsProp():
             return optax.scale_by_rms(config.decay, config.eps, eps_in_sqrt=False)
-        case settings.Adam() | settings.AdamW():
-            return optax.scale_by_adam(config.b1, config.b2, config.eps)
-        case settings.Nadam():
-            return optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=True)
+        case settings.Adam() | settings.AdamW() | settings.Nadam():
+            is_nadam = isinstance(config, settings.Nadam)
+            return optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=is_nadam)
         case settings.AmsGrad():
             return optax.scale_by_amsgrad(config.b1, config.b2, config.eps)
         case settings.AdamW8bit():
@@ -202,9 +198,7 @@ def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
             return scale_by_sophia(config)
 
 
-def _balanced(
-    inner: optax.GradientTransformation, axes: Any, rate: float
-) -> optax.GradientTransformation:
+def _balanced(inner: GradientTransformation, axes: Any, rate: float) -> GradientTransformation:
     """Return `inner`, with updates of -rate sign(g) for the routers' biases (axis `balance`).
 
     Clipping, learning rate and decay do not apply to these biases. Their gradient is the excess
@@ -235,9 +229,7 @@ def _balanced(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _clip_norm(
-    max_norm: float, paths: frozenset[str] | None = None
-) -> optax.GradientTransformation:
+def _clip_norm(max_norm: float, paths: frozenset[str] | None = None) -> GradientTransformation:
     """Return the transformation g <- g min(1, max_norm / |g|) of the leaves at `paths`, or of all.
 
     |g| is computed in float32. The factor fuses into the operations that follow.
@@ -256,7 +248,7 @@ def _clip_norm(
 
         return tree.map_with_path(clip, grads), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 class DescentState(NamedTuple):
@@ -271,7 +263,7 @@ class DescentState(NamedTuple):
 
 def _descend(
     schedule: LearningRate, weight_decay: float, plan: dict[str, groups.ParamGroup]
-) -> optax.GradientTransformation:
+) -> GradientTransformation:
     def init(params: Any) -> DescentState:
         del params
         return DescentState(jnp.zeros((), jnp.int32))
@@ -301,7 +293,7 @@ def _descend(
 
 def state_axes(
     config: Optimizer,
-    optimizer: optax.GradientTransformation,
+    optimizer: GradientTransformation,
     shapes: Any,
     axes: Any,
     mesh: Sizes = ONE_DEVICE,

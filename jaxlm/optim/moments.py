@@ -34,13 +34,9 @@ def block_moments(shape: Shape, axes: LogicalAxes, block: int, mesh: Sizes) -> l
     dim, size = divided
     # Few scales on a large mesh: each device has all of them.
     is_split = shape[dim] // size % ways(mesh, axes[dim]) == 0
-    scales = StateArray(
-        tuple(n // size if d == dim else n for d, n in enumerate(shape)),
-        tuple(None if d == dim and not is_split else axis for d, axis in enumerate(axes)),
-        "scales",
-        4,
-    )
-    return 2 * [StateArray(shape, axes, "codes", 1), scales]
+    counts = tuple(n // size if d == dim else n for d, n in enumerate(shape))
+    names = tuple(None if d == dim and not is_split else axis for d, axis in enumerate(axes))
+    return 2 * [StateArray(shape, axes, "codes", 1), StateArray(counts, names, "scales", 4)]
 
 
 def basis_moments(shape: Shape, axes: LogicalAxes, max_dim: int) -> list[StateArray]:

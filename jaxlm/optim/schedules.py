@@ -34,7 +34,6 @@ def build(
     The learning rate is float32.
 
     Args:
-      lr: peak learning rate.
       total, tokens_per_step: steps of the run, and tokens of a step, for spans in tokens.
       average: average of the parameters; swa may have cycles of the learning rate of its own.
 
