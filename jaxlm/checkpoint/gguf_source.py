@@ -30,7 +30,7 @@ class TensorLocation(NamedTuple):
 
 
 class Gguf:
-    """The model in one GGUF file; its methods answer as an equivalent folder would.
+    """The model in one GGUF file.
 
     Raises InputMissing if there is no such file; DataError if the file is damaged, its architecture
     unknown, or a setting not understood.
@@ -65,9 +65,11 @@ class Gguf:
             self._beside["generation_config.json"] = _json({"eos_token_id": ends})
 
     def has(self, name: str) -> bool:
+        """Return True if an equivalent folder would have the file."""
         return name in self._beside
 
     def read(self, name: str, largest: int) -> bytes:
+        """Return the file of an equivalent folder. Raises InputMissing, DataError if too large."""
         if name not in self._beside:
             raise InputMissing(
                 f"there is no {name} in a GGUF",
@@ -81,9 +83,11 @@ class Gguf:
         return self._beside[name]
 
     def read_json(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in such a file."""
         return json.loads(self.read(name, 2**31))
 
     def files(self, others: Sequence[str]) -> list[Path]:
+        """Return the file, which holds everything."""
         return [self.path]
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -208,6 +208,7 @@ class AdamW8bit(AdamLike):
     block: int = setting(256, "most numbers that share a scale", low=2)
 
     def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
+        """Return two moments; those of a block's matrix are codes with scales."""
         return moments.block_moments(shape, axes, self.block, mesh)
 
 
@@ -261,6 +262,7 @@ class Adafactor(OptimizerBase):
     weight_decay: float = setting(0.0, DECAY, low=0)
 
     def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
+        """Return the second moment; that of a large matrix is a row and a column."""
         return moments.factored_moments(shape, axes, self.factor_from)
 
 
@@ -286,6 +288,7 @@ class Muon(OptimizerBase):
     reads_whole_matrices: ClassVar[bool] = True
 
     def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
+        """Return the momentum of a block's matrix, and two moments of other parameters."""
         return moments.full(1 if moments.inputs(axes) else 2, shape, axes)
 
 
@@ -307,6 +310,7 @@ class Soap(AdamLike):
     reads_whole_matrices: ClassVar[bool] = True
 
     def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
+        """Return two moments, and for a block's matrix also Shampoo's matrices and bases."""
         return moments.basis_moments(shape, axes, self.longest)
 
 
@@ -329,6 +333,7 @@ class Sophia(OptimizerBase):
 
     @property
     def curvature_every(self) -> int | None:
+        """Return the updates between two estimates of the curvature."""
         return self.every
 
 
