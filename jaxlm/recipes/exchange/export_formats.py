@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config, hub_architecture, hub_digests
+from jaxlm.checkpoint.gguf_file import library
 from jaxlm.checkpoint.gguf_source import Gguf
-from jaxlm.checkpoint.gguf_writer import GGUFPlan, library
+from jaxlm.checkpoint.gguf_writer import GGUFPlan
 from jaxlm.checkpoint.hub_folder import Folder, write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
 from jaxlm.core import tree
@@ -170,7 +171,7 @@ class GGUFExport:
     """
 
     def __init__(self, job: ExportJob):
-        library(job.workdir)
+        library("writing a GGUF", job.workdir)
         self._job = job
         attributes = job.family.to_hub() | {"model_type": job.family.HUB.model_type}
         try:

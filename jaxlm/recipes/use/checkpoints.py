@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.record import Record
+from jaxlm.checkpoint.record import StepRecord
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
@@ -133,7 +133,7 @@ def _named(store: Store, step: int | None) -> int:
     return load.committed_step(store, step)
 
 
-def _sound(store: Store, step: int) -> Record:
+def _sound(store: Store, step: int) -> StepRecord:
     """Return the record of an undamaged step; Orbax may read a damaged one without an error."""
     record = store.record(step)
     load.check_undamaged(store, step)
