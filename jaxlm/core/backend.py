@@ -10,18 +10,13 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 AMX, VECTORS = "amx_bf16", "avx512_bf16"  # bfloat16 products in tiles, and in vectors
-# glibc's malloc.h.
-_TRIM_THRESHOLD = -1
-_MMAP_MAX = -4
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's malloc.h
 
 _other: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
 
 
 def name() -> str:
-    """Return the platform of the program being traced: `cpu`, `gpu` or `tpu`.
-
-    It is the platform of this process's devices, except inside `compiling_for`.
-    """
+    """Return the platform of the traced program, `cpu`, `gpu` or `tpu`; see `compiling_for`."""
     import jax  # the rest of this module is used without JAX
 
     return _other.get() or jax.default_backend()
@@ -47,11 +42,9 @@ def cpu_units() -> frozenset[str]:
 
 @functools.cache  # called for every weight; slow on machines with many cores
 def _shown(path: Path) -> frozenset[str]:
-    try:
-        shown = path.read_text().split()
-    except OSError:
-        return frozenset()
-    return frozenset({AMX, VECTORS}.intersection(shown))
+    with contextlib.suppress(OSError):
+        return frozenset({AMX, VECTORS}.intersection(path.read_text().split()))
+    return frozenset()
 
 
 def keep_freed_memory() -> bool:

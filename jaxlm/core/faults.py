@@ -45,18 +45,14 @@ class Fault:
     rank: int | None
 
     def is_at(self, step: int | None) -> bool:
-        """If the fault strikes at this step, on this rank."""
-        if self.rank is not None and self.rank != rank:
+        """Return True if the fault strikes at this step, on this rank."""
+        if self.rank not in (None, rank):
             return False
         return step is None or (self.low <= step and (self.high is None or step <= self.high))
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Parse the value of the variable.
-
-    Raises:
-      ValueError: if a fault is malformed; a test that breaks nothing must not pass.
-    """
+    """Parse the variable. Raises ValueError: a test whose malformed fault breaks nothing passes."""
     faults = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _FORM.fullmatch(part)
@@ -101,10 +97,8 @@ def _strike(fault: Fault) -> None:
             raise RuntimeError(f"injected fault at {fault.point}")
         case "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        case "sigkill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "sigterm":
-            os.kill(os.getpid(), signal.SIGTERM)
+        case "sigkill" | "sigterm":
+            os.kill(os.getpid(), signal.Signals[fault.action.upper()])
         case "sleep":
             time.sleep(fault.value)
         case "hang":

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlm.core import problems, sections
@@ -102,10 +102,11 @@ class Resolver:
         for name, why, fix in contradictions:
             inner = sections.join(path, name)
             value = sections.plain(problems.value_at(sections.plain(section), name))
-            is_plain = value is not None and not isinstance(value, dict)
-            shown = f" = {sections.brief(value)}" if is_plain else ""
-            what = f"{inner}{shown} does not fit"
-            self._wrong(Problem(what, why, self._culprit(inner), fix))
+            shown = (
+                "" if value is None or isinstance(value, dict) else f" = {sections.brief(value)}"
+            )
+            problem = Problem(f"{inner}{shown} does not fit", why, self._culprit(inner), fix)
+            self._wrong(problem)
         if is_right and hasattr(section, "derived"):
             for name, value, reason in section.derived():
                 section = dataclasses.replace(section, **{name: value})
@@ -132,12 +133,10 @@ class Resolver:
         return value
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _texts(item)
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, tuple):
+        return [text for item in value for text in _texts(item)]
+    return [value] if isinstance(value, str) else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,15 +150,13 @@ class Loaded:
 def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
     """Read a config and apply overrides.
 
+    Raises InputMissing if there is no such file, ConfigError with all other problems in one error.
+
     Args:
       schema: class of the section to build.
       file: `configs/x.py` or `configs/x.py:argument`, which is run; a resolved `config.json` or a
         directory with one, which is only parsed; None for the defaults.
       overrides: dotted paths and texts, as on the command line, in any order.
-
-    Raises:
-      InputMissing: if there is no such file.
-      ConfigError: with all other problems, in one error.
     """
     raw, origins = read_file(file) if file is not None else ({}, {})
     resolver = _apply(schema, raw, origins, overrides)
@@ -195,16 +192,14 @@ def _drop_derived(resolver: Resolver, overridden: set[str]) -> None:
         section, _, name = path.rpartition(".")
         if not each.derived_from or path in overridden:
             continue
+        if sections.join(section, each.derived_from) not in overridden:
+            continue
         inside = problems.value_at(resolver.raw, section, {})
         if not isinstance(inside, dict) or name not in inside:
             continue
-        if sections.join(section, each.derived_from) not in overridden:
-            continue
         (arm,) = known[section].arms
-        stored, derived = (
-            Resolver(arm, values, {})
-            for values in (inside, {key: value for key, value in inside.items() if key != name})
-        )
+        others = {key: value for key, value in inside.items() if key != name}
+        stored, derived = Resolver(arm, inside, {}), Resolver(arm, others, {})
         stored.resolve()
         derived.resolve()
         if stored.value is not None and stored.value == derived.value:
@@ -249,10 +244,7 @@ def from_json(
     """Return the section of a `to_json` result, with overrides as on the command line.
 
     Only lists (to tuples) and text (to spans) are converted. An absent setting, newer than the
-    file, takes its default.
-
-    Raises:
-      ConfigError: if a setting is unknown, has another type or is out of range.
+    file, takes its default. Raises ConfigError if one is unknown, of another type or out of range.
     """
     return loaded_json(schema, data, where, overrides).value
 

@@ -79,13 +79,9 @@ def error(
     """Return one error for all problems, in at most eight lines; `fix` corrects all of them."""
     if len(problems) == 1:
         only = problems[0]
-        alternatives = "\n" in only.fix
-        return kind(
-            only.what,
-            where=str(only.origin),
-            why=only.why,
-            fix=only.fix if alternatives or not fix else fix,
-        )
+        if "\n" in only.fix or not fix:  # several alternatives
+            fix = only.fix
+        return kind(only.what, where=str(only.origin), why=only.why, fix=fix)
     unexplained = [each.fix for each in problems if each.fix.startswith(EXPLAIN)]
     if not fix and unexplained:
         fix = explain(*dict.fromkeys(each.removeprefix(EXPLAIN).strip() for each in unexplained))
@@ -94,12 +90,8 @@ def error(
     lines = [problem.line for problem in problems]
     if len(lines) > room:
         lines = [*lines[: room - 1], f"and {len(lines) - room + 1} more"]
-    return kind(
-        f"{len(problems)} settings are wrong",
-        where=", ".join(dict.fromkeys(problem.origin.place for problem in problems)),
-        why="\n".join(lines),
-        fix=fix,
-    )
+    where = ", ".join(dict.fromkeys(problem.origin.place for problem in problems))
+    return kind(f"{len(problems)} settings are wrong", where=where, why="\n".join(lines), fix=fix)
 
 
 def flag(path: str, value: Any) -> str:
@@ -121,10 +113,9 @@ def explain(*paths: str) -> str:
 
 
 def flag_or_explain(path: str, known: Setting, value: Any) -> str:
-    """Return the flag that sets the same value in a notation that the setting accepts.
+    """Return the flag that sets the same value in an accepted notation.
 
-    If there is none, return the command that lists the accepted values: no other value is
-    suggested.
+    Without one, return the command that lists the accepted values: no other value is suggested.
     """
     try:
         return flag(path, same(known, value))
@@ -133,9 +124,8 @@ def flag_or_explain(path: str, known: Setting, value: Any) -> str:
 
 
 def _not_allowed(path: str, value: Any, why: str, origin: Origin, fix: str) -> Problem:
-    return Problem(
-        f"{path or 'the config'} = {sections.brief(value)} is not allowed", why, origin, fix
-    )
+    what = f"{path or 'the config'} = {sections.brief(value)} is not allowed"
+    return Problem(what, why, origin, fix)
 
 
 def not_a_section(path: str, value: Any, origin: Origin, fix: str) -> Problem:
@@ -147,10 +137,8 @@ def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str 
     """Return the problem of a value of the wrong type or out of range.
 
     Args:
-      path: dotted path of the setting.
-      known: the setting.
-      value: the value.
-      origin: origin of the value.
+      path, known: the setting by its dotted path.
+      value, origin: the value and its origin.
       why: the reason; by default the type and range of the setting.
     """
     reason = why or f"it must be {sections.requirement(known)}"
@@ -160,31 +148,25 @@ def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str 
 
 def secret(path: str, value: Any, origin: Origin) -> Problem:
     """Return the problem of a URL with a secret; the fix is the URL without the secret."""
-    return Problem(
-        f"{path} contains a password or a key",
-        "config.json and command.sh of the run would store it; pass it to the tool that reads the "
-        "URL by its environment variable or file",
-        origin,
-        without_secret(flag(path, value)),
-    )
+    why = "config.json and command.sh of the run would store it; pass it to the tool that reads "
+    why += "the URL by its environment variable or file"
+    fix = without_secret(flag(path, value))
+    return Problem(f"{path} contains a password or a key", why, origin, fix)
 
 
 def same(known: Setting, value: Any) -> Any:
     """Return the value that `value` denotes in another notation.
 
     `2k` is 2000, `"32"` is 32, `fp16` is `float16`; a misspelled choice is the nearest choice.
-
-    Raises:
-      ValueError: if there is none, or it is out of range.
+    Raises ValueError if there is none, or it is out of range.
     """
     texts = [sections.show(value)]
     if isinstance(value, str):
         texts += notations(value, known.unit)
         if words := sections.choices(known.kind):
-            items = [item.strip() for item in value.split(",")]
-            texts.append(
-                ",".join(SYNONYMS.get(item) or nearest_word(item, words) or item for item in items)
-            )
+            items = map(str.strip, value.split(","))
+            meant = (SYNONYMS.get(item) or nearest_word(item, words) or item for item in items)
+            texts.append(",".join(meant))
     for text in texts:
         try:
             result = sections.read(known.kind, text)
@@ -210,12 +192,9 @@ def unknown(
     value. Without a candidate, the settings of the section are listed.
 
     Args:
-      schema: class of the config.
-      raw: the config as nested dicts.
-      path: dotted path of the unknown setting.
-      value: its value; None if not known.
-      origin: origin of the value.
-      origins: origins of all values of the config by path.
+      schema, raw: class of the config, and the config as nested dicts.
+      path, value: the unknown setting; None for an unknown value.
+      origin, origins: origin of the value, and of all values of the config by path.
     """
     present = sections.settings(schema, raw)
     section, _, leaf = path.rpartition(".")

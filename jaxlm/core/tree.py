@@ -1,4 +1,10 @@
-"""Trees of arrays: leaf paths, nested dicts of leaves, layers of stacked leaves, sizes."""
+"""Trees of arrays: leaf paths, nested dicts of leaves, layers of stacked leaves, sizes.
+
+Example:
+    >>> params = {"head": {"weight": np.ones((4, 3), np.float32), "bias": np.zeros(3, np.int8)}}
+    >>> list(leaves(params)), count(params), size_bytes(params)
+    (['head/bias', 'head/weight'], 15, 51)
+"""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -14,17 +20,13 @@ _STACKED = re.compile(r"(.+?)/(\d+)/(.+)")  # stack, kind of layer, path within 
 
 def path_text(path: tuple[Any, ...]) -> str:
     """Return a JAX key path as "blocks/attention/query/weight"."""
-    return "/".join(
-        str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part))))
-        for part in path
-    )
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Return every leaf by its path, in tree order."""
-    return {
-        path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    }
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    return {path_text(path): leaf for path, leaf in pairs}
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
