@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +41,8 @@ def summary(path: Path, classify: Classify) -> dict[str, Any]:
 
     A moment is divided equally among all operations that run in it, on any device or thread. A
     moment without operations counts as `data_wait` while the loop waits for its batch, else as
-    `python`: Python, kernel launches, and everything else.
-
-    Raises:
-      ValueError: if the trace is damaged or holds no operation.
+    `python`: Python, kernel launches, and everything else. Raises ValueError if the trace is
+    damaged or holds no operation.
     """
     try:
         with gzip.open(path) as file:
@@ -77,16 +75,13 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     shares = result["shares"]
     names = {"other": "other operations", "data_wait": "data wait", "python": "Python and other"}
     kinds = [f"{share:6.1%} {names.get(kind, kind)}" for kind, share in shares.items()]
-    lines = [("share of time", "\n".join(kinds))]
     rows = [
-        f"{each['share']:6.1%} {formatting.number(1e3 * each['seconds'], 3)} ms "
-        f"in {each['count']}: {each['name']}, {each['kind']}"
-        + (f", {each['source']}" if each["source"] else "")
+        f"{each['share']:6.1%} {formatting.number(1e3 * each['seconds'], 3)} ms in {each['count']}: "
+        + ", ".join(filter(None, (each["name"], each["kind"], each["source"])))
         for each in result["operations"]
     ]
-    lines.append(("operations", "\n".join(rows)))
-    lines.append(("limits", "\n".join(result["not_told"])))
-    return lines
+    blocks = {"share of time": kinds, "operations": rows, "limits": result["not_told"]}
+    return [(label, "\n".join(lines)) for label, lines in blocks.items()]
 
 
 def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEvent], str]:
@@ -95,13 +90,10 @@ def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEv
     A TPU has a lane of operations; a GPU has streams, and other lanes that repeat them; a CPU's
     operations are among other events of the host's threads.
     """
-    processes: dict[Any, str] = {}
-    lanes: dict[Any, str] = {}
-    for event in events:
-        if event.get("ph") == "M" and event["name"] == "process_name":
-            processes[event["pid"]] = event["args"]["name"]
-        elif event.get("ph") == "M" and event["name"] == "thread_name":
-            lanes[event["pid"], event["tid"]] = event["args"]["name"]
+    named = [each for each in events if each.get("ph") == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
+    threads = [each for each in named if each["name"] == "thread_name"]
+    lanes = {(each["pid"], each["tid"]): each["args"]["name"] for each in threads}
     on_device, on_host, marks = [], [], []
     for event in events:
         if event.get("ph") != "X":
@@ -137,24 +129,22 @@ def _shared(
         stretch, last = time - last, max(time, last)
         if stretch > 0:
             total = sum(running[each] for each in KINDS)
-            if total:
-                for each in KINDS:
-                    if running[each]:
-                        yield each, stretch * running[each] / total
-            else:
+            for each in KINDS:
+                if running[each]:
+                    yield each, stretch * running[each] / total
+            if not total:
                 yield "data_wait" if running["data_wait"] else "python", stretch
         running[what] += change
 
 
 def _top(
-    operations: Iterable[TraceEvent], kinds: dict[str, tuple[str, str, bool]]
+    operations: list[TraceEvent], kinds: dict[str, tuple[str, str, bool]]
 ) -> list[dict[str, Any]]:
     """Return the operations with the largest total time; shares are of all operations."""
+    counts = Counter(span.name for span in operations)
     times: defaultdict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
     for span in operations:
         times[span.name] += (span.end - span.begin) / 1e6
-        counts[span.name] += 1
     total = sum(times.values()) or 1.0
     return [
         {
@@ -177,11 +167,9 @@ def _not_told(
     has_marks: bool,
 ) -> Iterator[str]:
     """Yield the limits of what the figures can show."""
-    unknown = sum(not kinds[span.name][2] for span in operations)
-    yield (
-        f"{unknown} of {len(operations)} operations are not in the step's program: "
-        "their kind is derived from the name alone"
-    )
+    unknown = f"{sum(not kinds[span.name][2] for span in operations)} of {len(operations)}"
+    note = "their kind is derived from the name alone"
+    yield f"{unknown} operations are not in the step's program: {note}"
     yield f"operations ran on {where}; simultaneous operations share a moment equally"
     yield "operations fused with a matmul count as matmul; evaluation, saving and Python are one"
     if not has_marks:
@@ -193,13 +181,9 @@ def _not_told(
 class Trace:
     """Traces the steps of the config's window in this process with jax.profiler.
 
-    `before(step)` must be called before each step with the number of completed steps. Read the
-    result with `tensorboard --logdir` and its profile plugin, or xprof.
-
-    Args:
-      config: the window.
-      folder: output folder.
-      written: called once the trace is on the disk.
+    `before(step)` must be called before each step with the number of completed steps, and `written`
+    is called once the trace is on the disk. Read the result in the `folder` with `tensorboard
+    --logdir` and its profile plugin, or xprof.
     """
 
     def __init__(
@@ -208,9 +192,7 @@ class Trace:
         folder: str | os.PathLike[str],
         written: Callable[[], object] = lambda: None,
     ):
-        self.folder = Path(folder)
-        self._window = config.window
-        self._written = written
+        self.folder, self._window, self._written = Path(folder), config.window, written
         self._running = False
         self._mark: Any = None
 

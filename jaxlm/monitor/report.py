@@ -36,15 +36,11 @@ Rows = list[list[str]]
 def write(run: str | os.PathLike[str]) -> Path:
     """Write report.html of a run directory from the files in it; parts without a file are left out.
 
-    `baselines.json` gives {name: bits per byte} of other ways to code the validation set.
-
-    Raises:
-      DataError: if a file of the run is damaged.
-      NotWritable: if the report cannot be written.
+    `baselines.json` gives {name: bits per byte} of other ways to code the validation set. Raises
+    DataError if a file of the run is damaged, NotWritable if the report cannot be written.
     """
-    run = Path(run)
-    target = run / "report.html"
-    sinks.replace(target, render(run).encode())
+    target = Path(run) / "report.html"
+    sinks.replace(target, render(Path(run)).encode())
     return target
 
 
@@ -55,12 +51,10 @@ def render(run: Path) -> str:
 
     records = sinks.read(run / "metrics.jsonl")
     train = [record for record in records if record.get("split") == "train"]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("report.html.jinja").render(
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = _json(run / "environment.json")
+    return templates.get_template("report.html.jinja").render(
         title=f"jaxlm run {run.resolve().name}",
         style=markupsafe.Markup(STYLE),
         summary=_summary(run, records),
@@ -74,7 +68,7 @@ def render(run: Path) -> str:
         samples=_samples(run),
         warnings=_warnings(run),
         **_configuration(run),
-        environment=_environment(run),
+        environment=_rows(environment),
     )
 
 
@@ -115,14 +109,13 @@ def _summary(run: Path, records: Sequence[Record]) -> str:
     if records:
         last = max(records, key=lambda record: record["step"])
         parts.append(f"step {last['step']}")
-        tokens = [r["tokens"] for r in records if r.get("tokens") and r.get("split") == "train"]
-        if tokens:
-            parts.append(f"{formatting.count(max(tokens))} tokens")
+        tokens = (r["tokens"] for r in records if r.get("tokens") and r.get("split") == "train")
+        if (most := max(tokens, default=None)) is not None:
+            parts.append(f"{formatting.count(most)} tokens")
         with contextlib.suppress(ValueError, OverflowError, OSError):  # not a valid time
             stamp = time.gmtime(last.get("time_unix") or 0)
             parts.append(time.strftime("%Y-%m-%d %H:%M UTC", stamp))
-    end = _json(run / "exit.json", EXIT)
-    if end:
+    if end := _json(run / "exit.json", EXIT):
         parts.append(f"ended with code {end['code']}: {end['cause']}")
     return " · ".join(parts)
 
@@ -131,10 +124,8 @@ def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> di
     """Return the verdict, the last losses, losses before and after, and baselines."""
     verdict = _json(run / "divergence.json")
     is_worse = bool(verdict.get("worse_than"))
-    last: dict[str, Record] = {}
-    for record in records:
-        if record.get("loss_nats") is not None:
-            last[record.get("split", "train")] = record
+    scored = [record for record in records if record.get("loss_nats") is not None]
+    last = {record.get("split", "train"): record for record in scored}
     result = [
         [split, record["step"], *(_measured(record, name) for name in FIGURES)]
         for split, record in last.items()
@@ -144,13 +135,12 @@ def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> di
     if wrong := [name for name, bits in coders.items() if not sinks.is_number(bits)]:
         raise _misshapen(path, f"has no number for {wrong[0]!r}")
     baselines = [(name, bits, "") for name, bits in coders.items()]
-    if coders:
-        newest = max((record["step"] for record in records), default=0)
-        for split, record in last.items():
-            if record.get("bits_per_byte") is not None:
-                name = f"this run, {split}{formatting.evaluation_suffix(record, newest)}"
-                mark = "worse" if is_worse or record.get("worse_than") else "ours"
-                baselines.append((name, record["bits_per_byte"], mark))
+    newest = max((record["step"] for record in records), default=0)
+    for split, record in last.items() if coders else ():
+        if record.get("bits_per_byte") is not None:
+            name = f"this run, {split}{formatting.evaluation_suffix(record, newest)}"
+            mark = "worse" if is_worse or record.get("worse_than") else "ours"
+            baselines.append((name, record["bits_per_byte"], mark))
     baselines.sort(key=lambda row: -row[1])
     return {
         "verdict": verdict if is_worse else None,
@@ -220,14 +210,15 @@ def _sources(train: Sequence[Record]) -> Rows:
 
 def _experts(train: Sequence[Record]) -> Rows:
     """Return last, mean and maximum of the expert statistics over the logged steps."""
-    rows = []
-    for name, label, show in (
+    figures = (
         ("moe_dropped", "choices dropped, the experts being full", "{:.3%}".format),
         ("moe_load_max", "largest expert's load, of the mean", "{:.3f}".format),
-    ):
-        if values := _numbers(train, name):
-            rows.append([label, *map(show, (values[-1], statistics.fmean(values), max(values)))])
-    return rows
+    )
+    return [
+        [label, *map(show, (values[-1], statistics.fmean(values), max(values)))]
+        for name, label, show in figures
+        if (values := _numbers(train, name))
+    ]
 
 
 def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
@@ -241,10 +232,8 @@ def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
         measured = show(statistics.median(values)) if values else "-"
         return [label, " to ".join(map(show, plan[name])), measured]
 
-    planned, compiled = (
-        formatting.size(plan[name]["total"])
-        for name in ("bytes_per_device", "compiled_bytes_per_device")
-    )
+    names = ("bytes_per_device", "compiled_bytes_per_device")
+    planned, compiled = (formatting.size(plan[name]["total"]) for name in names)
     rows = [
         ["memory per device", planned, compiled],
         row("seconds per step", "step_seconds", "{:.3g}".format),
@@ -255,12 +244,9 @@ def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
 
 def _images(run: Path) -> list[tuple[str, str]]:
     """Return title and base64 PNG of each plot of the run."""
-    paths = [(plot.title, run / "plots" / f"{plot.name}.png") for plot in (*PLOTS, *MAPS)]
-    return [
-        (title, base64.b64encode(path.read_bytes()).decode())
-        for title, path in paths
-        if path.exists()
-    ]
+    paths = ((plot.title, run / "plots" / f"{plot.name}.png") for plot in (*PLOTS, *MAPS))
+    existing = ((title, path.read_bytes()) for title, path in paths if path.exists())
+    return [(title, base64.b64encode(png).decode()) for title, png in existing]
 
 
 def _samples(run: Path) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -285,21 +271,17 @@ def _warnings(run: Path) -> list[str]:
 def _configuration(run: Path) -> dict[str, Any]:
     """Return all settings, those that differ from the default, and the command line."""
     config, provenance = _json(run / "config.json"), _json(run / "provenance.json")
-    rows = [[path, json.dumps(value), provenance.get(path, "")] for path, value in _leaves(config)]
-    command = run / "command.sh"
-    lines = None
+    rows = [[path, value, provenance.get(path, "")] for path, value in _rows(config)]
+    command, last = run / "command.sh", None
     if config and command.exists():
-        lines = command.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
-    return {
-        "settings": rows if config else [],
-        "chosen": [row for row in rows if row[2] not in ("", "default")],
-        "command": None if lines is None else "\n".join(lines),
-    }
+        lines = command.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = "".join(lines[-1:])
+    chosen = [row for row in rows if row[2] not in ("", "default")]
+    return {"settings": rows, "chosen": chosen, "command": last}
 
 
-def _environment(run: Path) -> Rows:
-    environment = _json(run / "environment.json")
-    return [[path, json.dumps(value)] for path, value in _leaves(environment) if environment]
+def _rows(values: dict[str, Any]) -> Rows:
+    return [[path, json.dumps(value)] for path, value in _leaves(values) if values]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -325,11 +307,7 @@ def _figure(value: float | None) -> str:
 
 
 def _json(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
-    """Return the object in a JSON file of the run; empty if the file is missing.
-
-    Raises:
-      DataError: if the file holds no object, or one of another shape.
-    """
+    """Return the object in a JSON file of the run, {} without one. DataError at another shape."""
     if not path.exists():
         return {}
     value = sinks.read_json(path)
@@ -339,10 +317,6 @@ def _json(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
 
 
 def _misshapen(path: Path, wrong: str) -> DataError:
-    moved = f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}"
-    return DataError(
-        f"{path.name} of the run is damaged",
-        where=str(path),
-        why=f"it {wrong}",
-        fix=f"{moved}    # the report leaves its part out",
-    )
+    moved = shlex.join(["mv", str(path), f"{path}.damaged"])
+    what, fix = f"{path.name} of the run is damaged", f"{moved}    # the report leaves its part out"
+    return DataError(what, where=str(path), why=f"it {wrong}", fix=fix)

@@ -56,22 +56,15 @@ class MeshConfig:
         """
         named = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in named.values() if size != "auto")
-        if "auto" in named.values() and devices % fixed == 0:
-            return {
-                axis: devices // fixed if size == "auto" else size for axis, size in named.items()
-            }
-        if fixed == devices:
-            return named
+        if fixed == devices or ("auto" in named.values() and devices % fixed == 0):
+            rest = devices // fixed
+            return {axis: rest if size == "auto" else size for axis, size in named.items()}
         shape = " x ".join(f"{axis}={size}" for axis, size in named.items() if size != 1)
         needed = f"{shape} needs {'a multiple of ' if 'auto' in named.values() else ''}{fixed}"
         layouts = nearest_layouts(named, devices)
         fixes = layout_fixes(named, layouts, lambda layout: mesh_flags(layout, named))
-        raise ConfigError(
-            f"the mesh does not fit {devices} device{'s' if devices != 1 else ''}",
-            where="mesh",
-            why="\n".join([needed, *remaining_fixes(fixes)]),
-            fix="\n".join(fixes[:MAX_FIXES]),
-        )
+        what = f"the mesh does not fit {devices} device{'s' if devices != 1 else ''}"
+        raise mesh_error(what, "mesh", [needed, *remaining_fixes(fixes)], fixes)
 
 
 def factorizations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
@@ -113,6 +106,12 @@ def layout_fixes(
         if len(fixes) > 1:
             break
     return fixes
+
+
+def mesh_error(what: str, where: str, why: list[str], fixes: list[str]) -> ConfigError:
+    """Return the error of a mesh, with the first `MAX_FIXES` of its `layout_fixes`."""
+    fix = "\n".join(fixes[:MAX_FIXES])
+    return ConfigError(what, where=where, why="\n".join(why), fix=fix)
 
 
 def remaining_fixes(fixes: list[str]) -> list[str]:

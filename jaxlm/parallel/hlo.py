@@ -18,9 +18,8 @@ COLLECTIVES = frozenset(
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute"
     " collective-broadcast".split()
 )
-BITS = {"pred": 8, "bf16": 16, "token": 0} | {
-    f"{kind}{bits}": bits for kind in "sufc" for bits in (2, 4, 8, 16, 32, 64, 128)
-}
+BITS = {f"{kind}{bits}": bits for kind in "sufc" for bits in (2, 4, 8, 16, 32, 64, 128)}
+BITS |= {"pred": 8, "bf16": 16, "token": 0}
 CONTROL = frozenset({"while", "conditional", "call"})  # their bodies' operations are reported
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\(")
@@ -158,15 +157,13 @@ class _Program:
                 inside.append(line)
         if not self.entry:
             raise ValueError("the text has no entry computation: it is not optimized HLO")
-        head = text.partition("\n")[0]
-        counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", head)
+        counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.partition("\n")[0])
         self.devices = math.prod(map(int, counts))
         self._package = package
         self._files = _table(text, "FileNames", r'"(.*)"')
         self._places = _table(text, "FileLocations", r"\{file_name_id=(\d+).*?\bline=(\d+)")
-        self._frames = _table(
-            text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
-        )
+        frame = r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+        self._frames = _table(text, "StackFrames", frame)
 
     def instructions(self) -> Iterator[tuple[str, re.Match[str]]]:
         """Yield the computation and the match of each instruction; `match.string` is its line."""
@@ -176,24 +173,18 @@ class _Program:
                     yield name, match
 
     def source(self, line: str) -> str:
-        """Return `file:line` of the innermost frame in the package, or else of the innermost.
-
-        A file in the package is given by its path from there.
-        """
-        if known := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
-            frames = [known.groups()]
-        else:
-            frame = re.search(r"stack_frame_id=(\d+)", line)
-            number, frames = frame[1] if frame else "", []
-            while number in self._frames:
-                location, parent = self._frames[number]
-                file, row = self._places.get(location, ("", "0"))
-                frames.append((self._files.get(file, ("?",))[0], row))
-                number = str(int(parent or 1) - 1)  # stored plus one
-        in_package = [each for each in frames if self._package in each[0]]
+        """Return `file:line` of the innermost frame in the package (by its path there), or of any."""
+        frames = re.findall(r'source_file="([^"]*)" source_line=(\d+)', line)[:1]
+        frame = None if frames else re.search(r"stack_frame_id=(\d+)", line)
+        number = frame[1] if frame else ""
+        while number in self._frames:
+            location, parent = self._frames[number]
+            file, row = self._places.get(location, ("", "0"))
+            frames.append((self._files.get(file, ("?",))[0], row))
+            number = str(int(parent or 1) - 1)  # stored plus one
         if not frames:
             return ""
-        file, row = (in_package or frames)[0]
+        file, row = next((each for each in frames if self._package in each[0]), frames[0])
         _, is_inside, rest = file.rpartition(self._package)
         return f"{self._package.strip('/')}/{rest}:{row}" if is_inside else f"{file}:{row}"
 
@@ -217,20 +208,18 @@ class _Program:
             if match is None or match["op"] in COLLECTIVES:
                 continue  # a collective applies a sum
             trips = self._trips(line) if match["op"] == "while" else 1
-            for called in _CALLED.findall(line):
-                for callee in re.findall(r"[\w.-]+", called):
-                    yield callee, trips
+            for callee in re.findall(r"[\w.-]+", " ".join(_CALLED.findall(line))):
+                yield callee, trips
 
     def _trips(self, line: str) -> int | None:
-        """Return the trip count of a loop: known, or the one number that its condition tests.
+        """Return a loop's trip count: known, or the one number that its condition tests.
 
         Scans count from 0 by 1.
         """
-        if known := _TRIPS.search(line):
-            return int(known[1])
-        condition = re.search(r"condition=%?([\w.-]+)", line)
-        tests = "\n".join(self.lines.get(condition[1], ())) if condition else ""
-        limits = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", tests)
+        limits = _TRIPS.findall(line)[:1]
+        if not limits and (condition := re.search(r"condition=%?([\w.-]+)", line)):
+            tests = "\n".join(self.lines.get(condition[1], ()))
+            limits = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", tests)
         return int(limits[0]) if len(limits) == 1 else None
 
     def kind(self, op: str, line: str, source: str) -> str:
@@ -260,9 +249,7 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
     """Return the collectives of an optimized program (`compiled.as_text()`), in its order.
 
     Source lines are those in files whose path contains `package`. Every branch of a conditional
-    counts.
-
-    Raises ValueError if the text is not a program, or a collective cannot be parsed.
+    counts. Raises ValueError if the text is not a program, or a collective cannot be parsed.
     """
     program = _Program(text, package)
     times = program.run_counts()
@@ -310,12 +297,11 @@ def read_operations(text: str) -> dict[str, Operation]:
     product is a matmul; a loop or conditional is `control`.
     """
     program = _Program(text, "/jaxlm/")
-    operations = {}
-    for _, match in program.instructions():
-        line = match.string
-        source = program.source(line)
-        operations[match["name"]] = Operation(program.kind(match["op"], line, source), source)
-    return operations
+    return {
+        match["name"]: Operation(program.kind(match["op"], match.string, source), source)
+        for _, match in program.instructions()
+        for source in [program.source(match.string)]
+    }
 
 
 def operation_by_name(name: str) -> Operation:
@@ -330,10 +316,7 @@ def _op_name(line: str) -> str:
 
 
 def _payload(op: str, type_: str, operands: str, named: list[str]) -> tuple[Shape, ...]:
-    """Return the results of a gather, the operands of others.
-
-    An operand's type precedes its name, or is that of the named instruction.
-    """
+    """Return the results of a gather, or operands, typed in the text or by the named instruction."""
     if op == "all-gather":
         return _arrays(type_)
     inputs = _arrays(operands) or tuple(shape for each in named for shape in _arrays(each))
@@ -379,13 +362,11 @@ def read_groups(line: str, devices: int) -> DeviceGroups:
 
     Raises ValueError for any other form.
     """
-    pairs = re.search(rf"source_target_pairs={_LISTED}", line)
-    text = re.search(r"replica_groups=(.*)", line)
-    if pairs:
+    if pairs := re.search(rf"source_target_pairs={_LISTED}", line):
         return DeviceGroups(_listed(pairs[1]))
-    if text is None:
+    _, has_groups, rest = line.partition("replica_groups=")
+    if not has_groups:
         raise ValueError(f"no replica_groups in {line.strip()[:200]!r}")
-    rest = text[1]
     if listed := re.match(_LISTED, rest):
         return DeviceGroups(_listed(listed[1]) or (tuple(range(devices)),))
     if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
@@ -416,24 +397,21 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str) -> DeviceGroups:
     order = np.arange(math.prod(sizes.values()))
     if ids:
         order = _iota(ids).ravel() if ids.startswith("[") else np.array(_numbers(ids))
-    crossed = [
-        (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'([\w.-]+)'(?::\((\d+)\)(\d+))?", axes)
-    ]
+    crossed: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}  # parts of each axis
+    for name, before, size in re.findall(r"'([\w.-]+)'(?::\((\d+)\)(\d+))?", axes):
+        start = int(before or 1)
+        crossed[name].append((start, start * int(size or sizes[name])))
     # Each axis is cut at the ends of its parts, so that whole axes of a finer mesh are crossed.
     shape: list[int] = []
-    is_crossed: list[bool] = []
+    across: list[int] = []
     for name, size in sizes.items():
-        parts = [(before, before * length) for other, before, length in crossed if other == name]
-        cuts = sorted({1, size, *itertools.chain(*parts)})
-        for low, high in itertools.pairwise(cuts):
+        for low, high in itertools.pairwise(sorted({1, size, *itertools.chain(*crossed[name])})):
+            if any(start <= low and high <= stop for start, stop in crossed[name]):
+                across.append(len(shape))
             shape.append(high // low)
-            is_crossed.append(any(start <= low and high <= stop for start, stop in parts))
-    grid = order.reshape(shape)
-    across = [i for i, crosses in enumerate(is_crossed) if crosses]
-    along = [i for i, crosses in enumerate(is_crossed) if not crosses]
-    length = math.prod(shape[i] for i in across)
-    return _rows(grid.transpose(along + across).reshape(-1, length))
+    along = [axis for axis in range(len(shape)) if axis not in across]
+    length = math.prod(shape[axis] for axis in across)
+    return _rows(order.reshape(shape).transpose(along + across).reshape(-1, length))
 
 
 def _rows(groups: np.ndarray) -> DeviceGroups:

@@ -55,30 +55,22 @@ class Peers:
     def agree(self, name: str, facts: dict[str, Any], seconds: float) -> None:
         """Compare facts of all ranks before anything is computed with them.
 
-        Raises:
-          ConfigError: on every rank, if they differ; shows the differences.
-          PeerLost: at the timeout.
+        Raises ConfigError on every rank, with the differences, if any; PeerLost at the timeout.
         """
         if self.count == 1:
             return
         key = f"{ROOT}/facts/{name}"
         self._client.key_value_set(f"{key}/{self.rank}", json.dumps(facts, sort_keys=True))
-        by_rank = [
-            self._get(f"{key}/{rank}", seconds, f"rank {rank} did not send its {name}")
-            for rank in range(self.count)
-        ]
+        by_rank = self._get_all(key, name, seconds)
         differences = [
             line for rank, other in enumerate(by_rank) for line in _diff(rank, by_rank[0], other)
         ]
-        if differences:
-            count = len(differences)
+        if count := len(differences):
             more = [f"and {count - 6} more"] if count > 6 else []
-            raise ConfigError(
-                f"the ranks of this run differ in their {name}",
-                where=f"{count} difference{'s' if count > 1 else ''} from rank 0",
-                why="\n".join([*differences[:6], *more]),
-                fix="start every rank with the same command, code and files",
-            )
+            what = f"the ranks of this run differ in their {name}"
+            where = f"{count} difference{'s' if count > 1 else ''} from rank 0"
+            fix = "start every rank with the same command, code and files"
+            raise ConfigError(what, where=where, why="\n".join([*differences[:6], *more]), fix=fix)
 
     def share(self, name: str, value: Any, seconds: float) -> Any:
         """Return the first rank's value after a round trip through JSON.
@@ -107,10 +99,7 @@ class Peers:
         self._client.key_value_set(f"{key}/{self.rank}", json.dumps(value))
         if not self.is_first:
             return []
-        values = [
-            self._get(f"{key}/{rank}", seconds, f"rank {rank} did not send its {name}")
-            for rank in range(self.count)
-        ]
+        values = self._get_all(key, name, seconds)
         self._client.key_value_delete(f"{key}/")
         return values
 
@@ -145,6 +134,13 @@ class Peers:
         self._calls[name] += 1
         return number
 
+    def _get_all(self, key: str, name: str, seconds: float) -> list[Any]:
+        """Return the value of every rank under a key."""
+        return [
+            self._get(f"{key}/{rank}", seconds, f"rank {rank} did not send its {name}")
+            for rank in range(self.count)
+        ]
+
     def _get(self, key: str, seconds: float, failure: str) -> Any:
         """Return a value from the store, or raise PeerLost with a text of the failure."""
         try:
@@ -169,24 +165,21 @@ def start(
 ) -> Peers:
     """Join the other ranks at an address of rank 0, which listens only there.
 
+    Raises PeerLost at the timeout, with the ranks that are present and absent; CommandError if the
+    ranks contradict each other.
+
     Args:
       address: host and port of the coordinator.
       rank, count: number of this process, and of all.
       devices: local GPUs of this process; all by default.
-      join_seconds: timeout of the rendezvous.
-      heartbeat_seconds: timeout after which a silent rank is lost.
-      `say`: prints a warning.
-
-    Raises:
-      PeerLost: at the timeout; names the ranks that are present and absent.
-      CommandError: if the ranks contradict each other.
+      join_seconds, heartbeat_seconds: timeout of the rendezvous; after this silence a rank is lost.
+      say: prints a warning.
     """
     faults.rank = rank
     if rank == 0 and not _is_loopback(rendezvous.split(address)[0]):
-        say(
-            f"warning: the coordinator listens on {address} without encryption or a password; any "
-            "host that reaches it can stop this run or change its messages"
-        )
+        risk = "any host that reaches it can stop this run or change its messages"
+        unsafe = "without encryption or a password"
+        say(f"warning: the coordinator listens on {address} {unsafe}; {risk}")
     rendezvous.rendezvous(address, rank=rank, count=count, seconds=join_seconds)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's handler would replace the signal handler that saves a checkpoint.
@@ -205,7 +198,7 @@ def start(
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an exception of a computation means that another process is lost.
+    """Return True if an exception of a computation means that another process is lost.
 
     JAX has no type for them: a step that is not dispatched in the background raises ValueError.
     """

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import MAX_FIXES, format_mesh, layout_fixes, mesh_flags, nearest_layouts
+from jaxlm.parallel.config import format_mesh, layout_fixes, mesh_error, mesh_flags, nearest_layouts
 from jaxlm.parallel.logical import RULES, LogicalAxes, ways
 
 # Compiler options by platform that were measured to pay; numbers are in scripts/LOG.md.
@@ -49,7 +49,6 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any, *, is_split: bool = True) ->
     """Return the sharding of each leaf, from trees of logical axes (tuples) and of shapes.
 
     Without `is_split`, fsdp holds copies instead of parts, as ZeRO 1 and 2 do with parameters.
-
     Raises ConfigError if dimensions do not divide by their mesh axes; lists every such leaf.
     """
     misfits: list[tuple[str, str, int, int]] = []
@@ -94,9 +93,6 @@ def _misfit(
         return mesh_flags(layout, mesh.shape) if is_even else ""
 
     fixes = layout_fixes(mesh.shape, nearest_layouts(mesh.shape, mesh.size), fix)
-    return ConfigError(
-        f"{len(misfits)} parameter{'s' if len(misfits) > 1 else ''} cannot be split evenly",
-        where=f"mesh {format_mesh(mesh.shape)}",
-        why="; ".join(lines.values()),
-        fix="\n".join(fixes[:MAX_FIXES]),
-    )
+    what = f"{len(misfits)} parameter{'s' if len(misfits) > 1 else ''} cannot be split evenly"
+    where, why = f"mesh {format_mesh(mesh.shape)}", ["; ".join(lines.values())]
+    return mesh_error(what, where, why, fixes)
