@@ -14,10 +14,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")  # pathlib keeps one of two sla
 
 
 def sync(path: os.PathLike[str]) -> None:
-    """Flush a file's contents, or the names in a folder. Raises OSError if the disk fails.
-
-    URLs of object stores are skipped, as are folders on filesystems that cannot sync folders.
-    """
+    """Flush a file, or names in a folder; skip what cannot sync, such as URLs. Raises OSError."""
     if "://" in os.fspath(path):
         return
     handle = os.open(path, os.O_RDONLY)

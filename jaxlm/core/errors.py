@@ -150,10 +150,7 @@ class Diverged(JaxlmError, code=79, kind="diverged"):
 
 
 def in_our_words(error: BaseException, verb: str = "train") -> JaxlmError | None:
-    """Return an exception of a library or of Python as a JaxlmError; None if it is a bug.
-
-    Only `train`, of the verbs, has settings that reduce the memory of a step.
-    """
+    """Return a library's error as a JaxlmError, None for a bug; `verb` is the command that ran."""
     if isinstance(error, JaxlmError):
         return error
     is_on_host = isinstance(error, MemoryError)

@@ -64,16 +64,15 @@ class Resolver:
     def _section(self, arms: tuple[type, ...], raw: Any, path: str, default: Any) -> Any:
         if isinstance(raw, arms):
             raw = sections.plain(raw)
+        label = sections.tag(arms[0]) or ""
         if not isinstance(raw, dict):
-            names = list(sections.by_name(arms)) if sections.tag(arms[0]) else []
-            meant = nearest_word(raw, names) if isinstance(raw, str) else None
             fix = problems.explain(path or problems.root_name(self.schema))
-            if meant:
-                fix = problems.flag(sections.join(path, sections.tag(arms[0]) or ""), meant)
+            names = sections.by_name(arms) if label and isinstance(raw, str) else {}
+            if meant := nearest_word(raw, names):
+                fix = problems.flag(sections.join(path, label), meant)
             return self._wrong(problems.not_a_section(path, raw, self.origin(path), fix))
         arm = sections.chosen(arms, raw, default)
         if arm is None:
-            label = sections.tag(arms[0]) or ""
             origin = self.origin(sections.join(path, label))
             return self._wrong(problems.unknown_arm(arms, path, raw[label], origin))
         for name in raw.keys() - sections.fields(arm).keys():

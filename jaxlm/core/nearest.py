@@ -28,10 +28,7 @@ _SPAN_UNITS |= {"tok(?:en)?s?": "tok"}
 
 
 def distance(a: str, b: str) -> int:
-    """Return the insertions, deletions, substitutions and adjacent swaps that turn `a` into `b`.
-
-    Source: Damerau 1964, in the restricted form (no substring is edited twice).
-    """
+    """Return the edits from `a` to `b` (Damerau 1964, restricted: no substring is edited twice)."""
     rows = [list(range(len(b) + 1))]
     for i, x in enumerate(a, 1):
         row = [i]
@@ -47,8 +44,8 @@ def distance(a: str, b: str) -> int:
 def nearest_word(word: str, words: Iterable[str]) -> str | None:
     """Return the known word that `word` misspells, or None.
 
-    At most a third of the letters may differ. Numbers must be equal: `a10` is not `a100`, nor
-    `float8` `float16`. Return None if words with different numbers are equally near.
+    At most a third of the letters may differ. Numbers must be equal: `a10` is not `a100`, `float8`
+    is not `float16`. Return None if words with different numbers are equally near.
     """
     known = [each for each in words if has_same_numbers(word, each)]
     edits = {each: distance(_folded(word), _folded(each)) for each in known}
@@ -114,10 +111,7 @@ def _max_edits(word: str) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number in ascending order.
-
-    Above MAX_TRIED squared, return those up to MAX_TRIED and their cofactors.
-    """
+    """Return the ascending divisors; above MAX_TRIED squared those up to it, and cofactors."""
     tried = range(1, min(math.isqrt(number), MAX_TRIED) + 1)
     small = [size for size in tried if number % size == 0]
     return sorted({*small, *(number // size for size in small)})

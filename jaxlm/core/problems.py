@@ -113,10 +113,7 @@ def explain(*paths: str) -> str:
 
 
 def flag_or_explain(path: str, known: Setting, value: Any) -> str:
-    """Return the flag that sets the same value in an accepted notation.
-
-    Without one, return the command that lists the accepted values: no other value is suggested.
-    """
+    """Return the flag of the same value, else the command that lists values: none is guessed."""
     try:
         return flag(path, same(known, value))
     except ValueError:

@@ -123,20 +123,15 @@ PLOTS = (
 
 
 def draw(run: str | os.PathLike[str]) -> list[Path]:
-    """Draw plots/*.png of a run directory, those that have numbers, and return their paths.
-
-    Raises DataError if metrics.jsonl is damaged, NotWritable if a plot cannot be written.
-    """
+    """Draw the plots that have numbers; return their paths. Raises DataError, NotWritable."""
     folder, records = Path(run) / "plots", sinks.read(Path(run) / "metrics.jsonl")
     curves = ((plot, _series(records, plot)) for plot in PLOTS)
     pictures = {plot.name: _png(plot, series) for plot, series in curves if series}
-    pictures = {
-        folder / f"{name}.png": png for name, png in (pictures | layer_maps(records)).items()
-    }
-    for path, picture in pictures.items():
+    pictures |= layer_maps(records)
+    for name, picture in pictures.items():
         folder.mkdir(exist_ok=True)
-        sinks.replace(path, picture)
-    return list(pictures)
+        sinks.replace(folder / f"{name}.png", picture)
+    return [folder / f"{name}.png" for name in pictures]
 
 
 def _series(records: Sequence[dict[str, Any]], plot: Plot) -> dict[str, list[tuple[int, float]]]:

@@ -76,8 +76,8 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     names = {"other": "other operations", "data_wait": "data wait", "python": "Python and other"}
     kinds = [f"{share:6.1%} {names.get(kind, kind)}" for kind, share in shares.items()]
     rows = [
-        f"{each['share']:6.1%} {formatting.number(1e3 * each['seconds'], 3)} ms in {each['count']}: "
-        + ", ".join(filter(None, (each["name"], each["kind"], each["source"])))
+        f"{each['share']:6.1%} {formatting.number(1e3 * each['seconds'], 3)} ms "
+        f"in {each['count']}: {', '.join(filter(None, map(each.get, ('name', 'kind', 'source'))))}"
         for each in result["operations"]
     ]
     blocks = {"share of time": kinds, "operations": rows, "limits": result["not_told"]}

@@ -154,10 +154,7 @@ def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> di
 
 
 def _changed(records: Sequence[Record]) -> Iterator[list[str]]:
-    """Yield each validation set's loss before the first step and at the last evaluation.
-
-    Only runs that began with other weights have a loss before.
-    """
+    """Yield each set's first and last loss, if a loss before the first step is known."""
     by_split: dict[str, list[float]] = {}
     for record in records:
         split, loss = record.get("split", "train"), record.get("loss_nats")

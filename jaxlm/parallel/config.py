@@ -50,10 +50,7 @@ class MeshConfig:
             yield automatic[-1], why, f"--config.mesh.{automatic[-1]}=1"
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Return the size of each axis on `devices` devices, with `auto` filled in.
-
-        Raises ConfigError if the product is not the number of devices; names the nearest sizes.
-        """
+        """Return the size of each axis, `auto` filled in. ConfigError names the nearest sizes."""
         named = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in named.values() if size != "auto")
         if fixed == devices or ("auto" in named.values() and devices % fixed == 0):

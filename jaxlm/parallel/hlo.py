@@ -80,25 +80,8 @@ class Operation(NamedTuple):
     source: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceGroups:
-    """Sets of devices that exchange data, by number in the mesh; (from, to) for a permutation."""
-
-    members: tuple[tuple[int, ...], ...]
-
-    @property
-    def size(self) -> int:
-        """Number of devices in the largest set."""
-        return max(map(len, self.members), default=1)
-
-    def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the axes of a mesh, given by ordered sizes, along which a set's members differ."""
-        sizes = tuple(mesh.values())
-        coordinates = np.array(np.unravel_index(np.arange(math.prod(sizes)), sizes)).T
-        differs = np.zeros(len(mesh), bool)
-        for group in self.members:
-            differs |= (coordinates[list(group)] != coordinates[group[0]]).any(0)
-        return tuple(axis for axis, is_crossed in zip(mesh, differs, strict=True) if is_crossed)
+# Sets of devices that exchange data, by number in the mesh; (from, to) for a permutation.
+DeviceGroups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,31 +113,36 @@ class Collective:
         (n - 1) / n of the arrays for a gather, a scatter or an exchange; twice that for an
         all-reduce, which is a scatter and a gather; all of them for a permutation.
         """
-        n = self.groups.size
+        n = max(map(len, self.groups), default=1)
         if self.kind in ("collective-permute", "collective-broadcast"):
             return float(self.bytes)
         return self.bytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the mesh axes, given by ordered sizes, that the collective crosses."""
-        return self.groups.axes(mesh)
+        """Return the axes of a mesh, given by ordered sizes, along which a group differs."""
+        sizes = tuple(mesh.values())
+        coordinates = np.array(np.unravel_index(np.arange(math.prod(sizes)), sizes)).T
+        differs = np.zeros(len(mesh), bool)
+        for group in self.groups:
+            differs |= (coordinates[list(group)] != coordinates[group[0]]).any(0)
+        return tuple(axis for axis, is_crossed in zip(mesh, differs, strict=True) if is_crossed)
 
 
 class _Program:
     """The instructions of each computation, and the tables of source lines."""
 
     def __init__(self, text: str, package: str):
-        self.lines: dict[str, list[str]] = {}
+        self.computations: dict[str, list[re.Match[str]]] = {}
         self.entry, inside = "", None
         for line in text.splitlines():
             if inside is None:
                 if (match := _COMPUTATION.match(line)) and "->" in line:
-                    inside = self.lines.setdefault(match["name"], [])
+                    inside = self.computations.setdefault(match["name"], [])
                     self.entry = match["name"] if match["entry"] else self.entry
             elif line.startswith("}"):
                 inside = None
-            else:
-                inside.append(line)
+            elif instruction := _INSTRUCTION.match(line):
+                inside.append(instruction)
         if not self.entry:
             raise ValueError("the text has no entry computation: it is not optimized HLO")
         counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.partition("\n")[0])
@@ -167,13 +155,11 @@ class _Program:
 
     def instructions(self) -> Iterator[tuple[str, re.Match[str]]]:
         """Yield the computation and the match of each instruction; `match.string` is its line."""
-        for name, lines in self.lines.items():
-            for line in lines:
-                if match := _INSTRUCTION.match(line):
-                    yield name, match
+        for name, matches in self.computations.items():
+            yield from ((name, match) for match in matches)
 
     def source(self, line: str) -> str:
-        """Return `file:line` of the innermost frame in the package (by its path there), or of any."""
+        """Return `file:line` of the innermost frame, in the package (by its path there) if any."""
         frames = re.findall(r'source_file="([^"]*)" source_line=(\d+)', line)[:1]
         frame = None if frames else re.search(r"stack_frame_id=(\d+)", line)
         number = frame[1] if frame else ""
@@ -203,22 +189,17 @@ class _Program:
 
     def _calls(self, name: str) -> Iterator[tuple[str, int | None]]:
         """Yield the computations that one calls, and how often; None for an unknown count."""
-        for line in self.lines.get(name, ()):
-            match = _INSTRUCTION.match(line)
-            if match is None or match["op"] in COLLECTIVES:
-                continue  # a collective applies a sum
-            trips = self._trips(line) if match["op"] == "while" else 1
-            for callee in re.findall(r"[\w.-]+", " ".join(_CALLED.findall(line))):
-                yield callee, trips
+        for match in self.computations.get(name, ()):
+            if match["op"] not in COLLECTIVES:  # which apply a sum
+                trips = self._trips(match.string) if match["op"] == "while" else 1
+                called = " ".join(_CALLED.findall(match.string))
+                yield from ((callee, trips) for callee in re.findall(r"[\w.-]+", called))
 
     def _trips(self, line: str) -> int | None:
-        """Return a loop's trip count: known, or the one number that its condition tests.
-
-        Scans count from 0 by 1.
-        """
+        """Return a loop's trip count: known, or its condition's one limit (scans begin at 0)."""
         limits = _TRIPS.findall(line)[:1]
         if not limits and (condition := re.search(r"condition=%?([\w.-]+)", line)):
-            tests = "\n".join(self.lines.get(condition[1], ()))
+            tests = "\n".join(each.string for each in self.computations.get(condition[1], ()))
             limits = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", tests)
         return int(limits[0]) if len(limits) == 1 else None
 
@@ -239,9 +220,8 @@ class _Program:
     def _fused_ops(self, line: str) -> set[str]:
         ops: set[str] = set()
         for name in _FUSED.findall(line):
-            for inner in self.lines.get(name, ()):
-                if match := _INSTRUCTION.match(inner):
-                    ops |= {match["op"]} | self._fused_ops(inner)
+            for match in self.computations.get(name, ()):
+                ops |= {match["op"]} | self._fused_ops(match.string)
         return ops
 
 
@@ -278,10 +258,7 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
 
 
 def read_results(text: str, package: str = "/jaxlm/") -> list[HloResult]:
-    """Return every array that an optimized program computes on a device, in any computation.
-
-    `package` and errors are as in `read_collectives`.
-    """
+    """Return every array that an optimized program computes on a device; see `read_collectives`."""
     program = _Program(text, package)
     return [
         HloResult(match["op"], shape, _op_name(match.string), program.source(match.string))
@@ -316,7 +293,7 @@ def _op_name(line: str) -> str:
 
 
 def _payload(op: str, type_: str, operands: str, named: list[str]) -> tuple[Shape, ...]:
-    """Return the results of a gather, or operands, typed in the text or by the named instruction."""
+    """Return the results of a gather, or operands: their types precede, or are of the `named`."""
     if op == "all-gather":
         return _arrays(type_)
     inputs = _arrays(operands) or tuple(shape for each in named for shape in _arrays(each))
@@ -363,12 +340,12 @@ def read_groups(line: str, devices: int) -> DeviceGroups:
     Raises ValueError for any other form.
     """
     if pairs := re.search(rf"source_target_pairs={_LISTED}", line):
-        return DeviceGroups(_listed(pairs[1]))
+        return _listed(pairs[1])
     _, has_groups, rest = line.partition("replica_groups=")
     if not has_groups:
         raise ValueError(f"no replica_groups in {line.strip()[:200]!r}")
     if listed := re.match(_LISTED, rest):
-        return DeviceGroups(_listed(listed[1]) or (tuple(range(devices)),))
+        return _listed(listed[1]) or (tuple(range(devices)),)
     if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
         return _rows(_iota(iota[2]).reshape(_numbers(iota[1])))
     if meshed := re.match(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(([^{]*)\))?\s*\{([^}]*)\}", rest):
@@ -376,7 +353,7 @@ def read_groups(line: str, devices: int) -> DeviceGroups:
     raise ValueError(f"replica_groups in an unknown form: {rest[:200]!r}")
 
 
-def _listed(text: str) -> tuple[tuple[int, ...], ...]:
+def _listed(text: str) -> DeviceGroups:
     return tuple(_numbers(part) for part in re.findall(r"\{([\d,]*)\}", text))
 
 
@@ -415,4 +392,4 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str) -> DeviceGroups:
 
 
 def _rows(groups: np.ndarray) -> DeviceGroups:
-    return DeviceGroups(tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist())))
+    return tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist()))

@@ -47,10 +47,7 @@ def build(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
 
 
 def slices(devices: Sequence[jax.Device]) -> int:
-    """Return the number of groups with slow links between them: TPU slices, hosts of GPUs.
-
-    Raises ConfigError if they differ in size.
-    """
+    """Return the number of groups with slow links between them: TPU slices, hosts of GPUs."""
     sizes = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(set(sizes.values())) > 1:
         what = "the slices of this run differ in their number of devices"
@@ -60,10 +57,7 @@ def slices(devices: Sequence[jax.Device]) -> int:
 
 
 def axis_crossings(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Return how often the borders of `count` slices cut each axis.
-
-    Raises ConfigError if the axes cannot be cut so; names the nearest layouts that can.
-    """
+    """Return how often `count` slices cut each axis. ConfigError names the nearest layouts."""
     if (outer := slice_crossings(sizes, count)) is not None:
         return outer
 

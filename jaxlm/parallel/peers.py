@@ -53,10 +53,7 @@ class Peers:
             raise _lost(f"not every rank reached {name!r} within {seconds:g} s", error) from error
 
     def agree(self, name: str, facts: dict[str, Any], seconds: float) -> None:
-        """Compare facts of all ranks before anything is computed with them.
-
-        Raises ConfigError on every rank, with the differences, if any; PeerLost at the timeout.
-        """
+        """Raise ConfigError on every rank if facts differ between ranks; PeerLost at a timeout."""
         if self.count == 1:
             return
         key = f"{ROOT}/facts/{name}"
@@ -73,10 +70,7 @@ class Peers:
             raise ConfigError(what, where=where, why="\n".join([*differences[:6], *more]), fix=fix)
 
     def share(self, name: str, value: Any, seconds: float) -> Any:
-        """Return the first rank's value after a round trip through JSON.
-
-        Every rank must call this as often with each name. Raises PeerLost at the timeout.
-        """
+        """Return the first rank's value, via JSON. Ranks must call this equally often by name."""
         if self.count == 1:
             return value
         key, number = f"{ROOT}/shared/{name}", self._number(name)
@@ -173,7 +167,7 @@ def start(
       rank, count: number of this process, and of all.
       devices: local GPUs of this process; all by default.
       join_seconds, heartbeat_seconds: timeout of the rendezvous; after this silence a rank is lost.
-      say: prints a warning.
+      `say`: prints a warning.
     """
     faults.rank = rank
     if rank == 0 and not _is_loopback(rendezvous.split(address)[0]):

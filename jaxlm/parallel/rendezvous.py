@@ -80,10 +80,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def _serve(address: str, count: int, deadline: float, refused: str = "") -> tuple[list[int], str]:
-    """Rank 0: collect the other ranks, and send them the result; an error at once.
-
-    After an error, ranks that join within `REPORT_SECONDS` get it too.
-    """
+    """Rank 0: collect the ranks and send them the result; an error at once and for a while."""
     callers: dict[int, socket.socket] = {}
     unanswered: list[socket.socket] = []
     wrong = f"rank 0 was refused: {refused}" if refused else ""
