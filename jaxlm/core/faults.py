@@ -69,21 +69,11 @@ def parse(text: str) -> tuple[Fault, ...]:
 _faults = parse(os.environ.get(VARIABLE, ""))
 
 
-def point(name: str, step: int | None = None) -> None:
-    """Strike here if a fault names this point."""
+def point(name: str, step: int | None = None, size: int | None = None) -> None:
+    """Strike here if a fault names this point, at which `size` bytes are read."""
     for fault in _faults:
         if fault.point == name and fault.is_at(step):
-            _strike(fault)
-
-
-def transfer(name: str, size: int) -> None:
-    """Take as long as `size` bytes at the speed of a `slow` fault, or strike another fault."""
-    for fault in _faults:
-        if fault.point == name and fault.is_at(None):
-            if fault.action == "slow":
-                time.sleep(size / fault.value)
-            else:
-                _strike(fault)
+            _strike(fault, size)
 
 
 def planned(name: str) -> tuple[Fault, ...]:
@@ -91,8 +81,10 @@ def planned(name: str) -> tuple[Fault, ...]:
     return tuple(fault for fault in _faults if fault.point == name)
 
 
-def _strike(fault: Fault) -> None:
+def _strike(fault: Fault, size: int | None) -> None:
     match fault.action:
+        case "slow" if size is not None:
+            time.sleep(size / fault.value)
         case "raise":
             raise RuntimeError(f"injected fault at {fault.point}")
         case "enospc":

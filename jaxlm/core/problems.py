@@ -37,6 +37,8 @@ class Origin:
 
 
 DEFAULT = Origin("default")
+Origins = dict[str, Origin]  # of values by dotted path
+Raw = dict[str, Any]  # a config as nested dicts
 
 
 def short(path: str | os.PathLike[str]) -> str:
@@ -175,12 +177,7 @@ def same(known: Setting, value: Any) -> Any:
 
 
 def unknown(
-    schema: type,
-    raw: dict[str, Any],
-    path: str,
-    value: Any,
-    origin: Origin,
-    origins: dict[str, Origin],
+    schema: type, raw: Raw, path: str, value: Any, origin: Origin, origins: Origins
 ) -> Problem:
     """Return the problem of an unknown setting, with the setting that was probably meant.
 
@@ -198,19 +195,17 @@ def unknown(
     union = present.get(section)
     arms = sections.by_name(union.arms) if union and union.arms else {}
     owners = [name for name, each in arms.items() if leaf in sections.fields(each)]
-    similar = {
-        name: known
-        for name, known in present.items()
-        if value is None or bool(known.arms) == isinstance(value, dict)
-    }
+    similar = present
+    if value is not None:
+        is_section = isinstance(value, dict)
+        similar = {name: each for name, each in present.items() if bool(each.arms) == is_section}
     what = f"unknown setting {path}"
     if union and owners:
         label = f"{section}.{sections.tag(union.arms[0])}"
         arm = sections.chosen(union.arms, value_at(raw, section, {}), union.default)
         now = next((name for name, each in arms.items() if each is arm), None)
-        what = f"{path} is not a setting here"
-        why = f"it belongs to another arm of {section}: {label} is {now}, "
-        why += f"{' and '.join(owners)} would have it"
+        what, owned = f"{path} is not a setting here", f"{' and '.join(owners)} would have it"
+        why = f"it belongs to another arm of {section}: {label} is {now}, {owned}"
         fix = "\n".join(f"--config.{label}={owner}" for owner in owners[:3])
     elif ranked := rank(path, similar, getattr(schema, "ALIASES", {})):
         best = ranked[0]
@@ -220,9 +215,8 @@ def unknown(
         what = f"{path} is not a setting here"
         why, fix = f"it belongs to another arm of {section}: {elsewhere.doc}", explain(path)
     else:
-        parts = path.split(".")[:-1]
-        parents = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-        section = next((name for name in parents if name in present), "")
+        while section and section not in present:
+            section = section.rpartition(".")[0]
         names = [name.rpartition(".")[2] for name in present if name.rpartition(".")[0] == section]
         why = f"{section or 'the config'} has {', '.join(names)}"
         fix = explain(section or root_name(schema))
@@ -234,7 +228,7 @@ def root_name(schema: type) -> str:
     return getattr(schema, "ROOT", "")
 
 
-def _described(known: Setting, raw: dict[str, Any], path: str, origins: dict[str, Origin]) -> str:
+def _described(known: Setting, raw: Raw, path: str, origins: Origins) -> str:
     """Return doc, type and value of a setting, as a clause after its name."""
     doc = f": {known.doc}, {sections.requirement(known)}" if known.doc else ""
     if known.arms:

@@ -77,7 +77,8 @@ def of_kind(device_kind: str) -> Chip | None:
 def peak_flops(device_kind: str, devices: int = 1) -> float | None:
     """Return the bfloat16 (else float16) peak of `devices`; None if unknown, as for a CPU."""
     chip = of_kind(device_kind)
-    return chip and devices * chip.flops.get("bfloat16", chip.flops.get("float16", 0.0))
+    peak = chip.flops.get("bfloat16", chip.flops.get("float16", 0.0)) if chip else None
+    return None if peak is None else devices * peak
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

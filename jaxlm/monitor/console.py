@@ -3,14 +3,14 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, Self, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxlm.core.quoting import printable
 from jaxlm.monitor import formatting
-from jaxlm.monitor.sinks import NullSink, Record, Sink
+from jaxlm.monitor.sinks import AppendFile, NullSink, Record, Sink
 
 HEAD_EVERY = 30  # rows between column heads, so that they are always on the screen
 
@@ -47,23 +47,13 @@ COLUMNS = (
 )
 
 
-class Log(Protocol):
-    """A text file that is appended to."""
-
-    def write(self, text: str, /) -> object:
-        """Append the text."""
-
-
 class Console:
-    """Prints records as rows; on a terminal with a progress bar below.
+    """Prints records as rows on a screen, if any; on a terminal with a bar below, up to `total`.
 
-    Args:
-      screen: output stream; None prints nothing.
-      log: file that gets the same lines without colors.
-      total: steps of the whole run, for the bar.
+    The file `log` gets the same lines without colors.
     """
 
-    def __init__(self, screen: TextIO | None, *, log: Log | None = None, total: int):
+    def __init__(self, screen: TextIO | None, *, log: AppendFile | None = None, total: int):
         # A notebook requests color in its environment but is no terminal: a bar would leave a line
         # for each frame.
         plain: Any = dict(force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
@@ -87,7 +77,7 @@ class Console:
         """Return True if the lines are written to a file as well."""
         return self._log is not None
 
-    def keep(self, log: Log, warnings: Sink) -> None:
+    def keep(self, log: AppendFile, warnings: Sink) -> None:
         """Write the same lines to a file from now on, and warnings to a sink for the report."""
         self._log, self._warnings = log, warnings
 
@@ -163,7 +153,7 @@ class Console:
             self.close()
         if not self._is_live or step >= self._total:
             return
-        if self._bar is None:
+        if not self._bar:
             self._bar = Progress(
                 BarColumn(bar_width=None),
                 TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),

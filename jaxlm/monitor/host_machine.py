@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import sys
-import time
+import timeit
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -48,20 +48,14 @@ def _measured() -> tuple[float, float]:
     side = 512
     a = np.ones((side, side), np.float32)
     a @ a  # starts the threads
-    flops = 2 * side**3 / min(_timed(lambda: a @ a) for _ in range(5))
+    flops = 2 * side**3 / min(timeit.repeat(lambda: a @ a, number=1, repeat=5))
     block = np.zeros(8 * 2**20, np.float32)
-    return flops, 2 * block.nbytes / min(_timed(block.copy) for _ in range(3))
+    return flops, 2 * block.nbytes / min(timeit.repeat(block.copy, number=1, repeat=3))
 
 
 def physical_bytes() -> int:
     """Return this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _timed(function: Any) -> float:
-    begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
 
 
 class PeakMemory(NamedTuple):

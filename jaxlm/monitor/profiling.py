@@ -1,5 +1,6 @@
 """Profiler trace of a few steps, and the time breakdown from the JSON that JAX writes with it."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -194,7 +195,7 @@ class Trace:
     ):
         self.folder, self._window, self._written = Path(folder), config.window, written
         self._running = False
-        self._mark: Any = None
+        self._mark = contextlib.ExitStack()
 
     def is_due(self, step: int) -> bool:
         """Return True if the trace begins or ends before this step."""
@@ -218,24 +219,18 @@ class Trace:
 
     def enter(self, phase: str) -> None:
         """Annotate the following phase of the loop in the trace: "data" or "step"."""
-        self._unmark()
+        self._mark.close()
         if self._running:
             import jax
 
-            self._mark = jax.profiler.TraceAnnotation(f"{MARK}{phase}")
-            self._mark.__enter__()
+            self._mark.enter_context(jax.profiler.TraceAnnotation(f"{MARK}{phase}"))
 
     def close(self) -> None:
         """End a running trace."""
-        self._unmark()
+        self._mark.close()
         if self._running:
             import jax
 
             jax.profiler.stop_trace()
             self._running = False
             self._written()
-
-    def _unmark(self) -> None:
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None

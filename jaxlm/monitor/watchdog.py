@@ -26,8 +26,7 @@ class Watchdog:
     Ctrl-Z for an hour does not exceed a limit.
 
     Args:
-      config: time limit of each phase.
-      on_overdue: called once, in the watchdog's thread, with the message.
+      config, on_overdue: time limits; called once, in the watchdog's thread, with the message.
       is_peer_busy: returns whether a peer is in a phase that may take longer than a step; the time
         of a step or verification, which waits for that peer, then stands still.
       heartbeat: a file whose content changes while this process runs Python, for the parent that

@@ -9,6 +9,7 @@ from typing import Literal
 
 from jaxlm.core.config import setting
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.nearest import divisors
 
 # Outermost first: the slowest link carries the least traffic.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -71,8 +72,7 @@ def factorizations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, i
         return [dict.fromkeys(AXES, 1) | {first: devices}]
     return [
         layout | {first: size}
-        for size in range(1, devices + 1)
-        if devices % size == 0
+        for size in divisors(devices)
         for layout in factorizations(devices // size, rest)
     ]
 

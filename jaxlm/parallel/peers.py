@@ -7,8 +7,8 @@ import ipaddress
 import itertools
 import json
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ class Peers:
     def __init__(self, rank: int = 0, count: int = 1):
         self.rank, self.count = rank, count
         self._barriers = itertools.count()
-        self._calls: Counter[str] = Counter()
+        self._calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
     @property
     def is_first(self) -> bool:
@@ -73,7 +73,7 @@ class Peers:
         """Return the first rank's value, via JSON. Ranks must call this equally often by name."""
         if self.count == 1:
             return value
-        key, number = f"{ROOT}/shared/{name}", self._number(name)
+        key, number = f"{ROOT}/shared/{name}", next(self._calls[name])
         if self.is_first:
             self._client.key_value_set(f"{key}/{number}", json.dumps(value))
             # Ranks are at most a step apart, so no rank still reads the old values.
@@ -89,7 +89,7 @@ class Peers:
         """
         if self.count == 1:
             return [value]
-        key = f"{ROOT}/gathered/{name}/{self._number(name)}"
+        key = f"{ROOT}/gathered/{name}/{next(self._calls[name])}"
         self._client.key_value_set(f"{key}/{self.rank}", json.dumps(value))
         if not self.is_first:
             return []
@@ -122,11 +122,6 @@ class Peers:
         if self.count > 1:
             jax.distributed.shutdown()
             self.count = 1
-
-    def _number(self, name: str) -> int:
-        number = self._calls[name]
-        self._calls[name] += 1
-        return number
 
     def _get_all(self, key: str, name: str, seconds: float) -> list[Any]:
         """Return the value of every rank under a key."""

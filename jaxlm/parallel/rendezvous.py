@@ -86,9 +86,10 @@ def _serve(address: str, count: int, deadline: float, refused: str = "") -> tupl
     wrong = f"rank 0 was refused: {refused}" if refused else ""
 
     def answer(present: list[int]) -> None:
+        reply = json.dumps({"present": present, "wrong": wrong})
         for caller in unanswered:
             with contextlib.suppress(OSError):
-                _send(caller, {"present": present, "wrong": wrong})
+                caller.sendall(f"{reply}\n".encode())
         unanswered.clear()
 
     with contextlib.ExitStack() as stack:
@@ -133,7 +134,8 @@ def _join(
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
             with socket.create_connection(split(address), timeout=left) as caller:
-                _send(caller, {"rank": rank, "count": count, "refused": refused})
+                message = {"rank": rank, "count": count, "refused": refused}
+                caller.sendall(json.dumps(message).encode() + b"\n")
                 caller.settimeout(left + SILENCE_SECONDS)  # rank 0 may have started later
                 reply = _receive_line(caller)
             if {"present", "wrong"} <= reply.keys():
@@ -173,21 +175,15 @@ def _listener(address: str, deadline: float) -> socket.socket:
             raise PeerLost(what, where=address, why=why, fix=fix) from error
 
 
-def _send(caller: socket.socket, value: dict) -> None:
-    caller.sendall(json.dumps(value).encode() + b"\n")
-
-
 def _receive_line(caller: socket.socket) -> dict:
     """Return one line of JSON, empty if it is invalid. A list of ranks may be long."""
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES * 100:
-        part = caller.recv(MAX_LINE_BYTES)
-        if not part:
+        if not (part := caller.recv(MAX_LINE_BYTES)):
             return {}
         line += part
     with contextlib.suppress(ValueError):
-        value = json.loads(line)
-        return value if isinstance(value, dict) else {}
+        return value if isinstance(value := json.loads(line), dict) else {}
     return {}
 
 
