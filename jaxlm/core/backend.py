@@ -48,13 +48,12 @@ def _shown(path: Path) -> frozenset[str]:
 
 
 def keep_freed_memory() -> bool:
-    """Keep the memory that this process's main thread frees for later allocations.
+    """Keep memory that the main thread frees for later allocations; False without glibc.
 
     glibc returns large blocks to the system at once. XLA allocates all temporaries of a program as
     one block, so each step on a CPU would get new pages, which the system zeroes on first access: a
     sixth to a quarter of the step's time. Blocks of other threads are still returned, so dispatch
-    must not be asynchronous. The process keeps its peak usage. Returns False if the C library has
-    no such setting.
+    must not be asynchronous. The process keeps its peak usage.
     """
     if host.libc_ver()[0] != "glibc":
         return False

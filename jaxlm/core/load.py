@@ -217,12 +217,8 @@ def _corrections(
         is_flag = first.fix.startswith(("--config.", "'--config."))
         words = shlex.split(first.fix.partition("\n")[0]) if is_flag else []
         added = dict(word.removeprefix("--config.").partition("=")[::2] for word in words)
-        if (
-            not added
-            or any(flags.get(path, text) != text for path, text in added.items())
-            or added.items() <= flags.items()
-            or not all(word.startswith("--config.") for word in words)
-        ):
+        is_pasted = all(word.startswith("--config.") for word in words)
+        if not is_pasted or added.items() <= flags.items() or flags | added != added | flags:
             return ""
         flags |= added
         known = sections.settings(resolver.schema, resolver.raw)
@@ -275,18 +271,17 @@ def _override(resolver: Resolver, path: str, text: str) -> Problem | None:
     schema, raw, origins = resolver.schema, resolver.raw, resolver.origins
     origin = Origin("command line", f"--config.{path}={text}")
     present = sections.settings(schema, raw)
-    known = present.get(path)
     section, _, name = path.rpartition(".")
-    parent = present.get(section)
-    arms = sections.by_name(parent.arms) if parent is not None and parent.arms else {}
-    is_label = parent is not None and bool(arms) and name == sections.tag(parent.arms[0])
+    known, parent = present.get(path), present.get(section)
+    arms = sections.by_name(parent.arms) if parent and parent.arms else {}
+    is_label = bool(parent and arms and name == sections.tag(parent.arms[0]))
     if known is None and not is_label:
         return problems.unknown(schema, raw, path, text, origin, origins)
-    if known is not None and text in known.named:
+    if known and text in known.named:
         _replace(raw, origins, path, known.named[text])
-    elif known is not None and known.arms:
+    elif known and known.arms:
         return _unknown_section(known, path, text, origin)
-    elif parent is not None and is_label:
+    elif parent and is_label:
         if text not in arms:
             return problems.unknown_arm(parent.arms, section, text, origin)
         inside = _section(raw, section)
@@ -294,7 +289,7 @@ def _override(resolver: Resolver, path: str, text: str) -> Problem | None:
             # Settings of another arm do not apply to this one.
             _replace(raw, origins, section, arms[text]())
         inside[name] = text
-    elif known is not None:
+    elif known:
         inside = _section(raw, section)
         try:
             inside[name] = sections.read(known.kind, text)

@@ -115,7 +115,7 @@ def explain(*paths: str) -> str:
 
 
 def flag_or_explain(path: str, known: Setting, value: Any) -> str:
-    """Return the flag of the same value, else the command that lists values: none is guessed."""
+    """Return the flag of the same value, else the command that lists values; never a guess."""
     try:
         return flag(path, same(known, value))
     except ValueError:
@@ -284,10 +284,9 @@ def for_flag(schema: type, name: str, value: str | None) -> str | None:
 
 def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -> str:
     """Return the flag or source line with the correct name and the same value."""
-    if known.arms or value is None:
-        suits = known.arms == () or value is None
-    else:
-        suits = not flag_or_explain(best, known, value).startswith(EXPLAIN)
+    suits = value is None or not (
+        known.arms or flag_or_explain(best, known, value).startswith(EXPLAIN)
+    )
     source = line_of(origin)
     for wrong, right in ((path, best), (path.rpartition(".")[2], best.rpartition(".")[2])):
         pattern = rf"(?<![\w]){re.escape(wrong)}(?![\w])"

@@ -151,10 +151,7 @@ def machine(name: str, *, flag: str, memory: str | None = None) -> Machine:
 
 
 def tpu_slice(name: str, *, flag: str) -> Machine:
-    """Return the TPU slice of a name such as `v5e-16`. `flag` has the name, for the error.
-
-    Raises CommandError if unknown; the fix is the smallest slice of that chip with its devices.
-    """
+    """Return the TPU slice of a name; CommandError suggests the smallest with as many devices."""
     if name not in SLICES:
         what, why = f"there is no TPU slice {name!r} in the table", ", ".join(SLICES)
         fix = f"{flag}={_slice(name) or _SMALLEST}"
@@ -174,10 +171,7 @@ def _bytes(memory: str) -> int:
 
 
 def _meant(name: str) -> str | None:
-    """Return the machine that `name` spells with other capitals and punctuation, or None.
-
-    A name with other letters or digits is another chip: `a11` is not corrected to `a10`.
-    """
+    """Return the machine whose letters and digits `name` has, or None: `a11` is not `a10`."""
     plain = re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
     known = [*SLICES, *CHIPS, *(f"{chip.name}x8" for chip in CHIPS.values() if not chip.is_tpu)]
     same = (each for each in known if re.sub(r"[^a-z0-9]", "", each) == plain)

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
@@ -47,7 +47,7 @@ COLUMNS = (
 )
 
 
-class Console:
+class Console(contextlib.AbstractContextManager["Console"]):
     """Prints records as rows on a screen, if any; on a terminal with a bar below, up to `total`.
 
     The file `log` gets the same lines without colors.
@@ -65,9 +65,6 @@ class Console:
         self._log, self._total, self._rows = log, total, 0
         self._warnings: Sink = NullSink()
         self._bar: Progress | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

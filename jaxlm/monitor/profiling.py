@@ -55,18 +55,20 @@ def summary(path: Path, classify: Classify) -> dict[str, Any]:
     operations = [span for span in operations if kinds[span.name][0] != "control"]
     if not operations:
         raise ValueError(f"{path.name} holds no operation of a device")
-    waits = [span for span in marks if span.name == "data"]
     begin = min(span.begin for span in marks or operations)
     end = max(span.end for span in (*marks, *operations))
+    spans = [(span, kinds[span.name][0]) for span in operations]
+    spans += [(span, "data_wait") for span in marks if span.name == "data"]
     shares = dict.fromkeys((*KINDS, "data_wait", "python"), 0.0)
-    for what, time in _shared(operations, waits, begin, end, lambda name: kinds[name][0]):
+    for what, time in _shared(spans, begin, end):
         shares[what] += time / (end - begin)
+    unknown = sum(not kinds[span.name][2] for span in operations)
     return {
         "seconds": (end - begin) / 1e6,
         "steps": sum(span.name == "step" for span in marks),
         "shares": shares,
         "operations": _top(operations, kinds),
-        "not_told": list(_not_told(len(events), where, operations, kinds, bool(marks))),
+        "not_told": _limits(f"{unknown} of {len(operations)}", where, bool(marks), len(events)),
         "trace": path.name,
     }
 
@@ -113,17 +115,11 @@ def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEv
 
 
 def _shared(
-    operations: list[TraceEvent],
-    waits: list[TraceEvent],
-    begin: float,
-    end: float,
-    kind: Callable[[str], str],
+    spans: list[tuple[TraceEvent, str]], begin: float, end: float
 ) -> Iterator[tuple[str, float]]:
     """Yield the kind that each interval between two events counts for, and its length."""
-    kinds = [(span, kind(span.name)) for span in operations]
-    kinds += [(span, "data_wait") for span in waits]
-    edges = [(span.begin, what, 1) for span, what in kinds]
-    edges += [(span.end, what, -1) for span, what in kinds]
+    edges = [(span.begin, what, 1) for span, what in spans]
+    edges += [(span.end, what, -1) for span, what in spans]
     running: Counter[str] = Counter()
     last = begin
     for time, what, change in (*sorted(edges), (end, "", 0)):
@@ -147,36 +143,27 @@ def _top(
     for span in operations:
         times[span.name] += (span.end - span.begin) / 1e6
     total = sum(times.values()) or 1.0
-    return [
-        {
-            "name": name,
-            "kind": kinds[name][0],
-            "source": kinds[name][1],
-            "count": counts[name],
-            "seconds": times[name],
-            "share": times[name] / total,
-        }
-        for name in sorted(times, key=lambda name: -times[name])[:TOP]
+    rows = []
+    for name, seconds in sorted(times.items(), key=lambda item: -item[1])[:TOP]:
+        kind, source, _ = kinds[name]
+        row = {"name": name, "kind": kind, "source": source, "count": counts[name]}
+        rows.append({**row, "seconds": seconds, "share": seconds / total})
+    return rows
+
+
+def _limits(unknown: str, where: str, has_marks: bool, events: int) -> list[str]:
+    """Return the limits of what the figures can show."""
+    name_only = "their kind is derived from the name alone"
+    lines = [
+        f"{unknown} operations are not in the step's program: {name_only}",
+        f"operations ran on {where}; simultaneous operations share a moment equally",
+        "operations fused with a matmul count as matmul; evaluation, saving and Python are one",
     ]
-
-
-def _not_told(
-    events: int,
-    where: str,
-    operations: list[TraceEvent],
-    kinds: dict[str, tuple[str, str, bool]],
-    has_marks: bool,
-) -> Iterator[str]:
-    """Yield the limits of what the figures can show."""
-    unknown = f"{sum(not kinds[span.name][2] for span in operations)} of {len(operations)}"
-    note = "their kind is derived from the name alone"
-    yield f"{unknown} operations are not in the step's program: {note}"
-    yield f"operations ran on {where}; simultaneous operations share a moment equally"
-    yield "operations fused with a matmul count as matmul; evaluation, saving and Python are one"
     if not has_marks:
-        yield "the wait for data is unknown: the trace does not contain the loop"
+        lines.append("the wait for data is unknown: the trace does not contain the loop")
     if events >= MAX_EVENTS:
-        yield f"events after the first {MAX_EVENTS:,} are missing: the file ends there"
+        lines.append(f"events after the first {MAX_EVENTS:,} are missing: the file ends there")
+    return lines
 
 
 class Trace:

@@ -22,10 +22,14 @@ STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")  # also u
 MAX_DEPTH = 20  # levels of a JSON file that get rows of their own
 SAMPLES: Shape = {"step": sinks.is_step, "prompt": sinks.is_text, "text": sinks.is_text}
 FORECAST: Shape = {
-    "bytes_per_device": sinks.is_bytes,
-    "compiled_bytes_per_device": sinks.is_bytes,
-    "step_seconds": sinks.is_range,
-    "tokens_per_second": sinks.is_range,
+    **dict.fromkeys(
+        ("bytes_per_device", "compiled_bytes_per_device"),
+        lambda value: isinstance(value, dict) and sinks.is_number(value.get("total")),
+    ),
+    **dict.fromkeys(
+        ("step_seconds", "tokens_per_second"),
+        lambda value: isinstance(value, list) and list(map(sinks.is_number, value)) == [True] * 2,
+    ),
     "assumed": lambda value: isinstance(value, list),
 }
 EXIT: Shape = {"code": sinks.is_number, "cause": sinks.is_text, "time_unix": sinks.is_number}
@@ -88,18 +92,17 @@ def batch_advice(records: Sequence[Record]) -> str | None:
     last, before, scale = train[-1], earlier[-1], scales[-1]
     batch = (last["tokens"] - before["tokens"]) / (last["step"] - before["step"])
 
-    def change(ratio: float, what: str) -> str:
-        return f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'fewer'} {what}"
-
     def cost(other: float) -> str:
-        steps = (1 + scale / other) / (1 + scale / batch)
-        tokens = (1 + other / scale) / (1 + batch / scale)
-        return f"{change(steps, 'steps')} and {change(tokens, 'tokens')}"
+        steps = (1 + scale / other) / (1 + scale / batch) - 1
+        tokens = (1 + other / scale) / (1 + batch / scale) - 1
+        changes = {"steps": steps, "tokens": tokens}.items()
+        return " and ".join(f"{abs(x):.0%} {'more' if x > 0 else 'fewer'} {y}" for y, x in changes)
 
+    tokens, noise = (formatting.count(round(value)) for value in (batch, scale))
     return (
-        f"{formatting.count(round(batch))} tokens, and the noise scale of the gradient is "
-        f"{formatting.count(round(scale))}: to the same loss, each at its best rate, twice the "
-        f"batch would take {cost(2 * batch)}, half of it {cost(batch / 2)}"
+        f"{tokens} tokens, and the noise scale of the gradient is {noise}: to the same loss, each "
+        f"at its best rate, twice the batch would take {cost(2 * batch)}, half of it "
+        f"{cost(batch / 2)}"
     )
 
 
@@ -160,9 +163,8 @@ def _changed(records: Sequence[Record]) -> Iterator[list[str]]:
         split, loss = record.get("split", "train"), record.get("loss_nats")
         if split != "train" and loss is not None and (split in by_split or record["step"] == 0):
             by_split.setdefault(split, []).append(loss)
-    for split, losses in by_split.items():
-        if len(losses) > 1:
-            yield [split, *map(_figure, (losses[0], losses[-1])), f"{losses[-1] - losses[0]:+.4f}"]
+    for split, (first, *_, last) in ((s, each) for s, each in by_split.items() if len(each) > 1):
+        yield [split, _figure(first), _figure(last), f"{last - first:+.4f}"]
 
 
 def _speed(train: Sequence[Record]) -> dict[str, str] | None:
@@ -191,18 +193,12 @@ def _sources(train: Sequence[Record]) -> Rows:
     total = {what: sum(s.get(what, 0) for s in sources.values()) for what in ("rows", "tokens")}
     if not total["rows"]:
         return []
-    rows = [
-        [
-            name,
-            f"{values.get('rows', 0):,}",
-            f"{values.get('rows', 0) / total['rows']:.2%}",
-            f"{values.get('tokens', 0):,}",
-            f"{values.get('epochs', 0):.3f}",
-            _figure(values.get("weight")),
-        ]
-        for name, values in sources.items()
-    ]
-    return [*rows, ["all", f"{total['rows']:,}", "", f"{total['tokens']:,}", "", ""]]
+    table = []
+    for name, values in sources.items():
+        rows, tokens, epochs = (values.get(what, 0) for what in ("rows", "tokens", "epochs"))
+        figures = [f"{rows:,}", f"{rows / total['rows']:.2%}", f"{tokens:,}", f"{epochs:.3f}"]
+        table.append([name, *figures, _figure(values.get("weight"))])
+    return [*table, ["all", f"{total['rows']:,}", "", f"{total['tokens']:,}", "", ""]]
 
 
 def _experts(train: Sequence[Record]) -> Rows:
@@ -259,10 +255,8 @@ def _warnings(run: Path) -> list[str]:
     by_text: dict[str, list[Any]] = {}
     for record in sinks.read(run / "warnings.jsonl", {}):
         by_text.setdefault(str(record.get("text", record)), []).append(record.get("step", "-"))
-    return [
-        f"step {steps[0]}{f', {len(steps)} times' if len(steps) > 1 else ''}: {text}"
-        for text, steps in by_text.items()
-    ]
+    times = {text: f", {len(steps)} times" if steps[1:] else "" for text, steps in by_text.items()}
+    return [f"step {steps[0]}{times[text]}: {text}" for text, steps in by_text.items()]
 
 
 def _configuration(run: Path) -> dict[str, Any]:

@@ -136,10 +136,7 @@ def read_json(path: Path) -> Any:
 
 
 def replace(target: Path, content: bytes) -> None:
-    """Replace a file atomically; the new contents are on the disk when this returns.
-
-    On failure the old file stays. Raises SaveFailed if the disk is full, else NotWritable.
-    """
+    """Replace a file as `disk.replace` does. Raises SaveFailed at a full disk, else NotWritable."""
     with _keeping(target):
         disk.replace(target, content)
 
@@ -191,16 +188,6 @@ def plain(value: Any) -> Any:
 def is_number(value: Any) -> bool:
     """Return True for a number to calculate with; JSON can hold larger ones."""
     return isinstance(value, int | float) and abs(value) < 1e300
-
-
-def is_range(value: Any) -> bool:
-    """Return True for a pair of numbers."""
-    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
-
-
-def is_bytes(value: Any) -> bool:
-    """Return True for a memory breakdown, whose `total` is a number."""
-    return isinstance(value, dict) and is_number(value.get("total"))
 
 
 def is_step(value: Any) -> bool:

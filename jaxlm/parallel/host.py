@@ -55,10 +55,7 @@ def fetch(tree: Any) -> Any:
 
 
 def put(mesh: Mesh, rows: Any) -> Any:
-    """Return a tree of this host's [rows, length] arrays as global arrays on the mesh.
-
-    The rows are those of `host_rows`, whole; a device takes its own part of their length.
-    """
+    """Return a tree of arrays of the rows `host_rows`, whole, as global arrays on the mesh."""
     sharding = batch_sharding(mesh)
     ways = rules.split(mesh, "batch")
     local = host_rows(mesh, ways)

@@ -1,7 +1,4 @@
-"""The processes of a run: start, barriers, comparison of facts, and messages between ranks.
-
-The only file that uses JAX's coordination service, whose client has no public name yet.
-"""
+"""The processes of a run: start, barriers, comparison of facts, and messages between ranks."""
 
 import ipaddress
 import itertools
@@ -12,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import distributed  # here alone; the client of the service has no public name yet
 
 from jaxlm.core import faults
 from jaxlm.core.callbacks import Log
@@ -27,10 +24,7 @@ _LOSS = re.compile(r"(Gloo|NCCL|coordination).*(connect|reset|closed|timed out|a
 
 
 class Peers:
-    """The ranks of a run, one of them this process; rank 0 of 1 is a run of one process.
-
-    A sign is a short text under a name that every rank can read at any time.
-    """
+    """The ranks of a run, one of them this process; rank 0 of 1 is a run of one process."""
 
     def __init__(self, rank: int = 0, count: int = 1):
         self.rank, self.count = rank, count
@@ -58,10 +52,8 @@ class Peers:
             return
         key = f"{ROOT}/facts/{name}"
         self._client.key_value_set(f"{key}/{self.rank}", json.dumps(facts, sort_keys=True))
-        by_rank = self._get_all(key, name, seconds)
-        differences = [
-            line for rank, other in enumerate(by_rank) for line in _diff(rank, by_rank[0], other)
-        ]
+        first, *others = self._get_all(key, name, seconds)
+        differences = [d for rank, other in enumerate(others, 1) for d in _diff(rank, first, other)]
         if count := len(differences):
             more = [f"and {count - 6} more"] if count > 6 else []
             what = f"the ranks of this run differ in their {name}"
@@ -98,7 +90,7 @@ class Peers:
         return values
 
     def sign(self, name: str, text: str, *, overwrite: bool = False) -> bool:
-        """Set a sign, which `overwrite` replaces; return whether it was set."""
+        """Set a sign, a short text that every rank can read; return False without `overwrite`."""
         if self.count == 1:
             return True
         try:

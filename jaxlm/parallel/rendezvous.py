@@ -1,8 +1,7 @@
-"""Rendezvous of the ranks before JAX starts.
+"""Rendezvous of the ranks before `jax.distributed.initialize`.
 
 JAX ends a process without an exception if a rank is missing at the timeout. This rendezvous names
-the missing ranks on every rank that is present, and a rank that fails before it reports the reason
-to the others. That is why it comes before `jax.distributed.initialize`.
+the missing ranks on every present rank, and a rank that fails before reports why to the others.
 """
 
 import contextlib
@@ -167,11 +166,9 @@ def _listener(address: str, deadline: float) -> socket.socket:
                 time.sleep(0.5)
                 continue
             what = "the address of the coordinator cannot be used"
-            why, fix = (
-                f"{type(error).__name__}: {error.strerror}",
-                "give --coordinator another port",
-            )
-            fix += "\nstart the processes with jaxlm launch: it finds a free port"
+            why = f"{type(error).__name__}: {error.strerror}"
+            fix = "give --coordinator another port\nstart the processes with jaxlm launch: "
+            fix += "it finds a free port"
             raise PeerLost(what, where=address, why=why, fix=fix) from error
 
 
