@@ -24,10 +24,7 @@ def name() -> str:
 
 @contextlib.contextmanager
 def compiling_for(platform: str) -> Iterator[None]:
-    """Trace programs in this context for a platform other than this process's devices.
-
-    `jax.jit` does not know about it: a function that it traced before keeps its program.
-    """
+    """Trace for another platform; a function that `jax.jit` traced before keeps its program."""
     token = _other.set(platform)
     try:
         yield

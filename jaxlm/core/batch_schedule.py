@@ -14,10 +14,8 @@ class ScheduleError(ValueError):
     """A phase ends before the previous one or after the run; `setting` has its entry."""
 
     def __init__(self, setting: str, first: int, end: int, total: int, entry: str):
-        super().__init__(
-            f"{entry} ends at step {end}, which must be after step {first} and before the run's "
-            f"last, {total}"
-        )
+        bounds = f"after step {first} and before the run's last, {total}"
+        super().__init__(f"{entry} ends at step {end}, which must be {bounds}")
         self.setting = setting
 
 
@@ -47,11 +45,8 @@ class BatchSchedule:
 
     def rows(self, number: int) -> int:
         """Return the rows of all batches before one, which is the index of its first row."""
-        return sum(
-            int(min(number, end) - phase.first) * phase.rows
-            for phase, end in self._ends()
-            if phase.first < number
-        )
+        begun = ((phase, min(number, end)) for phase, end in self._ends() if phase.first < number)
+        return sum(int(end - phase.first) * phase.rows for phase, end in begun)
 
     def tokens(self, number: int) -> int:
         """Return the token slots of all batches before one."""

@@ -95,10 +95,8 @@ class NotWritable(JaxlmError, code=73, kind="output not writable"):
 
 def listed(items: Sequence[str], lines: int) -> str:
     """Return the items joined into at most `lines` lines: an error has eight lines in all."""
-    width = -(-len(items) // lines)
-    return "\n".join(
-        "; ".join(items[first : first + width]) for first in range(0, len(items), width or 1)
-    )
+    width = max(-(-len(items) // lines), 1)
+    return "\n".join("; ".join(items[i : i + width]) for i in range(0, len(items), width))
 
 
 def not_installed(what: str, package: str, extra: str, *, where: str) -> InputMissing:
@@ -166,7 +164,6 @@ def in_our_words(error: BaseException, verb: str = "train") -> JaxlmError | None
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if JAX reports, in the text alone, that a device is out of memory."""
-    text = str(error).partition("\n")[0]
-    return isinstance(error, RuntimeError) and (
-        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
-    )
+    text = str(error).partition("\n")[0].lower()
+    signs = ("resource_exhausted", "out of memory")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxlm.core import problems, sections
 from jaxlm.core.config_file import read_file
 from jaxlm.core.nearest import nearest_word
-from jaxlm.core.problems import DEFAULT, Origin, Problem
+from jaxlm.core.problems import DEFAULT, Origin, Origins, Problem
 from jaxlm.core.quoting import holds_secret
 from jaxlm.core.sections import Setting
 
@@ -101,11 +101,9 @@ class Resolver:
         for name, why, fix in contradictions:
             inner = sections.join(path, name)
             value = sections.plain(problems.value_at(sections.plain(section), name))
-            shown = (
-                "" if value is None or isinstance(value, dict) else f" = {sections.brief(value)}"
-            )
-            problem = Problem(f"{inner}{shown} does not fit", why, self._culprit(inner), fix)
-            self._wrong(problem)
+            is_plain = value is not None and not isinstance(value, dict)
+            what = f"{inner} = {sections.brief(value)}" if is_plain else inner
+            self._wrong(Problem(f"{what} does not fit", why, self._culprit(inner), fix))
         if is_right and hasattr(section, "derived"):
             for name, value, reason in section.derived():
                 section = dataclasses.replace(section, **{name: value})
@@ -206,9 +204,7 @@ def _drop_derived(resolver: Resolver, overridden: set[str]) -> None:
             resolver.origins.pop(path, None)
 
 
-def _corrections(
-    resolver: Resolver, raw: Any, origins: dict[str, Origin], overrides: Overrides
-) -> str:
+def _corrections(resolver: Resolver, raw: Any, origins: Origins, overrides: Overrides) -> str:
     """Return flags that correct the config, by trying one fix after another; "" if they do not."""
     flags: dict[str, str] = {}
     remaining = list(overrides)

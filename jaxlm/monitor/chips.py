@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxlm.core.errors import CommandError
 
@@ -132,10 +132,9 @@ def machine(name: str, *, flag: str, memory: str | None = None) -> Machine:
             what, where = f"{MEMORY} applies to GPUs only", f"{flag}={name} {MEMORY}={memory}"
             why = "the memory of every TPU is in the table"
             raise CommandError(what, where=where, why=why, fix=f"leave {MEMORY} out")
-        known = chip or dataclasses.replace(
-            CHIPS["a100"], name=base, kinds=(), source="", capability=None, is_known=False
-        )
-        chip = dataclasses.replace(known, memory_bytes=_bytes(memory))
+        unknown = dict(name=base, kinds=(), source="", capability=None, is_known=False)
+        changes: dict[str, Any] = {} if chip else unknown
+        chip = dataclasses.replace(chip or CHIPS["a100"], **changes, memory_bytes=_bytes(memory))
     if chip and not (chip.is_tpu and match and match[2]):
         return Machine(name=name, chip=chip, devices=devices)
     if meant := _meant(name):

@@ -75,20 +75,16 @@ def _values(
     each: Map, watched: Sequence[tuple[int, dict[int, dict[str, float]]]]
 ) -> tuple[list[int], list[int], np.ndarray] | None:
     """Return steps, layers and the map of both, with NaN for unknown; None if all are unknown."""
-    steps = [step for step, _ in watched]
-    layers = sorted({number for _, layer_figures in watched for number in layer_figures})
-    grid = np.full((len(layers), len(steps)), np.nan)
-    for column, (_, layer_figures) in enumerate(watched):
-        for row, number in enumerate(layers):
-            figures = layer_figures.get(number, {})
-            value = figures.get(each.field, math.nan)
-            if each.over:
-                below = figures.get(each.over, 0.0)
-                value = value / below if below else math.nan
-            if each.is_log:
-                value = math.log10(value) if value > 0 else math.nan
-            grid[row, column] = value
-    return (steps, layers, grid) if np.isfinite(grid).any() else None
+    numbers = sorted({number for _, layers in watched for number in layers})
+
+    def value(figures: Mapping[str, float]) -> float:
+        below = figures.get(each.over, 0.0) if each.over else 1.0
+        ratio = figures.get(each.field, math.nan) / below if below else math.nan
+        return ratio if not each.is_log else math.log10(ratio) if ratio > 0 else math.nan
+
+    rows = [[value(layers.get(number, {})) for _, layers in watched] for number in numbers]
+    grid = np.array(rows, float)
+    return ([step for step, _ in watched], numbers, grid) if np.isfinite(grid).any() else None
 
 
 def _map_png(each: Map, steps: list[int], layers: list[int], grid: np.ndarray) -> bytes:
@@ -165,18 +161,19 @@ def lr_find_png(curve: Sequence[tuple[float, float, float]], suggested: float | 
     return to_png(figure)
 
 
+Points = Sequence[tuple[float, float]]
+
+
 class Size(NamedTuple):
     """Runs of one model size and the fitted curve, each as points (FLOPs, loss)."""
 
     name: str
-    runs: Sequence[tuple[float, float]]
-    curve: Sequence[tuple[float, float]]
+    runs: Points
+    curve: Points
 
 
 def scaling(
-    sizes: Sequence[Size],
-    best: Sequence[tuple[float, float]],
-    spent: tuple[float, float, Sequence[float]],
+    sizes: Sequence[Size], best: Points, spent: tuple[float, float, Sequence[float]]
 ) -> bytes:
     """Return a PNG of losses by FLOPs; `spent` is a budget, its loss and the loss's interval."""
     title = "Loss by training FLOPs"

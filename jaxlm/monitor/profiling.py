@@ -17,8 +17,8 @@ KINDS = ("matmul", "attention", "communication", "other")
 TOP = 10  # operations listed
 MAX_EVENTS = 1_000_000  # limit of the JSON that JAX writes
 
-# Returns the kind of an operation by its name, its source line, and whether it is in the program.
-Classify = Callable[[str], tuple[str, str, bool]]
+Kind = tuple[str, str, bool]  # of an operation; its source line, and whether it is in the program
+Classify = Callable[[str], Kind]  # by the operation's name
 
 
 class TraceEvent(NamedTuple):
@@ -27,6 +27,9 @@ class TraceEvent(NamedTuple):
     name: str
     begin: float
     end: float
+
+
+Spans = list[tuple[TraceEvent, str]]  # with the kind that each counts for
 
 
 def newest_trace(folder: Path) -> Path:
@@ -114,9 +117,7 @@ def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEv
     return on_device or on_host, marks, "devices" if on_device else "threads of the host"
 
 
-def _shared(
-    spans: list[tuple[TraceEvent, str]], begin: float, end: float
-) -> Iterator[tuple[str, float]]:
+def _shared(spans: Spans, begin: float, end: float) -> Iterator[tuple[str, float]]:
     """Yield the kind that each interval between two events counts for, and its length."""
     edges = [(span.begin, what, 1) for span, what in spans]
     edges += [(span.end, what, -1) for span, what in spans]
@@ -134,9 +135,7 @@ def _shared(
         running[what] += change
 
 
-def _top(
-    operations: list[TraceEvent], kinds: dict[str, tuple[str, str, bool]]
-) -> list[dict[str, Any]]:
+def _top(operations: list[TraceEvent], kinds: dict[str, Kind]) -> list[dict[str, Any]]:
     """Return the operations with the largest total time; shares are of all operations."""
     counts = Counter(span.name for span in operations)
     times: defaultdict[str, float] = defaultdict(float)

@@ -172,12 +172,12 @@ def _speed(train: Sequence[Record]) -> dict[str, str] | None:
     timed = [record for record in train if record.get("tokens_per_second")]
     if not timed:
         return None
-    speeds = sorted(record["tokens_per_second"] for record in timed)
-    mfu = sorted(record["mfu"] for record in timed if record.get("mfu") is not None)
+    speed = statistics.median_high(record["tokens_per_second"] for record in timed)
+    mfu = [record["mfu"] for record in timed if record.get("mfu") is not None]
     unknown = "unknown: no published peak for this device"
     return {
-        "tokens": formatting.count(speeds[len(speeds) // 2]),
-        "mfu": f"{mfu[len(mfu) // 2]:.1%}" if mfu else unknown,
+        "tokens": formatting.count(speed),
+        "mfu": f"{statistics.median_high(mfu):.1%}" if mfu else unknown,
         "memory": formatting.size(max(r.get("peak_bytes") or 0 for r in timed) or None),
     }
 

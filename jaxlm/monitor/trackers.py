@@ -55,11 +55,9 @@ class GuardedSink:
             return act()
         except Exception as error:  # trackers raise any error, of networks and disks too
             self._sink = NullSink()
-            reason = (str(error).splitlines() or [""])[0][:200]
-            self._warn(
-                f"{self._name} failed and gets no more records: {type(error).__name__}: {reason}; "
-                "the run continues, and metrics.jsonl has all records"
-            )
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            failed = f"{self._name} failed and gets no more records: {reason}"
+            self._warn(f"{failed}; the run continues, and metrics.jsonl has all records")
             return None
 
 

@@ -223,10 +223,9 @@ def _has_all(cluster: str, environment: Environment, names: tuple[str, ...]) -> 
 def _number(environment: Environment, name: str) -> int:
     text = environment.get(name) or "0"
     if not re.fullmatch(r"\d{1,9}", text):
+        what, fix = f"{name}={text!r} is not a number", f"{name} to the cluster's number"
         why = "the cluster sets this variable to a number of processes"
-        raise _in_environment(
-            f"{name}={text!r} is not a number", why, f"{name} to the cluster's number"
-        )
+        raise _in_environment(what, why, fix)
     return int(text)
 
 

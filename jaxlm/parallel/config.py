@@ -70,11 +70,8 @@ def factorizations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, i
     first, *rest = axes
     if not rest:
         return [dict.fromkeys(AXES, 1) | {first: devices}]
-    return [
-        layout | {first: size}
-        for size in divisors(devices)
-        for layout in factorizations(devices // size, rest)
-    ]
+    parts = ((size, factorizations(devices // size, rest)) for size in divisors(devices))
+    return [layout | {first: size} for size, layouts in parts for layout in layouts]
 
 
 def nearest_layouts(target: Mapping[str, AxisSize], devices: int) -> list[dict[str, int]]:
@@ -118,9 +115,8 @@ def remaining_fixes(fixes: list[str]) -> list[str]:
 
 
 def _distance(target: Mapping[str, AxisSize], layout: Mapping[str, int]) -> tuple[float, float]:
-    changes = [
-        abs(math.log2(layout[axis] / size)) for axis, size in target.items() if size != "auto"
-    ]
+    fixed = {axis: size for axis, size in target.items() if size != "auto"}
+    changes = [abs(math.log2(layout[axis] / size)) for axis, size in fixed.items()]
     return round(sum(changes), 9), round(max(changes, default=0), 9)
 
 
@@ -140,11 +136,8 @@ def slice_crossings(sizes: Mapping[str, int], slices: int) -> dict[str, int] | N
 
 def mesh_flags(sizes: Mapping[str, int], instead_of: Mapping[str, AxisSize]) -> str:
     """Return the flags that change one layout into another."""
-    return " ".join(
-        f"--config.mesh.{axis}={size}"
-        for axis, size in sizes.items()
-        if instead_of.get(axis, 1) not in (size, "auto")
-    )
+    changed = [axis for axis in sizes if instead_of.get(axis, 1) not in (sizes[axis], "auto")]
+    return " ".join(f"--config.mesh.{axis}={sizes[axis]}" for axis in changed)
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:

@@ -304,20 +304,14 @@ def _payload(op: str, type_: str, operands: str, named: list[str]) -> tuple[Shap
 
 def _closing(line: str, start: int) -> int:
     """Return the index of the parenthesis that closes one opened before `start`."""
-    depth = 1
-    for index in range(start, len(line)):
-        depth += {"(": 1, ")": -1}.get(line[index], 0)
-        if not depth:
-            return index
-    return len(line)
+    depths = itertools.accumulate((letter == "(") - (letter == ")") for letter in line[start:])
+    return next((start + i for i, depth in enumerate(depths) if depth < 0), len(line))
 
 
 def _arrays(type_: str) -> tuple[Shape, ...]:
-    return tuple(
-        Shape(dtype, _numbers(sizes))
-        for dtype, sizes in _ARRAY.findall(type_)
-        if dtype in BITS or dtype.startswith("f8")
-    )
+    arrays = _ARRAY.findall(type_)
+    known = {dtype for dtype, _ in arrays if dtype in BITS or dtype.startswith("f8")}
+    return tuple(Shape(dtype, _numbers(sizes)) for dtype, sizes in arrays if dtype in known)
 
 
 def _table(text: str, title: str, entry: str) -> dict[str, tuple[str, ...]]:

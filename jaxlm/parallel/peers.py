@@ -117,10 +117,9 @@ class Peers:
 
     def _get_all(self, key: str, name: str, seconds: float) -> list[Any]:
         """Return the value of every rank under a key."""
-        return [
-            self._get(f"{key}/{rank}", seconds, f"rank {rank} did not send its {name}")
-            for rank in range(self.count)
-        ]
+        missing = f"did not send its {name}"
+        ranks = range(self.count)
+        return [self._get(f"{key}/{rank}", seconds, f"rank {rank} {missing}") for rank in ranks]
 
     def _get(self, key: str, seconds: float, failure: str) -> Any:
         """Return a value from the store, or raise PeerLost with a text of the failure."""
@@ -179,10 +178,8 @@ def start(
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return True if an exception of a computation means that another process is lost.
-
-    JAX has no type for them: a step that is not dispatched in the background raises ValueError.
-    """
+    """Return True if an exception of a computation means that another process is lost."""
+    # JAX has no type for them: a step that is not dispatched in the background raises ValueError.
     raised = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
     return raised and bool(_LOSS.search(str(error)))
 

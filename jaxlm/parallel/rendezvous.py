@@ -20,6 +20,7 @@ MAX_LINE_BYTES = 1024  # of a rank's own message
 MAX_REASON = 200  # letters of the reason why a rank fails
 SILENCE_SECONDS = 2.0  # timeout of a connection without a message
 REPORT_SECONDS = 10.0  # for a failing rank to reach the others
+Roll = tuple[list[int], str]  # the ranks that are present, and what is wrong
 
 
 @contextlib.contextmanager
@@ -56,9 +57,7 @@ def rendezvous(address: str, *, rank: int, count: int, seconds: float) -> None:
         raise PeerLost(what, where=address, why=why, fix=fix)
 
 
-def _meet(
-    address: str, rank: int, count: int, deadline: float, refused: str = ""
-) -> tuple[list[int], str]:
+def _meet(address: str, rank: int, count: int, deadline: float, refused: str = "") -> Roll:
     """Return the ranks that are present, and what is wrong; `refused` is a failure of this rank."""
     if rank == 0:
         return _serve(address, count, deadline, refused)
@@ -78,7 +77,7 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _serve(address: str, count: int, deadline: float, refused: str = "") -> tuple[list[int], str]:
+def _serve(address: str, count: int, deadline: float, refused: str = "") -> Roll:
     """Rank 0: collect the ranks and send them the result; an error at once and for a while."""
     callers: dict[int, socket.socket] = {}
     unanswered: list[socket.socket] = []
@@ -126,9 +125,7 @@ def _serve(address: str, count: int, deadline: float, refused: str = "") -> tupl
     return present, wrong
 
 
-def _join(
-    address: str, rank: int, count: int, deadline: float, refused: str = ""
-) -> tuple[list[int], str]:
+def _join(address: str, rank: int, count: int, deadline: float, refused: str = "") -> Roll:
     """Other ranks: send the rank, and return the result; retry until rank 0 listens."""
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(OSError):

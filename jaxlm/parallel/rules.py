@@ -16,6 +16,7 @@ COMPILER_OPTIONS = {
     # XLA for CPU copies each array of a donated state that is read twice before its overwrite.
     "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True}
 }
+Misfit = tuple[str, str, int, int]  # leaf, logical axis, its size, and its parts on the mesh
 
 
 def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, bool]:
@@ -51,7 +52,7 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any, *, is_split: bool = True) ->
     Without `is_split`, fsdp holds copies instead of parts, as ZeRO 1 and 2 do with parameters.
     Raises ConfigError if dimensions do not divide by their mesh axes; lists every such leaf.
     """
-    misfits: list[tuple[str, str, int, int]] = []
+    misfits: list[Misfit] = []
 
     def place(path: str, leaf: Any, names: LogicalAxes) -> NamedSharding:
         if len(names) != len(leaf.shape):
@@ -75,9 +76,7 @@ def split(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
     return ways(dict(mesh.shape), axis)
 
 
-def _misfit(
-    mesh: Mesh, abstract: Any, axes: Any, misfits: list[tuple[str, str, int, int]]
-) -> ConfigError:
+def _misfit(mesh: Mesh, abstract: Any, axes: Any, misfits: list[Misfit]) -> ConfigError:
     """Return an error with a line for each axis, with one leaf, and the nearest possible meshes."""
     lines: dict[tuple[str, int, int], str] = {}
     for path, name, size, parts in misfits:

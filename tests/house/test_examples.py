@@ -45,7 +45,9 @@ def programs() -> Iterator[str]:
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             if cell["cell_type"] == "code":
                 # A line of the shell or a magic becomes an empty block: its place may need one.
-                yield re.sub(r"^(\s*)[!%].*", r"\1pass", "".join(cell["source"]), flags=re.MULTILINE)
+                yield re.sub(
+                    r"^(\s*)[!%].*", r"\1pass", "".join(cell["source"]), flags=re.MULTILINE
+                )
 
 
 def imported(program: str) -> set[str]:
