@@ -157,12 +157,12 @@ def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
     """
     raw, origins = read_file(file) if file is not None else ({}, {})
     resolver = _apply(schema, raw, origins, overrides)
+    return _loaded(resolver, _corrections(resolver, raw, origins, overrides))
+
+
+def _loaded(resolver: Resolver, fix: str = "") -> Loaded:
     if resolver.problems:
-        raise problems.error(resolver.problems, _corrections(resolver, raw, origins, overrides))
-    return _loaded(resolver)
-
-
-def _loaded(resolver: Resolver) -> Loaded:
+        raise problems.error(resolver.problems, fix)
     paths = [path for path, _, _ in sections.leaves(resolver.value)]
     return Loaded(resolver.value, {path: resolver.origin(path) for path in paths})
 
@@ -242,10 +242,7 @@ def from_json(
 
 def loaded_json(schema: type, data: Any, where: str, overrides: Overrides = ()) -> Loaded:
     """Return the section as `from_json` does, with the origin of each of its values."""
-    resolver = _apply(schema, data, {"": Origin("file", where)}, overrides)
-    if resolver.problems:
-        raise problems.error(resolver.problems)
-    return _loaded(resolver)
+    return _loaded(_apply(schema, data, {"": Origin("file", where)}, overrides))
 
 
 def _arms_first(schema: type, overrides: Overrides) -> list[tuple[str, str]]:

@@ -22,6 +22,8 @@ from jaxlm.core.errors import FULL, DataError, cannot_keep
 from jaxlm.core.quoting import CONTROLS
 
 Record = Mapping[str, Any]
+AnyPath = str | os.PathLike[str]
+Action = Callable[[], None]
 
 
 class Sink(Protocol):
@@ -44,9 +46,7 @@ class AppendFile:
     Raises SaveFailed if the disk is full, NotWritable if the file is not writable.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, make_room: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, path: AnyPath, *, make_room: Action = lambda: None):
         self.path, self._make_room = Path(path), make_room
         with _keeping(self.path):
             # Unbuffered: nothing is pending after a failure.
@@ -87,11 +87,7 @@ class Jsonl(AppendFile):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        keep_through: int | None = None,
-        make_room: Callable[[], None] = lambda: None,
+        self, path: AnyPath, *, keep_through: int | None = None, make_room: Action = lambda: None
     ):
         with _keeping(Path(path)):
             kept_bytes, self.dropped = _kept(Path(path), keep_through)
@@ -144,7 +140,7 @@ def replace(target: Path, content: bytes) -> None:
 class TensorBoard:
     """Scalars as `split/name` in TensorBoard files; events after `keep_through` are purged."""
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep_through: int | None = None):
+    def __init__(self, folder: AnyPath, *, keep_through: int | None = None):
         from tensorboardX import SummaryWriter  # takes a second to import
 
         purge = None if keep_through is None else keep_through + 1
@@ -217,7 +213,7 @@ METRICS: Shape = {
 }
 
 
-def read(path: str | os.PathLike[str], shape: Shape = METRICS) -> list[dict[str, Any]]:
+def read(path: AnyPath, shape: Shape = METRICS) -> list[dict[str, Any]]:
     """Return the records of a .jsonl file without a torn last line; a missing file has none.
 
     Raises DataError if another line is not a JSON object, or has another shape.

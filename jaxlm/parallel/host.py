@@ -92,7 +92,5 @@ def by_parts(
 def part(rows: np.ndarray, index: tuple[slice, ...] | None, first: int) -> np.ndarray:
     """Return the part at `index` of the global array, from `rows` that begin with row `first`."""
     assert index is not None
-    row_slice, *rest = index
-    start = row_slice.start or 0
-    stop = first + len(rows) if row_slice.stop is None else row_slice.stop
-    return rows[start - first : stop - first, *rest]
+    start, stop, _ = index[0].indices(first + len(rows))
+    return rows[start - first : stop - first, *index[1:]]
