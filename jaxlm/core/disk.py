@@ -56,12 +56,9 @@ def check_local(place: str | os.PathLike[str], flag: str) -> None:
         return
     scheme, _, rest = text.partition(":")
     local = rest.strip("/").rpartition("@")[2] or "runs/a"  # without user name and password
-    raise NotWritable(
-        f"{scheme}:// is not a local file system",
-        where=f"{flag}={text}",
-        why="output files are renamed, appended to and locked, which an object store cannot do",
-        fix=f"{flag}={local}",
-    )
+    what, where = f"{scheme}:// is not a local file system", f"{flag}={text}"
+    why = "output files are renamed, appended to and locked, which an object store cannot do"
+    raise NotWritable(what, where=where, why=why, fix=f"{flag}={local}")
 
 
 def read_json(path: Path, max_bytes: int, what: str, *, missing: str, damaged: str) -> Any:

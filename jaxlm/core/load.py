@@ -42,10 +42,11 @@ class Resolver:
     problems: list[Problem] = dataclasses.field(default_factory=list)
     value: Any = None
 
-    def resolve(self) -> None:
-        """Set `value` to the section, or to None if a setting is wrong."""
+    def resolve(self) -> Any:
+        """Set `value` to the section, or to None if a setting is wrong; return it."""
         section = self._section((self.schema,), self.raw, "", self.schema())
         self.value = None if self.problems else section
+        return self.value
 
     def origin(self, path: str) -> Origin:
         """Return the origin of a path, or of the nearest enclosing section that was set."""
@@ -196,10 +197,8 @@ def _drop_derived(resolver: Resolver, overridden: set[str]) -> None:
             continue
         (arm,) = known[section].arms
         others = {key: value for key, value in inside.items() if key != name}
-        stored, derived = Resolver(arm, inside, {}), Resolver(arm, others, {})
-        stored.resolve()
-        derived.resolve()
-        if stored.value is not None and stored.value == derived.value:
+        stored = Resolver(arm, inside, {}).resolve()
+        if stored is not None and stored == Resolver(arm, others, {}).resolve():
             del inside[name]
             resolver.origins.pop(path, None)
 

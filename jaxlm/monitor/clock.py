@@ -76,10 +76,8 @@ class Clock:
         of the previous reading (or the clock's start) to that of the last step added. Its seconds
         are `step_seconds` times the number of steps, plus `pause_seconds`, also given by kind as
         `pause_seconds/KIND`; over all readings they add up to `elapsed_seconds`. A pause after the
-        last step belongs to the next interval.
-
-        `goodput` is the share of `elapsed_seconds` spent in steps. `left_seconds` extrapolates all
-        elapsed time, so it includes future evaluations.
+        last step belongs to the next interval. `goodput` is the share of `elapsed_seconds` spent in
+        steps. `left_seconds` extrapolates all elapsed time, with evaluations.
         """
         begin, end = self._lap_begun, self._done_at
         kinds: dict[str, float] = {}

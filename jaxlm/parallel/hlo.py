@@ -270,8 +270,7 @@ def read_results(text: str, package: str = "/jaxlm/") -> list[HloResult]:
 def read_operations(text: str) -> dict[str, Operation]:
     """Return the operations of an optimized program (`compiled.as_text()`), by name.
 
-    Operations from a line of an attention kernel are attention, its products too; a fusion with a
-    product is a matmul; a loop or conditional is `control`.
+    Those of an attention kernel's lines are attention, products too; a fusion with one is a matmul.
     """
     program = _Program(text, "/jaxlm/")
     return {
