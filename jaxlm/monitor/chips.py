@@ -153,8 +153,8 @@ def tpu_slice(name: str, *, flag: str) -> Machine:
     """Return the TPU slice of a name; CommandError suggests the smallest with as many devices."""
     if name not in SLICES:
         what, why = f"there is no TPU slice {name!r} in the table", ", ".join(SLICES)
-        fix = f"{flag}={_slice(name) or _SMALLEST}"
-        raise CommandError(what, where=f"{flag}={name}", why=f"the slices are {why}", fix=fix)
+        where, meant, why = f"{flag}={name}", _slice(name) or _SMALLEST, f"the slices are {why}"
+        raise CommandError(what, where=where, why=why, fix=f"{flag}={meant}")
     return SLICES[name]
 
 
@@ -163,9 +163,10 @@ def _bytes(memory: str) -> int:
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if not size:
         number = re.match(r"[0-9]+(\.[0-9]+)?", memory)
-        fix = f"{MEMORY}={number[0] if number and float(number[0]) else 24}GB"
-        what, why = "is not a memory size", "a number above 0 and a unit: MB, GB, MiB or GiB"
-        raise CommandError(f"{memory!r} {what}", where=f"{MEMORY}={memory}", why=why, fix=fix)
+        size_gb = number[0] if number and float(number[0]) else 24
+        what, where = f"{memory!r} is not a memory size", f"{MEMORY}={memory}"
+        why = "a number above 0 and a unit: MB, GB, MiB or GiB"
+        raise CommandError(what, where=where, why=why, fix=f"{MEMORY}={size_gb}GB")
     return size
 
 

@@ -309,5 +309,5 @@ def _json(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
 
 def _misshapen(path: Path, wrong: str) -> DataError:
     moved = shlex.join(["mv", str(path), f"{path}.damaged"])
-    what, fix = f"{path.name} of the run is damaged", f"{moved}    # the report leaves its part out"
-    return DataError(what, where=str(path), why=f"it {wrong}", fix=fix)
+    what, note = f"{path.name} of the run is damaged", "the report leaves its part out"
+    return DataError(what, where=str(path), why=f"it {wrong}", fix=f"{moved}    # {note}")

@@ -126,9 +126,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        why, fix = f"{type(error).__name__}: {error}", "restore it from a copy of the run"
-        what = f"{path.name} of the run is not JSON"
-        raise DataError(what, where=str(path), why=why, fix=fix) from error
+        what, why = f"{path.name} of the run is not JSON", f"{type(error).__name__}: {error}"
+        where, copy = str(path), "a copy of the run"
+        raise DataError(what, where=where, why=why, fix=f"restore it from {copy}") from error
 
 
 def replace(target: Path, content: bytes) -> None:

@@ -40,14 +40,16 @@ class ProcessSpec:
         if 0 < len(missing) < 3:
             what = f"{' and '.join(missing)} must be given too"
             why = f"multi-process runs need {', '.join(FLAGS[:2])} and {FLAGS[2]}"
-            fix = "start the processes with jaxlm launch, which passes all three"
-            raise CommandError(what, where="jaxlm train", why=why, fix=fix)
+            launch = "processes with jaxlm launch, which passes all three"
+            raise CommandError(what, where="jaxlm train", why=why, fix=f"start the {launch}")
         if self.count is not None and self.rank is not None and not 0 <= self.rank < self.count:
             numbers = f"from 0 to {self.count - 1}"
             what = f"process id {self.rank} is out of range for {self.count} processes"
             where = "--process_id" if self.source == "flags" else self.source
-            fix = f"give each of the {self.count} processes its own --process_id, {numbers}"
-            raise CommandError(what, where=where, why=f"process ids are {numbers}", fix=fix)
+            why, each = f"process ids are {numbers}", f"give each of the {self.count} processes"
+            raise CommandError(
+                what, where=where, why=why, fix=f"{each} its own --process_id, {numbers}"
+            )
 
     def as_json(self) -> dict[str, object]:
         """Return the values for environment.json."""
@@ -93,8 +95,10 @@ def process_spec(
         if detected.host is None:
             what = f"{detected.source} does not report a coordinator for {detected.count} processes"
             why = "no variable names the host of rank 0"
-            fix = f"give --coordinator the host of rank 0 and a port, such as {port(detected.job)}"
-            raise CommandError(what, where="jaxlm train", why=why, fix=fix)
+            give, such = "give --coordinator the host of rank 0", port(detected.job)
+            raise CommandError(
+                what, where="jaxlm train", why=why, fix=f"{give} and a port, such as {such}"
+            )
         host = f"[{detected.host}]" if ":" in detected.host else detected.host
         coordinator = f"{host}:{port(detected.job)}"
     flags = [flag for flag, value in zip(FLAGS, overrides, strict=True) if value is not None]

@@ -104,8 +104,8 @@ def layout_fixes(
 
 def mesh_error(what: str, where: str, why: list[str], fixes: list[str]) -> ConfigError:
     """Return the error of a mesh, with the first `MAX_FIXES` of its `layout_fixes`."""
-    fix = "\n".join(fixes[:MAX_FIXES])
-    return ConfigError(what, where=where, why="\n".join(why), fix=fix)
+    shown = fixes[:MAX_FIXES]
+    return ConfigError(what, where=where, why="\n".join(why), fix="\n".join(shown))
 
 
 def remaining_fixes(fixes: list[str]) -> list[str]:

@@ -58,8 +58,8 @@ class Peers:
             more = [f"and {count - 6} more"] if count > 6 else []
             what = f"the ranks of this run differ in their {name}"
             where = f"{count} difference{'s' if count > 1 else ''} from rank 0"
-            fix = "start every rank with the same command, code and files"
-            raise ConfigError(what, where=where, why="\n".join([*differences[:6], *more]), fix=fix)
+            why, same = "\n".join([*differences[:6], *more]), "the same command, code and files"
+            raise ConfigError(what, where=where, why=why, fix=f"start every rank with {same}")
 
     def share(self, name: str, value: Any, seconds: float) -> Any:
         """Return the first rank's value, via JSON. Ranks must call this equally often by name."""

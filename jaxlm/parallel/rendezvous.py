@@ -47,14 +47,14 @@ def rendezvous(address: str, *, rank: int, count: int, seconds: float) -> None:
     present, wrong = _meet(address, rank, count, time.monotonic() + seconds)
     if wrong:
         what = "the processes of this run contradict each other"
-        fix = "start each with the same command, code and --num_processes, and its own --process_id"
-        raise CommandError(what, where=address, why=wrong, fix=fix)
+        same = "command, code and --num_processes, and its own --process_id"
+        raise CommandError(what, where=address, why=wrong, fix=f"start each with the same {same}")
     if absent := sorted(set(range(count)) - set(present)):
         missing, others = (", ".join(map(str, ranks)) for ranks in (absent, present))
         what = f"rank {missing} did not join within {seconds:g} s"
         why = f"present: {others}; absent: {missing}"
-        fix = "look at the output of the absent ranks, and whether they reach this address"
-        raise PeerLost(what, where=address, why=why, fix=fix)
+        output = "the output of the absent ranks, and whether they reach this address"
+        raise PeerLost(what, where=address, why=why, fix=f"look at {output}")
 
 
 def _meet(address: str, rank: int, count: int, deadline: float, refused: str = "") -> Roll:
@@ -164,9 +164,10 @@ def _listener(address: str, deadline: float) -> socket.socket:
                 continue
             what = "the address of the coordinator cannot be used"
             why = f"{type(error).__name__}: {error.strerror}"
-            fix = "give --coordinator another port\nstart the processes with jaxlm launch: "
-            fix += "it finds a free port"
-            raise PeerLost(what, where=address, why=why, fix=fix) from error
+            launch = "start the processes with jaxlm launch: it finds a free port"
+            raise PeerLost(
+                what, where=address, why=why, fix=f"give --coordinator another port\n{launch}"
+            ) from error
 
 
 def _receive_line(caller: socket.socket) -> dict:
