@@ -222,7 +222,7 @@ def _digest(path: epath.Path, moved: OnBytes) -> tuple[int, str]:
     size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
-            faults.transfer("store.read", len(chunk))
+            faults.point("store.read", size=len(chunk))
             size += len(chunk)
             digest.update(chunk)
             moved(len(chunk))

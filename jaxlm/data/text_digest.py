@@ -105,7 +105,7 @@ def _digest(path: str, moved: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
-            faults.transfer("text.read", len(chunk))
+            faults.point("text.read", size=len(chunk))
             digest.update(chunk)
             moved(len(chunk))
     return digest.hexdigest()
