@@ -117,12 +117,8 @@ def _missing(what: str, why: str) -> InputMissing:
 
 
 def _unlike(folder: Path, kind: str, why: str, fix: str) -> ConfigError:
-    return ConfigError(
-        f"documents cannot be compared with those of {folder}",
-        where=f"against, dedup={kind}",
-        why=why,
-        fix=fix,
-    )
+    what = f"documents cannot be compared with those of {folder}"
+    return ConfigError(what, where=f"against, dedup={kind}", why=why, fix=fix)
 
 
 REPEATED = "substrings.repeated"

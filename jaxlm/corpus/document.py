@@ -92,12 +92,9 @@ class Counts:
             totals[outcome.partition(".")[0]] += count
         if totals["read"] != totals["kept"] + totals["removed"] + totals["broken"]:
             numbers = ", ".join(f"{totals[name]} {name}" for name in ("kept", "removed", "broken"))
-            raise JaxlmError(
-                "documents were lost or counted twice",
-                where=where,
-                why=f"{totals['read']} read, but {numbers}",
-                fix="report it with the recipe",
-            )
+            what = "documents were lost or counted twice"
+            why = f"{totals['read']} read, but {numbers}"
+            raise JaxlmError(what, where=where, why=why, fix="report it with the recipe")
 
     def under(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (suffix, count) of the outcomes below `prefix`, the most frequent first."""

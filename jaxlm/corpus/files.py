@@ -83,9 +83,6 @@ def is_whole(path: Path, expected: FileDigest) -> bool:
 
 def changed(path: Path) -> DataError:
     """Return the error for a file that is not the one this command wrote."""
-    return DataError(
-        "a file was changed after it was written",
-        where=str(path),
-        why="its sha256 differs from the recorded one",
-        fix="the same command with another --out",
-    )
+    what = "a file was changed after it was written"
+    why = "its sha256 differs from the recorded one"
+    return DataError(what, where=str(path), why=why, fix="the same command with another --out")

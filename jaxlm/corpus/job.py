@@ -75,12 +75,10 @@ class Job:
             nonempty = {part_of(recipe.parts, name) for _, name, _ in files}
             if empty := [name for name in recipe.part_names if name not in nonempty]:
                 others = [each for each in recipe.parts if each.partition("=")[0] in nonempty]
-                raise ConfigError(
-                    f"the part {empty[0]!r} has no file",
-                    where="parts",
-                    why="its pattern matches no name, or only names of parts before it",
-                    fix=f"--config.parts='{','.join(others)}'",
-                )
+                what = f"the part {empty[0]!r} has no file"
+                why = "its pattern matches no name, or only names of parts before it"
+                fix = f"--config.parts='{','.join(others)}'"
+                raise ConfigError(what, where="parts", why=why, fix=fix)
             order = {name: number for number, name in enumerate(recipe.part_names)}
             # The sort is stable: files of a part stay in order of their names.
             files.sort(key=lambda file: order[part_of(recipe.parts, file[1])])
@@ -213,22 +211,15 @@ class Job:
             before = config.from_json(Recipe, theirs["recipe"])
             changes = config.diff(before, self.recipe)
             why = "; ".join(map(str, changes[:5]))
-        raise ConfigError(
-            "the output folder belongs to another recipe or other files",
-            where=str(self.out / RECIPE),
-            why=why,
-            fix=f"--out={self.out}-2",
-        )
+        what = "the output folder belongs to another recipe or other files"
+        raise ConfigError(what, where=str(self.out / RECIPE), why=why, fix=f"--out={self.out}-2")
 
 
 def other_files(out: Path) -> DataError:
     """Return the error for an output folder that this command did not create."""
-    return DataError(
-        "the output folder contains other files",
-        where=str(out),
-        why=f"it has no {RECIPE}, so this command did not create it",
-        fix=shlex.quote(f"--out={out}-2"),
-    )
+    why = f"it has no {RECIPE}, so this command did not create it"
+    fix = shlex.quote(f"--out={out}-2")
+    return DataError("the output folder contains other files", where=str(out), why=why, fix=fix)
 
 
 def require_finished(folder: Path, what: str, where: str) -> None:
@@ -250,12 +241,9 @@ def part_of(parts: tuple[str, ...], name: str) -> str:
         if fnmatch.fnmatchcase(name, pattern):
             return part
     if parts:
-        raise ConfigError(
-            "a file belongs to no part",
-            where="parts",
-            why=f"{name} matches none of {', '.join(named(parts).values())}",
-            fix=f"--config.parts='{','.join((*parts, 'other=*'))}'",
-        )
+        why = f"{name} matches none of {', '.join(named(parts).values())}"
+        fix = f"--config.parts='{','.join((*parts, 'other=*'))}'"
+        raise ConfigError("a file belongs to no part", where="parts", why=why, fix=fix)
     return WHOLE
 
 

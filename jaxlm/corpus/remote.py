@@ -52,12 +52,9 @@ def find(recipe: Recipe) -> list[tuple[Path, str, int]]:
     for pattern in filter(is_remote, recipe.source):
         for name, size in _matches(pattern, recipe.source):
             if name in files:
-                raise DataError(
-                    "a file is listed twice",
-                    where="source",
-                    why=f"{pattern} matches {name}, as does a pattern before it",
-                    fix="patterns that do not overlap",
-                )
+                what = "a file is listed twice"
+                why = f"{pattern} matches {name}, as does a pattern before it"
+                raise DataError(what, where="source", why=why, fix="patterns that do not overlap")
             files[name] = Path(name), name, size
     return [files[name] for name in sorted(files)]
 
@@ -149,11 +146,9 @@ def open_store(url: str, fix: str = "") -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
+        what = f"no installed package reads {protocol}://"
         raise InputMissing(
-            f"no installed package reads {protocol}://",
-            where=url,
-            why=described(error),
-            fix=f"pip install 'fsspec[{protocol}]'",
+            what, where=url, why=described(error), fix=f"pip install 'fsspec[{protocol}]'"
         ) from error
 
 
@@ -177,12 +172,10 @@ def _write(copy: IO[bytes], data: bytes) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise NotWritable(
-            "the disk is too full for a download",
-            where=tempfile.gettempdir(),
-            why=f"{type(error).__name__}: {error.strerror}",
-            fix='export TMPDIR="$PWD/tmp" && mkdir -p "$TMPDIR"    # or a folder on a larger disk',
-        ) from error
+        what = "the disk is too full for a download"
+        why = f"{type(error).__name__}: {error.strerror}"
+        fix = 'export TMPDIR="$PWD/tmp" && mkdir -p "$TMPDIR"    # or a folder on a larger disk'
+        raise NotWritable(what, where=tempfile.gettempdir(), why=why, fix=fix) from error
 
 
 def described(error: Exception) -> str:

@@ -43,12 +43,9 @@ def _copied(folder: Path, names: list[str], url: str, other: str) -> int:
         for name in (last, first):
             content = store.cat_file(f"{root}/{name}") if store.exists(f"{root}/{name}") else None
             if content is not None and content != (folder / name).read_bytes():
-                raise NotWritable(
-                    "the target contains other files",
-                    where=f"{url}/{name}",
-                    why="existing files are never overwritten",
-                    fix=other,
-                )
+                what = "the target contains other files"
+                why = "existing files are never overwritten"
+                raise NotWritable(what, where=f"{url}/{name}", why=why, fix=other)
             if name == last and content is not None:
                 return 0
         for name in names:

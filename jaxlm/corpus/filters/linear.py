@@ -79,21 +79,15 @@ class LinearClassifier:
           DataError: the files are damaged.
         """
         if not (folder / ABOUT).is_file():
-            raise InputMissing(
-                f"the folder {folder} contains no classifier",
-                where=setting,
-                why=f"it has no {ABOUT}",
-                fix=f"find . -name {ABOUT}",
-            )
+            what = f"the folder {folder} contains no classifier"
+            why = f"it has no {ABOUT}"
+            raise InputMissing(what, where=setting, why=why, fix=f"find . -name {ABOUT}")
         try:
             return cls._read(folder)
         except Exception as error:  # errors of JSON, safetensors and files have no common base
-            raise DataError(
-                "a classifier could not be read",
-                where=str(folder),
-                why=f"{type(error).__name__}: {str(error)[:200]}",
-                fix="train it again",
-            ) from error
+            what = "a classifier could not be read"
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            raise DataError(what, where=str(folder), why=why, fix="train it again") from error
 
     @classmethod
     def _read(cls, folder: Path) -> "LinearClassifier":

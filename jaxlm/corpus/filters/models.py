@@ -32,12 +32,9 @@ def language(config: Language) -> Stage:
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
     known = set(identifier.labels)
     if unknown := [code for code in config.keep if code not in known]:
-        raise ConfigError(
-            f"py3langid does not support the language {unknown[0]!r}",
-            where="language.keep",
-            why=f"it supports {', '.join(sorted(known))}",
-            fix="--config.language.keep=en",
-        )
+        what = f"py3langid does not support the language {unknown[0]!r}"
+        why = f"it supports {', '.join(sorted(known))}"
+        raise ConfigError(what, where="language.keep", why=why, fix="--config.language.keep=en")
 
     def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         code, probability = identifier.classify(document.text[: config.read])

@@ -113,12 +113,10 @@ def _noted(units: MixUnits) -> bytes:
     content = json.dumps(mine, indent=1).encode()
     if path.exists():
         if path.read_bytes() != content:
-            raise ConfigError(
-                "the output folder belongs to another mix, or its sources have changed",
-                where=str(path),
-                why="a folder cannot contain shards of two mixes",
-                fix=shlex.quote(f"--out={units.out}-2"),
-            )
+            what = "the output folder belongs to another mix, or its sources have changed"
+            why = "a folder cannot contain shards of two mixes"
+            fix = shlex.quote(f"--out={units.out}-2")
+            raise ConfigError(what, where=str(path), why=why, fix=fix)
     elif any(not each.name.startswith(".") for each in units.out.iterdir()):
         raise other_files(units.out)
     return content
