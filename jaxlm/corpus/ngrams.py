@@ -11,13 +11,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-_WORD = re.compile(r"\w+")
+WORD = re.compile(r"\w+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, made odd
 
 
 def words(text: str) -> list[str]:
     """Return the words of a text in lower case: letters, digits and underscores."""
-    return _WORD.findall(text.lower())
+    return WORD.findall(text.lower())
 
 
 def hashed(words: Iterable[str]) -> np.ndarray:
@@ -32,6 +32,21 @@ def runs(numbers: np.ndarray, length: int) -> np.ndarray:
     for start in range(length):
         total = total * _FACTOR + numbers[start : start + count]
     return mixed(total)
+
+
+def occurred(hashes: np.ndarray) -> np.ndarray:
+    """Return bool[n]: true for each hash that occurs earlier in the array."""
+    later = np.ones(len(hashes), bool)
+    later[np.unique(hashes, return_index=True)[1]] = False
+    return later
+
+
+def covered(begins: np.ndarray, length: int, size: int) -> np.ndarray:
+    """Return bool[size]: true for each word in a run of `length` words that starts at `begins`."""
+    edges = np.zeros(size + 1, np.int64)
+    edges[begins] += 1
+    edges[begins + length] -= 1
+    return np.cumsum(edges)[:-1] > 0
 
 
 def mixed(numbers: np.ndarray) -> np.ndarray:

@@ -62,12 +62,8 @@ class LinearClassifier:
 
         data = save({"weights": self.weights, "bias": self.bias})
         (folder / TENSORS).write_bytes(data)
-        description = {
-            "labels": self.labels,
-            "features": dataclasses.asdict(self.features),
-            "sha256": hashlib.sha256(data).hexdigest(),
-            **about,
-        }
+        parts = {"labels": self.labels, "features": dataclasses.asdict(self.features)}
+        description = {**parts, "sha256": hashlib.sha256(data).hexdigest(), **about}
         (folder / ABOUT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -82,26 +78,24 @@ class LinearClassifier:
             what = f"the folder {folder} contains no classifier"
             why = f"it has no {ABOUT}"
             raise InputMissing(what, where=setting, why=why, fix=f"find . -name {ABOUT}")
-        try:
-            return cls._read(folder)
-        except Exception as error:  # errors of JSON, safetensors and files have no common base
-            what = "a classifier could not be read"
-            why = f"{type(error).__name__}: {str(error)[:200]}"
-            raise DataError(what, where=str(folder), why=why, fix="train it again") from error
-
-    @classmethod
-    def _read(cls, folder: Path) -> "LinearClassifier":
         from safetensors.numpy import load
 
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        labels, features = tuple(about["labels"]), Features(**about["features"])
-        data = (folder / TENSORS).read_bytes()
-        if hashlib.sha256(data).hexdigest() != about["sha256"]:
-            raise ValueError(f"{TENSORS} is not the one that {ABOUT} names")
-        tensors = load(data)
-        if tensors["weights"].shape != (features.buckets, len(labels)):
-            raise ValueError(f"weights of {tensors['weights'].shape}")
-        return cls(labels, features, tensors["weights"], tensors["bias"])
+        try:
+            about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+            labels, features = tuple(about["labels"]), Features(**about["features"])
+            data = (folder / TENSORS).read_bytes()
+            if hashlib.sha256(data).hexdigest() != about["sha256"]:
+                raise ValueError(f"{TENSORS} is not the one that {ABOUT} names")
+            tensors = load(data)
+            if tensors["weights"].shape != (features.buckets, len(labels)):
+                raise ValueError(f"weights of {tensors['weights'].shape}")
+            return cls(labels, features, tensors["weights"], tensors["bias"])
+        except Exception as error:  # errors of JSON, safetensors and files have no common base
+            what, why = (
+                "a classifier could not be read",
+                f"{type(error).__name__}: {str(error)[:200]}",
+            )
+            raise DataError(what, where=str(folder), why=why, fix="train it again") from error
 
     def number(self, label: str, setting: str) -> int:
         """Return the index of a label.

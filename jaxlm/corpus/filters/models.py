@@ -1,5 +1,6 @@
 """Filters that use a model: language, quality, perplexity, harmful text."""
 
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -83,21 +84,16 @@ def perplexity(config: Perplexity, make: MakeScorer | None) -> Stage:
 
     Source: Wenzek et al. 2020, arXiv:1911.00359, §3.3, with thresholds in place of thirds.
     """
+    what, why = f"there is no run in {config.run}", "it has no config.json"
+    if make is None:
+        what = "the stage perplexity has no scorer"
+        why = "only the command `jaxlm data run` provides one"
     if make is None or not (Path(config.run) / "config.json").is_file():
-        raise InputMissing(
-            f"there is no run in {config.run}" if make else "the stage perplexity has no scorer",
-            where="perplexity.run",
-            why="it has no config.json"
-            if make
-            else "only the command `jaxlm data run` provides one",
-            fix="find . -name checkpoints",
-        )
-    scorers: list[Scorer] = []
+        raise InputMissing(what, where="perplexity.run", why=why, fix="find . -name checkpoints")
+    scorer = functools.cache(make)
 
     def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
-        if not scorers:
-            scorers.append(make(config))
-        score = scorers[0](document.text)
+        score = scorer(config)(document.text)
         if score is None:
             counts["perplexity: too short to have one"] += 1
             return document
@@ -144,10 +140,9 @@ def harmful(config: Harmful) -> Stage:
                 for offset in np.flatnonzero(np.isin(runs(numbers, length), known))
             )
             if len(hits) > config.hits:
-                quoted = dict.fromkeys(
-                    " ".join(text_words[offset : offset + n]) for offset, n in hits
-                )
-                return Removed(category, f"{len(hits)} of its words: {', '.join(quoted)}"[:200])
+                quoted = (" ".join(text_words[offset : offset + n]) for offset, n in hits)
+                shown = ", ".join(dict.fromkeys(quoted))
+                return Removed(category, f"{len(hits)} of its words: {shown}"[:200])
         if model is not None:
             probabilities = model.probabilities(document.text)
             for number in np.argsort(-probabilities).tolist():

@@ -93,17 +93,13 @@ def is_national(text: str) -> bool:
 @functools.cache
 def national_checks() -> list[tuple[re.Pattern[str], Callable[[str], bool]]]:
     """Return each pattern with its check. Raises InputMissing if python-stdnum is not installed."""
-    patterns = []
-    for each in NATIONALS.values():
-        is_right: Callable[[str], bool] = bool
-        if each.module:
-            try:
-                is_right = importlib.import_module(f"stdnum.{each.module}").is_valid
-            except ImportError as error:
-                what = "the kind national_id of pii"
-                raise not_installed(what, "python-stdnum", "prepare", where="pii.kinds") from error
-        patterns.append((re.compile(each.form), is_right))
-    return patterns
+    modules = {each.module for each in NATIONALS.values() if each.module}
+    try:
+        checks = {each: importlib.import_module(f"stdnum.{each}").is_valid for each in modules}
+    except ImportError as error:
+        what = "the kind national_id of pii"
+        raise not_installed(what, "python-stdnum", "prepare", where="pii.kinds") from error
+    return [(re.compile(each.form), checks.get(each.module, bool)) for each in NATIONALS.values()]
 
 
 # Recognizer of each kind. Keys have none in Presidio.
@@ -129,9 +125,8 @@ def presidio_finder(kinds: tuple[str, ...], score: float) -> Callable[[str], lis
         import tldextract
         from presidio_analyzer import predefined_recognizers
     except ImportError as error:
-        raise not_installed(
-            "pii.finder=presidio", "presidio-analyzer", "presidio", where="pii.finder"
-        ) from error
+        what, package = "pii.finder=presidio", "presidio-analyzer"
+        raise not_installed(what, package, "presidio", where="pii.finder") from error
     offline = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
     class Email(predefined_recognizers.EmailRecognizer):  # type: ignore[misc]
@@ -179,9 +174,8 @@ def pii(config: Pii) -> Stage:
     def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         matches = finder(document.text)
         if matches and config.action == "remove":
-            return Removed(
-                matches[0].kind, f"at character {matches[0].start}, {len(matches)} in all"
-            )
+            detail = f"at character {matches[0].start}, {len(matches)} in all"
+            return Removed(matches[0].kind, detail)
 
         def masked_meta(value: Any) -> Any:
             if isinstance(value, dict):
@@ -192,11 +186,8 @@ def pii(config: Pii) -> Stage:
                 return value
             return masked(value, finder(value), "masked in metadata", counts)
 
-        return dataclasses.replace(
-            document,
-            text=masked(document.text, matches, "masked", counts),
-            meta=masked_meta(document.meta),
-        )
+        text = masked(document.text, matches, "masked", counts)
+        return dataclasses.replace(document, text=text, meta=masked_meta(document.meta))
 
     return stage
 
@@ -213,15 +204,14 @@ def masked(text: str, matches: list[PiiMatch], what: str, counts: Counter[str]) 
 
 def find(text: str, kinds: tuple[str, ...]) -> list[PiiMatch]:
     """Return matches of these kinds, in order, without overlap: the longer, then by KINDS."""
-    return apart((each for kind in kinds for each in _of_kind(text, kind)), list(KINDS))
-
-
-def _of_kind(text: str, kind: str) -> Iterator[PiiMatch]:
-    pieces, pattern, is_right = KINDS[kind]
-    for begin, piece in pieces(text):
-        for match in pattern.finditer(piece):
-            if is_right(match):
-                yield PiiMatch(begin + match.start(), begin + match.end(), kind)
+    matches = [
+        PiiMatch(begin + match.start(), begin + match.end(), kind)
+        for kind in kinds
+        for begin, piece in KINDS[kind].pieces(text)
+        for match in KINDS[kind].pattern.finditer(piece)
+        if KINDS[kind].is_right(match)
+    ]
+    return apart(matches, list(KINDS))
 
 
 def passes_luhn(digits: str) -> bool:
@@ -238,22 +228,14 @@ def passes_mod97(code: str) -> bool:
     return int("".join(str(int(letter, 36)) for letter in code[4:] + code[:4])) % 97 == 1
 
 
-# Length of an IBAN by country, from SWIFT's registry: the countries of SEPA and a few more.
+# Country and length of an IBAN, from SWIFT's registry: the countries of SEPA and a few more.
 IBAN_LENGTHS = {
-    **dict.fromkeys(("NO",), 15),
-    **dict.fromkeys(("BE",), 16),
-    **dict.fromkeys(("DK", "FI", "NL"), 18),
-    **dict.fromkeys(("SI",), 19),
-    **dict.fromkeys(("AT", "EE", "LT", "LU"), 20),
-    **dict.fromkeys(("CH", "HR", "LI", "LV"), 21),
-    **dict.fromkeys(("BG", "DE", "GB", "IE"), 22),
-    **dict.fromkeys(("AE", "IL"), 23),
-    **dict.fromkeys(("CZ", "ES", "RO", "SE", "SK", "SA"), 24),
-    **dict.fromkeys(("PT",), 25),
-    **dict.fromkeys(("IS", "TR"), 26),
-    **dict.fromkeys(("FR", "GR", "IT", "MC", "SM"), 27),
-    **dict.fromkeys(("CY", "HU", "PL"), 28),
-    **dict.fromkeys(("MT",), 31),
+    each[:2]: int(each[2:])
+    for each in (
+        "NO15 BE16 DK18 FI18 NL18 SI19 AT20 EE20 LT20 LU20 CH21 HR21 LI21 LV21 BG22 DE22 GB22"
+        " IE22 AE23 IL23 CZ24 ES24 RO24 SA24 SE24 SK24 PT25 IS26 TR26 FR27 GR27 IT27 MC27 SM27"
+        " CY28 HU28 PL28 MT31"
+    ).split()
 }
 # Prefixes and lengths of Visa, Mastercard, American Express, Diners, Discover, JCB.
 _CARD = re.compile(
@@ -352,14 +334,6 @@ def _is_ssn(match: re.Match[str]) -> bool:
     return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
 
 
-def _is_national(match: re.Match[str]) -> bool:
-    return is_national(match[0])
-
-
-def _always(match: re.Match[str]) -> bool:
-    return True
-
-
 def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
     """Return a function that yields the lines with a short pattern, and their offsets.
 
@@ -413,7 +387,7 @@ _KEY_SIGNS = (
 )
 # In order of precedence for overlapping matches of equal length.
 KINDS = {
-    "key": _Kind(_all_with(*_KEY_SIGNS), re.compile("|".join(_KEYS)), _always),
+    "key": _Kind(_all_with(*_KEY_SIGNS), re.compile("|".join(_KEYS)), bool),
     "email": _Kind(
         _lines_with("@"),
         # RFC 5322's dot-atom, in its common forms.
@@ -443,7 +417,9 @@ KINDS = {
     "us_ssn": _Kind(
         _lines_with(r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
     ),
-    "national_id": _Kind(_lines_with(NATIONAL_SIGN), NATIONAL_PATTERN, _is_national),
+    "national_id": _Kind(
+        _lines_with(NATIONAL_SIGN), NATIONAL_PATTERN, lambda match: is_national(match[0])
+    ),
     "ip": _Kind(
         _lines_with(r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
         re.compile(
