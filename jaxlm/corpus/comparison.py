@@ -20,7 +20,7 @@ from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.merge import Verdict, merge
 from jaxlm.corpus.dedup.signatures import Signatures
-from jaxlm.corpus.files import FileDigest, LineFiles, changed, is_whole
+from jaxlm.corpus.files import FileDigest, LineFiles, changed, is_whole, read_object
 from jaxlm.corpus.job import CLUSTERS, RECIPE, REPORT, Job, require_finished
 from jaxlm.corpus.unit import KEPT, PLACES, SIGNATURES, cleaned, output, verdict
 from jaxlm.data import cache
@@ -51,9 +51,8 @@ class EarlierUnit:
 def find_earlier(recipe: Recipe) -> list[EarlierUnit]:
     """Return every unit of the folders that `against` names, in order.
 
-    Raises:
-      InputMissing: a pattern matches no folder, or an unfinished one.
-      ConfigError: a folder lacks signatures for the recipe's dedup, or made them differently.
+    Raises InputMissing if a pattern matches no folder or an unfinished one, ConfigError if a folder
+    lacks signatures for the recipe's dedup or made them differently.
     """
     units: list[EarlierUnit] = []
     for pattern in recipe.against:
@@ -67,7 +66,7 @@ def find_earlier(recipe: Recipe) -> list[EarlierUnit]:
 
 def _earlier_units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
     require_finished(folder, f"{folder} is not a finished run", "against")
-    before = config.from_json(Recipe, _object(folder / RECIPE)["recipe"])
+    before = config.from_json(Recipe, read_object(folder / RECIPE)["recipe"])
     for kind in recipe.dedup:
         if kind not in before.dedup and kind in _MADE_BY:
             left = ",".join(each for each in recipe.dedup if each != kind) or "()"
@@ -91,7 +90,7 @@ def _earlier_units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
                 ),
                 fix=" ".join(f"--config.{path}={theirs}" for path, (theirs, _) in differ.items()),
             )
-    files = _object(folder / REPORT)["files"]
+    files = read_object(folder / REPORT)["files"]
     units = [
         EarlierUnit(output(folder, KEPT, int(Path(name).stem)), folder / name, FileDigest(**fields))
         for name, fields in sorted(files.items())
@@ -100,16 +99,6 @@ def _earlier_units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
     if not units:
         raise _missing(f"{folder} has no {SIGNATURES}", "an older version of jaxlm wrote it")
     return units
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise changed(path) from None
-    if not isinstance(content, dict):
-        raise changed(path)
-    return content
 
 
 def _missing(what: str, why: str) -> InputMissing:
@@ -226,9 +215,8 @@ Place = tuple[str, int]  # file and record
 def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
     """Return the clusters of a kind ("all" for any), the largest first, ties in file order.
 
-    Raises:
-      InputMissing: the folder contains no finished run.
-      DataError: the file of clusters was changed.
+    Raises InputMissing if the folder contains no finished run, DataError if the file of clusters
+    was changed.
     """
     require_finished(out, f"{out} is not a finished run", "jaxlm data clusters")
     path = out / CLUSTERS

@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -32,7 +34,7 @@ class LineFiles:
         self._folder = folder
         self._files: dict[str, IO[bytes]] = {}
         self._digests: dict[str, Any] = {}
-        self._lines: dict[str, int] = {}
+        self._lines = Counter[str]()
 
     def __enter__(self) -> "LineFiles":
         return self
@@ -46,7 +48,6 @@ class LineFiles:
         if name not in self._files:
             self._files[name] = open(self._folder / name, "wb")  # noqa: SIM115 - closed in __exit__
             self._digests[name] = hashlib.sha256()
-            self._lines[name] = 0
         self._files[name].write(line)
         self._digests[name].update(line)
         self._lines[name] += 1
@@ -59,11 +60,19 @@ class LineFiles:
         }
 
 
-def checked_lines(path: Path, expected: FileDigest) -> Iterator[bytes]:
-    """Yield the lines of a file and verify its digest.
+def read_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON object that this command wrote. Raises DataError if the file is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise changed(path) from None
+    if not isinstance(content, dict):
+        raise changed(path)
+    return content
 
-    Raises DataError at the end if the digest differs.
-    """
+
+def checked_lines(path: Path, expected: FileDigest) -> Iterator[bytes]:
+    """Yield the lines of a file. Raises DataError at the end if the digest differs."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         for line in file:
@@ -77,8 +86,7 @@ def is_whole(path: Path, expected: FileDigest) -> bool:
     """Return whether a file exists and has the expected size and digest."""
     if not path.is_file() or path.stat().st_size != expected.bytes:
         return False
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == expected.sha256
+    return FileDigest.of(path, expected.lines) == expected
 
 
 def changed(path: Path) -> DataError:

@@ -10,6 +10,7 @@ OUT/unfinished/                       intermediate files; deleted at the end
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import heapq
 import json
@@ -35,7 +36,7 @@ from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixSource, MixUni
 from jaxlm.corpus.run import output_folder
 from jaxlm.data import cache, manifest, tokenizer_file, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
-from jaxlm.data.manifest import Manifest, Shard
+from jaxlm.data.manifest import Shard
 from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -80,14 +81,10 @@ def run(
         if content is not None:
             disk.replace(path, content)
         sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
-        numbers = range(len(sizes))
-        left = [number for number in numbers if not units.tokenized(number).exists()]
+        left = [n for n in range(len(sizes)) if not units.tokenized(n).exists()]
         if left:
-            done = sum(sizes) - sum(sizes[number] for number in left)
-            with engines.opened(engine, workers, log) as run_units:
-                for number, _ in run_units(TokenizeTask(out), left):
-                    done += sizes[number]
-                    progress("tokenizing", done, sum(sizes))
+            with engines.opened(engine, workers, log, progress) as run_units:
+                run_units(TokenizeTask(out), left, sizes, "tokenizing")
         answer = _gathered(units, log)
         disk.replace(out / CARD, card(answer, units.sources).encode())
         disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
@@ -206,12 +203,8 @@ def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
 def _described(folder: Path) -> dict[str, Any]:
     made = manifest.read(folder)
     return {
-        "documents": made.documents,
-        "tokens": made.tokens,
-        "bytes": made.bytes,
-        "shards": len(made.shards),
-        "unknown": made.unknown,
-        "left_out": made.left_out,
+        **{name: getattr(made, name) for name in ("documents", "tokens", "bytes")},
+        **{"shards": len(made.shards), "unknown": made.unknown, "left_out": made.left_out},
         "manifest": hashlib.sha256((folder / manifest.NAME).read_bytes()).hexdigest(),
     }
 
@@ -244,36 +237,27 @@ def gather(target: Path, parts: Sequence[Path], left_out: Counter[str]) -> None:
         if folder is None:
             return
         manifests = [manifest.read(part) for part in parts]
+        names = (manifest.tokens_name, manifest.documents_name, manifest.checks_name)
         shards: list[Shard] = []
         for part, each in zip(parts, manifests, strict=True):
             for number, shard in enumerate(each.shards):
-                renamed = {
-                    name(number): name(len(shards))
-                    for name in (
-                        manifest.tokens_name,
-                        manifest.documents_name,
-                        manifest.checks_name,
-                    )
-                }
-                for before, after in renamed.items():
-                    _link(part / before, folder / after)
+                for name in names:
+                    _link(part / name(number), folder / name(len(shards)))
                 shards.append(shard)
-        for name in (manifest.FILES, manifest.TOKENIZER):
-            _link(parts[0] / name, folder / name)
-        files = (folder / manifest.FILES).read_bytes()
-        first = manifests[0]
-        Manifest(
-            tokenizer=first.tokenizer,
-            vocab=first.vocab,
-            dtype=first.dtype,
-            documents=sum(each.documents for each in manifests),
-            tokens=sum(each.tokens for each in manifests),
-            bytes=sum(each.bytes for each in manifests),
+        for copied in (manifest.FILES, manifest.TOKENIZER):
+            _link(parts[0] / copied, folder / copied)
+        totals = {
+            name: sum(getattr(each, name) for each in manifests)
+            for name in ("documents", "tokens", "bytes", "unknown")
+        }
+        merged = dataclasses.replace(
+            manifests[0],
+            **totals,
             left_out=dict(sorted(left_out.items())),
-            unknown=sum(each.unknown for each in manifests),
-            files_sha256=hashlib.sha256(files).hexdigest(),
+            files_sha256=hashlib.sha256((folder / manifest.FILES).read_bytes()).hexdigest(),
             shards=tuple(shards),
-        ).write(folder)
+        )
+        merged.write(folder)
 
 
 def _link(path: Path, target: Path) -> None:

@@ -16,7 +16,7 @@ from jaxlm.core import config, faults
 from jaxlm.core.errors import DataError
 from jaxlm.corpus.engines import Task
 from jaxlm.corpus.files import FileDigest, checked_lines
-from jaxlm.corpus.job import RECIPE, REPORT, WORK, part_of, require_finished
+from jaxlm.corpus.job import RECIPE, REPORT, WORK, grouped, part_of, require_finished
 from jaxlm.corpus.mix.config import Mix, named
 from jaxlm.data import cache, tokenizer_file, writer
 from jaxlm.data.parts import SplitSide
@@ -49,8 +49,7 @@ class MixSource:
     ) -> Iterator[Document]:
         """Yield the documents of some files that are taken and on one side of a split.
 
-        The others are counted. Raises:
-          DataError: a file has changed.
+        The others are counted. Raises DataError if a file has changed.
         """
         begin = 0
         for name, written in files:
@@ -69,9 +68,8 @@ class MixSource:
 def find(mix: Mix) -> list[MixSource]:
     """Return the sources of a mix, in order.
 
-    Raises:
-      InputMissing: a folder contains no finished run.
-      DataError: its report cannot be read, or it kept nothing.
+    Raises InputMissing if a folder contains no finished run, DataError if its report cannot be read
+    or it kept nothing.
     """
     licences = named(mix.licences)
     sources = [
@@ -159,27 +157,19 @@ class MixUnits:
     @functools.cached_property
     def parts(self) -> list[tuple[MixSource, list[tuple[str, FileDigest]]]]:
         """Files of each source, in order, grouped up to `unit_bytes`."""
-        units: list[tuple[MixSource, list[tuple[str, FileDigest]]]] = []
-        for source in self.sources:
-            room = 0
-            for file in source.files:
-                if file[1].bytes > room or units[-1][0] is not source:
-                    units.append((source, []))
-                    room = self.mix.unit_bytes
-                units[-1][1].append(file)
-                room -= file[1].bytes
-        return units
+        return [
+            (source, unit)
+            for source in self.sources
+            for unit in grouped(source.files, lambda file: file[1].bytes, self.mix.unit_bytes)
+        ]
 
     @property
     def sides(self) -> dict[str, SplitSide]:
         """Train, and validation if documents are held out."""
-        if not self.mix.held_out:
+        if not (share := self.mix.held_out):
             return {TRAIN: SplitSide()}
-        share = self.mix.held_out
-        return {
-            TRAIN: SplitSide("documents", share, False),
-            VALIDATION: SplitSide("documents", share, True),
-        }
+        sides = {TRAIN: False, VALIDATION: True}
+        return {side: SplitSide("documents", share, is_held) for side, is_held in sides.items()}
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -59,8 +59,9 @@ def records(
     for number, value, _ in format.read(stream, options):
         if isinstance(value, Fault):
             error = value.error
-            is_unicode = isinstance(error, UnicodeDecodeError)
-            detail = f"byte {error.start}: {error.reason}" if is_unicode else str(error)[:200]
+            detail = str(error)[:200]
+            if isinstance(error, UnicodeDecodeError):
+                detail = f"byte {error.start}: {error.reason}"
             yield file.broken(value.kind, number, detail)
         else:
             yield _of_row(value, file, number)
