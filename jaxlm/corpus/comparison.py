@@ -5,7 +5,6 @@ and the clusters of duplicates, which can be inspected afterwards. New documents
 kept are duplicates, too.
 """
 
-import dataclasses
 import functools
 import glob
 import itertools
@@ -13,7 +12,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlm.core import config, faults
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
@@ -25,6 +24,7 @@ from jaxlm.corpus.job import CLUSTERS, RECIPE, REPORT, Job, require_finished
 from jaxlm.corpus.unit import KEPT, PLACES, SIGNATURES, cleaned, output, verdict
 from jaxlm.data import cache
 
+Place = tuple[str, int]  # file and record
 # Settings that signatures depend on, by kind of duplicate.
 _MADE_BY = {
     "near": ("words", "bands", "rows"),
@@ -33,8 +33,7 @@ _MADE_BY = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class EarlierUnit:
+class EarlierUnit(NamedTuple):
     """A unit of an earlier run: its file of kept documents, and their signatures."""
 
     documents: Path
@@ -70,26 +69,18 @@ def _earlier_units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
     for kind in recipe.dedup:
         if kind not in before.dedup and kind in _MADE_BY:
             left = ",".join(each for each in recipe.dedup if each != kind) or "()"
-            raise _unlike(
-                folder,
-                kind,
-                why=f"dedup was {before.dedup} in that run, without {kind}",
-                fix=f"run the recipe of {folder} again with {kind} in its dedup\n"
-                f"'--config.dedup={left}'    # skips {kind} duplicates",
-            )
+            why = f"dedup was {before.dedup} in that run, without {kind}"
+            rerun = f"run the recipe of {folder} again with {kind} in its dedup"
+            skips = f"'--config.dedup={left}'    # skips {kind} duplicates"
+            raise _unlike(folder, kind, why=why, fix=f"{rerun}\n{skips}")
         pairs = {
             f"{kind}.{name}": [getattr(getattr(each, kind), name) for each in (before, recipe)]
             for name in _MADE_BY.get(kind, ())
         }
-        if differ := {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}:
-            raise _unlike(
-                folder,
-                kind,
-                why=", ".join(
-                    f"{path} was {a} in that run and is {b} now" for path, (a, b) in differ.items()
-                ),
-                fix=" ".join(f"--config.{path}={theirs}" for path, (theirs, _) in differ.items()),
-            )
+        if differ := [(path, a, b) for path, (a, b) in pairs.items() if a != b]:
+            why = ", ".join(f"{path} was {a} in that run and is {b} now" for path, a, b in differ)
+            fix = " ".join(f"--config.{path}={theirs}" for path, theirs, _ in differ)
+            raise _unlike(folder, kind, why=why, fix=fix)
     files = read_object(folder / REPORT)["files"]
     units = [
         EarlierUnit(output(folder, KEPT, int(Path(name).stem)), folder / name, FileDigest(**fields))
@@ -121,10 +112,8 @@ def compare(job: Job) -> None:
         if folder is None:
             return
         before = find_earlier(job.recipe)
-        signatures = [
-            *(unit.read() for unit in before),
-            *(Signatures.read(cleaned(job, number) / SIGNATURES) for number in range(count)),
-        ]
+        signatures = [unit.read() for unit in before]
+        signatures += [Signatures.read(cleaned(job, n) / SIGNATURES) for n in range(count)]
         # Documents are numbered across all units, those of earlier runs first.
         begins = [0, *itertools.accumulate(len(each.digests) for each in signatures)]
         first_new = begins[len(before)]
@@ -135,16 +124,15 @@ def compare(job: Job) -> None:
         del signatures
         places = [place for number in range(count) for place in _places(job, number)]
 
-        def place(document: int) -> tuple[str, int]:
+        def place(document: int) -> Place:
             if document >= first_new:
                 return places[document - first_new]
             unit = bisect_right(begins, document) - 1
             return str(before[unit].documents), document - begins[unit] + 1
 
         _write_clusters(folder, result, place)
-        verdicts: list[dict[str, dict[str, object]]] = [
-            {"removed": {}, "cut": {}, "ranges": {}} for _ in job.units
-        ]
+        kinds = ("removed", "cut", "ranges")
+        verdicts = [{kind: dict[str, object]() for kind in kinds} for _ in job.units]
 
         def note(document: int, what: str, value: object) -> None:
             unit = bisect_right(begins, document) - 1
@@ -167,10 +155,7 @@ def compare(job: Job) -> None:
 
 
 def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> Iterator[str]:
-    """Yield the texts of documents by ascending number; each file is read once.
-
-    Raises DataError if a file of an earlier run has changed.
-    """
+    """Yield the texts of documents by ascending number. Raises DataError if a file has changed."""
     for unit, group in itertools.groupby(documents, lambda each: bisect_right(begins, each) - 1):
         with open(files[unit], "rb") as file:
             lines = enumerate(file, begins[unit])
@@ -182,34 +167,28 @@ def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> It
                     raise changed(files[unit]) from None
 
 
-def _places(job: Job, number: int) -> Iterator[tuple[str, int]]:
+def _places(job: Job, number: int) -> Iterator[Place]:
     path = cleaned(job, number) / PLACES
     if path.exists():  # a unit that kept nothing has none
         with open(path, encoding="utf-8") as file:
             yield from (tuple(json.loads(line)) for line in file)  # type: ignore[misc]
 
 
-def _write_clusters(folder: Path, result: Verdict, place: Callable[[int], tuple[str, int]]) -> None:
+def _write_clusters(folder: Path, result: Verdict, place: Callable[[int], Place]) -> None:
     with LineFiles(folder) as out:
         for cluster in result.clusters:
-            line = {
-                "kind": cluster.kind,
-                "kept": _named(place(cluster.representative)),
-                "removed": [
-                    {**_named(place(document)), "agreement": agreement}
-                    for document, agreement in zip(cluster.removed, cluster.agreement, strict=True)
-                ],
-            }
-            out.write(
-                CLUSTERS, json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n"
-            )
+            removed = [
+                {**_named(place(document)), "agreement": agreement}
+                for document, agreement in zip(cluster.removed, cluster.agreement, strict=True)
+            ]
+            first = _named(place(cluster.representative))
+            line = {"kind": cluster.kind, "kept": first, "removed": removed}
+            text = json.dumps(line, ensure_ascii=False)
+            out.write(CLUSTERS, text.encode(errors="replace") + b"\n")
 
 
-def _named(place: tuple[str, int]) -> dict[str, object]:
+def _named(place: Place) -> dict[str, object]:
     return {"file": place[0], "record": place[1]}
-
-
-Place = tuple[str, int]  # file and record
 
 
 def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
@@ -228,17 +207,17 @@ def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the text of each document. Documents of earlier runs are read from their folder.
-
-    Raises DataError if a document is missing.
-    """
-    places = {
-        _place(each) for cluster in selected for each in (cluster["kept"], *cluster["removed"])
-    }
-    texts = dict(_texts_at(out, places))
-    for file in sorted({file for file, record in places - texts.keys()}):
-        records = {record for name, record in places - texts.keys() if name == file}
-        texts |= {(file, record): text for record, text in _lines(Path(file), records)}
+    """Add the text of each document, also of earlier runs. Raises DataError if one is missing."""
+    documents = [each for cluster in selected for each in (cluster["kept"], *cluster["removed"])]
+    places = set(map(_place, documents))
+    texts: dict[Place, str] = {}
+    # Documents may have been removed after the comparison.
+    for path in sorted([*out.glob("kept/*.jsonl"), *out.glob("removed/*/*.jsonl")]):
+        texts |= {_place(row): row["text"] for row in _rows(path) if _place(row) in places}
+    # A document of an earlier run has the place of its line in the file of kept documents.
+    for file in sorted({file for file, _ in places - texts.keys() if Path(file).is_file()}):
+        rows = enumerate(_rows(Path(file)), 1)
+        texts |= {(file, n): row["text"] for n, row in rows if (file, n) in places}
     if missing := sorted(places - texts.keys()):
         raise DataError(
             "a document of a cluster is missing",
@@ -246,11 +225,15 @@ def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]
             why=f"it is not in {out} and not in a folder of against in {RECIPE}",
             fix="run the same jaxlm data run with another --out",
         )
+
+    def with_text(document: dict[str, Any]) -> dict[str, Any]:
+        return {**document, "text": texts[_place(document)]}
+
     return [
         {
             **cluster,
-            "kept": {**cluster["kept"], "text": texts[_place(cluster["kept"])]},
-            "removed": [{**each, "text": texts[_place(each)]} for each in cluster["removed"]],
+            "kept": with_text(cluster["kept"]),
+            "removed": [with_text(each) for each in cluster["removed"]],
         }
         for cluster in selected
     ]
@@ -258,20 +241,6 @@ def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]
 
 def _place(document: dict[str, Any]) -> Place:
     return document["file"], document["record"]
-
-
-def _texts_at(out: Path, places: set[Place]) -> Iterator[tuple[Place, str]]:
-    """Yield the texts of the places, including documents that were removed later."""
-    for path in sorted([*out.glob("kept/*.jsonl"), *out.glob("removed/*/*.jsonl")]):
-        for row in _rows(path):
-            if (place := _place(row)) in places:
-                yield place, row["text"]
-
-
-def _lines(path: Path, records: set[int]) -> Iterator[tuple[int, str]]:
-    """Yield documents of a file that an earlier run kept, by line number."""
-    if path.is_file():
-        yield from ((n, row["text"]) for n, row in enumerate(_rows(path), 1) if n in records)
 
 
 def _rows(path: Path) -> Iterable[dict[str, Any]]:

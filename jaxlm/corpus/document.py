@@ -14,6 +14,11 @@ class CorpusDocument:
     """A text, its origin, and the other fields of its record.
 
     A member of an archive has the file name ARCHIVE!MEMBER.
+
+    Example:
+      >>> document = CorpusDocument("A text.", "a.jsonl", 1, {"url": "https://example.org"})
+      >>> document.with_text(document.text, language="en").meta
+      {'url': 'https://example.org', 'language': 'en'}
     """
 
     text: str
@@ -83,10 +88,7 @@ class Counts:
         return self
 
     def check(self, where: str) -> None:
-        """Check that every document read is kept, removed or broken exactly once.
-
-        Raises JaxlmError otherwise, which is a bug.
-        """
+        """Raise JaxlmError unless every document read is kept, removed or broken exactly once."""
         totals = Counter[str]()
         for outcome, count in self.documents.items():
             totals[outcome.partition(".")[0]] += count
@@ -98,12 +100,12 @@ class Counts:
 
     def under(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (suffix, count) of the outcomes below `prefix`, the most frequent first."""
-        counts = {
-            name.removeprefix(f"{prefix}."): count
+        counts = [
+            (name.removeprefix(f"{prefix}."), count)
             for name, count in self.documents.items()
             if name.startswith(f"{prefix}.") and count
-        }
-        yield from sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+        ]
+        yield from sorted(counts, key=lambda pair: (-pair[1], pair[0]))
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON, sorted by name: equal counts give equal bytes."""

@@ -29,14 +29,7 @@ from typing import Any, Literal, cast
 
 from jaxlm.core import errors
 from jaxlm.core.callbacks import Log, OnProgress
-from jaxlm.core.errors import (
-    DataError,
-    InputMissing,
-    JaxlmError,
-    NotWritable,
-    PeerLost,
-    not_installed,
-)
+from jaxlm.core.errors import DataError, InputMissing, JaxlmError, NotWritable, PeerLost
 
 Task = Callable[[int], dict[str, float]]  # runs a unit, by number; returns CPU seconds by stage
 MakeTask = Callable[[], Task]  # called in the worker process: pickled, hashed by value
@@ -44,10 +37,7 @@ MAX_DEATHS = 2  # worker processes that may die on a unit before the unit counts
 
 
 def run_unit(task: Task, number: int) -> dict[str, float]:
-    """Run a unit.
-
-    Raises NotWritable if the output cannot be written, for example on a full disk.
-    """
+    """Run a unit. Raises NotWritable if its output cannot be written, as on a full disk."""
     try:
         return task(number)
     except OSError as error:
@@ -83,7 +73,7 @@ class _Queue:
 
     @property
     def has_more(self) -> bool:
-        """Whether to start another unit; after a failure only running ones are finished."""
+        """Return True to start another unit; after a failure only running ones are finished."""
         return bool(self._waiting) and self._failure is None
 
     def take(self) -> int:
@@ -121,9 +111,8 @@ def run_in_pool(
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Run each unit; yield its number and the seconds by stage, in order of completion.
 
-    Raises:
-      NotWritable: the output cannot be written, for example on a full disk.
-      PeerLost: a unit killed several processes; raised once all others are done.
+    Raises NotWritable if the output cannot be written, for example on a full disk; PeerLost, once
+    all others are done, if a unit killed several processes.
     """
     if not units:
         return
@@ -202,7 +191,7 @@ def connected(workers: int, log: Log) -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise not_installed("the engine ray", "ray", "ray", where="--engine=ray") from error
+        raise errors.not_installed("the engine ray", "ray", "ray", where="--engine=ray") from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address := os.environ.get("RAY_ADDRESS"):
         host, _, port = address.rpartition(":")
@@ -239,10 +228,8 @@ def run_on_ray(
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Run units as `run_in_pool` does, at most `workers` at a time.
 
-    Raises:
-      DataError: a machine has other versions.
-      InputMissing: a machine does not see the current folder.
-      NotWritable, PeerLost: as in `run_in_pool`.
+    Raises DataError if a machine has other versions, InputMissing if it does not see the current
+    folder, and what `run_in_pool` raises.
     """
     # Ray would retry without end if memory is short, so deaths are counted here.
     answer_remotely = ray.remote(num_cpus=1, max_retries=0)(_run_remotely)

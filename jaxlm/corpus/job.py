@@ -103,20 +103,14 @@ class Job:
         return max(self.recipe.unit_bytes, MIN_PART_BYTES)
 
     def _pieces(self, file: tuple[Path, str, int]) -> list[FilePart]:
-        path, name, size = file
-        most = self._most
+        (path, name, size), most = file, self._most
         if size <= most or not can_cut(name):
             return [FilePart(*file)]
-        return [
-            FilePart(path, name, min(most, size - number * most), number)
-            for number in range(spans.count(size, most))
-        ]
+        numbers = range(spans.count(size, most))
+        return [FilePart(path, name, min(most, size - n * most), n) for n in numbers]
 
     def span(self, piece: FilePart) -> FileSpan | None:
-        """Return the span of a part of a divided file.
-
-        Raises DataError if the file was written after it was divided.
-        """
+        """Return the span of a part of a file. Raises DataError if it was written since divided."""
         if piece.span is None:
             return None
         noted = self.cuts[piece.name]
@@ -152,7 +146,14 @@ class Job:
             "files": [[name, size] for _, name, size in self.files],
         }
         if path.exists():
-            self._compare(mine, read_object(path))
+            theirs = read_object(path)
+            if differ := [name for name in mine if mine[name] != theirs.get(name)]:
+                why = f"{', '.join(differ)} differ"
+                if differ == ["recipe"]:
+                    changes = config.diff(config.from_json(Recipe, theirs["recipe"]), self.recipe)
+                    why = "; ".join(map(str, changes[:5]))
+                what = "the output folder belongs to another recipe or other files"
+                raise ConfigError(what, where=str(path), why=why, fix=f"--out={self.out}-2")
         elif any(not each.name.startswith(".") for each in self.out.iterdir()):
             raise other_files(self.out)
         else:  # first, so that the folder is recognized even if the process is killed next
@@ -192,17 +193,6 @@ class Job:
         )
         recipe = config.from_json(Recipe, noted["recipe"])
         return cls(out, recipe, noted["sample"], files, _cuts(out))
-
-    def _compare(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-        differ = [name for name in mine if mine[name] != theirs.get(name)]
-        if not differ:
-            return
-        why = f"{', '.join(differ)} differ"
-        if differ == ["recipe"]:
-            changes = config.diff(config.from_json(Recipe, theirs["recipe"]), self.recipe)
-            why = "; ".join(map(str, changes[:5]))
-        what = "the output folder belongs to another recipe or other files"
-        raise ConfigError(what, where=str(self.out / RECIPE), why=why, fix=f"--out={self.out}-2")
 
 
 def grouped(items: Iterable[_T], size: Callable[[_T], int], most: int) -> Iterator[list[_T]]:

@@ -40,14 +40,7 @@ from jaxlm.corpus.files import FileDigest, changed, is_whole
 from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.job import CLUSTERS, PAGE, REPORT, WORK, Job, part_of
 from jaxlm.corpus.report import page, report
-from jaxlm.corpus.unit import (
-    CleaningTask,
-    changed_since,
-    cleaned,
-    finished,
-    output,
-    verdict,
-)
+from jaxlm.corpus.unit import CleaningTask, changed_since, cleaned, finished, output, verdict
 
 LOCK = ".lock"
 
@@ -85,9 +78,8 @@ def run(
       log: prints a line.
       progress: shows the progress of a step.
 
-    Raises:
-      JaxlmError: input or a package is missing, the folder belongs to another recipe or process,
-        or it cannot be written.
+    Raises JaxlmError if input or a package is missing, or if the folder belongs to another recipe
+    or process or cannot be written.
     """
     begun = time.perf_counter()
     job = dataclasses.replace(Job.find(recipe, out, sample), scorer=scorer)
@@ -140,10 +132,7 @@ def _drop_stale_units(job: Job, is_compared: bool, log: Log) -> None:
 
 
 def _concluded(job: Job) -> dict[str, Any]:
-    """Write the report, or verify every file of a finished run; return the report.
-
-    Raises DataError if a file differs from the one written.
-    """
+    """Write the report, or verify every file of a finished run; return the report."""
     parts: defaultdict[str, Counts] = defaultdict(Counts)
     files: dict[str, dict[str, Any]] = {}
     is_done = (job.out / REPORT).exists()
@@ -168,9 +157,7 @@ def _concluded(job: Job) -> dict[str, Any]:
 def output_folder(out: Path) -> Iterator[None]:
     """Create and lock an output folder; the system releases the lock when the process ends.
 
-    Raises:
-      InUse: another process holds the lock.
-      NotWritable: the folder cannot be written.
+    Raises InUse if another process holds the lock, NotWritable if the folder cannot be written.
     """
     fix = shlex.quote(f"--out={out}-2")
     try:

@@ -16,9 +16,8 @@ from jaxlm.corpus.run import LOCK
 def copy_to(folder: Path, files: list[str], url: str) -> int:
     """Copy a finished run, the report last; return the number of files, 0 if already done.
 
-    Raises:
-      InputMissing: the store does not answer.
-      NotWritable: the target contains other files, or a file cannot be written in several tries.
+    Raises InputMissing if the store does not answer, NotWritable if the target contains other files
+    or a file cannot be written in several tries.
     """
     url = url.rstrip("/")
     other = shlex.quote(f"--copy_to={url}-2")
@@ -33,10 +32,7 @@ def copy_to(folder: Path, files: list[str], url: str) -> int:
 
 
 def _copied(folder: Path, names: list[str], url: str, other: str) -> int:
-    """Copy files. The first identifies the copy, the last marks it complete.
-
-    `other` is the flag for another, empty target.
-    """
+    """Copy files: the first identifies the copy, the last marks it complete; `other` is a flag."""
     store, root = open_store(url)
     first, last = names[0], names[-1]
     try:

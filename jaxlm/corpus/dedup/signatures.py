@@ -85,6 +85,7 @@ class Signer:
         size = self._recipe.near.bands * self._recipe.near.rows
         none = np.zeros(size, np.uint32)
         rows = [none if each is None else each for each in self._minhash]
+        documents = np.arange(len(self._prints), dtype=np.uint32)
         return Signatures(
             digests=np.frombuffer(b"".join(self._digests), "<u8").reshape(-1, 2),
             minhash=np.array(rows, np.uint32).reshape(-1, size),
@@ -92,9 +93,7 @@ class Signer:
             spans=np.array(self._spans, np.uint64),
             owners=np.array(self._owners, np.uint32),
             prints=np.concatenate([*self._prints, np.zeros(0, np.uint64)]),
-            print_owners=np.repeat(
-                np.arange(len(self._prints), dtype=np.uint32), [len(each) for each in self._prints]
-            ),
+            print_owners=np.repeat(documents, list(map(len, self._prints))),
         )
 
 

@@ -108,11 +108,9 @@ class Evaluations:
 
 
 def evaluations(recipe: Recipe) -> Evaluations:
-    """Read the evaluation sets of a recipe.
+    """Read the evaluation sets of a recipe. Raises InputMissing if a pattern matches no file.
 
-    Raises:
-      InputMissing: a pattern matches no file.
-      DataError: a record is broken, as it could then be trained on; or no record has a whole run.
+    Raises DataError if a record is broken, as it could then be trained on, or none has a whole run.
     """
     config = recipe.decontaminate
     corpus = Corpus.find(config.against, recipe.text_key, "decontaminate.against")

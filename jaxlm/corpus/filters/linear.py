@@ -70,9 +70,7 @@ class LinearClassifier:
     def read(cls, folder: Path, setting: str) -> "LinearClassifier":
         """Read a classifier that `write` wrote.
 
-        Raises:
-          InputMissing: there is none in the folder that `setting` names.
-          DataError: the files are damaged.
+        Raises InputMissing if the folder that `setting` names has none, DataError if it is damaged.
         """
         if not (folder / ABOUT).is_file():
             what = f"the folder {folder} contains no classifier"
@@ -98,10 +96,7 @@ class LinearClassifier:
             raise DataError(what, where=str(folder), why=why, fix="train it again") from error
 
     def number(self, label: str, setting: str) -> int:
-        """Return the index of a label.
-
-        Raises ConfigError if the classifier, which `setting` names, lacks the label.
-        """
+        """Return the index of a label. Raises ConfigError, which names `setting`, without it."""
         if label not in self.labels:
             near = nearest_word(label, self.labels)
             raise ConfigError(

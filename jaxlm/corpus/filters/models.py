@@ -19,9 +19,7 @@ from jaxlm.data.documents import Corpus
 def language(config: Language) -> Stage:
     """Keep documents in one of the languages; code and probability become metadata.
 
-    Raises:
-      InputMissing: py3langid is not installed.
-      ConfigError: py3langid does not support a language.
+    Raises InputMissing if py3langid is not installed, ConfigError if it does not know a language.
 
     Source: Lui and Baldwin 2012, "langid.py: An Off-the-shelf Language Identification Tool", with
     byte n-grams; the model is in the wheel.
@@ -53,9 +51,7 @@ def language(config: Language) -> Stage:
 def quality(config: Quality) -> Stage:
     """Keep documents with a high probability of the label; it becomes metadata.
 
-    Raises:
-      InputMissing: there is no classifier.
-      ConfigError: the classifier lacks the label.
+    Raises InputMissing if there is no classifier, ConfigError if it lacks the label.
     """
     model = LinearClassifier.read(Path(config.model), "quality.model")
     index = model.number(config.label, "quality.label")
@@ -77,10 +73,8 @@ MakeScorer = Callable[[Perplexity], Scorer]
 def perplexity(config: Perplexity, make: MakeScorer | None) -> Stage:
     """Keep documents with a perplexity between two limits; it becomes metadata.
 
-    `make` opens the model at the first document; it needs JAX, which cleaning does without.
-
-    Raises:
-      InputMissing: the run does not exist, or there is no scorer.
+    `make` opens the model at the first document; it needs JAX, which cleaning does without. Raises
+    InputMissing if the run does not exist, or there is no scorer.
 
     Source: Wenzek et al. 2020, arXiv:1911.00359, §3.3, with thresholds in place of thirds.
     """
@@ -113,15 +107,11 @@ _NAME = re.compile(r"[\w-]{1,60}")  # a category is also a folder of the output
 def harmful(config: Harmful) -> Stage:
     """Remove documents with more than `hits` matches of a list, or with a category of a classifier.
 
-    Lists and classifier come from the user; none are included.
+    Lists and classifier come from the user. An entry of one or more words matches regardless of
+    case and of the characters between words, in languages with spaces between words.
 
-    An entry of one or more words matches regardless of case and of the characters between words,
-    in languages with spaces between words.
-
-    Raises:
-      InputMissing: a list or a classifier is missing.
-      ConfigError: the classifier lacks the label `harmless`.
-      DataError: an entry has no words, or a category cannot name a folder.
+    Raises InputMissing if a list or a classifier is missing, ConfigError if it lacks the label
+    `harmless`, DataError if an entry has no words or a category cannot name a folder.
     """
     lists = _lists(config)
     model = LinearClassifier.read(Path(config.model), "harmful.model") if config.model else None

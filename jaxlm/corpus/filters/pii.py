@@ -387,9 +387,9 @@ _KEY_SIGNS = (
 )
 # In order of precedence for overlapping matches of equal length.
 KINDS = {
-    "key": _Kind(_all_with(*_KEY_SIGNS), re.compile("|".join(_KEYS)), bool),
-    "email": _Kind(
-        _lines_with("@"),
+    "key": _Kind(_texts_with_keys, re.compile("|".join(_KEYS)), bool),
+    "email": _kind(
+        ("@"),
         # RFC 5322's dot-atom, in its common forms.
         re.compile(
             r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}"
@@ -398,38 +398,38 @@ KINDS = {
         ),
         _is_email,
     ),
-    "iban": _Kind(
-        _lines_with(r"[A-Z]{2}\d\d"),
+    "iban": _kind(
+        (r"[A-Z]{2}\d\d"),
         re.compile(
             r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?"
             r"(?![A-Za-z0-9])"
         ),
         _is_iban,
     ),
-    "card": _Kind(
-        _lines_with(r"\d{4}"),
+    "card": _kind(
+        (r"\d{4}"),
         re.compile(
             r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})"
             r"(?![\w-]|\.\d)"
         ),
         _is_card,
     ),
-    "us_ssn": _Kind(
-        _lines_with(r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
+    "us_ssn": _kind(
+        (r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
     ),
-    "national_id": _Kind(
-        _lines_with(NATIONAL_SIGN), NATIONAL_PATTERN, lambda match: is_national(match[0])
+    "national_id": _kind(
+        (NATIONAL_SIGN), NATIONAL_PATTERN, lambda match: is_national(match[0])
     ),
-    "ip": _Kind(
-        _lines_with(r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
+    "ip": _kind(
+        (r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
         re.compile(
             r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"
             r"|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
         ),
         _is_address,
     ),
-    "phone": _Kind(
-        _lines_with(r"\d\d[)]?[ .-]?[(]?\d"),
+    "phone": _kind(
+        (r"\d\d[)]?[ .-]?[(]?\d"),
         re.compile(
             r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}"
             r"|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"

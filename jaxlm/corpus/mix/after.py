@@ -18,10 +18,7 @@ SHARDS = "shards"
 
 
 def check(recipe: Recipe) -> None:
-    """Check the tokenizer of the shards, before hours of cleaning.
-
-    Raises JaxlmError if the tokenizer is a file that cannot be read.
-    """
+    """Raise JaxlmError if the shards' tokenizer cannot be read, before hours of cleaning."""
     if recipe.shards.tokenizer.endswith(TOKENIZER_FILES):
         run.tokenizer_of(recipe.shards.tokenizer, "shards.tokenizer")
 
@@ -49,19 +46,16 @@ def write(
       log: prints a line.
       progress: shows the progress of a step.
 
-    Raises:
-      JaxlmError: as `run.run`. If these shards cannot be made here, the fix is a separate mix.
+    Raises JaxlmError as `run.run`; the fix is a separate mix if the shards cannot be made here.
     """
     parts = report.get("parts", {})
     for name in (name for name in parts if not parts[name]["kept"]):
         log(f"the part {name} kept no documents: it gets no shards")
-    mix = _mix(
-        recipe, out, [name for name in recipe.part_names if not parts or parts[name]["kept"]]
-    )
+    nonempty = [name for name in recipe.part_names if not parts or parts[name]["kept"]]
+    mix = _mix(recipe, out, nonempty or list(recipe.part_names))  # the mix reports if all are empty
+    work: dict[str, Any] = dict(workers=workers, engine=engine, log=log, progress=progress)
     try:
-        return run.run(
-            mix, out / SHARDS, workers=workers, engine=engine, log=log, progress=progress
-        )
+        return run.run(mix, out / SHARDS, **work)
     except (ConfigError, DataError) as error:
         flags = _apart(mix, f"{out}-{SHARDS}", error.fix)
         raise type(error)(
@@ -73,28 +67,21 @@ def write(
 
 
 def _apart(mix: Mix, out: str, fix: str) -> str:
-    """Return flags of `jaxlm data mix` for the same shards elsewhere, merged with a fix.
-
-    Return "" if the fix does not consist of such flags.
-    """
+    """Return flags of `jaxlm data mix` for these shards elsewhere, with a fix of such flags, or ""."""
     first = fix.splitlines()[0]
     if not first.startswith(("--config.", "'--config.", "--out=", "'--out=")):
         return ""
-    names = ["sources", *(field.name for field in dataclasses.fields(ShardSettings))]
-    flags = [
-        f"--config.{name}={sections.show(getattr(mix, name))}"
-        for name in names
-        if getattr(mix, name) != getattr(Mix(), name)
-    ]
     mended = [flag for flag in shlex.split(first, comments=True) if not flag.startswith("--out=")]
     changed = {flag.partition("=")[0] for flag in mended}
-    unchanged = [flag for flag in flags if flag.partition("=")[0] not in changed]
+    unchanged = [
+        f"--config.{name}={sections.show(getattr(mix, name))}"
+        for name in ("sources", *(field.name for field in dataclasses.fields(ShardSettings)))
+        if getattr(mix, name) != getattr(Mix(), name) and f"--config.{name}" not in changed
+    ]
     return shlex.join([*unchanged, *mended, f"--out={out}"])
 
 
 def _mix(recipe: Recipe, out: Path, names: list[str]) -> Mix:
-    """Return the mix of these parts of a recipe's output, or of the whole output."""
-    names = names or list(recipe.part_names)  # if nothing was kept, the mix reports it
     fields = {
         field.name: getattr(recipe.shards, field.name)
         for field in dataclasses.fields(ShardSettings)

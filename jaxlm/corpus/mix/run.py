@@ -11,6 +11,7 @@ OUT/unfinished/                       intermediate files; deleted at the end
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import heapq
 import json
@@ -32,7 +33,7 @@ from jaxlm.corpus.job import RECIPE, WORK, other_files
 from jaxlm.corpus.mix import sources
 from jaxlm.corpus.mix.card import card
 from jaxlm.corpus.mix.config import Mix
-from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixSource, MixUnits, TokenizeTask
+from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixUnits, TokenizeTask
 from jaxlm.corpus.run import output_folder
 from jaxlm.data import cache, manifest, tokenizer_file, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
@@ -63,9 +64,8 @@ def run(
       log: prints a line.
       progress: shows the progress of a step.
 
-    Raises:
-      JaxlmError: a source is missing or damaged, the folder belongs to another mix or process, or
-        it cannot be written.
+    Raises JaxlmError if a source is missing or damaged, or if the folder belongs to another mix or
+    process or cannot be written.
     """
     units = MixUnits(out, mix, sources.find(mix))
     with output_folder(out):
@@ -75,7 +75,12 @@ def run(
             shutil.rmtree(out / WORK, ignore_errors=True)
             return _verified(out)
         path = out / WORK / TOKENIZER
-        content = None if path.exists() else _tokenizer(units, log).serialize()
+        content = None
+        if not path.exists():
+            if mix.tokenizer != "bytes" and not mix.tokenizer.endswith(TOKENIZER_FILES):
+                log(f"training the tokenizer {mix.tokenizer}")
+            texts = functools.partial(_texts, units)
+            content = tokenizer_of(mix.tokenizer, "tokenizer", texts).serialize()
         disk.replace(out / RECIPE, noted)  # after the tokenizer, whose failure claims no folder
         (out / WORK).mkdir(exist_ok=True)
         if content is not None:
@@ -93,12 +98,7 @@ def run(
 
 
 def _noted(units: MixUnits) -> bytes:
-    """Return the contents of recipe.json.
-
-    Raises:
-      ConfigError: the folder belongs to another mix.
-      DataError: the folder contains something else.
-    """
+    """Return the contents of recipe.json; raise if the folder belongs to something else."""
     setting, path = units.mix.tokenizer, units.out / RECIPE
     is_file = setting.endswith(TOKENIZER_FILES) and Path(setting).is_file()
     mine = {
@@ -119,21 +119,10 @@ def _noted(units: MixUnits) -> bytes:
     return content
 
 
-def _tokenizer(units: MixUnits, log: Log) -> Tokenizer:
-    """Load or train the tokenizer that the mix names."""
-    setting = units.mix.tokenizer
-    if setting != "bytes" and not setting.endswith(TOKENIZER_FILES):
-        log(f"training the tokenizer {setting}")
-    return tokenizer_of(setting, "tokenizer", lambda: _texts(units))
-
-
 def tokenizer_of(
     setting: str, path: str, texts: Callable[[], Iterator[str]] = lambda: iter(())
 ) -> Tokenizer:
-    """Load a tokenizer, or train it on texts; errors name the setting at `path`.
-
-    Raises JaxlmError if the tokenizer cannot be loaded or trained.
-    """
+    """Load a tokenizer, or train it on texts. Raises JaxlmError, which names the setting `path`."""
     try:
         if setting.endswith(TOKENIZER_FILES):
             return tokenizer_file.read(setting)
@@ -146,19 +135,16 @@ def tokenizer_of(
 
 def _texts(units: MixUnits) -> Iterator[str]:
     """Yield the training texts of a tokenizer: all sources interleaved in proportion to size."""
-
-    def texts(source: MixSource) -> Iterator[str]:
-        for document in source.documents(source.files, units.sides[TRAIN], Counter()):
-            yield document.text
-
-    streams = [texts(source) for source in units.sources]
+    streams = [
+        source.documents(source.files, units.sides[TRAIN], Counter()) for source in units.sources
+    ]
     sizes = [source.share * source.report["characters"]["kept"] for source in units.sources]
     waiting = [(0.0, number) for number in range(len(streams))]  # share read, source
     while waiting:
         read, number = heapq.heappop(waiting)
-        if (text := next(streams[number], None)) is not None:
-            yield text
-            heapq.heappush(waiting, (read + len(text) / sizes[number], number))
+        if (document := next(streams[number], None)) is not None:
+            yield document.text
+            heapq.heappush(waiting, (read + len(document.text) / sizes[number], number))
 
 
 def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
@@ -176,8 +162,9 @@ def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
                 if each is source
             ]
             if parts := [folder for folder in folders if folder.exists()]:
-                gather(units.out / side / source.name, parts, left_out[source.name])
-                sets.setdefault(side, {})[source.name] = _described(units.out / side / source.name)
+                target = units.out / side / source.name
+                gather(target, parts, left_out[source.name])
+                sets.setdefault(side, {})[source.name] = _described(target)
             else:
                 log(f"the source {source.name} has no document in {side}: it is too small")
         total = sum(each["tokens"] for each in sets.get(side, {}).values())
@@ -193,11 +180,8 @@ def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
             else "weights that drop fewer documents",
         )
     made = manifest.read(units.out / TRAIN / next(iter(sets[TRAIN])))
-    return {
-        "format_version": FORMAT_VERSION,
-        "tokenizer": {"sha256": made.tokenizer, "size": made.vocab},
-        "sets": sets,
-    }
+    tokenizer = {"sha256": made.tokenizer, "size": made.vocab}
+    return {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "sets": sets}
 
 
 def _described(folder: Path) -> dict[str, Any]:
@@ -229,10 +213,7 @@ def _verified(out: Path) -> dict[str, Any]:
 
 
 def gather(target: Path, parts: Sequence[Path], left_out: Counter[str]) -> None:
-    """Merge folders of token shards, in order, with one tokenizer and list of files; by links.
-
-    Raises DataError if a folder is damaged.
-    """
+    """Merge folders of token shards, in order, with one tokenizer and list of files; by links."""
     with cache.built(target) as folder:
         if folder is None:
             return

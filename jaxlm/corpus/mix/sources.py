@@ -40,10 +40,6 @@ class MixSource:
     sha256: str  # of its report, which contains the digest of every file
     files: tuple[tuple[str, FileDigest], ...]  # kept documents: path in the folder
 
-    def shard_name(self, file: str) -> str:
-        """Return the name of a file in shards: independent of the folder's location."""
-        return f"{self.name}/{file}"
-
     def documents(
         self, files: Sequence[tuple[str, FileDigest]], selection: SplitSide, counts: Counter[str]
     ) -> Iterator[Document]:
@@ -51,18 +47,15 @@ class MixSource:
 
         The others are counted. Raises DataError if a file has changed.
         """
-        begin = 0
+        offset = 0
         for name, written in files:
-            path = self.folder / name
-            offset = begin
-            for number, line in enumerate(checked_lines(path, written)):
+            for number, line in enumerate(checked_lines(self.folder / name, written)):
                 offset += len(line)
                 text = json.loads(line)["text"]
                 if self.share < 1 and _drawn(text) >= self.share:
                     counts[BY_WEIGHT] += 1
                 elif selection.take(text):
-                    yield Document(text, self.shard_name(name), number, offset)
-            begin += written.bytes
+                    yield Document(text, f"{self.name}/{name}", number, offset)
 
 
 def find(mix: Mix) -> list[MixSource]:
@@ -71,10 +64,8 @@ def find(mix: Mix) -> list[MixSource]:
     Raises InputMissing if a folder contains no finished run, DataError if its report cannot be read
     or it kept nothing.
     """
-    licences = named(mix.licences)
-    sources = [
-        _source(name, folder, licences.get(name, "")) for name, folder in named(mix.sources).items()
-    ]
+    places, licences = named(mix.sources), named(mix.licences)
+    sources = [_source(name, places[name], licences.get(name, "")) for name in places]
     weights = {name: float(text) for name, text in named(mix.weights).items()}
     if not weights:
         return sources
@@ -105,14 +96,10 @@ def _source(name: str, place: str, licence: str) -> MixSource:
             parts = recipe["recipe"]["parts"]
             recipe["files"] = [file for file in recipe["files"] if part_of(parts, file[0]) == part]
         if not files or not report["characters"]["kept"] > 0:
-            raise DataError(
-                f"the source {name!r} kept no documents",
-                where=str(path),
-                why=f"of {report['characters']['read']:,} characters read"
-                if "read" in report["characters"]
-                else "its report lists no kept files",
-                fix="leave it out of --config.sources",
-            )
+            what, why = f"the source {name!r} kept no documents", "its report lists no kept files"
+            if "read" in report["characters"]:
+                why = f"of {report['characters']['read']:,} characters read"
+            raise DataError(what, where=str(path), why=why, fix="leave it out of --config.sources")
         itemgetter("funnel", "notes", "removed", "sample", "kept", "read")(report)
         digest = hashlib.sha256(content).hexdigest()
         return MixSource(name, folder, 1.0, licence, report, recipe, digest, files)
@@ -184,7 +171,7 @@ class MixUnits:
         """Write the shards of a unit; return CPU seconds."""
         begun = time.process_time()
         source, files = self.parts[number]
-        names = [source.shard_name(name) for name, _ in source.files]
+        names = [f"{source.name}/{name}" for name, _ in source.files]
         with cache.built(self.tokenized(number)) as folder:
             if folder is not None:
                 counts = {side: Counter[str]() for side in self.sides}
