@@ -10,14 +10,14 @@ import glob
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.core import config, faults
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.dedup.merge import Verdict, merge
+from jaxlm.corpus.dedup.merge import merge
 from jaxlm.corpus.dedup.signatures import Signatures
 from jaxlm.corpus.files import FileDigest, LineFiles, changed, is_whole, read_object
 from jaxlm.corpus.job import CLUSTERS, RECIPE, REPORT, Job, require_finished
@@ -122,7 +122,10 @@ def compare(job: Job) -> None:
         texts = functools.partial(_texts, files, begins)
         result = merge(signatures, job.recipe, first_new, texts)
         del signatures
-        places = [place for number in range(count) for place in _places(job, number)]
+        places: list[Place] = []
+        for path in (cleaned(job, number) / PLACES for number in range(count)):
+            if path.exists():  # a unit that kept nothing has none
+                places += (tuple(json.loads(line)) for line in path.read_bytes().splitlines())
 
         def place(document: int) -> Place:
             if document >= first_new:
@@ -130,7 +133,6 @@ def compare(job: Job) -> None:
             unit = bisect_right(begins, document) - 1
             return str(before[unit].documents), document - begins[unit] + 1
 
-        _write_clusters(folder, result, place)
         kinds = ("removed", "cut", "ranges")
         verdicts = [{kind: dict[str, object]() for kind in kinds} for _ in job.units]
 
@@ -138,11 +140,18 @@ def compare(job: Job) -> None:
             unit = bisect_right(begins, document) - 1
             verdicts[unit - len(before)][what][str(document - begins[unit])] = value
 
-        for cluster in result.clusters:
-            file, record = place(cluster.representative)
-            for document, agreement in zip(cluster.removed, cluster.agreement, strict=True):
-                detail = f"{file}, record {record}; agreement {agreement:g}"
-                note(document, "removed", [cluster.kind, detail])
+        with LineFiles(folder) as out:
+            for kind, representative, every, agreements in result.clusters:
+                file, record = place(representative)
+                removed = []
+                for document, agreement in zip(every, agreements, strict=True):
+                    detail = f"{file}, record {record}; agreement {agreement:g}"
+                    note(document, "removed", [kind, detail])
+                    fields = (*place(document), agreement)
+                    removed.append(dict(zip(("file", "record", "agreement"), fields, strict=True)))
+                line = {"kind": kind, "kept": {"file": file, "record": record}, "removed": removed}
+                text = json.dumps(line, ensure_ascii=False)
+                out.write(CLUSTERS, text.encode(errors="replace") + b"\n")
         for document, spans in result.cut.items():
             note(document, "cut", sorted(spans))
         for document, ranges in result.ranges.items():
@@ -165,30 +174,6 @@ def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> It
                     yield json.loads(line)["text"]
                 except (ValueError, TypeError, KeyError):
                     raise changed(files[unit]) from None
-
-
-def _places(job: Job, number: int) -> Iterator[Place]:
-    path = cleaned(job, number) / PLACES
-    if path.exists():  # a unit that kept nothing has none
-        with open(path, encoding="utf-8") as file:
-            yield from (tuple(json.loads(line)) for line in file)  # type: ignore[misc]
-
-
-def _write_clusters(folder: Path, result: Verdict, place: Callable[[int], Place]) -> None:
-    with LineFiles(folder) as out:
-        for cluster in result.clusters:
-            removed = [
-                {**_named(place(document)), "agreement": agreement}
-                for document, agreement in zip(cluster.removed, cluster.agreement, strict=True)
-            ]
-            first = _named(place(cluster.representative))
-            line = {"kind": cluster.kind, "kept": first, "removed": removed}
-            text = json.dumps(line, ensure_ascii=False)
-            out.write(CLUSTERS, text.encode(errors="replace") + b"\n")
-
-
-def _named(place: Place) -> dict[str, object]:
-    return {"file": place[0], "record": place[1]}
 
 
 def clusters(out: Path, kind: str) -> list[dict[str, Any]]:

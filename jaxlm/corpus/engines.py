@@ -182,10 +182,9 @@ PACKAGES = "numpy", "ftfy", "py3langid", "pyarrow", "zstandard", "tokenizers", "
 
 @contextlib.contextmanager
 def connected(workers: int, log: Log) -> Iterator[Any]:
-    """Connect to the cluster of RAY_ADDRESS or of this machine, else start a local one.
+    """Connect to the cluster of RAY_ADDRESS or of this machine, else to `workers` processes here.
 
-    A local one has `workers` processes and is shut down at the end of the block. Raises
-    InputMissing if Ray is not installed, or does not answer at RAY_ADDRESS.
+    Raises InputMissing if Ray is not installed, or does not answer at RAY_ADDRESS.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:

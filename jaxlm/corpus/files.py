@@ -1,5 +1,6 @@
 """Files of lines that are written together, with their digests."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -27,26 +28,20 @@ class FileDigest:
         return cls(lines, path.stat().st_size, digest)
 
 
-class LineFiles:
+class LineFiles(contextlib.ExitStack):
     """Files in a folder, each opened at its first line and closed at the end of the block."""
 
     def __init__(self, folder: Path):
+        super().__init__()
         self._folder = folder
         self._files: dict[str, IO[bytes]] = {}
         self._digests: dict[str, Any] = {}
         self._lines = Counter[str]()
 
-    def __enter__(self) -> "LineFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-
     def write(self, name: str, line: bytes) -> None:
         """Append a line to a file."""
         if name not in self._files:
-            self._files[name] = open(self._folder / name, "wb")  # noqa: SIM115 - closed in __exit__
+            self._files[name] = self.enter_context(open(self._folder / name, "wb"))  # noqa: SIM115
             self._digests[name] = hashlib.sha256()
         self._files[name].write(line)
         self._digests[name].update(line)

@@ -16,7 +16,12 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, made odd
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text in lower case: letters, digits and underscores."""
+    """Return the words of a text in lower case: letters, digits and underscores.
+
+    Example:
+      >>> len(runs(hashed(words("To be, or not to be")), 2))
+      5
+    """
     return WORD.findall(text.lower())
 
 

@@ -34,15 +34,14 @@ def copy_to(folder: Path, files: list[str], url: str) -> int:
 def _copied(folder: Path, names: list[str], url: str, other: str) -> int:
     """Copy files: the first identifies the copy, the last marks it complete; `other` is a flag."""
     store, root = open_store(url)
-    first, last = names[0], names[-1]
     try:
-        for name in (last, first):
+        for name in (names[-1], names[0]):
             content = store.cat_file(f"{root}/{name}") if store.exists(f"{root}/{name}") else None
             if content is not None and content != (folder / name).read_bytes():
                 what = "the target contains other files"
                 why = "existing files are never overwritten"
                 raise NotWritable(what, where=f"{url}/{name}", why=why, fix=other)
-            if name == last and content is not None:
+            if name == names[-1] and content is not None:
                 return 0
         for name in names:
             tried(functools.partial(_put, store, folder / name, f"{root}/{name}"))

@@ -17,10 +17,9 @@ from jaxlm.data.documents import Corpus
 
 
 def urls(config: Urls) -> Stage:
-    """Remove documents whose URL is blocked.
+    """Remove documents whose URL is blocked. Raises InputMissing if a pattern matches no list.
 
-    An entry with a slash is a URL prefix; others are domains, including their subdomains. Raises
-    InputMissing if a pattern matches no list.
+    An entry with a slash is a URL prefix; others are domains, including their subdomains.
     """
     paths = Corpus.find(config.blocked, "", "urls.blocked").files
     domains = set(itertools.chain.from_iterable(map(_entries, paths)))

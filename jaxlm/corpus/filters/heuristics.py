@@ -101,15 +101,15 @@ def repetition(config: Repetition) -> Stage:
 
 
 def repeated(pieces: list[str]) -> tuple[float, float]:
-    """Return the share of pieces that occurred before, and their share of characters."""
-    seen = set[str]()
-    count = characters = 0
-    for piece in pieces:
-        if piece in seen:
-            count += 1
-            characters += len(piece)
-        seen.add(piece)
-    return count / max(1, len(pieces)), characters / max(1, sum(map(len, pieces)))
+    """Return the share of pieces that occurred before, and their share of characters.
+
+    Example:
+      >>> repeated(["ab", "cd", "ab", "ab"])
+      (0.5, 0.5)
+    """
+    size, first = sum(map(len, pieces)), set(pieces)
+    characters = size - sum(map(len, first))
+    return (len(pieces) - len(first)) / max(1, len(pieces)), characters / max(1, size)
 
 
 def _shares(text: str, config: Repetition) -> Iterator[tuple[str, float, float]]:
@@ -133,15 +133,10 @@ def _shares(text: str, config: Repetition) -> Iterator[tuple[str, float, float]]
 
 
 def top_share(numbers: np.ndarray, sizes: np.ndarray, length: int, total: int) -> float:
-    """Return the share of characters in the most frequent run; 0 if all occur once.
-
-    Of equally frequent runs, the first counts.
-    """
+    """Return the share of characters in the most frequent run, the first of equals; 0 if unique."""
     hashes = runs(numbers, length)
-    if not len(hashes):
-        return 0.0
     values, first, count = np.unique(hashes, return_index=True, return_counts=True)
-    if count.max() == 1:
+    if count.max(initial=1) == 1:
         return 0.0
     top = min(np.flatnonzero(count == count.max()), key=lambda run: first[run])
     return _characters(hashes == values[top], sizes, length) / total

@@ -106,6 +106,10 @@ def find(text: str) -> str:
     """Return an SPDX expression, empty if the text states no license.
 
     Without a tag, several licenses are joined by AND, or by OR if the text contains "dual".
+
+    Example:
+      >>> find("SPDX-License-Identifier: MIT OR Apache-2.0")
+      'MIT OR Apache-2.0'
     """
     tags = dict.fromkeys(tag for match in _TAG.finditer(text) if (tag := _expression(match[1])))
     if len(tags) == 1:

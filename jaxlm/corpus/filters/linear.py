@@ -89,22 +89,16 @@ class LinearClassifier:
                 raise ValueError(f"weights of {tensors['weights'].shape}")
             return cls(labels, features, tensors["weights"], tensors["bias"])
         except Exception as error:  # errors of JSON, safetensors and files have no common base
-            what, why = (
-                "a classifier could not be read",
-                f"{type(error).__name__}: {str(error)[:200]}",
-            )
+            what = "a classifier could not be read"
+            why = f"{type(error).__name__}: {str(error)[:200]}"
             raise DataError(what, where=str(folder), why=why, fix="train it again") from error
 
     def number(self, label: str, setting: str) -> int:
         """Return the index of a label. Raises ConfigError, which names `setting`, without it."""
         if label not in self.labels:
+            what, every = f"the classifier has no label {label!r}", ", ".join(self.labels)
             near = nearest_word(label, self.labels)
-            raise ConfigError(
-                f"the classifier has no label {label!r}",
-                where=setting,
-                why=f"its labels are {', '.join(self.labels)}",
-                fix=shlex.quote(f"--config.{setting}={near}")
-                if near
-                else f"name one of its labels: {', '.join(self.labels)}",
-            )
+            flag = shlex.quote(f"--config.{setting}={near}")
+            fix = flag if near else f"name one of its labels: {every}"
+            raise ConfigError(what, where=setting, why=f"its labels are {every}", fix=fix)
         return self.labels.index(label)

@@ -80,7 +80,7 @@ NATIONAL_SIGN = r"\d(?:\d{5}| \d\d|\.\d{3}|-\d{4}-|\d[A-Z])"
 _FORMS = "|".join(f"{each.before}(?:{each.form})" for each in NATIONALS.values())
 # Not in paths, longer numbers or hexadecimal tables, where a gigabyte of source code had most of
 # its matches.
-NATIONAL_PATTERN = re.compile(
+NATIONAL_PATTERN = (
     rf"(?<![\w./-])(?<!\d )(?<![\dA-F]{{4}} )(?:{_FORMS})(?![\w-]|[ .]\d| [\dA-F]{{4}}\b)"
 )
 
@@ -152,9 +152,6 @@ def presidio_finder(kinds: tuple[str, ...], score: float) -> Callable[[str], lis
     return find
 
 
-PAGES = ("http://", "https://")
-
-
 def pii(config: Pii) -> Stage:
     """Mask each match as <EMAIL> and the like, or remove its document.
 
@@ -182,7 +179,7 @@ def pii(config: Pii) -> Stage:
                 return {key: masked_meta(each) for key, each in value.items()}
             if isinstance(value, list):
                 return [masked_meta(each) for each in value]
-            if not isinstance(value, str) or value.startswith(PAGES):
+            if not isinstance(value, str) or value.startswith(("http://", "https://")):
                 return value
             return masked(value, finder(value), "masked in metadata", counts)
 
@@ -353,20 +350,21 @@ def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
     return pieces
 
 
-def _all_with(*signs: str) -> Callable[[str], Iterator[tuple[int, str]]]:
-    """Return a function that yields the whole text if it contains one of the signs."""
-
-    def pieces(text: str) -> Iterator[tuple[int, str]]:
-        if any(sign in text for sign in signs):
-            yield 0, text
-
-    return pieces
+def _texts_with_keys(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the whole text if it contains a sign of a key."""
+    if any(sign in text for sign in _KEY_SIGNS):
+        yield 0, text
 
 
 class _Kind(NamedTuple):
     pieces: Callable[[str], Iterator[tuple[int, str]]]  # the parts of a text to search
     pattern: re.Pattern[str]
     is_right: Callable[[re.Match[str]], bool]
+
+
+def _kind(sign: str, pattern: str, is_right: Callable[[re.Match[str]], bool]) -> _Kind:
+    """Return a kind whose matches are in a line that has a match of the short pattern `sign`."""
+    return _Kind(_lines_with(sign), re.compile(pattern), is_right)
 
 
 _KEYS = (
@@ -389,52 +387,38 @@ _KEY_SIGNS = (
 KINDS = {
     "key": _Kind(_texts_with_keys, re.compile("|".join(_KEYS)), bool),
     "email": _kind(
-        ("@"),
+        "@",
         # RFC 5322's dot-atom, in its common forms.
-        re.compile(
-            r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}"
-            r"@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
-            r"[A-Za-z]{2,24}(?![\w@-])"
-        ),
+        r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}"
+        r"@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
+        r"[A-Za-z]{2,24}(?![\w@-])",
         _is_email,
     ),
     "iban": _kind(
-        (r"[A-Z]{2}\d\d"),
-        re.compile(
-            r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?"
-            r"(?![A-Za-z0-9])"
-        ),
+        r"[A-Z]{2}\d\d",
+        r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?"
+        r"(?![A-Za-z0-9])",
         _is_iban,
     ),
     "card": _kind(
-        (r"\d{4}"),
-        re.compile(
-            r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})"
-            r"(?![\w-]|\.\d)"
-        ),
+        r"\d{4}",
+        r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})"
+        r"(?![\w-]|\.\d)",
         _is_card,
     ),
-    "us_ssn": _kind(
-        (r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
-    ),
-    "national_id": _kind(
-        (NATIONAL_SIGN), NATIONAL_PATTERN, lambda match: is_national(match[0])
-    ),
+    "us_ssn": _kind(r"\d-\d", r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)", _is_ssn),
+    "national_id": _kind(NATIONAL_SIGN, NATIONAL_PATTERN, lambda match: is_national(match[0])),
     "ip": _kind(
-        (r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
-        re.compile(
-            r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"
-            r"|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
-        ),
+        r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))",
+        r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"
+        r"|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))",
         _is_address,
     ),
     "phone": _kind(
-        (r"\d\d[)]?[ .-]?[(]?\d"),
-        re.compile(
-            r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}"
-            r"|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
-            r"(?![\w-]|\.\d)"
-        ),
+        r"\d\d[)]?[ .-]?[(]?\d",
+        r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}"
+        r"|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
+        r"(?![\w-]|\.\d)",
         _is_phone,
     ),
 }

@@ -67,7 +67,7 @@ def write(
 
 
 def _apart(mix: Mix, out: str, fix: str) -> str:
-    """Return flags of `jaxlm data mix` for these shards elsewhere, with a fix of such flags, or ""."""
+    """Return flags of `jaxlm data mix` for these shards elsewhere, with those of a fix, or ""."""
     first = fix.splitlines()[0]
     if not first.startswith(("--config.", "'--config.", "--out=", "'--out=")):
         return ""

@@ -35,7 +35,7 @@ class ShardSettings:
     def problems_with(self, sources: Sequence[str], path: str = "") -> Problems:
         """Yield the settings that do not fit these sources; `path` is the prefix of the section."""
         for name in ("weights", "licences"):
-            yield from entry_problems(name, getattr(self, name), known=sources, path=path)
+            yield from entry_problems(name, getattr(self, name), sources, path)
         for name, text in named(self.weights).items():
             if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or not float(text):
                 mended = {**named(self.weights), name: "1"}
@@ -69,7 +69,7 @@ class Mix(ShardSettings):
         """Check that names are unique, weights and licences have a source, the tokenizer exists."""
         if not self.sources:
             yield "sources", "no sources", "jaxlm config explain sources"
-        yield from entry_problems("sources", self.sources, "")
+        yield from entry_problems("sources", self.sources)
         yield from self.problems_with(tuple(named(self.sources)))
 
 
@@ -84,20 +84,11 @@ def named(entries: tuple[str, ...]) -> dict[str, str]:
 
 
 def entry_problems(
-    field: str,
-    entries: tuple[str, ...],
-    nothing: str = "()",
-    known: Sequence[str] | None = None,
-    path: str = "",
+    field: str, entries: tuple[str, ...], known: Sequence[str] | None = None, path: str = ""
 ) -> Problems:
     """Yield a problem for each entry that is no NAME=VALUE, is repeated or has an unknown name.
 
-    Args:
-      field: the setting.
-      entries: its value.
-      nothing: the value in the fix if no entry is valid; "" points to the setting's explanation.
-      known: the allowed names; None allows any.
-      path: the prefix of the section in flags.
+    `path` is the prefix of the section in flags.
     """
     right: list[str] = []
     wrong: list[str] = []
@@ -111,11 +102,7 @@ def entry_problems(
             wrong.append(f"{name!r} is listed twice")
         else:
             right.append(entry)
-    for what in wrong:
-        valid = ",".join(right) or nothing
-        flag = f"{path}{field}"
-        yield (
-            field,
-            what,
-            shlex.quote(f"--config.{flag}={valid}") if valid else f"jaxlm config explain {flag}",
-        )
+    fix = shlex.quote(f"--config.{path}{field}={','.join(right) or '()'}")
+    if field == "sources" and not right:  # they cannot be empty
+        fix = f"jaxlm config explain {path}{field}"
+    yield from ((field, what, fix) for what in wrong)

@@ -1,6 +1,6 @@
-"""Program that writes the text of a PDF on stdin as JSON; imports no jaxlm, to start fast.
+"""Program that writes the text of a PDF on stdin as JSON, within the `ReadLimits` of its argument.
 
-Its argument is the JSON of `ReadLimits`.
+It imports no jaxlm, to start fast.
 """
 
 import io
