@@ -1,10 +1,11 @@
 """Records that pass through the stages of a recipe, results of a stage, and their counts."""
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxlm.core.errors import JaxlmError
 
@@ -50,7 +51,25 @@ class BrokenRecord:
 
 
 # A stage counts the changes that it makes to documents that pass.
-Stage = Callable[[CorpusDocument, Counter[str]], CorpusDocument | Removed]
+StageResult = CorpusDocument | Removed
+Stage = Callable[[CorpusDocument, Counter[str]], StageResult]
+_Settings = TypeVar("_Settings")
+
+
+def stage(
+    apply: Callable[[_Settings, CorpusDocument, Counter[str]], StageResult],
+) -> Callable[[_Settings], Stage]:
+    """Turn a function of settings, document and counts into one of settings that returns a stage.
+
+    Example:
+      >>> @stage
+      ... def lower(language: str, document: CorpusDocument, counts: Counter[str]) -> StageResult:
+      ...     counts["lower: documents"] += 1
+      ...     return document.with_text(document.text.lower(), language=language)
+      >>> lower("en")(CorpusDocument("A Text", "a.txt", 1), Counter()).text
+      'a text'
+    """
+    return lambda settings: functools.partial(apply, settings)
 
 
 def to_line(value: CorpusDocument | BrokenRecord, **more: Any) -> bytes:

@@ -55,11 +55,11 @@ def answer(open_task: Callable[[], Task], number: int) -> dict[str, Any]:
         return {"seconds": run_unit(open_task(), number)}
     except JaxlmError as error:
         parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
-        return {"error": {"class": type(error).__name__, **parts}}
+        return {"error": {"kind": type(error).__name__, **parts}}
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         why = traceback.format_exc()[-1500:]
-        return {"error": {"class": "JaxlmError", "what": what, "why": why}}
+        return {"error": {"kind": "JaxlmError", "what": what, "why": why}}
 
 
 class _Queue:
@@ -89,7 +89,7 @@ class _Queue:
 
     def failed(self, parts: dict[str, str]) -> None:
         """Rebuild the error that a worker answered; the first is raised at the end."""
-        kind, what = getattr(errors, parts["class"], JaxlmError), parts["what"]
+        kind, what = getattr(errors, parts["kind"], JaxlmError), parts["what"]
         error = kind(what, **{name: parts.get(name, "") for name in ("where", "why", "fix")})
         self._failure = self._failure or error
 
@@ -243,13 +243,13 @@ def run_on_ray(
         try:
             reply = ray.get(ready)
         except ray.exceptions.RayTaskError as error:  # before our code could answer
-            failure = {
-                "class": "InputMissing",
-                "what": "a machine of the cluster cannot run units",
-                "where": "--engine=ray",
-                "why": str(getattr(error, "cause", error)),
-                "fix": "pip install 'jaxlm[prepare,ray]'    # of this version, on every machine",
-            }
+            failure = dict(
+                kind="InputMissing",
+                what="a machine of the cluster cannot run units",
+                where="--engine=ray",
+                why=str(getattr(error, "cause", error)),
+                fix="pip install 'jaxlm[prepare,ray]'    # of this version, on every machine",
+            )
             queue.failed(failure)
         except ray.exceptions.RayError as error:
             queue.died(number, type(error).__name__)

@@ -1,7 +1,6 @@
 """Hashes of words and of runs of words (n-grams): 64 bits, the same on every machine.
 
-Two different runs collide with probability 2^-64; among n runs about n^2 / 2^65 pairs do, 3% for
-a billion runs.
+Two runs collide with probability 2^-64; among n runs about n^2 / 2^65 pairs, 3% for a billion.
 """
 
 import functools
@@ -57,8 +56,7 @@ def covered(begins: np.ndarray, length: int, size: int) -> np.ndarray:
 def mixed(numbers: np.ndarray) -> np.ndarray:
     """Mix the bits of each number; a bijection.
 
-    Source: Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators": the
-    finalizer of SplitMix64.
+    Source: Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators": SplitMix64.
     """
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -10,7 +10,6 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,20 +17,13 @@ from jaxlm.core import faults
 from jaxlm.corpus import stages
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.signatures import Signatures, Signer, ranges, without
-from jaxlm.corpus.document import (
-    BrokenRecord,
-    CorpusDocument,
-    Counts,
-    Removed,
-    Stage,
-    from_line,
-    to_line,
-)
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument, Counts, Removed, from_line, to_line
 from jaxlm.corpus.engines import Task
 from jaxlm.corpus.files import FileDigest, LineFiles, checked_lines
 from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.job import VERDICTS, WORK, FilePart, Job
 from jaxlm.corpus.readers.files import is_one_record, read
+from jaxlm.corpus.readers.streams import Records
 from jaxlm.corpus.remote import is_remote
 from jaxlm.data import cache
 
@@ -82,10 +74,7 @@ class CleaningUnits:
     def __init__(self, job: Job):
         self._job = job
         self._units = job.units
-
-    @functools.cached_property
-    def _stages(self) -> list[tuple[str, Stage]]:
-        return stages.build(self._job.recipe, self._job.scorer)
+        self._stages = functools.cache(functools.partial(stages.build, job.recipe, job.scorer))
 
     def clean(self, number: int) -> dict[str, float]:
         """Pass each document of a unit through the stages; return CPU seconds by stage."""
@@ -103,9 +92,7 @@ class CleaningUnits:
             faults.point("prepare.clean", number)
         return dict(seconds)
 
-    def _read(
-        self, number: int, counts: Counts, seconds: Seconds
-    ) -> Iterator[CorpusDocument | BrokenRecord]:
+    def _read(self, number: int, counts: Counts, seconds: Seconds) -> Records:
         job = self._job
         for piece in self._units[number]:
             if is_one_record(piece.name) and not job.is_in(piece.name, 1):
@@ -135,7 +122,7 @@ class CleaningUnits:
             unit.remove(record, BLANK)
             return
         document = record
-        for name, stage in self._stages:
+        for name, stage in self._stages():
             begun = time.process_time()
             after = stage(document, unit.counts.notes)
             seconds[name] += time.process_time() - begun
@@ -190,8 +177,7 @@ class CleaningUnits:
                         unit.signer.add_signed(signatures, ordinal)
                         unit.files.write(KEPT, line)
             inputs = [[piece.name, piece.size] for piece in self._units[number]]
-            digests = {SIGNATURES: unit.write_signatures()}
-            unit.write_record(number, {"inputs": inputs}, digests, indent=1)
+            unit.write_record(number, {"inputs": inputs}, signatures=unit.write_signatures())
 
     def _shorten(
         self, document: CorpusDocument, spans: list[int], substrings: list[Any], unit: "_UnitOutput"
@@ -255,19 +241,13 @@ class _UnitOutput:
         self.signer.finish().write(path)
         return FileDigest.of(path, self.counts.documents[KEPT])
 
-    def write_record(
-        self,
-        number: int,
-        fields: dict[str, Any],
-        digests: dict[str, FileDigest] | None = None,
-        indent: int | None = None,
-    ) -> None:
+    def write_record(self, number: int, fields: dict[str, Any], **digests: FileDigest) -> None:
         """Write the record that makes the unit complete, with its counts and digests."""
         self.counts.check(f"unit {number}")
-        every = self.files.written() | (digests or {})
+        every = self.files.written() | digests
         files = {name: dataclasses.asdict(each) for name, each in every.items()}
         record = {**fields, "counts": self.counts.to_json(), "files": files}
-        (self._folder / DONE).write_text(json.dumps(record, indent=indent), encoding="utf-8")
+        (self._folder / DONE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def output(out: Path, name: str, number: int) -> Path:

@@ -77,13 +77,9 @@ def merge(
 
 
 def _exact(digests: np.ndarray) -> list[Cluster]:
-    order = np.lexsort((np.arange(len(digests)), digests[:, 1], digests[:, 0]))
-    differs = np.any(np.diff(digests[order], axis=0) != 0, axis=1)
-    groups = np.split(order, np.flatnonzero(differs) + 1)
     clusters = [
         Cluster("exact", int(group[0]), tuple(map(int, group[1:])), (1.0,) * (len(group) - 1))
-        for group in groups
-        if len(group) > 1
+        for group in minhash.groups(digests[:, 1], digests[:, 0])
     ]
     return sorted(clusters, key=lambda cluster: cluster.representative)
 
@@ -156,11 +152,11 @@ def _substrings(
     for text in texts(candidates):
         finder.add(text)
     for place, (document, text) in enumerate(zip(candidates, texts(candidates), strict=True)):
-        repeats = stretches(text, finder.later(place), config)
+        ranges, share = stretches(text, finder.later(place), config)
         is_new = document >= first_new
-        if is_new and config.action == "remove" and repeats.share > config.share:
-            verdict.repeated[document] = repeats.share
+        if is_new and config.action == "remove" and share > config.share:
+            verdict.repeated[document] = share
             continue
         finder.keep(place)
-        if is_new and config.action == "cut" and repeats.ranges:
-            verdict.ranges[document] = repeats.ranges
+        if is_new and config.action == "cut" and ranges:
+            verdict.ranges[document] = ranges

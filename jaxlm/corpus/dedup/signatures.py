@@ -107,9 +107,8 @@ def spans(text: str, config: Spans) -> Iterator[str]:
     if config.unit == "line":
         yield from text.splitlines(keepends=True)
         return
-    pieces = _EMPTY_LINES.split(text)
-    for paragraph, gap in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
-        yield paragraph + gap
+    pieces = [*_EMPTY_LINES.split(text), ""]
+    yield from map(str.__add__, pieces[::2], pieces[1::2])
 
 
 def ranges(text: str, config: Spans, cut: set[int]) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,6 @@ case as tokens; the first occurrence stays.
 """
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 
@@ -75,20 +74,15 @@ class Finder:
         return np.cumsum([0, *map(len, self._begins)])
 
 
-class Stretches(NamedTuple):
-    """Ranges of repeated runs in a text, overlapping ones joined, and their share of its words."""
-
-    ranges: tuple[tuple[int, int], ...]  # of characters
-    share: float
-
-
-def stretches(text: str, begins: np.ndarray, config: Substrings) -> Stretches:
-    """Return the words of the runs that begin at the given words."""
+def stretches(
+    text: str, begins: np.ndarray, config: Substrings
+) -> tuple[tuple[tuple[int, int], ...], float]:
+    """Return the characters of the runs that begin at these words, joined, and their word share."""
     places = [match.span() for match in WORD.finditer(text)]
     is_in = covered(begins, config.words, len(places) + 1)  # a word more, which is in no run
     turns = np.flatnonzero(np.diff(is_in, prepend=False)).reshape(-1, 2).tolist()
     ranges = tuple((places[first][0], places[end - 1][1]) for first, end in turns)
-    return Stretches(ranges, float(is_in.sum()) / max(1, len(places)))
+    return ranges, float(is_in.sum()) / max(1, len(places))
 
 
 def _numbers(text: str) -> np.ndarray:

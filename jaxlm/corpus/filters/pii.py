@@ -104,12 +104,8 @@ def national_checks() -> list[tuple[re.Pattern[str], Callable[[str], bool]]]:
 
 # Recognizer of each kind. Keys have none in Presidio.
 PRESIDIO_NAMES = {
-    "email": "EmailRecognizer",
-    "phone": "PhoneRecognizer",
-    "ip": "IpRecognizer",
-    "card": "CreditCardRecognizer",
-    "iban": "IbanRecognizer",
-    "us_ssn": "UsSsnRecognizer",
+    **{"email": "EmailRecognizer", "phone": "PhoneRecognizer", "ip": "IpRecognizer"},
+    **{"card": "CreditCardRecognizer", "iban": "IbanRecognizer", "us_ssn": "UsSsnRecognizer"},
 }
 
 

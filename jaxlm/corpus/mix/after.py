@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core import sections
-from jaxlm.core.callbacks import Log, OnProgress
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.engines import EngineName
 from jaxlm.corpus.mix import run, sources
 from jaxlm.corpus.mix.config import Mix, ShardSettings
 from jaxlm.data.config import TOKENIZER_FILES
@@ -24,38 +23,21 @@ def check(recipe: Recipe) -> None:
 
 
 def write(
-    recipe: Recipe,
-    out: Path,
-    report: dict[str, Any],
-    *,
-    workers: int,
-    engine: EngineName,
-    log: Log,
-    progress: OnProgress,
+    recipe: Recipe, out: Path, report: dict[str, Any], *, log: Log, **work: Any
 ) -> dict[str, Any]:
     """Make shards of a finished output folder, or verify existing ones; return mix.json.
 
-    A part without kept documents gets no shards, which is reported.
-
-    Args:
-      recipe: the recipe with its settings of shards.
-      out: the finished output folder.
-      report: its report.
-      workers: the number of units that run at a time.
-      engine: the engine that runs them.
-      log: prints a line.
-      progress: shows the progress of a step.
-
-    Raises JaxlmError as `run.run`; the fix is a separate mix if the shards cannot be made here.
+    A part without kept documents gets no shards, which is reported. `work` are more arguments of
+    `run.run`. Raises JaxlmError as that does; the fix is a separate mix if the shards cannot be
+    made here.
     """
     parts = report.get("parts", {})
     for name in (name for name in parts if not parts[name]["kept"]):
         log(f"the part {name} kept no documents: it gets no shards")
     nonempty = [name for name in recipe.part_names if not parts or parts[name]["kept"]]
     mix = _mix(recipe, out, nonempty or list(recipe.part_names))  # the mix reports if all are empty
-    work: dict[str, Any] = dict(workers=workers, engine=engine, log=log, progress=progress)
     try:
-        return run.run(mix, out / SHARDS, **work)
+        return run.run(mix, out / SHARDS, log=log, **work)
     except (ConfigError, DataError) as error:
         flags = _apart(mix, f"{out}-{SHARDS}", error.fix)
         raise type(error)(

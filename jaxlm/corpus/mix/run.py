@@ -56,13 +56,7 @@ def run(
 ) -> dict[str, Any]:
     """Run a mix, or the unfinished part of it; return the contents of mix.json.
 
-    Args:
-      mix: the settings.
-      out: the output folder.
-      workers: the number of units that run at a time.
-      engine: the engine that runs them.
-      log: prints a line.
-      progress: shows the progress of a step.
+    Args: `mix` are the settings; the others are those of `jaxlm.corpus.run.run`.
 
     Raises JaxlmError if a source is missing or damaged, or if the folder belongs to another mix or
     process or cannot be written.

@@ -1,7 +1,6 @@
-"""Members of archives, as streams.
+"""Members of archives, as streams; members that are not plain files are refused.
 
-Nothing is unpacked to disk, so no member name can point anywhere; members that are not plain files
-are refused.
+Nothing is unpacked to disk, so no member name can point anywhere.
 """
 
 import functools

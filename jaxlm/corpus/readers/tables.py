@@ -73,7 +73,7 @@ def separated(stream: IO[bytes], file: RawFile, *, mark: str) -> Records:
     Cells are separated by `mark`: a comma or a tab.
     """
     csv.field_size_limit(file.most)  # of the process; the default is 128 kB
-    rows = _Rows(_as_text(as_utf8(stream, file.counts, legacy=True), file.most), mark)
+    rows = _rows(_as_text(as_utf8(stream, file.counts, legacy=True), file.most), mark)
     names = next(rows, [])
     if names is None:
         detail = "in the names of the table, so none of its rows is read"
@@ -96,44 +96,38 @@ def separated(stream: IO[bytes], file: RawFile, *, mark: str) -> Records:
             yield _of_row(dict(zip(names, cells, strict=True)), file, number)
 
 
-class _Rows:
-    """The cells of each row; None for a row with an unclosed quote.
+def _rows(lines: Iterator[str], mark: str) -> Iterator[list[str] | None]:
+    """Yield the cells of each row; None for a row with an unclosed quote.
 
     A quote is unclosed if the file ends in it or its cell exceeds the limit; the lines of such a
     row after the first are read as rows of their own.
     """
+    pending: list[str] = []  # lines to read again, the next one last
+    row: list[str] = []  # lines of the row that is being read
+    is_over = False
 
-    def __init__(self, lines: Iterator[str], mark: str):
-        self._lines, self._mark = lines, mark
-        self._again: list[str] = []  # lines to read again, the next one last
-        self._row: list[str] = []  # lines of the row that is being read
-        self._is_over = False
-        self._rows = csv.reader(self._text(), delimiter=mark)
-
-    def __iter__(self) -> Iterator[list[str] | None]:
-        return self
-
-    def __next__(self) -> list[str] | None:
-        self._row.clear()
-        try:
-            cells = next(self._rows)
-        except csv.Error:
-            cells = None
-        if cells is not None and not self._is_over:
-            return cells
-        self._again += self._row[:0:-1]
-        self._is_over = False
-        self._rows = csv.reader(self._text(), delimiter=self._mark)
-        return None
-
-    def _text(self) -> Iterator[str]:
-        while True:
-            line = self._again.pop() if self._again else next(self._lines, None)
-            if line is None:
-                self._is_over = True
-                return
-            self._row.append(line)
+    def text() -> Iterator[str]:
+        nonlocal is_over
+        while (line := pending.pop() if pending else next(lines, None)) is not None:
+            row.append(line)
             yield line
+        is_over = True
+
+    while True:
+        is_over, reader = False, csv.reader(text(), delimiter=mark)
+        try:
+            for cells in reader:
+                if is_over:
+                    break
+                row.clear()
+                yield cells
+            else:
+                return
+        except csv.Error:
+            pass
+        pending += row[:0:-1]
+        row.clear()
+        yield None
 
 
 def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
