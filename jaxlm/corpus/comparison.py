@@ -179,8 +179,7 @@ def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> It
 def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
     """Return the clusters of a kind ("all" for any), the largest first, ties in file order.
 
-    Raises InputMissing if the folder contains no finished run, DataError if the file of clusters
-    was changed.
+    Raises InputMissing if the folder has no finished run, DataError if the clusters were changed.
     """
     require_finished(out, f"{out} is not a finished run", "jaxlm data clusters")
     path = out / CLUSTERS
@@ -215,11 +214,8 @@ def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]
         return {**document, "text": texts[_place(document)]}
 
     return [
-        {
-            **cluster,
-            "kept": with_text(cluster["kept"]),
-            "removed": [with_text(each) for each in cluster["removed"]],
-        }
+        cluster
+        | {"kept": with_text(cluster["kept"]), "removed": list(map(with_text, cluster["removed"]))}
         for cluster in selected
     ]
 

@@ -33,6 +33,7 @@ from jaxlm.core.errors import DataError, InputMissing, JaxlmError, NotWritable, 
 
 Task = Callable[[int], dict[str, float]]  # runs a unit, by number; returns CPU seconds by stage
 MakeTask = Callable[[], Task]  # called in the worker process: pickled, hashed by value
+Finished = Iterator[tuple[int, dict[str, float]]]  # a unit and its CPU seconds by stage
 MAX_DEATHS = 2  # worker processes that may die on a unit before the unit counts as the cause
 
 
@@ -106,9 +107,7 @@ class _Queue:
             )
 
 
-def run_in_pool(
-    make_task: MakeTask, units: Sequence[int], workers: int
-) -> Iterator[tuple[int, dict[str, float]]]:
+def run_in_pool(make_task: MakeTask, units: Sequence[int], workers: int) -> Finished:
     """Run each unit; yield its number and the seconds by stage, in order of completion.
 
     Raises NotWritable if the output cannot be written, for example on a full disk; PeerLost, once
@@ -123,8 +122,7 @@ def run_in_pool(
             yield number, run_unit(task, number)
         return
     queue, context = _Queue(units), multiprocessing.get_context("spawn")
-    # Process and unit by the pipe that carries unit numbers to the worker and JSON back.
-    busy: dict[Connection, tuple[Any, int]] = {}
+    busy: dict[Connection, tuple[Any, int]] = {}  # process and unit; pipes carry numbers and JSON
 
     def give(pipe: Connection, process: Any) -> None:
         number = queue.take()
@@ -222,9 +220,7 @@ def _no_answer(address: str, error: Exception) -> InputMissing:
     )
 
 
-def run_on_ray(
-    make_task: MakeTask, units: Sequence[int], workers: int, ray: Any
-) -> Iterator[tuple[int, dict[str, float]]]:
+def run_on_ray(make_task: MakeTask, units: Sequence[int], workers: int, ray: Any) -> Finished:
     """Run units as `run_in_pool` does, at most `workers` at a time.
 
     Raises DataError if a machine has other versions, InputMissing if it does not see the current

@@ -81,9 +81,8 @@ class Job:
                 why = "its pattern matches no name, or only names of parts before it"
                 fix = f"--config.parts='{','.join(others)}'"
                 raise ConfigError(what, where="parts", why=why, fix=fix)
-            order = {name: number for number, name in enumerate(recipe.part_names)}
             # The sort is stable: files of a part stay in order of their names.
-            files.sort(key=lambda file: order[part_of(recipe.parts, file[1])])
+            files.sort(key=lambda file: recipe.part_names.index(part_of(recipe.parts, file[1])))
         return cls(out, recipe, sample, tuple(files))
 
     @property

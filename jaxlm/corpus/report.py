@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,16 +30,10 @@ MAX_BYTES = 1500  # shown of a document
 
 def report(job: Job, parts: Mapping[str, Counts], files: dict[str, Any]) -> dict[str, Any]:
     """Return all counts. They contain no times and no paths: equal input gives an equal report."""
-    counts = Counts()
-    for each in parts.values():
-        counts += each
+    counts = functools.reduce(operator.iadd, parts.values(), Counts())
     counts.check("all units")
-    answer: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "sample": job.sample,
-        **_totals(job, counts),
-        "files": files,
-    }
+    head = {"format_version": FORMAT_VERSION, "sample": job.sample}
+    answer: dict[str, Any] = {**head, **_totals(job, counts), "files": files}
     if job.recipe.parts:
         of_units = [part_of(job.recipe.parts, unit[0].name) for unit in job.units]
         answer["parts"] = {}
@@ -149,13 +144,10 @@ def table(answer: dict[str, Any]) -> str:
     lines.append(_summary(answer))
     lines += [f"{name}: {_summary(part)}" for name, part in answer.get("parts", {}).items()]
     lines += [f"{count:,} {what}" for what, count in answer["notes"].items()]
-    if note := _too_short(answer):
-        lines.append(note)
+    lines += filter(None, [_too_short(answer)])
     if answer["sample"] < 1:
-        lines.append(
-            f"a sample of {answer['sample']:.2%} of the records: duplicates of records outside the"
-            " sample are not found"
-        )
+        share = f"a sample of {answer['sample']:.2%} of the records"
+        lines.append(f"{share}: duplicates of records outside the sample are not found")
     return "\n".join(lines)
 
 

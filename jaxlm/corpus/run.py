@@ -14,6 +14,13 @@ OUT/report.json                      totals; written last, so its presence means
 OUT/report.html                      the same for people, with samples
 OUT/shards/                          token shards, if the recipe requests them: mix/run.py
 OUT/unfinished/                      intermediate files; deleted at the end
+
+Example:
+  >>> import tempfile
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...     _ = Path(folder, "a.txt").write_text("A sentence. " * 20)
+  ...     run(Recipe(source=(f"{folder}/a.txt",)), Path(folder, "out")).report["kept"]
+  1
 """
 
 import contextlib

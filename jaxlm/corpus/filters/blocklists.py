@@ -131,13 +131,10 @@ def evaluations(recipe: Recipe) -> Evaluations:
             names.append(f"{name}, record {record.record}")
     sizes = list(map(len, every))
     if not sum(sizes):
-        raise DataError(
-            f"no record of the evaluation sets has {config.words} words",
-            where=", ".join(config.against),
-            why=f"{len(sizes)} records have fewer; the longest has {longest}",
-            fix=f"--config.decontaminate.words={longest}"
-            if longest
-            else "name evaluation sets with text",
-        )
+        what = f"no record of the evaluation sets has {config.words} words"
+        why = f"{len(sizes)} records have fewer; the longest has {longest}"
+        flag = f"--config.decontaminate.words={longest}"
+        fix = flag if longest else "name evaluation sets with text"
+        raise DataError(what, where=", ".join(config.against), why=why, fix=fix)
     origins = np.repeat(np.arange(len(names)), sizes)
     return Evaluations(np.concatenate(every), origins, names, sizes.count(0))

@@ -196,7 +196,12 @@ def masked(text: str, matches: list[PiiMatch], what: str, counts: Counter[str]) 
 
 
 def find(text: str, kinds: tuple[str, ...]) -> list[PiiMatch]:
-    """Return matches of these kinds, in order, without overlap: the longer, then by KINDS."""
+    """Return matches of these kinds, in order, without overlap: the longer, then by KINDS.
+
+    Example:
+      >>> find("Mail to ada@example.org", ("email",))
+      [PiiMatch(start=8, end=23, kind='email')]
+    """
     matches = [
         PiiMatch(begin + match.start(), begin + match.end(), kind)
         for kind in kinds

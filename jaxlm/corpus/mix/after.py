@@ -64,10 +64,7 @@ def _apart(mix: Mix, out: str, fix: str) -> str:
 
 
 def _mix(recipe: Recipe, out: Path, names: list[str]) -> Mix:
-    fields = {
-        field.name: getattr(recipe.shards, field.name)
-        for field in dataclasses.fields(ShardSettings)
-    }
+    fields = dict(vars(recipe.shards))
     for name in ("weights", "licences"):
         fields[name] = tuple(each for each in fields[name] if each.partition("=")[0] in names)
     places = {name: f"{out}{sources.PART}{name}" if recipe.parts else str(out) for name in names}

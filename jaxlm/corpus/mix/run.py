@@ -165,14 +165,10 @@ def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
         for each in sets.get(side, {}).values():
             each["share"] = each["tokens"] / total
     if TRAIN not in sets:
-        raise DataError(
-            "no document is left to train on",
-            where="held_out and weights",
-            why="all were held out or dropped by weight",
-            fix=f"--config.held_out=0 --out={shlex.quote(str(units.out))}-2    # no validation sets"
-            if units.mix.held_out
-            else "weights that drop fewer documents",
-        )
+        what, why = "no document is left to train on", "all were held out or dropped by weight"
+        flags = f"--config.held_out=0 --out={shlex.quote(str(units.out))}-2    # no validation sets"
+        fix = flags if units.mix.held_out else "weights that drop fewer documents"
+        raise DataError(what, where="held_out and weights", why=why, fix=fix)
     made = manifest.read(units.out / TRAIN / next(iter(sets[TRAIN])))
     tokenizer = {"sha256": made.tokenizer, "size": made.vocab}
     return {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "sets": sets}

@@ -23,7 +23,6 @@ LEGACY = (
     f"{LAST_RESORT} cp1250 iso8859_2 cp1251 koi8_r koi8_u iso8859_5 cp866 cp1253 iso8859_7 cp1257"
     " cp1254 cp1255 cp1256 cp932 euc_jp gb18030 big5 cp949"
 ).split()
-UNMARKED = "utf-16-le", "utf-16-be"
 PROBED = 2**16  # bytes from which an encoding is detected
 _CONTROLS = bytes(set(range(32)) - {9, 10, 12, 13, 27})
 _NO_TEXT = ("Cc", "Cn", "Co")  # categories of Unicode: controls, unassigned, private use
@@ -121,7 +120,7 @@ def _unmarked(data: bytes) -> str:
     candidates = []
     if b"\0" not in data:
         return ""
-    for name in UNMARKED:
+    for name in ("utf-16-le", "utf-16-be"):
         try:
             text = data.decode(name)
         except UnicodeDecodeError:
@@ -169,9 +168,8 @@ def _encoding(begin: bytes) -> str:
     except NotText:
         return "utf-8"
     if not name.startswith("utf"):
-        escaped = sum(
-            "\udc80" <= each <= "\udcff" for each in whole.decode(errors="surrogateescape")
-        )
+        letters = whole.decode(errors="surrogateescape")
+        escaped = sum("\udc80" <= each <= "\udcff" for each in letters)
         others = sum(each > "\x7f" for each in whole.decode(errors="ignore"))
         if others >= escaped:
             return "utf-8"

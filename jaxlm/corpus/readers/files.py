@@ -1,4 +1,13 @@
-"""Files of any format as documents and broken records; damage to one never stops the others."""
+"""Files of any format as documents and broken records; damage to one never stops the others.
+
+Example:
+  >>> import tempfile
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...     path = Path(folder, "a.jsonl")
+  ...     _ = path.write_text('{"text": "One."}\\n{"title": "no text"}\\n')
+  ...     [type(each).__name__ for each in read(path, path.name, Recipe(), Counter())]
+  ['CorpusDocument', 'BrokenRecord']
+"""
 
 import contextlib
 import functools
@@ -16,7 +25,6 @@ from jaxlm.corpus.readers import archives, spans, tables, texts, warc
 from jaxlm.corpus.readers.encoding import NOT_TEXT, NotText
 from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.corpus.readers.streams import DAMAGED, RawFile, Records, is_packed, kind_of, unpacked
-from jaxlm.corpus.readers.tables import IsIn
 from jaxlm.data.formats import FORMATS, TOO_LARGE, TooLarge
 
 OpenStream = Callable[[], AbstractContextManager[IO[bytes]]]
@@ -69,7 +77,7 @@ def read(
     recipe: Recipe,
     counts: Counter[str],
     span: FileSpan | None = None,
-    is_in: IsIn = lambda file, record: True,
+    is_in: Callable[[str, int], bool] = lambda file, record: True,
 ) -> Records:
     """Yield every record of a file, or of a span of it.
 
@@ -91,21 +99,10 @@ def read(
             return
         if FORMATS[kind].is_lines:
             open_file = functools.partial(spans.opened, path, span)
-    reader = _reader(kind, is_in, span)
-    if kind in ARCHIVES:
-        reader = functools.partial(_members, kind=kind, is_in=is_in)
-    yield from _guarded(
-        open_file, reader, RawFile(name, recipe, counts), span.before if span else 0
-    )
+    yield from _guarded(open_file, kind, RawFile(name, recipe, counts, span, is_in))
 
 
-def _reader(kind: str, is_in: IsIn, span: FileSpan | None = None) -> Reader:
-    if kind in FORMATS:
-        return functools.partial(tables.records, format=FORMATS[kind], span=span, is_in=is_in)
-    return READERS.get(kind, texts.plain)
-
-
-def _members(stream: IO[bytes], file: RawFile, *, kind: str, is_in: IsIn) -> Records:
+def _members(stream: IO[bytes], file: RawFile, *, kind: str) -> Records:
     for member in ARCHIVES[kind](stream, file):
         if isinstance(member, BrokenRecord):
             yield member
@@ -113,8 +110,7 @@ def _members(stream: IO[bytes], file: RawFile, *, kind: str, is_in: IsIn) -> Rec
             yield BrokenRecord(NESTED, member.name, 1, "it is not opened")
         else:
             open_member = functools.partial(_member, member)
-            inside = file._replace(name=member.name)
-            yield from _guarded(open_member, _reader(inner, is_in), inside)
+            yield from _guarded(open_member, inner, file._replace(name=member.name))
 
 
 @contextlib.contextmanager
@@ -129,8 +125,13 @@ def _member(member: archives.Member) -> IO[bytes]:
     return unpacked(member.open(), member.name)
 
 
-def _guarded(open_stream: OpenStream, reader: Reader, file: RawFile, last: int = 0) -> Records:
-    """Yield what a reader yields after the record `last`; its failure becomes a broken record."""
+def _guarded(open_stream: OpenStream, kind: str, file: RawFile) -> Records:
+    """Yield the records of a file of a kind; a failure of its reader becomes a broken record."""
+    reader, last = READERS.get(kind, texts.plain), file.span.before if file.span else 0
+    if kind in FORMATS:
+        reader = functools.partial(tables.records, format=FORMATS[kind])
+    elif kind in ARCHIVES:
+        reader = functools.partial(_members, kind=kind)
     try:
         with open_stream() as stream:
             for each in reader(stream, file):

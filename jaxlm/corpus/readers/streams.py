@@ -8,11 +8,12 @@ each.
 import io
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
+from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.data import formats
 from jaxlm.data.formats import ByteReader, TooLarge
 
@@ -36,6 +37,9 @@ class RawFile(NamedTuple):
     name: str
     recipe: Recipe
     counts: Counter[str]
+    span: FileSpan | None = None  # the part to read
+    # Selects records by file and number: other JSON lines are not parsed.
+    is_in: Callable[[str, int], bool] = lambda file, record: True
 
     @property
     def most(self) -> int:

@@ -8,12 +8,11 @@ import functools
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO, Any
 
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.encoding import as_utf8
-from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.corpus.readers.streams import RawFile, Records, whole
 from jaxlm.data.formats import (
     BYTE_ORDER_MARK,
@@ -26,25 +25,18 @@ from jaxlm.data.formats import (
 )
 from jaxlm.data.records import NO_TEXT, OTHER_TYPE, mended
 
-IsIn = Callable[[str, int], bool]  # selects a record of a file by its number
 NOT_A_ROW = "with more or fewer fields than the table"
 NOT_CLOSED = "with a quote that is not closed"
 TOO_LONG = "\udfff"  # marks a line over the limit; no byte decodes to it
 
 
-def records(
-    stream: IO[bytes], file: RawFile, *, format: Format, span: FileSpan | None, is_in: IsIn
-) -> Records:
+def records(stream: IO[bytes], file: RawFile, *, format: Format) -> Records:
     """Yield a document for each record of a format that training reads, too.
 
-    Args:
-      stream: the file, or the bytes of a span of lines.
-      file: its name, the settings and counts.
-      format: the format of the records.
-      span: the part of the file to read; None reads all.
-      is_in: selects lines; others are not parsed.
+    The stream is the file, or the bytes of its span of lines.
     """
-    before, groups = span.before if span else 0, None
+    span, groups = file.span, None
+    before = span.before if span else 0
     if format.is_lines:
         # Spans after the first are in UTF-8: other files are not divided.
         stream = stream if before else as_utf8(stream, file.counts, legacy=False)
@@ -52,10 +44,8 @@ def records(
         groups = range(span.begin, span.end) if span else None
         if not stream.seekable():
             stream = io.BytesIO(whole(stream, file.recipe.reading.archive_bytes))
-    selection = functools.partial(is_in, file.name)
-    options = ReadOptions(
-        file.name, max_line=file.most, before=before, groups=groups, is_in=selection
-    )
+    is_in = functools.partial(file.is_in, file.name)
+    options = ReadOptions(file.name, max_line=file.most, before=before, groups=groups, is_in=is_in)
     for number, value, _ in format.read(stream, options):
         if isinstance(value, Fault):
             error = value.error
