@@ -146,18 +146,10 @@ class AttentionBase(nnx.Module):
 class Attention(AttentionBase):
     """Self-attention, with grouped heads, rotary embeddings, norms and softcap by the config."""
 
-    def __init__(
-        self,
-        width: int,
-        config: AttentionConfig,
-        *,
-        key: Array,
-        init: Initializer,
-        precision: Precision,
-    ):
-        self.config, self.precision = config, precision
+    def __init__(self, width: int, config: AttentionConfig, *, key: Array, init: Initializer):
+        self.config, self.precision = config, init.precision
         keys = jax.random.split(key, 4)
-        linear = functools.partial(Linear, init=init, precision=precision)
+        linear = functools.partial(Linear, init=init)
         stream = {"embed": width}
         queries = {"heads": config.heads, "head_dim": config.head_dim}
         shared = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
@@ -237,21 +229,13 @@ class LatentAttention(AttentionBase):
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
     """
 
-    def __init__(
-        self,
-        width: int,
-        config: AttentionConfig,
-        *,
-        key: Array,
-        init: Initializer,
-        precision: Precision,
-    ):
+    def __init__(self, width: int, config: AttentionConfig, *, key: Array, init: Initializer):
         latent = config.latent
         assert latent is not None
-        self.config, self.precision, self.latent_config = config, precision, latent
+        self.config, self.precision, self.latent_config = config, init.precision, latent
         names = ("query_latent", "query", "latent", "rotary_key", "key", "value", "out")
         keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-        linear = functools.partial(Linear, init=init, precision=precision)
+        linear = functools.partial(Linear, init=init)
         stream, rank = {"embed": width}, latent.query_rank
 
         def heads(size: int) -> dict[str, int]:
@@ -259,7 +243,7 @@ class LatentAttention(AttentionBase):
 
         def per_head(name: str, size: int) -> HeadLinear:
             ins = {"latent": latent.rank}
-            return HeadLinear(ins, heads(size), key=keys[name], init=init, precision=precision)
+            return HeadLinear(ins, heads(size), key=keys[name], init=init)
 
         query_ins = stream if rank is None else {"latent": rank}
         rank_dims = {} if rank is None else {"rank": rank}

@@ -14,7 +14,6 @@ from jaxtyping import Float
 
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
-from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
 from jaxlm.nn.attention import CrossAttention, LayerInputs
 from jaxlm.nn.block import Block
@@ -126,7 +125,6 @@ class Stack(nnx.Module):
         *,
         key: Array,
         init: Initializer,
-        precision: Precision,
         layers: Layers,
         remat: str,
         schedule: Schedule | None = None,
@@ -141,7 +139,7 @@ class Stack(nnx.Module):
         for kind, config in enumerate(pattern):
 
             def make(key: Array, config: BlockConfig = config) -> Block:
-                return Block(width, config, key=key, init=init, precision=precision)
+                return Block(width, config, key=key, init=init)
 
             one = nnx.eval_shape(functools.partial(make, keys[0]))
             states = jax.vmap(lambda key, make=make: nnx.state(make(key)))(
