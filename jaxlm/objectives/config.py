@@ -45,7 +45,7 @@ class ObjectiveFacts:
         return None
 
     def target_length(self, sequence: int) -> int:
-        """Return the slots of the decoder's row if the encoder's has `sequence`; ValueError if none."""
+        """Return the slots of the decoder's row for the encoder's; ValueError if it has none."""
         raise ValueError("the objective makes no pairs for an encoder and a decoder")
 
 

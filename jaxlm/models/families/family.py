@@ -7,15 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 from jaxlm.core.config import setting
 from jaxlm.core.nearest import nearest_divisors
 from jaxlm.models.config import DecoderConfig
-from jaxlm.models.families import setting_docs
-from jaxlm.models.families.hub import (
-    MAX_NESTING,
-    Attributes,
-    ConfigKey,
-    Hub,
-    read_settings,
-    write_settings,
-)
+from jaxlm.models.families import hub, setting_docs
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub
 from jaxlm.nn.config import (
     Activation,
     AttentionConfig,
@@ -44,7 +37,7 @@ ACTIVATIONS: dict[str, Activation] = {
 SIZE_ATTRIBUTES: Table = {
     "vocab": ConfigKey("vocab_size"),
     "context": ConfigKey("max_position_embeddings", 2048),
-    "depth": ConfigKey("num_hidden_layers", most=MAX_NESTING),
+    "depth": ConfigKey("num_hidden_layers", most=hub.MAX_NESTING),
     "width": ConfigKey("hidden_size"),
     "heads": ConfigKey("num_attention_heads"),
     "hidden": ConfigKey("intermediate_size", value=lambda family: family.size_of_hidden),
@@ -60,19 +53,22 @@ def size_table(columns: str, rows: Mapping[str, tuple[Any, ...]], **shared: Any)
     }
 
 
-def gated_hidden(width: int) -> int:
-    """Return 8/3 of the width rounded up to 64, the parameters of a plain MLP of 4 x width."""
-    return -(-8 * width // 3 // 64) * 64
+def problem(name: str, why: str, value: Any) -> tuple[str, str, str]:
+    """Return a problem of a setting that the value repairs."""
+    return name, why, f"--config.model.{name}={value}"
+
+
+def unpaired(name: str, size: int, value: int) -> Problems:
+    """Yield a problem of a setting if rotary positions cannot rotate a head in pairs."""
+    if size % 2:
+        yield problem(name, f"a head of {size} cannot be rotated in pairs", value)
 
 
 def uneven(whole: str, size: int, part: str, parts: int) -> Problems:
     """Yield a problem if a size does not divide into parts: setting, why, nearest flag."""
     if size % parts:
-        yield (
-            part,
-            f"{whole} = {size} does not divide by {part} = {parts}",
-            f"--config.model.{part}={nearest_divisors(size, parts)[0]}",
-        )
+        why = f"{whole} = {size} does not divide by {part} = {parts}"
+        yield problem(part, why, nearest_divisors(size, parts)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +89,7 @@ class FamilySettings:
     init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
     RESIDUAL: ClassVar[Residual] = "pre"
+    IS_GATED: ClassVar[bool] = False
     HUB: ClassVar[Hub]
     SIZES: ClassVar[Sizes]
     ATTRIBUTES: ClassVar[Table] = SIZE_ATTRIBUTES
@@ -107,8 +104,28 @@ class FamilySettings:
 
     @property
     def size_of_hidden(self) -> int:
-        """hidden, with `auto` resolved."""
-        return 4 * self.width if self.hidden == "auto" else self.hidden
+        """hidden; `auto` is 4 x width, or if gated 8/3 rounded up to 64: as many parameters."""
+        if self.hidden != "auto":
+            return self.hidden
+        return -(-8 * self.width // 3 // 64) * 64 if self.IS_GATED else 4 * self.width
+
+    @property
+    def norm(self) -> NormConfig:
+        """Every norm of the stream."""
+        return NormConfig(kind="rms", eps=self.norm_eps)
+
+    @property
+    def size_of_head(self) -> int:
+        """Features of a head; without a setting, or with `auto`, heads share the width evenly."""
+        size = getattr(self, "head_dim", "auto")
+        return self.width // self.heads if size == "auto" else size
+
+    @property
+    def mlp(self) -> MlpConfig:
+        """The MLP of a layer."""
+        return MlpConfig(
+            hidden=self.size_of_hidden, activation=self.activation, gated=self.IS_GATED
+        )
 
     def backbone(self) -> dict[str, Any]:
         """Return the arguments that every model config takes. `vocab` must be resolved by now."""
@@ -129,17 +146,13 @@ class FamilySettings:
         for name, values in cls.EXPECTED.items():
             attributes.expect(name, *values)
         attributes.ignore(*cls.IGNORED)
-        return read_settings(attributes, cls.ATTRIBUTES, cls.HF_DEFAULTS)
+        return hub.read_settings(attributes, cls.ATTRIBUTES, cls.HF_DEFAULTS)
 
     def to_hub(self) -> dict[str, Any]:
-        """Return the attributes of config.json.
-
-        Raises:
-          ConfigError: if the architecture of transformers does not compute the model.
-        """
+        """Return config.json's attributes; ConfigError if transformers computes another model."""
         assert self.vocab != "auto"
         constants = {"initializer_range": self.init_std, **self.CONSTANTS}
-        return write_settings(self, self.ATTRIBUTES) | constants
+        return hub.write_settings(self, self.ATTRIBUTES) | constants
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,17 +185,12 @@ class PlainSettings(FamilySettings):
             attention=AttentionConfig(
                 heads=self.heads,
                 kv_heads=kv_heads,
-                head_dim=self.width // self.heads,
+                head_dim=self.size_of_head,
                 bias=self.has_bias,
                 out_bias=self.has_bias,
                 **attention,
             ),
-            mlp=MlpConfig(
-                hidden=self.size_of_hidden,
-                activation=self.activation,
-                gated=False,
-                bias=self.has_bias,
-            ),
+            mlp=dataclasses.replace(self.mlp, bias=self.has_bias),
             norm=self.norm,
             residual=self.RESIDUAL,
             dropout=self.dropout,

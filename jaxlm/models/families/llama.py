@@ -24,12 +24,7 @@ class Llama(LlamaLike):
 
     family: Literal["llama"] = "llama"
 
-    HUB = Hub(
-        model_type="llama",
-        architecture="LlamaForCausalLM",
-        mappings=LLAMA,
-        buffer_suffixes=("rotary_emb.inv_freq",),
-    )
+    HUB = Hub("llama", "LlamaForCausalLM", LLAMA, buffer_suffixes=("rotary_emb.inv_freq",))
     EXPECTED = {
         "attention_bias": (False,),
         "mlp_bias": (False,),

@@ -8,6 +8,16 @@ from jaxlm.models.families.family import size_table
 from jaxlm.models.families.hub import Hub, norms
 from jaxlm.models.families.llama_like import LlamaLike
 
+MAPPINGS = (
+    *llama_like.STREAM,
+    *norms(
+        "model.layers.{i}.{}",
+        post_attention_layernorm="attention_out_norm",
+        post_feedforward_layernorm="mlp_out_norm",
+    ),
+    *(*llama_like.ATTENTION, *llama_like.QK_NORMS, *llama_like.MLP),
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OLMo2(LlamaLike):
@@ -19,21 +29,7 @@ class OLMo2(LlamaLike):
     QK_NORM = "heads"
     HF_DEFAULTS = {"norm_eps": 1e-5}
     EXPECTED = {"attention_bias": (False,)}
-    HUB = Hub(
-        model_type="olmo2",
-        architecture="Olmo2ForCausalLM",
-        mappings=(
-            *llama_like.STREAM,
-            *norms(
-                "model.layers.{i}.{}",
-                post_attention_layernorm="attention_out_norm",
-                post_feedforward_layernorm="mlp_out_norm",
-            ),
-            *llama_like.ATTENTION,
-            *llama_like.QK_NORMS,
-            *llama_like.MLP,
-        ),
-    )
+    HUB = Hub("olmo2", "Olmo2ForCausalLM", MAPPINGS)
     SIZES = size_table(
         "depth width heads kv_heads hidden",
         {
