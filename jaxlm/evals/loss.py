@@ -82,13 +82,10 @@ def build(
     chunk: int | None = None,
     prefix: TokenizerPrefix | None = None,
 ) -> Callable[[Any, Tokens], Sums]:
-    """Return the function (params, batch) -> Sums, to be jitted.
+    """Return the function (params, batch) -> Sums, to be jitted; `merge` builds the model.
 
-    Args:
-      merge: makes the model of its parameters.
-      token_bytes: bytes that each id represents, int [V].
-      chunk: tokens whose logits are computed at a time, None for all.
-      prefix: bytes of a token that are not in the text, and not counted.
+    `token_bytes` [V] are the bytes that each id represents; those of `prefix` are not in the text.
+    Logits of `chunk` tokens are computed at a time, by default of all.
     """
     table = np.asarray(token_bytes, np.int32)
 
@@ -204,13 +201,8 @@ def evaluate(
 ) -> EvalResult:
     """Add up the sums of all batches on the host in float64: the batch size does not matter.
 
-    Each batch is fetched after the next has been dispatched.
-
-    Args:
-      step: computes the sums of a batch.
-      batches: batches of the set, on the host.
-      put: places a batch on the devices.
-      sample: part of the set that the batches are; None for the whole set.
+    Each batch is fetched after the next has been dispatched; `put` places it on the devices.
+    `sample` is the part of the set that the batches are, None for the whole set.
 
     Raises:
       DataError: if no token has a weight.

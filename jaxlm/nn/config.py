@@ -90,6 +90,11 @@ class AttentionConfig:
             raise ValueError("latent attention has no biases and no query-key norms")
 
     @property
+    def score_scale(self) -> float:
+        """Factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
     def value_dim(self) -> int:
         """Size of a head's value."""
         return self.head_dim if self.latent is None else self.latent.value_dim

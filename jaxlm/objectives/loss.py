@@ -131,12 +131,8 @@ def score(
 
     With ring attention the slots of each row are distributed in zigzag order inside this function,
     and the scores are put back in order: only dropout draws differ from those without a ring.
-
-    Args:
-      model: any model.
-      batch: rows of tokens and targets.
-      key: random key of dropout; None turns dropout off.
-      chunk: tokens whose logits are in memory at a time; None computes all at once.
+    Logits of `chunk` tokens are in memory at a time, None computes all at once; None as the `key`
+    turns dropout off.
     """
     sharded, hidden, parts = read_sharded(model, batch, key)
     return _scores(model, hidden.values, sharded.targets, parts, chunk, 0.0), hidden.losses

@@ -29,16 +29,11 @@ class Objective(ABC, Generic[Settings]):
     """Next-token prediction. A subclass overrides the part in which it differs.
 
     `build.build` makes the objective of a run from its settings; no other code tests their type.
-
-    Args:
-      settings: settings of the objective.
-      loss_settings: settings of the token loss.
-      architecture: kind of model that is trained.
     """
 
     settings: Settings
     loss_settings: LossConfig
-    architecture: Architecture = "decoder"
+    architecture: Architecture = "decoder"  # of the model that is trained
 
     # Rows.
 
@@ -133,13 +128,9 @@ class Objective(ABC, Generic[Settings]):
     def loss(
         self, model: Model, batch: Tokens, key: Array | None, teacher: Model | None = None
     ) -> Loss:
-        """Return the loss of a batch: sums and weights, see `Loss`.
+        """Return the loss of a batch of rows as `prepare` changes them: sums and weights.
 
-        Args:
-          model: the model that is trained.
-          batch: rows as `prepare` changes them.
-          key: random key of dropout; None turns dropout off.
-          teacher: frozen model, if `settings.teacher` names one.
+        A `key` turns dropout on; `teacher` is the frozen model that `settings.teacher` names.
         """
         mtp = self.settings.mtp_settings
         weights = () if mtp is None else mtp.weights

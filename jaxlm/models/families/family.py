@@ -9,22 +9,14 @@ from jaxlm.core.nearest import nearest_divisors
 from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import hub, setting_docs
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub
-from jaxlm.nn.config import (
-    Activation,
-    AttentionConfig,
-    BlockConfig,
-    Init,
-    MlpConfig,
-    NormConfig,
-    Residual,
-)
+from jaxlm.nn import config as nn
 
 Problems = Iterator[tuple[str, str, str]]  # setting, why, flag to paste
 Table = Mapping[str, ConfigKey]  # by setting, in the order of reading
 Sizes = Mapping[str, Mapping[str, Any]]  # settings by the name of a published model
 
 # transformers' names of activations; the first name of an activation is written.
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, nn.Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -82,13 +74,13 @@ class FamilySettings:
     width: int = setting(512, **setting_docs.WIDTH)
     heads: int = setting(8, **setting_docs.HEADS)
     hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
-    activation: Activation = setting("gelu", **setting_docs.PLAIN_ACTIVATION)
+    activation: nn.Activation = setting("gelu", **setting_docs.PLAIN_ACTIVATION)
     norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
     dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
-    init: Init = setting("normal", **setting_docs.INIT)
+    init: nn.Init = setting("normal", **setting_docs.INIT)
     init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
-    RESIDUAL: ClassVar[Residual] = "pre"
+    RESIDUAL: ClassVar[nn.Residual] = "pre"
     IS_GATED: ClassVar[bool] = False
     HUB: ClassVar[Hub]
     SIZES: ClassVar[Sizes]
@@ -110,9 +102,9 @@ class FamilySettings:
         return -(-8 * self.width // 3 // 64) * 64 if self.IS_GATED else 4 * self.width
 
     @property
-    def norm(self) -> NormConfig:
+    def norm(self) -> nn.NormConfig:
         """Every norm of the stream."""
-        return NormConfig(kind="rms", eps=self.norm_eps)
+        return nn.NormConfig(kind="rms", eps=self.norm_eps)
 
     @property
     def size_of_head(self) -> int:
@@ -121,9 +113,9 @@ class FamilySettings:
         return self.width // self.heads if size == "auto" else size
 
     @property
-    def mlp(self) -> MlpConfig:
+    def mlp(self) -> nn.MlpConfig:
         """The MLP of a layer."""
-        return MlpConfig(
+        return nn.MlpConfig(
             hidden=self.size_of_hidden, activation=self.activation, gated=self.IS_GATED
         )
 
@@ -175,14 +167,14 @@ class PlainSettings(FamilySettings):
         return True
 
     @property
-    def norm(self) -> NormConfig:
+    def norm(self) -> nn.NormConfig:
         """Every norm of the stream."""
-        return NormConfig(kind="layer", eps=self.norm_eps, bias=self.has_bias)
+        return nn.NormConfig(kind="layer", eps=self.norm_eps, bias=self.has_bias)
 
-    def block(self, kv_heads: int, **attention: Any) -> BlockConfig:
+    def block(self, kv_heads: int, **attention: Any) -> nn.BlockConfig:
         """Return a layer; `attention` holds further arguments of its attention."""
-        return BlockConfig(
-            attention=AttentionConfig(
+        return nn.BlockConfig(
+            attention=nn.AttentionConfig(
                 heads=self.heads,
                 kv_heads=kv_heads,
                 head_dim=self.size_of_head,
@@ -203,7 +195,7 @@ class PlainDecoder(PlainSettings):
 
     kv_heads: int | Literal["auto"] = setting("auto", **setting_docs.KV_HEADS)
     tied: bool = setting(True, **setting_docs.TIED)
-    init: Init = setting("gpt2", **setting_docs.INIT)
+    init: nn.Init = setting("gpt2", **setting_docs.INIT)
 
     def problems(self) -> Problems:
         """Yield a problem if heads do not share the width and the keys evenly."""
