@@ -18,10 +18,7 @@ BINS = 15
 
 
 def bin_sums(confidence: Array, correct: Array, weights: Array) -> Array:
-    """Return weight, weighted confidence and weighted accuracy of each bin, [3, BINS].
-
-    Bin i covers confidences in (i / BINS, (i + 1) / BINS].
-    """
+    """Return weight, weighted confidence and accuracy of BINS bins (i / BINS, (i + 1) / BINS]."""
     index = jnp.clip(jnp.ceil(confidence.ravel() * BINS) - 1, 0, BINS - 1)
     inside = (index[:, None] == jnp.arange(BINS, dtype=index.dtype)[None]).astype(jnp.float32)
     weight = weights.ravel()

@@ -147,10 +147,8 @@ class Backbone(nnx.Module):
         """Return the stream after all layers and the final norm.
 
         Args:
-          x: the stream before the first layer.
-          positions: of the tokens in their documents.
-          mask: which keys each query sees.
-          memory: inputs of cross attention.
+          x, positions: the stream before the first layer, and positions in documents.
+          mask, memory: visible keys of each query, and inputs of cross attention.
           cache: KV cache; it is returned with these tokens, and the caller advances its `length`.
           keys: of the prefix and of the other layers; keys turn dropout on.
         """

@@ -68,10 +68,7 @@ class Encoder(Backbone, Unembedder):
         key: Array | None = None,
         parts: int = 1,
     ) -> Hidden:
-        """Read each segment in both directions, within the windows of the layers.
-
-        `types` are token types, 0 by default. The other arguments are those of `DecoderConfig`.
-        """
+        """Read each segment in both directions; `types` are token types, 0 by default."""
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         x = self.embedding(tokens)
         x = noise(x, self.config.embedding_noise, noise_key(key))

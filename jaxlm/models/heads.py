@@ -61,10 +61,7 @@ class Head(nnx.Module):
         inputs: LayerInputs,
         key: Array | None,
     ) -> tuple[Float[Array, "B T D"], dict[str, Mean]]:
-        """Return the stream after this head, and its layer's auxiliary losses.
-
-        `token` computes the embedding of the token ahead.
-        """
+        """Return the stream after this head, and its losses; `token` embeds the token ahead."""
         if self.join is not None:
             assert self.hidden_norm is not None
             assert self.token_norm is not None

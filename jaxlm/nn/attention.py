@@ -34,26 +34,21 @@ Projected = tuple[Any, Array, Array]  # the same, or queries, shared key and lat
 
 
 class CrossInputs(NamedTuple):
-    """Inputs of a decoder's cross-attention: the encoder's outputs, and their visibility.
-
-    Without `values`, `layers` has the keys and values of every layer, by kind.
-    """
+    """Outputs of an encoder, and their visibility, for a decoder's cross-attention."""
 
     mask: Mask
     values: Float[Array, "B S D"] | None = None
+    # Without values: the keys and values of every layer, by kind.
     layers: dict[str, tuple[EncoderKV, ...]] | None = None
 
 
 class LayerInputs(NamedTuple):
-    """Inputs that all layers of a stack share, besides the stream.
-
-    `start` is the slot of each row at which new tokens are written into a KV cache.
-    """
+    """Inputs that all layers of a stack share, besides the stream."""
 
     positions: Int[Array, "B T"]
     mask: Mask
     memory: CrossInputs | None = None
-    start: Int[Array, "B"] | None = None
+    start: Int[Array, "B"] | None = None  # slot of each row for new tokens in a KV cache
 
 
 class AttentionBase(nnx.Module):

@@ -12,10 +12,7 @@ from jaxlm.parallel.rules import constrain
 
 
 class Embedding(nnx.Module):
-    """A table with one row for each id.
-
-    The host checks that ids are in range: JAX would silently clamp the others.
-    """
+    """A table with a row for each id; the host checks their range, which JAX would clamp."""
 
     def __init__(self, rows: int, width: int, *, axis: str, key: Array, init: Initializer):
         self.precision, self.axis = init.precision, axis

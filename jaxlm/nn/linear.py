@@ -136,8 +136,5 @@ class GroupedLinear(nnx.Module):
     def __call__(
         self, x: Float[Array, "..."], weight: Float[Array, "E I O"], sizes: Array | None
     ) -> Float[Array, "..."]:
-        """Apply `weight`, this device's part of ours, as `grouped_matmul` does.
-
-        2 x ins x outs FLOPs a row.
-        """
+        """Apply `weight`, this device's part, as `grouped_matmul`: 2 x ins x outs FLOPs a row."""
         return grouped_matmul(x, weight, sizes, self.precision)

@@ -36,10 +36,7 @@ LayerOutputs = tuple[Array, Intermediates, dict[str, Mean]]
 
 
 class Unstacked(nnx.Module):
-    """The blocks of a stack as separate modules with separate caches; layer i is of kind i % kinds.
-
-    A step then writes into each cache in place.
-    """
+    """Blocks as modules with caches that a step writes in place; layer i is of kind i % kinds."""
 
     def __init__(self, blocks: list[Block], kinds: int):
         self.blocks, self.kinds = nnx.List(blocks), kinds
@@ -317,10 +314,7 @@ def _per_row(mask: Mask, rows: int) -> dict[str, Array]:
 
 
 def _unstack(tree: Any) -> list[Any]:
-    """Return the tree of each layer.
-
-    Split, not indexed, so that gradients are concatenated instead of added into zeros.
-    """
+    """Return each layer's tree; split, so that gradients are concatenated, not added to zeros."""
     leaves, treedef = jax.tree.flatten(tree)
     columns = [
         list(leaf)

@@ -111,8 +111,7 @@ class Masked(ObjectiveFacts):
 class Span(BothWays):
     """Cut out spans of tokens and predict them after the rest of the text: T5's span corruption.
 
-    A decoder has both in one row. With an encoder-decoder, the encoder reads the rest in a row of
-    its own, and the decoder predicts the spans.
+    A decoder has both in one row; an encoder reads the rest, and its decoder predicts the spans.
     """
 
     name: Literal["span"] = "span"
@@ -143,8 +142,7 @@ class Blank(BothWays):
 class UL2(BothWays):
     """Apply one of seven denoisers to each row: short or long spans, few or many, or a suffix.
 
-    With an encoder-decoder, the encoder reads what is left, and the decoder predicts the spans or
-    the last quarter.
+    An encoder reads what is left, and its decoder predicts the spans or the last quarter.
     """
 
     name: Literal["ul2"] = "ul2"

@@ -205,11 +205,7 @@ class Gemma3(Gemma2):
 
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
-        """Return the settings that a config.json describes.
-
-        transformers 4 has `rope_local_base_freq`; transformers 5 has `rope_parameters` with an
-        object for each kind of layer.
-        """
+        """Return the settings of a config.json; since v5 `rope_parameters` has both bases."""
         both = attributes.split("rope_parameters", LOCAL, GLOBAL)
         settings = super().hub_settings(attributes)
         if both is not None:

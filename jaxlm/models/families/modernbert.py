@@ -122,10 +122,7 @@ class ModernBERT(FamilySettings):
 
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
-        """Return the settings that a config.json describes.
-
-        transformers 4 has an attribute for each rotary base; transformers 5 has `rope_parameters`.
-        """
+        """Return the settings of a config.json; since v5 `rope_parameters` has both bases."""
         settings = super().hub_settings(attributes)
         activation = attributes.choose("classifier_activation", ACTIVATIONS, "gelu")
         if activation != settings["activation"]:

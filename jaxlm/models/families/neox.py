@@ -1,7 +1,4 @@
-"""GPT-NeoX (arXiv:2204.06745) and Pythia (arXiv:2304.01373).
-
-Attention and MLP in parallel, part of each head rotated, layer norms, biases.
-"""
+"""GPT-NeoX (arXiv:2204.06745), Pythia (2304.01373): parallel parts, partial rotation, biases."""
 
 import dataclasses
 from typing import Any, Literal

@@ -1,7 +1,4 @@
-"""T5 (arXiv:1910.10683), T5 v1.1, Flan-T5 and UL2 (arXiv:2205.05131).
-
-An encoder and a decoder with relative position biases.
-"""
+"""T5 (arXiv:1910.10683), v1.1, Flan-T5, UL2 (2205.05131): encoder-decoders with relative biases."""
 
 import dataclasses
 from collections.abc import Iterator
