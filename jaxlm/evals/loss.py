@@ -1,4 +1,9 @@
-"""Loss, perplexity, bits per byte, accuracy and calibration on a validation set."""
+"""Loss, perplexity, bits per byte, accuracy and calibration on a validation set.
+
+Example:
+  >>> Reliability(count=[3, 1], confidence=[0.5, 0.9], accuracy=[0.5, 0.5]).expected_error
+  0.1
+"""
 
 import dataclasses
 import math

@@ -124,8 +124,12 @@ class Backbone(nnx.Module):
             )
 
         attention = config.pattern[0].attention
-        self.relative = attention.relative and RelativePositions(
-            attention.heads, attention.relative, key=random.stream(key, "relative"), init=init
+        self.relative = (
+            RelativePositions(
+                attention.heads, attention.relative, key=random.stream(key, "relative"), init=init
+            )
+            if attention.relative
+            else None
         )
         unrolled = {"layers": "unroll", "axis": "prefix"}
         prefix = functools.partial(stack, "prefix", config.prefix, drops[:first], **unrolled)

@@ -1,4 +1,11 @@
-"""Modules to plain trees of parameters and back: Flax builds, JAX runs."""
+"""Modules to plain trees of parameters and back: Flax builds, JAX runs.
+
+Example:
+  >>> from jaxlm.models.families.llama import Llama
+  >>> config = Llama(vocab=16, depth=2, width=8, heads=2, kv_heads=2).build()
+  >>> Blueprint(config, Precision.float32()).shapes["embedding"]["table"].shape
+  (16, 8)
+"""
 
 import functools
 from typing import Any

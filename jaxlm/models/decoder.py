@@ -33,8 +33,10 @@ class Decoder(Backbone, Unembedder):
         self.positions = tables.positions("positions", config.positions)
         self.inner = tables.positions("inner", config.inner_positions)
         remat = execution.remat.partition("/")[0]
-        self.heads = config.mtp and Heads(
-            config, config.mtp, key=random.stream(key, "heads"), init=init, remat=remat
+        self.heads = (
+            Heads(config, config.mtp, key=random.stream(key, "heads"), init=init, remat=remat)
+            if config.mtp
+            else None
         )
         self.unembedding = tables.unembedding(config.vocab, tied=config.tied)
 

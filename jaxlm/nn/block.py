@@ -41,8 +41,10 @@ class Block(nnx.Module):
             self.mlp = Moe(width, config.mlp, key=mlp_key, init=init)
         else:
             self.mlp = Mlp(width, config.mlp, key=mlp_key, init=init)
-        self.cross = config.cross and CrossAttention(
-            width, config.cross, key=jax.random.fold_in(key, 2), init=init
+        self.cross = (
+            CrossAttention(width, config.cross, key=jax.random.fold_in(key, 2), init=init)
+            if config.cross
+            else None
         )
 
         def norm(name: str) -> Norm | None:

@@ -1,4 +1,9 @@
-"""Frozen, hashable descriptions of a layer. Free of JAX."""
+"""Frozen, hashable descriptions of a layer. Free of JAX.
+
+Example:
+  >>> AttentionConfig(heads=8, kv_heads=2, head_dim=64).cached  # heads, key size, value size
+  (2, 64, 64)
+"""
 
 import dataclasses
 from typing import Literal

@@ -1,4 +1,9 @@
-"""Settings of the objective and of the loss. Free of JAX."""
+"""Settings of the objective and of the loss. Free of JAX.
+
+Example:
+  >>> Causal().keeps_rows, Masked().prompts, UL2().architectures
+  (True, 'none', ('decoder', 'encoder-decoder'))
+"""
 
 import dataclasses
 from collections.abc import Iterator

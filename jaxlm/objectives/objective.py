@@ -68,7 +68,7 @@ class Objective(ABC, Generic[Settings]):
             else:
                 evaluated.setdefault(part.settings.name, part)
         evaluations = {
-            f".{name}" if number else "": part and part.corruption(tokenizer, sequence)
+            f".{name}" if number else "": part.corruption(tokenizer, sequence) if part else None
             for number, (name, part) in enumerate(evaluated.items())
         }
         return RowChanges(training, evaluations)
@@ -244,10 +244,14 @@ class FillInTheMiddle(Objective[config.FIM]):
     def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
         is_split, marks = self.settings.level == "character", fim.fim_ids(tokenizer)
         assert marks is not None  # checked by `prepare`
-        shares = {"rate": self.settings.rate, "spm": self.settings.spm}
-        terms = {"marks": marks, "edges": spans.Edges.of(tokenizer)}
-        split = tokenizer if is_split else None
-        change = functools.partial(fim.infill, **shares, **terms, tokenizer=split)
+        change = functools.partial(
+            fim.infill,
+            rate=self.settings.rate,
+            spm=self.settings.spm,
+            marks=marks,
+            tokenizer=tokenizer if is_split else None,
+            edges=spans.Edges.of(tokenizer),
+        )
         return change, fim.reserved_slots(sequence, is_split=is_split)
 
     def missing_tokens(self, tokenizer: Tokenizer) -> Sequence[str]:
@@ -297,5 +301,6 @@ def _evenly_drawn(changes: Sequence[PieceChange[PieceResult]]) -> PieceChange[Pi
 def _drawn(
     changes: Sequence[PieceChange[PieceResult]], shares: Sequence[float], number: int
 ) -> PieceChange[PieceResult]:
-    drawn = {"changes": tuple(changes), "shares": tuple(shares), "number": number}
-    return functools.partial(rows.draw_change, **drawn)
+    return functools.partial(
+        rows.draw_change, changes=tuple(changes), shares=tuple(shares), number=number
+    )

@@ -37,7 +37,12 @@ SIZE_ATTRIBUTES: Table = {
 
 
 def size_table(columns: str, rows: Mapping[str, tuple[Any, ...]], **shared: Any) -> Sizes:
-    """Return settings by model name: those of the columns, `shared` ones, and a row's last dict."""
+    """Return settings by model name: those of the columns, `shared` ones, and a row's last dict.
+
+    Example:
+      >>> size_table("depth width", {"tiny": (2, 64, {"heads": 4})}, vocab=256)["tiny"]
+      {'vocab': 256, 'depth': 2, 'width': 64, 'heads': 4}
+    """
     names = columns.split()
     return {
         name: shared | dict(zip(names, row, strict=False)) | dict(*row[len(names) :])
@@ -109,7 +114,7 @@ class FamilySettings:
     @property
     def size_of_head(self) -> int:
         """Features of a head; without a setting, or with `auto`, heads share the width evenly."""
-        size = getattr(self, "head_dim", "auto")
+        size: Any = getattr(self, "head_dim", "auto")
         return self.width // self.heads if size == "auto" else size
 
     @property

@@ -163,7 +163,12 @@ class Hub:
 
 
 def linears(hf_name: str, **names: str) -> tuple[TensorMapping, ...]:
-    """Return the weights and biases of torch Linears: `names` are values of {} and our paths."""
+    """Return the weights and biases of torch Linears: `names` are values of {} and our paths.
+
+    Example:
+      >>> [row.hf_name for row in linears("layers.{i}.{}", q_proj="attention/query")]
+      ['layers.{i}.q_proj.weight', 'layers.{i}.q_proj.bias']
+    """
     return _weights_and_biases(hf_name, names, "weight", "transposed")
 
 
@@ -232,7 +237,7 @@ class Attributes:
                 self.note(f"{name} is missing")
         elif not isinstance(value, kinds) or (is_bool and bool not in kinds):
             self.note(f"{name} = {value!r:.60} is no {kinds[0].__name__}")
-        elif kind is int and not least <= value <= most:
+        elif isinstance(value, int) and kind is int and not least <= value <= most:
             self.note(f"{name} = {value!r:.60} is not from {least} to {most:,}")
         else:
             return value

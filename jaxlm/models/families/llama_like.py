@@ -1,4 +1,10 @@
-"""Base of families with rotary positions and gated MLPs, and Llama's tensor names. Free of JAX."""
+"""Base of families with rotary positions and gated MLPs, and Llama's tensor names. Free of JAX.
+
+Example:
+  >>> from jaxlm.models.families.llama import Llama
+  >>> Llama(width=512, heads=8).attention().head_dim
+  64
+"""
 
 import dataclasses
 from collections.abc import Mapping

@@ -156,8 +156,13 @@ class T5(FamilySettings):
         """Return the model's config. `vocab` must be resolved by now."""
         shared = self.backbone()
         vocab, norm, heads = shared.pop("vocab"), self.norm, self.heads
-        sizes = {"heads": heads, "kv_heads": heads, "head_dim": self.size_of_head}
-        cross = AttentionConfig(**sizes, scale=1.0, dropout=self.dropout)
+        cross = AttentionConfig(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=self.size_of_head,
+            scale=1.0,
+            dropout=self.dropout,
+        )
 
         def side(depth: int, *, is_encoder: bool) -> BackboneConfig:
             bias = RelativeBias(buckets=self.buckets, farthest=self.farthest, both_ways=is_encoder)

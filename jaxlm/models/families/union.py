@@ -1,4 +1,9 @@
-"""The registry of families: a family is a class in this folder and a name in this union."""
+"""The registry of families: a family is a class in this folder and a name in this union.
+
+Example:
+  >>> SIZES["llama3-8b"].width
+  4096
+"""
 
 from typing import get_args
 
