@@ -168,14 +168,12 @@ class Corpus:
 
     def _too_many(self, first: Broken, dropped: int, read: int) -> DataError:
         error = first.error
-        return DataError(
-            error.what,
-            where=error.where,
-            why=f"{error.why}; {dropped} of the {read} records so far "
+        why = (
+            f"{error.why}; {dropped} of the {read} records so far "
             f"{'are' if dropped > 1 else 'is'} broken, data.max_dropped = {self.max_dropped:g} of "
-            "them may be",
-            fix=error.fix,
+            "them may be"
         )
+        return DataError(error.what, where=error.where, why=why, fix=error.fix)
 
 
 def _listed_twice(before: str, name: str, pattern: str, setting: str) -> DataError:
@@ -204,11 +202,9 @@ def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
             "directory"
         )
     names = sorted(each.name for each in folder.iterdir())[:SHOWN]
+    fix = "\n".join(_flags(setting, pattern, meant, entries)) or f"ls {shlex.quote(str(folder))}"
     raise InputMissing(
-        what,
-        where=setting,
-        why=f"{why}; {folder} holds {', '.join(names) or 'nothing'}",
-        fix="\n".join(_flags(setting, pattern, meant, entries)) or f"ls {shlex.quote(str(folder))}",
+        what, where=setting, why=f"{why}; {folder} holds {', '.join(names) or 'nothing'}", fix=fix
     )
 
 

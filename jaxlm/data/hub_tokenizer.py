@@ -38,11 +38,9 @@ class HuggingFace(Tokenizer):
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         size = max(ids, default=-1) + 1  # ids may have gaps
         if size > MAX_VOCABULARY:
-            raise tokenizer_error(
-                "a tokenizer.json has an id above the allowed maximum",
-                where,
-                f"its largest id is {size - 1:,}; ids below {MAX_VOCABULARY:,} are allowed",
-            )
+            what = "a tokenizer.json has an id above the allowed maximum"
+            why = f"its largest id is {size - 1:,}; ids below {MAX_VOCABULARY:,} are allowed"
+            raise tokenizer_error(what, where, why)
         parsed = json.loads(content)
         self._is_byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
         is_words = parsed["model"].get("type") == "WordPiece"
@@ -96,11 +94,8 @@ class TrainedTokenizer(HuggingFace):
         super().__init__(content, where)
         first_tokens = tuple(map(self._tokenizer.id_to_token, range(len(SPECIALS))))
         if first_tokens != SPECIALS or self._special != set(range(len(SPECIALS))):
-            raise tokenizer_error(
-                "a trained tokenizer does not start with the special tokens that jaxlm reserves",
-                where,
-                f"its first tokens are {first_tokens[:4]}",
-            )
+            what = "a trained tokenizer does not start with the special tokens that jaxlm reserves"
+            raise tokenizer_error(what, where, f"its first tokens are {first_tokens[:4]}")
 
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""

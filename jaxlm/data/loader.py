@@ -278,12 +278,10 @@ def _closing(batches: Any) -> Iterator[Tokens]:
             except RuntimeError as error:
                 if "exit code" not in str(error):
                     raise
-                raise WorkerLost(
-                    "a data worker process died",
-                    where="data.workers",
-                    why=str(error).partition(". ")[0],
-                    fix="--config.data.workers=0    # reads in threads",
-                ) from error
+                what = "a data worker process died"
+                why = str(error).partition(". ")[0]
+                fix = "--config.data.workers=0    # reads in threads"
+                raise WorkerLost(what, where="data.workers", why=why, fix=fix) from error
             yield batch
     finally:
         batches.close()

@@ -98,30 +98,21 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / NAME
     if not path.exists():
-        raise InputMissing(
-            "a folder of token shards has no manifest",
-            where=str(path),
-            why="manifest.json lists the shards, their tokenizer and their digests",
-            fix=f"find . -name {NAME}",
-        )
+        what = "a folder of token shards has no manifest"
+        why = "manifest.json lists the shards, their tokenizer and their digests"
+        raise InputMissing(what, where=str(path), why=why, fix=f"find . -name {NAME}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format_version"]
         if version == FORMAT_VERSION:
             return _parsed(content)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(
-            "jaxlm cannot read a shard manifest",
-            where=str(path),
-            why=f"{type(error).__name__}: {error}",
-            fix="write the shards again",
-        ) from error
-    raise DataError(
-        f"token shards have the format version {version}",
-        where=str(path),
-        why=f"this jaxlm reads version {FORMAT_VERSION}",
-        fix="write the shards again with this jaxlm",
-    )
+        what = "jaxlm cannot read a shard manifest"
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(what, where=str(path), why=why, fix="write the shards again") from error
+    what = f"token shards have the format version {version}"
+    why = f"this jaxlm reads version {FORMAT_VERSION}"
+    raise DataError(what, where=str(path), why=why, fix="write the shards again with this jaxlm")
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:

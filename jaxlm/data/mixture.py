@@ -220,12 +220,10 @@ class MixtureLoader(Loader):
         """Yield (source, epoch of the source, row in the source) for each row of the stream."""
         sources, nth, _ = self.shares.choose(start, stop)
         if len(sources) < stop - start:
-            raise ConfigError(
-                "every source has reached its maximum number of epochs",
-                where="data.mixture.epochs",
-                why=f"{', '.join(self.names)} end at row {start + len(sources)}",
-                fix="'--config.data.mixture.epochs=()'    # no maximum",
-            )
+            what = "every source has reached its maximum number of epochs"
+            why = f"{', '.join(self.names)} end at row {start + len(sources)}"
+            fix = "'--config.data.mixture.epochs=()'    # no maximum"
+            raise ConfigError(what, where="data.mixture.epochs", why=why, fix=fix)
         for source, number in zip(sources.tolist(), nth.tolist(), strict=True):
             size = self.sources[source].plan.rows
             epoch, index = divmod(number, size)
@@ -305,12 +303,10 @@ def mix_loaders(
         name = names[int(np.flatnonzero(caps == 0)[0])]
         size = sources[name].plan.rows
         least = {n: f"{max(most, 1.01 / sources[n].plan.rows):.3g}" for n, most in limits.items()}
-        raise ConfigError(
-            f"the run would read nothing of {name}",
-            where="data.mixture.epochs",
-            why=f"{limits[name]:g} epochs of its {size} rows are less than one",
-            fix="--config.data.mixture.epochs=" + ",".join(f"{n}={m}" for n, m in least.items()),
-        )
+        what = f"the run would read nothing of {name}"
+        why = f"{limits[name]:g} epochs of its {size} rows are less than one"
+        fix = "--config.data.mixture.epochs=" + ",".join(f"{n}={m}" for n, m in least.items())
+        raise ConfigError(what, where="data.mixture.epochs", why=why, fix=fix)
     course = build_shares(_knots(config, sources, row_at), caps, names)
     if (most := float(caps.sum())) < rows:
         raise ConfigError(

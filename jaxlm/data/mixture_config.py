@@ -69,23 +69,19 @@ def problems(mixture: MixtureConfig, sources: Sequence[str]) -> Problems:
     """Yield (setting, why, fix) for an invalid mixture of the named `sources`."""
     if not sources:
         if mixture != Temperature():
-            yield (
-                "train",
-                "data.mixture needs named sources in data.train",
-                "jaxlm config explain data.train",
-            )
+            why = "data.mixture needs named sources in data.train"
+            yield "train", why, "jaxlm config explain data.train"
         return
     yield from _misnamed("epochs", mixture.epochs, sources)
     if isinstance(mixture, MixtureWeights):
         yield from _misnamed("weights", mixture.weights, sources)
         lacking = [name for name in sources if name not in entries(mixture.weights)]
         if lacking:
-            yield (
-                "mixture.weights",
+            why = (
                 f"{' and '.join(lacking)} of data.train {'have' if len(lacking) > 1 else 'has'} no "
-                "weight",
-                _flag("weights", _scaled(dict.fromkeys(sources, 1.0))),
+                "weight"
             )
+            yield "mixture.weights", why, _flag("weights", _scaled(dict.fromkeys(sources, 1.0)))
 
 
 def run_problems(mixture: MixtureConfig, row_at: Callable[[Span], int], total: int) -> Problems:
@@ -98,31 +94,25 @@ def run_problems(mixture: MixtureConfig, row_at: Callable[[Span], int], total: i
     known = mixture.points
     for name, points in known.items():
         if any(span.unit == "second" for span, _ in points):
-            yield (
-                "mixture.weights",
-                f"the weights of {name} cannot change with time",
-                _shares(known),
-            )
+            why = f"the weights of {name} cannot change with time"
+            yield "mixture.weights", why, _shares(known)
             return
         ends = [row_at(span) for span, _ in points]
         if any(b <= a for a, b in itertools.pairwise(ends)):
-            yield (
-                "mixture.weights",
-                f"the spans of {name} are not in order: rows {', '.join(map(str, ends))} of "
-                f"{total}",
-                _shares(known),
+            why = (
+                f"the spans of {name} are not in order: rows {', '.join(map(str, ends))} of {total}"
             )
+            yield "mixture.weights", why, _shares(known)
             return
     for row, span in sorted({(row_at(s), str(s)) for points in known.values() for s, _ in points}):
         weights = {name: weight_at(points, row, row_at) for name, points in known.items()}
         if not abs(sum(weights.values()) - 1) <= SLACK:
-            yield (
-                "mixture.weights",
+            why = (
                 f"at {span} the weights "
                 f"{', '.join(f'{name} {w:g}' for name, w in weights.items())} have the sum "
-                f"{sum(weights.values()):g}, which must be 1",
-                _shares(known),
+                f"{sum(weights.values()):g}, which must be 1"
             )
+            yield "mixture.weights", why, _shares(known)
             return
 
 
@@ -168,11 +158,9 @@ def _misnamed(field: str, texts: Sequence[str], sources: Sequence[str]) -> Probl
         if name not in sources:
             meant = nearest_word(name, sources)
             change = {meant or sources[0]: text or "1"}
-            yield (
-                f"mixture.{field}",
-                f"{entry!r} names no source; there is {', '.join(sources)}",
-                _flag(field, entries([e for e in texts if e != entry]) | change),
-            )
+            why = f"{entry!r} names no source; there is {', '.join(sources)}"
+            fix = _flag(field, entries([e for e in texts if e != entry]) | change)
+            yield f"mixture.{field}", why, fix
             return
         if names.count(name) > 1:
             yield f"mixture.{field}", f"{name} is named twice", _flag(field, entries(texts))

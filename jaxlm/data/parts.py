@@ -121,12 +121,10 @@ def find_parts(config: DataConfig) -> tuple[list[Part], list[Part]]:
             continue
         for source in train:
             if source.corpus is None:
-                raise ConfigError(
-                    "data.validation cannot hold out a share of token shards",
-                    where=f"data.validation = {patterns[0]}",
-                    why=f"{source.folders[0]} was tokenized as a whole",
-                    fix=_other_shards(source.folders),
-                )
+                what = "data.validation cannot hold out a share of token shards"
+                where = f"data.validation = {patterns[0]}"
+                why = f"{source.folders[0]} was tokenized as a whole"
+                raise ConfigError(what, where=where, why=why, fix=_other_shards(source.folders))
             set_name = name if len(train) == 1 else f"{name}_{source.source}"
             validation.append(Part(set_name, source.corpus, sides[1]))
         train = [dataclasses.replace(source, selection=sides[0]) for source in train]
@@ -169,12 +167,10 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
     entries = config.train if setting == "data.train" else config.validation
     corpus = Corpus.find(tuple(texts), config.text_key, setting, config.max_dropped, entries)
     if stored:
-        raise ConfigError(
-            "one set cannot mix text and token shards",
-            where=setting,
-            why=f"{stored[0]} holds token shards, {corpus.names[0]} is a file",
-            fix=f"--config.{setting}={stored[0]}\n--config.{setting}={corpus.names[0]}",
-        )
+        what = "one set cannot mix text and token shards"
+        why = f"{stored[0]} holds token shards, {corpus.names[0]} is a file"
+        fix = f"--config.{setting}={stored[0]}\n--config.{setting}={corpus.names[0]}"
+        raise ConfigError(what, where=setting, why=why, fix=fix)
     return Part(name, corpus, SplitSide())
 
 
@@ -272,10 +268,9 @@ def _probe(corpus: Corpus, setting: str, most: int) -> None:
     start = ReadBudget(PROBED_RECORDS, most)
     documents += sum(1 for _ in probed.documents(Counter(), start))
     if not documents and not start.is_read:
-        raise DataError(
-            "the data contains no text",
-            where=setting,
-            why=f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, all empty: "
-            f"{', '.join(corpus.names[:3])}",
-            fix=f"ls -l {shlex.join(corpus.names[:3])}",
+        what = "the data contains no text"
+        why = (
+            f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, all empty: "
+            f"{', '.join(corpus.names[:3])}"
         )
+        raise DataError(what, where=setting, why=why, fix=f"ls -l {shlex.join(corpus.names[:3])}")

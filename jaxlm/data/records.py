@@ -219,12 +219,9 @@ def _broken(fault: Fault, name: str, line: int) -> Broken:
 
 
 def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
-    return DataError(
-        "a file is not UTF-8",
-        where=f"{name}, {unit} {error.start}",
-        why=f"0x{error.object[error.start]:02x}: {error.reason}",
-        fix=_from_latin1(Path(name)),
-    )
+    where = f"{name}, {unit} {error.start}"
+    why = f"0x{error.object[error.start]:02x}: {error.reason}"
+    return DataError("a file is not UTF-8", where=where, why=why, fix=_from_latin1(Path(name)))
 
 
 def _from_latin1(path: Path) -> str:
@@ -264,11 +261,10 @@ def _damage_named(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         # zlib.error, EOFError, ZstdError and ArrowInvalid have no common base.
+        what = "a file is damaged or has another format than its name"
+        why = f"{type(error).__name__}: {str(error)[:200]}"
         raise DataError(
-            "a file is damaged or has another format than its name",
-            where=name,
-            why=f"{type(error).__name__}: {str(error)[:200]}",
-            fix="fetch it again\nleave it out of the glob",
+            what, where=name, why=why, fix="fetch it again\nleave it out of the glob"
         ) from error
 
 

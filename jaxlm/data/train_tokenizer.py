@@ -104,12 +104,9 @@ def _train_word_pieces(texts: Iterator[str], size: int) -> bytes:
 
 
 def _too_large(name: str, size: int, fits: int, why: str) -> ConfigError:
-    return ConfigError(
-        f"this text is too small for a vocabulary of {size}",
-        where="data.tokenizer",
-        why=why,
-        fix=f"--config.data.tokenizer={f'{name}:{fits}' if fits >= MIN_VOCABULARY else 'bytes'}",
-    )
+    what = f"this text is too small for a vocabulary of {size}"
+    fix = f"--config.data.tokenizer={f'{name}:{fits}' if fits >= MIN_VOCABULARY else 'bytes'}"
+    return ConfigError(what, where="data.tokenizer", why=why, fix=fix)
 
 
 def _first(texts: Iterator[str]) -> Iterator[str]:

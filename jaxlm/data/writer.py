@@ -58,12 +58,10 @@ def write(
             writer.close()
         if not any(shard.documents for shard in writer.shards):
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-            raise DataError(
-                "the data contains no document",
-                where=name or str(folder),
-                why=f"left out: {reasons or 'none, the files are empty'}",
-                fix="--config.data.validation=tail:10%    # the end of each text\nname more files",
-            )
+            what = "the data contains no document"
+            why = f"left out: {reasons or 'none, the files are empty'}"
+            fix = "--config.data.validation=tail:10%    # the end of each text\nname more files"
+            raise DataError(what, where=name or str(folder), why=why, fix=fix)
         writer.finish(left_out)
     return TokenShards.open(folder)
 
@@ -126,12 +124,10 @@ class _Writer:
 
     def _checked(self, document: Document, array: np.ndarray) -> np.ndarray:
         if len(array) and (array.max() >= self.tokenizer.size or array.min() < 0):
-            raise DataError(
-                f"the tokenizer returned an id outside 0 to {self.tokenizer.size - 1}",
-                where=f"{document.file}, record {document.record}",
-                why=f"ids {array.min()} to {array.max()}",
-                fix=FIND_TOKENIZERS,
-            )
+            what = f"the tokenizer returned an id outside 0 to {self.tokenizer.size - 1}"
+            where = f"{document.file}, record {document.record}"
+            why = f"ids {array.min()} to {array.max()}"
+            raise DataError(what, where=where, why=why, fix=FIND_TOKENIZERS)
         return array.astype(self.dtype, copy=False)
 
     def close(self) -> None:

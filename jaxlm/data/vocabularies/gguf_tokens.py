@@ -157,12 +157,8 @@ def _list(
 
 
 def _refused(why: str, where: str) -> DataError:
-    return DataError(
-        "jaxlm does not support the tokenizer of a GGUF",
-        where=where,
-        why=why,
-        fix="import the original folder of the model",
-    )
+    what = "jaxlm does not support the tokenizer of a GGUF"
+    return DataError(what, where=where, why=why, fix="import the original folder of the model")
 
 
 def metadata(content: bytes, rows: int, where: str) -> dict[str, Any]:
@@ -282,9 +278,5 @@ def _ids(tokenizer: Any) -> list[list[int]]:
 
 
 def _not_written(why: str, where: str) -> ConfigError:
-    return ConfigError(
-        "a GGUF cannot hold this tokenizer",
-        where=where,
-        why=why,
-        fix="--to=hf    # a folder with the full tokenizer",
-    )
+    fix = "--to=hf    # a folder with the full tokenizer"
+    return ConfigError("a GGUF cannot hold this tokenizer", where=where, why=why, fix=fix)
