@@ -1,4 +1,9 @@
-"""Settings of the data section."""
+"""Settings of the data section.
+
+Example:
+  >>> DataConfig(train=("web=a/*.txt", "code=b/*.py"), validation=("5%",)).validation_names
+  ['val_web', 'val_code']
+"""
 
 import dataclasses
 import itertools

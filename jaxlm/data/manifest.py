@@ -22,6 +22,10 @@ NAME, TOKENIZER, FILES = "manifest.json", "tokenizer", "files.json"
 DTYPES = "uint16", "uint32"
 DOCUMENT_BYTES = 3 * 8  # end of the document, number of its file, number of its record
 MAX_COUNT = 2**48  # limit of every count
+# Names of the files of a shard by its number: ids, ends and origins of documents, block checks.
+tokens_name = "tokens-{:05d}.bin".format
+documents_name = "documents-{:05d}.bin".format
+checks_name = "checks-{:05d}.bin".format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,21 +77,6 @@ class Manifest:
         content = dataclasses.asdict(self)
         content["sha256"] = _digest(content)
         disk.replace(folder / NAME, json.dumps(content, indent=1).encode())
-
-
-def tokens_name(number: int) -> str:
-    """Return the name of the file with the ids of a shard."""
-    return f"tokens-{number:05d}.bin"
-
-
-def documents_name(number: int) -> str:
-    """Return the name of the file with ends and origins of the documents of a shard."""
-    return f"documents-{number:05d}.bin"
-
-
-def checks_name(number: int) -> str:
-    """Return the name of the file with the block checks of a shard."""
-    return f"checks-{number:05d}.bin"
 
 
 def read(folder: Path) -> Manifest:

@@ -1,4 +1,10 @@
-"""Settings of a mixture: the share of rows of each training source."""
+"""Settings of a mixture: the share of rows of each training source.
+
+Example:
+  >>> mixture = MixtureWeights(weights=("web=0.75", "code=0.25@0%..0.5@100%"))
+  >>> weight_at(mixture.points["code"], 50, lambda span: int(100 * span.amount))
+  0.375
+"""
 
 import dataclasses
 import itertools
@@ -183,9 +189,7 @@ def _flag(field: str, by_name: Mapping[str, str]) -> str:
 
 
 def _shares(known: Mapping[str, Sequence[Point]]) -> str:
-    """Return the flag of constant weights with the sum 1, in proportion to the first of each
-    source.
-    """
+    """Return the flag of constant weights, in proportion to the first of each source."""
     first = {name: points[0][1] for name, points in known.items()}
     return _flag("weights", _scaled(first if any(first.values()) else dict.fromkeys(first, 1.0)))
 

@@ -19,8 +19,7 @@ from jaxlm.data.tokenizer import Tokenizer
 
 SHARD_TOKENS = 2**28
 PROGRESS_BYTES = 2**20  # bytes of input between two calls of `progress`
-# Version of the encoding; cached tokens of another version are made again.
-ENCODING = 2
+ENCODING = 2  # version of the encoding; cached tokens of another version are made again
 
 
 def write(
@@ -113,9 +112,8 @@ class _Writer:
             self._open()
         for part in (self._before, *parts, self._after):
             self._tokens.write(part)
-        self._largest_id = max(
-            self._largest_id, self._around, *(int(part.max(initial=0)) for part in parts)
-        )
+        largest = (int(part.max(initial=0)) for part in parts)
+        self._largest_id = max(self._largest_id, self._around, *largest)
         self._counts["tokens"] += count
         self._counts["documents"] += 1
         file = self.files.setdefault(document.file, len(self.files))
