@@ -84,8 +84,8 @@ class Objective(ABC, Generic[Settings]):
         change, room = self.change(tokenizer, sequence)
         return Corruption(
             change,
-            room,
-            settings.bidirectional,
+            reserved_slots=room,
+            bidirectional=settings.bidirectional,
             has_block_positions=settings.block_positions is not None,
             has_ahead_weights=settings.marks_mtp_rows,
         )
