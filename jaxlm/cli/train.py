@@ -47,8 +47,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         loaded = config.load(Run, file, args.overrides)
         _refuse_secrets(args.words)
 
-    from jaxlm.recipes.train.api import train
-    from jaxlm.recipes.train.context import ResumeOptions
+    from jaxlm.recipes.train.api import ResumeOptions, train
 
     result = train(
         loaded,

@@ -11,12 +11,7 @@ from jax import Array
 from jaxlm.core import random
 from jaxlm.data.batch import Tokens
 from jaxlm.optim.sophia import CurvatureEstimate
-from jaxlm.training.gradient import (
-    GradientSpec,
-    LossOfParams,
-    build_gradient,
-    constrain_grads,
-)
+from jaxlm.training.gradient import GradientSpec, LossOfParams, build_gradient, constrain_grads
 
 
 class Curvature(NamedTuple):

@@ -23,22 +23,15 @@ SQUARE = "gradient_square"  # the sum over micro-batches of |their mean gradient
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientSpec:
-    """Everything that determines the gradient of a batch.
+    """Everything that determines the gradient of a batch."""
 
-    Args:
-      loss: the function (params, batch, key) -> `Loss`, a sum and a weight.
-      precision: dtypes; in float16 the loss is scaled.
-      axes: the parameters' tree of logical axis names; None for no names.
-      shardings: shardings of the gradients and of their sums; None leaves them to the compiler.
-      microbatches: parts of the batch, computed one after the other.
-      frozen: paths of parameters that have no gradient; they are not in the gradient's tree.
-    """
-
-    loss: LossOfParams
-    precision: Precision
-    axes: Any = None
+    loss: LossOfParams  # the function (params, batch, key) -> `Loss`, a sum and a weight
+    precision: Precision  # dtypes; in float16 the loss is scaled
+    axes: Any = None  # the parameters' tree of logical axis names; None for no names
+    # Shardings of the gradients and of their sums; None leaves them to the compiler.
     shardings: Any = None
-    microbatches: int = 1
+    microbatches: int = 1  # parts of the batch, computed one after the other
+    # Paths of parameters that have no gradient; they are not in the gradient's tree.
     frozen: frozenset[str] = frozenset()
 
 
@@ -57,10 +50,7 @@ def build_gradient(
     the mean times the scale: one scale fits batches of any size. The gradient is divided by it in
     float32.
 
-    Args:
-      spec: the loss and its parameters.
-      capture: kinds of intermediates that layers record.
-      squares: record `SQUARE` among the intermediates.
+    `capture` names the kinds of intermediates that layers record; `squares` adds `SQUARE` to them.
     """
     precision, frozen, microbatches = spec.precision, spec.frozen, spec.microbatches
     is_scaled = precision.is_scaled
@@ -133,12 +123,7 @@ def reduce_dtype_grads(grads: Any, precision: Precision, axes: Any) -> Any:
 
     The optimizer reads only the sign of a router bias's gradient (`optim.build`), which is 2^-30
     times a difference of counts (`nn.moe`). In float16 a difference of some hundreds of tokens
-    becomes 0, and the bias stops.
-
-    Args:
-      grads: tree of gradients.
-      precision: dtypes of the run.
-      axes: tree of logical axis names, in which router biases have `balance`; None for no names.
+    becomes 0, and the bias stops. In `axes`, the tree of logical axis names or None, router biases have `balance`.
     """
     names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
 

@@ -58,10 +58,8 @@ class Shutdown:
     As a context manager it polls the signs of the peers in a thread; with peers, an exception in
     the body causes the immediate exit.
 
-    Args:
-      peers: the ranks of the run.
-      stacks: file for the stack of each thread if the run stalls.
-      report: file with the exit reason for the launcher that started this process.
+    `stacks` is the file for the stack of each thread if the run stalls, `report` the file with the
+    exit reason for the launcher that started this process.
 
     Attributes:
       write_exit: writes exit.json; set once this process owns a run directory.

@@ -176,10 +176,10 @@ def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckR
     """Check JAX: its devices, and their arithmetic."""
     import jax
 
-    from jaxlm.recipes import jax_setup
+    from jaxlm.recipes import setup
     from jaxlm.recipes.diagnose import device_checks
 
-    jax_setup.start()
+    setup.start()
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -195,7 +195,7 @@ def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckR
     yield from device_checks.products(SIZE)
     if len(devices) > 1:
         yield device_checks.sum_over_devices(REDUCED)
-    yield _compiled(jax_setup.compile_cache)
+    yield _compiled(setup.compile_cache)
 
 
 def _compiled(folder: Callable[[], Path]) -> CheckResult:

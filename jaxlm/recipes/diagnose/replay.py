@@ -20,11 +20,12 @@ from jaxlm.data.batch import Tokens
 from jaxlm.monitor import sinks
 from jaxlm.objectives.loss import score
 from jaxlm.parallel import host
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import records, resume
+from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
-from jaxlm.recipes.train.context import ResumeOptions
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.train.resume import StartRecord
 from jaxlm.training import control
@@ -88,7 +89,7 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     run: Run = config.from_json(
         Run, lineage[-1].config, str(workdir / resume.STARTS_FILE), options.overrides
     )
-    jax_setup.start(options.cpu_devices)
+    setup.start(options.cpu_devices)
     store = Store(directory.checkpoints, run.checkpoint, read_only=True, verifier=Verifier(say=say))
     later = [each for each in starts if each.rewinds > known]
     start = _start(
@@ -97,7 +98,7 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     resume_options = _resume_options(lineage, start, step)
     rewinds.made = rewinds.made[:known]
 
-    mesh = jax_setup.build_mesh(run.mesh)
+    mesh = meshes.build(run.mesh)
     host.check_rows(mesh, run.train.batch, run.train.microbatches)
     data = setup.open_data(run, say=say, warn=say)
     teacher = resume.find_teacher(run, data, say)
