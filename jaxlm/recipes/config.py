@@ -1,4 +1,11 @@
-"""Config of a run: all sections, and the checks that involve several of them."""
+"""Config of a run: all sections, and the checks that involve several of them.
+
+Example:
+  >>> from jaxlm.recipes.config import Run
+  >>> run = Run().changed({"train.batch": 16, "data.sequence": 128})
+  >>> run.tokens_per_step
+  2048
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -48,11 +55,11 @@ _OTHER_NAMES = {
     "optim.name": "optimizer",
     "schedule.name": "lr_schedule lr_scheduler lr_scheduler_type",
     "schedule.warmup": "warmup_steps num_warmup_steps warmup_iters",
-    "train.steps": "max_steps num_steps num_train_steps total_steps train_steps training_steps max_iters "
-    "iterations",
+    "train.steps": "max_steps num_steps num_train_steps total_steps train_steps training_steps "
+    "max_iters iterations",
     "train.batch": "batch_size global_batch_size train_batch_size",
-    "train.microbatches": "gradient_accumulation gradient_accumulation_steps grad_accum grad_accum_steps "
-    "accumulate_grad_batches",
+    "train.microbatches": "gradient_accumulation gradient_accumulation_steps grad_accum "
+    "grad_accum_steps accumulate_grad_batches",
     "data.sequence": "seq_len seq_length sequence_length max_seq_len max_seq_length block_size",
     "data.train": "dataset train_data train_files",
     "data.validation": "val_data validation_files",
@@ -140,19 +147,16 @@ class Run:
                 f"{', '.join(sets) or 'none'}",
                 f"--config.eval.follow={nearest_word(followed, sets) or 'auto'}",
             )
+        no_clip = "--config.regularisation.qk_clip=None"
         if self.regularisation.qk_clip is not None and self.optim.averages_parameters:
-            yield (
-                "regularisation.qk_clip",
+            why = (
                 "schedule_free trains on an average of its iterates, and QK-clip would scale only "
-                "the average",
-                "--config.regularisation.qk_clip=None",
+                "the average"
             )
+            yield "regularisation.qk_clip", why, no_clip
         if self.regularisation.qk_clip is not None and self.architecture == "encoder-decoder":
-            yield (
-                "regularisation.qk_clip",
-                f"{self.model.family} has cross-attention, whose logits are not measured",
-                "--config.regularisation.qk_clip=None",
-            )
+            why = f"{self.model.family} has cross-attention, whose logits are not measured"
+            yield "regularisation.qk_clip", why, no_clip
         yield from self._mup_problems()
         if self.data.sequence_warmup and not self.objective.keeps_rows:
             yield (
@@ -161,12 +165,9 @@ class Run:
                 "and mtp can",
                 "'--config.data.sequence_warmup=()'",
             )
+        is_uneven = self.log.layers and self.train.batch_warmup
         for name in ("every", "layers_every"):
-            if (
-                self.log.layers
-                and self.train.batch_warmup
-                and getattr(self.log, name).unit == "token"
-            ):
+            if is_uneven and getattr(self.log, name).unit == "token":
                 yield (
                     f"log.{name}",
                     "statistics of layers need a fixed interval of steps, and tokens are no fixed "

@@ -2,6 +2,10 @@
 
 `{"lr": 1e-4}` in control.json sets the peak learning rate from the next update on and keeps the
 shape of the schedule. `null` restores the rate of the config.
+
+Example:
+  >>> lr_scale([Change(step=100, lr=1e-4)], step=150, lr=4e-4)
+  0.25
 """
 
 import contextlib

@@ -14,8 +14,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.monitor.config import Watched
 from jaxlm.nn.intermediates import Intermediates, Kind
 from jaxlm.training import gradient as gradients
-from jaxlm.training.curvature import build_estimator
-from jaxlm.training.gradient import SQUARE
+from jaxlm.training.gradient import SQUARE, build_estimator
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import StepSpec
 

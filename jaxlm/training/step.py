@@ -16,8 +16,7 @@ from jaxlm.optim import rounding
 from jaxlm.training import gradient as gradients
 from jaxlm.training import guard as guards
 from jaxlm.training.config import GuardConfig
-from jaxlm.training.curvature import Curvature, build_estimator
-from jaxlm.training.gradient import GradientSpec
+from jaxlm.training.gradient import Curvature, GradientSpec, build_estimator
 from jaxlm.training.state import TrainState
 
 Metrics = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The files of recipes that a reader passes from `jaxlm train` to the first step are few, and run.py names them."""
+"""Files of recipes from `jaxlm train` to the first step: few, and run.py names them."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ def test_the_way_to_the_first_step_has_ten_files_at_most(tmp_path, monkeypatch):
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(RECIPES) and frame.f_code.co_name != "<module>":
             first = path.relative_to(RECIPES).parts[0]
-            # The plan guards the memory and the sharding: one door, whatever is behind it.
+            # The plan guards the memory and the sharding: one door.
             entered.add("plan" if first == "plan" else str(path.relative_to(RECIPES)))
 
     monkeypatch.setattr(faults, "point", at)

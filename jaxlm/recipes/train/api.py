@@ -1,4 +1,10 @@
-"""Training as a function, for notebooks and for the command line, and the options of a start."""
+"""Training as a function, for notebooks and for the command line, and the options of a start.
+
+Example:
+  >>> from jaxlm.recipes.train.api import ResumeOptions
+  >>> str(ResumeOptions(start_at=500, force=True))
+  '--start_at=500 --force'
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.training import gradient as gradients
 from jaxlm.training import state as states
-from jaxlm.training.curvature import Curvature
+from jaxlm.training.gradient import Curvature
 from jaxlm.training.observe import Noise, Observed, build_observer, gradient_noise, layer_metrics
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Metrics, StepSpec, build_step

@@ -264,9 +264,6 @@ def _documents(programs: TrainPrograms, number: int) -> tuple[list[dict[str, Any
     return documents[:MAX_DOCUMENTS], max(len(documents) - MAX_DOCUMENTS, 0)
 
 
-# Divergence: a loss that is worse than that of coders without a model.
-
-
 class DivergenceAlarm:
     """Judges the losses of a run; warns, or ends the run, by `guard.divergence`.
 
@@ -441,11 +438,11 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
     train = data.train.shards.manifest
     kind = mesh.devices.flat[0].device_kind
     parameters = formatting.count(model_cost.parameters(decoder))
-    amount = (
-        f"{len(data.train.sources)} sources"
-        if isinstance(data.train, MixtureLoader)
-        else f"{data.train.epochs(run.rows):.2f} epochs"
-    )
+    if isinstance(data.train, MixtureLoader):
+        amount = f"{len(data.train.sources)} sources"
+        sources = [*data.train.describe(run.pace, run.train.steps)]  # what each will have read
+    else:
+        amount, sources = f"{data.train.epochs(run.rows):.2f} epochs", []
     facts = [
         ("processes", _processes(trainer)),
         ("devices", f"{mesh.devices.size} x {kind}, mesh {format_mesh(mesh.shape)}"),
@@ -459,7 +456,7 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
             f"{formatting.count(train.documents)} documents, {formatting.count(train.tokens)}"
             f" tokens, {formatting.size(train.bytes)}; {amount}",
         ),
-        *(("source", line) for line in _sources(trainer)),
+        *(("source", line) for line in sources),
         ("", _example(trainer)),
         ("memory", _memory(trainer)),
         (
@@ -507,13 +504,6 @@ def _objective(trainer: "Trainer") -> str:
     if run.sample.prompts and not trainer.evaluator.has_samples:
         parts.append("no samples: the model does not learn to continue a prompt")
     return "; ".join(parts)
-
-
-def _sources(trainer: "Trainer") -> Iterator[str]:
-    """Yield the amount that the run will have read of each source of a mixture."""
-    train, run = trainer.programs.data.train, trainer.run_config
-    if isinstance(train, MixtureLoader):
-        yield from train.describe(run.pace, run.train.steps)
 
 
 def _phases(trainer: "Trainer") -> Iterator[str]:

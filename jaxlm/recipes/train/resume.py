@@ -415,7 +415,7 @@ def _is_free(change: Change, run: Run, allowed: tuple[str, ...], completed: int)
         return True
     if change.path == "train.steps" and run.train.steps >= completed:
         warmups = (*run.train.batch_warmup, *run.data.sequence_warmup)
-        moving = [  # whatever depends on the number of steps, if it is a share of them
+        moving = [  # a share depends on the number of steps
             *spans(run.schedule).values(),
             *mixture_config.change_spans(run.data.mixture),
             *(batch_schedule.parse(entry)[1] for entry in warmups),
