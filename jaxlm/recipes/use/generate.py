@@ -15,8 +15,8 @@ from jaxlm.data.chat import ChatTemplate, Message, render_chat
 from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
+from jaxlm.generate.sampler import Sampler
 from jaxlm.recipes.exchange.import_model import FOLDER
-from jaxlm.recipes.sampler import Sampler
 from jaxlm.recipes.use import load
 
 # Private-use characters that enclose a special token spelled out by a user, during rendering.
