@@ -162,6 +162,9 @@ def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
       ConfigError: with all other problems, in one error.
     """
     raw, origins = read_file(file) if file is not None else ({}, {})
+    raw = sections.current_names(schema, raw)
+    origins = {sections.current(schema, path)[0]: origin for path, origin in origins.items()}
+    overrides = _current_overrides(schema, overrides)
     resolver = _apply(schema, raw, origins, overrides)
     if resolver.problems:
         raise problems.error(resolver.problems, _corrections(resolver, raw, origins, overrides))
@@ -259,10 +262,24 @@ def from_json(
 
 def loaded_json(schema: type, data: Any, where: str, overrides: Overrides = ()) -> Loaded:
     """Return the section as `from_json` does, with the origin of each of its values."""
+    if isinstance(data, dict):
+        data = sections.current_names(schema, data)
+    overrides = _current_overrides(schema, overrides)
     resolver = _apply(schema, data, {"": Origin("file", where)}, overrides)
     if resolver.problems:
         raise problems.error(resolver.problems)
     return _loaded(resolver)
+
+
+def _current_overrides(schema: type, overrides: Overrides) -> list[tuple[str, str]]:
+    """Return overrides under the current names of their settings, with a warning for others."""
+    result = []
+    for path, text in overrides:
+        new, values = sections.current(schema, path, tuple(text.split(",")))
+        if new != path:
+            problems.warn_renamed(path, new)
+        result.append((new, ",".join(map(sections.show, values))))
+    return result
 
 
 def _arms_first(schema: type, overrides: Overrides) -> list[tuple[str, str]]:
