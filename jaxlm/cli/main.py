@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Only a bug in jaxlm shows a traceback, unless `--trace` is set.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    warnings.showwarning = _show_warning
+    warnings.formatwarning = _format_warning
     ours = words[: words.index("--")] if "--" in words else words
     out = Output(as_json="--json" in ours, quiet="--quiet" in ours)
     try:
@@ -109,12 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return known.code if known else 70
 
 
-def _show_warning(message: Warning | str, kind: type[Warning], *place: Any) -> None:
-    """Print a warning to users as one line of text, any other one with its place in the code."""
-    if issubclass(kind, RenamedSetting):
-        print(f"caution: {message}", file=sys.stderr)
-    else:
-        sys.stderr.write(warnings.formatwarning(message, kind, *place[:2]))
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
+) -> str:
+    """Format a warning to users as one line of text, any other one with its place in the code."""
+    is_for_users = issubclass(category, RenamedSetting)
+    place = "caution" if is_for_users else f"{filename}:{lineno}: {category.__name__}"
+    return f"{place}: {message}\n"
 
 
 def dispatch(words: list[str], out: Output) -> int:
