@@ -111,7 +111,7 @@ class SchemaConfigDict(ConfigDict):
             self._origins[key] = origin
 
     def _current(self, key: str, value: Any = None) -> tuple[str, Any]:
-        """Return name and value of a setting that a config file may call as the last release did."""
+        """Return the current name and value of a setting; a former name gives a warning."""
         path = sections.join(self._path, str(key))
         new, value = sections.current(self._root._arm, path, value)
         if new != path:

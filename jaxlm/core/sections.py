@@ -51,8 +51,8 @@ def setting(
       named: published sections by name, as in `--config.model=llama3-8b`.
       derived_from: setting of the same section from which the default is derived. The section's
         `derived()` yields (field, value, reason); an override of that setting recomputes the value.
-      formerly: name of the setting in the last release, which is still read, with the changed values
-        if values changed too: old value to new value.
+      formerly: name of the setting in the last release, which is still read; with it, if values
+        changed too, a mapping of former to current values.
     """
     meta = {"doc": doc, "unit": unit, "low": low, "high": high, "above": above, "below": below}
     old_name, values = (formerly, {}) if isinstance(formerly, str) else formerly

@@ -50,8 +50,9 @@ def test_a_run_of_before_the_renames_is_evaluated_and_resumed(earlier, capsys):
     records = [each for each in read(earlier / "metrics.jsonl", {}) if each["split"] == "val"]
     assert scores["loss_nats"] == pytest.approx(records[-1]["loss_nats"], rel=1e-6)
 
-    words = ["train", "--config=run", "--workdir=run", "--config.train.steps=8"]
-    assert main([*words, "--allow_change=train.steps"]) == 0
+    words = ["train", "--config=run", "--workdir=run", "--config.train.steps=8", "--cpu_devices=1"]
+    command = [sys.executable, "-m", "jaxlm", *words, "--allow_change=train.steps"]
+    subprocess.run(command, capture_output=True, check=True)
     assert json.loads((earlier / "exit.json").read_text())["step"] == 8
     written = json.loads((earlier / "config.json").read_text())
     assert (written["model"]["interleaved"], written["guard"]["rewind_steps"]) == (False, 2)
