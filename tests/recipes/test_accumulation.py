@@ -197,10 +197,10 @@ VARIANTS = {
     "blockwise latents": ("deepseek_v3", LONG),
     "dropped": (
         "gpt2",
-        {f"regularisation.{part}_dropout": 0.1 for part in ("embedding", "attention", "residual")}
-        | {"regularisation.layer_drop": 0.1, "regularisation.embedding_noise": 5.0},
+        {f"regularization.{part}_dropout": 0.1 for part in ("embedding", "attention", "residual")}
+        | {"regularization.layer_drop": 0.1, "regularization.embedding_noise": 5.0},
     ),
-    "QK-clip": ("deepseek_v3", {"regularisation.qk_clip": 100.0}),
+    "QK-clip": ("deepseek_v3", {"regularization.qk_clip": 100.0}),
 }
 
 
