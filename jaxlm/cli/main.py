@@ -87,6 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
     Only a bug in jaxlm shows a traceback, unless `--trace` is set.
+
+    Example:
+      >>> main(["--version"])
+      jaxlm ...
+      0
     """
     words = list(sys.argv[1:] if argv is None else argv)
     warnings.formatwarning = _format_warning

@@ -334,8 +334,8 @@ def bucket(distance: Int[Array, "..."], config: RelativeBias) -> Int[Array, "...
     """Return the bucket of each distance, key minus query.
 
     Of n buckets for one direction, a distance d below n / 2 has its own; larger ones share
-    floor(n/2 + n/2 log(d / (n/2)) / log(max_distance / (n/2))), at most n - 1. With `both_ways` each
-    direction has half of the buckets; otherwise a key after its query counts as distance 0.
+    floor(n/2 + n/2 log(d / (n/2)) / log(max_distance / (n/2))), at most n - 1. With `both_ways`
+    each direction has half of the buckets; otherwise a key after its query counts as distance 0.
     """
     count = config.buckets // 2 if config.both_ways else config.buckets
     first = jnp.where(distance > 0, count, 0) if config.both_ways else jnp.zeros_like(distance)

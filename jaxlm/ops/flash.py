@@ -342,7 +342,7 @@ def ring_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Float[Array, "B T N U"]:
-    """Return softmax(softcap(scale x Q K^T) + mask) V; each of C devices sees one device's keys a hop.
+    """Return softmax(softcap(scale x Q K^T) + mask) V; each device sees one other's keys a hop.
 
     Keys take C - 1 hops forward, and again backward together with their float32 gradients. So a
     device holds the keys of T / C slots and (T / C)^2 scores for any C. In zigzag order under a

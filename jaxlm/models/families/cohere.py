@@ -2,6 +2,10 @@
 
 One layer norm without bias feeds both parts; rotary positions are interleaved, and logits scaled.
 Command-R+ also has norms of queries and keys with a scale per head, which are refused.
+
+Example:
+  >>> Cohere(width=64, heads=4, kv_heads=2).build().logit_scale
+  0.0625
 """
 
 import dataclasses
@@ -63,6 +67,5 @@ class Cohere(LlamaLike):
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
         """Return the settings of a config.json; `model_max_length` is the trained context."""
         settings = super().hub_settings(attributes)
-        return settings | {
-            "max_positions": attributes.get("model_max_length", settings["max_positions"])
-        }
+        length = attributes.get("model_max_length", settings["max_positions"])
+        return settings | {"max_positions": length}

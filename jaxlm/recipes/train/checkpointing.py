@@ -102,8 +102,8 @@ class Rewinds:
     ) -> Rewind:
         """Choose the step to return to and the batches to leave out, and quarantine later steps.
 
-        The run returns to the newest healthy checkpoint at least `guard.rewind_steps` steps before the
-        first bad one; else to the oldest healthy one, or to the start. Only the chosen step is
+        The run returns to the newest healthy checkpoint at least `guard.rewind_steps` steps before
+        the first bad one; else to the oldest healthy one, or to the start. Only the chosen step is
         verified. If it is damaged, it is quarantined too, and the next one is chosen.
         """
         to, damaged = self._target(first_bad, store, guard)
