@@ -4,7 +4,7 @@ One layer norm without bias feeds both parts; rotary positions are interleaved, 
 Command-R+ also has norms of queries and keys with a scale per head, which are refused.
 
 Example:
-  >>> Cohere(width=64, heads=4, kv_heads=2).build().logit_scale
+  >>> Cohere(vocab=64, width=64, heads=4, kv_heads=2).build().logit_scale
   0.0625
 """
 
