@@ -7,23 +7,28 @@ import os
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from jaxlm.cli.arguments import Parser, check_taken, extract
 from jaxlm.cli.output import Output, abandon, write
 from jaxlm.core.disk import check_local
 from jaxlm.core.errors import CommandError, JaxlmError, in_our_words
 from jaxlm.core.nearest import nearest_word
+from jaxlm.core.problems import RenamedSetting
 from jaxlm.core.quoting import safe
 
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """A verb. Its module has `add_arguments(parser)` and `run(args, out) -> exit code`."""
+    """A verb. Its module has `add_arguments(parser)` and, unless it adds actions, `run(args, out)`.
+
+    `run`, or the function of the action, returns the exit code.
+    """
 
     module: str
     help: str
-    group: str
 
 
 GROUPS = {  # group: verb: module of jaxlm.cli, help
@@ -40,7 +45,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "replay": ("replay", "replay one step and show its data"),
     },
     "Prepare": {
-        "data": ("data.verb", "inspect, clean and tokenize data, check token shards"),
+        "data": ("data", "inspect, clean and tokenize data, check token shards"),
         "tokenizer": ("tokenizer", "train, show and compare tokenizers"),
     },
     "Exchange": {
@@ -59,8 +64,8 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
     },
 }
 VERBS = {
-    name: Verb(f"jaxlm.cli.{module}", text, group)
-    for group, verbs in GROUPS.items()
+    name: Verb(f"jaxlm.cli.{module}", text)
+    for verbs in GROUPS.values()
     for name, (module, text) in verbs.items()
 }
 
@@ -82,8 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
     Only a bug in jaxlm shows a traceback, unless `--trace` is set.
+
+    Example:
+      >>> main(["--version"])
+      jaxlm ...
+      0
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    warnings.formatwarning = _format_warning
     ours = words[: words.index("--")] if "--" in words else words
     out = Output(as_json="--json" in ours, quiet="--quiet" in ours)
     try:
@@ -103,6 +114,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             write(sys.stderr, "\n".join(map(safe, traceback.format_exc().splitlines())))
         out.error(known or _bug(error))
         return known.code if known else 70
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
+) -> str:
+    """Format a warning to users as one line of text, any other one with its place in the code."""
+    is_for_users = issubclass(category, RenamedSetting)
+    place = "caution" if is_for_users else f"{filename}:{lineno}: {category.__name__}"
+    return f"{place}: {message}\n"
 
 
 def dispatch(words: list[str], out: Output) -> int:
@@ -138,39 +158,30 @@ def dispatch(words: list[str], out: Output) -> int:
     for flag in ("workdir", "out"):
         if path := getattr(args, flag, None):
             check_local(path, f"--{flag}")
-    return module.run(args, out)
+    return (getattr(args, "run_action", None) or module.run)(args, out)
 
 
 def _unknown_verb(words: list[str]) -> CommandError:
     """Return the error of an unknown verb; its fix keeps all other words."""
-    name = words[0]
+    name, *rest = words
     why = f"the verbs are {', '.join(VERBS)}"
     if name.startswith("-"):
         verb = next((word for word in words if word in VERBS), None)
         moved = [verb, *(word for word in words if word != verb)] if verb else ["--help"]
-        return CommandError(
-            f"{name} comes before a verb",
-            where=f"jaxlm {name}",
-            why=f"the verb is the first word; {why}",
-            fix=shlex.join(["jaxlm", *moved]),
-        )
-    meant = nearest_word(name, VERBS)
-    return CommandError(
-        f"there is no verb {name!r}",
-        where=f"jaxlm {name}",
-        why=why,
-        fix=shlex.join(["jaxlm", meant, *words[1:]]) if meant else "jaxlm --help",
-    )
+        what, why = f"{name} comes before a verb", f"the verb is the first word; {why}"
+    else:
+        what, meant = f"there is no verb {name!r}", nearest_word(name, VERBS)
+        moved = [meant, *rest] if meant else ["--help"]
+    fix = shlex.join(["jaxlm", *moved])
+    return CommandError(what, where=f"jaxlm {name}", why=why, fix=fix)
 
 
 def _bug(error: Exception) -> JaxlmError:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return JaxlmError(
-        f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-        where=f"{frame.filename}:{frame.lineno}",
-        why="this is a bug in jaxlm, not an error in the command line",
-        fix="report it with the traceback above and the command line",
-    )
+    what, where = str(error).partition("\n")[0], f"{frame.filename}:{frame.lineno}"
+    why = "this is a bug in jaxlm, not an error in the command line"
+    fix = "report it with the traceback above and the command line"
+    return JaxlmError(f"{type(error).__name__}: {what}", where=where, why=why, fix=fix)
 
 
 def entry() -> None:

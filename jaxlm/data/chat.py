@@ -1,4 +1,10 @@
-"""Rendering of conversations by a chat template."""
+"""Rendering of conversations by a chat template.
+
+Example:
+  >>> template = ChatTemplate("{{ messages[0].content }}{{ e }}", {"e": "</s>"}, is_trusted=True)
+  >>> render_chat([[{"role": "user", "content": "hi"}]], template)
+  ['hi</s>']
+"""
 
 import dataclasses
 import json
@@ -19,21 +25,12 @@ Message = Mapping[str, Any]  # with at least `role` and `content`
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template over `messages`, as transformers uses it.
-
-    Args:
-      tokens: texts of the model's named tokens, such as `bos_token`.
-      where: file name in errors.
-      is_trusted: render in this process; only for templates that do not come with a model.
-
-    Raises:
-      DataError: if the template is too large.
-    """
+    """A Jinja template over `messages`, as transformers uses it. Raise DataError if too large."""
 
     source: str
-    tokens: Mapping[str, str]
-    where: str = "chat template"
-    is_trusted: bool = False
+    tokens: Mapping[str, str]  # texts of the model's named tokens, such as `bos_token`
+    where: str = "chat template"  # file name in errors
+    is_trusted: bool = False  # render in this process; not for templates that come with a model
 
     def __post_init__(self) -> None:
         if len(self.source) > MAX_CHARACTERS:
@@ -60,13 +57,8 @@ def render_chat(
       DataError: if the template is invalid, refuses a conversation, leaves the sandbox or exceeds a
         limit.
     """
-    variables = {
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": add_generation_prompt,
-        **template.tokens,
-        **variables,
-    }
+    defaults = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+    variables = {**defaults, **template.tokens, **variables}
     if template.is_trusted:
         from jaxlm.data import chat_worker
 
@@ -74,13 +66,8 @@ def render_chat(
             return chat_worker.render(template.source, conversations, variables)
         except Exception as error:  # a template may raise anything
             raise _refused(template, f"{type(error).__name__}: {error}"[:1000]) from error
-    request = {
-        "template": template.source,
-        "conversations": conversations,
-        "variables": variables,
-        "seconds": SECONDS,
-        "bytes": MEMORY,
-    }
+    request: dict[str, Any] = {"template": template.source, "conversations": conversations}
+    request |= {"variables": variables, "seconds": SECONDS, "bytes": MEMORY}
     try:
         done = subprocess.run(
             [sys.executable, "-I", str(WORKER)],

@@ -80,7 +80,7 @@ class DecoderConfig(BackboneConfig):
     tied: bool = True
     embed_scale: float = 1.0
     logit_scale: float = 1.0
-    logit_cap: float | None = None  # logits z become cap * tanh(z / cap)
+    logit_softcap: float | None = None  # logits z become cap * tanh(z / cap)
 
     @property
     def heads(self) -> tuple[BlockConfig, ...]:
@@ -251,8 +251,10 @@ class MupConfig:
 
         def block(config: BlockConfig) -> BlockConfig:
             attention = config.attention
-            scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
-            scale *= ((self.base_head_dim or attention.head_dim) / attention.head_dim) ** 0.5
+            scale = (
+                attention.score_scale
+                * ((self.base_head_dim or attention.head_dim) / attention.head_dim) ** 0.5
+            )
             return dataclasses.replace(
                 config, attention=dataclasses.replace(attention, scale=scale)
             )

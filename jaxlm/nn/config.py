@@ -1,4 +1,9 @@
-"""Frozen, hashable descriptions of a layer. Free of JAX."""
+"""Frozen, hashable descriptions of a layer. Free of JAX.
+
+Example:
+  >>> AttentionConfig(heads=8, kv_heads=2, head_dim=64).cached  # heads, key size, value size
+  (2, 64, 64)
+"""
 
 import dataclasses
 from typing import Literal
@@ -45,7 +50,7 @@ class RelativeBias:
     """Bias of attention scores by the distance of key and query, see `RelativePositions`."""
 
     buckets: int
-    farthest: int  # all distances from this one on share the last bucket
+    max_distance: int  # all distances from this one on share the last bucket
     both_ways: bool
 
 
@@ -74,7 +79,7 @@ class AttentionConfig:
     qk_norm: NormConfig | None = None
     qk_norm_over: Literal["head", "heads"] = "head"  # each head alone, or all heads of a token
     scale: float | None = None  # head_dim ** -0.5 if None
-    cap: float | None = None  # softcap: scores become cap * tanh(scores / cap)
+    softcap: float | None = None  # softcap: scores become softcap * tanh(scores / softcap)
     bias: bool = False  # of queries, keys and values
     out_bias: bool = False
     dropout: float = 0.0  # of the attention weights
@@ -88,6 +93,11 @@ class AttentionConfig:
             raise ValueError(f"latent attention: kv_heads = {self.kv_heads}, heads = {self.heads}")
         if self.bias or self.out_bias or self.qk_norm or self.relative:
             raise ValueError("latent attention has no biases and no query-key norms")
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def value_dim(self) -> int:
@@ -126,7 +136,7 @@ class MoeConfig:
     shared: int = 0  # hidden size of all shared experts together
     activation: Activation = "silu"
     router: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True  # the weights of a token's experts sum to `scale`
+    normalize_top_k: bool = True  # the weights of a token's experts sum to `scale`
     scale: float = 1.0
     balance: float = 0.0  # weight of the balance loss, a mean over all tokens but padding
     router_z: float = 0.0  # weight of the mean squared log normalizer of the router

@@ -1,4 +1,12 @@
-"""Dot-product attention."""
+"""Dot-product attention.
+
+Example:
+    >>> from jaxlm.core.precision_config import PrecisionConfig
+    >>> from jaxlm.ops.masks import causal
+    >>> x = jnp.ones((1, 4, 2, 8))
+    >>> attention(x, x, x, causal(4), Precision.of(PrecisionConfig()), scale=1.0).shape
+    (1, 4, 2, 8)
+"""
 
 import dataclasses
 from typing import Any
@@ -12,7 +20,7 @@ from jaxlm.core import backend
 from jaxlm.core.nearest import divisors
 from jaxlm.core.precision import Precision
 from jaxlm.ops.cudnn import cudnn
-from jaxlm.ops.flash import blockwise, by_head, by_token, ring_attention
+from jaxlm.ops.flash import blockwise, by_head, by_token, product, ring_attention
 from jaxlm.ops.kernels import PLATFORMS, Kernel
 from jaxlm.ops.masks import HIDDEN, Mask
 from jaxlm.ops.matmul import transposed
@@ -30,21 +38,20 @@ def attention(
     precision: Precision,
     *,
     scale: float,
-    cap: float | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
     kernel: Kernel = "reference",
 ) -> Float[Array, "B T N U"]:
-    """Return softmax(cap(scale x Q K^T) + bias + mask) V; a key head serves N / K query heads.
+    """Return softmax(softcap(scale x Q K^T) + bias + mask) V; a key head serves N / K query heads.
 
     Scores and softmax are float32.
 
     Args:
-      query, key, value: Q, K and V.
       mask: visibility of the keys, and the bias.
       precision: the operands of both products are in its `compute`.
       scale: of the scores.
-      cap: softcap: scores become cap tanh(scores / cap).
+      softcap: softcap: scores become softcap tanh(scores / softcap).
       dropout: rate for the attention weights.
       dropout_key: None disables dropout.
       kernel: reference builds the [B, N, T, S] scores: 4 B N T S bytes and 2 B T S N (H + U)
@@ -53,8 +60,7 @@ def attention(
         cudnn are kernels of TPUs and NVIDIA GPUs for whole rows; they need vectors of one size, so
         the shorter of H and U is padded with zeros.
 
-    Raises:
-      ValueError: if the kernel cannot compute this; only the reference has dropout and a bias.
+    Raises ValueError if the kernel cannot compute this; only the reference has dropout and a bias.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1; grouped heads arXiv:2305.13245;
     softcap arXiv:2408.00118, section 2.
@@ -71,18 +77,18 @@ def attention(
         raise ValueError(f"{kernel} attention does not run on a {backend.name()}")
     low = precision.compute
     if is_split and kernel == "ring":
-        return ring_attention(query, key, value, mask, low, scale=scale, cap=cap)
+        return ring_attention(query, key, value, mask, low, scale=scale, softcap=softcap)
     if is_split:
         key, value = (constrain(x, "batch", None, "kv_heads", "head_dim") for x in (key, value))
     elif kernel == "blockwise":
-        return blockwise(query, key, value, mask, low, scale=scale, cap=cap)
+        return blockwise(query, key, value, mask, low, scale=scale, softcap=softcap)
     elif kernel in PLATFORMS:
         q, k, v = _pad_heads(query, key, value)
         if kernel == "splash":
             from jaxlm.ops.splash import splash  # importing Pallas takes a tenth of a second
 
-            out = splash(q, k, v, mask, low, scale=scale, cap=cap)
-        elif cap is not None:
+            out = splash(q, k, v, mask, low, scale=scale, softcap=softcap)
+        elif softcap is not None:
             raise ValueError("cudnn attention has no softcap")
         else:
             out = cudnn(q, k, v, mask, low, scale=scale)
@@ -90,8 +96,8 @@ def attention(
     q_bkgth = by_head((query * scale).astype(low), key)
     k_bksh, v_bksu = (jnp.swapaxes(x, 1, 2).astype(low) for x in (key, value))
     scores_bkgts = _product(q_bkgth, transposed(k_bksh))
-    if cap is not None:
-        scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
+    if softcap is not None:
+        scores_bkgts = softcap * jnp.tanh(scores_bkgts / softcap)
     if mask.bias is not None:
         rows = mask.bias.shape[0]
         scores_bkgts = scores_bkgts + mask.bias.reshape(rows, *scores_bkgts.shape[1:])
@@ -109,7 +115,7 @@ def _product(x: Float[Array, "B K G T C"], y: Float[Array, "B K C S"]) -> Float[
 
     JAX's own transpose would multiply the float32 cotangent.
     """
-    return jnp.einsum("bkgtc,bkcs->bkgts", x, y, preferred_element_type=jnp.float32)
+    return product("bkgtc,bkcs->bkgts", x, y)
 
 
 def _product_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
@@ -117,15 +123,11 @@ def _product_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Arra
     low = grad.astype(x.dtype)
     if context.context_size() > 1:
         # A merged dimension of groups x queries would have to be gathered, and scores with it.
-        y_grad = jnp.einsum("bkgtc,bkgts->bkcs", x, low, preferred_element_type=jnp.float32)
+        y_grad = product("bkgtc,bkgts->bkcs", x, low)
     else:
         rows = x.reshape(*x.shape[:2], -1, x.shape[-1])  # all queries of a key head
-        y_grad = jnp.einsum(
-            "bkcr,bkrs->bkcs",
-            transposed(rows),
-            low.reshape(*rows.shape[:3], -1),
-            preferred_element_type=jnp.float32,
-        )
+        grads = low.reshape(*rows.shape[:3], -1)
+        y_grad = product("bkcr,bkrs->bkcs", transposed(rows), grads)
     return _product(low, transposed(y)).astype(x.dtype), y_grad.astype(y.dtype)
 
 
@@ -162,7 +164,7 @@ def attention_figures(
     compute: jnp.dtype,
     *,
     scale: float,
-    cap: float | None = None,
+    softcap: float | None = None,
     entropy: bool = True,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"] | None, Float[Array, ""]]:
     """Measure how sharp attention is: largest score and entropy of each head, number of queries.
@@ -192,17 +194,15 @@ def attention_figures(
         block_mask = dataclasses.replace(
             mask, query_index=index, query_segments=segments, visible_until=until
         )
-        scores_bkgts = jnp.einsum(
-            "btkgh,bskh->bkgts", q, key.astype(compute), preferred_element_type=jnp.float32
-        )
+        scores_bkgts = product("btkgh,bskh->bkgts", q, key.astype(compute))
         visible = block_mask.materialize()[:, None, None]
         is_query = counted[:, None, None, :]
         peak, spread = carry
         scored = jnp.where(visible & is_query[..., None], scores_bkgts, -jnp.inf)
         peak = jnp.maximum(peak, scored.max((0, 3, 4)))
         if entropy:
-            if cap is not None:
-                scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
+            if softcap is not None:
+                scores_bkgts = softcap * jnp.tanh(scores_bkgts / softcap)
             if bias_btns is not None:
                 rows = bias_btns.shape[0]
                 bias = jnp.moveaxis(bias_btns, 1, 2)
@@ -215,8 +215,5 @@ def attention_figures(
     shape = (kv_heads, heads // kv_heads)
     start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
     (peak, spread), _ = lax.scan(update, start, jax.tree.map(blocks, by_query))
-    return (
-        peak.reshape(heads),
-        spread.reshape(heads) if entropy else None,
-        counted.sum(dtype=jnp.float32),
-    )
+    entropies = spread.reshape(heads) if entropy else None
+    return peak.reshape(heads), entropies, counted.sum(dtype=jnp.float32)

@@ -31,7 +31,7 @@ class StaticArgs(NamedTuple):
     is_zigzag: bool
     compute: jnp.dtype  # of the products' operands
     scale: float
-    cap: float | None
+    softcap: float | None
     block: int = 0  # tokens of a block; 0 runs the ring
 
 
@@ -64,11 +64,8 @@ class OnlineSoftmax(NamedTuple):
     def empty(cls, queries: Queries, size: int) -> "OnlineSoftmax":
         """Return the state before the first key, for values of this size."""
         shape = queries.q.shape[:-1]
-        return cls(
-            jnp.zeros((*shape, size), jnp.float32),
-            jnp.full(shape, HIDDEN, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-        )
+        out, total = jnp.zeros((*shape, size), jnp.float32), jnp.zeros(shape, jnp.float32)
+        return cls(out, jnp.full(shape, HIDDEN, jnp.float32), total)
 
     def finish(self) -> tuple[Array, Array]:
         """Return the normalized output and the log normalizer."""
@@ -142,7 +139,7 @@ def online_softmax_update(
     peak = jnp.maximum(state.peak, scores.max(-1))
     weights = jnp.exp(scores - peak[..., None])
     decay = jnp.exp(state.peak - peak)
-    added = _product("bkgts,bskh->bkgth", weights.astype(static.compute), keys.v)
+    added = product("bkgts,bskh->bkgth", weights.astype(static.compute), keys.v)
     return OnlineSoftmax(
         state.out * decay[..., None] + added, peak, state.total * decay + weights.sum(-1)
     )
@@ -154,24 +151,21 @@ def _block_gradients(
     """Return what these queries and keys add to the gradients of q, k and v."""
     scores, slope = _scores(static, queries, keys)
     weights = jnp.exp(scores - residuals.log_normalizer[..., None])
-    v_grad = _product("bkgts,bkgth->bskh", weights.astype(static.compute), residuals.grad)
-    weights_grad = _product("bkgth,bskh->bkgts", residuals.grad, keys.v)
+    v_grad = product("bkgts,bkgth->bskh", weights.astype(static.compute), residuals.grad)
+    weights_grad = product("bkgth,bskh->bkgts", residuals.grad, keys.v)
     scores_grad = weights * (weights_grad - residuals.mean[..., None]) * slope
     low = scores_grad.astype(static.compute)
-    return (
-        _product("bkgts,bskh->bkgth", low, keys.k),
-        _product("bkgts,bkgth->bskh", low, queries.q),
-        v_grad,
-    )
+    q_grad = product("bkgts,bskh->bkgth", low, keys.k)
+    return q_grad, product("bkgts,bkgth->bskh", low, queries.q), v_grad
 
 
 def _scores(static: StaticArgs, queries: Queries, keys: Keys) -> tuple[Array, Array | float]:
     """Return scores after softcap and mask, and the slope of the softcap."""
-    scores = _product("bkgth,bskh->bkgts", queries.q, keys.k)
+    scores = product("bkgth,bskh->bkgts", queries.q, keys.k)
     slope: Array | float = 1.0
-    if static.cap is not None:
-        capped = jnp.tanh(scores / static.cap)
-        scores, slope = static.cap * capped, 1.0 - jnp.square(capped)
+    if static.softcap is not None:
+        capped = jnp.tanh(scores / static.softcap)
+        scores, slope = static.softcap * capped, 1.0 - jnp.square(capped)
     mask = Mask(
         query_index=queries.indices[:, 0, 0],
         key_index=keys.indices,
@@ -184,7 +178,8 @@ def _scores(static: StaticArgs, queries: Queries, keys: Keys) -> tuple[Array, Ar
     return jnp.where(mask.materialize()[:, None, None], scores, HIDDEN), slope
 
 
-def _product(equation: str, x: Array, y: Array) -> Array:
+def product(equation: str, x: Array, y: Array) -> Array:
+    """Return an einsum with float32 sums."""
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
@@ -218,11 +213,8 @@ def _cast_gradients(
     static: StaticArgs, grads: tuple[Array, Array, Array], query: Array, key: Array, value: Array
 ) -> tuple[Array, Array, Array]:
     q_grad, k_grad, v_grad = grads
-    return (
-        by_token(q_grad * static.scale, query),
-        k_grad.astype(key.dtype),
-        v_grad.astype(value.dtype),
-    )
+    q_grad = by_token(q_grad * static.scale, query)
+    return q_grad, k_grad.astype(key.dtype), v_grad.astype(value.dtype)
 
 
 def blockwise(
@@ -233,10 +225,10 @@ def blockwise(
     compute: jnp.dtype,
     *,
     scale: float,
-    cap: float | None = None,
+    softcap: float | None = None,
     block: int = BLOCK,
 ) -> Float[Array, "B T N U"]:
-    """Return softmax(cap(scale x Q K^T) + mask) V over blocks of `block` queries and keys.
+    """Return softmax(softcap(scale x Q K^T) + mask) V over blocks of `block` queries and keys.
 
     At most B N block^2 scores exist at a time, so memory grows with the row, not with its square.
     Blocks hidden by causality or a window are skipped: half of the products of a causal row. With
@@ -255,7 +247,7 @@ def blockwise(
     length = query.shape[1]
     block = min(block, length)
     count = -(-length // block)
-    static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, cap, block)
+    static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, softcap, block)
     index = jnp.arange(count * block, dtype=jnp.int32)[None]
 
     segments = mask.query_segments
@@ -348,9 +340,9 @@ def ring_attention(
     compute: jnp.dtype,
     *,
     scale: float,
-    cap: float | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N U"]:
-    """Return softmax(cap(scale x Q K^T) + mask) V; each of C devices sees one device's keys a hop.
+    """Return softmax(softcap(scale x Q K^T) + mask) V; each device sees one other's keys a hop.
 
     Keys take C - 1 hops forward, and again backward together with their float32 gradients. So a
     device holds the keys of T / C slots and (T / C)^2 scores for any C. In zigzag order under a
@@ -367,7 +359,7 @@ def ring_attention(
     """
     if query.shape[1] % (parts := context.context_size()):
         raise ValueError(f"{query.shape[1]} slots do not divide over {parts} devices")
-    static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, cap)
+    static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, softcap)
     query_meta = (mask.query_index, mask.query_segments, mask.visible_until)
     return _flash(static, query, key, value, query_meta, (mask.key_index, mask.key_segments))
 
@@ -393,10 +385,8 @@ def _ring_forward(static: StaticArgs, *inputs: Any) -> tuple[Array, Array]:
 
         # Keys are sent on while the device computes with them.
         state = OnlineSoftmax.empty(queries, value.shape[-1])
-        start = (
-            online_softmax_update(static, queries, keys, state),
-            context.ring_permute(keys, parts),
-        )
+        state = online_softmax_update(static, queries, keys, state)
+        start = (state, context.ring_permute(keys, parts))
         (state, keys), _ = lax.scan(run_hop, start, jnp.arange(1, parts - 1))
         out, log_normalizer = update(keys, state, parts - 1).finish()
         return by_token(out, query), log_normalizer

@@ -28,13 +28,13 @@ from tests.faults import harness
 from tests.parity import weights
 
 VOCAB = 320
-SIZES = dict(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48, context=64)
+SIZES = dict(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48, max_positions=64)
 FAMILIES = {
     "llama": Llama(**SIZES),
     "gemma3": Gemma3(**SIZES | dict(depth=7), window=8),
     "qwen3_moe": Qwen3Moe(**SIZES, experts=4, top_k=2),
     "deepseek_v3": DeepSeekV3(
-        vocab=VOCAB, width=32, depth=2, heads=4, context=64, query_rank=16, kv_rank=24, nope_dim=6, rope_dim=4,
+        vocab=VOCAB, width=32, depth=2, heads=4, max_positions=64, query_rank=16, kv_rank=24, nope_dim=6, rope_dim=4,
         value_dim=8, experts=4, top_k=2, groups=2, top_groups=1, hidden=24, shared=48, dense_depth=1, dense_hidden=48,
     ),
 }  # fmt: skip
@@ -357,9 +357,7 @@ def test_a_model_of_several_files_is_read_and_written(capsys, tmp_path):
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert (code, answer["tensors"]) == (0, len(found))
-    answer = export_model.export_model(
-        export_model.ExportOptions(workdir=run, out=out, dtype="bfloat16", shard_bytes=20_000)
-    )
+    answer = export_model.export_model(run, out, dtype="bfloat16", shard_bytes=20_000)
     written = json.loads((out / "model.safetensors.index.json").read_text())
     files = set(written["weight_map"].values())
     assert written["metadata"]["total_size"] == 2 * sum(array.size for array in found.values())
@@ -582,9 +580,7 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     source, run = write(folder / "source"), folder / "run"
     import_model.import_model(import_model.Options(source=source, workdir=run))
-    export_model.export_model(
-        export_model.ExportOptions(workdir=run, out=folder / "out", shard_bytes=20_000)
-    )
+    export_model.export_model(run, folder / "out", shard_bytes=20_000)
     return folder / "out"
 
 

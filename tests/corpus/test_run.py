@@ -28,7 +28,7 @@ from tests.corpus.recipes import (
 ROOT = Path(__file__).parents[2]
 ALL = [
     "--config.source=in/*.jsonl",
-    "--config.stages=normalise,length,gopher,repetition,pii",
+    "--config.stages=normalize,length,gopher,repetition,pii",
     "--config.dedup=exact,near,spans",
     "--config.unit_bytes=4000",
 ]
@@ -66,7 +66,7 @@ def test_every_document_is_kept_removed_or_broken_and_the_files_hold_what_the_co
     assert sum(map(len, kept())) == answer["characters"]["kept"]
     funnel = answer["funnel"]
     assert [row["stage"] for row in funnel] == [
-        *("read", "normalise", "length", "gopher", "repetition", "pii", "exact", "near", "spans")
+        *("read", "normalize", "length", "gopher", "repetition", "pii", "exact", "near", "spans")
     ]
     assert all(before["out"] == after["in"] for before, after in itertools.pairwise(funnel))
     assert funnel[-1]["out"] == answer["kept"]
@@ -191,7 +191,7 @@ def test_bars_get_the_bytes_that_are_done_and_go_on_where_it_was_stopped(
     """Of these the bar on a terminal makes rates and the time that is left: tests/cli/test_data.py."""
     told: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
-        "jaxlm.cli.data.corpus.progress_bars",
+        "jaxlm.cli.data.progress_bars",
         lambda out: contextlib.nullcontext(lambda *each: told.append(each)),
     )
     assert command("--out=out", JAXLM_FAULTS="prepare.clean:sigkill@1").returncode < 0

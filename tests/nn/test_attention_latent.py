@@ -26,7 +26,7 @@ KINDS = {
         CONFIG,
         latent=dataclasses.replace(LATENT, query_rank=None),
         window=4,
-        cap=1.5,
+        softcap=1.5,
         scale=0.6,
         rotary=Rope(theta=100.0),
     ),
@@ -37,11 +37,7 @@ X = np.random.default_rng(0).normal(size=(ROWS, LENGTH, WIDTH))
 
 
 def built(config):
-    return reference.moved(
-        lambda key, init: LatentAttention(
-            WIDTH, config, key=key, init=init, precision=reference.FLOAT32
-        )
-    )
+    return reference.moved(lambda key, init: LatentAttention(WIDTH, config, key=key, init=init))
 
 
 def normed(x, params):

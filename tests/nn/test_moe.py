@@ -14,13 +14,13 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.nn.config import MoeConfig
 from jaxlm.nn.moe import Moe
-from tests.nn.reference import FLOAT32, arrays, gated_silu, linear, moved
+from tests.nn.reference import arrays, gated_silu, linear, moved
 
 ROWS, LENGTH, WIDTH = 2, 10, 6
 SOFTMAX = MoeConfig(experts=5, top_k=2, hidden=7, balance=0.3, router_z=0.05)
 KINDS = {
     "softmax": SOFTMAX,
-    "one expert a token": dataclasses.replace(SOFTMAX, top_k=1, normalised=False),
+    "one expert a token": dataclasses.replace(SOFTMAX, top_k=1, normalize_top_k=False),
     "sigmoid, shared, scaled, biased": dataclasses.replace(
         SOFTMAX, router="sigmoid", shared=4, scale=2.5, bias_rate=0.5
     ),
@@ -39,7 +39,7 @@ COUNTED[1, 6:] = 0
 
 
 def built(config):
-    return moved(lambda key, init: Moe(WIDTH, config, key=key, init=init, precision=FLOAT32))
+    return moved(lambda key, init: Moe(WIDTH, config, key=key, init=init))
 
 
 def reference(x, params, config):
@@ -69,7 +69,7 @@ def reference(x, params, config):
             allowed = [e for e in range(config.experts) if e // size in order]
             best = sorted(allowed, key=lambda e: -ranked[e])[: config.top_k]
             shares = {e: s[e] for e in best}
-            whole = sum(shares.values()) if config.normalised else 1.0
+            whole = sum(shares.values()) if config.normalize_top_k else 1.0
             for e in best:
                 chosen[e] += counts
                 if config.capacity is not None and (not counts or taken[e] >= places):
@@ -178,7 +178,7 @@ def test_where_activations_are_bfloat16_so_is_their_gradient(name, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     moe, _ = moved(
-        lambda key, init: Moe(WIDTH, KINDS[name], key=key, init=init, precision=precision)
+        lambda key, init: Moe(WIDTH, KINDS[name], key=key, init=init), precision=precision
     )
     graphdef, state = nnx.split(moe)
     x = jnp.zeros((ROWS, LENGTH, WIDTH), precision.activations)

@@ -49,9 +49,13 @@ def test_attention_is_what_it_says_query_by_query(window, cap, segments):
         key_segments=segments,
         window=window,
     )
-    got = attention(query, key, value, mask, Precision.float32(), scale=0.7, cap=cap)
+    got = attention(query, key, value, mask, Precision.float32(), scale=0.7, softcap=cap)
     expected = reference(
-        *map(np.asarray, (query, key, value)), scale=0.7, window=window, cap=cap, segments=segments
+        *map(np.asarray, (query, key, value)),
+        scale=0.7,
+        window=window,
+        softcap=cap,
+        segments=segments,
     )
     assert np.isfinite(got).all()
     real = np.ones((ROWS, LENGTH), bool) if segments is None else segments > 0

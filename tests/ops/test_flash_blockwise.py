@@ -28,7 +28,7 @@ def by_blocks(
 
     def weighed(query, key, value):
         out = flash.blockwise(
-            query, key, value, mask, precision.compute, scale=SCALE, cap=cap, block=BLOCK
+            query, key, value, mask, precision.compute, scale=SCALE, softcap=cap, block=BLOCK
         )
         return (out * weights).sum(), out
 
@@ -54,7 +54,7 @@ def test_outputs_and_gradients_are_those_of_float64(
     length, heads, kv_heads, causal, window, cap, is_packed
 ):
     segments = segments_of(length) if is_packed else None
-    terms = dict(causal=causal, window=window, cap=cap, segments=segments)
+    terms = dict(causal=causal, window=window, softcap=cap, segments=segments)
     expected = exact(*operands(length, heads, kv_heads), **terms)
     got = by_blocks(length, heads, kv_heads, **terms)
     for one, other in zip(expected, got, strict=True):
@@ -84,7 +84,7 @@ def test_values_may_be_of_another_size_than_keys():
 )
 def test_queries_with_a_reach_see_what_comes_after_them(length, window, cap, is_packed):
     segments = segments_of(length) if is_packed else None
-    terms = dict(causal=True, window=window, cap=cap, segments=segments, reach=reach_of(length))
+    terms = dict(causal=True, window=window, softcap=cap, segments=segments, reach=reach_of(length))
     expected = exact(*operands(length, 4, 2), **terms)
     got = by_blocks(length, 4, 2, **terms)
     for one, other in zip(expected, got, strict=True):
@@ -93,7 +93,7 @@ def test_queries_with_a_reach_see_what_comes_after_them(length, window, cap, is_
 
 def test_in_low_precision_it_is_as_near_to_float64_as_the_reference():
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
-    terms = dict(causal=True, window=None, cap=None, segments=None)
+    terms = dict(causal=True, window=None, softcap=None, segments=None)
     expected = exact(*operands(40, 4, 2), **terms)
     near = by_blocks(40, 4, 2, precision=precision, **terms)
     query, key, value, weights = (jnp.asarray(x, jnp.float32) for x in operands(40, 4, 2))

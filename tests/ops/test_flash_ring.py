@@ -37,11 +37,11 @@ def weighed(parts, keys, window, cap, segments, reach, precision, operands):
     query, key, value, weights = context.zigzag_shard(operands, parts) if parts > 1 else operands
     dealt = context.zigzag_shard(jax.tree.map(jnp.asarray, (segments, reach)), parts)
     mask = dataclasses.replace(masks.causal(LENGTH, *dealt, parts=parts), window=window)
-    out = attention(query, key, value, mask, precision, scale=0.7, cap=cap, kernel=keys)
+    out = attention(query, key, value, mask, precision, scale=0.7, softcap=cap, kernel=keys)
     return (out * weights).sum(), context.zigzag_unshard(out, parts)
 
 
-def computed(parts, keys, window=None, cap=None, segments=SEGMENTS, reach=None, precision=None):
+def computed(parts, keys, window=None, softcap=None, segments=SEGMENTS, reach=None, precision=None):
     function = functools.partial(
         weighed, parts, keys, window, cap, segments, reach, precision or Precision.float32()
     )

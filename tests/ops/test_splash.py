@@ -25,7 +25,7 @@ interpreted = functools.partial(splash, interpret=True)
 
 def weighed(kernel, mask, compute, cap, query, key, value, weights):
     """sum of out x weights, and what it is a sum of."""
-    out = kernel(query, key, value, mask, compute, scale=SCALE, cap=cap)
+    out = kernel(query, key, value, mask, compute, scale=SCALE, softcap=cap)
     return (out * weights).sum(), out
 
 
@@ -39,7 +39,7 @@ def graded(kernel, mask, compute, cap, given):
 
 def plain(query, key, value, mask, compute, *, scale, cap):
     precision = dataclasses.replace(FULL, compute=compute)
-    return attention(query, key, value, mask, precision, scale=scale, cap=cap)
+    return attention(query, key, value, mask, precision, scale=scale, softcap=cap)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_outputs_and_gradients_are_those_of_float64(
 ):
     segments = segments_of(length) if is_packed else None
     given = operands(length, heads, kv_heads, size=size)
-    expected = exact(*given, causal=causal, window=window, cap=cap, segments=segments)
+    expected = exact(*given, causal=causal, window=window, softcap=cap, segments=segments)
     mask = dataclasses.replace(masks.causal(length, segments), causal=causal, window=window)
     low = [jnp.asarray(x, jnp.float32) for x in given]
     got = graded(interpreted, mask, jnp.float32, cap, low)
@@ -71,7 +71,7 @@ def test_outputs_and_gradients_are_those_of_float64(
 def test_in_low_precision_it_is_as_near_to_float64_as_the_reference(window, is_packed):
     segments = segments_of(256) if is_packed else None
     given = operands(256, 4, 2, size=8)
-    expected = exact(*given, causal=True, window=window, cap=None, segments=segments)
+    expected = exact(*given, causal=True, window=window, softcap=None, segments=segments)
     mask = dataclasses.replace(masks.causal(256, segments), window=window)
     # As activations are on a TPU; the weights only sum.
     low = [jnp.asarray(x, jnp.bfloat16) for x in given[:3]] + [jnp.asarray(given[3], jnp.float32)]

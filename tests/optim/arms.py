@@ -273,6 +273,6 @@ ARMS = {
     Adafactor: Arm(Adafactor(factor_from=4, weight_decay=0.3), adafactor, 4 / 512 + 4 / 2048),
     Muon: Arm(Muon(newton_schulz_dtype="float32", adam_lr=0.005, weight_decay=0.3), muon, 4),
     # The first gradient does not determine the basis of a side that is longer by two.
-    Soap: Arm(Soap(longest=4, weight_decay=0.3), soap, 8 + 8 * (512 / 2048 + 2048 / 512)),
+    Soap: Arm(Soap(max_dim=4, weight_decay=0.3), soap, 8 + 8 * (512 / 2048 + 2048 / 512)),
     Sophia: Arm(Sophia(every=3, gamma=0.5), sophia, 8),
 }

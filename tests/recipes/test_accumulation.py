@@ -31,7 +31,6 @@ from jaxlm.optim.config import Optimizer, Sgd
 from jaxlm.parallel import hlo
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.train.programs import without_data
@@ -198,10 +197,10 @@ VARIANTS = {
     "blockwise latents": ("deepseek_v3", LONG),
     "dropped": (
         "gpt2",
-        {f"regularisation.{part}_dropout": 0.1 for part in ("embedding", "attention", "residual")}
-        | {"regularisation.layer_drop": 0.1, "regularisation.embedding_noise": 5.0},
+        {f"regularization.{part}_dropout": 0.1 for part in ("embedding", "attention", "residual")}
+        | {"regularization.layer_drop": 0.1, "regularization.embedding_noise": 5.0},
     ),
-    "QK-clip": ("deepseek_v3", {"regularisation.qk_clip": 100.0}),
+    "QK-clip": ("deepseek_v3", {"regularization.qk_clip": 100.0}),
 }
 
 
@@ -218,7 +217,7 @@ def test_what_watches_a_step_sums_in_float32(program):
 
 
 def test_a_tpu_sums_in_float32(monkeypatch):
-    monkeypatch.setattr(jax_setup, "target", lambda mesh: Target("tpu"))
+    monkeypatch.setattr(setup, "target", lambda mesh: Target("tpu"))
     for family in ("gpt2", "gemma2"):
         assert not forbidden(sums(family, {"train.attention": "splash"}, platform="tpu"))
 
@@ -284,9 +283,8 @@ def test_the_gradient_of_a_bias_over_many_tokens_is_the_sum_of_their_gradients(p
     given = jnp.asarray(0.3 + draw.normal(size=(1, tokens, width)), jnp.bfloat16)
     with backend.compiling_for(platform):
         linear, _ = reference.moved(
-            lambda key, init: Linear(
-                {"embed": 4}, {"mlp": width}, key=key, init=init, precision=precision, bias=True
-            )
+            lambda key, init: Linear({"embed": 4}, {"mlp": width}, key=key, init=init, bias=True),
+            precision=precision,
         )
         graph, state = nnx.split(linear)
         x = jnp.zeros((1, tokens, 4), precision.activations)

@@ -10,17 +10,18 @@ from typing import Any, ClassVar, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.experts import ROUTED, Experts
-from jaxlm.models.families.family import Problems, size_table
+from jaxlm.models.families.family import Problems, problem, size_table
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, uncomputed
 from jaxlm.models.families.llama_like import GatedDecoder
 from jaxlm.nn.config import AttentionConfig, LatentConfig, MoeConfig, NormConfig
 from jaxlm.nn.rotary import Rope, YarnScaling
 
 LATENT_NORM = NormConfig(kind="rms", eps=1e-6)  # norm_eps is of the other norms
+BUFFERS = ("rotary_emb.inv_freq",)
 COMPRESSED = "attention/query_latent/weight"
 # YaRN of the published models, trained on for rows of 160k tokens.
 YARN = YarnScaling(factor=40.0, original=4096, magnitude=1.0)
-STRETCHED: dict[str, Any] = dict(context=163_840, norm_eps=1e-6, rope_scaling=YARN)
+STRETCHED: dict[str, Any] = dict(max_positions=163_840, norm_eps=1e-6, rope_scaling=YARN)
 
 
 def _mapping(name: str, *paths: str, **more: Any) -> TensorMapping:
@@ -82,7 +83,7 @@ class DeepSeekV2(Experts):
     groups: int = setting(1, **setting_docs.GROUPS)
     top_groups: int = setting(1, **setting_docs.TOP_GROUPS)
     dense_depth: int = setting(1, **setting_docs.DENSE_DEPTH)
-    normalised: bool = setting(False, **setting_docs.NORMALIZED)
+    normalize_top_k: bool = setting(False, **setting_docs.NORMALIZED)
 
     ATTRIBUTES = {
         **GatedDecoder.ATTRIBUTES,
@@ -115,14 +116,11 @@ class DeepSeekV2(Experts):
         "router_aux_loss_coef",
     )
     ROPE_INTERLEAVED = True
-    COMPUTED: ClassVar[dict[str, Any]] = dict(router="softmax", normalised=False, balance_bias=0.0)
-    SHARED_DEFAULT = 2  # transformers' default of n_shared_experts
-    HUB = Hub(
-        model_type="deepseek_v2",
-        architecture="DeepseekV2ForCausalLM",
-        mappings=ROWS,
-        buffer_suffixes=("rotary_emb.inv_freq",),
+    COMPUTED: ClassVar[dict[str, Any]] = dict(
+        router="softmax", normalize_top_k=False, balance_bias=0.0
     )
+    SHARED_DEFAULT = 2  # transformers' default of n_shared_experts
+    HUB = Hub("deepseek_v2", "DeepseekV2ForCausalLM", ROWS, buffer_suffixes=BUFFERS)
     SIZES = size_table(
         "depth width heads hidden dense_hidden balance_loss",
         {
@@ -141,41 +139,24 @@ class DeepSeekV2(Experts):
         """Yield contradictions between rotated features, scaling, experts and their groups."""
         yield from super().problems()
         if self.rope_dim % 2:
-            yield (
-                "rope_dim",
-                f"{self.rope_dim} features cannot be rotated in pairs",
-                f"--config.model.rope_dim={self.rope_dim + 1}",
-            )
+            why = f"{self.rope_dim} features cannot be rotated in pairs"
+            yield problem("rope_dim", why, self.rope_dim + 1)
         if self.mscale and not isinstance(self.rope_scaling, YarnScaling):
-            yield (
-                "mscale",
-                f"mscale = {self.mscale:g} uses the factor of yarn, and rope_scaling is "
-                f"{self.rope_scaling.name}",
-                "--config.model.mscale=0",
-            )
+            why = f"mscale = {self.mscale:g} uses the factor of yarn, and rope_scaling is "
+            yield problem("mscale", why + self.rope_scaling.name, 0)
         size = self.experts // self.groups
         # With sigmoid scores, the score of a group is the sum of its best two experts.
         least = 2 if self.router == "sigmoid" and self.groups > 1 else 1
         if self.experts % self.groups or size < least:
-            yield (
-                "groups",
-                f"experts = {self.experts} do not make groups = {self.groups} of one size, "
-                f"{least} at least",
-                "--config.model.groups=1 --config.model.top_groups=1",
-            )
+            why = f"experts = {self.experts} do not make groups = {self.groups} of one size, "
+            yield problem("groups", f"{why}{least} at least", "1 --config.model.top_groups=1")
         elif self.top_groups > self.groups:
-            yield (
-                "top_groups",
-                f"top_groups = {self.top_groups} of groups = {self.groups}",
-                f"--config.model.top_groups={self.groups}",
-            )
+            why = f"top_groups = {self.top_groups} of groups = {self.groups}"
+            yield problem("top_groups", why, self.groups)
         elif self.top_groups * size < self.top_k <= self.experts:
-            yield (
-                "top_groups",
-                f"{self.top_groups} groups of {size} do not hold a token's top_k = {self.top_k} "
-                "experts",
-                f"--config.model.top_groups={-(-self.top_k // size)}",
-            )
+            groups = f"{self.top_groups} groups of {size}"
+            why = f"{groups} do not hold a token's top_k = {self.top_k} experts"
+            yield problem("top_groups", why, -(-self.top_k // size))
 
     def attention(self) -> AttentionConfig:
         """Return the attention of every layer."""
@@ -253,8 +234,10 @@ class DeepSeekV3(DeepSeekV2):
     """
 
     family: Literal["deepseek_v3"] = "deepseek_v3"  # type: ignore[assignment]
-    pairs: Literal["neighbours", "halves"] = setting(
-        "neighbours", "features of a head that are rotated together"
+    interleaved: bool = setting(
+        True,
+        "rotate features (2i, 2i + 1) of a head together, instead of (i, i + half)",
+        formerly=("pairs", {"neighbours": True, "halves": False}),
     )
     experts: int = setting(256, **setting_docs.EXPERTS)
     top_k: int = setting(8, **setting_docs.TOP_K)
@@ -262,15 +245,15 @@ class DeepSeekV3(DeepSeekV2):
     groups: int = setting(8, **setting_docs.GROUPS)
     top_groups: int = setting(4, **setting_docs.TOP_GROUPS)
     router: Literal["softmax", "sigmoid"] = setting("sigmoid", **setting_docs.ROUTER)
-    normalised: bool = setting(True, **setting_docs.NORMALIZED)
+    normalize_top_k: bool = setting(True, **setting_docs.NORMALIZED)
     scale: float = setting(2.5, **setting_docs.EXPERT_SCALE)
     balance_loss: float = setting(1e-4, **setting_docs.BALANCE_LOSS)
     balance_bias: float = setting(0.001, **setting_docs.BALANCE_BIAS)
 
     ATTRIBUTES = {**DeepSeekV2.ATTRIBUTES} | dict(
-        normalised=ConfigKey("norm_topk_prob", True, kind=bool)
+        normalize_top_k=ConfigKey("norm_topk_prob", True, kind=bool)
     )
-    HF_DEFAULTS = {"context": 4096, "hidden": 2048, "groups": 8, "top_groups": 4}
+    HF_DEFAULTS = {"max_positions": 4096, "hidden": 2048, "groups": 8, "top_groups": 4}
     CONSTANTS = {
         "attention_bias": False,
         "moe_layer_freq": 1,
@@ -290,7 +273,7 @@ class DeepSeekV3(DeepSeekV2):
                 "model.layers.{i}.mlp.gate.e_score_correction_bias", ("mlp/bias",), is_exact=True
             ),
         ),
-        buffer_suffixes=("rotary_emb.inv_freq",),
+        buffer_suffixes=BUFFERS,
         mtp_layers=("model.layers.{i}.", "num_nextn_predict_layers"),
     )
     SIZES = size_table(
@@ -303,7 +286,7 @@ class DeepSeekV3(DeepSeekV2):
     @property
     def rotary(self) -> Rope:
         """Rotary position embedding of the rotated features."""
-        return dataclasses.replace(super().rotary, interleaved=self.pairs != "halves")
+        return dataclasses.replace(super().rotary, interleaved=self.interleaved)
 
     def mixture(self) -> MoeConfig:
         """Return the experts of a layer."""
@@ -312,14 +295,13 @@ class DeepSeekV3(DeepSeekV2):
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
         """Return the settings that a config.json describes."""
-        is_interleaved = attributes.get("rope_interleave", True, kind=bool)
-        pairs = "neighbours" if is_interleaved else "halves"
-        return super().hub_settings(attributes) | {"pairs": pairs}
+        interleaved = attributes.get("rope_interleave", True, kind=bool)
+        return super().hub_settings(attributes) | {"interleaved": interleaved}
 
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
         return super().to_hub() | {
             "topk_method": "noaux_tc",
-            "rope_interleave": self.pairs == "neighbours",
+            "rope_interleave": self.interleaved,
             "num_nextn_predict_layers": 0,
         }

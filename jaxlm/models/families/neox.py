@@ -1,30 +1,14 @@
-"""GPT-NeoX (arXiv:2204.06745) and Pythia (arXiv:2304.01373).
-
-Attention and MLP in parallel, part of each head rotated, layer norms, biases.
-"""
+"""GPT-NeoX (arXiv:2204.06745), Pythia (2304.01373): parallel parts, partial rotation, biases."""
 
 import dataclasses
 from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import DecoderConfig
-from jaxlm.models.families import rope, setting_docs
-from jaxlm.models.families.family import (
-    ACTIVATIONS,
-    SIZE_ATTRIBUTES,
-    PlainDecoder,
-    Problems,
-    size_table,
-)
-from jaxlm.models.families.hub import (
-    Attributes,
-    ConfigKey,
-    Hub,
-    TensorMapping,
-    linears,
-    norms,
-    uncomputed,
-)
+from jaxlm.models.families import family as families
+from jaxlm.models.families import hub, rope, setting_docs
+from jaxlm.models.families.family import ACTIVATIONS, PlainDecoder, Problems, size_table
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, norms
 from jaxlm.nn.config import Residual
 from jaxlm.nn.rotary import NoScaling, Rope, Scaling
 
@@ -34,23 +18,23 @@ class NeoX(PlainDecoder):
     """A GPT-NeoX-style decoder."""
 
     family: Literal["neox"] = "neox"
-    context: int = setting(2048, **setting_docs.CONTEXT)
+    max_positions: int = setting(2048, **setting_docs.MAX_POSITIONS)
     depth: int = setting(6, **setting_docs.DEPTH)
     width: int = setting(512, **setting_docs.WIDTH)
     heads: int = setting(8, **setting_docs.HEADS)
     parallel: bool = setting(True, "attention and MLP read the same stream; else in sequence")
     rope_theta: float = setting(10_000.0, **setting_docs.ROPE_THETA)
-    rope_share: float = setting(0.25, **setting_docs.ROPE_SHARE)
+    rotary_fraction: float = setting(0.25, **setting_docs.ROTARY_FRACTION)
     rope_scaling: Scaling = setting(NoScaling(), **setting_docs.ROPE_SCALING)
     tied: bool = setting(False, **setting_docs.TIED)
     dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
 
     ATTRIBUTES = {
-        **SIZE_ATTRIBUTES,
+        **families.SIZE_ATTRIBUTES,
         "activation": ConfigKey("hidden_act", "gelu", words=ACTIVATIONS),
         "parallel": ConfigKey("use_parallel_residual", True, kind=bool),
         "rope_theta": ConfigKey("rotary_emb_base", 10_000.0, kind=float),
-        "rope_share": ConfigKey("rotary_pct", 0.25, kind=float),
+        "rotary_fraction": ConfigKey("rotary_pct", 0.25, kind=float),
         "norm_eps": ConfigKey("layer_norm_eps", 1e-5, kind=float),
         "tied": ConfigKey("tie_word_embeddings", False, kind=bool),
     }
@@ -104,19 +88,15 @@ class NeoX(PlainDecoder):
     def problems(self) -> Problems:
         """Yield a problem unless heads share width and keys evenly and rotate in pairs."""
         yield from super().problems()
-        dims = self.rotary.dims(self.width // self.heads)
+        size, dims = self.size_of_head, self.rotary.dims(self.size_of_head)
         if not self.width % self.heads and (dims < 2 or dims % 2):
-            yield (
-                "rope_share",
-                f"{dims} of {self.width // self.heads} features of a head cannot be rotated "
-                "in pairs",
-                "--config.model.rope_share=0.5",
-            )
+            why = f"{dims} of {size} features of a head cannot be rotated in pairs"
+            yield families.problem("rotary_fraction", why, 0.5)
 
     @property
     def rotary(self) -> Rope:
         """Rotary position embedding of queries and keys."""
-        return Rope(theta=self.rope_theta, share=self.rope_share, scaling=self.rope_scaling)
+        return Rope(theta=self.rope_theta, share=self.rotary_fraction, scaling=self.rope_scaling)
 
     def build(self) -> DecoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
@@ -128,17 +108,16 @@ class NeoX(PlainDecoder):
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
         """Return the settings that a config.json describes."""
         settings = super().hub_settings(attributes)
-        theta, share = settings["rope_theta"], settings["rope_share"]
+        theta, share = settings["rope_theta"], settings["rotary_fraction"]
         rotary = rope.read(attributes, theta=theta, share=share)
-        return settings | {
-            "rope_theta": rotary.theta,
-            "rope_share": rotary.share,
-            "rope_scaling": rotary.scaling,
-        }
+        read = {"rope_theta": rotary.theta, "rotary_fraction": rotary.share}
+        return settings | read | {"rope_scaling": rotary.scaling}
 
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
         if self.kv_heads not in ("auto", self.heads):
-            raise uncomputed(self.HUB, f"kv_heads = {self.kv_heads}, and every head has its keys")
+            raise hub.uncomputed(
+                self.HUB, f"kv_heads = {self.kv_heads}, and every head has its keys"
+            )
         scaling = rope.written(self.rope_theta, self.rope_scaling)["rope_scaling"]
         return super().to_hub() | {"rope_scaling": scaling}

@@ -35,12 +35,12 @@ class Phi3(Windowed):
     """A Phi-3-style decoder."""
 
     family: Literal["phi3"] = "phi3"
-    rope_share: float = setting(1.0, **setting_docs.ROPE_SHARE)
+    rotary_fraction: float = setting(1.0, **setting_docs.ROTARY_FRACTION)
     rope_scaling: Scaling | LongScaling = setting(  # type: ignore[assignment]
         NoScaling(), **setting_docs.ROPE_SCALING
     )
 
-    HF_DEFAULTS = {"context": 4096, "norm_eps": 1e-5}
+    HF_DEFAULTS = {"max_positions": 4096, "norm_eps": 1e-5}
     EXPECTED = {
         "attention_bias": (False,),
         "mlp_bias": (False,),
@@ -50,16 +50,12 @@ class Phi3(Windowed):
     }
     IGNORED = ("original_max_position_embeddings",)
     ROPE_KINDS = (*rope.KINDS, "longrope")
-    HUB = Hub(
-        model_type="phi3",
-        architecture="Phi3ForCausalLM",
-        mappings=(*llama_like.STREAM, *llama_like.NORMS, *FUSED),
-    )
+    HUB = Hub("phi3", "Phi3ForCausalLM", (*llama_like.STREAM, *llama_like.NORMS, *FUSED))
     SIZES = size_table(
         "depth width heads kv_heads hidden",
         {"phi-3-mini-4k": (32, 3072, 32, 32, 8192), "phi-3-medium-4k": (40, 5120, 40, 10, 17_920)},
         vocab=32_064,
-        context=4096,
+        max_positions=4096,
         window=2047,
     )
 
@@ -70,23 +66,21 @@ class Phi3(Windowed):
         for name in ("short", "long"):
             numbers = getattr(self.rope_scaling, name, None)
             if numbers is not None and len(numbers) != count:
-                yield (
-                    f"rope_scaling.{name}",
-                    f"it has {len(numbers)} numbers, and {count} frequencies rotate a head",
-                    f"give it {count} numbers, as the model's config.json does",
-                )
+                why = f"it has {len(numbers)} numbers, and {count} frequencies rotate a head"
+                fix = f"give it {count} numbers, as the model's config.json does"
+                yield f"rope_scaling.{name}", why, fix
 
     @property
     def rotary(self) -> Rope:
         """Rotary position embedding of queries and keys."""
-        return dataclasses.replace(super().rotary, share=self.rope_share)
+        return dataclasses.replace(super().rotary, share=self.rotary_fraction)
 
     @classmethod
     def rotary_settings(cls, rotary: Rope, attributes: Attributes) -> dict[str, Any]:
         """Return the settings of the rotary position embedding."""
         whole = dataclasses.replace(rotary, share=1.0)
-        return super().rotary_settings(whole, attributes) | {"rope_share": rotary.share}
+        return super().rotary_settings(whole, attributes) | {"rotary_fraction": rotary.share}
 
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json."""
-        return super().to_hub() | {"partial_rotary_factor": self.rope_share}
+        return super().to_hub() | {"partial_rotary_factor": self.rotary_fraction}

@@ -1,7 +1,4 @@
-"""T5 (arXiv:1910.10683), T5 v1.1, Flan-T5 and UL2 (arXiv:2205.05131).
-
-An encoder and a decoder with relative position biases.
-"""
+"""T5 (arXiv:1910.10683), v1.1, Flan-T5, UL2 (2205.05131): encoder-decoders with relative biases."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,25 +6,10 @@ from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import BackboneConfig, EncoderDecoderConfig
-from jaxlm.models.families import setting_docs
-from jaxlm.models.families.family import FamilySettings, Problems, size_table, uneven
-from jaxlm.models.families.hub import (
-    MAX_NESTING,
-    Attributes,
-    ConfigKey,
-    Hub,
-    TensorMapping,
-    linears,
-    uncomputed,
-)
-from jaxlm.nn.config import (
-    Activation,
-    AttentionConfig,
-    BlockConfig,
-    MlpConfig,
-    NormConfig,
-    RelativeBias,
-)
+from jaxlm.models.families import hub, setting_docs
+from jaxlm.models.families.family import FamilySettings, Problems, problem, size_table, uneven
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears
+from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, RelativeBias
 
 # transformers' names of the activation, and if it is gated.
 PROJECTIONS: dict[str, tuple[Activation, bool]] = {
@@ -72,7 +54,7 @@ class T5(FamilySettings):
     """A T5-style encoder-decoder."""
 
     family: Literal["t5"] = "t5"
-    context: int = setting(512, **setting_docs.CONTEXT)
+    max_positions: int = setting(512, **setting_docs.MAX_POSITIONS)
     depth: int = setting(6, "layers of the encoder", low=1)
     decoder_depth: int | Literal["auto"] = setting(
         "auto", "layers of the decoder; auto is as many as of the encoder", low=1
@@ -83,8 +65,12 @@ class T5(FamilySettings):
     activation: Activation = setting("relu", **setting_docs.PLAIN_ACTIVATION)
     gated: bool = setting(False, "gated MLP: the activation is multiplied by a third projection")
     buckets: int = setting(32, "buckets of relative distances, each with a bias per head", low=4)
-    farthest: int = setting(
-        128, "maximum distance: this and larger ones share a bucket", unit="tokens", low=2
+    max_distance: int = setting(
+        128,
+        "maximum distance: this and larger ones share a bucket",
+        unit="tokens",
+        low=2,
+        formerly="farthest",
     )
     norm_eps: float = setting(1e-6, **setting_docs.RMS_NORM_EPS)
     tied: bool = setting(
@@ -99,12 +85,12 @@ class T5(FamilySettings):
 
     ATTRIBUTES = {
         "vocab": ConfigKey("vocab_size"),
-        "context": ConfigKey("n_positions", 512),
-        "depth": ConfigKey("num_layers", most=MAX_NESTING),
+        "max_positions": ConfigKey("n_positions", 512),
+        "depth": ConfigKey("num_layers", most=hub.MAX_NESTING),
         "decoder_depth": ConfigKey(
             "num_decoder_layers",
             lambda read: read["depth"],
-            most=MAX_NESTING,
+            most=hub.MAX_NESTING,
             value=lambda family: family.depth_of_decoder,
         ),
         "width": ConfigKey("d_model"),
@@ -112,7 +98,7 @@ class T5(FamilySettings):
         "head_dim": ConfigKey("d_kv", value=lambda family: family.size_of_head),
         "hidden": ConfigKey("d_ff", value=lambda family: family.size_of_hidden),
         "buckets": ConfigKey("relative_attention_num_buckets", 32),
-        "farthest": ConfigKey("relative_attention_max_distance", 128),
+        "max_distance": ConfigKey("relative_attention_max_distance", 128),
         "norm_eps": ConfigKey("layer_norm_epsilon", 1e-6, kind=float),
         "tied": ConfigKey("tie_word_embeddings", True, kind=bool),
     }
@@ -159,22 +145,11 @@ class T5(FamilySettings):
         if self.head_dim == "auto":
             yield from uneven("width", self.width, "heads", self.heads)
         if self.buckets % 4:
-            yield (
-                "buckets",
-                f"{self.buckets} buckets do not divide by 4: by direction, then into near and far",
-                f"--config.model.buckets={-(-self.buckets // 4) * 4}",
-            )
-        if self.farthest <= self.buckets // 2:
-            yield (
-                "farthest",
-                f"{self.buckets // 2} buckets hold one distance each",
-                f"--config.model.farthest={4 * self.buckets}",
-            )
-
-    @property
-    def size_of_head(self) -> int:
-        """head_dim, with `auto` resolved."""
-        return self.width // self.heads if self.head_dim == "auto" else self.head_dim
+            why = f"{self.buckets} buckets do not divide by 4: by direction, then into near and far"
+            yield problem("buckets", why, -(-self.buckets // 4) * 4)
+        if self.max_distance <= self.buckets // 2:
+            why = f"{self.buckets // 2} buckets hold one distance each"
+            yield problem("max_distance", why, 4 * self.buckets)
 
     @property
     def depth_of_decoder(self) -> int:
@@ -184,22 +159,22 @@ class T5(FamilySettings):
     def build(self) -> EncoderDecoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
         shared = self.backbone()
-        vocab, norm = shared.pop("vocab"), NormConfig(eps=self.norm_eps)
+        vocab, norm, heads = shared.pop("vocab"), self.norm, self.heads
         cross = AttentionConfig(
-            heads=self.heads,
-            kv_heads=self.heads,
+            heads=heads,
+            kv_heads=heads,
             head_dim=self.size_of_head,
             scale=1.0,
             dropout=self.dropout,
         )
 
         def side(depth: int, *, is_encoder: bool) -> BackboneConfig:
-            bias = RelativeBias(buckets=self.buckets, farthest=self.farthest, both_ways=is_encoder)
+            bias = RelativeBias(
+                buckets=self.buckets, max_distance=self.max_distance, both_ways=is_encoder
+            )
             block = BlockConfig(
                 attention=dataclasses.replace(cross, relative=bias),
-                mlp=MlpConfig(
-                    hidden=self.size_of_hidden, activation=self.activation, gated=self.gated
-                ),
+                mlp=dataclasses.replace(self.mlp, gated=self.gated),
                 norm=norm,
                 cross=None if is_encoder else cross,
                 dropout=self.dropout,
@@ -231,7 +206,7 @@ class T5(FamilySettings):
         words = {kind: word for word, kind in PROJECTIONS.items()}
         kind = (self.activation, self.gated)
         if kind not in words:
-            raise uncomputed(self.HUB, f"activation = {self.activation}, gated = {self.gated}")
+            raise hub.uncomputed(self.HUB, f"activation = {self.activation}, gated = {self.gated}")
         attributes = super().to_hub() | {
             "feed_forward_proj": words[kind],
             "scale_decoder_outputs": self.tied,

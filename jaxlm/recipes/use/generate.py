@@ -15,10 +15,9 @@ from jaxlm.data.chat import ChatTemplate, Message, render_chat
 from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
+from jaxlm.generate.sampler import Sampler
 from jaxlm.recipes.exchange.import_model import FOLDER
-from jaxlm.recipes.sampler import Sampler
 from jaxlm.recipes.use import load
-from jaxlm.recipes.use.load import Weights
 
 # Private-use characters that enclose a special token spelled out by a user, during rendering.
 OPENS, CLOSES = "\U000f0000", "\U000f0001"
@@ -29,52 +28,41 @@ def generate(
     workdir: Path,
     settings: GenerateConfig,
     *,
-    step: int | None = None,
-    best: bool = False,
-    weights: Weights = "raw",
-    cpu_devices: int | None = None,
     is_chat: bool = False,
     say: Log = lambda _: None,
     on_text: OnText | None = None,
+    **selection: Any,
 ) -> dict[str, Any]:
     """Return `samples`: prompt, new ids, log-probabilities, text and finish reason of each prompt.
 
     Log-probabilities are the model's own, before temperature, penalties and cuts. `finish_reason`
-    is `length`, `eos_token` or `stop_sequence`.
+    is `length`, `eos_token` or `stop_sequence`. Raises ConfigError if a prompt and its continuation
+    do not fit the position table, or the model cannot continue text.
 
     Args:
       workdir: the run.
       settings: prompts and sampling settings.
-      step: the step to load; None for the newest.
-      best: load the best step instead.
-      weights: `raw` parameters or their average.
-      cpu_devices: number of devices to split the CPU into.
       is_chat: wrap each prompt as a user turn with the model's chat template.
       `say`: receives log lines.
       on_text: receives text as it is generated, see `Sampler.write`.
-
-    Raises:
-      ConfigError: if a prompt and its continuation do not fit the position table, or the model
-        cannot continue text.
+      selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
-    opened = load.load_run(
-        workdir, step=step, best=best, weights=weights, cpu_devices=cpu_devices, say=say
-    )
+    opened = load.load_run(workdir, say=say, **selection)
     if opened.run.objective.prompts == "none":
-        raise ConfigError(
-            "this model cannot continue a text",
-            where=f"objective.name={opened.run.objective.name}",
-            why="it predicts masked tokens from those before and after them",
-            fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do",
-        )
+        where = f"objective.name={opened.run.objective.name}"
+        why = "it predicts masked tokens from those before and after them"
+        fix = f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do"
+        raise ConfigError("this model cannot continue a text", where=where, why=why, fix=fix)
     if is_chat and opened.run.architecture == "encoder-decoder":
-        raise ConfigError(
-            "an encoder-decoder does not support --chat",
-            where="--chat",
-            why=f"{opened.run.model.family} does not continue its input",
-            fix="without --chat a prompt is read as it is",
-        )
-    tokenizer = chat_tokenizer(opened.tokenizer, workdir) if is_chat else opened.tokenizer
+        what = "an encoder-decoder does not support --chat"
+        fix = "without --chat a prompt is read as it is"
+        why = f"{opened.run.model.family} does not continue its input"
+        raise ConfigError(what, where="--chat", why=why, fix=fix)
+    tokenizer = opened.tokenizer
+    if is_chat:
+        template = template_of(workdir)
+        assert isinstance(tokenizer, ImportedTokenizer)  # every run that has a template is imported
+        tokenizer = Chat(tokenizer, template)
     with jax.set_mesh(opened.model.mesh):
         sampler = Sampler(
             settings,
@@ -90,22 +78,17 @@ def generate(
 
 def template_of(workdir: Path) -> ChatTemplate:
     """Return an imported model's chat template. Raises ConfigError without one, DataError."""
-    settings = _settings(workdir / FOLDER / "tokenizer_config.json")
     source, where = template_source(workdir)
     if source is None:
-        raise ConfigError(
-            "this run has no chat template",
-            where=str(workdir),
-            why="a template comes with an imported model: in chat_template.jinja, "
-            "tokenizer_config.json or a GGUF",
-            fix="without --chat a prompt is continued as it is",
-        )
-    tokens = {
-        name: text
-        for name, token in settings.items()
-        if name.endswith("_token")
-        and isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
-    }
+        places = "chat_template.jinja, tokenizer_config.json or a GGUF"
+        why = f"a template comes with an imported model: in {places}"
+        fix = "without --chat a prompt is continued as it is"
+        raise ConfigError("this run has no chat template", where=str(workdir), why=why, fix=fix)
+    tokens = {}
+    for name, token in _settings(workdir / FOLDER / "tokenizer_config.json").items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
     return ChatTemplate(source, tokens, str(where))
 
 
@@ -163,20 +146,10 @@ class Chat(Tokenizer):
     def _ids(self, text: str) -> list[int]:
         """Return the ids of a rendered text; only unmarked parts may become special tokens."""
         ids: list[int] = []
+        tokenizer = self._tokenizer
         for number, part in enumerate(MARKED.split(text)):
-            ids += (
-                self._tokenizer.encode(part)
-                if number % 2
-                else self._tokenizer.encode_with_specials(part)
-            )
+            ids += tokenizer.encode(part) if number % 2 else tokenizer.encode_with_specials(part)
         return ids
-
-
-def chat_tokenizer(tokenizer: Tokenizer, workdir: Path) -> Chat:
-    """Return the chat tokenizer of a run. Raises the errors of `template_of`."""
-    template = template_of(workdir)
-    assert isinstance(tokenizer, ImportedTokenizer)  # every run that has a template is imported
-    return Chat(tokenizer, template)
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -185,10 +158,7 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            "tokenizer_config.json is not JSON",
-            where=str(path),
-            why=str(error),
-            fix="import the model again into another --workdir",
-        ) from error
+        what = "tokenizer_config.json is not JSON"
+        fix = "import the model again into another --workdir"
+        raise DataError(what, where=str(path), why=str(error), fix=fix) from error
     return settings if isinstance(settings, dict) else {}

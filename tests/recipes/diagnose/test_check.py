@@ -55,10 +55,10 @@ def sharded_only(monkeypatch):
     """Without the steps on one device: what is sent does not depend on them."""
     real = checks._try
 
-    def tried(small, grid):
+    def tried(run, grid):
         if grid.size > 1:
-            return dataclasses.replace(real(small, grid), gradient={"x": np.zeros(1)})
-        nothing = [0.0] * small.run.train.steps
+            return dataclasses.replace(real(run, grid), gradient={"x": np.zeros(1)})
+        nothing = [0.0] * run.train.steps
         return checks.TrialResult(nothing, nothing, {"x": np.zeros(1)}, {}, "")
 
     monkeypatch.setattr(checks, "_try", tried)
@@ -97,8 +97,8 @@ def test_a_sound_config_passes_and_shows_what_it_sends(file, capsys):
 def test_one_leaf_whose_gradient_has_another_sign_is_named_though_losses_and_norms_agree(
     file, capsys, monkeypatch
 ):
-    def tried(small, grid):
-        same = [1.0] * small.run.train.steps
+    def tried(run, grid):
+        same = [1.0] * run.train.steps
         leaf = np.array([0.5, -0.25], np.float32)
         gradient = {"good": leaf, "keys/bias": leaf * 1e-9 * grid.size, "turned": leaf}
         if grid.size > 1:
@@ -263,7 +263,7 @@ def test_matrices_that_their_own_axis_does_not_split_are_found(
             "--config.mesh.pipe=2",
             "--config.mesh.fsdp=1",
             "--config.model.dropout=0.1",
-            "--config.regularisation.embedding_noise=5",
+            "--config.regularization.embedding_noise=5",
         ),
     ],
     ids=lambda flags: " ".join(flag.removeprefix("--config.") for flag in flags),
@@ -341,8 +341,8 @@ def test_a_shrunk_run_has_a_mark_in_its_tokens_that_no_parameter_has():
     assert small.run.precision.compute == "float32"
     table = config.load(Run, None, [("model.family", "gpt2"), ("optim.name", "muon")]).value
     small = reduced_run(table, 3, 8)
-    assert small.run.model.context >= small.run.data.sequence
-    assert small.run.model.context % small.mark, "a table of positions is no activation"
+    assert small.run.model.max_positions >= small.run.data.sequence
+    assert small.run.model.max_positions % small.mark, "a table of positions is no activation"
     assert small.run.optim.newton_schulz_dtype == "float32"
 
 
@@ -350,9 +350,9 @@ def test_a_shrunk_run_drops_nothing_as_other_meshes_draw_other_numbers():
     settings = {
         "model.family": "gpt2",
         "model.dropout": "0.1",
-        "regularisation.attention_dropout": "0.2",
-        "regularisation.layer_drop": "0.3",
-        "regularisation.embedding_noise": "5",
+        "regularization.attention_dropout": "0.2",
+        "regularization.layer_drop": "0.3",
+        "regularization.embedding_noise": "5",
         "mesh.pipe": "2",
     }
     small = reduced_run(config.load(Run, None, list(settings.items())).value, 3, 8)
