@@ -21,10 +21,10 @@ def test_the_way_to_the_first_step_has_ten_files_at_most(tmp_path, monkeypatch):
     config = harness.write_config(tmp_path, {"train.steps": 2})
     entered, point = set(), faults.point
 
-    def at(name, *arguments):
+    def at(name, *arguments, **options):
         if name == "step.after":
             sys.setprofile(None)
-        return point(name, *arguments)
+        return point(name, *arguments, **options)
 
     def profile(frame, event, _):  # called at each call of Python: nothing but a set is cheap
         if event == "call" and frame.f_code.co_name != "<module>":
