@@ -53,7 +53,7 @@ def drop_leaves(tree: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
 def merge_leaves(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     """Return the nested dict `whole` with the leaves of `part` in place of its own."""
     return whole | {
-        name: merge_leaves(whole[name], child) if isinstance(child, dict) else child
+        name: merge_leaves(whole.get(name, {}), child) if isinstance(child, dict) else child
         for name, child in part.items()
     }
 

@@ -40,6 +40,7 @@ from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as run_problems
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
+from jaxlm.tune.config import Full, Tune
 
 VOCAB_MULTIPLE = 64  # `model.vocab=auto` rounds up to it, so that the vocabulary can be sharded
 
@@ -101,6 +102,7 @@ class Run:
         "regularization and stabilization of training",
         formerly="regularisation",
     )
+    tune: Tune = setting(Full(), "fine-tuning: all parameters, or those of an adapter")
     optim: Optimizer = setting(AdamW(), "optimizer")
     mup: MupConfig = setting(MupConfig(), "scaling of settings with the model width (muP)")
     schedule: Schedule = setting(Cosine(), "learning rate schedule")
@@ -159,6 +161,8 @@ class Run:
         if self.regularization.qk_clip is not None and self.architecture == "encoder-decoder":
             why = f"{self.model.family} has cross-attention, whose logits are not measured"
             yield "regularization.qk_clip", why, no_clip
+        if not isinstance(self.tune, Full):
+            yield from self._tune_problems()
         yield from self._mup_problems()
         if self.data.sequence_warmup and not self.objective.keeps_rows:
             yield (
@@ -195,6 +199,20 @@ class Run:
             self.data.mixture, self.row_at, self.rows
         ):
             yield f"data.{name}", why, fix
+
+    def _tune_problems(self) -> Iterator[tuple[str, str, str]]:
+        """Check that the step of an adapter is implemented: the base is no part of its state."""
+        if self.regularization.qk_clip is not None:
+            why = f"QK-clip scales weights of the base, which tune.name={self.tune.name} freezes"
+            yield "regularization.qk_clip", why, "--config.regularization.qk_clip=None"
+        if self.optim.curvature_every:
+            why = (
+                f"sophia estimates the curvature of all weights, not of tune.name={self.tune.name}"
+            )
+            yield "optim.name", why, "--config.optim.name=adamw"
+        if self.objective.mtp_settings:
+            why = "the base has no further heads, and an adapter does not train new ones"
+            yield "objective.name", why, "--config.objective.name=causal"
 
     def _mup_problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that muP has a decoder, an optimizer like Adam, and a fixed initial deviation."""

@@ -20,7 +20,7 @@ from jax._src import lru_cache
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
-from jaxlm.core import backend
+from jaxlm.core import backend, tree
 from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import CommandError, ConfigError, NotWritable
 from jaxlm.core.nearest import nearest_word
@@ -40,6 +40,7 @@ from jaxlm.parallel import rules
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.training import state as states
+from jaxlm.tune import merge, surgery
 
 MAX_HELD_OUT = 50  # percent, in the fix line of an error
 _put_in_place = lru_cache.LRUCache.put
@@ -140,6 +141,8 @@ class ShardedModel:
     """A model's blueprint, and the shardings of its parameters and gradients.
 
     `trained` is the same model for training steps, which may round products (quantized training).
+    With an adapter, `plain` is the model without it, and `base` are the paths of the leaves that
+    are read from another run: no part of the state, and not trained.
     """
 
     mesh: Mesh
@@ -148,6 +151,12 @@ class ShardedModel:
     trained: Blueprint
     shardings: Any
     gradients: Any
+    plain: Blueprint
+    base: frozenset[str] = frozenset()
+
+    def own(self, leaves: Any) -> Any:
+        """Return a tree of all leaves without those of the base."""
+        return tree.drop_leaves(leaves, self.base)
 
 
 def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
@@ -168,14 +177,26 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
         remat=run.train.remat,
         schedule=divisibility.schedule(run, mesh.shape),
     )
-    blueprint = build(precision=precision.exact)
+    plain = blueprint = build(precision=precision.exact)
+    change = surgery.build(run.tune)
+    if change is not None:
+        blueprint = build(precision=precision.exact, surgery=change)
     if run.regularization.qk_clip is not None:
         _check_qk_clip(run, blueprint, mesh)
-    trained = blueprint if precision == precision.exact else build(precision=precision)
+    trained = blueprint
+    if precision != precision.exact:
+        trained = build(precision=precision, surgery=change)
     layout = functools.partial(rules.shardings, mesh, blueprint.axes, blueprint.shapes)
     zero = run.mesh.zero
     return ShardedModel(
-        mesh, precision, blueprint, trained, layout(is_split=zero == 3), layout(is_split=zero >= 2)
+        mesh,
+        precision,
+        blueprint,
+        trained,
+        layout(is_split=zero == 3),
+        layout(is_split=zero >= 2),
+        plain,
+        surgery.base_paths(run.tune, plain),
     )
 
 
@@ -269,6 +290,30 @@ def check_fit(run: Run, mesh: Mesh) -> None:
 def abstract_params(model: ShardedModel) -> Any:
     """Return shapes, dtypes and shardings of the parameters, the target of a restore."""
     return states.abstract(model.blueprint.shapes, model.shardings)
+
+
+def abstract_base(model: ShardedModel) -> Any:
+    """Return shapes, dtypes and shardings of the model without an adapter."""
+    new = frozenset(tree.leaves(model.shardings)) - frozenset(tree.leaves(model.plain.shapes))
+    return states.abstract(model.plain.shapes, tree.drop_leaves(model.shardings, new))
+
+
+def decoded_blueprint(model: ShardedModel) -> Blueprint:
+    """Return the model to decode with: without the adapter, if it can be merged.
+
+    A bottleneck cannot, so its layers run as they are trained.
+    """
+    is_plain = not model.base or not merge.is_mergeable(model.blueprint)
+    return model.blueprint if is_plain else model.plain
+
+
+def decoded_params(model: ShardedModel, params: Any) -> Any:
+    """Return the parameters of `decoded_blueprint` from those of the model."""
+    if decoded_blueprint(model) is model.blueprint:
+        return params
+    layout = jax.tree.map(lambda leaf: leaf.sharding, abstract_base(model))
+    join = functools.partial(merge.merged_params, model.blueprint, model.plain)
+    return jax.jit(join, out_shardings=layout)(params)
 
 
 def open_data(

@@ -7,7 +7,13 @@ from flax import nnx
 
 from jaxlm.core import tree
 from jaxlm.models.build import Blueprint, Params
-from jaxlm.tune.adapters import Adapted
+from jaxlm.tune.adapters import Adapted, BottleneckLinear
+
+
+def is_mergeable(adapted: Blueprint) -> bool:
+    """Return whether each adapted layer computes what a plain one can."""
+    module = adapted.merge(adapted.shapes)
+    return not any(isinstance(node, BottleneckLinear) for _, node in nnx.iter_graph(module))
 
 
 def merged_params(adapted: Blueprint, plain: Blueprint, params: Params) -> Params:

@@ -280,23 +280,33 @@ def step_of(small: ReducedRun) -> collectives.StepShapes:
     )
 
 
+def _random_base(model: setup.ShardedModel) -> Any:
+    """Return parameters for the base of an adapter; None without one."""
+    if not model.base:
+        return None
+    layout = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_base(model))
+    return jax.jit(model.plain.init, out_shardings=layout)(jax.random.key(0))
+
+
 def _try(run: Run, grid: Mesh) -> TrialResult:
     """Run a few steps from fresh parameters on random rows."""
     tokenizer = Bytes()
     model = setup.build_sharded_model(run, collectives.vocabulary(run), grid)
     losses, grad_norms = [], []
     with jax.set_mesh(grid):
-        engine = TrainPrograms(run, Data(tokenizer, None, {}, {}), model)  # type: ignore[arg-type]
+        data: Any = Data(tokenizer, None, {}, {})  # type: ignore[arg-type]
+        engine = TrainPrograms(run, data, model, base=_random_base(model))
         state = engine.init_state()
         batches = [host.put(grid, batch) for batch in _batches(run, tokenizer.size)]
         # The program runs once: LLVM's optimizations would cost more time than they save.
         hurried = {"xla_backend_optimization_level": 0}
-        taken = engine.gradient.lower(state, batches[0]).compile(compiler_options=hurried)
-        leaves = tree.leaves(taken(state, batches[0])).items()
+        lowered = engine.gradient.lower(state, batches[0], **engine.extra_inputs)
+        taken = lowered.compile(compiler_options=hurried)
+        leaves = tree.leaves(taken(state, batches[0], **engine.extra_inputs)).items()
         gradient = {path: np.asarray(leaf) for path, leaf in leaves}
-        step = engine.step.lower(state, batches[0]).compile()
+        step = engine.step.lower(state, batches[0], **engine.extra_inputs).compile()
         for batch in batches:
-            state, metrics = step(state, batch)
+            state, metrics = step(state, batch, **engine.extra_inputs)
             losses.append(float(metrics["loss_nats"]))
             grad_norms.append(float(metrics["grad_norm"]))
     axes = tree.leaves(model.blueprint.axes, is_leaf=lambda node: isinstance(node, tuple))

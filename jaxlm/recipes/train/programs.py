@@ -46,6 +46,8 @@ from jaxlm.training.gradient import Curvature
 from jaxlm.training.observe import Noise, Observed, build_observer, gradient_noise, layer_metrics
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Metrics, StepSpec, build_step
+from jaxlm.tune import surgery
+from jaxlm.tune.config import b_rates
 
 Skips = tuple[tuple[int, int], ...]
 MAX_NOISE_PARTS = 8  # of a batch, to measure gradient noise if the step has no micro-batches
@@ -73,6 +75,8 @@ class TrainPrograms:
       model: the model that is trained, with its shardings.
       schedule: learning rate instead of `run.schedule`, for measurements that are no training run.
       teacher: the frozen model that `run.objective.teacher` names.
+      base: parameters of the model without its adapter, see `setup.abstract_base`; None without
+        an adapter. They are no part of the state.
 
     Raises ConfigError if the objective has a teacher and `teacher` is None.
     """
@@ -84,6 +88,7 @@ class TrainPrograms:
         model: ShardedModel,
         schedule: LearningRate | None = None,
         teacher: Teacher | None = None,
+        base: Any = None,
     ):
         if run.objective.teacher is not None and teacher is None:
             raise ConfigError(
@@ -92,42 +97,45 @@ class TrainPrograms:
                 why="its step runs without the files of a run",
                 fix="--config.objective.name=causal    # the same model on the labels alone",
             )
-        self.run, self.data, self.model, self.teacher = run, data, model, teacher
+        self.run, self.data, self.model, self.teacher, self.base = run, data, model, teacher, base
         if backend.name() == "cpu":
             backend.keep_freed_memory()
         blueprint, self.pace = model.blueprint, run.pace
+        self._axes, self._leaf_shapes = model.own(blueprint.axes), model.own(blueprint.shapes)
+        rates = (*run.optim.lr_scale, *b_rates(run.tune))
+        self._optim = dataclasses.replace(run.optim, lr_scale=rates)
         length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": self.pace}
         schedule = schedule or schedules.build(
             run.schedule, lr=run.optim.lr, average=run.average, **length
         )
         self.optimizer = optimizers.build(
-            run.optim,
+            self._optim,
             schedule,
-            blueprint.axes,
-            shapes=blueprint.shapes,
+            self._axes,
+            shapes=self._leaf_shapes,
             width_ratio=blueprint.config.width_ratio,
             balance_rate=configs.balance_rate(blueprint.config),
             state_dtype=model.precision.moments,
         )
         self.shapes: TrainState = jax.eval_shape(self.abstract_init)  # traces the model: once
         self._layout = self._shardings()
-        self._frozen = groups.frozen(run.optim, blueprint.axes)
+        self._frozen = groups.frozen(run.optim, self._axes)
         self.objective = build_objective(run.objective, run.loss, run.architecture)
         largest = run.regularization.qk_clip  # logit
         captured: tuple[Kind, ...] = () if largest is None else ("logits",)
         spec = StepSpec(
-            loss=self._loss(model.trained, None),
+            loss=self._loss(model.trained),
             optimizer=self.optimizer,
             schedule=schedule,
             key=random.stream(jax.random.key(run.seed), "train"),
             precision=model.precision,
             guard=run.guard,
-            axes=blueprint.axes,
-            shardings=model.gradients,
+            axes=self._axes,
+            shardings=model.own(model.gradients),
             # A pipeline splits the batch into micro-batches itself.
             microbatches=run.train.microbatches if blueprint.schedule is None else 1,
             frozen=self._frozen,
-            gradient_point=optimizers.gradient_point(run.optim, blueprint.axes),
+            gradient_point=optimizers.gradient_point(run.optim, self._axes),
             curvature=self._curvature(),
             average=average.build(run.average, **length),
             capture=captured,
@@ -143,20 +151,20 @@ class TrainPrograms:
         )
 
         def step(
-            state: TrainState, batch: Tokens, rate: jax.Array | float = 1.0, teacher: Any = None
+            state: TrainState, batch: Tokens, rate: jax.Array | float = 1.0, **extra: Any
         ) -> tuple[TrainState, Metrics]:
-            loss = self._loss(model.trained, teacher)
+            loss = self._loss(model.trained, **extra)
             return build_step(dataclasses.replace(spec, loss=loss))(state, batch, rate)
 
         def observe(
-            state: TrainState, batch: Tokens, rate: jax.Array | float = 1.0, teacher: Any = None
+            state: TrainState, batch: Tokens, rate: jax.Array | float = 1.0, **extra: Any
         ) -> Observed:
-            loss = self._loss(observed_model, teacher)
+            loss = self._loss(observed_model, **extra)
             observer = build_observer(dataclasses.replace(observed, loss=loss), run.log.layers)
             return observer(state, batch, rate)
 
-        def gradient(state: TrainState, batch: Tokens, teacher: Any = None) -> Any:
-            loss = self._loss(model.trained, teacher)
+        def gradient(state: TrainState, batch: Tokens, **extra: Any) -> Any:
+            loss = self._loss(model.trained, **extra)
             mean = gradients.build_gradient(dataclasses.replace(spec, loss=loss))
             key = jax.random.fold_in(spec.key, state.step)
             return mean(spec.point(state), batch, key, state.guard.scale.factor)[0]
@@ -187,13 +195,21 @@ class TrainPrograms:
             phase.rows: host.host_rows(model.mesh, phase.rows) for phase in self.pace.phases
         }
         self._put = functools.partial(host.put, model.mesh)
-        self.replicas = Replicas(model.mesh, model.shardings)
+        self.replicas = Replicas(model.mesh, model.own(model.shardings))
         self.is_finite: Callable[[Any], jax.Array] = jax.jit(tree.is_finite)
 
     @property
     def extra_inputs(self) -> dict[str, Any]:
-        """Inputs of step and observer after state, batch and rate: a teacher's parameters."""
-        return {} if self.teacher is None else {"teacher": self.teacher.params}
+        """Inputs of step and observer after state, batch and rate: frozen parameters.
+
+        They are those of a teacher, and those of an adapter's base.
+        """
+        teacher = {} if self.teacher is None else {"teacher": self.teacher.params}
+        return teacher if self.base is None else teacher | {"base": self.base}
+
+    def whole(self, params: Any) -> Any:
+        """Return parameters of the state with those of the base."""
+        return params if self.base is None else tree.merge_leaves(self.base, params)
 
     @property
     def targets(self) -> int:
@@ -202,15 +218,23 @@ class TrainPrograms:
             return 0
         return self.run.objective.target_length(self.run.data.sequence)
 
-    def abstract_init(self) -> TrainState:
-        """Return the state before the first update. Trace it, do not call it."""
-        params = self.model.blueprint.init(random.key(self.run.seed, "init"))
+    def abstract_init(self, base: Any = None) -> TrainState:
+        """Return the state before the first update. Trace it, do not call it.
+
+        An adapter begins at the parameters of its base, if they are given.
+        """
+        key, model = random.key(self.run.seed, "init"), self.model
+        change = surgery.build(self.run.tune)
+        if base is None or change is None:
+            params = model.own(model.blueprint.init(key))
+        else:
+            params = model.own(surgery.adapted_params(model.plain, change, base, key))
         averaged = None if isinstance(self.run.average, NoAverage) else average.init(params)
         return states.init_state(params, self.optimizer, self.run.guard, averaged)
 
     def init_state(self) -> TrainState:
         """Return the state before the first update, created with its shardings."""
-        return jax.jit(self.abstract_init, out_shardings=self._layout)()
+        return jax.jit(self.abstract_init, out_shardings=self._layout)(self.base)
 
     def averaged(self, state: TrainState) -> Any:
         """Return the average of the parameters, in their dtypes, of a run that keeps one."""
@@ -247,7 +271,7 @@ class TrainPrograms:
         run = self.run
         size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
         rows = host.host_rows(self.model.mesh, size)
-        eval_step = functools.partial(self._eval_step, params)
+        eval_step = functools.partial(self._eval_step, self.whole(params))
         results = {}
         for name, loader in self.data.validation.items():
             batches = loader.evaluation(batch=size, rows=rows, limit=limit)
@@ -272,32 +296,35 @@ class TrainPrograms:
             return sum(jax.tree.leaves(parts))
 
         def trained_grads(params: Any) -> Any:
-            return gradients.reduce_dtype_grads(params, model.precision, model.blueprint.axes)
+            return gradients.reduce_dtype_grads(params, model.precision, self._axes)
 
         sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
         sizes = {
             "parameters": size(state.params, sharding.params),
             "gradients": size(
                 jax.eval_shape(trained_grads, tree.drop_leaves(state.params, self._frozen)),
-                tree.drop_leaves(model.gradients, self._frozen),
+                tree.drop_leaves(model.own(model.gradients), self._frozen),
             ),
             "optimizer": size(state.opt_state, sharding.opt_state),
         }
         if state.average:
             sizes["average"] = size(state.average, sharding.average)
-        if self.teacher is not None:
-            layout = jax.tree.map(lambda leaf: leaf.sharding, self.teacher.params)
-            sizes["teacher"] = size(self.teacher.params, layout)
+        for name, params in self.extra_inputs.items():
+            sizes[name] = size(params, jax.tree.map(lambda leaf: leaf.sharding, params))
         return sizes
 
-    def _loss(self, blueprint: Blueprint, teacher_params: Any) -> gradients.LossOfParams:
-        """Return the function (params, batch, key) -> loss of the objective."""
+    def _loss(
+        self, blueprint: Blueprint, teacher: Any = None, base: Any = None
+    ) -> gradients.LossOfParams:
+        """Return the function (params, batch, key) -> loss of the objective.
+
+        `teacher` and `base` are the `extra_inputs`.
+        """
 
         def loss(params: Any, batch: Tokens, key: jax.Array) -> Any:
-            teacher = None
-            if self.teacher is not None:
-                teacher = self.teacher.blueprint.merge(teacher_params)
-            return self.objective.loss(blueprint.merge(params), batch, key, teacher)
+            taught = None if self.teacher is None else self.teacher.blueprint.merge(teacher)
+            whole = params if base is None else tree.merge_leaves(base, params)
+            return self.objective.loss(blueprint.merge(whole), batch, key, taught)
 
         return loss
 
@@ -314,10 +341,10 @@ class TrainPrograms:
 
     def _shardings(self, *, is_fetched: bool = False) -> Any:
         """Return the sharding of each leaf of the state between steps, or during one if fetched."""
-        blueprint, mesh = self.model.blueprint, self.model.mesh
+        model, mesh = self.model, self.model.mesh
         shapes: Any = self.shapes
         axes = optimizers.state_axes(
-            self.run.optim, self.optimizer, blueprint.shapes, blueprint.axes, mesh.shape
+            self._optim, self.optimizer, self._leaf_shapes, self._axes, mesh.shape
         )
         replicated = states.replicated(mesh)
         opt_state = rules.shardings(mesh, axes, shapes.opt_state)
@@ -329,17 +356,17 @@ class TrainPrograms:
             )
         return shapes._replace(
             step=replicated,
-            params=self.model.shardings,
+            params=model.own(model.shardings),
             opt_state=opt_state,
             guard=jax.tree.map(lambda _: replicated, shapes.guard),
-            average=None if shapes.average is None else self.model.shardings,
+            average=None if shapes.average is None else model.own(model.shardings),
         )
 
 
 def without_data(run: Run, mesh: Mesh, vocab: int) -> TrainPrograms:
     """Return the programs of a run on a mesh, without data, to compile or to time its step.
 
-    A teacher of the objective is replaced by shapes of the run's own model.
+    A teacher of the objective, and the base of an adapter, are shapes of the run's own model.
     """
     model = setup.build_sharded_model(run, vocab, mesh)
     teacher = None
@@ -347,7 +374,8 @@ def without_data(run: Run, mesh: Mesh, vocab: int) -> TrainPrograms:
         teacher = Teacher(model.blueprint, setup.abstract_params(model))
     tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="")
     data: Any = SimpleNamespace(tokenizer=tokenizer)
-    return TrainPrograms(run, data, model, teacher=teacher)
+    base = setup.abstract_base(model) if model.base else None
+    return TrainPrograms(run, data, model, teacher=teacher, base=base)
 
 
 def with_state_on_device(

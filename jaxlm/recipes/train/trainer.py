@@ -311,7 +311,7 @@ class Evaluator:
         self.has_samples = bool(run.sample.prompts) and run.objective.prompts != "none"
         self._sampler = Sampler(
             dataclasses.replace(run.sample.request, seed=(run.seed,)),
-            programs.model.blueprint,
+            setup.decoded_blueprint(programs.model),
             programs.data.tokenizer,
             both_ways=run.objective.prompts == "both ways",
         )
@@ -349,7 +349,9 @@ class Evaluator:
 
     def sample(self, state: TrainState, step: int) -> None:
         """Write a continuation of each prompt."""
-        self._logger.note_samples(step, self._sampler.write(state.params))
+        programs = self._programs
+        params = setup.decoded_params(programs.model, programs.whole(state.params))
+        self._logger.note_samples(step, self._sampler.write(params))
 
 
 def build_clock(programs: TrainPrograms, start: int) -> Clock:
