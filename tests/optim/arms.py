@@ -214,9 +214,9 @@ def soap(c, leaf, g, t):
         u = bases[0] @ (bases[0].T @ m @ bases[1] / (np.sqrt(v) + c.eps)) @ bases[1].T
     for side, square in enumerate(squares):
         mean = leaf.mean(f"square {side}", c.b2, square)
-        if len(square) <= c.longest and t == 1:
+        if len(square) <= c.max_dim and t == 1:
             bases[side] = np.linalg.eigh(mean)[1][:, ::-1]
-        elif len(square) <= c.longest and (t - 1) % c.every == 0:
+        elif len(square) <= c.max_dim and (t - 1) % c.every == 0:
             bases[side] = np.linalg.qr(mean @ bases[side])[0]
     seen["bases"] = bases
     return u.reshape(g.shape)

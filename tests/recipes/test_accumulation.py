@@ -31,6 +31,7 @@ from jaxlm.optim.config import Optimizer, Sgd
 from jaxlm.parallel import hlo
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.train.programs import without_data
