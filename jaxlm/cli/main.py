@@ -40,6 +40,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "eval": ("evaluate", "loss, bits per byte and calibration of a run"),
         "generate": ("generate", "generate text with a run"),
         "average": ("average", "average checkpoints into a new run"),
+        "merge": ("merge", "merge an adapter into its base, a new run"),
         "report": ("report", "draw the plots and write report.html again"),
         "checkpoint": ("checkpoint", "list, inspect, compare and verify checkpoints"),
         "replay": ("replay", "replay one step and show its data"),

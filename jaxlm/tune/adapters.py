@@ -14,6 +14,7 @@ from jaxlm.core import random
 from jaxlm.nn.dropout import dropout, layer_key
 from jaxlm.nn.linear import LOGICAL_AXES, HeadLinear, Linear
 from jaxlm.ops.matmul import matmul
+from jaxlm.parallel.rules import constrain
 from jaxlm.tune import config
 
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
@@ -197,11 +198,13 @@ class BottleneckLinear(Adapted):
         hidden, wide = self.settings.hidden, jnp.dtype(jnp.float32)
         y = super().__call__(x)
         flat = y.reshape(*y.shape[: y.ndim - len(self.outs)], -1)
-        low = matmul(flat, self.adapter_down[...].reshape(-1, hidden), self.precision, wide)
+        # Gathered like weights that tensor does not split, see `Linear`.
+        down = constrain(self.adapter_down[...].reshape(-1, hidden), None, None)
+        low = matmul(flat, down, self.precision, wide)
         low = ACTIVATIONS[self.settings.activation](
             low + _as_row(self.adapter_bias[...].astype(wide), low)
         )
-        up = self.adapter_up[...].reshape(hidden, -1)
+        up = constrain(self.adapter_up[...].reshape(hidden, -1), None, None)
         added = matmul(low, up, self.precision, wide).reshape(y.shape)
         return (y.astype(wide) + added).astype(y.dtype)
 

@@ -33,7 +33,7 @@ def build(settings: config.Tune) -> Surgery | None:
         for name in adapted_layers(settings, list(names)):
             path = names[name]
             node = layers[path]
-            if type(node) not in classes:
+            if isinstance(node, GroupedLinear) or type(node) not in classes:
                 raise _not_supported(settings, name, node)
             parent: Any = module
             for part in path[:-1]:

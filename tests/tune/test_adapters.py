@@ -14,6 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.deepseek import DeepSeekV2
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
@@ -26,14 +27,14 @@ from jaxlm.objectives.config import Causal, LossConfig
 from jaxlm.parallel import mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.schedule import Schedule
-from jaxlm.tune import config, merge, surgery
+from jaxlm.tune import config, cost, merge, surgery
 from jaxlm.tune.adapters import BottleneckLinear, DoraLinear, Ia3Linear, LoraLinear
 
 FULL = Precision.float32()
 LLAMA = Llama(vocab=64, width=16, depth=4, heads=4, kv_heads=2, hidden=24)
 FAMILIES = {
     "llama": LLAMA,
-    "gpt2": GPT2(vocab=64, width=16, depth=2, heads=4, context=16),
+    "gpt2": GPT2(vocab=64, width=16, depth=2, heads=4, max_positions=16),
     "deepseek_v2": DeepSeekV2(
         vocab=64, width=16, depth=3, heads=2, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4,
         dense_depth=1, dense_hidden=24, experts=4, top_k=2, groups=2, top_groups=1, hidden=8,
@@ -70,13 +71,17 @@ def plain_model(family="llama"):
     return plain, plain.init(jax.random.key(1))
 
 
-def adapted(arm, family="llama", **build_settings):
-    """Return the adapted blueprint, its parameters with moved adapters, and the new paths."""
-    plain, base = plain_model(family)
+def settings_of(arm, family):
     settings = ARMS[arm]
     if family == "deepseek_v2":  # its experts have no adapter
         settings = dataclasses.replace(settings, at=("*/attention/*",))
-    change = surgery.build(settings)
+    return settings
+
+
+def adapted(arm, family="llama", **build_settings):
+    """Return the adapted blueprint, its parameters with moved adapters, and the new paths."""
+    plain, base = plain_model(family)
+    change = surgery.build(settings_of(arm, family))
     blueprint = Blueprint(plain.config, FULL, surgery=change, **build_settings)
     params = surgery.adapted_params(plain, change, base, jax.random.key(2))
     new = [path for path in tree.leaves(params) if path not in tree.leaves(base)]
@@ -136,6 +141,24 @@ def test_merged_weights_compute_the_same(arm, family):
     )
     assert abs(unmerged - before) > 1e-4
     assert merged == pytest.approx(unmerged, rel=2e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_leaves_in_closed_form_are_those_of_the_model(arm, family):
+    if family == "deepseek_v2" and arm in ("ia3", "bottleneck"):
+        return
+    blueprint, _, new = adapted(arm, family)
+    shapes, axes = (
+        tree.leaves(blueprint.shapes),
+        tree.leaves(blueprint.axes, is_leaf=lambda node: isinstance(node, tuple)),
+    )
+    settings = settings_of(arm, family)
+    computed = {
+        each.path: (each.shape, each.axes)
+        for each in cost.new_tensors(settings, tensors(blueprint.config))
+    }
+    assert computed == {path: (shapes[path].shape, axes[path]) for path in new}
 
 
 def layer(name):

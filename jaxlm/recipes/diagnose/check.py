@@ -26,6 +26,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.tune import surgery
 
 HEAD_DIM = 8
 VOCAB = 512  # more than the bytes' ids, and more than any width here
@@ -363,7 +364,8 @@ def _splitting(config: MeshConfig, names: tuple[str | None, ...]) -> list[str]:
 def _replicated(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:
     """Return the matrices that are whole over some axes, with their size in the original model."""
     decoder = run.decoder(collectives.vocabulary(run))
-    shapes = Blueprint(decoder, Precision.of(run.precision)).shapes
+    precision, change = Precision.of(run.precision), surgery.build(run.tune)
+    shapes = Blueprint(decoder, precision, surgery=change).shapes
     sizes = {path: math.prod(leaf.shape) for path, leaf in tree.leaves(shapes).items()}
     total = sum(sizes.values())
     return [

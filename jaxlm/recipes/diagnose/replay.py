@@ -27,6 +27,7 @@ from jaxlm.recipes.train import records, resume
 from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.use import load
 from jaxlm.training import control
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
@@ -88,7 +89,11 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     _check_data(lineage[-1].data, data.fingerprint)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):
-        engine = TrainPrograms(run, data, model, teacher=resume.load_teacher(run, teacher, model))
+        base = None
+        if model.base:
+            base = load.load_base(load.find_base(workdir, run, None, say), model)
+        frozen = resume.load_teacher(run, teacher, model)
+        engine = TrainPrograms(run, data, model, teacher=frozen, base=base)
         state = (
             resume.restored_state(engine, store, start, resume_options)
             if start
@@ -200,7 +205,9 @@ def _measured(
     refusing = engine
     if run.guard.sigmas is None:  # such a guard detects no spikes
         strict = dataclasses.replace(run, guard=dataclasses.replace(run.guard, sigmas=1.0))
-        refusing = TrainPrograms(strict, engine.data, engine.model, teacher=engine.teacher)
+        refusing = TrainPrograms(
+            strict, engine.data, engine.model, teacher=engine.teacher, base=engine.base
+        )
     zeros = jax.tree.map(lambda x: x * 0, guard)  # new arrays: the state is donated
     zeros = zeros._replace(
         filled=zeros.filled + run.guard.window, scale=jax.tree.map(jnp.copy, guard.scale)

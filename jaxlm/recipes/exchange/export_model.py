@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from jaxlm.checkpoint.hub_folder import SHARD_BYTES, ModelSource
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import CommandError, JaxlmError, cannot_write
+from jaxlm.core.errors import CommandError, ConfigError, JaxlmError, cannot_write
 from jaxlm.models.build import Blueprint
 from jaxlm.models.cost import model_cost
 from jaxlm.models.families.hub import uncomputed
@@ -73,6 +74,13 @@ def export_model(
         fix = f"--out={out.with_stem(f'{out.stem}-2')}"
         raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
     opened = load.load_run(workdir, say=say, **selection)
+    if opened.model.base:
+        raise ConfigError(
+            "a bottleneck cannot be merged into its base",
+            where=f"tune.name = {opened.run.tune.name}",
+            why="it is no linear map, and the format has no place for it",
+            fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt='...'",
+        )
     opened = _without_capacity(_without_heads(opened, say), say)
     decoder = opened.model.blueprint.config
     family = dataclasses.replace(opened.run.model, vocab=decoder.vocab)

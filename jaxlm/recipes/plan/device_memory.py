@@ -18,6 +18,7 @@ from jaxlm.parallel import logical
 from jaxlm.parallel.logical import LogicalAxes, Sizes
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels, divisibility
+from jaxlm.tune import cost
 
 FRAGMENTATION = 1.1  # buffers are placed in a heap with holes
 
@@ -25,11 +26,13 @@ FRAGMENTATION = 1.1  # buffers are placed in a heap with holes
 def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]:
     """Return bytes per device of parameters, gradients of a step, optimizer state and average.
 
+    With an adapter these are its own; `base` has the parameters that it does not train.
+
     `mesh.zero` decides which of them fsdp splits.
     """
     zero = run.mesh.zero
     item, moment = ITEM_BYTES[run.precision.params], ITEM_BYTES[run.precision.moments]
-    leaves = list(tensors(decoder))
+    leaves, frozen_leaves = cost.split(run.tune, tensors(decoder))
     frozen = patterns.frozen(run.optim, [each.path for each in leaves])
     trainable = [each for each in leaves if each.path not in frozen]
     numbers = sum(_part(each, sizes, is_split=zero == 3) for each in leaves)
@@ -40,11 +43,16 @@ def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]
         for each in trainable
         for buffer in run.optim.state(each.shape, each.axes, sizes)
     )
-    return {
-        "parameters": numbers * item,
-        "gradients": gradients * ITEM_BYTES[run.precision.reduce],
-        "optimizer": optimizer * (0 if "optimizer" in run.train.offload else 1),
-    } | average
+    base = sum(_part(each, sizes, is_split=zero == 3) for each in frozen_leaves)
+    return (
+        {
+            "parameters": numbers * item,
+            "gradients": gradients * ITEM_BYTES[run.precision.reduce],
+            "optimizer": optimizer * (0 if "optimizer" in run.train.offload else 1),
+        }
+        | average
+        | ({"base": base * item} if base else {})
+    )
 
 
 def teacher_bytes(

@@ -19,6 +19,7 @@ from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost import comm_cost, model_cost
 from jaxlm.models.cost.activations import DeviceShare
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.monitor import formatting
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.nn.config import MoeConfig
@@ -28,6 +29,8 @@ from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility
 from jaxlm.training.rundir import read_json
+from jaxlm.tune import cost
+from jaxlm.tune.config import Full
 
 # Share of the three products of a projection whose operands are rounded (`ops.matmul`).
 EIGHT_BITS = {"int8": 2 / 3, "fp8": 1.0}
@@ -247,6 +250,9 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     whole = once + extra + (head if run.loss.chunk else 0.0)
     passes = 3 + sum(policy != "none" for policy in policies) / len(policies)
     whole += passes * _idle_flops(decoder, share)
+    if not isinstance(run.tune, Full):  # a frozen weight has no gradient; that of the adapter is
+        trained, _ = cost.split(run.tune, tensors(decoder))
+        whole += 6 * sum(each.size for each in trained) - 2 * parameters
     # Estimating the curvature costs another gradient.
     every = run.optim.curvature_every
     return whole * (1 + 1 / every) if every else whole
@@ -317,7 +323,7 @@ def _saved(run: Run, decoder: ModelConfig) -> float:
     # Offloaded state is saved too.
     one = dataclasses.replace(run, train=dataclasses.replace(run.train, offload=()))
     held = device_memory.held_bytes(one, decoder, whole)
-    return sum(held.values()) - held["gradients"]
+    return sum(held.values()) - held["gradients"] - held.get("base", 0.0)
 
 
 def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> Iterator[str]:

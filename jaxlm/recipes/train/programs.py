@@ -97,6 +97,13 @@ class TrainPrograms:
                 why="its step runs without the files of a run",
                 fix="--config.objective.name=causal    # the same model on the labels alone",
             )
+        if model.base and base is None:
+            raise ConfigError(
+                f"this command does not read the base of tune.name = {run.tune.name}",
+                where="tune.name",
+                why="its step runs without the files of a run",
+                fix="--config.tune.name=full    # all parameters, from their initial values",
+            )
         self.run, self.data, self.model, self.teacher, self.base = run, data, model, teacher, base
         if backend.name() == "cpu":
             backend.keep_freed_memory()

@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.hub_download import PREFIX
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import batch_schedule, config, tree
@@ -30,14 +29,15 @@ from jaxlm.optim import average
 from jaxlm.optim.schedule_config import spans
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.exchange.import_model import FOLDER
+from jaxlm.recipes.exchange.import_model import FOLDER, Options, import_model
 from jaxlm.recipes.setup import ShardedModel
-from jaxlm.recipes.train.api import ResumeOptions
+from jaxlm.recipes.train.api import ResumeOptions, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
 from jaxlm.recipes.train.programs import Teacher, TrainPrograms
-from jaxlm.recipes.use import load
+from jaxlm.recipes.use.load import InitSource, find_base, open_run_ref
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
+from jaxlm.tune.config import Full
 
 # Sections and settings that do not change the numbers of a run.
 FREE = (
@@ -123,11 +123,13 @@ def first_state(programs: TrainPrograms, store: Store) -> TrainState:
     return programs.init_state()
 
 
-def state_from(programs: TrainPrograms, source: "InitSource") -> TrainState:
+def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
     """Return a fresh state with the parameters of another run, in this run's dtypes and shardings.
 
-    Raises DataError if they do not fit the model.
+    An adapter begins at its base instead. Raises DataError if they do not fit the model.
     """
+    if programs.base is not None:
+        return programs.init_state()
     fresh, target = programs.init_state(), programs.abstract()
     stored = _in_stored_dtypes(target, source.store.layout(source.step))
     params = source.store.restore_part(source.step, "params", stored.params)
@@ -156,75 +158,86 @@ def _in_stored_dtypes(target: TrainState, layout: dict[str, str]) -> TrainState:
     return tree.map_with_path(stored, target)
 
 
-@dataclasses.dataclass(frozen=True)
-class InitSource:
-    """A committed step of another run."""
-
-    run: Run
-    store: Store
-    step: int
-
-    @property
-    def workdir(self) -> Path:
-        """The directory of the run."""
-        return Path(str(self.store.directory.parent))
-
-    @property
-    def digest(self) -> str:
-        """A digest of every file of the step."""
-        files = sorted(self.store.record(self.step).files.items())
-        return hashlib.sha256(json.dumps(files).encode()).hexdigest()
-
-    def __str__(self) -> str:
-        return f"step {self.step} of {self.workdir}"
-
-
-def find_init_source(ref: str, run: Run, warn: Log, verifier: Verifier) -> InitSource:
-    """Return the run and step of --init_from=RUN[@STEP]; without a step, the newest.
+def find_init_source(run: Run, options: StartOptions, warn: Log, verifier: Verifier) -> InitSource:
+    """Return the run and step of --init_from=RUN[@STEP], or of an adapter's base.
 
     All processes of `verifier` must call it; the first one chooses the step. Raises as
-    `open_run_ref`, and ConfigError if the model of the run differs from that of `run`.
+    `open_run_ref` and `find_base`, and ConfigError if the model of the run differs from that of
+    `run`.
     """
-    source = open_run_ref(ref, "--init_from", warn, verifier)
+    if isinstance(run.tune, Full):
+        assert options.init_from is not None
+        source = open_run_ref(options.init_from, "--init_from", warn, verifier)
+    else:
+        source = find_base(options.workdir, run, options.init_from, warn, verifier)
     if changes := model_differences(source.run, run):
         more = f"\nand {len(changes) - 3} more" if len(changes) > 3 else ""
         raise ConfigError(
             "the model differs from that of the run to start from",
-            where=f"--init_from={ref}",
+            where=f"--init_from={source.workdir}",
             why="\n".join(map(str, changes[:3])) + more,
             fix=shlex.join(f"--config.{each.path}={each.old}" for each in changes),
         )
     return source
 
 
-def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = None) -> InitSource:
-    """Return the run and step of RUN[@STEP]; without a step, the newest.
+def with_imported_source(options: StartOptions) -> StartOptions:
+    """Return the options with a run in place of a model of another library, which is imported.
 
-    `flag` is the flag or setting that names it, for errors. `warn` is called with a line for each
-    damaged step that is passed over. The verifier compares the step with its record; None does so
-    in this process alone.
-
-    Raises:
-      CommandError: if STEP is not a number.
-      InputMissing: if there is no such run or step.
-      DataError: if the step is damaged.
+    The run is WORKDIR-base; a later start uses it again. Raises CommandError if there are several
+    processes, as an import needs one, and else as `import_model`.
     """
-    path, at_sign, text = ref.rpartition("@")
-    workdir = Path(path if at_sign else ref)
-    if at_sign and not text.isdigit():
-        raise CommandError(
-            "the step to start from is not a number",
-            where=f"{flag}={ref}",
-            why=f"{text!r} follows the @, which separates the run and the step",
-            fix=f"{flag}={workdir}",
-        )
-    file = str(workdir / "config.json")
-    run = config.from_json(Run, read_json(workdir, "config.json"), where=file)
-    verifier = verifier or Verifier(say=warn)
-    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
-    step = int(text) if at_sign else None
-    chosen = verifier.decide(lambda: load.select_step(store, step, False, warn))
-    return InitSource(run, store, chosen)
+    ref = options.init_from
+    assert ref is not None
+    path, target = Path(ref), options.workdir.with_name(f"{options.workdir.name}-base")
+    is_folder = (path / "config.json").is_file() and not (path / "checkpoints").exists()
+    if not (is_folder or path.suffix == ".gguf" or ref.startswith(PREFIX)):
+        return options
+    if not (target / "config.json").exists():
+        if options.process.count not in (None, 1):
+            words = ["jaxlm", "import", f"--from={ref}", f"--workdir={target}"]
+            raise CommandError(
+                "several processes cannot import a model",
+                where=f"--init_from={ref}",
+                why="one process reads it and writes a run",
+                fix=f"{shlex.join(words)}\n--init_from={target}    # afterwards",
+            )
+
+        def say(text: str) -> None:
+            if not options.quiet:
+                print(text, file=sys.stderr)
+
+        say(f"importing {ref} to {target}")
+        import_model(Options(source=ref, workdir=target, cpu_devices=options.cpu_devices), say)
+    return dataclasses.replace(options, init_from=str(target))
+
+
+def with_model_of(loaded: Loaded, ref: str) -> tuple[Loaded, list[str]]:
+    """Return a config that names no model with the model and tokenizer of RUN[@STEP], and lines.
+
+    Raises InputMissing if there is no such run.
+    """
+
+    def is_unset(section: str) -> bool:
+        paths = (path for path in loaded.provenance if path.startswith(section))
+        return all(loaded.provenance[path].kind == "default" for path in paths)
+
+    workdir = Path(ref.rpartition("@")[0] or ref)
+    file, run = f"{workdir}/config.json", loaded.value
+    origins, lines = dict(loaded.provenance), []
+    origin = Origin("file", short(file))
+    if is_unset("model."):
+        source = config.from_json(Run, read_json(workdir, "config.json"), where=file)
+        run = dataclasses.replace(run, model=source.model)
+        origins |= {f"model.{path}": origin for path in config.flatten(source.model)}
+        lines.append(f"model: that of {workdir}, as the config names none")
+    if is_unset("data.tokenizer"):
+        data = dataclasses.replace(run.data, tokenizer=str(workdir / "tokenizer"))
+        run = dataclasses.replace(run, data=data)
+        origins["data.tokenizer"] = origin
+    # The sections are checked against each other again.
+    run = config.from_json(Run, config.to_json(run), where=file)
+    return Loaded(run, {path: origins.get(path, origin) for path in config.flatten(run)}), lines
 
 
 def model_differences(before: Run, after: Run) -> list[Change]:
@@ -247,9 +260,9 @@ def check_tokenizer(source: InitSource, digest: str) -> None:
         )
 
 
-def copy_hub_files(source: InitSource, workdir: Path) -> None:
+def copy_hub_files(source: Path, workdir: Path) -> None:
     """Copy the files of an imported model, such as its chat template, for exports of this run."""
-    folder = source.workdir / FOLDER
+    folder = source / FOLDER
     if folder.is_dir():
         shutil.copytree(folder, workdir / FOLDER, dirs_exist_ok=True)
 

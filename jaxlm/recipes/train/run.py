@@ -46,11 +46,13 @@ from jaxlm.recipes.train import checkpointing, records, resume
 from jaxlm.recipes.train.api import ResumeOptions, RunContext, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.train.resume import InitSource, ResumePoint, StartRecord
+from jaxlm.recipes.train.resume import ResumePoint, StartRecord
 from jaxlm.recipes.train.trainer import Trainer
+from jaxlm.recipes.use.load import BASE, InitSource, load_base
 from jaxlm.training.processes import ProcessGroup
 from jaxlm.training.rundir import IMPORTED, RunDir
 from jaxlm.training.signals import Interrupted, StopRequest
+from jaxlm.tune.config import Full
 
 OTHER_VALIDATION = (
     "--config.data.validation=GLOB names other text, '--config.data.validation=()' none"
@@ -66,6 +68,11 @@ def run_training(
       JaxlmError: for every problem that a user can cause, before compilation if it can be found.
     """
     loaded, notices = resume.with_own_validation(loaded, options.workdir)
+    if options.init_from is not None:
+        options = resume.with_imported_source(options)
+        assert options.init_from is not None
+        loaded, lines = resume.with_model_of(loaded, options.init_from)
+        notices += lines
     run: Run = loaded.value
     with rendezvous.report_failure_to_peers(options.process):
         _check_cheaply(run, options)
@@ -100,7 +107,11 @@ def run_training(
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
             teacher = resume.load_teacher(run, teacher_source, model)
-            programs = TrainPrograms(run, data, model, teacher=teacher)
+            base = None
+            if model.base:
+                assert source is not None
+                base = load_base(source, model)
+            programs = TrainPrograms(run, data, model, teacher=teacher, base=base)
             if point.meta:
                 resume_options = options.resume if point.start else ResumeOptions()
                 resume.check_state(programs, context.store, point.start, resume_options)
@@ -108,15 +119,17 @@ def run_training(
                 point.changes += _version_changes(context, notices.append)
                 committed = len(context.store.steps()) - len(selection.aside)
                 checkpointing.check_disk_space(programs, committed, context.directory)
-            trainer = Trainer(context, programs, point, source)
+            trainer = Trainer(context, programs, point, None if point.meta else source)
             # Nothing refuses the start from here on: now the run directory changes.
             context.directory.begin()
             if selection is not None:
                 if not context.console.is_kept:
                     _keep_log(stack, context)
                 selection.clear(context.store, notices.append)
-                if source:
-                    resume.copy_hub_files(source, context.directory.path)
+                if source and not point.meta:
+                    resume.copy_hub_files(source.workdir, context.directory.path)
+                if source and base is not None:
+                    context.directory.write_json(BASE, source.record())
                 _describe(context, loaded, data, model)
             for line in notices:
                 context.console.warn(line, step=point.start)
@@ -228,12 +241,13 @@ def _answer_complete(context: RunContext, meta: dict[str, Any]) -> dict[str, Any
 def _init_source(
     context: RunContext, stop: StopRequest, point: ResumePoint, warn: Log
 ) -> InitSource | None:
-    """Return the run whose weights a new run starts from; None without one, or after step 0."""
+    """Return the run whose weights a new run starts from, or an adapter's base at every start."""
     options = context.options
-    if point.meta is not None or options.init_from is None:
+    is_adapter = not isinstance(context.run.tune, Full)
+    if not is_adapter and (point.meta is not None or options.init_from is None):
         return None
     with _interruptible(stop, options, "the run to start from was verified"):
-        return resume.find_init_source(options.init_from, context.run, warn, context.store.verifier)
+        return resume.find_init_source(context.run, options, warn, context.store.verifier)
 
 
 def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:

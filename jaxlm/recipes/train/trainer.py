@@ -28,7 +28,8 @@ from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.checkpointing import CheckpointSaver, SaveRequest
 from jaxlm.recipes.train.programs import CompiledStep, Skips, TrainPrograms, compiled_memory
 from jaxlm.recipes.train.records import DivergenceAlarm, MetricsLogger
-from jaxlm.recipes.train.resume import InitSource, ResumePoint
+from jaxlm.recipes.train.resume import ResumePoint
+from jaxlm.recipes.use.load import InitSource
 from jaxlm.training import control
 from jaxlm.training.cadence import Cadence
 from jaxlm.training.control import Control

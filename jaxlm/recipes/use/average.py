@@ -1,6 +1,7 @@
 """Average the parameters of several checkpoints into a new run, leaf by leaf."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +17,10 @@ from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.train import resume
-from jaxlm.recipes.train.resume import InitSource
 from jaxlm.recipes.use import load
+from jaxlm.recipes.use.load import InitSource
 from jaxlm.training.rundir import RunDir, read_json
+from jaxlm.tune.config import Full
 
 PART = "params/"
 
@@ -94,7 +96,7 @@ def _origins(options: Options, say: Log) -> list[InitSource]:
             )
         steps = tuple(committed[-options.newest :])
     origins = [InitSource(run, store, load.select_step(store, step, False, say)) for step in steps]
-    origins += [resume.open_run_ref(other, "--with", say) for other in options.others]
+    origins += [load.open_run_ref(other, "--with", say) for other in options.others]
     if len(origins) < 2 or len({(each.workdir, each.step) for each in origins}) < len(origins):
         several = set(steps) if len(set(steps)) > 1 else {*steps, *store.steps()[-2:]}
         raise CommandError(
@@ -121,6 +123,12 @@ def _proportions(options: Options, count: int) -> tuple[float, ...]:
 def _agreed(origins: list[InitSource]) -> dict[str, str]:
     """Return the layout of each parameter. Raises DataError for another model or tokenizer."""
     first, *rest = origins
+    if not isinstance(first.run.tune, Full):
+        what = "an average of adapters is not supported"
+        cause = f"{first} has the parameters of tune.name = {first.run.tune.name} alone"
+        workdir = shlex.quote(str(first.workdir))
+        fix = f"jaxlm merge --workdir={workdir} --out={workdir}-merged    # then average the models"
+        raise DataError(what, where=str(first.workdir), why=cause, fix=fix)
     expected, digest = _layout(first), tokenizer_file.read(first.workdir / "tokenizer").digest
     for each in rest:
         layout = _layout(each)

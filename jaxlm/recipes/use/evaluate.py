@@ -59,7 +59,7 @@ def evaluate(
         why, fix = f"the model has {limit} positions", f"--sequence={limit}"
         raise ConfigError(what, where="--sequence", why=why, fix=fix)
     attention_kernels.check_length(opened.model.mesh.shape, decoder, sequence, flag="--sequence")
-    loaders = _loaders(opened, text, sequence, say)
+    loaders = open_loaders(opened, text, sequence, say)
     sets = measure(opened, loaders, batch or run.train.batch)
     first = next(iter(sets)) if text else setup.ranking_set(run, sets)
     assert first is not None  # there is at least one set
@@ -88,7 +88,10 @@ def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dic
     return sets
 
 
-def _loaders(opened: LoadedRun, text: Sequence[str], sequence: int, say: Log) -> dict[str, Loader]:
+def open_loaders(
+    opened: LoadedRun, text: Sequence[str], sequence: int, say: Log
+) -> dict[str, Loader]:
+    """Return the validation sets of a run, or those of other text, in rows of a length."""
     run = opened.run
     if text:
         corpus = Corpus.find(tuple(text), run.data.text_key, "--text")

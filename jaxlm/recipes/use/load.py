@@ -1,6 +1,8 @@
 """Load the model of a trained run."""
 
 import dataclasses
+import hashlib
+import json
 import shlex
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +14,7 @@ from jax.sharding import Mesh
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
-from jaxlm.core import config
+from jaxlm.core import config, tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
 from jaxlm.data import tokenizer_file
@@ -24,8 +26,10 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.training.rundir import read_json
+from jaxlm.tune.config import Full
 
 Weights = Literal["raw", "ema", "swa"]
+BASE = "base.json"  # of a run with an adapter: the run, step and digest of its base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,127 @@ class LoadedRun:
     tokenizer: Tokenizer
 
 
+@dataclasses.dataclass(frozen=True)
+class InitSource:
+    """A committed step of another run."""
+
+    run: Run
+    store: Store
+    step: int
+
+    @property
+    def workdir(self) -> Path:
+        """The directory of the run."""
+        return Path(str(self.store.directory.parent))
+
+    @property
+    def digest(self) -> str:
+        """A digest of every file of the step."""
+        files = sorted(self.store.record(self.step).files.items())
+        return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """Return the contents of base.json: run, step and digest."""
+        return {"run": str(self.workdir.absolute()), "step": self.step, "sha256": self.digest}
+
+    def __str__(self) -> str:
+        return f"step {self.step} of {self.workdir}"
+
+
+def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = None) -> InitSource:
+    """Return the run and step of RUN[@STEP]; without a step, the newest.
+
+    `flag` is the flag or setting that names it, for errors. `warn` is called with a line for each
+    damaged step that is passed over. The verifier compares the step with its record; None does so
+    in this process alone.
+
+    Raises:
+      CommandError: if STEP is not a number.
+      InputMissing: if there is no such run or step.
+      DataError: if the step is damaged.
+    """
+    path, at_sign, text = ref.rpartition("@")
+    workdir = Path(path if at_sign else ref)
+    if at_sign and not text.isdigit():
+        raise CommandError(
+            "the step to start from is not a number",
+            where=f"{flag}={ref}",
+            why=f"{text!r} follows the @, which separates the run and the step",
+            fix=f"{flag}={workdir}",
+        )
+    file = str(workdir / "config.json")
+    run = config.from_json(Run, read_json(workdir, "config.json"), where=file)
+    verifier = verifier or Verifier(say=warn)
+    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
+    step = int(text) if at_sign else None
+    chosen = verifier.decide(lambda: select_step(store, step, False, warn))
+    return InitSource(run, store, chosen)
+
+
+def find_base(
+    workdir: Path, run: Run, ref: str | None, warn: Log, verifier: Verifier | None = None
+) -> InitSource:
+    """Return the run and step whose weights the adapter of `run` changes.
+
+    It is RUN[@STEP] of --init_from, or the one that base.json of the run directory names. All
+    processes of `verifier` must call this.
+
+    Raises:
+      ConfigError: if nothing names a base, or it has an adapter of its own.
+      InputMissing: if it is gone.
+      DataError: if its files changed since the run began.
+    """
+    file = workdir / BASE
+    record = read_json(workdir, BASE) if file.is_file() else {}
+    if ref is None and not record:
+        raise ConfigError(
+            f"tune.name = {run.tune.name} needs the weights of a model",
+            where="--init_from",
+            why="an adapter changes a model that was trained before",
+            fix="--init_from=runs/base    # a run, or a folder with a Hugging Face model\n"
+            "--config.tune.name=full",
+        )
+    ref = ref or f"{record['run']}@{record['step']}"
+    try:
+        source = open_run_ref(ref, "--init_from", warn, verifier)
+    except InputMissing as error:
+        if not record:
+            raise
+        fix = "--init_from=PLACE    # where the model is now"
+        why = f"{file} names {ref}: {error.what}"
+        raise InputMissing(
+            "the adapter's base is gone", where=str(file), why=why, fix=fix
+        ) from error
+    if not isinstance(source.run.tune, Full):
+        raise ConfigError(
+            "the model to start from has an adapter of its own",
+            where=f"--init_from={ref}",
+            why="an adapter changes the weights of a plain model",
+            fix=f"jaxlm merge --workdir={shlex.quote(str(source.workdir))} "
+            f"--out={shlex.quote(f'{source.workdir}-merged')}",
+        )
+    if record and source.digest != record["sha256"]:
+        raise DataError(
+            "the adapter's base changed since the run began",
+            where=str(file),
+            why=f"sha256 of {source} is {source.digest[:16]}..., not {record['sha256'][:16]}...",
+            fix="--init_from=RUN@STEP    # a copy of the model that the run began with",
+        )
+    return source
+
+
+def load_base(source: InitSource, model: setup.ShardedModel) -> Any:
+    """Return the parameters of an adapter's base on the mesh, in the dtypes of the model."""
+    target, layout = setup.abstract_base(model), source.store.layout(source.step)
+
+    def stored(path: str, leaf: Any) -> Any:
+        dtype = layout.get(f"params/{path}", leaf.dtype.name).partition("[")[0]
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding)
+
+    params = source.store.restore_part(source.step, "params", tree.map_with_path(stored, target))
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, target)
+
+
 def load_run(
     workdir: Path,
     *,
@@ -47,6 +172,7 @@ def load_run(
     weights: Weights = "raw",
     sequence: int | None = None,
     cpu_devices: int | None = None,
+    is_merged: bool = True,
     say: Log = lambda _: None,
 ) -> LoadedRun:
     """Load the newest step of a run, the best one, or the named one.
@@ -62,6 +188,7 @@ def load_run(
       weights: the parameters or the stored average of them, in the dtypes of the parameters.
       sequence: length of the rows; None for the run's own.
       cpu_devices: number of devices to split the CPU into.
+      is_merged: merge an adapter into its base, if it can be.
       `say`: receives log lines.
     """
     run = config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
@@ -84,7 +211,7 @@ def load_run(
     vocab = setup.vocabulary(run, encoder.size)
     adapted = _adapted_to_mesh(run, vocab, mesh, sequence, say)
     model = setup.build_sharded_model(adapted, vocab, mesh)
-    abstract = setup.abstract_params(model)
+    abstract = model.own(setup.abstract_params(model))
     if weights == "raw":
         params = store.restore_part(chosen, "params", abstract)
     else:
@@ -92,6 +219,13 @@ def load_run(
         layout = jax.tree.map(lambda a: shape(a.shape, jnp.float32, sharding=a.sharding), abstract)
         average = store.restore_part(chosen, "average", layout)
         params = jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, abstract)
+    if model.base:
+        params = tree.merge_leaves(load_base(find_base(workdir, run, None, say), model), params)
+        if is_merged and setup.decoded_blueprint(model) is model.plain:
+            with jax.set_mesh(mesh):
+                params = setup.decoded_params(model, params)
+            run, adapted = (dataclasses.replace(each, tune=Full()) for each in (run, adapted))
+            model = setup.build_sharded_model(adapted, vocab, mesh)
     return LoadedRun(run, chosen, model, params, encoder)
 
 

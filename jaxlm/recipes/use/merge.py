@@ -1,0 +1,107 @@
+"""Merge an adapter into its base: a new run whose model needs no adapter."""
+
+import functools
+import itertools
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.core import tree
+from jaxlm.core.callbacks import Log
+from jaxlm.core.errors import CommandError, ConfigError
+from jaxlm.data.batch import Tokens
+from jaxlm.models.build import Blueprint
+from jaxlm.objectives.loss import score
+from jaxlm.parallel import host, rules
+from jaxlm.recipes import setup
+from jaxlm.recipes.exchange import import_model
+from jaxlm.recipes.train import resume
+from jaxlm.recipes.use import evaluate, load
+from jaxlm.training.rundir import IMPORTED, RunDir
+
+BATCHES = 8  # of the validation set, on which both models are compared
+
+
+def merge(
+    workdir: Path, out: Path, *, say: Log = lambda _: None, **selection: Any
+) -> dict[str, Any]:
+    """Write a run whose step 0 has the merged weights, and compare it with the adapter on its base.
+
+    The answer has the mean and the largest difference of the log-probabilities of the validation
+    set's tokens, in nats.
+
+    Raises:
+      CommandError: if `out` exists, or the run has no adapter.
+      ConfigError: if the adapter is no linear map.
+
+    Args:
+      workdir: the run with the adapter.
+      out: the new run directory.
+      `say`: receives log lines.
+      selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
+    """
+    import_model.check_free(out, "--out", "a merged model")
+    adapted = load.load_run(workdir, is_merged=False, say=say, **selection)
+    if not adapted.model.base:
+        raise CommandError(
+            "the run has no adapter",
+            where=f"--workdir={workdir}",
+            why="its checkpoints have all weights (tune.name = full)",
+            fix=f"jaxlm export --workdir={shlex.quote(str(workdir))} --out=export",
+        )
+    if setup.decoded_blueprint(adapted.model) is not adapted.model.plain:
+        raise ConfigError(
+            "a bottleneck cannot be merged",
+            where=f"tune.name = {adapted.run.tune.name}",
+            why="it is no linear map, and the base's layers are",
+            fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt='...'",
+        )
+    merged = load.load_run(workdir, say=say, **(selection | {"cpu_devices": None}))
+    differences = _differences(adapted, merged, say)
+    answer = {
+        "workdir": str(out),
+        "step": merged.step,
+        "parameters": tree.count(merged.params),
+        "base": load.find_base(workdir, adapted.run, None, say).record(),
+    } | differences
+    imported = workdir / IMPORTED
+    facts = json.loads(imported.read_text()) if imported.is_file() else {}
+    with RunDir(out) as directory:
+        marks = facts | answer | {"dtype": facts.get("dtype", merged.run.precision.params)}
+        tokenizer = (workdir / "tokenizer").read_bytes()
+        import_model.write(directory, merged.run, merged.params, tokenizer, marks)
+        resume.copy_hub_files(workdir, directory.path)
+    return answer
+
+
+def _differences(adapted: load.LoadedRun, merged: load.LoadedRun, say: Log) -> dict[str, Any]:
+    """Return mean and largest difference of the log-probabilities of the same tokens."""
+    mesh, run = merged.model.mesh, merged.run
+    ways = rules.split(mesh, "batch")
+    size = -(-run.train.batch // ways) * ways
+    rows, put = host.host_rows(mesh, size), functools.partial(host.put, mesh)
+
+    def nll(blueprint: Blueprint, params: Any, batch: Tokens) -> jax.Array:
+        return score(blueprint.merge(params), batch, None, run.loss.chunk)[0].nll
+
+    loader = next(iter(evaluate.open_loaders(merged, (), run.data.sequence, say).values()))
+    with jax.set_mesh(mesh):
+        scores = [
+            jax.jit(functools.partial(nll, each.model.blueprint)) for each in (adapted, merged)
+        ]
+        total, count, largest = 0.0, 0, 0.0
+        for batch in itertools.islice(loader.evaluation(batch=size, rows=rows), BATCHES):
+            placed = put(batch)
+            first, second = (
+                one(each.params, placed)
+                for one, each in zip(scores, (adapted, merged), strict=True)
+            )
+            distance = jnp.where(placed.weights > 0, jnp.abs(first - second), 0.0)
+            total, largest = total + float(distance.sum()), max(largest, float(distance.max()))
+            count += int(np.sum(np.asarray(batch.weights) > 0))
+    return {"tokens": count, "mean_nats": total / max(count, 1), "largest_nats": largest}

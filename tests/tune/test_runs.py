@@ -1,0 +1,230 @@
+"""Runs that train an adapter: what they keep, resume, merge, export and refuse."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import Store
+from jaxlm.cli.main import main
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
+
+SETTINGS = {"train.steps": 6, "eval.batches": 2, "optim.weight_decay": 0.0, "model.dropout": 0.0}
+ARMS = {
+    "lora": ("--config.tune.rank=2",),
+    "dora": ("--config.tune.rank=2",),
+    "ia3": ("--config.optim.lr=0.03",),
+    "bottleneck": ("--config.tune.hidden=4",),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def base(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "base"
+    assert main(harness.words(config, workdir)) == 0
+    return workdir
+
+
+def words(config, workdir, base, arm="lora", *flags):
+    tuned = [f"--config.tune.name={arm}", *ARMS[arm], f"--init_from={base}"]
+    return harness.words(config, workdir, *tuned, *flags)
+
+
+@pytest.fixture(scope="module", params=ARMS)
+def run(request, config, base, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("tuned") / request.param
+    assert main(words(config, workdir, base, request.param)) == 0
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def lora(config, base, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("lora") / "lora"
+    assert main(words(config, workdir, base)) == 0
+    return workdir
+
+
+def layout(workdir, step=6):
+    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
+    return store.layout(step)
+
+
+def evaluated(capsys, workdir):
+    capsys.readouterr()
+    assert main(["eval", f"--workdir={workdir}", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["loss_nats"]
+
+
+def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(run, base):
+    before = {path for path in layout(base) if path.startswith("params/")}
+    after = {path for path in layout(run) if path.startswith("params/")}
+    assert after
+    assert not before & after
+    record = json.loads((run / "base.json").read_text())
+    assert (record["run"], record["step"], len(record["sha256"])) == (str(base), 6, 64)
+
+
+def test_training_lowers_the_loss_from_that_of_the_base(run, base, capsys):
+    records = harness.records(run)
+    first, *_ = (each for each in records if each["split"] == "val")
+    assert first["step"] == 0
+    assert first["loss_nats"] == pytest.approx(evaluated(capsys, base), rel=1e-6)
+    *_, last = (each for each in records if each["split"] == "val")
+    assert last["loss_nats"] < first["loss_nats"]
+
+
+def test_a_run_is_evaluated_continued_and_exported_with_its_adapter(run, tmp_path, capsys):
+    last = [each for each in harness.records(run) if each["split"] == "val"][-1]
+    assert evaluated(capsys, run) == pytest.approx(last["loss_nats"], rel=1e-5)
+    assert main(["generate", f"--workdir={run}", "--prompt=a", "--max_tokens=3"]) == 0
+    code = main(["export", f"--workdir={run}", f"--out={tmp_path / 'hf'}"])
+    if run.name == "bottleneck":
+        assert code == 2
+        assert "merged" in capsys.readouterr().err
+        return
+    assert code == 0
+    imported = tmp_path / "again"
+    assert main(["import", f"--from={tmp_path / 'hf'}", f"--workdir={imported}"]) == 0
+    text = f"--text={config_text(run)}"
+    capsys.readouterr()
+    losses = []
+    for workdir in (run, imported):
+        assert main(["eval", f"--workdir={workdir}", text, "--sequence=32", "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss_nats"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def config_text(run):
+    return json.loads((run / "config.json").read_text())["data"]["train"][0]
+
+
+def test_a_merged_run_needs_no_adapter(run, tmp_path, capsys):
+    code = main(["merge", f"--workdir={run}", f"--out={tmp_path / 'merged'}", "--json"])
+    printed = capsys.readouterr()
+    if run.name == "bottleneck":
+        assert code == 2
+        assert "a bottleneck cannot be merged" in printed.err
+        return
+    assert code == 0
+    answer = json.loads(printed.out)
+    assert answer["tokens"] > 0
+    assert answer["mean_nats"] <= answer["largest_nats"] < 1e-4
+    merged = tmp_path / "merged"
+    assert json.loads((merged / "config.json").read_text())["tune"] == {"name": "full"}
+    assert evaluated(capsys, merged) == pytest.approx(evaluated(capsys, run), rel=1e-5)
+    assert main(["merge", f"--workdir={merged}", f"--out={tmp_path / 'x'}"]) == 2
+    assert "has no adapter" in capsys.readouterr().err
+
+
+def test_a_run_that_stops_resumes_to_the_same_bits(config, base, lora, tmp_path):
+    parts = tmp_path / "parts"
+    assert main(words(config, parts, base, "lora", "--stop_at=2")) == 0
+    resumed = harness.words(config, parts, "--config.tune.name=lora", *ARMS["lora"])
+    assert main(resumed) == 0  # base.json names the base
+
+    def losses(workdir):
+        return [float(r["loss_nats"]).hex() for r in harness.records(workdir)]
+
+    assert losses(parts) == losses(lora)
+    stores = [
+        Store(each / "checkpoints", CheckpointConfig(), read_only=True) for each in (parts, lora)
+    ]
+    one, other = (each.arrays(6) for each in stores)
+    assert one.keys() == other.keys()
+    for path, leaf in one.items():
+        np.testing.assert_array_equal(leaf, other[path], err_msg=path)
+        if path.endswith("lora_b"):
+            assert np.abs(leaf).max() > 0
+
+
+def test_leaves_can_be_trained_whole_and_b_faster(config, base, tmp_path):
+    run = tmp_path / "run"
+    flags = ("--config.tune.also=*norm/scale", "--config.tune.b_lr=16")
+    assert main(words(config, run, base, "lora", *flags)) == 0
+    paths = [path for path in layout(run) if path.startswith("params/")]
+    assert any(path.endswith("norm/scale") for path in paths)
+    assert not any(path.endswith(("/weight", "/table")) for path in paths)
+
+
+def test_a_base_that_moved_is_named_by_the_flag(config, base, lora, tmp_path, capsys):
+    copy, run = tmp_path / "copy", tmp_path / "run"
+    shutil.copytree(base, copy)
+    shutil.copytree(lora, run)
+    record = json.loads((run / "base.json").read_text()) | {"run": str(tmp_path / "gone")}
+    (run / "base.json").write_text(json.dumps(record))
+    assert main(["eval", f"--workdir={run}"]) == 66
+    assert "the adapter's base is gone" in capsys.readouterr().err
+    flags = ("--config.train.steps=7", "--allow_change=train.steps")
+    assert main(words(config, run, copy, "lora", *flags)) == 0
+    assert json.loads((run / "base.json").read_text())["run"] == str(copy)
+
+
+def test_a_base_that_changed_is_refused(config, base, lora, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(lora, run)
+    flags = ("--config.train.steps=7", "--allow_change=train.steps")
+    assert main(words(config, run, f"{base}@4", "lora", *flags)) == 65
+    assert "changed since the run began" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "text"),
+    [
+        (("--config.tune.name=lora",), 2, "needs the weights of a model"),
+        (("--config.tune.name=lora", "--init_from=BASE", "--config.tune.at=*/q/*"), 2, "no linear"),
+        (("--config.tune.name=lora", "--init_from=BASE", "--config.tune.also=x"), 2, "'x'"),
+        (("--config.tune.name=lora", "--init_from=LORA"), 2, "has an adapter of its own"),
+        (
+            ("--config.tune.name=lora", "--init_from=BASE", "--config.optim.name=sophia"),
+            2,
+            "--config.optim.name=adamw",
+        ),
+        (
+            ("--config.tune.name=lora", "--init_from=BASE", "--config.regularization.qk_clip=9"),
+            2,
+            "--config.regularization.qk_clip=None",
+        ),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(config, base, lora, tmp_path, capsys, flags, code, text):
+    flags = [flag.replace("BASE", str(base)).replace("LORA", str(lora)) for flag in flags]
+    assert main(harness.words(config, tmp_path / "run", *flags)) == code
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "run/config.json").exists()
+
+
+def test_a_config_without_a_model_begins_with_that_of_a_folder(base, tmp_path, capsys):
+    """The whole command of a new user: a folder of transformers, a text, a run directory."""
+    folder, run = tmp_path / "hf", tmp_path / "run"
+    assert main(["export", f"--workdir={base}", f"--out={folder}"]) == 0
+    (tmp_path / "config.json").write_text(json.dumps({"tune": {"name": "lora", "rank": 2}}))
+    command = [
+        *("train", f"--config={tmp_path / 'config.json'}", f"--init_from={folder}"),
+        *(f"--config.data.train={config_text(base)}", f"--workdir={run}"),
+        *("--config.train.steps=2", "--config.train.batch=4", "--config.data.sequence=32"),
+        *("--config.sample.prompts=()", "--config.eval.batches=1"),
+    ]
+    assert main(command) == 0
+    assert "importing" in capsys.readouterr().err
+    model = json.loads((run / "config.json").read_text())["model"]
+    assert (model["family"], model["width"], model["depth"]) == ("llama", 32, 2)
+    assert json.loads((run / "base.json").read_text())["run"] == str(tmp_path / "run-base")
+    assert "model: that of" in (run / "log.txt").read_text()
+    assert main([*command, "--config.train.steps=3", "--allow_change=train.steps,schedule"]) == 0
+
+
+@pytest.mark.parametrize("arm", ["lora", "bottleneck"])
+def test_check_compares_an_adapter_on_fake_devices(config, arm):
+    flags = [f"--config.tune.name={arm}", *ARMS[arm], "--config.mesh.data=2"]
+    flags += ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
+    done = harness.run(["check", f"--config={config}", *flags])
+    assert done[0] == 0, done[1]
