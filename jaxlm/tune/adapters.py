@@ -90,6 +90,10 @@ class LoraLinear(Adapted):
     def _update(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Return s (x A) B in float32; in training x has dropout."""
         leading, (a, b) = x.shape[: x.ndim - len(self.ins)], self._matrices()
+        # Gathered over fsdp before the products, as XLA would split them over tensor too.
+        (first, *_), (last, *_) = self._axes
+        a = constrain(a, None if first == "embed" else first, None)
+        b = constrain(b, None, None if last == "embed" else last)
         key = layer_key()
         x = dropout(x, self.settings.dropout, key if key is None else random.stream(key, self.path))
         low = matmul(x.reshape(*leading, -1), a, self.precision, jnp.dtype(jnp.float32))

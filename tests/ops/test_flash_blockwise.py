@@ -84,7 +84,9 @@ def test_values_may_be_of_another_size_than_keys():
 )
 def test_queries_with_a_reach_see_what_comes_after_them(length, window, softcap, is_packed):
     segments = segments_of(length) if is_packed else None
-    terms = dict(causal=True, window=window, softcap=softcap, segments=segments, reach=reach_of(length))
+    terms = dict(
+        causal=True, window=window, softcap=softcap, segments=segments, reach=reach_of(length)
+    )
     expected = exact(*operands(length, 4, 2), **terms)
     got = by_blocks(length, 4, 2, **terms)
     for one, other in zip(expected, got, strict=True):

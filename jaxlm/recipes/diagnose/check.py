@@ -26,7 +26,6 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.tune import surgery
 
 HEAD_DIM = 8
 VOCAB = 512  # more than the bytes' ids, and more than any width here
@@ -362,16 +361,18 @@ def _splitting(config: MeshConfig, names: tuple[str | None, ...]) -> list[str]:
 
 
 def _replicated(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Return the matrices that are whole over some axes, with their size in the original model."""
+    """Return the matrices that are whole over some axes, with their size in the original model.
+
+    Those of an adapter are small, and left out.
+    """
     decoder = run.decoder(collectives.vocabulary(run))
-    precision, change = Precision.of(run.precision), surgery.build(run.tune)
-    shapes = Blueprint(decoder, precision, surgery=change).shapes
+    shapes = Blueprint(decoder, Precision.of(run.precision)).shapes
     sizes = {path: math.prod(leaf.shape) for path, leaf in tree.leaves(shapes).items()}
     total = sum(sizes.values())
     return [
         {"path": path, "axes": axes, "parameters": sizes[path], "share": sizes[path] / total}
         for path, axes in whole.items()
-        if axes
+        if axes and path in sizes
     ]
 
 
