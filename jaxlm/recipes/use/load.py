@@ -105,8 +105,15 @@ def find_base(
 ) -> InitSource:
     """Return the run and step whose weights the adapter of `run` changes.
 
-    It is RUN[@STEP] of --init_from, or the one that base.json of the run directory names. All
-    processes of `verifier` must call this.
+    It is the one of --init_from, or the one that base.json of the run directory names.
+
+    Args:
+      workdir: the run directory.
+      run: the run with the adapter.
+      ref: RUN[@STEP] of --init_from; None without the flag.
+      warn: called with a line for each damaged step that is passed over.
+      verifier: compares the step with its record, and all of its processes must call this; None
+        for this process alone.
 
     Raises:
       ConfigError: if nothing names a base, or it has an adapter of its own.
