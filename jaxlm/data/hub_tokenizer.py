@@ -74,9 +74,16 @@ class HuggingFace(Tokenizer):
         """Return the ids of each text, without special ids. Raise DataError if encoding fails."""
         with library_errors("a tokenizer.json failed to encode a text", self._where):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [
-            [self.unk if i in self._special else i + self.shift for i in one.ids] for one in encoded
-        ]
+        return [self._shifted(one.ids) for one in encoded]
+
+    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Return the ids of each text, and the character at which each id starts."""
+        with library_errors("a tokenizer.json failed to encode a text", self._where):
+            encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(self._shifted(one.ids), [start for start, _ in one.offsets]) for one in encoded]
+
+    def _shifted(self, ids: Sequence[int]) -> list[int]:
+        return [self.unk if i in self._special else i + self.shift for i in ids]
 
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
