@@ -1,13 +1,11 @@
 """Rendering of conversations by a chat template."""
 
-import concurrent.futures
 import dataclasses
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +72,6 @@ class Renderer:
     ) -> None:
         self._template, self._marks = template, marks
         self._variables = {"tools": None, "documents": None, **template.tokens, **variables}
-        self._pool = concurrent.futures.ThreadPoolExecutor(1)
         self._process: subprocess.Popen[bytes] | None = None
         head = {
             "template": template.source,
@@ -100,16 +97,12 @@ class Renderer:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
-        self._pool.shutdown()
 
-    def send(self, items: Sequence[Item]) -> Future[list[list[str | Refusal]]]:
-        """Begin to render; the result has the texts of each item.
+    def render(self, items: Sequence[Item]) -> list[list[str | Refusal]]:
+        """Return the texts of each item.
 
-        The result raises DataError if the template is invalid or exceeds a limit.
+        Raise DataError if the template is invalid or exceeds a limit.
         """
-        return self._pool.submit(self._ask, items)
-
-    def _ask(self, items: Sequence[Item]) -> list[list[str | Refusal]]:
         answer = self._rendered(items) if self._process is None else self._received(items)
         if isinstance(answer, dict):
             raise _refused(self._template, answer["error"])
@@ -171,7 +164,7 @@ def render_chat(
     """
     with Renderer(template, **variables) as renderer:
         items = [Item(each, {}, [(len(each), add_generation_prompt)]) for each in conversations]
-        texts = [text for texts in renderer.send(items).result() for text in texts]
+        texts = [text for texts in renderer.render(items) for text in texts]
     for text in texts:
         if isinstance(text, Refusal):
             raise _refused(template, text.why)

@@ -1,0 +1,271 @@
+"""Trained characters of rendered conversations, for any chat template.
+
+A trained turn starts behind the generation prompt and ends with the token that ends the turn.
+
+1. If the template marks assistant text by `{% generation %}`, the marks are used.
+2. Else each trained content is enclosed in two characters. If the rendered text without them is
+   that of the plain conversation, they show the place of the content.
+3. Else the turn is the difference of two renderings, of the messages before it and up to it. Both
+   must be beginnings of the whole text.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxlm.data.chat import ChatTemplate, Item, Message, Refusal, Renderer
+from jaxlm.data.control_tokens import CLOSES, OPENS, ControlTokens, Span
+from jaxlm.data.conversations import REFUSED, Conversation, Rejected
+
+NO_MASK = "with answers that cannot be located"
+MARKS = re.compile(f"[{OPENS}{CLOSES}]")
+PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": f"{OPENS}b{CLOSES}"})
+SHOWN = 40  # characters of a difference in an error
+
+
+class Rendered(NamedTuple):
+    """The guarded text of a conversation, its trained spans, and if the end of text follows."""
+
+    text: str
+    spans: list[Span]
+    is_open: bool
+
+
+class MaskRenderer:
+    """Renders conversations in one process and locates their trained turns; a context manager.
+
+    Args:
+      template: the chat template.
+      control: control tokens of the tokenizer.
+    """
+
+    def __init__(self, template: ChatTemplate, control: ControlTokens):
+        self._control = control
+        self._has_marks = "endgeneration" in template.source
+        marks = (OPENS, CLOSES) if self._has_marks else ("", "")
+        self._renderer = Renderer(template, marks)
+        self._ending = ""  # text behind an answer up to the token that ends the turn
+
+    def __enter__(self) -> "MaskRenderer":
+        self._renderer.__enter__()
+        ((text,),) = self._renderer.render([Item(PROBE, {}, [(2, False)])])
+        if isinstance(text, str) and f"b{CLOSES}" in text:
+            rest = MARKS.sub("", text.partition(f"b{CLOSES}")[2])
+            match = self._control.pattern.search(rest)
+            self._ending = rest[: match.end()] if match else rest
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._renderer.__exit__()
+
+    @property
+    def ending(self) -> str | None:
+        """Return the control token that ends an answer; None without one."""
+        match = self._control.pattern.search(self._ending)
+        return match[0] if match else None
+
+    def render(self, conversations: Sequence[Conversation]) -> list[Rendered | Rejected]:
+        """Return the text and spans of each conversation, or the reason to leave it out.
+
+        Raise DataError if the template is invalid or exceeds a limit.
+        """
+        guarded = [
+            dataclasses.replace(
+                each,
+                messages=self._control.guarded(each.messages),
+                tools=self._control.guarded(each.tools),
+            )
+            for each in conversations
+        ]
+        items = [item for each in guarded for item in self._items(each)]
+        texts = iter(self._renderer.render(items))
+        located = [
+            self._located(each, [next(texts) for _ in self._items(each)]) for each in guarded
+        ]
+        unclear = [n for n, each in enumerate(located) if each is None]
+        items = [_differences(guarded[number]) for number in unclear]
+        for number, answers in zip(unclear, self._renderer.render(items), strict=True):
+            located[number] = self._subtracted(guarded[number], answers)
+        return located  # type: ignore[return-value]
+
+    def _items(self, conversation: Conversation) -> list[Item]:
+        """Return what is rendered first: the conversation, and without marks its enclosed form."""
+        messages, weights = conversation.messages, conversation.weights
+        more = {"tools": conversation.tools} if conversation.tools else {}
+        whole = (len(messages), False)
+        if self._has_marks:
+            return [Item(messages, more, [whole])]
+        enclosed = [
+            _enclosed(message) if weight else message
+            for message, weight in zip(messages, weights, strict=True)
+        ]
+        prompts = [(turn, True) for turn, _, _ in _trained(conversation)]
+        return [Item(messages, more, [whole, *prompts]), Item(enclosed, more, [whole])]
+
+    def _located(
+        self, conversation: Conversation, answers: list[list[str | Refusal]]
+    ) -> Rendered | Rejected | None:
+        """Return the text and its spans; None if only differences can locate them."""
+        whole = answers[0][0]
+        if isinstance(whole, Refusal):
+            return Rejected(REFUSED, whole.why)
+        if self._has_marks:
+            return self._marked(conversation, whole)
+        enclosed = answers[1][0]
+        if isinstance(enclosed, Refusal) or MARKS.sub("", enclosed) != whole:
+            return None
+        places = list(_places(enclosed))
+        trained = list(_trained(conversation))
+        if len(places) != len(trained):
+            return None
+        spans: list[Span] = []
+        stop = 0
+        for (_, message, weight), prompt, place in zip(
+            trained, answers[0][1:], places, strict=True
+        ):
+            start, close = _start(message, prompt, whole, stop, place), place[1]
+            if start is None:
+                return None
+            stop = self._stop(whole, close)
+            spans.append(Span(start, stop, weight))
+        return self._rendered(conversation, whole, spans)
+
+    def _marked(self, conversation: Conversation, marked: str) -> Rendered | None:
+        """Return the text and the spans that the template marks; None if turns are ambiguous."""
+        parts = MARKS.split(marked)
+        text = "".join(parts)
+        answers = [
+            weight
+            for message, weight in zip(conversation.messages, conversation.weights, strict=True)
+            if message["role"] == "assistant"
+        ]
+        has_others = sum(map(bool, answers)) < sum(map(bool, conversation.weights))
+        if has_others or (len(parts) // 2 != len(answers) and len(set(answers)) > 1):
+            return None
+        if len(parts) // 2 != len(answers):
+            answers = answers[:1] * (len(parts) // 2)
+        spans = []
+        place = 0
+        for number, part in enumerate(parts):
+            if number % 2 and answers[number // 2]:
+                spans.append(
+                    Span(place, self._stop(text, place + len(part), place), answers[number // 2])
+                )
+            place += len(part)
+        return self._rendered(conversation, text, spans)
+
+    def _stop(self, text: str, close: int, start: int | None = None) -> int:
+        """Return the end of the turn whose content ends at `close`, with the token that ends it.
+
+        A marked turn, which starts at `start`, may contain that token already.
+        """
+        if start is not None:
+            *_, last = [
+                start,
+                *(m.end() for m in self._control.pattern.finditer(text, start, close)),
+            ]
+            if last > start and not text[last:close].strip():
+                return close
+        place = text.find(self._ending, close)
+        if self._ending and place >= 0 and not text[close:place].strip():
+            return place + len(self._ending)
+        match = self._control.pattern.search(text, close)
+        is_next = match is not None and not text[close : match.start()].strip()
+        return match.end() if match is not None and is_next else close
+
+    def _subtracted(
+        self, conversation: Conversation, answers: list[str | Refusal]
+    ) -> Rendered | Rejected:
+        """Return the text and the spans between renderings of its beginnings."""
+        texts = []
+        for answer in answers:
+            if isinstance(answer, Refusal):
+                return Rejected(NO_MASK, f"a beginning is refused: {answer.why}")
+            texts.append(MARKS.sub("", answer))
+        whole, *beginnings = texts
+        for text in beginnings:
+            if not whole.startswith(text):
+                return Rejected(
+                    NO_MASK,
+                    _difference(text, whole),
+                    "mark answers in the template by {% generation %}",
+                )
+        spans = []
+        for number, (_, _, weight) in enumerate(_trained(conversation)):
+            start, stop = (len(text) for text in beginnings[2 * number : 2 * number + 2])
+            *_, last = [
+                start,
+                *(m.end() for m in self._control.pattern.finditer(whole, start, stop)),
+            ]
+            is_end = last > start and not whole[last:stop].strip()
+            spans.append(Span(start, last if is_end else stop, weight))
+        return self._rendered(conversation, whole, spans)
+
+    def _rendered(self, conversation: Conversation, text: str, spans: list[Span]) -> Rendered:
+        """Return the result; the end of text ends a last turn that no control token ends."""
+        is_last = bool(conversation.weights[-1]) and bool(spans)
+        is_open = is_last and not self._control.pattern.search(text, spans[-1].start)
+        return Rendered(text, spans, is_open)
+
+
+def _trained(conversation: Conversation) -> Iterator[tuple[int, Message, float]]:
+    """Yield number, message and weight of each trained turn."""
+    pairs = zip(conversation.messages, conversation.weights, strict=True)
+    return ((turn, message, weight) for turn, (message, weight) in enumerate(pairs) if weight)
+
+
+def _enclosed(message: Message) -> Message:
+    """Return a message with its content enclosed, inside the white space that templates strip."""
+    content = message["content"]
+    if not content or message.get("tool_calls"):
+        return message
+    core = content.strip()
+    lead = len(content) - len(content.lstrip())
+    rest = content[lead + len(core) :]
+    return {**message, "content": f"{content[:lead]}{OPENS}{core}{CLOSES}{rest}"}
+
+
+def _places(enclosed: str) -> Iterator[tuple[int | None, int]]:
+    """Yield the places of both marks of each content; a template may cut the first."""
+    opened = None
+    for number, match in enumerate(MARKS.finditer(enclosed)):
+        place = match.start() - number
+        if match[0] == OPENS:
+            opened = place
+        else:
+            yield opened, place
+            opened = None
+
+
+def _start(
+    message: Message, prompt: str | Refusal, whole: str, least: int, place: tuple[int | None, int]
+) -> int | None:
+    """Return the start of a trained turn: behind the generation prompt, or the content's own."""
+    opened, close = place
+    is_prompt = message["role"] == "assistant" and isinstance(prompt, str)
+    most = close if opened is None else opened
+    if is_prompt and least <= len(prompt) <= most and whole.startswith(str(prompt)):
+        return len(prompt)
+    if opened is None:
+        return None
+    lead = message["content"][: -len(message["content"].lstrip())]
+    return opened - len(lead) if whole.endswith(lead, 0, opened) else opened
+
+
+def _differences(conversation: Conversation) -> Item:
+    """Return the item of the whole text, and of the text before and up to each trained turn."""
+    stops = [(len(conversation.messages), False)]
+    for turn, message, _ in _trained(conversation):
+        stops += [(turn, message["role"] == "assistant"), (turn + 1, False)]
+    more = {"tools": conversation.tools} if conversation.tools else {}
+    return Item(conversation.messages, more, stops)
+
+
+def _difference(text: str, whole: str) -> str:
+    """Return the first characters at which a rendered beginning leaves the whole text."""
+    pairs = itertools.zip_longest(text, whole)
+    place = next(n for n, (one, other) in enumerate(pairs) if one != other)
+    first, second = (each[place : place + SHOWN] for each in (text, whole))
+    return f"at character {place} a beginning has {first!r}, and the whole conversation {second!r}"
