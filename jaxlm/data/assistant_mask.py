@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxlm.data.chat import ChatTemplate, Item, Message, Refusal, Renderer
-from jaxlm.data.control_tokens import CLOSES, OPENS, ControlTokens, Span
+from jaxlm.data.control_tokens import BEGINS, CLOSES, ENDS, OPENS, ControlTokens, Span
 from jaxlm.data.conversations import REFUSED, Conversation, Rejected
 
 NO_MASK = "with answers that cannot be located"
-MARKS = re.compile(f"[{OPENS}{CLOSES}]")
+ENCLOSING, MARKS = re.compile(f"[{OPENS}{CLOSES}]"), re.compile(f"[{BEGINS}{ENDS}]")
 PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": f"{OPENS}b{CLOSES}"})
 SHOWN = 40  # characters of a difference in an error
 
@@ -44,8 +44,7 @@ class MaskRenderer:
     def __init__(self, template: ChatTemplate, control: ControlTokens):
         self._control = control
         self._has_marks = "endgeneration" in template.source
-        marks = (OPENS, CLOSES) if self._has_marks else ("", "")
-        self._renderer = Renderer(template, marks)
+        self._renderer = Renderer(template, (BEGINS, ENDS))
         self._ending = ""  # text behind an answer up to the token that ends the turn
 
     def __enter__(self) -> "MaskRenderer":
@@ -95,7 +94,7 @@ class MaskRenderer:
         messages, weights = conversation.messages, conversation.weights
         more = {"tools": conversation.tools} if conversation.tools else {}
         whole = (len(messages), False)
-        if self._has_marks:
+        if self._reads_marks(conversation):
             return [Item(messages, more, [whole])]
         enclosed = [
             _enclosed(message) if weight else message
@@ -104,6 +103,10 @@ class MaskRenderer:
         prompts = [(turn, True) for turn, _, _ in _trained(conversation)]
         return [Item(messages, more, [whole, *prompts]), Item(enclosed, more, [whole])]
 
+    def _reads_marks(self, conversation: Conversation) -> bool:
+        roles = {message["role"] for _, message, _ in _trained(conversation)}
+        return self._has_marks and roles == {"assistant"}
+
     def _located(
         self, conversation: Conversation, answers: list[list[str | Refusal]]
     ) -> Rendered | Rejected | None:
@@ -111,10 +114,11 @@ class MaskRenderer:
         whole = answers[0][0]
         if isinstance(whole, Refusal):
             return Rejected(REFUSED, whole.why)
-        if self._has_marks:
+        if self._reads_marks(conversation):
             return self._marked(conversation, whole)
-        enclosed = answers[1][0]
-        if isinstance(enclosed, Refusal) or MARKS.sub("", enclosed) != whole:
+        whole = MARKS.sub("", whole)
+        enclosed, *prompts = map(_plain, (answers[1][0], *answers[0][1:]))
+        if isinstance(enclosed, Refusal) or ENCLOSING.sub("", enclosed) != whole:
             return None
         places = list(_places(enclosed))
         trained = list(_trained(conversation))
@@ -122,9 +126,7 @@ class MaskRenderer:
             return None
         spans: list[Span] = []
         stop = 0
-        for (_, message, weight), prompt, place in zip(
-            trained, answers[0][1:], places, strict=True
-        ):
+        for (_, message, weight), prompt, place in zip(trained, prompts, places, strict=True):
             start, close = _start(message, prompt, whole, stop, place), place[1]
             if start is None:
                 return None
@@ -141,8 +143,7 @@ class MaskRenderer:
             for message, weight in zip(conversation.messages, conversation.weights, strict=True)
             if message["role"] == "assistant"
         ]
-        has_others = sum(map(bool, answers)) < sum(map(bool, conversation.weights))
-        if has_others or (len(parts) // 2 != len(answers) and len(set(answers)) > 1):
+        if len(parts) // 2 != len(answers) and len(set(answers)) > 1:
             return None
         if len(parts) // 2 != len(answers):
             answers = answers[:1] * (len(parts) // 2)
@@ -210,6 +211,11 @@ class MaskRenderer:
         return Rendered(text, spans, is_open)
 
 
+def _plain(text: str | Refusal) -> str | Refusal:
+    """Return a text without the marks of its template."""
+    return MARKS.sub("", text) if isinstance(text, str) else text
+
+
 def _trained(conversation: Conversation) -> Iterator[tuple[int, Message, float]]:
     """Yield number, message and weight of each trained turn."""
     pairs = zip(conversation.messages, conversation.weights, strict=True)
@@ -230,7 +236,7 @@ def _enclosed(message: Message) -> Message:
 def _places(enclosed: str) -> Iterator[tuple[int | None, int]]:
     """Yield the places of both marks of each content; a template may cut the first."""
     opened = None
-    for number, match in enumerate(MARKS.finditer(enclosed)):
+    for number, match in enumerate(ENCLOSING.finditer(enclosed)):
         place = match.start() - number
         if match[0] == OPENS:
             opened = place

@@ -24,12 +24,14 @@ CHATML = """{%- if BOS %}{{- BOS }}{% endif %}
     {%- for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}
     {{- END + '\\n' }}
 {%- endif %}
-{%- for message in messages if not (tools and loop.first and message.role == 'system') %}
-    {{- START + message.role + '\\n' + (message.content or '') }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\\n<tool_call>\\n' + (call.function or call) | tojson + '\\n</tool_call>' }}
-    {%- endfor %}
-    {{- END + '\\n' }}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+        {{- START + message.role + '\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n' + (call.function or call) | tojson + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- END + '\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- START + 'assistant\\n' }}{% endif %}
 """

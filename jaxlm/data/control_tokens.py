@@ -19,7 +19,9 @@ from jaxlm.data.conversations import map_strings
 from jaxlm.data.hub_tokenizer import ImportedTokenizer, library_errors
 from jaxlm.data.tokenizer import Tokenizer
 
-OPENS, CLOSES, GUARD, NAME = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+OPENS, CLOSES = "\ufdd0", "\ufdd1"  # around a content
+BEGINS, ENDS = "\ufdd2", "\ufdd3"  # around what a template marks as generated
+GUARD, NAME = "\ufdd4", "\ufdd5"
 RESERVED = re.compile("[\ufdd0-\ufdef]")
 
 

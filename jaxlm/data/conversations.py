@@ -82,7 +82,8 @@ def parse(record: Any, kind: str, roles: Sequence[str]) -> Conversation:
         raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object")
     parts = _completion(record) if kind == "completion" else _chat(record)
     if all(isinstance(part, str) for part in parts):
-        return _plain(*parts, record)
+        prompt, completion = parts
+        return _plain(prompt, completion, record)
     messages: list[Message] = []
     weights: list[float] = []
     for number, part in enumerate(parts):
