@@ -153,7 +153,9 @@ def test_a_template_that_reads_the_start_of_a_content_is_solved_by_differences()
 def test_what_cannot_be_located_is_refused_with_the_first_difference():
     control = ControlTokens(tokenizer(CHATML))
     source = "{{ messages | length }}{% for m in messages %}{{ m.content | length }}{% endfor %}"
-    refuses = "{% if messages[-1].content == 'b' %}{{ raise_exception('no b') }}{% endif %}" + source
+    refuses = (
+        "{% if messages[-1].content == 'b' %}{{ raise_exception('no b') }}{% endif %}" + source
+    )
     with MaskRenderer(ChatTemplate(refuses, {}), control) as renderer:
         unclear, refused = renderer.render([turns("a", "x"), turns("a", "b")])
     assert isinstance(unclear, Rejected)
