@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from jaxlm.data.chat import ChatTemplate, Item, Message, Refusal, Renderer
 from jaxlm.data.control_tokens import BEGINS, CLOSES, ENDS, OPENS, ControlTokens, Span
-from jaxlm.data.conversations import REFUSED, Conversation, Rejected
+from jaxlm.data.conversations import NO_MASK, REFUSED, Conversation, Rejected
 
-NO_MASK = "with answers that cannot be located"
 ENCLOSING, MARKS = re.compile(f"[{OPENS}{CLOSES}]"), re.compile(f"[{BEGINS}{ENDS}]")
 PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": f"{OPENS}b{CLOSES}"})
 SHOWN = 40  # characters of a difference in an error

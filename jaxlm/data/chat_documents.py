@@ -15,6 +15,7 @@ from jaxlm.data.assistant_mask import MaskRenderer, Rendered
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.control_tokens import ControlTokens, Span, WeightedIds
 from jaxlm.data.conversations import TOO_LONG, UNTRAINED, Conversation, Rejected
+from jaxlm.data.records import Document, not_a_conversation
 from jaxlm.data.tokenizer import Tokenizer
 
 BATCH = 256  # conversations that are rendered by one request
@@ -23,15 +24,15 @@ PROBED = 1000  # conversations among which a single refused one is tolerated
 Overlong = Literal["drop", "left", "error"]
 
 
-class Origin(NamedTuple):
-    """File and record of a conversation."""
-
-    file: str
-    record: int
+Item = tuple[Document, Conversation]
 
 
-Item = tuple[Origin, Conversation]
-Result = tuple[Origin, WeightedIds]
+class Encoded(NamedTuple):
+    """A document and its ids; `weights` are those of the ids of a conversation."""
+
+    document: Document
+    ids: Sequence[np.ndarray]
+    weights: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +54,12 @@ class ChatEncoder:
     max_refused: float = 0.0
 
     def encode(
-        self, conversations: Iterable[Item], left_out: Counter[str], figures: Counter[str]
-    ) -> Iterator[Result]:
+        self, documents: Iterable[Document], left_out: Counter[str], figures: Counter[str]
+    ) -> Iterator[Encoded]:
         """Yield ids and weights of each conversation.
 
         Args:
-          conversations: conversations with their origins.
+          documents: conversations.
           left_out: counts of conversations left out, by reason.
           figures: counts of turns and tokens of those yielded.
 
@@ -68,7 +69,7 @@ class ChatEncoder:
         """
         with _Batches(self, left_out, figures) as batches:
             waiting: deque[tuple[Sequence[Item], Future[list[Rendered | Rejected]]]] = deque()
-            remaining = iter(conversations)
+            remaining = ((each, each.conversation) for each in documents if each.conversation)
             while batch := list(itertools.islice(remaining, BATCH)):
                 waiting.append((batch, batches.render(batch)))
                 if len(waiting) > 1:
@@ -96,9 +97,9 @@ class _Batches(contextlib.ExitStack):
 
     def encoded(
         self, batch: Sequence[Item], rendered: Future[list[Rendered | Rejected]]
-    ) -> Iterator[Result]:
+    ) -> Iterator[Encoded]:
         """Yield the ids of a rendered batch in order; count the others."""
-        results: dict[int, Result] = {}
+        results: dict[int, Encoded] = {}
         items = dict(enumerate(batch))
         self._seen += len(batch)
         while items:
@@ -106,13 +107,13 @@ class _Batches(contextlib.ExitStack):
             encodings = self._control.encode([(each.text, each.spans) for each in usable.values()])
             shorter: dict[int, Item] = {}
             for (number, text), encoding in zip(usable.items(), encodings, strict=True):
-                origin, conversation = items[number]
+                document, conversation = items[number]
                 ids = _ended(encoding, text, self._settings.tokenizer)
                 if len(ids.ids) - 1 > self._settings.sequence:
-                    if (cut := self._cut(origin, conversation, len(ids.ids))) is not None:
-                        shorter[number] = origin, cut
+                    if (cut := self._cut(document, conversation, len(ids.ids))) is not None:
+                        shorter[number] = document, cut
                 elif ids.weights[1:].any():
-                    results[number] = origin, ids
+                    results[number] = Encoded(document, [ids.ids], ids.weights)
                     self._count(conversation, text, ids)
                 else:
                     self._left_out[UNTRAINED] += 1
@@ -149,22 +150,22 @@ class _Batches(contextlib.ExitStack):
     ) -> dict[int, Rendered]:
         """Return the rendered texts by number; count the refused conversations."""
         usable = {}
-        for (number, (origin, _)), text in zip(items.items(), rendered, strict=True):
+        for (number, (document, _)), text in zip(items.items(), rendered, strict=True):
             if isinstance(text, Rendered):
                 usable[number] = text
                 continue
             self._left_out[text.reason] += 1
             self._refused += 1
-            self._first = self._first or rejection(text, *origin)
+            self._first = self._first or not_a_conversation(text, document.file, document.record)
         return usable
 
-    def _cut(self, origin: Origin, conversation: Conversation, ids: int) -> Conversation | None:
+    def _cut(self, document: Document, conversation: Conversation, ids: int) -> Conversation | None:
         """Return a conversation without its first turns; None if it is left out, and counted."""
         sequence = self._settings.sequence
         if self._settings.overlong == "error":
             raise DataError(
                 "a conversation is longer than a row",
-                where=f"{origin.file}, record {origin.record}",
+                where=f"{document.file}, record {document.record}",
                 why=f"it has {ids} tokens, and rows of {sequence} hold {sequence + 1}",
                 fix=f"--config.data.sequence={ids - 1}\n"
                 "--config.data.overlong=drop    # leaves such conversations out\n"
@@ -182,7 +183,6 @@ class _Batches(contextlib.ExitStack):
         self._figures["trained_turns"] += len(text.spans)
         self._figures["trained_tokens"] += int((ids.weights[1:] > 0).sum())
         self._figures["answers_in_prompt_token"] += ids.crossed
-        self._figures["bytes"] += len(text.text.encode())
 
     def check_refused(self, *, is_all: bool = False) -> None:
         """Raise DataError if the template refused too many conversations."""
@@ -212,18 +212,6 @@ def without_first_turns(conversation: Conversation) -> Conversation | None:
         for each in (conversation.messages, conversation.weights)
     )
     return dataclasses.replace(conversation, messages=messages, weights=weights)
-
-
-def rejection(rejected: Rejected, file: str, record: int) -> DataError:
-    """Return the error of a record that is no usable conversation."""
-    return DataError(
-        f"a conversation is {rejected.reason}"
-        if rejected.reason.startswith("refused")
-        else f"a record {rejected.reason} is no conversation",
-        where=f"{file}, record {record}",
-        why=rejected.why,
-        fix=rejected.fix,
-    )
 
 
 def _ended(encoding: WeightedIds, text: Rendered, tokenizer: Tokenizer) -> WeightedIds:

@@ -97,7 +97,8 @@ def serialized(template: ChatTemplate) -> bytes:
 
 def parsed(content: bytes, where: str) -> ChatTemplate:
     """Return the template of `serialized`."""
-    return ChatTemplate(**json.loads(content), where=where)
+    stored = json.loads(content)
+    return ChatTemplate(stored["source"], stored["tokens"], where)
 
 
 def of_folder(folder: Path) -> ChatTemplate | None:

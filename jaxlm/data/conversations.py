@@ -4,8 +4,9 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+Kind = Literal["text", "chat", "completion"]
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -25,8 +26,9 @@ OTHER_FORM = "with messages of another form"
 UNKNOWN_ROLE = "with an unknown role"
 NO_TEXT_PART = "with a part that is no text"
 BAD_WEIGHT = "with a weight that is no number"
+BROKEN = (NO_MESSAGES, OTHER_FORM, UNKNOWN_ROLE, NO_TEXT_PART, BAD_WEIGHT)
 REFUSED = "refused by the chat template"
-BROKEN = (NO_MESSAGES, OTHER_FORM, UNKNOWN_ROLE, NO_TEXT_PART, BAD_WEIGHT, REFUSED)
+NO_MASK = "rendered without a place of each answer"
 # Conversations without anything to learn; any number is left out.
 NO_ANSWER = "without an assistant turn"
 EMPTY_TURN = "with an empty turn"
@@ -37,6 +39,13 @@ ONE_A_LINE = (
     "one conversation a line: "
     '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 )
+
+
+class ChatFields(NamedTuple):
+    """Form of the records, and the roles whose turns are trained."""
+
+    kind: Kind
+    roles: tuple[str, ...] = ("assistant",)
 
 
 class Rejected(Exception):
@@ -60,13 +69,18 @@ class Conversation:
     is_plain: bool = False
 
     @property
+    def text(self) -> str:
+        """Return the contents, one after another."""
+        return "\n".join(message["content"] or "" for message in self.messages)
+
+    @property
     def prompt(self) -> str:
         """Return what precedes the first answer, as JSON; a split keeps equal prompts together."""
         roles = [message["role"] for message in self.messages]
         return json.dumps(self.messages[: roles.index("assistant")], sort_keys=True)
 
 
-def parse(record: Any, kind: str, roles: Sequence[str]) -> Conversation:
+def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
     """Return the conversation of a record.
 
     Args:
@@ -79,7 +93,8 @@ def parse(record: Any, kind: str, roles: Sequence[str]) -> Conversation:
       Rejected: if the record cannot be used.
     """
     if not isinstance(record, dict):
-        raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object")
+        fix = "jq -c '.[]' FILE.json > FILE.jsonl" if isinstance(record, list) else ONE_A_LINE
+        raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object", fix)
     parts = _completion(record) if kind == "completion" else _chat(record)
     if all(isinstance(part, str) for part in parts):
         prompt, completion = parts

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.core.nearest import nearest_word
+from jaxlm.data.conversations import ChatFields
 from jaxlm.data.manifest import NAME as MANIFEST
 from jaxlm.data.records import (
     BLANK,
     EMPTY,
-    NO_TEXT,
+    OTHER_FIELDS,
     Broken,
     Document,
     ReadBudget,
@@ -60,6 +61,7 @@ class Corpus:
     text_key: str
     max_dropped: float = MAX_DROPPED
     other_encoding: int = 0  # files of Python's library that are left out
+    chat: ChatFields | None = None  # of conversations
 
     @classmethod
     def find(
@@ -69,6 +71,7 @@ class Corpus:
         setting: str,
         max_dropped: float = MAX_DROPPED,
         entries: tuple[str, ...] = (),
+        chat: ChatFields | None = None,
     ) -> "Corpus":
         """Return every file that a pattern matches.
 
@@ -78,6 +81,7 @@ class Corpus:
           setting: path of the setting, or flag, of the patterns.
           max_dropped: share of the records that may be broken.
           entries: the whole setting if the patterns are one source of several, as NAME=PATTERN.
+          chat: form of the records if these are conversations.
 
         Raises:
           InputMissing: if a pattern matches no file; the fix keeps all other entries.
@@ -100,7 +104,8 @@ class Corpus:
                     if before != name or path in names:
                         raise _listed_twice(before, name, pattern, setting)
             names |= files
-        return cls(tuple(names), tuple(names.values()), text_key, max_dropped, other_encoding)
+        shown = tuple(names.values())
+        return cls(tuple(names), shown, text_key, max_dropped, other_encoding, chat)
 
     def named(self) -> Iterator[tuple[Path, str]]:
         """Yield files that the user named, without Python's library, and their names."""
@@ -132,12 +137,14 @@ class Corpus:
         for record, before in self._records(counts, start):
             seen += 1
             if isinstance(record, Broken):
+                counts[record.reason] += 1
+                if record.error is None:
+                    continue
                 dropped += 1
                 first = first or record
-                counts[record.reason] += 1
                 # A single broken record among the first few would exceed the share.
                 most_dropped = self.max_dropped * max(seen, least)
-                is_early = record.reason == NO_TEXT and seen <= PROBED_RECORDS
+                is_early = record.reason in OTHER_FIELDS and seen <= PROBED_RECORDS
                 if dropped > most_dropped or (is_early and dropped >= most_dropped):
                     raise self._too_many(first, dropped, seen)
                 continue
@@ -158,7 +165,7 @@ class Corpus:
         """
         before = 0
         for path, name in zip(self.files, self.names, strict=True):
-            for record in read(path, name, self.text_key, counts, start):
+            for record in read(path, name, self.text_key, counts, start, chat=self.chat):
                 yield record, before
                 if start is not None:
                     start.records -= 1
@@ -168,6 +175,7 @@ class Corpus:
 
     def _too_many(self, first: Broken, dropped: int, read: int) -> DataError:
         error = first.error
+        assert error is not None
         return DataError(
             error.what,
             where=error.where,

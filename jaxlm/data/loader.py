@@ -218,7 +218,8 @@ class Loader:
                 segments[here], positions[here] = segment, np.arange(length)
                 try:
                     ids = self.shards.read(document, start, start + length + 1)
-                    tokens[here], targets[here], weights[here] = ids[:-1], ids[1:], 1
+                    tokens[here], targets[here] = ids[:-1], ids[1:]
+                    weights[here] = self.shards.weights(document, start + 1, start + length + 1)
                 except DamagedShard:
                     if self.max_lost is None:
                         raise

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.data.assistant_mask import NO_MASK, MaskRenderer, Rendered
+from jaxlm.data.assistant_mask import MaskRenderer, Rendered
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.control_tokens import ControlTokens
-from jaxlm.data.conversations import REFUSED, Rejected, parse
+from jaxlm.data.conversations import NO_MASK, REFUSED, Rejected, parse
 from tests.data.chat_families import FAMILIES, MARK, template, tokenizer
 
 CHATML = FAMILIES["chatml"]
