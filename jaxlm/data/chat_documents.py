@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import DataError
+from jaxlm.data import chat_templates
 from jaxlm.data.assistant_mask import MaskRenderer, Rendered
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.control_tokens import ControlTokens, Span, WeightedIds
@@ -18,6 +19,7 @@ from jaxlm.data.conversations import TOO_LONG, UNTRAINED, Conversation, Rejected
 from jaxlm.data.records import Document, not_a_conversation
 from jaxlm.data.tokenizer import Tokenizer
 
+VERSION = 1  # of ids and weights; cached tokens of another version are made again
 BATCH = 256  # conversations that are rendered by one request
 PROBED = 1000  # conversations among which a single refused one is tolerated
 
@@ -52,6 +54,11 @@ class ChatEncoder:
     sequence: int
     overlong: Overlong = "drop"
     max_refused: float = 0.0
+
+    @property
+    def key(self) -> list[str | int]:
+        """Return what determines ids and weights, besides the tokenizer."""
+        return [VERSION, chat_templates.digest(self.template), self.sequence, self.overlong]
 
     def encode(
         self, documents: Iterable[Document], left_out: Counter[str], figures: Counter[str]

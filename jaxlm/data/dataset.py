@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from jaxlm.core.callbacks import Log, OnProgress
@@ -12,6 +12,7 @@ from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError, DataError, JaxlmError
 from jaxlm.data import (
     cache,
+    chat_templates,
     manifest,
     mixture,
     packing,
@@ -20,6 +21,8 @@ from jaxlm.data import (
     train_tokenizer,
     writer,
 )
+from jaxlm.data.chat import ChatTemplate
+from jaxlm.data.chat_documents import ChatEncoder
 from jaxlm.data.config import TOKENIZER_FILES, DataConfig
 from jaxlm.data.corrupt.rows import RowChange, RowChanges
 from jaxlm.data.documents import Corpus
@@ -44,6 +47,7 @@ class Data:
     validation: dict[str, Loader]
     # Runs with equal fingerprints read the same rows in the same order.
     fingerprint: dict[str, str | int]
+    template: ChatTemplate | None = None  # of conversations
 
 
 def open_data(
@@ -79,11 +83,11 @@ def open_data(
     digests = TextDigests(root, progress, log)
     encoder = _tokenizer(config, train_parts, digests)
     changes = prepare(encoder, config.sequence)
+    opener = _Opener(encoder, _chat_encoder(config, encoder), digests, warn)
+    opened = {part.source: opener.shards(part) for part in train_parts}
+    _check_changes(opened.values(), changes)
     sources = {
-        part.source: _loader(
-            _shards(part, encoder, digests, warn), config, root, seed, changes.train
-        )
-        for part in train_parts
+        name: _loader(shards, config, root, seed, changes.train) for name, shards in opened.items()
     }
     train = sources.get(parts.TRAIN)
     if train is None:
@@ -91,7 +95,8 @@ def open_data(
         train = mixture.mix_loaders(sources, joined, config, row_at=row_at, rows=rows)
     if config.damaged == "skip":
         train = dataclasses.replace(train, max_lost=config.max_dropped)
-    held_out = {part.name: _shards(part, encoder, digests, warn) for part in validation_parts}
+    held_out = {part.name: opener.shards(part) for part in validation_parts}
+    template = train.shards.template
     fingerprint: dict[str, str | int] = {
         "tokenizer": encoder.digest,
         "sequence": config.sequence,
@@ -109,7 +114,33 @@ def open_data(
         fingerprint[name] = hashlib.sha256("".join(shards.manifest.digests).encode()).hexdigest()
         fingerprint[f"{name}.documents"] = shards.documents
         fingerprint[f"{name}.tokens"] = shards.manifest.tokens
-    return Data(encoder, train, _evaluations(held_out, config, root, changes), fingerprint)
+    if template is not None:
+        fingerprint["template"] = train.shards.manifest.template
+    validation = _evaluations(held_out, config, root, changes)
+    return Data(encoder, train, validation, fingerprint, template)
+
+
+def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | None:
+    """Return the encoding of conversations; None for text."""
+    if config.kind == "text":
+        return None
+    path = Path(config.tokenizer).parent
+    folders = (
+        (path / chat_templates.HUB, path) if config.tokenizer.endswith(TOKENIZER_FILES) else ()
+    )
+    template = chat_templates.choose(config.template, tokenizer, folders)
+    return ChatEncoder(tokenizer, template, config.sequence, config.overlong, config.max_dropped)
+
+
+def _check_changes(opened: Iterable[AnyShards], changes: RowChanges) -> None:
+    """Raise ConfigError if an objective that changes rows would read conversations."""
+    if changes.train is not None and any(shards.manifest.weights for shards in opened):
+        raise ConfigError(
+            "the objective does not train on conversations",
+            where="objective.name",
+            why="it chooses the predicted tokens itself, and conversations have a weight for each",
+            fix="--config.objective.name=causal",
+        )
 
 
 def _loader(
@@ -117,16 +148,27 @@ def _loader(
 ) -> Loader:
     """Return the loader of some shards, planned with the slots that `change` reserves."""
     length = config.sequence - (change.reserved_slots if change else 0)
+    figures = shards.manifest.figures
+    # Conversations are never cut.
+    packed: packing.Packing = "first_fit" if figures else config.packing
+    if (longest := figures.get("longest", 0)) - 1 > length:
+        raise DataError(
+            "a conversation is longer than a row",
+            where=str(shards.folder),
+            why=f"the longest has {longest} tokens, and rows of {length} hold {length + 1}",
+            fix=f"--config.data.sequence={longest - 1}\n"
+            "write the shards again with this --config.data.sequence",
+        )
     folder = cache.folder(
         root,
         "plans",
         version=packing.VERSION,
         shards=shards.manifest.digests,
         sequence=length,
-        packing=config.packing,
+        packing=packed,
         seed=seed,
     )
-    plan = packing.open_plan(shards, length, config.packing, seed, folder)
+    plan = packing.open_plan(shards, length, packed, seed, folder)
     options = config.sequence, seed, config.workers, config.prefetch
     return Loader(shards, plan, *options, corruption=change)
 
@@ -145,6 +187,7 @@ def tokenize(
     """Write each side of the data as a folder of token shards under `out`."""
     train, validation = parts.find_parts(config)
     encoder = _tokenizer(config, train, TextDigests(cache.default(), progress, log))
+    chat = _chat_encoder(config, encoder)
     written = {}
     for part in (*train, *validation):
         if part.corpus is None:
@@ -163,7 +206,7 @@ def tokenize(
                 fix=f"--out={out}-2",
             )
         with cache.writing(target, fix="choose a writable --out folder on a disk with free space"):
-            written[part.name] = _written(target, part, encoder, progress)
+            written[part.name] = _written(target, part, encoder, chat, progress)
         for line in _losses(part.name, written[part.name].manifest):
             log(line)
     return written
@@ -178,7 +221,7 @@ def text_loaders(
       prepare: makes the objective's changes of rows.
     """
     part = Part("text", corpus, SplitSide())
-    opened = _shards(part, encoder, TextDigests(root, log=log), log)
+    opened = _Opener(encoder, None, TextDigests(root, log=log), log).shards(part)
     config = DataConfig(sequence=sequence)
     return _evaluations({part.name: opened}, config, root, prepare(encoder, sequence))
 
@@ -266,45 +309,57 @@ def _losses(name: str, manifest: Manifest) -> Iterator[str]:
         yield f"{n} characters of {name} are not in the tokenizer; they became <|unk|>"
 
 
-def _shards(part: Part, encoder: Tokenizer, digests: TextDigests, warn: Log) -> AnyShards:
-    """Open the shards of a part, from folders or the cache; report its losses."""
-    if part.folders:
-        shards = open_folders(part.folders)
-        if shards.manifest.tokenizer != encoder.digest:
-            raise ConfigError(
-                "token shards have another tokenizer than the training data",
-                where=f"{part.setting} = {shards.folder}",
-                why=f"the digest is {shards.manifest.tokenizer[:12]}, that of the run "
-                f"{encoder.digest[:12]}",
-                fix="'--config.data.validation=()'    # no evaluation",
-            )
-    else:
-        shards = _cached(part, encoder, digests, warn)
-    for line in _losses(part.name, shards.manifest):
-        warn(line)
-    return shards
+@dataclasses.dataclass(frozen=True)
+class _Opener:
+    """Opens the shards of parts, from folders or the cache, with the encoding of a run."""
 
+    encoder: Tokenizer
+    chat: ChatEncoder | None
+    digests: TextDigests
+    warn: Log
 
-def _cached(part: Part, encoder: Tokenizer, digests: TextDigests, warn: Log) -> TokenShards:
-    assert part.corpus is not None
-    made_from = {
-        "corpus": digests.of(part.corpus),
-        "selection": dataclasses.asdict(part.selection),
-        "max_dropped": part.corpus.max_dropped,
-        "tokenizer": encoder.digest,
-        "version": manifest.FORMAT_VERSION,
-        "encoding": writer.ENCODING,
-    }
-    folder = cache.folder(digests.root, "shards", **made_from)
-    if folder.exists():
-        try:
-            return TokenShards.open(folder)
-        except JaxlmError as error:
-            warn(f"rebuilding the cached tokens of {part.name}: {error.what}, {error.why}")
-    count = len(part.corpus.files)
-    digests.log(f"tokenizing {part.name}: {count} file{'s' if count != 1 else ''}")
-    with cache.writing(folder):
-        return _written(folder, part, encoder, digests.progress, _is_whole)
+    def shards(self, part: Part) -> AnyShards:
+        """Open the shards of a part; report its losses."""
+        if part.folders:
+            shards = open_folders(part.folders)
+            if shards.manifest.tokenizer != self.encoder.digest:
+                raise ConfigError(
+                    "token shards have another tokenizer than the training data",
+                    where=f"{part.setting} = {shards.folder}",
+                    why=f"the digest is {shards.manifest.tokenizer[:12]}, that of the run "
+                    f"{self.encoder.digest[:12]}",
+                    fix="'--config.data.validation=()'    # no evaluation",
+                )
+        else:
+            shards = self._cached(part)
+        for line in _losses(part.name, shards.manifest):
+            self.warn(line)
+        return shards
+
+    def _cached(self, part: Part) -> TokenShards:
+        assert part.corpus is not None
+        made_from = {
+            "corpus": self.digests.of(part.corpus),
+            "selection": dataclasses.asdict(part.selection),
+            "max_dropped": part.corpus.max_dropped,
+            "tokenizer": self.encoder.digest,
+            "version": manifest.FORMAT_VERSION,
+            "encoding": writer.ENCODING,
+        }
+        if self.chat is not None:
+            made_from["chat"] = self.chat.key
+        folder = cache.folder(self.digests.root, "shards", **made_from)
+        if folder.exists():
+            try:
+                return TokenShards.open(folder)
+            except JaxlmError as error:
+                line = f"rebuilding the cached tokens of {part.name}: {error.what}, {error.why}"
+                self.warn(line)
+        count = len(part.corpus.files)
+        self.digests.log(f"tokenizing {part.name}: {count} file{'s' if count != 1 else ''}")
+        with cache.writing(folder):
+            progress = self.digests.progress
+            return _written(folder, part, self.encoder, self.chat, progress, _is_whole)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -319,6 +374,7 @@ def _written(
     folder: Path,
     part: Part,
     encoder: Tokenizer,
+    chat: ChatEncoder | None,
     progress: OnProgress,
     is_whole: Callable[[Path], bool] = lambda folder: True,
 ) -> TokenShards:
@@ -332,6 +388,7 @@ def _written(
         lambda done: progress(title, done, total),
         name=part.setting,
         is_whole=is_whole,
+        chat=chat,
     )
     # Documents of the other side may follow the last one.
     progress(title, total, total)

@@ -96,8 +96,11 @@ class Part:
         """Yield the documents of this side; count those of the other."""
         assert self.corpus is not None
         for document in self.corpus.documents(counts):
-            if text := self.selection.take(document.text):
-                yield document._replace(text=text)
+            # Conversations with one prompt stay together and whole.
+            chat = document.conversation
+            key = document.text if chat is None else chat.prompt
+            if text := self.selection.take(key):
+                yield document._replace(text=text if chat is None else document.text)
             else:
                 counts[ELSEWHERE[self.selection.held_out]] += 1
 
@@ -167,7 +170,9 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
         _refuse_twice(stored, setting)
         return Part(name, None, SplitSide(), tuple(stored))
     entries = config.train if setting == "data.train" else config.validation
-    corpus = Corpus.find(tuple(texts), config.text_key, setting, config.max_dropped, entries)
+    corpus = Corpus.find(
+        tuple(texts), config.text_key, setting, config.max_dropped, entries, config.chat
+    )
     if stored:
         raise ConfigError(
             "one set cannot mix text and token shards",
@@ -270,12 +275,14 @@ def _probe(corpus: Corpus, setting: str, most: int) -> None:
     )
     documents = len(corpus.files) - len(user_files)  # files of Python's library are not read again
     start = ReadBudget(PROBED_RECORDS, most)
-    documents += sum(1 for _ in probed.documents(Counter(), start))
+    counts = Counter[str]()
+    documents += sum(1 for _ in probed.documents(counts, start))
     if not documents and not start.is_read:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
         raise DataError(
-            "the data contains no text",
+            "the data contains no text" if corpus.chat is None else "no conversation has an answer",
             where=setting,
-            why=f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, all empty: "
-            f"{', '.join(corpus.names[:3])}",
+            why=f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, "
+            f"{f'records: {reasons}' if reasons else 'all empty'}: {', '.join(corpus.names[:3])}",
             fix=f"ls -l {shlex.join(corpus.names[:3])}",
         )

@@ -21,7 +21,10 @@ from jaxlm.data.tokenizer import Tokenizer
 SHARD_TOKENS = 2**28
 PROGRESS_BYTES = 2**20  # bytes of input between two calls of `progress`
 EMPTY_TEXT = "--config.data.validation=tail:10%    # the end of each text\nname more files"
-EMPTY_CHAT = "--config.data.sequence=4096    # if conversations are too long\nname more files"
+EMPTY_CHAT = (
+    "'--config.data.validation=()'    # if too few are held out\n"
+    "--config.data.sequence=4096    # if conversations are too long\nname more files"
+)
 # Version of the encoding; cached tokens of another version are made again.
 ENCODING = 2
 
