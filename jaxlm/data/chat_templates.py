@@ -65,7 +65,7 @@ def choose(setting: str, tokenizer: Tokenizer, folders: tuple[Path, ...]) -> Cha
     elif setting == "chatml" or template is None:
         template = chatml(tokenizer)
     fix = "--config.data.template=chatml\n--config.data.template=template.jinja    # your own"
-    return ChatTemplate(_dated(template), template.tokens, template.where, fix=fix)
+    return ChatTemplate(dated(template), template.tokens, template.where, fix=fix)
 
 
 def chatml(tokenizer: Tokenizer) -> ChatTemplate:
@@ -145,9 +145,11 @@ def keep(template: ChatTemplate, folder: Path) -> dict[str, bytes]:
     Args:
       folder: the folder of a run; settings that came with its weights are kept.
     """
-    settings = read_settings(folder) | dict(template.tokens)
-    settings.pop("chat_template", None)
-    return {FILE: template.source.encode(), SETTINGS: json.dumps(settings, indent=1).encode()}
+    files, known = {FILE: template.source.encode()}, of_folder(folder)
+    if known is None or known.tokens != template.tokens:
+        settings = read_settings(folder) | dict(template.tokens)
+        files[SETTINGS] = json.dumps(settings, indent=1).encode()
+    return files
 
 
 def _tokens(tokenizer: Tokenizer) -> dict[str, str]:
@@ -158,8 +160,11 @@ def _tokens(tokenizer: Tokenizer) -> dict[str, str]:
     return tokens
 
 
-def _dated(template: ChatTemplate) -> str:
-    """Return the source with a fixed date in place of today's, so that a run stays the same."""
+def dated(template: ChatTemplate) -> str:
+    """Return the source with a fixed date in place of today's, so that a run stays the same.
+
+    Raise DataError if the date cannot be fixed.
+    """
     source = TODAY_CALL.sub(
         lambda match: json.dumps(TODAY.strftime(match[2]), ensure_ascii=False), template.source
     )

@@ -160,15 +160,6 @@ class ImportedTokenizer(HuggingFace):
         self.reserved = {tokens[number].content: number for number in sorted(tokens)}
         self.specials = {name: i for name, i in self.reserved.items() if i in self._special}
 
-    def encode_with_specials(self, text: str) -> list[int]:
-        """Return the ids of chat text; spelled special tokens become special ids."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with library_errors("a tokenizer.json failed to encode a text", self._where):
-                return self._tokenizer.encode(text, add_special_tokens=False).ids
-        finally:
-            self._tokenizer.encode_special_tokens = True
-
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
         around = {"before": self.before, "after": self.after, "ends": self.ends}

@@ -107,6 +107,8 @@ def run_training(
                 selection.clear(context.store, notices.append)
                 if source:
                     resume.copy_hub_files(source, context.directory.path)
+                if data.template is not None:
+                    resume.keep_template(data.template, context.directory.path, notices.append)
                 _describe(context, loaded, data, model)
             for line in notices:
                 context.console.warn(line, step=point.start)
