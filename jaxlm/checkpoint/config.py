@@ -1,4 +1,9 @@
-"""Settings of checkpoints."""
+"""Settings of checkpoints.
+
+Example:
+    >>> CheckpointConfig(keep_every=1000).keep_last
+    2
+"""
 
 import dataclasses
 from typing import Literal

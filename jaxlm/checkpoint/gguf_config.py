@@ -77,17 +77,12 @@ class Architecture:
         """Return llama.cpp's name of a Hugging Face tensor and its expert (0), or None."""
         match = THEIR_LAYER.fullmatch(theirs)
         if match is None:
-            name = next((name for name, each in OUTSIDE.items() if each == theirs), None)
-            return None if name is None else (name, 0)
+            return next(((name, 0) for name, each in OUTSIDE.items() if each == theirs), None)
         layer, stem, kind = match.groups()
         expert = EXPERT.search(stem)
-        stem = EXPERT.sub(".experts.{e}.", stem)
-        name = next((name for name, each in self.layer.items() if each == stem), None)
-        return (
-            None
-            if name is None
-            else (f"blk.{layer}.{name}.{kind}", int(expert[1]) if expert else 0)
-        )
+        stem, number = EXPERT.sub(".experts.{e}.", stem), int(expert[1]) if expert else 0
+        names = (f"blk.{layer}.{name}.{kind}" for name, each in self.layer.items() if each == stem)
+        return next(((name, number) for name in names), None)
 
     def rotated(self, name: str) -> str | None:
         """Return "q" or "k" if the tensor's rows are queries or keys in another order."""
@@ -138,10 +133,8 @@ LARGEST_SIZES = {"gemma2": 46, "gemma3": 62}
 def architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
     """Return the architecture that the metadata names. Raises DataError if it is unknown."""
     name = metadata.get("general.architecture")
-    if metadata.get("general.type", "model") != "model" or metadata.get("split.count", 1) not in (
-        0,
-        1,
-    ):
+    is_part = metadata.get("split.count", 1) not in (0, 1)
+    if is_part or metadata.get("general.type", "model") != "model":
         raise DataError(
             "a GGUF is not a complete model",
             where=where,
@@ -171,22 +164,17 @@ def attributes(
     """Convert the metadata to the attributes of config.json.
 
     Args:
-      metadata: metadata of the file.
-      where: the file's name in errors.
+      metadata, where: metadata of the file, and its name in errors.
       vocab: rows of the embedding.
       is_tied: whether the file has no output matrix of its own.
       frequencies: divisors of the rotary frequencies, float32 [head_dim / 2], if the file has them.
 
-    Raises:
-      DataError: listing everything that is missing or not understood.
+    Raises DataError, listing everything that is missing or not understood.
     """
     arch = architecture(metadata, where)
     prefix = f"{metadata['general.architecture']}."
-    settings = {
-        key.removeprefix(prefix): value
-        for key, value in metadata.items()
-        if not key.startswith(NEUTRAL)
-    }
+    used = {key: value for key, value in metadata.items() if not key.startswith(NEUTRAL)}
+    settings = {key.removeprefix(prefix): value for key, value in used.items()}
     reader = Attributes(settings, where, what=WHAT)
     reader.ignore("vocab_size", "split.count", "split.no", "split.tensors.count")
     heads, width = reader.get("attention.head_count"), reader.get("embedding_length")
@@ -254,10 +242,8 @@ def _scaling(
     if kind == "none":
         reader.expect("rope.scaling.factor", 1.0, 0.0)
         return None
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": reader.get("rope.scaling.factor", kind=float),
-    }
+    factor = reader.get("rope.scaling.factor", kind=float)
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     original = reader.get("rope.scaling.original_context_length", context)
     reader.expect("rope.scaling.type", "linear", "yarn")
     if kind == "yarn":

@@ -65,22 +65,16 @@ class TensorEntry(NamedTuple):
 class GGUFFile:
     """Metadata and tensor locations of a file; tensor data is read only on request.
 
-    `unread` maps tensors in an unknown storage format to the format's number and the shape.
-
-    Raises:
-      InputMissing: if there is no such file.
-      DataError: if the header is damaged or impossible, or tensors overlap or exceed the file.
+    `unread` maps tensors in an unknown storage format to the format's number and the shape. Raises
+    InputMissing if there is no such file; DataError if the header is damaged or impossible, or
+    tensors overlap or exceed the file.
     """
 
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
-            raise InputMissing(
-                f"there is no file {path}",
-                where="--from",
-                why="a name that ends in .gguf is a file",
-                fix="find . -name '*.gguf'",
-            )
+            what, why = f"there is no file {path}", "a name that ends in .gguf is a file"
+            raise InputMissing(what, where="--from", why=why, fix="find . -name '*.gguf'")
         self._size = path.stat().st_size
         if not self._size:
             raise self._damaged("it is empty")
@@ -171,9 +165,8 @@ class GGUFFile:
             entry = TensorEntry(shape, storage, data + offset)
             end = entry.start + math.prod(shape[:-1]) * entry.row_bytes
             if offset % step or end > self._size:
-                raise self._damaged(
-                    f"{name!r:.80} would span bytes {entry.start:,} to {end:,} of {self._size:,}"
-                )
+                span = f"{entry.start:,} to {end:,} of {self._size:,}"
+                raise self._damaged(f"{name!r:.80} would span bytes {span}")
             taken.append((entry.start, end, name))
             self.tensors[name] = entry
         taken.sort()
@@ -221,18 +214,20 @@ class GGUFFile:
             raise self._damaged(f"it claims {count:,} {what!s:.80}, but {left:,} bytes are left")
 
     def _damaged(self, why: str) -> DataError:
-        return DataError(
-            "a file is not a complete GGUF",
-            where=str(self.path),
-            why=why,
-            fix="download the file again",
-        )
+        what = "a file is not a complete GGUF"
+        return DataError(what, where=str(self.path), why=why, fix="download the file again")
 
 
 def _dequantize(rows: np.ndarray, name: str, path: Path) -> np.ndarray:
-    """float32 [rows, numbers] of uint8 [rows, bytes]."""
+    """Return float32 [rows, numbers] of uint8 [rows, bytes]."""
+    gguf = library(f"reading {name}", path)
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])
+
+
+def library(purpose: str, path: Path) -> Any:
+    """Return the package `gguf`. Raises InputMissing if it is not installed."""
     try:
         import gguf
     except ImportError as error:
-        raise not_installed(f"reading {name}", "gguf", "gguf", where=str(path)) from error
-    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])
+        raise not_installed(purpose, "gguf", "gguf", where=str(path)) from error
+    return gguf

@@ -32,9 +32,8 @@ class TensorLocation(NamedTuple):
 class Gguf:
     """The model in one GGUF file.
 
-    Raises:
-      InputMissing: if there is no such file.
-      DataError: if the file is damaged, its architecture unknown, or a setting not understood.
+    Raises InputMissing if there is no such file; DataError if the file is damaged, its architecture
+    unknown, or a setting not understood.
     """
 
     def __init__(self, path: Path):
@@ -44,12 +43,9 @@ class Gguf:
         self._architecture: Architecture = gguf_config.architecture(metadata, str(path))
         table = tensors.get("token_embd.weight")
         if table is None:
-            raise DataError(
-                "a GGUF has no token_embd.weight",
-                where=str(path),
-                why=f"none of its {len(tensors)} tensors is the embedding",
-                fix="find . -name '*.gguf'",
-            )
+            why = f"none of its {len(tensors)} tensors is the embedding"
+            what = "a GGUF has no token_embd.weight"
+            raise DataError(what, where=str(path), why=why, fix="find . -name '*.gguf'")
         turned = tensors.get(FREQUENCIES)
         self.config = gguf_config.attributes(
             metadata,

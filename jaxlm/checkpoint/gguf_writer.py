@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxlm.checkpoint import gguf_config
 from jaxlm.checkpoint.gguf_config import ARCHITECTURES, named_after
+from jaxlm.checkpoint.gguf_file import library
 from jaxlm.checkpoint.gguf_source import FREQUENCIES
 from jaxlm.checkpoint.hub_tensors import HFTensor, round_to_dtype
-from jaxlm.core.errors import not_installed
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -34,8 +34,7 @@ class GGUFPlan:
       tensors: the tensors of a Hugging Face folder.
       dtype: dtype of the matrices: float32, bfloat16 or float16.
 
-    Raises:
-      ValueError: with the reason, if llama.cpp lacks the architecture or one of its tensors.
+    Raises ValueError, with the reason, if llama.cpp lacks the architecture or one of its tensors.
     """
 
     def __init__(self, attributes: Mapping[str, Any], tensors: Sequence[HFTensor], dtype: np.dtype):
@@ -68,14 +67,12 @@ class GGUFPlan:
         def rounded_scale(leaf: Any) -> Any:
             return (leaf.astype(np.float32) + 1) - 1
 
-        return {
-            part.path: rounded_scale
-            if self.architecture.is_scale(each.name)
-            else round_to_dtype(each.dtype)
-            for each in self.tensors
-            for theirs in each.parts
-            for part in theirs.parts
-        }
+        roundings: dict[str, Callable[[Any], Any]] = {}
+        for each in self.tensors:
+            is_scale = self.architecture.is_scale(each.name)
+            rounding = rounded_scale if is_scale else round_to_dtype(each.dtype)
+            roundings |= {part.path: rounding for theirs in each.parts for part in theirs.parts}
+        return roundings
 
     def write(
         self,
@@ -86,17 +83,11 @@ class GGUFPlan:
     ) -> None:
         """Write the file; one tensor, or the experts of a layer, is in memory at a time.
 
-        Args:
-          path: path of the file.
-          array: returns the numbers of a Hugging Face tensor.
-          tokenizer: metadata of the tokenizer.
-          title: the model's name.
-
-        Raises:
-          InputMissing: if the package `gguf` is not installed.
-          OSError: if the file cannot be written.
+        `array` returns the numbers of a Hugging Face tensor, `tokenizer` is metadata, and `title`
+        the model's name. Raises InputMissing if the package `gguf` is not installed; OSError if the
+        file cannot be written.
         """
-        gguf = library(path)
+        gguf = library("writing a GGUF", path)
         settings = {**self.metadata(), **tokenizer}
         writer = gguf.GGUFWriter(path, settings.pop("general.architecture"))
         try:
@@ -147,15 +138,6 @@ class GGUFPlan:
             yield GGUFTensor(name, shape, tuple(experts[i] for i in range(len(experts))), dtype)
 
 
-def library(where: Path) -> Any:
-    """Return the package `gguf`. Raises InputMissing if it is not installed."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise not_installed("writing a GGUF", "gguf", "gguf", where=str(where)) from error
-    return gguf
-
-
 def _declare(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
     kind = gguf.GGMLQuantizationType[STORED[dtype.name]]
     size = int(np.prod(shape)) * dtype.itemsize
@@ -165,8 +147,8 @@ def _declare(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], dtype: n
 def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
     """Add a setting with the type that llama.cpp expects."""
     kinds = gguf.GGUFValueType
+    kind = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
     if isinstance(value, list):
         writer.add_array(key, value)
-        return
-    kind = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    writer.add_key_value(key, value, kind[type(value)])
+    else:
+        writer.add_key_value(key, value, kind[type(value)])

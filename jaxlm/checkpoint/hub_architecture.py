@@ -21,26 +21,20 @@ PARTS = {arm.HUB.wrapper.model_type: arm for arm in get_args(Family) if arm.HUB.
 def read_family(folder: ModelSource, say: Log) -> tuple[Any, str]:
     """Return the family with its sizes, and the dtype of the matrices (float32 if they differ).
 
-    Raises:
-      DataError: if the family is unknown or an attribute is not understood.
+    Raises DataError if the family is unknown or an attribute is not understood.
     """
     raw = folder.config
     family = family_of(raw, str(folder.path / "config.json"))
     if raw.get("auto_map"):
-        say(
-            "the folder contains code (auto_map), which is never run: "
-            "the model is built from jaxlm's own modules"
-        )
+        ran = "which is never run: the model is built from jaxlm's own modules"
+        say(f"the folder contains code (auto_map), {ran}")
     matrix_dtypes = {dtype for dtype, shape in folder.tensors().values() if len(shape) > 1}
     stored = matrix_dtypes & DTYPES.keys()  # GPT-2 also stores masks of bytes
     dtype = DTYPES.get("".join(stored), DTYPES["F32"]).name
     claimed = raw.get("dtype") or raw.get("torch_dtype") or dtype
     if claimed != dtype:
-        held = " and ".join(sorted(stored))
-        say(
-            f"config.json declares {claimed!r:.40}, but the matrices are {held}: "
-            f"an export will be in {dtype}"
-        )
+        text = f"config.json declares {claimed!r:.40}, but the matrices are"
+        say(f"{text} {' and '.join(sorted(stored))}: an export will be in {dtype}")
     return family, dtype
 
 
@@ -48,12 +42,8 @@ def family_of(raw: dict[str, Any], where: str) -> Any:
     """Return the family that a config.json describes, validated. Raises DataError."""
     kind, known = raw.get("model_type"), ARMS | PARTS
     if not isinstance(kind, str) or kind not in known:
-        raise DataError(
-            f"model type {kind!r:.60} is not known",
-            where=where,
-            why=f"known are {', '.join(sorted(known))}",
-            fix="import a model of one of these types",
-        )
+        what, why = f"model type {kind!r:.60} is not known", f"known are {', '.join(sorted(known))}"
+        raise DataError(what, where=where, why=why, fix="import a model of one of these types")
     arm = known[kind]
     attributes = _part(raw, arm.HUB.wrapper, where) if kind in PARTS else Attributes(raw, where)
     family = arm.from_hub(attributes)
@@ -104,22 +94,17 @@ def namer(folder: ModelSource, hub: Hub) -> Callable[[str], str]:
 def compare(tensors: list[HFTensor], folder: ModelSource, hub: Hub, *, is_tied: bool) -> list[str]:
     """Compare the tensors with the folder's; return names of the folder that need not be read.
 
-    Raises:
-      DataError: listing all tensors that are missing, left over, or of another shape or dtype.
+    Raises DataError, listing all tensors that are missing, left over, or of another shape or dtype.
     """
     stored, expected = folder.tensors(), {each.name: each.shape for each in tensors}
     derived = (*hub.buffer_suffixes, hub.head_name) if is_tied else hub.buffer_suffixes
     left = stored.keys() - expected.keys()
     whole = hub.wrapper_of(folder.config)
-    others = (
-        *hub.ignored_prefixes,
-        *hub.mtp_prefixes(folder.config),
-        *(whole.other_prefixes if whole else ()),
-    )
+    outside = whole.other_prefixes if whole else ()
+    others = (*hub.ignored_prefixes, *hub.mtp_prefixes(folder.config), *outside)
     ignored = sorted(name for name in left if name.endswith(derived) or name.startswith(others))
-    problems = [
-        f"missing     {name} {list(expected[name])}" for name in expected if name not in stored
-    ]
+    missing = (name for name in expected if name not in stored)
+    problems = [f"missing     {name} {list(expected[name])}" for name in missing]
     problems += [f"unexpected  {name}" for name in sorted(left - set(ignored))]
     for name, shape in expected.items():
         dtype, stored_shape = stored.get(name, ("F32", shape))
@@ -141,14 +126,11 @@ def compare(tensors: list[HFTensor], folder: ModelSource, hub: Hub, *, is_tied: 
 def log_ignored(ignored: list[str], folder: ModelSource, hub: Hub, say: Log) -> None:
     """Log every tensor that was not read, and why; count those of unsupported layers and parts."""
     whole = hub.wrapper_of(folder.config)
-    parts = dict.fromkeys(
-        hub.mtp_prefixes(folder.config),
-        f"a multi-token prediction layer, which {hub.architecture} does not compute; "
-        "objective.name=mtp trains such heads from scratch",
-    ) | dict.fromkeys(
-        whole.other_prefixes if whole else (),
-        f"which is outside {hub.architecture}, the text model",
-    )
+    mtp = f"a multi-token prediction layer, which {hub.architecture} does not compute"
+    heads = f"{mtp}; objective.name=mtp trains such heads from scratch"
+    outside = f"which is outside {hub.architecture}, the text model"
+    parts = dict.fromkeys(hub.mtp_prefixes(folder.config), heads)
+    parts |= dict.fromkeys(whole.other_prefixes if whole else (), outside)
     for part, why in parts.items():
         if count := sum(name.startswith(part) for name in ignored):
             say(f"not read: {count} tensors of {part}*, {why}")

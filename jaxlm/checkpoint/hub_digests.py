@@ -30,8 +30,7 @@ def write(folder: Path) -> None:
 def compare(files: Sequence[Path]) -> list[str]:
     """Read every byte of files, and return the names of those without a recorded sha256.
 
-    Raises:
-      DataError: if the sha256 of a file differs from SHA256SUMS or from its name in the cache.
+    Raises DataError if the sha256 of a file differs from SHA256SUMS or from its name in the cache.
     """
     written = {folder: _written(folder) for folder in {path.parent for path in files}}
     expected = {
@@ -44,27 +43,21 @@ def compare(files: Sequence[Path]) -> list[str]:
         first = other[0]
         is_written = first.name in written[first.parent]
         source = NAME if is_written else "the file's name in the Hugging Face cache"
+        names = ", ".join(path.name for path in other[:SHOWN])
+        more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
+        listing, cached = (
+            shlex.quote(str(path)) for path in (first.parent / NAME, first.resolve())
+        )
         raise DataError(
-            f"{_named(other)} changed since the digest was recorded",
+            f"{names}{more} changed since the digest was recorded",
             where=str(first),
             why=f"its sha256 begins with {actual[first][:12]}; {source} has {expected[first][:12]}",
             fix="fetch the folder again from its origin\n"
-            f"rm {_quoted(first.parent / NAME)}    # if you changed the file yourself"
+            f"rm {listing}    # if you changed the file yourself"
             if is_written
-            else f"rm {_quoted(first.resolve())}    # then import again by name to download it",
+            else f"rm {cached}    # then import again by name to download it",
         )
     return [path.name for path in files if path not in expected]
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
-
-
-def _named(paths: list[Path]) -> str:
-    more = len(paths) - SHOWN
-    return ", ".join(path.name for path in paths[:SHOWN]) + (
-        f" and {more} more" if more > 0 else ""
-    )
 
 
 def _written(folder: Path) -> dict[str, str]:

@@ -43,16 +43,13 @@ def fetch_model(
     Progress is printed by `say`.
 
     Args:
-      name: the name of the model.
       others: names of files to fetch as well, if the model has them.
       check: called as (config, where) with config.json before anything large is fetched; raises
         what is wrong with it.
       show: called as (file, bytes done, bytes in total).
 
-    Raises:
-      CommandError: if the name is malformed.
-      InputMissing: if the hub is unreachable, refuses or lacks the model, or the model has no
-        safetensors.
+    Raises CommandError if the name is malformed; InputMissing if the hub is unreachable, refuses or
+    lacks the model, or the model has no safetensors.
     """
     model = _Model(name, show)
     info = model.listed()
@@ -66,9 +63,8 @@ def fetch_model(
         index = parsed_object(model.download(INDEX, info.sha).read_bytes(), INDEX)
         shards = index.get("weight_map")
         shards = set(shards.values()) if isinstance(shards, dict) else set()
-        weights += sorted(
-            file for file in sizes if file in shards and _is_top(file, ".safetensors")
-        )
+        top = (file for file in sizes if _is_top(file, ".safetensors"))
+        weights += sorted(file for file in top if file in shards)
     files = [*extras, *weights]
     origin = f"{PREFIX}{model.name}@{info.sha}"
     say(f"{origin}: {len(files)} files, {formatting.size(sum(sizes[file] for file in files))}")
@@ -88,9 +84,8 @@ class _Model:
         try:
             import huggingface_hub
         except ImportError as error:
-            raise not_installed(
-                "fetching a model by its name", "huggingface_hub", "hub", where=f"--from={source}"
-            ) from error
+            what, where = "fetching a model by its name", f"--from={source}"
+            raise not_installed(what, "huggingface_hub", "hub", where=where) from error
         self.name, self._revision = match["model"], match["revision"]
         self._given, self._show = source, show
         self._hub = huggingface_hub.HfApi(library_name="jaxlm")

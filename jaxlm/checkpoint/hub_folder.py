@@ -18,10 +18,7 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 MAX_JSON_BYTES = 64 * 2**20  # bytes; the largest published index has a tenth of it
 MAX_HEADER_BYTES = 100 * 2**20  # bytes, the limit of the library
 SHARD_BYTES = 4 * 2**30  # largest file written, unless one tensor is larger
-DTYPES = {
-    name: np.dtype(kind)
-    for name, kind in (("F32", "f4"), ("F16", "f2"), ("BF16", ml_dtypes.bfloat16))
-}
+DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -54,22 +51,17 @@ class Folder:
     """A local model folder; the tensors are listed before any is read.
 
     Nothing in it is executed: no pickle is opened and no code imported. A file that it names must
-    be inside the folder (in a Hugging Face cache: inside that model's part of the cache).
-
-    Raises:
-      InputMissing: if there is no folder, no config.json or no safetensors.
-      DataError: if a file is damaged, too large, or outside the folder.
+    be inside the folder (in a Hugging Face cache: inside that model's part of the cache). Raises
+    InputMissing if there is no folder, no config.json or no safetensors; DataError if a file is
+    damaged, too large, or outside the folder.
     """
 
     def __init__(self, path: Path):
         self.path = path
         if not path.is_dir():
-            raise InputMissing(
-                f"there is no folder {path}",
-                where="--from",
-                why="a model is a folder with config.json and *.safetensors, or a .gguf file",
-                fix="find . -name '*.safetensors'",
-            )
+            why = "a model is a folder with config.json and *.safetensors, or a .gguf file"
+            what = f"there is no folder {path}"
+            raise InputMissing(what, where="--from", why=why, fix="find . -name '*.safetensors'")
         is_cached = path.resolve().parent.name == "snapshots"
         self._root = path.resolve().parent.parent if is_cached else path.resolve()
         self.config = self.read_json("config.json")
@@ -84,12 +76,10 @@ class Folder:
     def read(self, name: str, largest: int) -> bytes:
         path = self._inside(name)
         if not path.is_file():
-            raise InputMissing(
-                f"there is no {name} in the folder",
-                where=str(self.path),
-                why="save_pretrained writes config.json and *.safetensors",
-                fix="find . -name '*.safetensors'",
-            )
+            why = "save_pretrained writes config.json and *.safetensors"
+            where = str(self.path)
+            what = f"there is no {name} in the folder"
+            raise InputMissing(what, where=where, why=why, fix="find . -name '*.safetensors'")
         if (size := path.stat().st_size) > largest:
             why = f"it has {size:,} bytes, and {largest:,} are allowed"
             raise damaged(f"{name} is too large", path, why)
@@ -114,9 +104,8 @@ class Folder:
             def fetch(name: str, within: Slices) -> np.ndarray:
                 file, *_ = self._files[name]
                 if file not in handles:
-                    handles[file] = stack.enter_context(
-                        safe_open(str(self._inside(file)), framework="numpy")
-                    )
+                    opened = safe_open(str(self._inside(file)), framework="numpy")
+                    handles[file] = stack.enter_context(opened)
                 return handles[file].get_slice(name)[within]
 
             yield fetch
@@ -160,8 +149,7 @@ class Folder:
             why = f"weight_map is {str(named)[:80]!r}"
             raise damaged(f"{INDEX} has no weight_map of names to files", self.path / INDEX, why)
         headers = {file: self._header(file) for file in sorted(set(named.values()))}
-        problems = []
-        locations: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+        problems, locations = [], {}  # type: list[str], dict[str, tuple[str, str, tuple[int, ...]]]
         for file, header in headers.items():
             for key, rest in header.items():
                 if key in locations:
@@ -190,22 +178,19 @@ class Folder:
         try:
             self._refuse_large_header(path)
             with safe_open(str(path), framework="numpy") as file:
-                parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-                return {
-                    key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts.items()
-                }
+                parts = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118
+                return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts}
         except FileNotFoundError as error:
+            what = f"there is no {name} in the folder"
             raise InputMissing(
-                f"there is no {name} in the folder",
-                where=str(self.path),
-                why=f"{INDEX} names it",
-                fix="download the folder again",
+                what, where=str(self.path), why=f"{INDEX} names it", fix="download the folder again"
             ) from error
         except (SafetensorError, ValueError, OSError) as error:
-            why = f"{type(error).__name__}: {error}"[:300]
-            raise damaged(
-                f"{name} is not a complete safetensors file", path, why, "file"
-            ) from error
+            what, why = (
+                f"{name} is not a complete safetensors file",
+                f"{type(error).__name__}: {error}",
+            )
+            raise damaged(what, path, why[:300], "file") from error
 
     def _refuse_large_header(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -246,14 +231,12 @@ def write_tensors(
     memory at a time.
 
     Args:
-      folder: folder to write to.
-      tensors: the tensors of the model.
+      folder, tensors: folder to write to, and the tensors of the model.
       array: returns the numbers of a tensor.
       dtype: dtype of the tensors that need not be exact.
       shard_bytes: largest file, unless one tensor is larger.
 
-    Raises:
-      NotWritable: if a file cannot be written.
+    Raises NotWritable if a file cannot be written.
     """
     from safetensors.numpy import save_file
 
@@ -264,18 +247,13 @@ def write_tensors(
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WHOLE
-        arrays = {
-            each.name: np.ascontiguousarray(_cast(array(each), each.file_dtype(dtype)))
-            for each in group
-        }
+        arrays = {each.name: _cast(array(each), each.file_dtype(dtype)) for each in group}
         try:
             save_file(arrays, str(folder / name), metadata={"format": "pt"})
         except Exception as error:  # the library has an error type of its own for a full disk
+            why, fix = f"{type(error).__name__}: {error}"[:300], "--out=another/folder"
             raise NotWritable(
-                f"{name} cannot be written",
-                where=str(folder / name),
-                why=f"{type(error).__name__}: {error}"[:300],
-                fix="--out=another/folder",
+                f"{name} cannot be written", where=str(folder / name), why=why, fix=fix
             ) from error
         weight_map |= dict.fromkeys(arrays, name)
     if len(groups) > 1:
@@ -307,4 +285,4 @@ def _groups(
 def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Cast an array; overflow becomes infinity, which the comparison after an export detects."""
     with np.errstate(over="ignore"):
-        return array.astype(dtype)
+        return np.ascontiguousarray(array.astype(dtype))

@@ -56,13 +56,10 @@ class HFTensor:
     def part(self, number: int, fetch: Fetch, within: Slices) -> np.ndarray:
         """Return a slice of a part; only the first input and first output dimension may be cut."""
         part = self.parts[number]
-        ins, outs = (
-            _span(part.shape[: part.ins], within),
-            _span(part.shape[part.ins :], within[part.ins :]),
-        )
-        shape = tuple(
-            len(range(*cut.indices(size))) for cut, size in zip(within, part.shape, strict=True)
-        )
+        ins = _span(part.shape[: part.ins], within)
+        outs = _span(part.shape[part.ins :], within[part.ins :])
+        cuts = (cut.indices(size) for cut, size in zip(within, part.shape, strict=True))
+        shape = tuple(len(range(*cut)) for cut in cuts)
         if self.layout == "by head":
             sizes = [each.shape[-1] for each in self.parts]
             before, size, all_sizes = sum(sizes[:number]), sizes[number], sum(sizes)
@@ -88,10 +85,8 @@ class HFTensor:
             matrix = array.reshape(ins, outs) if part.ins else array.reshape(outs)
             flat.append(matrix if self.layout == "same" else matrix.T)
         if self.layout == "by head":
-            apart = [
-                each.reshape(-1, part.shape[-1], *each.shape[1:])
-                for part, each in zip(self.parts, flat, strict=True)
-            ]
+            pairs = zip(self.parts, flat, strict=True)
+            apart = [each.reshape(-1, part.shape[-1], *each.shape[1:]) for part, each in pairs]
             return np.concatenate(apart, axis=1).reshape(self.shape)
         return np.concatenate(flat, axis=0 if self.layout == "transposed" else -1)
 
@@ -112,11 +107,7 @@ def _span(shape: tuple[int, ...], within: Slices) -> slice:
 
 
 def layout(config: ModelConfig, hub: Hub) -> list[HFTensor]:
-    """Return every HF tensor of a model, layer by layer.
-
-    Raises:
-      ConfigError: if a leaf of ours has no HF name.
-    """
+    """Return every HF tensor, layer by layer. Raises ConfigError if a leaf of ours has no name."""
     by_layer: dict[int | None, dict[str, LayerTensor]] = defaultdict(dict)
     for place in layer_tensors(config):
         by_layer[place.layer][place.tensor.path] = place
@@ -191,14 +182,10 @@ class Reader:
         if not lead:
             theirs, number = sources[()]
             return theirs.part(number, self._fetch, within).astype(dtype, copy=False)
-        starts, stops = zip(
-            *(cut.indices(size)[:2] for cut, size in zip(within, shape, strict=True)), strict=True
-        )
-        out = np.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype)
-        rest = tuple(slice(a, b) for a, b in zip(starts[lead:], stops[lead:], strict=True))
+        cuts = [slice(*cut.indices(size)[:2]) for cut, size in zip(within, shape, strict=True)]
+        out = np.empty([cut.stop - cut.start for cut in cuts], dtype)
         for index in np.ndindex(*out.shape[:lead]):
-            theirs, number = sources[
-                tuple(a + first for a, first in zip(index, starts, strict=False))
-            ]
-            out[index] = theirs.part(number, self._fetch, rest)
+            source = tuple(a + cut.start for a, cut in zip(index, cuts, strict=False))
+            theirs, number = sources[source]
+            out[index] = theirs.part(number, self._fetch, tuple(cuts[lead:]))
         return out

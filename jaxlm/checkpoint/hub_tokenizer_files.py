@@ -42,22 +42,17 @@ def read_tokenizer(folder: ModelSource, say: Log = lambda _: None) -> ImportedTo
     """Read a model's tokenizer, with the tokens around its documents and those that end an answer.
 
     SentencePiece models, WordPiece vocabularies, BPE merges and tiktoken ranks are converted to a
-    tokenizer.json first.
-
-    Raises:
-      InputMissing: if the folder has no tokenizer.
-      DataError: if the tokenizer is damaged, or no token ends a document.
+    tokenizer.json first. Raises InputMissing if the folder has no tokenizer; DataError if the
+    tokenizer is damaged, or no token ends a document.
     """
-    settings = (
-        folder.read_json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
-    )
+    name = "tokenizer_config.json"
+    settings = folder.read_json(name) if folder.has(name) else {}
     form = _form(folder, settings, say)
     where = str(folder.path / form.name)
     try:
         parsed = json.loads(form.content)
-        added = {
-            entry["content"]: entry["id"] for entry in parsed.get("added_tokens") or ()
-        } | _vocabulary(parsed)
+        extra = {entry["content"]: entry["id"] for entry in parsed.get("added_tokens") or ()}
+        added = extra | _vocabulary(parsed)
         begun = _begun(parsed)
     except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"[:300]
@@ -88,10 +83,8 @@ def read_tokenizer(folder: ModelSource, say: Log = lambda _: None) -> ImportedTo
         where=where,
     )
     if others := set(ends).difference(tokenizer.ends):
-        say(
-            f"eos_token_id {sorted(others)} is ignored: "
-            f"the tokenizer has only {tokenizer.size:,} ids"
-        )
+        why = f"the tokenizer has only {tokenizer.size:,} ids"
+        say(f"eos_token_id {sorted(others)} is ignored: {why}")
     return tokenizer
 
 
@@ -107,14 +100,12 @@ def _form(folder: ModelSource, settings: dict[str, Any], say: Log) -> TokenizerS
     if folder.has("tokenizer.json"):
         return TokenizerSource(folder.read("tokenizer.json", MAX_FILE_BYTES), "tokenizer.json")
     for form in (_sentencepiece, _word_pieces, _byte_pairs, _ranks):
-        form_read = form(folder, settings, say)
-        if form_read is not None:
-            where = str(folder.path / form_read.name)
-            content = with_extra_tokens(
-                form_read.content, _added(folder, settings, form_read), where
-            )
-            say(f"{form_read.name} was converted to a tokenizer.json, which an export has too")
-            return form_read._replace(content=content)
+        source = form(folder, settings, say)
+        if source is not None:
+            extra, where = _added(folder, settings, source), str(folder.path / source.name)
+            content = with_extra_tokens(source.content, extra, where)
+            say(f"{source.name} was converted to a tokenizer.json, which an export has too")
+            return source._replace(content=content)
     raise InputMissing(
         "there is no tokenizer in the folder",
         where=str(folder.path),
@@ -136,10 +127,8 @@ def _sentencepiece(
     vocabulary = pieces.read(model, where)
     content = pieces.as_json(vocabulary, where)
     if others := pieces.differences(model, content, where):
-        say(
-            f"{name} as a tokenizer.json encodes {len(others)} of {len(pieces.PROBES)} probe texts "
-            f"otherwise than SentencePiece; the first is {others[0]!a}"
-        )
+        count = f"{len(others)} of {len(pieces.PROBES)} probe texts otherwise than SentencePiece"
+        say(f"{name} as a tokenizer.json encodes {count}; the first is {others[0]!a}")
     return TokenizerSource(content, name, vocabulary.begins, vocabulary.ends)
 
 
@@ -210,9 +199,7 @@ def _added(
     vocabulary = _vocabulary(json.loads(form.content))
     named = [_text(settings.get(f"{name}_token")) for name in NAMED]
     ids = {text: vocabulary[text] for text in (*named, form.ends) if text in vocabulary}
-    tokens = {
-        number: ExtraToken(text, number, True) for text, number in ids.items() if text is not None
-    }
+    tokens = {n: ExtraToken(text, n, True) for text, n in ids.items() if text is not None}
     listed = settings.get("added_tokens_decoder")
     for key, entry in listed.items() if isinstance(listed, dict) else ():
         text = _text(entry)

@@ -31,28 +31,20 @@ THREADS = 4  # hashing releases the GIL
 # Names that Orbax gives to one process's arrays (a folder) and to their layout (a file elsewhere).
 _OF_PROCESS = re.compile(r"(?:ocdbt\.)?process_(\d+)")
 
+FileDigests = dict[str, tuple[int, str]]  # path below the step's directory -> (bytes, sha256)
 OnBytes = Callable[[int], object]  # called from any thread with the size of each chunk read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
-    """Description of a committed step that can be read without its arrays.
+class StepRecord:
+    """Description of a committed step that can be read without its arrays."""
 
-    Args:
-      step: completed updates.
-      owner: fencing id of the process that wrote the step.
-      loss_nats: evaluation loss that ranks steps; None if this step was not evaluated.
-      healthy: whether no update was skipped shortly before.
-      meta: the caller's JSON: cursor, config, fingerprints.
-      files: path below the step's directory -> (bytes, sha256).
-    """
-
-    step: int
-    owner: str
-    loss_nats: float | None
-    healthy: bool
-    meta: dict[str, Any]
-    files: dict[str, tuple[int, str]]
+    step: int  # completed updates
+    owner: str  # fencing id of the process that wrote the step
+    loss_nats: float | None  # evaluation loss that ranks steps; None without an evaluation
+    healthy: bool  # whether no update was skipped shortly before
+    meta: dict[str, Any]  # the caller's JSON: cursor, config, fingerprints
+    files: FileDigests
     format_version: int = FORMAT_VERSION
 
     def text(self) -> str:
@@ -73,21 +65,19 @@ def add_digest(text: str) -> str:
     return f'{body},{SELF}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
-def write(directory: epath.Path, record: Record) -> None:
+def write(directory: epath.Path, record: StepRecord) -> None:
     """Write the record into a step's directory and sync it to the disk."""
     (directory / NAME).write_text(record.text())
-    for path in (directory / NAME, directory):
-        disk.sync(path)
+    disk.sync(directory / NAME)
+    disk.sync(directory)
 
 
-def read(directory: epath.Path) -> Record:
+def read(directory: epath.Path) -> StepRecord:
     """Read the record of a step.
 
     Its own digest is compared first: one flipped bit can turn version "1" into another version.
-
-    Raises:
-      OtherFormat: if the record is undamaged but has another format.
-      DataError: if the record is missing or damaged.
+    Raises UnsupportedFormat if the record is undamaged but has another format; DataError if it is
+    missing or damaged.
     """
     try:
         text = (directory / NAME).read_bytes().decode()
@@ -104,20 +94,19 @@ def read(directory: epath.Path) -> Record:
             )
         del values["self"]
         files = {path: (size, digest) for path, (size, digest) in values.pop("files").items()}
-        return Record(**values, files=files)
+        return StepRecord(**values, files=files)
     except FileNotFoundError:
         raise _damaged(directory, f"{NAME} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(
-            directory, f"{NAME} cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{NAME} cannot be read: {type(error).__name__}: {error}"
+        raise _damaged(directory, why) from error
 
 
 def digests(
     directory: epath.Path,
     is_wanted: Callable[[str], bool] = lambda path: True,
     moved: OnBytes = lambda size: None,
-) -> dict[str, tuple[int, str]]:
+) -> FileDigests:
     """Return size and sha256 of each wanted file below a step's directory, except the record."""
     paths = [path for path in _paths(directory) if is_wanted(path)]
     hashes = hash_files([directory / path for path in paths], moved)
@@ -126,19 +115,14 @@ def digests(
 
 def merge_digests(
     directory: epath.Path, parts: Sequence[Mapping[str, Sequence[Any]]]
-) -> dict[str, tuple[int, str]]:
+) -> FileDigests:
     """Merge the digests of the processes of a run; each hashed the files that it wrote.
 
-    Files that belong to no process, such as the merged index, are hashed here.
-
-    Args:
-      directory: the step's directory, to which nothing is written anymore.
-      parts: path -> (bytes, sha256) from each process.
-
-    Raises:
-      RuntimeError: if a file of a process was hashed by no process or by two, or changed since.
+    Nothing is written to the step's directory anymore. Files that belong to no process, such as the
+    merged index, are hashed here. Raises RuntimeError if a file of a process was hashed by no
+    process or by two, or changed since.
     """
-    files: dict[str, tuple[int, str]] = {}
+    files: FileDigests = {}
     for part in parts:
         if twice := files.keys() & part.keys():
             raise RuntimeError(f"two processes hashed {min(twice)}")
@@ -196,9 +180,7 @@ def hash_files(paths: Iterable[Any], moved: OnBytes = lambda size: None) -> list
 
 
 def problems(
-    directory: epath.Path,
-    expected: Mapping[str, tuple[int, str]],
-    moved: OnBytes = lambda size: None,
+    directory: epath.Path, expected: FileDigests, moved: OnBytes = lambda size: None
 ) -> dict[str, str]:
     """Return the problem of each file of a step that differs from the expected, by path."""
     wrong, same_size = {}, []
@@ -221,10 +203,8 @@ def _is_inside(directory: epath.Path, path: str) -> bool:
     parts = PurePosixPath(path).parts
     if not parts or ".." in parts or PurePosixPath(path).is_absolute():
         return False
-    for end in range(1, len(parts) + 1):
-        if os.path.islink(directory.joinpath(*parts[:end])):
-            return False
-    return (directory / path).is_file()
+    stems = (directory.joinpath(*parts[:end]) for end in range(1, len(parts) + 1))
+    return not any(map(os.path.islink, stems)) and (directory / path).is_file()
 
 
 def _paths(directory: epath.Path, above: str = "") -> Iterator[str]:
@@ -242,7 +222,7 @@ def _digest(path: epath.Path, moved: OnBytes) -> tuple[int, str]:
     size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
-            faults.transfer("store.read", len(chunk))
+            faults.point("store.read", size=len(chunk))
             size += len(chunk)
             digest.update(chunk)
             moved(len(chunk))
@@ -250,9 +230,6 @@ def _digest(path: epath.Path, moved: OnBytes) -> tuple[int, str]:
 
 
 def _damaged(directory: epath.Path, why: str) -> DataError:
-    return DataError(
-        f"checkpoint {directory.name} is damaged",
-        where=str(directory),
-        why=why,
-        fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(directory.parent.parent))}",
-    )
+    fix = f"jaxlm checkpoint list --workdir={shlex.quote(str(directory.parent.parent))}"
+    where = str(directory)
+    return DataError(f"checkpoint {directory.name} is damaged", where=where, why=why, fix=fix)

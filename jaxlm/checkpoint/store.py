@@ -19,7 +19,7 @@ from etils import epath
 
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.record import Record
+from jaxlm.checkpoint.record import StepRecord
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import disk, faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_keep, listed
@@ -44,8 +44,7 @@ class Store:
     and removes directories.
 
     Args:
-      directory: parent directory of the steps.
-      config: which steps are kept.
+      directory, config: parent directory of the steps, and which of them are kept.
       rewind_steps: distance of a rewind in steps; a healthy step at least that old is kept.
       owner: fencing id of the process that writes.
       is_owner: returns whether the process still owns the run; called before each commit.
@@ -80,9 +79,9 @@ class Store:
         self._peers = peers or Peers()
         self._is_first = is_first = self._peers.is_first
         self._save_seconds = math.ceil(save_seconds or NO_LIMIT_SECONDS)
-        self._pending: Record | None = None  # the step that is being written
+        self._pending: StepRecord | None = None  # the step that is being written
         # Digests of that step's files that this process wrote.
-        self._own: dict[str, tuple[int, str]] | None = None
+        self._own: records.FileDigests | None = None
         self._remover = concurrent.futures.ThreadPoolExecutor(1, "retired")
         self._removal: concurrent.futures.Future[None] | None = None
         # Errors that Orbax logs are raised here.
@@ -111,7 +110,7 @@ class Store:
             return []
         return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdigit())
 
-    def record(self, step: int) -> Record:
+    def record(self, step: int) -> StepRecord:
         """Read a step's record. Raises DataError if it is missing, damaged or of another format."""
         return records.read(self._path(step))
 
@@ -136,10 +135,8 @@ class Store:
         """Return the newest step whose every byte is as written; None if none was ever committed.
 
         Steps in `without` are skipped. `note` is called with each newer step that is damaged, and
-        its problems. Nothing is moved.
-
-        Raises:
-          DataError: if there are steps and all are damaged, or one has another format.
+        its problems. Nothing is moved. Raises DataError if there are steps and all are damaged, or
+        one has another format.
         """
         damaged_steps: list[tuple[int, list[str]]] = []
         for step in (step for step in reversed(self.steps()) if step not in without):
@@ -187,21 +184,16 @@ class Store:
         """Copy the state off the device, then write it in the background.
 
         When this returns, `state` may be donated; a low-memory store needs `wait` before that.
+        Raises SaveFailed if an earlier save failed, or this save cannot begin.
 
         Args:
-          step: completed updates.
           state: a named tuple or dict of trees of arrays; parts that are None are not stored.
-          meta: JSON kept in the record.
-          loss_nats: evaluation loss that ranks the step, if it was evaluated.
-          healthy: whether no update was skipped shortly before.
-
-        Raises:
-          SaveFailed: if an earlier save failed, or this save cannot begin.
+          step, meta, loss_nats, healthy: fields of the step's record.
         """
         self.wait()
         faults.point("save.begin", step)
         self._own = None
-        self._pending = Record(
+        self._pending = StepRecord(
             step=step,
             owner=self._owner,
             loss_nats=None if loss_nats is None else float(loss_nats),
@@ -227,9 +219,7 @@ class Store:
     def wait(self) -> None:
         """Wait until every save is committed and synced, and the steps it replaces are removed.
 
-        Raises:
-          SaveFailed: if a save or a removal failed.
-          InUse: if another process owned the run when the save was to be committed.
+        Raises SaveFailed if one failed; InUse if another process owned the run at the commit.
         """
         try:
             self._orbax.wait_until_finished()
@@ -242,9 +232,8 @@ class Store:
     def restore(self, step: int, abstract: Any) -> Any:
         """Restore the state of a step into the shapes, dtypes and shardings of `abstract`.
 
-        Raises:
-          DataError: if a leaf is missing, left over, or of another shape or dtype. Orbax would cast
-            a dtype silently.
+        Raises DataError if a leaf is missing, left over, or of another shape or dtype. Orbax would
+        cast a dtype silently.
         """
         self._compare(step, _layout(abstract), self.layout(step))
         faults.point("restore.read", step)
@@ -348,15 +337,15 @@ class Store:
         """Return the path at which Orbax writes a step before the commit."""
         return self._path(step).with_name(f"{step}{PARTIAL_SUFFIXES[0]}")
 
-    def _records(self) -> list[Record]:
-        records_read = []
+    def _records(self) -> list[StepRecord]:
+        valid = []
         for step in self.steps():
             with contextlib.suppress(DataError):
-                records_read.append(self.record(step))
-        return records_read
+                valid.append(self.record(step))
+        return valid
 
     def _checked(self, step: int) -> list[str]:
-        """Return the problems of a step; raise OtherFormat, because such a step is not damaged."""
+        """Return the problems of a step; raise UnsupportedFormat: such a step is not damaged."""
         faults.point("restore.verify", step)
         try:
             return self.verifier.problems(self._path(step))
@@ -412,12 +401,10 @@ class Store:
     def _refuse_if_lost(self, step: int) -> None:
         """Raise InUse if this process does not own the run anymore."""
         if not self._is_owner():
-            raise InUse(
-                "another process has taken over this run",
-                where=str(self.directory),
-                why=f"step {step} was not committed",
-                fix="--workdir=runs/another",
-            )
+            why = f"step {step} was not committed"
+            fix = "--workdir=runs/another"
+            where = str(self.directory)
+            raise InUse("another process has taken over this run", where=where, why=why, fix=fix)
 
     def _retire(self) -> None:
         """Start removing the steps that need not be kept; damaged ones wait for the quarantine."""
@@ -457,36 +444,28 @@ class Store:
         if not differences:
             return
         more = f"\nand {len(differences) - 3} more" if len(differences) > 3 else ""
-        why = "\n".join(differences[:3]) + more
+        where, why = str(self._path(step)), "\n".join(differences[:3]) + more
+        fix = "--workdir=runs/another"
         # Another version of jaxlm may store the optimizer's state in another form.
         if all(line.startswith("opt_state/") for line in differences):
-            raise DataError(
-                f"checkpoint {step} has another optimizer state, in {len(differences)} leaves",
-                where=str(self._path(step)),
-                why=why,
-                fix="--reset_optimizer    # keeps the parameters, resets the optimizer's state\n"
-                "--workdir=runs/another",
-            )
-        raise DataError(
-            f"checkpoint {step} does not match the model in {len(differences)} leaves",
-            where=str(self._path(step)),
-            why=why,
-            fix="--workdir=runs/another",
-        )
+            what = f"checkpoint {step} has another optimizer state, in {len(differences)} leaves"
+            reset = "--reset_optimizer    # keeps the parameters, resets the optimizer's state"
+            fix = f"{reset}\n{fix}"
+            raise DataError(what, where=where, why=why, fix=fix)
+        what = f"checkpoint {step} does not match the model in {len(differences)} leaves"
+        raise DataError(what, where=where, why=why, fix=fix)
 
     def _failed(self, error: BaseException) -> SaveFailed | InUse:
         if isinstance(error, InUse):
             return error
+        where = str(self.directory)
         if isinstance(error, TimeoutError) and error.errno is None:  # not of the file system
-            return SaveFailed(
-                f"a checkpoint was not committed within {self._save_seconds} s",
-                where=str(self.directory),
-                why=f"that is watch.save: {error}",
-                fix=f"--config.watch.save={2 * self._save_seconds}s    # if the disk is that slow",
-            )
+            what = f"a checkpoint was not committed within {self._save_seconds} s"
+            fix = f"--config.watch.save={2 * self._save_seconds}s    # if the disk is that slow"
+            return SaveFailed(what, where=where, why=f"that is watch.save: {error}", fix=fix)
         return SaveFailed(
             "a checkpoint could not be written",
-            where=str(self.directory),
+            where=where,
             why=f"{type(error).__name__}: {error}",  # may end with the actual cause
             fix="free space there, then run the same command again: "
             "training resumes at the last committed step",
@@ -514,7 +493,7 @@ def _layout(tree: Any) -> dict[str, str]:
 
 
 def retained_steps(
-    records: Sequence[Record], config: CheckpointConfig, *, rewind_steps: int = 0
+    records: Sequence[StepRecord], config: CheckpointConfig, *, rewind_steps: int = 0
 ) -> set[int]:
     """Return the steps to keep.
 
@@ -527,9 +506,7 @@ def retained_steps(
     """
     steps = sorted(record.step for record in records)
     keep = set(steps[-config.keep_last :]) | ({0} & set(steps))
-    ranked = sorted(
-        (record.loss_nats, record.step) for record in records if record.loss_nats is not None
-    )
+    ranked = sorted((r.loss_nats, r.step) for r in records if r.loss_nats is not None)
     keep |= {step for _, step in ranked[: config.keep_best]}
     if config.keep_every is not None:
         keep |= {step for step in steps if step % config.keep_every == 0}

@@ -14,6 +14,7 @@ from typing import Any
 from etils import epath
 
 from jaxlm.checkpoint import record as records
+from jaxlm.checkpoint.record import FileDigests
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError
 from jaxlm.monitor.formatting import ProgressLines
@@ -27,12 +28,9 @@ WAIT_SECONDS = 30 * 24 * 3600
 class Verifier:
     """Compares size and sha256 of a step's files with its record.
 
-    Args:
-      peers: the processes that share the work; None for this process alone.
-      phase: context manager entered while `decide` runs.
-      moved: called from any thread whenever bytes were read.
-
-    If hashing takes long, `say` prints lines of progress.
+    `peers` are the processes that share the work, by default this process alone. `phase` is a
+    context manager entered while `decide` runs, and `moved` is called from any thread whenever
+    bytes were read. If hashing takes long, `say` prints lines of progress.
     """
 
     def __init__(
@@ -63,10 +61,8 @@ class Verifier:
     def problems(self, directory: epath.Path) -> list[str]:
         """Return the problems of a step, one line each; empty if every byte is as written.
 
-        In a run of several processes only the first may call it, inside `decide`.
-
-        Raises:
-          DataError: if the record itself is missing or damaged.
+        In a run of several processes only the first may call it, inside `decide`. Raises DataError
+        if the record itself is missing or damaged.
         """
         files = records.read(directory).files
         self._share({"verify": str(directory)})
@@ -88,9 +84,7 @@ class Verifier:
         expected = {path: files[path] for path in part}
         return records.problems(directory, expected, self._progress(directory, expected))
 
-    def _progress(
-        self, directory: epath.Path, expected: dict[str, tuple[int, str]]
-    ) -> Callable[[int], None]:
+    def _progress(self, directory: epath.Path, expected: FileDigests) -> Callable[[int], None]:
         """Return a function that counts bytes read and prints progress."""
         total, count = sum(size for size, _ in expected.values()), self._peers.count
         what = f"verifying checkpoint {directory.name}"

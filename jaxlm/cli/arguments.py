@@ -20,6 +20,7 @@ RUN = "jaxlm.recipes.config:Run"  # schema of the settings on the command line
 RUNS = ("*", "*/*")  # folders that are searched for runs
 SHOWN = 4  # lines of a fix
 DEFAULTS = "defaults.json"  # a config that leaves every setting at its default
+WRITE_DEFAULTS = f"echo '{{}}' > {DEFAULTS}"
 SAVED_CONFIG = "the run uses the config that it was saved with"
 CPU_DEVICES = ("--cpu_devices", "N", int, "number of devices to split the CPU into")
 
@@ -59,37 +60,24 @@ def known_as(flag: str) -> str:
     return "--config.a.b" if flag.startswith("--config.") else flag
 
 
-def withhold(parser: argparse.ArgumentParser, why: str, *flags: str) -> None:
-    """Remove flags of SHARED, by default those of the config, from a verb or an action."""
-    parser.set_defaults(withheld=dict.fromkeys(flags or ("--config", "--config.a.b"), why))
-
-
 def check_taken(prog: str, withheld: dict[str, str], shared: Shared, rest: list[str]) -> None:
-    """Refuse shared flags that the verb does not take; `rest` are the verb's own words.
+    """Raise CommandError for a shared flag that the verb does not take; `rest` are its own words.
 
-    Raises:
-      CommandError: if there is one. The fix is the command line without it; words after `--` take
-        the flag instead.
+    The fix is the command line without the flag; words after `--` take the flag instead.
     """
     accepted = shared.words(withheld)
-    refused = [word for word in shared.words() if word not in accepted]
-    if not refused:
-        return
-    name = refused[0].partition("=")[0]
-    moved = refused if "--" in rest else []
-    raise CommandError(
-        f"{prog.removeprefix('jaxlm ')} takes no {name}",
-        where=f"{prog} {shlex.join(refused)}",
-        why=withheld[known_as(name)],
-        fix=shlex.join([*prog.split()[:2], *accepted, *rest, *moved]),
-    )
+    if refused := [word for word in shared.words() if word not in accepted]:
+        name = refused[0].partition("=")[0]
+        what, where = f"{prog.removeprefix('jaxlm ')} takes no {name}", shlex.join(refused)
+        moved = refused if "--" in rest else []
+        fix = shlex.join([*prog.split()[:2], *accepted, *rest, *moved])
+        raise CommandError(what, where=f"{prog} {where}", why=withheld[known_as(name)], fix=fix)
 
 
 def extract(words: Sequence[str]) -> tuple[Shared, list[str]]:
     """Separate the shared flags before a `--` from the verb's own words.
 
-    Raises:
-      CommandError: if a flag lacks its value, or a switch has one.
+    Raises CommandError if a flag lacks its value, or a switch has one.
     """
     shared, rest = Shared(), []
     index = 0
@@ -119,28 +107,17 @@ def extract(words: Sequence[str]) -> tuple[Shared, list[str]]:
 
 
 def needed(args: Any, name: str, *, fix: str = "") -> str:
-    """Return the value of a shared flag that this verb needs.
-
-    Raises:
-      CommandError: if it is missing; `fix` is what to add to the command line.
-    """
+    """Return a shared flag that the verb needs. Raises CommandError; `fix` is what to add."""
     value = getattr(args, name)
     if not value:
-        raise CommandError(
-            f"--{name} is needed",
-            where=f"jaxlm {shlex.join(args.words)}",
-            why=f"this verb needs the {SHARED[f'--{name}'][1]}",
-            fix=fix or _example(f"--{name}"),
-        )
+        where, why = shlex.join(args.words), f"this verb needs the {SHARED[f'--{name}'][1]}"
+        fix = fix or _example(f"--{name}")
+        raise CommandError(f"--{name} is needed", where=f"jaxlm {where}", why=why, fix=fix)
     return value
 
 
 def needed_run(args: Any) -> str:
-    """Return --workdir of a verb that reads a run.
-
-    Raises:
-      CommandError: if it is missing; the fix names runs near the current directory.
-    """
+    """Return --workdir. Raises CommandError without it; the fix names runs near this directory."""
     folders = {path.parent for pattern in RUNS for path in Path().glob(f"{pattern}/config.json")}
     runs = sorted(path for path in folders if (path / "checkpoints").is_dir())
     flags = [f"--workdir={shlex.quote(str(path))}" for path in runs[:SHOWN]]
@@ -148,11 +125,7 @@ def needed_run(args: Any) -> str:
 
 
 def needed_config(args: Any, schema: type, folder: str = "") -> str:
-    """Return --config of a verb that needs one.
-
-    Raises:
-      CommandError: if it is missing; the fix names configs that load with the other flags.
-    """
+    """Return --config. Raises CommandError without it; the fix names configs that load."""
     if args.config:
         return str(args.config)
     flags = []
@@ -172,11 +145,7 @@ def _defaults() -> str:
     """Return what to paste if no config is near: an installed package has none."""
     if Path(DEFAULTS).exists():
         return f"--config={DEFAULTS}"
-    return f"{_write_defaults()}    # every setting at its default; then add --config={DEFAULTS}"
-
-
-def _write_defaults() -> str:
-    return f"echo '{{}}' > {DEFAULTS}"
+    return f"{WRITE_DEFAULTS}    # every setting at its default; then add --config={DEFAULTS}"
 
 
 def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **options: Any) -> None:
@@ -201,21 +170,6 @@ def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **option
     parser.add_argument(name, help=doc, **options)
 
 
-def add_switch(parser: Any, name: str, doc: str) -> None:
-    """Add a flag without a value."""
-    parser.add_argument(name, action="store_true", help=doc)
-
-
-def add_run_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that select a step and the weights of a run; see `selection`."""
-    withhold(parser, SAVED_CONFIG)
-    add_flag(parser, "--step", "STEP", int, "committed step to use (newest)")
-    add_switch(parser, "--best", "use the step with the lowest validation loss")
-    doc = "trained parameters, or the average that the run maintains"
-    add_flag(parser, "--weights", ["raw", "ema", "swa"], "raw", doc)
-    add_flag(parser, *CPU_DEVICES)
-
-
 def selection(args: Any, *names: str) -> dict[str, Any]:
     """Return the values of some flags, by default of those of `add_run_selection`."""
     names = names or ("step", "best", "weights", "cpu_devices")
@@ -233,7 +187,7 @@ def train_next(folder: str, data: dict[str, str], file: str | None = None) -> st
     config = file or next(map(str, config_file.shipped()), None)
     flags = [f"--config.{path}={value or '()'}" for path, value in data.items()]
     words = [f"--config={config or DEFAULTS}", f"--workdir=runs/{Path(folder).name}", *flags]
-    first = "" if config or Path(DEFAULTS).exists() else f"{_write_defaults()} && "
+    first = "" if config or Path(DEFAULTS).exists() else f"{WRITE_DEFAULTS} && "
     return f"next: {first}jaxlm train {shlex.join(words)}"
 
 
@@ -244,28 +198,23 @@ def _for_setting(schema: type, name: str, value: str | None) -> str | None:
     command that lists what is known of the setting: `--epochs=3` names no source.
     """
     fix = problems.for_flag(schema, name, value)
-    if not fix or not fix.startswith(("--config.", "'--config.")):
-        return fix
-    path, _, text = shlex.split(fix)[0].removeprefix("--config.").partition("=")
-    try:
-        load.load(schema, None, [(path, text)])
-    except JaxlmError as error:
-        is_own = f"--config.{path}=" in error.where
-        if is_own and error.fix.startswith(problems.EXPLAIN):
-            return problems.explain(path)
+    if fix and fix.startswith(("--config.", "'--config.")):
+        path, _, text = shlex.split(fix)[0].removeprefix("--config.").partition("=")
+        try:
+            load.load(schema, None, [(path, text)])
+        except JaxlmError as error:
+            is_own = f"--config.{path}=" in error.where
+            if is_own and error.fix.startswith(problems.EXPLAIN):
+                return problems.explain(path)
     return fix
 
 
 def at_least_one(verb: str, args: Any, *names: str) -> None:
     """Raise CommandError if one of these flags is below 1."""
     for name in names:
-        if getattr(args, name) < 1:
-            raise CommandError(
-                f"--{name}={getattr(args, name)} is below 1",
-                where=verb,
-                why=f"--{name} must be at least 1",
-                fix=f"{verb} --help",
-            )
+        if (value := getattr(args, name)) < 1:
+            what, why = f"--{name}={value} is below 1", f"--{name} must be at least 1"
+            raise CommandError(what, where=verb, why=why, fix=f"{verb} --help")
 
 
 def read_share(text: str, most: float, flag: str, verb: str) -> float:
@@ -275,12 +224,8 @@ def read_share(text: str, most: float, flag: str, verb: str) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= most:
-        raise CommandError(
-            f"{flag}={text} is not a share",
-            where=verb,
-            why=f"{flag} must be above 0% and at most {most:.0%}",
-            fix=f"{verb} --help",
-        )
+        what, why = f"{flag}={text} is not a share", f"must be above 0% and at most {most:.0%}"
+        raise CommandError(what, where=verb, why=f"{flag} {why}", fix=f"{verb} --help")
     return share
 
 
@@ -300,6 +245,33 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
+        self._choices: Any = None
+
+    def add_action(self, name: str, run: Any, doc: str) -> "Parser":
+        """Add an action, whose `run(args, out)` returns the exit code, and return its parser."""
+        if self._choices is None:
+            self._choices = self.add_subparsers(dest="action", required=True)
+        action = self._choices.add_parser(name, help=doc)
+        action.set_defaults(run_action=run)
+        self._choices.metavar = "|".join(self._choices.choices)
+        return action
+
+    def add_switch(self, name: str, doc: str) -> None:
+        """Add a flag without a value."""
+        self.add_argument(name, action="store_true", help=doc)
+
+    def withhold(self, why: str, *flags: str) -> None:
+        """Remove flags of SHARED, by default those of the config, from a verb or an action."""
+        self.set_defaults(withheld=dict.fromkeys(flags or ("--config", "--config.a.b"), why))
+
+    def add_run_selection(self) -> None:
+        """Add the flags that select a step and the weights of a run; see `selection`."""
+        self.withhold(SAVED_CONFIG)
+        add_flag(self, "--step", "STEP", int, "committed step to use (newest)")
+        self.add_switch("--best", "use the step with the lowest validation loss")
+        doc = "trained parameters, or the average that the run maintains"
+        add_flag(self, "--weights", ["raw", "ema", "swa"], "raw", doc)
+        add_flag(self, *CPU_DEVICES)
 
     def add_shared(self) -> None:
         """List the shared flags in `--help`; `extract` reads them."""
@@ -315,12 +287,9 @@ class Parser(argparse.ArgumentParser):
         word = words[0]
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
-            return CommandError(
-                f"unexpected word {word!r}",
-                where=f"{self.prog} ... {word}",
-                why="the verb takes no more words",
-                fix=f"{self.prog} --help",
-            )
+            where, why = f"{self.prog} ... {word}", "the verb takes no more words"
+            what, fix = f"unexpected word {word!r}", f"{self.prog} --help"
+            return CommandError(what, where=where, why=why, fix=fix)
         typed = value if equals else next((w for w in words[1:2] if not w.startswith("-")), None)
         action = getattr(args, "action", None)
         flags = self._flags(action)
@@ -330,8 +299,10 @@ class Parser(argparse.ArgumentParser):
         withheld = getattr(args, "withheld", {})
         schema = "" if "--config.a.b" in withheld else getattr(args, "schema", RUN)
         setting = None
-        if schema and not is_spelling:
-            setting = _for_setting(_loaded(schema), name.lstrip("-"), typed)
+        if schema and not is_spelling:  # verbs are parsed without the config's modules
+            module, _, kind = schema.partition(":")
+            loaded = getattr(importlib.import_module(module), kind)
+            setting = _for_setting(loaded, name.lstrip("-"), typed)
         if setting:
             why, fix = "it is a setting of the config, not a flag of the verb", setting
         elif meant:
@@ -352,11 +323,7 @@ class Parser(argparse.ArgumentParser):
         return flags
 
     def read(self, rest: Sequence[str], words: Sequence[str]) -> tuple[Any, list[str]]:
-        """Parse the verb's own words, `rest` of the whole command line `words`.
-
-        Raises:
-          CommandError: if they do not fit the verb.
-        """
+        """Parse the verb's own words, `rest` of the command line `words`. Raises CommandError."""
         try:
             return self.parse_known_args(rest)
         except _Misfit as misfit:
@@ -382,16 +349,13 @@ class _Misfit(Exception):
         if choice:
             choices = re.findall(r"[\w.-]+", choice[2])
             meant = nearest_word(choice[1], choices)
-            if meant and not flag:
-                meant = shlex.join(
-                    [self.prog.partition(" ")[0], *(meant if w == choice[1] else w for w in words)]
-                )
-            return CommandError(
-                f"{choice[1]!r} is not one of {', '.join(choices)}",
-                where=self.prog,
-                why="the fix has the nearest" if meant else "none of them is near",
-                fix=(f"{flag}={meant}" if flag else meant) if meant else f"{self.prog} --help",
-            )
+            fix, why = f"{self.prog} --help", "none of them is near"
+            if meant:
+                repaired = [meant if word == choice[1] else word for word in words]
+                line = shlex.join([self.prog.partition(" ")[0], *repaired])
+                fix, why = f"{flag}={meant}" if flag else line, "the fix has the nearest"
+            what = f"{choice[1]!r} is not one of {', '.join(choices)}"
+            return CommandError(what, where=self.prog, why=why, fix=fix)
         number = re.search(r"invalid (int|float) value: '(.*)'", self.message)
         if flag and number:
             count = Setting(name=flag, kind=int if number[1] == "int" else float, default=0)
@@ -401,12 +365,8 @@ class _Misfit(Exception):
         return self._error(f"{self.prog} --help")
 
     def _error(self, fix: str) -> CommandError:
-        return CommandError(
-            self.message.removeprefix("argument "),
-            where=self.prog,
-            why="the command line does not fit the verb",
-            fix=fix,
-        )
+        what, why = self.message.removeprefix("argument "), "the command line does not fit the verb"
+        return CommandError(what, where=self.prog, why=why, fix=fix)
 
 
 def _takes(action: argparse.Action, value: str | None) -> bool:
@@ -418,9 +378,3 @@ def _takes(action: argparse.Action, value: str | None) -> bool:
     except (ValueError, argparse.ArgumentTypeError):
         return False
     return action.choices is None or read in action.choices
-
-
-def _loaded(schema: str) -> type:
-    """Return the class `module:Class`; verbs are parsed without the config's modules."""
-    module, _, name = schema.partition(":")
-    return getattr(importlib.import_module(module), name)

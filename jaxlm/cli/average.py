@@ -1,15 +1,15 @@
 """Average the parameters of checkpoints, of one run or of several runs, into a new run."""
 
-import argparse
 from pathlib import Path
+from typing import Any
 
-from jaxlm.cli.arguments import SAVED_CONFIG, add_flag, needed_run, selection, withhold
+from jaxlm.cli.arguments import SAVED_CONFIG, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    withhold(parser, SAVED_CONFIG)
+def add_arguments(parser: Parser) -> None:
+    parser.withhold(SAVED_CONFIG)
     add_flag(parser, "--out", "DIR", str, "new run directory", required=True)
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--steps", default="", metavar="A,B,C", help="committed steps of the run")
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--accumulate", ["float32", "float64"], "float64", "dtype of the sums")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     workdir, target = Path(needed_run(args)), Path(args.out)
 
     from jaxlm.recipes.use.average import Options, average
@@ -34,20 +34,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
         **selection(args, "newest", "accumulate"),
     )
     answer = average(options, out.log)
-    lines = [
-        f"{each['share']:.3f} of step {each['step']} of {each['run']}" for each in answer["of"]
-    ]
-    out.result(answer, "\n".join([f"{target}: {answer['parameters']:,} parameters", *lines]))
-    return 0
+    parts = [f"{row['share']:.3f} of step {row['step']} of {row['run']}" for row in answer["of"]]
+    return out.result(answer, [f"{target}: {answer['parameters']:,} parameters", *parts])
 
 
 def _numbers(flag: str, text: str, kind: type) -> tuple:
     try:
         return tuple(kind(each) for each in text.split(",") if each.strip())
     except ValueError:
-        raise CommandError(
-            f"--{flag} takes numbers separated by commas",
-            where=f"--{flag}={text}",
-            why=f"one of them is not {'a whole number' if kind is int else 'a number'}",
-            fix="jaxlm average --help",
-        ) from None
+        what, fix = f"--{flag} takes numbers separated by commas", "jaxlm average --help"
+        why = f"one of them is not {'a whole number' if kind is int else 'a number'}"
+        raise CommandError(what, where=f"--{flag}={text}", why=why, fix=fix) from None

@@ -24,13 +24,8 @@ def progress_bars(out: Output, doing: str = "") -> Iterator[OnProgress]:
     from rich import progress as rich
     from rich.console import Console
 
-    columns = (
-        rich.TextColumn(f"{doing}{{task.description}}"),
-        rich.BarColumn(),
-        rich.DownloadColumn(),
-        rich.TransferSpeedColumn(),
-        rich.TimeRemainingColumn(),
-    )
+    numbers = (rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+    columns = (rich.TextColumn(f"{doing}{{task.description}}"), rich.BarColumn(), *numbers)
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 

@@ -5,12 +5,11 @@ memory: no data is read. --config.a.b=V changes a setting of all sizes. --compar
 the JSON of an earlier time or of another machine.
 """
 
-import argparse
 import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import add_flag, withhold
+from jaxlm.cli.arguments import Parser, add_flag
 from jaxlm.cli.output import Output, columns
 from jaxlm.core.disk import read_json
 from jaxlm.core.errors import DataError
@@ -19,16 +18,16 @@ from jaxlm.monitor import environment, formatting, sinks
 MAX_BYTES = 2**20  # of an earlier result
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     why = "all machines use the same sizes, to be comparable; --config.a.b=V changes all of them"
-    withhold(parser, why, "--config")
+    parser.withhold(why, "--config")
     doc = "sizes among 0.8M, 4M, 124M, 1B (two that suit the devices)"
     add_flag(parser, "--sizes", "A,B", str, doc)
     add_flag(parser, "--seconds", "X", 10.0, "time of the steps of each size")
     add_flag(parser, "--compare", "FILE", str, "JSON of an earlier bench")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     before = _read(Path(args.compare), args.sizes) if args.compare else {}
     from jaxlm.recipes.diagnose import bench
 
@@ -38,16 +37,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
             row["speed_up"] = row["tokens_per_second"] / before[row["size"]]
     facts = environment.facts()
     answer = {"rows": rows, "environment": {name: facts[name] for name in ("packages", "devices")}}
-    out.result(answer, _text(rows))
-    return 0
+    return out.result(answer, _text(rows))
 
 
 def _read(path: Path, sizes: str | None) -> dict[str, float]:
     """Return tokens per second by size.
 
-    Raises:
-      InputMissing: if the file does not exist; the fix writes it, with the same sizes.
-      DataError: if it is no result of bench; the fix does not overwrite it.
+    Raises InputMissing without the file; the fix writes it, with the same sizes. Raises DataError
+    if the file is no result of bench; the fix does not overwrite it.
     """
     command = f"jaxlm bench{f' --sizes={sizes}' if sizes else ''} --json"
     other = shlex.quote(str(path.with_name(f"{path.stem}-2.json")))
@@ -56,23 +53,18 @@ def _read(path: Path, sizes: str | None) -> dict[str, float]:
     content = read_json(path, MAX_BYTES, "the bench file", missing=missing, damaged=damaged)
     try:
         known = {row["size"]: row["tokens_per_second"] for row in content["rows"]}
-        is_valid = all(
-            isinstance(size, str) and sinks.is_number(speed) and speed > 0
-            for size, speed in known.items()
-        )
+        is_named = all(isinstance(size, str) for size in known)
+        is_valid = is_named and all(sinks.is_number(each) and each > 0 for each in known.values())
     except (KeyError, TypeError):
         is_valid = False
     if not is_valid:
-        raise DataError(
-            "the bench file is not a bench result",
-            where=str(path),
-            why="it is not an output of `jaxlm bench --json`",
-            fix=damaged,
-        )
+        what = "the bench file is not a bench result"
+        why = "it is not an output of `jaxlm bench --json`"
+        raise DataError(what, where=str(path), why=why, fix=damaged)
     return known
 
 
-def _text(rows: list[dict[str, Any]]) -> str:
+def _text(rows: list[dict[str, Any]]) -> list[str]:
     count, size = formatting.count, formatting.size
     head = "size,parameters,tokens/s,step seconds,MFU,memory,planned,speed-up"
     cells = [head.split(",")]
@@ -84,4 +76,4 @@ def _text(rows: list[dict[str, Any]]) -> str:
         memory = [size(row[name]) for name in ("bytes_per_device", "planned_bytes_per_device")]
         speed_up = f"{row['speed_up']:.3f}" if "speed_up" in row else "-"
         cells.append([row["size"], *counts, seconds, mfu, *memory, speed_up])
-    return "\n".join(columns(cells, "<"))
+    return columns(cells, "<")

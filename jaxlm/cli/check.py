@@ -6,16 +6,15 @@ that the mesh shards; or if activations, logits or parameters are sent without n
 has its source line.
 """
 
-import argparse
 from typing import Any
 
-from jaxlm.cli.arguments import add_flag, needed_config
+from jaxlm.cli.arguments import Parser, add_flag, needed_config
 from jaxlm.cli.output import Output, columns
 from jaxlm.core import config
 from jaxlm.monitor import formatting
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--steps", "N", 3, "number of steps to compare")
     doc = "largest number of fake devices, unless two along each mesh axis are more"
     add_flag(parser, "--devices", "N", 8, doc)
@@ -23,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--topology", "NAME", str, doc)
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.config import Run
 
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
@@ -32,14 +31,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
         from jaxlm.recipes.diagnose.collectives import compile_for
 
         answer = compile_for(loaded.value, args.topology, out.log)
-        out.result(answer, _memory(answer))
-        return 0 if answer["fits"] else 1
+        return out.result(answer, _memory(answer), 0 if answer["fits"] else 1)
 
-    from jaxlm.recipes.diagnose.check import CheckOptions, check
+    from jaxlm.recipes.diagnose.check import check
 
-    answer = check(loaded.value, CheckOptions(steps=args.steps, devices=args.devices), out.log)
-    out.result(answer, _text(answer))
-    return 0 if answer["ok"] else 1
+    answer = check(loaded.value, steps=args.steps, devices=args.devices, say=out.log)
+    return out.result(answer, _text(answer), 0 if answer["ok"] else 1)
 
 
 def _text(answer: dict[str, Any]) -> str:
@@ -77,27 +74,18 @@ def _text(answer: dict[str, Any]) -> str:
 def _collectives(answer: dict[str, Any]) -> list[str]:
     """Return the table of collectives; an unknown count of a loop is a question mark."""
     rows = [("kind", "axes", "of", "count", "sent", "largest, from")]
-    rows += [
-        (
-            each["kind"],
-            ",".join(each["axes"]),
-            each["content"],
-            "?" if each["count"] is None else str(each["count"]),
-            formatting.size(each["sent_bytes"]),
-            f"{each['largest']} {each['source']}",
-        )
-        for each in answer["collectives"]
-    ]
+    for each in answer["collectives"]:
+        what = (each["kind"], ",".join(each["axes"]), each["content"])
+        count = "?" if each["count"] is None else str(each["count"])
+        sent, largest = formatting.size(each["sent_bytes"]), f"{each['largest']} {each['source']}"
+        rows.append((*what, count, sent, largest))
     return [f"  {line}" for line in columns(rows, "<<<>><")]
 
 
-def _memory(answer: dict[str, Any]) -> str:
-    held = answer["bytes_per_device"]
-    parts = ", ".join(f"{name} {formatting.size(held[name])}" for name in held if name != "total")
+def _memory(answer: dict[str, Any]) -> list[str]:
+    size, held = formatting.size, answer["bytes_per_device"]
+    parts = ", ".join(f"{name} {size(held[name])}" for name in held if name != "total")
     verdict = "fits" if answer["fits"] else "DOES NOT FIT"
-    summary = (
-        f"a step on {answer['devices']} chips, {answer['topology']}: "
-        f"{formatting.size(held['total'])} per chip ({parts}), {verdict} "
-        f"{formatting.size(answer['hbm_bytes'])}"
-    )
-    return "\n".join([summary, *_collectives(answer)])
+    step = f"a step on {answer['devices']} chips, {answer['topology']}"
+    memory = f"{size(held['total'])} per chip ({parts}), {verdict} {size(answer['hbm_bytes'])}"
+    return [f"{step}: {memory}", *_collectives(answer)]

@@ -6,44 +6,40 @@ jaxlm checkpoint diff --workdir=RUN --step=A --other=B    differences of two ste
 jaxlm checkpoint verify --workdir=RUN [--step=N]          digests; exit 65 if a byte has changed
 """
 
-import argparse
 import shlex
 import time
 from pathlib import Path
+from typing import Any
 
-from jaxlm.cli.arguments import SHOWN, add_flag, needed_run, withhold
+from jaxlm.cli.arguments import SHOWN, Parser, add_flag, needed_run
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.monitor import formatting
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the four actions."""
-    withhold(parser, "checkpoints are shown as they were saved")
-    actions = parser.add_subparsers(
-        dest="action", required=True, metavar="list|inspect|diff|verify"
-    )
-    actions.add_parser("list", help="steps of the run, and steps in quarantine")
-    inspect = actions.add_parser("inspect", help="record and arrays of a step")
+def add_arguments(parser: Parser) -> None:
+    parser.withhold("checkpoints are shown as they were saved")
+    parser.add_action("list", _list, "steps of the run, and steps in quarantine")
+    inspect = parser.add_action("inspect", _inspect, "record and arrays of a step")
     add_flag(inspect, "--step", "N", int, "step (newest)")
-    diff = actions.add_parser("diff", help="differences in state and config of two steps")
+    diff = parser.add_action("diff", _diff, "differences in state and config of two steps")
     add_flag(diff, "--step", "A", int, "first step", required=True)
     add_flag(diff, "--other", "B", int, "second step (A, of the other run)")
     add_flag(diff, "--other_workdir", "RUN", str, "run of the second step (--workdir)")
-    verify = actions.add_parser("verify", help="comparison of every byte with the digests")
+    verify = parser.add_action("verify", _verify, "comparison of every byte with the digests")
     add_flag(verify, "--step", "N", int, "step (all)")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
-    """Run the action."""
+def _opened(args: Any) -> tuple[Path, Any]:
+    """Return the run, and the module that reads its checkpoints, which imports JAX."""
     workdir = Path(needed_run(args))
-    actions = {"list": _list, "inspect": _inspect, "diff": _diff, "verify": _verify}
-    return actions[args.action](args, workdir, out)
-
-
-def _list(args: argparse.Namespace, workdir: Path, out: Output) -> int:
     from jaxlm.recipes.use import checkpoints
 
+    return workdir, checkpoints
+
+
+def _list(args: Any, out: Output) -> int:
+    workdir, checkpoints = _opened(args)
     answer = checkpoints.listing(workdir)
     rows = [("step", "written", "size", "loss", "")]
     for row in answer["steps"]:
@@ -59,13 +55,11 @@ def _list(args: argparse.Namespace, workdir: Path, out: Output) -> int:
     for each in answer["quarantine"]:
         reason = (each["reason"] or "no reason is recorded").partition("\n")[0]
         lines.append(f"{each['path']}: {reason}")
-    out.result(answer, "\n".join(lines))
-    return 0
+    return out.result(answer, lines)
 
 
-def _inspect(args: argparse.Namespace, workdir: Path, out: Output) -> int:
-    from jaxlm.recipes.use import checkpoints
-
+def _inspect(args: Any, out: Output) -> int:
+    workdir, checkpoints = _opened(args)
     answer = checkpoints.inspect(workdir, args.step)
     progress, evaluation, loss = answer["progress"], answer["evaluation"], answer["loss_nats"]
     facts = [
@@ -89,23 +83,19 @@ def _inspect(args: argparse.Namespace, workdir: Path, out: Output) -> int:
             if leaf["path"].partition("/")[0] == group:
                 layout = f"{leaf['dtype']}{leaf['shape']}  {formatting.size(leaf['bytes'])}"
                 lines.append(f"  {leaf['path']:<{width}}  {layout}")
-    out.result(answer, "\n".join(lines))
-    return 0
+    return out.result(answer, lines)
 
 
-def _diff(args: argparse.Namespace, workdir: Path, out: Output) -> int:
+def _diff(args: Any, out: Output) -> int:
+    workdir, checkpoints = _opened(args)
     if args.other is None and args.other_workdir is None:
         names = [path.name for path in (workdir / "checkpoints").glob("[0-9]*")]
         others = sorted({int(name) for name in names if name.isdecimal()} - {args.step})
-        raise CommandError(
-            "diff needs a second step",
-            where="jaxlm checkpoint diff",
-            why="a step is compared with another one, or with the same one of another run",
-            fix="\n".join(f"--other={step}" for step in others[-SHOWN:])
-            or f"jaxlm checkpoint list --workdir={shlex.quote(str(workdir))}",
-        )
-    from jaxlm.recipes.use import checkpoints
-
+        what, where = "diff needs a second step", "jaxlm checkpoint diff"
+        why = "a step is compared with another one, or with the same one of another run"
+        listing = f"jaxlm checkpoint list --workdir={shlex.quote(str(workdir))}"
+        fix = "\n".join(f"--other={step}" for step in others[-SHOWN:]) or listing
+        raise CommandError(what, where=where, why=why, fix=fix)
     other = args.step if args.other is None else args.other
     answer = checkpoints.diff(workdir, args.step, Path(args.other_workdir or workdir), other)
     lines = [f"{each['path']}: {each['old']} -> {each['new']}" for each in answer["config"]]
@@ -120,20 +110,17 @@ def _diff(args: argparse.Namespace, workdir: Path, out: Output) -> int:
         f"{answer['identical']} arrays are equal bit for bit, {len(answer['different'])} are not, "
         f"{len(answer['layouts'])} have no counterpart of the same layout"
     )
-    out.result(answer, "\n".join(lines))
-    return 0
+    return out.result(answer, lines)
 
 
-def _verify(args: argparse.Namespace, workdir: Path, out: Output) -> int:
-    from jaxlm.recipes.use import checkpoints
-
+def _verify(args: Any, out: Output) -> int:
+    workdir, checkpoints = _opened(args)
     answer = checkpoints.verify(workdir, args.step, out.log)
     damaged = answer["damaged"].items()
     lines = [f"step {step}: {problem}" for step, problems in damaged for problem in problems]
     counts = f"{len(answer['sound'])} sound, {len(answer['damaged'])} damaged"
     lines.append(f"{counts}; no file was modified")
-    out.result(answer, "\n".join(lines))
-    return DataError.code if answer["damaged"] else 0
+    return out.result(answer, lines, DataError.code if answer["damaged"] else 0)
 
 
 def _when(time_unix: float) -> str:

@@ -7,11 +7,10 @@ jaxlm config validate --config=FILE      exit 0 if the config is valid, else 2
 jaxlm config plot --config=FILE          plot of the learning rate over the run
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import add_flag, withhold
+from jaxlm.cli.arguments import Parser, add_flag
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
 from jaxlm.core.sections import fields, show
@@ -19,31 +18,24 @@ from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.mix.config import Mix
 from jaxlm.recipes.config import Run
 
+SCHEMAS: tuple[type, ...] = (Run, Recipe, Mix)
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the five actions."""
-    actions = parser.add_subparsers(
-        dest="action", required=True, metavar="show|explain|diff|validate|plot"
-    )
-    actions.add_parser("show", help="every value and its origin")
-    actions.add_parser("validate", help="validity of a config, and cautions")
-    explain = actions.add_parser("explain", help="doc, type, range, default and value of a setting")
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_action("show", _show, "every value and its origin")
+    doc = "doc, type, range, default and value of a setting"
+    explain = parser.add_action("explain", _explain, doc)
     doc = "settings as optim.lr, or sections (the whole config); `recipe`, `mix`: jaxlm data"
     explain.add_argument("paths", nargs="*", metavar="path", help=doc)
     doc = "changed settings of two configs; --config.a.b=V applies to the second"
-    diff = actions.add_parser("diff", help=doc)
-    withhold(diff, "A and B are the configs; --config.a.b=V changes B", "--config")
+    diff = parser.add_action("diff", _diff, doc)
+    diff.withhold("A and B are the configs; --config.a.b=V changes B", "--config")
     diff.add_argument("a", help="config file, config.json or run directory")
     diff.add_argument("b", help="config file, config.json or run directory")
-    plot = actions.add_parser("plot", help="plot of the learning rate over the run")
+    parser.add_action("validate", _validate, "validity of a config, and cautions")
+    plot = parser.add_action("plot", _plot, "plot of the learning rate over the run")
     doc = "image file, which replaces an earlier one"
     add_flag(plot, "--out", "FILE", "learning_rate.png", doc)
-
-
-def run(args: Any, out: Output) -> int:
-    """Run the action."""
-    actions = (_show, _validate, _explain, _diff, _plot)
-    return {each.__name__[1:]: each for each in actions}[args.action](args, out)
 
 
 def _show(args: Any, out: Output) -> int:
@@ -62,23 +54,19 @@ def _show(args: Any, out: Output) -> int:
         label = f"{'  ' * len(sections)}{name}"
         lines.append(f"{label:<{width}}  {text:<{room}}  {loaded.provenance[path]}")
     origins = {path: str(origin) for path, origin in loaded.provenance.items()}
-    out.result({"config": config.to_json(loaded.value), "provenance": origins}, "\n".join(lines))
-    return 0
+    return out.result({"config": config.to_json(loaded.value), "provenance": origins}, lines)
 
 
 def _validate(args: Any, out: Output) -> int:
     loaded = _load(args)
     count = len(loaded.provenance)
     chosen = sum(origin.kind != "default" for origin in loaded.provenance.values())
-    cautions = list(loaded.value.cautions())
-    lines = [f"valid: {count} settings, {chosen} of them not at their default"]
-    lines += [
-        f"caution: {path}: {why}; if this is not intended, {fix}" for path, why, fix in cautions
-    ]
-    records = [dict(zip(("path", "why", "fix"), each, strict=True)) for each in cautions]
-    answer = {"valid": True, "settings": count, "chosen": chosen, "cautions": records}
-    out.result(answer, "\n".join(lines))
-    return 0
+    lines, cautions = [f"valid: {count} settings, {chosen} of them not at their default"], []
+    for path, why, fix in loaded.value.cautions():
+        lines.append(f"caution: {path}: {why}; if this is not intended, {fix}")
+        cautions.append({"path": path, "why": why, "fix": fix})
+    answer = {"valid": True, "settings": count, "chosen": chosen, "cautions": cautions}
+    return out.result(answer, lines)
 
 
 def _explain(args: Any, out: Output) -> int:
@@ -87,19 +75,24 @@ def _explain(args: Any, out: Output) -> int:
     explained = [_explained(args, path) for path in paths]
     answers = {path: each for path, (each, _) in zip(paths, explained, strict=True)}
     answer = explained[0][0] if len(paths) == 1 else answers
-    out.result(answer, "\n".join(text for _, text in explained))
-    return 0
+    return out.result(answer, [text for _, text in explained])
 
 
 def _explained(args: Any, path: str) -> tuple[dict[str, Any], str]:
-    """Return the explanation of a setting as JSON, and as text."""
-    schema = _schema(path)
+    """Return the explanation of a setting as JSON, and as text.
+
+    The path belongs to the config of a run, unless only another schema has the setting.
+    """
+    first = path.partition(".")[0]
+    known_by = (each for each in SCHEMAS if first in (problems.root_name(each), *fields(each)))
+    schema = next(known_by, Run)
     if args.config or args.workdir or args.overrides:
         loaded = config.load(schema, args.config or args.workdir, args.overrides)
     else:  # defaults need not be valid: a mix has no sources
         loaded = config.Loaded(schema(), {})
     if path in ("", problems.root_name(schema)):
-        names = _sections(loaded.value)
+        sections = [name.partition(".")[0] for name in config.flatten(loaded.value)]
+        names = list(dict.fromkeys(sections))
         return {"settings": names}, "\n".join(_line(schema, loaded, name) for name in names)
     known = config.explain(schema, loaded, path)
     facts = {name: getattr(known, name) for name in ("doc", "type", "unit", "range")}
@@ -113,33 +106,13 @@ def _explained(args: Any, path: str) -> tuple[dict[str, Any], str]:
             rows["value"] = "not a setting of this config"
     text = [known.path, *(f"  {label:<8} {value}" for label, value in rows.items() if value)]
     inner = [f"  {_line(schema, loaded, name)}" for name in known.settings]
-    answer = {
-        "path": known.path,
-        **facts,
-        "default": _plain(known.default),
-        "value": _plain(known.value),
-        "origin": str(known.origin),
-        "settings": list(known.settings),
-        "named": known.named,
-    }
+    values = {name: _plain(getattr(known, name)) for name in ("default", "value")}
+    answer = {"path": known.path, **facts, **values, "origin": str(known.origin)}
+    answer |= {"settings": list(known.settings), "named": known.named}
     if known.named:
         inner += ["", f"published, as --config.{known.path}=NAME"]
         inner += [f"  {arm:<12} {', '.join(names)}" for arm, names in known.named.items()]
     return answer, "\n".join(text + inner)
-
-
-def _schema(path: str) -> type:
-    """Return the schema that a path belongs to: a run's, unless only another has the setting."""
-    first = path.partition(".")[0]
-    known: tuple[type, ...] = (Run, Recipe, Mix)
-    for schema in known:
-        if first in (problems.root_name(schema), *fields(schema)):
-            return schema
-    return Run
-
-
-def _sections(value: Any) -> list[str]:
-    return list(dict.fromkeys(path.partition(".")[0] for path in config.flatten(value)))
 
 
 def _line(schema: type, loaded: config.Loaded, path: str) -> str:
@@ -151,16 +124,12 @@ def _line(schema: type, loaded: config.Loaded, path: str) -> str:
 def _diff(args: Any, out: Output) -> int:
     a = config.load(Run, args.a).value
     b = config.load(Run, args.b, args.overrides).value
-    changes = config.diff(a, b)
+    changes, lines, records = config.diff(a, b), [], []
     width = max((len(each.path) for each in changes), default=0)
-    text = "\n".join(
-        f"{each.path:<{width}}  {_shown(each.old)} -> {_shown(each.new)}" for each in changes
-    )
-    listed = [
-        {"path": each.path, "old": _plain(each.old), "new": _plain(each.new)} for each in changes
-    ]
-    out.result({"changes": listed}, text or "no difference")
-    return 0
+    for each in changes:
+        lines.append(f"{each.path:<{width}}  {_shown(each.old)} -> {_shown(each.new)}")
+        records.append({"path": each.path, "old": _plain(each.old), "new": _plain(each.new)})
+    return out.result({"changes": records}, lines or "no difference")
 
 
 def _plot(args: Any, out: Output) -> int:
@@ -170,12 +139,9 @@ def _plot(args: Any, out: Output) -> int:
 
     answer = schedule_plot.draw(run, Path(args.out))
     rates = [point["learning_rate"] for point in answer["points"]]
-    text = (
-        f"{answer['schedule']} over {run.train.steps:,} steps: "
-        f"{rates[0]:.3g} at first, {max(rates):.3g} at most, {rates[-1]:.3g} at the end"
-    )
-    out.result(answer, f"{text}\nplot  {answer['plot']}")
-    return 0
+    steps = f"{answer['schedule']} over {run.train.steps:,} steps"
+    curve = f"{rates[0]:.3g} at first, {max(rates):.3g} at most, {rates[-1]:.3g} at the end"
+    return out.result(answer, [f"{steps}: {curve}", f"plot  {answer['plot']}"])
 
 
 def _shown(value: Any) -> str:

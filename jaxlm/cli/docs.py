@@ -4,11 +4,11 @@ jaxlm docs               the pages, with a line about each
 jaxlm docs objectives    one page, as Markdown
 """
 
-import argparse
 import re
 from pathlib import Path
+from typing import Any
 
-from jaxlm.cli.arguments import withhold
+from jaxlm.cli.arguments import Parser
 from jaxlm.cli.output import Output, columns
 from jaxlm.core.errors import CommandError
 from jaxlm.core.nearest import nearest_word
@@ -18,28 +18,23 @@ INDEX = "index"  # the page with a table of all others, in reading order
 ROW = re.compile(r"^\| \[.*?\]\((\w+)\.md\) \| (.*?) \|$", re.MULTILINE)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    withhold(parser, "the manual is the same for every config")
+def add_arguments(parser: Parser) -> None:
+    parser.withhold("the manual is the same for every config")
     parser.add_argument("topic", nargs="?", help="page to print (the list of pages)")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     if args.topic is None:
         lines = [*columns(list(contents().items()), "<<"), "", "jaxlm docs TOPIC prints a page"]
         records = [{"topic": topic, "contents": text} for topic, text in contents().items()]
-        out.result({"pages": records}, "\n".join(lines))
-        return 0
+        return out.result({"pages": records}, lines)
     if args.topic not in topics():
-        meant = nearest_word(args.topic, topics())
-        raise CommandError(
-            f"the manual has no page {args.topic!r}",
-            where=f"jaxlm docs {args.topic}",
-            why=f"its pages are {', '.join(topics())}",
-            fix=f"jaxlm docs {meant}" if meant else "jaxlm docs",
-        )
+        what, where = f"the manual has no page {args.topic!r}", f"jaxlm docs {args.topic}"
+        why = f"its pages are {', '.join(topics())}"
+        fix = f"jaxlm docs {nearest_word(args.topic, topics()) or ''}".rstrip()
+        raise CommandError(what, where=where, why=why, fix=fix)
     text = page(args.topic).read_text(encoding="utf-8").rstrip()
-    out.result({"topic": args.topic, "text": text}, text)
-    return 0
+    return out.result({"topic": args.topic, "text": text}, text)
 
 
 def topics() -> list[str]:

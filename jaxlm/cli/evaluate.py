@@ -5,10 +5,10 @@ divided by the bytes of the text (bits_per_byte); "without ends" excludes the nl
 bytes (bits_per_byte_text), as lm-evaluation-harness and nanochat do.
 """
 
-import argparse
 from pathlib import Path
+from typing import Any
 
-from jaxlm.cli.arguments import add_flag, add_run_selection, needed_run, selection
+from jaxlm.cli.arguments import Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output, columns
 
 COLUMNS = {
@@ -21,29 +21,24 @@ COLUMNS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--text", "GLOB", [], "files to evaluate (validation sets of the run)")
     add_flag(parser, "--sequence", "T", int, "tokens per row (that of the run)")
     add_flag(parser, "--batch", "ROWS", int, "rows per step; does not change the totals")
-    add_run_selection(parser)
+    parser.add_run_selection()
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
 
-    from jaxlm.recipes.use.evaluate import Options, evaluate
+    from jaxlm.recipes.use.evaluate import evaluate
 
-    flags = selection(args) | selection(args, "sequence", "batch")
-    answer = evaluate(Options(workdir=workdir, text=tuple(args.text), **flags), out.log)
-    out.result(answer, _table(answer))
-    return 0
-
-
-def _table(answer: dict) -> str:
+    flags = selection(args) | selection(args, "text", "sequence", "batch")
+    answer = evaluate(workdir, say=out.log, **flags)
     rows = [("set", "tokens", *COLUMNS)]
     for name, figures in answer["sets"].items():
         values = [figures[key] for key in COLUMNS.values()]
         shown = ["-" if value is None else f"{value:.4f}" for value in values]
         rows.append((name, str(figures["tokens"]), *shown))
     head = f"step {answer['step']}, rows of {answer['sequence']} tokens"
-    return "\n".join([head, *columns(rows)])
+    return out.result(answer, [head, *columns(rows)])

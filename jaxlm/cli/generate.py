@@ -1,13 +1,12 @@
 """Generate text with a run. Several --prompt are processed as one batch."""
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import add_flag, add_run_selection, add_switch, needed_run, selection
+from jaxlm.cli.arguments import Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
 from jaxlm.core.errors import CommandError, ConfigError
@@ -19,12 +18,7 @@ FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--top_k", "K", int, "number of likeliest tokens to sample from"),
     ("--top_p", "P", float, "total probability of the likeliest tokens to sample from"),
     ("--min_p", "P", float, "smallest probability to sample, relative to the likeliest token"),
-    (
-        "--repetition_penalty",
-        "X",
-        1.0,
-        "factor that lowers the logits of tokens in prompt or text",
-    ),
+    ("--repetition_penalty", "X", 1.0, "factor that lowers the logits of tokens in prompt or text"),
     ("--presence_penalty", "X", 0.0, "penalty subtracted from logits of tokens in the text"),
     ("--frequency_penalty", "X", 0.0, "penalty per occurrence of a token in the text"),
     ("--stop", "TEXT", [], "string that ends a text; repeatable"),
@@ -35,15 +29,15 @@ FLAGS: tuple[tuple[str, str, Any, str], ...] = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--prompt", "TEXT", [], "text to continue (start of a document); repeatable")
-    add_switch(parser, "--chat", "treat prompts as user turns of the imported model's template")
+    parser.add_switch("--chat", "treat prompts as user turns of the imported model's template")
     for flag in FLAGS:
         add_flag(parser, *flag)
     doc = "random seed, once or once per prompt (0)"
     parser.add_argument("--seed", type=int, action="append", metavar="N", help=doc)
-    add_switch(parser, "--stream", "print text while it is generated; beam search: at its end")
-    add_run_selection(parser)
+    parser.add_switch("--stream", "print text while it is generated; beam search: at its end")
+    parser.add_run_selection()
 
 
 class _Stream:
@@ -65,25 +59,19 @@ class _Stream:
             self._out.stream(BETWEEN if self._row < len(self._waiting) else "\n")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
     if args.stream and out.as_json:
-        raise CommandError(
-            "--stream and --json exclude each other",
-            where="--stream",
-            why="--json prints one object after all text is generated",
-            fix="leave --stream out",
-        )
+        what = "--stream and --json exclude each other"
+        why = "--json prints one object after all text is generated"
+        raise CommandError(what, where="--stream", why=why, fix="leave --stream out")
     is_streamed = args.beams == 1 and (args.stream or (sys.stdout.isatty() and not out.as_json))
 
     from jaxlm.generate.config import GenerateConfig
 
     lists = {"prompts": args.prompt or [""], "stop": args.stop, "seed": args.seed or [0]}
-    flags = {
-        field.name: getattr(args, field.name)
-        for field in dataclasses.fields(GenerateConfig)
-        if field.name not in lists
-    }
+    names = [field.name for field in dataclasses.fields(GenerateConfig)]
+    flags = selection(args, *(name for name in names if name not in lists))
     try:
         settings = config.from_json(GenerateConfig, flags | lists, where="command line")
     except ConfigError as error:  # these settings are flags of the verb
@@ -94,15 +82,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     from jaxlm.recipes.use.generate import generate
 
-    answer = generate(
-        workdir,
-        settings,
-        is_chat=args.chat,
-        say=out.log,
-        on_text=_Stream(settings.prompts, out) if is_streamed else None,
-        **selection(args),
-    )
-    if not is_streamed:
-        texts = (sample["prompt"] + sample["text"] for sample in answer["samples"])
-        out.result(answer, BETWEEN.join(texts))
-    return 0
+    show = _Stream(settings.prompts, out) if is_streamed else None
+    flags = selection(args) | {"is_chat": args.chat}
+    answer = generate(workdir, settings, say=out.log, on_text=show, **flags)
+    if is_streamed:
+        return 0
+    texts = (sample["prompt"] + sample["text"] for sample in answer["samples"])
+    return out.result(answer, BETWEEN.join(texts))

@@ -4,32 +4,28 @@ hf:ORG/NAME is downloaded from the Hugging Face Hub (safetensors, config and tok
 cache of huggingface_hub.
 """
 
-import argparse
 import shlex
 from pathlib import Path
+from typing import Any
 
-from jaxlm.cli.arguments import CPU_DEVICES, add_flag, needed, selection, withhold
+from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, needed, selection
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     why = "the config comes from the model; --config.a.b=V sets the other settings"
-    withhold(parser, why, "--config")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        required=True,
-        metavar="DIR|FILE.gguf|hf:ORG/NAME[@REVISION]",
-        help="folder of save_pretrained, file of llama.cpp, or model name on the Hub",
-    )
+    parser.withhold(why, "--config")
+    places = "DIR|FILE.gguf|hf:ORG/NAME[@REVISION]"
+    doc = "folder of save_pretrained, file of llama.cpp, or model name on the Hub"
+    add_flag(parser, "--from", places, str, doc, dest="source", required=True)
     doc = "token to append to the vocabulary; its rows start as the mean of the others; repeatable"
     add_flag(parser, "--add_token", "TEXT", [], doc)
     add_flag(parser, *CPU_DEVICES)
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     workdir = Path(needed(args, "workdir"))
 
     from jaxlm.recipes.config import Run
@@ -43,5 +39,4 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if config.load(Run, str(workdir)).value.objective.prompts != "none":
         folder = shlex.quote(str(workdir))
         lines.append(f"next: jaxlm generate --workdir={folder} --prompt='...'")
-    out.result(answer, "\n".join(lines))
-    return 0
+    return out.result(answer, lines)

@@ -3,20 +3,19 @@
 jaxlm launch --processes=2 -- train --config=FILE --workdir=DIR
 """
 
-import argparse
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import CPU_DEVICES, add_flag, at_least_one, extract, withhold
+from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, at_least_one, extract
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
 from jaxlm.training.launch import ElasticJob
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    withhold(parser, "the command after -- has the config")
+def add_arguments(parser: Parser) -> None:
+    parser.withhold("the command after -- has the config")
     add_flag(parser, "--processes", "N", int, "number of processes", required=True)
     doc = "restarts after a lost process, a stall or a preemption"
     add_flag(parser, "--restarts", "N", 100, doc)
@@ -26,16 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", nargs="*", metavar="WORD", help="command of each process")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     index = args.words.index("--") if "--" in args.words else len(args.words)
     words = args.words[index + 1 :]
     if words[:1] != ["train"]:
-        raise CommandError(
-            "launch starts only training runs",
-            where="jaxlm launch",
-            why="nothing follows --" if not words else f"{words[0]!r} follows --",
-            fix="jaxlm train --help    # the command after --",
-        )
+        what = "launch starts only training runs"
+        why = f"{words[0]!r} follows --" if words else "nothing follows --"
+        fix = "jaxlm train --help    # the command after --"
+        raise CommandError(what, where="jaxlm launch", why=why, fix=fix)
     at_least_one("jaxlm launch", args, "processes")
     workdir = extract(words)[0].workdir
     devices = [] if args.cpu_devices is None else [f"--cpu_devices={args.cpu_devices}"]
@@ -60,5 +57,4 @@ def run(args: argparse.Namespace, out: Output) -> int:
         answer |= {"rank": failure.rank, "cause": failure.cause}
         ending = f"rank {failure.rank} ended it with {failure.code}: {failure.cause}"
     starts = f" after {job.started} starts" if job.started > 1 else ""
-    out.result(answer, f"{ending}{starts}")
-    return failure.code if failure else 0
+    return out.result(answer, f"{ending}{starts}", answer["code"])

@@ -6,18 +6,17 @@ together: the printed rate is optim.lr, and the ratio of optim.adam_lr to it sta
 the loss falls at no rate of the range.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import CPU_DEVICES, add_flag, needed_config, selection
+from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, needed_config, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 
 SHOWN = 12  # printed rows of the curve; --json has all
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--low", "RATE", 1e-6, "rate of the first step")
     add_flag(parser, "--high", "RATE", 1.0, "rate of the last step")
     add_flag(parser, "--steps", "N", 100, "number of steps from --low to --high")
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, *CPU_DEVICES)
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.config import Run
 
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
@@ -34,25 +33,22 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     flags = selection(args, "low", "high", "steps", "cpu_devices")
     answer = lr_find(loaded.value, Options(out=Path(args.out), **flags), out.log)
-    out.result(answer, _text(answer))
-    return 0 if answer["flags"] else 1
+    return out.result(answer, _text(answer), 0 if answer["flags"] else 1)
 
 
-def _text(answer: dict[str, Any]) -> str:
+def _text(answer: dict[str, Any]) -> list[str]:
     curve = answer["curve"]
     every = -(-len(curve) // SHOWN)
     best = min(range(len(curve)), key=lambda number: curve[number]["smoothed"])
     lines = [f"  {'rate':>9}{'loss':>10}{'smoothed':>10}"]
     for number in sorted({*range(0, len(curve), every), len(curve) - 1, best}):
-        point = curve[number]
-        lowest = "  lowest" if number == best else ""
-        lines.append(
-            f"  {point['rate']:>9.2e}{point['loss_nats']:>10.4f}{point['smoothed']:>10.4f}{lowest}"
-        )
-    lines += [
+        point, lowest = curve[number], "  lowest" if number == best else ""
+        losses = f"{point['loss_nats']:>10.4f}{point['smoothed']:>10.4f}"
+        lines.append(f"  {point['rate']:>9.2e}{losses}{lowest}")
+    return [
+        *lines,
         f"{len(curve)} steps of {answer['optimizer']}: {answer['ended']}",
         f"plot      {answer['plot']}",
         f"rule      {answer['rule']}",
         f"suggested {' '.join(answer['flags']) or 'none: the loss falls at no rate of the range'}",
     ]
-    return "\n".join(lines)

@@ -19,11 +19,13 @@ from jaxlm.core.quoting import safe
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """A verb. Its module has `add_arguments(parser)` and `run(args, out) -> exit code`."""
+    """A verb. Its module has `add_arguments(parser)` and, unless it adds actions, `run(args, out)`.
+
+    `run`, or the function of the action, returns the exit code.
+    """
 
     module: str
     help: str
-    group: str
 
 
 GROUPS = {  # group: verb: module of jaxlm.cli, help
@@ -40,7 +42,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "replay": ("replay", "replay one step and show its data"),
     },
     "Prepare": {
-        "data": ("data.verb", "inspect, clean and tokenize data, check token shards"),
+        "data": ("data", "inspect, clean and tokenize data, check token shards"),
         "tokenizer": ("tokenizer", "train, show and compare tokenizers"),
     },
     "Exchange": {
@@ -59,8 +61,8 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
     },
 }
 VERBS = {
-    name: Verb(f"jaxlm.cli.{module}", text, group)
-    for group, verbs in GROUPS.items()
+    name: Verb(f"jaxlm.cli.{module}", text)
+    for verbs in GROUPS.values()
     for name, (module, text) in verbs.items()
 }
 
@@ -138,39 +140,30 @@ def dispatch(words: list[str], out: Output) -> int:
     for flag in ("workdir", "out"):
         if path := getattr(args, flag, None):
             check_local(path, f"--{flag}")
-    return module.run(args, out)
+    return (getattr(args, "run_action", None) or module.run)(args, out)
 
 
 def _unknown_verb(words: list[str]) -> CommandError:
     """Return the error of an unknown verb; its fix keeps all other words."""
-    name = words[0]
+    name, *rest = words
     why = f"the verbs are {', '.join(VERBS)}"
     if name.startswith("-"):
         verb = next((word for word in words if word in VERBS), None)
         moved = [verb, *(word for word in words if word != verb)] if verb else ["--help"]
-        return CommandError(
-            f"{name} comes before a verb",
-            where=f"jaxlm {name}",
-            why=f"the verb is the first word; {why}",
-            fix=shlex.join(["jaxlm", *moved]),
-        )
-    meant = nearest_word(name, VERBS)
-    return CommandError(
-        f"there is no verb {name!r}",
-        where=f"jaxlm {name}",
-        why=why,
-        fix=shlex.join(["jaxlm", meant, *words[1:]]) if meant else "jaxlm --help",
-    )
+        what, why = f"{name} comes before a verb", f"the verb is the first word; {why}"
+    else:
+        what, meant = f"there is no verb {name!r}", nearest_word(name, VERBS)
+        moved = [meant, *rest] if meant else ["--help"]
+    fix = shlex.join(["jaxlm", *moved])
+    return CommandError(what, where=f"jaxlm {name}", why=why, fix=fix)
 
 
 def _bug(error: Exception) -> JaxlmError:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return JaxlmError(
-        f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-        where=f"{frame.filename}:{frame.lineno}",
-        why="this is a bug in jaxlm, not an error in the command line",
-        fix="report it with the traceback above and the command line",
-    )
+    what, where = str(error).partition("\n")[0], f"{frame.filename}:{frame.lineno}"
+    why = "this is a bug in jaxlm, not an error in the command line"
+    fix = "report it with the traceback above and the command line"
+    return JaxlmError(f"{type(error).__name__}: {what}", where=where, why=why, fix=fix)
 
 
 def entry() -> None:

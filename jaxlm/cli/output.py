@@ -25,9 +25,11 @@ class Output:
         if not self.quiet:
             write(sys.stderr if self.as_json else sys.stdout, text)
 
-    def result(self, answer: dict[str, Any], text: str) -> None:
-        """Print the result, once: the object under `--json`, else the text."""
-        write(sys.stdout, to_line(answer) if self.as_json else text)
+    def result(self, answer: dict[str, Any], text: str | list[str], code: int = 0) -> int:
+        """Print the result, once: the object under `--json`, else the text. Returns `code`."""
+        shown = text if isinstance(text, str) else "\n".join(text)
+        write(sys.stdout, to_line(answer) if self.as_json else shown)
+        return code
 
     def stream(self, text: str) -> None:
         """Print the next part of a result, without a line end."""
@@ -81,12 +83,12 @@ def columns(rows: Sequence[Sequence[str]], aligned: str = "") -> list[str]:
     """Return rows of cells in columns: right-aligned, or by one of "<>" in `aligned` per column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = list(zip(aligned.ljust(len(widths), ">"), widths, strict=True))
-    return [
-        "  ".join(
-            f"{c:{side}{width}}" for c, (side, width) in zip(row, cells, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (f"{c:{side}{width}}" for c, (side, width) in zip(row, cells, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return list(map(line, rows))
 
 
 def table(rows: list[tuple[str, str]]) -> list[str]:

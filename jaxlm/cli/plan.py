@@ -8,120 +8,95 @@ the fastest settings that fit. The exit code is 0 even if the run does not fit: 
 names what fits: other settings, else more of the chips, else a smaller model.
 """
 
-import argparse
 import shlex
 from typing import Any
 
-from jaxlm.cli.arguments import add_flag, add_switch, needed_config
+from jaxlm.cli.arguments import Parser, add_flag, needed_config
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.monitor import chips, formatting, host_machine
-from jaxlm.monitor.chips import MEMORY, machine
+from jaxlm.monitor.chips import MEMORY, Machine, machine
 from jaxlm.parallel.config import format_mesh
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--on", "MACHINE", "cpu", "chip, CHIPxN, TPU slice, or cpu")
     add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
     add_flag(parser, "--devices", "N", 1, "with --on=cpu: number of devices")
     add_flag(parser, "--price", "X", float, "price per device-hour, to compute the cost")
-    add_switch(parser, "--fit", "search for the fastest settings that fit")
-    add_switch(parser, "--exact", "compile the step and compare")
-    add_switch(parser, "--sharding", "print the sharding of each parameter")
+    parser.add_switch("--fit", "search for the fastest settings that fit")
+    parser.add_switch("--exact", "compile the step and compare")
+    parser.add_switch("--sharding", "print the sharding of each parameter")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.config import Run
-    from jaxlm.recipes.plan import predict
+    from jaxlm.recipes.plan import predict, search
 
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
     _check(args)
     assumed: list[str] = []
-    on = (
-        host_machine.this_machine(args.devices, assumed)
-        if args.on == "cpu"
-        else machine(args.on, flag="--on", memory=args.memory)
-    )
+    on = named_machine(args, args.devices, assumed)
     chosen = loaded.value
     answer: dict[str, Any] = {}
     if args.fit:
-        from jaxlm.recipes.plan.search import search
-
-        result = search(loaded.value, on, assumed)
+        result = search.search(loaded.value, on, assumed)
         chosen = (result.best or result.smallest).run
         names = ("settings", "flags", "tried", "fitting")
         answer["fit"] = {name: getattr(result, name) for name in names}
     forecast = predict.forecast(chosen, on, assumed)
     answer |= forecast.record(args.price) | {"sharding": forecast.sharding()}
     if not forecast.fits:
-        answer["nearest"] = _nearest(loaded.value, on)
+        nearest = search.nearest(loaded.value, on)
+        answer["nearest"] = nearest and {
+            "flags": nearest.flags,
+            "bytes_per_device": nearest.forecast.bytes_per_device["total"],
+            "step_seconds": nearest.forecast.record()["step_seconds"],
+        }
     if args.exact:
         from jaxlm.recipes.diagnose.collectives import compile_for, compile_here
 
-        compiled = (
-            compile_here(chosen, args.devices, out.log)
-            if args.on == "cpu"
-            else compile_for(chosen, args.on, out.log)
-        )
-        answer["compiled_bytes_per_device"] = compiled["bytes_per_device"]
-        answer["fits"] = compiled["bytes_per_device"]["total"] <= forecast.memory_bytes
-    out.result(answer, _text(answer, forecast.run, with_sharding=args.sharding))
-    return 0
+        compiling: Any = compile_here if args.on == "cpu" else compile_for
+        devices = args.devices if args.on == "cpu" else args.on
+        held = compiling(chosen, devices, out.log)["bytes_per_device"]
+        answer["compiled_bytes_per_device"] = held
+        answer["fits"] = held["total"] <= forecast.memory_bytes
+    return out.result(answer, _text(answer, forecast.run, with_sharding=args.sharding))
 
 
-def _nearest(run: Any, on: Any) -> dict[str, Any] | None:
-    from jaxlm.recipes.plan.search import nearest
-
-    result = nearest(run, on)
-    if result is None:
-        return None
-    return {
-        "flags": result.flags,
-        "bytes_per_device": result.forecast.bytes_per_device["total"],
-        "step_seconds": result.forecast.record()["step_seconds"],
-    }
+def named_machine(args: Any, devices: int, assumed: list[str]) -> Machine:
+    """Return the machine of --on and --memory; a CPU is this one, split into `devices`."""
+    if args.on == "cpu":
+        return host_machine.this_machine(devices, assumed)
+    return machine(args.on, flag="--on", memory=args.memory)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: Any) -> None:
+    """Raise CommandError for flags that contradict each other."""
     if args.price is not None and not args.price > 0:
-        raise CommandError(
-            f"a price of {args.price:g} is not allowed",
-            where=f"--price={args.price:g}",
-            why="--price must be a positive price per device-hour",
-            fix="jaxlm plan --help",
-        )
+        what, where = f"a price of {args.price:g} is not allowed", f"--price={args.price:g}"
+        why = "--price must be a positive price per device-hour"
+        raise CommandError(what, where=where, why=why, fix="jaxlm plan --help")
     if args.devices < 1 or (args.devices > 1 and args.on != "cpu"):
         is_gpu = args.on in chips.CHIPS and not chips.CHIPS[args.on].is_tpu
-        raise CommandError(
-            "the name of the machine contains the number of devices",
-            where=f"--devices={args.devices}",
-            why="a CPU can be split into several devices; other machines are named as in h100x8",
-            fix=f"--on={args.on}x{args.devices} --devices=1"
-            if args.devices > 1 and is_gpu
-            else "jaxlm plan --help",
-        )
+        what = "the name of the machine contains the number of devices"
+        why = "a CPU can be split into several devices; other machines are named as in h100x8"
+        named = f"--on={args.on}x{args.devices} --devices=1"
+        fix = named if args.devices > 1 and is_gpu else "jaxlm plan --help"
+        raise CommandError(what, where=f"--devices={args.devices}", why=why, fix=fix)
     if args.memory and args.on == "cpu":
-        raise CommandError(
-            f"{MEMORY} is for GPUs",
-            where=f"{MEMORY}={args.memory}",
-            why="--on names no GPU: the plan is for this machine's CPU, whose memory is known",
-            fix=f"--on=mygpu {MEMORY}={args.memory}    # any name",
-        )
-    if (
-        args.exact
-        and args.on != "cpu"
-        and machine(args.on, flag="--on", memory=args.memory).topology is None
-    ):
-        raise CommandError(
-            "a step cannot be compiled for a GPU of another machine",
-            where=f"--exact --on={args.on}",
-            why="the compiler of TPUs needs no TPU, that of GPUs needs the GPU",
-            fix=f"jaxlm plan --config={shlex.quote(args.config)} --on={args.on}",
-        )
+        where, fix = f"{MEMORY}={args.memory}", f"--on=mygpu {MEMORY}={args.memory}    # any name"
+        why = "--on names no GPU: the plan is for this machine's CPU, whose memory is known"
+        raise CommandError(f"{MEMORY} is for GPUs", where=where, why=why, fix=fix)
+    if args.exact and args.on != "cpu" and named_machine(args, 0, []).topology is None:
+        what = "a step cannot be compiled for a GPU of another machine"
+        why = "the compiler of TPUs needs no TPU, that of GPUs needs the GPU"
+        fix = f"jaxlm plan --config={shlex.quote(args.config)} --on={args.on}"
+        raise CommandError(what, where=f"--exact --on={args.on}", why=why, fix=fix)
 
 
-def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
+def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]:
     count, size = formatting.count, formatting.size
     held = answer["bytes_per_device"]
     parts = sorted(((held[name], name) for name in held if name != "total"), reverse=True)
@@ -150,9 +125,11 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
         rows.append(("tried", f"{fit['tried']:,} settings, {fit['fitting']:,} fit"))
         rows.append(("settings", fit["flags"] or "unchanged"))
     if "nearest" in answer:
-        rows.append(("nearest", _fitting(answer["nearest"])))
+        none = "none: no share of depth, of width or of a row's length fits"
+        nearest = answer["nearest"]
+        rows.append(("nearest", none if nearest is None else _fitting(nearest)))
     rows += [(name, text) for name in ("assumed", "risks") for text in answer[name]]
-    return "\n".join([*table(rows), *(_sharding(answer["sharding"]) if with_sharding else [])])
+    return table(rows) + (_sharding(answer["sharding"]) if with_sharding else [])
 
 
 def _step_time(answer: dict[str, Any]) -> str:
@@ -172,10 +149,7 @@ def _run_time(answer: dict[str, Any], steps: int) -> str:
     return f"{text}: {low} to {high}"
 
 
-def _fitting(nearest: dict[str, Any] | None) -> str:
-    """Return the nearest settings that fit, in words."""
-    if nearest is None:
-        return "none: no share of depth, of width or of a row's length fits"
+def _fitting(nearest: dict[str, Any]) -> str:
     text = f"{nearest['flags']}    # {formatting.size(nearest['bytes_per_device'])} per device"
     if nearest["step_seconds"] is None:
         return text

@@ -3,11 +3,10 @@
 The run directory is only read. On the mesh of the run the loss equals the logged one bit for bit.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import CPU_DEVICES, SAVED_CONFIG, add_flag, needed_run, selection, withhold
+from jaxlm.cli.arguments import CPU_DEVICES, SAVED_CONFIG, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core.quoting import cut
 from jaxlm.monitor import formatting
@@ -15,15 +14,15 @@ from jaxlm.monitor import formatting
 MAX_SHOWN = 16  # printed documents; --json has more
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    withhold(parser, SAVED_CONFIG, "--config")
+def add_arguments(parser: Parser) -> None:
+    parser.withhold(SAVED_CONFIG, "--config")
     add_flag(parser, "--step", "N", int, "step to replay", required=True)
     doc = "number of rewinds before the step (all); 0 replays what the first rewind abandoned"
     add_flag(parser, "--rewinds", "K", int, doc)
     add_flag(parser, *CPU_DEVICES)
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
 
     from jaxlm.recipes.diagnose.replay import Options, replay
@@ -31,11 +30,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     flags = selection(args, "step", "rewinds", "cpu_devices")
     options = Options(workdir=workdir, overrides=tuple(args.overrides), **flags)
     answer = replay(options, out.log)
-    out.result(answer, _text(answer))
-    return 0
+    return out.result(answer, _text(answer))
 
 
-def _text(answer: dict[str, Any]) -> str:
+def _text(answer: dict[str, Any]) -> list[str]:
     logged = {
         None: "this step was not logged",
         True: "equal to the logged loss, bit for bit",
@@ -66,4 +64,4 @@ def _text(answer: dict[str, Any]) -> str:
     ]
     if more := max(len(documents) - MAX_SHOWN, 0) + answer["documents_left_out"]:
         lines.append(f"  and {more} more")
-    return "\n".join(lines)
+    return lines

@@ -1,28 +1,25 @@
 """Draw the plots and write the report of a run directory again."""
 
-import argparse
 from pathlib import Path
+from typing import Any
 
-from jaxlm.cli.arguments import needed_run, withhold
+from jaxlm.cli.arguments import Parser, needed_run
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import InputMissing
 from jaxlm.monitor import plots, report
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    withhold(parser, "the report shows the files of the run")
+def add_arguments(parser: Parser) -> None:
+    parser.withhold("the report shows the files of the run")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run(args: Any, out: Output) -> int:
     folder = Path(needed_run(args))
-    if not (folder / "metrics.jsonl").exists():
-        raise InputMissing(
-            "the run has no metrics",
-            where=str(folder / "metrics.jsonl"),
-            why="`jaxlm train` writes them from its first logged step on",
-            fix="find . -name metrics.jsonl",
-        )
-    drawn = plots.draw(folder)
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists():
+        why = "`jaxlm train` writes them from its first logged step on"
+        fix = "find . -name metrics.jsonl"
+        raise InputMissing("the run has no metrics", where=str(metrics), why=why, fix=fix)
+    drawn = [str(path) for path in plots.draw(folder)]
     written = report.write(folder)
-    out.result({"report": str(written), "plots": [str(path) for path in drawn]}, f"wrote {written}")
-    return 0
+    return out.result({"report": str(written), "plots": drawn}, f"wrote {written}")

@@ -6,51 +6,40 @@ in --workdir, at widths and steps below those of --config. A fitted law predicts
 from the others and prints the error. All assumptions are listed.
 """
 
-import argparse
 import os
 import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import add_flag, add_switch, needed, needed_config
+from jaxlm.cli.arguments import Parser, add_flag, needed, needed_config
 from jaxlm.cli.output import Output, columns, table
+from jaxlm.cli.plan import named_machine
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
-from jaxlm.monitor import formatting, host_machine
-from jaxlm.monitor.chips import MEMORY, machine
+from jaxlm.monitor import formatting
+from jaxlm.monitor.chips import MEMORY
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--budget", "FLOPS", str, "FLOPs of the training run, as 1e20")
     add_flag(parser, "--runs", "GLOB", str, "directories of finished runs")
     add_flag(parser, "--on", "MACHINE", str, "chip, CHIPxN, TPU slice, or cpu: adds the days")
     add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
-    add_switch(parser, "--sweep", "train the runs first, in --workdir")
+    parser.add_switch("--sweep", "train the runs first, in --workdir")
     doc = "with --sweep: widths of the models (1/4, 1/2, 3/4 and 1 of the config's)"
     add_flag(parser, "--widths", "N,N,N", str, doc)
     doc = "with --sweep: steps of the runs (1/4, 1/2 and all of the config's)"
     add_flag(parser, "--steps", "N,N", str, doc)
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
-    if args.budget is None:
-        raise CommandError(
-            "scale needs a budget",
-            where="jaxlm scale",
-            why="--budget is missing",
-            fix="jaxlm scale --help",
-        )
+def run(args: Any, out: Output) -> int:
     _check(args)
     from jaxlm.recipes.config import Run
     from jaxlm.recipes.scaling import plan
 
     flops = plan.budget(args.budget)
     assumed: list[str] = []
-    on = args.on and (
-        host_machine.this_machine(1, assumed)
-        if args.on == "cpu"
-        else machine(args.on, flag="--on", memory=args.memory)
-    )
+    on = args.on and named_machine(args, 1, assumed)
     if args.sweep:
         workdir, file = Path(needed(args, "workdir")), needed_config(args, Run)
         from jaxlm.recipes.scaling.sweep import sweep
@@ -64,13 +53,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
         run_config = config.load(Run, args.config, args.overrides).value if has_config else None
         answer = plan.answer(flops, run_config, on=on, assumed=assumed)
     largest = answer["runs"] and f"{answer['runs'][-1]['run']}/config.json"
-    out.result(answer, _text(answer, args.config or largest))
-    return 0
+    return out.result(answer, _text(answer, args.config or largest))
 
 
-def _of_runs(
-    pattern: str, flops: float, on: Any, assumed: list[str], args: argparse.Namespace
-) -> dict[str, Any]:
+def _of_runs(pattern: str, flops: float, on: Any, assumed: list[str], args: Any) -> dict[str, Any]:
     """Return the plan by finished runs, and plot it with them."""
     from jaxlm.recipes.scaling import law, plan
 
@@ -82,35 +68,29 @@ def _of_runs(
     return answer | {"left_out": left_out, "plot": str(plot)}
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise CommandError if two flags contradict each other."""
+def _check(args: Any) -> None:
+    """Raise CommandError without a budget, or if two flags contradict each other."""
+    if args.budget is None:
+        what, why, fix = "scale needs a budget", "--budget is missing", "jaxlm scale --help"
+        raise CommandError(what, where="jaxlm scale", why=why, fix=fix)
+    of_runs = f"jaxlm scale --budget={args.budget} --runs={shlex.quote(args.runs or '')}"
     if args.runs and args.sweep:
-        raise CommandError(
-            "--sweep trains new runs, and --runs names finished ones",
-            where=f"--sweep --runs={args.runs}",
-            why="the law is fitted to one of them",
-            fix=f"jaxlm scale --budget={args.budget} --runs={shlex.quote(args.runs)}",
-        )
+        what = "--sweep trains new runs, and --runs names finished ones"
+        where, why = f"--sweep --runs={args.runs}", "the law is fitted to one of them"
+        raise CommandError(what, where=where, why=why, fix=of_runs)
     if (args.runs or args.workdir) and not args.sweep and (args.config or args.overrides):
-        raise CommandError(
-            "finished runs take no other config",
-            where=f"--config={args.config}" if args.config else f"--config.{args.overrides[0][0]}",
-            why="the planned model has the family of the largest run",
-            fix=f"jaxlm scale --budget={args.budget} --runs={shlex.quote(args.runs)}"
-            if args.runs
-            else "--sweep    # trains the runs of a config",
-        )
+        where = f"--config={args.config}" if args.config else f"--config.{args.overrides[0][0]}"
+        why = "the planned model has the family of the largest run"
+        fix = of_runs if args.runs else "--sweep    # trains the runs of a config"
+        raise CommandError("finished runs take no other config", where=where, why=why, fix=fix)
     for flag in ("widths", "steps"):
         if (value := getattr(args, flag)) and not args.sweep:
-            raise CommandError(
-                f"--{flag} needs --sweep",
-                where=f"--{flag}={value}",
-                why=f"--{flag} sets the runs of a sweep",
-                fix=f"--sweep --{flag}={value} --workdir=runs/scale",
-            )
+            where, why = f"--{flag}={value}", f"--{flag} sets the runs of a sweep"
+            fix = f"--sweep {where} --workdir=runs/scale"
+            raise CommandError(f"--{flag} needs --sweep", where=where, why=why, fix=fix)
 
 
-def _text(answer: dict[str, Any], file: str | None) -> str:
+def _text(answer: dict[str, Any], file: str | None) -> list[str]:
     count, size, band = formatting.count, formatting.size, answer["band"]
 
     def between(name: str) -> str:
@@ -146,27 +126,18 @@ def _text(answer: dict[str, Any], file: str | None) -> str:
         rows += [("memory", f"{text}: {verdict}")]
     if check := answer["self_check"]:
         low, high = check["interval_nats"]
-        text = (
-            f"{check['run']}, {check['flops_beyond']:.3g} times the FLOPs of any other: "
-            f"{check['loss_nats']:.4f} nats, from the others {check['predicted_nats']:.4f} "
-            f"({low:.4f} to {high:.4f}), {check['error']:+.2%}"
-        )
-        rows.append(("check", text))
+        largest = f"{check['run']}, {check['flops_beyond']:.3g} times the FLOPs of any other"
+        predicted = f"{check['predicted_nats']:.4f} ({low:.4f} to {high:.4f})"
+        losses = f"{check['loss_nats']:.4f} nats, from the others {predicted}"
+        rows.append(("check", f"{largest}: {losses}, {check['error']:+.2%}"))
     notes = {"left out": answer.get("left_out", [])}
     notes |= {name: answer[name] for name in ("assumed", "risks")}
     rows += [(title, text) for title, texts in notes.items() for text in texts]
     if "plot" in answer:
         rows.append(("plot", answer["plot"]))
-    return "\n".join([*_runs(answer["runs"]), *table(rows)])
-
-
-def _runs(rows: list[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    count = formatting.count
     cells = [("run", "parameters", "tokens", "FLOPs", "loss", "law")]
-    for row in rows:
-        sizes = (count(row["parameters"]), count(row["tokens"]), f"{row['flops']:.3g}")
-        losses = (f"{row['loss_nats']:.4f}", f"{row['fitted_nats']:.4f}")
-        cells.append((row["run"][-27:], *sizes, *losses))
-    return columns(cells, "<")
+    for each in answer["runs"]:
+        known = (count(each["parameters"]), count(each["tokens"]), f"{each['flops']:.3g}")
+        nats = (f"{each['loss_nats']:.4f}", f"{each['fitted_nats']:.4f}")
+        cells.append((each["run"][-27:], *known, *nats))
+    return [*(columns(cells, "<") if answer["runs"] else []), *table(rows)]

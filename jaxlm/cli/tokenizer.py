@@ -6,11 +6,10 @@ jaxlm tokenizer show my.model
 jaxlm tokenizer compare my.model bpe:8192 bytes      compression of a text; sizes are trained first
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import add_flag
+from jaxlm.cli.arguments import Parser, add_flag
 from jaxlm.cli.output import Output, columns
 from jaxlm.core import config, disk
 from jaxlm.core.errors import ConfigError, NotWritable, cannot_write
@@ -19,25 +18,18 @@ from jaxlm.data.config import TOKENIZER_FILES
 from jaxlm.recipes.config import Run
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="train|show|compare")
-    train = actions.add_parser("train", help="train data.tokenizer on data.train and write it")
+def add_arguments(parser: Parser) -> None:
+    train = parser.add_action("train", _train, "train data.tokenizer on data.train and write it")
     doc = "new file; .model for SentencePiece, else .json"
     add_flag(train, "--out", "FILE", str, doc, required=True)
-    show = actions.add_parser("show", help="size of a tokenizer, and tokens of a text")
+    show = parser.add_action("show", _show, "size of a tokenizer, and tokens of a text")
     show.add_argument("file", nargs="?", help=".model or .json file (tokenizer of the config)")
     show.add_argument("--text", default="def f(x):\n    return x + 1\n", help="text to tokenize")
-    compare = actions.add_parser("compare", help="tokens, unknown characters and speed of several")
-    compare.add_argument(
-        "tokenizers", nargs="+", metavar="FILE|KIND", help="files, or values of data.tokenizer"
-    )
+    doc = "tokens, unknown characters and speed of several"
+    compare = parser.add_action("compare", _compare, doc)
+    doc = "files, or values of data.tokenizer"
+    compare.add_argument("tokenizers", nargs="+", metavar="FILE|KIND", help=doc)
     add_flag(compare, "--text", "GLOB", str, "files to measure on (data.validation)")
-
-
-def run(args: Any, out: Output) -> int:
-    """Run the action."""
-    return {"train": _train, "show": _show, "compare": _compare}[args.action](args, out)
 
 
 def _train(args: Any, out: Output) -> int:
@@ -46,12 +38,9 @@ def _train(args: Any, out: Output) -> int:
     fits = _fits(args, None, [(args.out, tokenizer)])
     path = Path(args.out).with_suffix(".json" if content.startswith(b"{") else ".model")
     if path.exists():
-        raise NotWritable(
-            "the tokenizer file exists",
-            where=str(path),
-            why="a tokenizer is never overwritten: data made with it would become unreadable",
-            fix=f"--out={path.with_stem(path.stem + '-2')}",
-        )
+        why = "a tokenizer is never overwritten: data made with it would become unreadable"
+        fix = f"--out={path.with_stem(path.stem + '-2')}"
+        raise NotWritable("the tokenizer file exists", where=str(path), why=why, fix=fix)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.replace(path, content)
@@ -61,8 +50,7 @@ def _train(args: Any, out: Output) -> int:
     answer = {"file": str(path), "size": tokenizer.size, "sha256": tokenizer.digest}
     answer["fit"] = fits[0][1].as_json() if fits else None
     text = f"{path}: {tokenizer.size:,} ids; use it with --config.data.tokenizer={path}"
-    out.result(answer, "\n".join([text, *_table(fits)]))
-    return 0
+    return out.result(answer, [text, *_table(fits)])
 
 
 def _show(args: Any, out: Output) -> int:
@@ -73,39 +61,28 @@ def _show(args: Any, out: Output) -> int:
     tokenizer = tokenizer_file.read(args.file) if args.file else _of_config(args, out)
     ids = tokenizer.encode(args.text)
     pieces = [token_text([i], tokenizer) for i in ids]
-    answer = {
-        "kind": type(tokenizer).__name__,
-        "size": tokenizer.size,
-        "sha256": tokenizer.digest,
-        "special": tokenizer.specials,
-        "ids": ids,
-        "pieces": pieces,
-        "lossless": tokenizer.decode(ids).removeprefix(tokenizer.lead) == args.text,
-    }
+    is_lossless = tokenizer.decode(ids).removeprefix(tokenizer.lead) == args.text
+    kind, special = type(tokenizer).__name__, tokenizer.specials
+    answer = {"kind": kind, "size": tokenizer.size, "sha256": tokenizer.digest, "special": special}
+    answer |= {"ids": ids, "pieces": pieces, "lossless": is_lossless}
+    counts = f"{tokenizer.size:,} ids, {len(special)} of them special"
     lines = [
-        f"{answer['kind']}, {tokenizer.size:,} ids, {len(tokenizer.specials)} of them special, "
-        f"sha256 {tokenizer.digest[:12]}",
+        f"{kind}, {counts}, sha256 {tokenizer.digest[:12]}",
         f"{len(args.text.encode())} bytes in {len(ids)} tokens"
-        f"{'' if answer['lossless'] else ', decoded differently'}:",
+        f"{'' if is_lossless else ', decoded differently'}:",
         " ".join(f"{number}:{piece!r}" for number, piece in zip(ids, pieces, strict=True)),
     ]
-    out.result(answer, "\n".join(lines))
-    return 0
+    return out.result(answer, lines)
 
 
 def _compare(args: Any, out: Output) -> int:
     named = [(name, _named(name, args, out)) for name in args.tokenizers]
     fits = _fits(args, args.text, named)
     if not fits:
-        raise ConfigError(
-            "the comparison needs text",
-            where="data.validation",
-            why="it contains tokens, or nothing",
-            fix="name the text to compare on with --text",
-        )
+        why, fix = "it contains tokens, or nothing", "name the text to compare on with --text"
+        raise ConfigError("the comparison needs text", where="data.validation", why=why, fix=fix)
     rows = [{"tokenizer": name, **fit.as_json()} for name, fit in fits]
-    out.result({"tokenizers": rows}, "\n".join(_table(fits)))
-    return 0
+    return out.result({"tokenizers": rows}, _table(fits))
 
 
 def _named(name: str, args: Any, out: Output) -> Any:
@@ -118,12 +95,8 @@ def _named(name: str, args: Any, out: Output) -> Any:
         return Bytes()
     config = _config(args, ("data.tokenizer", name)).data
     if any(part.folders for part in parts.find_parts(config)[0]):
-        raise ConfigError(
-            f"{name} cannot be trained",
-            where="data.train",
-            why="it contains tokens",
-            fix="name text files in --config.data.train",
-        )
+        why, fix = "it contains tokens", "name text files in --config.data.train"
+        raise ConfigError(f"{name} cannot be trained", where="data.train", why=why, fix=fix)
     return dataset.open_tokenizer(config, log=out.log)
 
 
@@ -151,8 +124,7 @@ def _table(fits: list[tuple[str, Any]]) -> list[str]:
 
 
 def _config(args: Any, *more: tuple[str, str]) -> Run:
-    overrides = [*args.overrides, *more]
-    return config.load(Run, args.config or args.workdir, overrides).value
+    return config.load(Run, args.config or args.workdir, [*args.overrides, *more]).value
 
 
 def _of_config(args: Any, out: Output) -> Any:

@@ -10,18 +10,13 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 AMX, VECTORS = "amx_bf16", "avx512_bf16"  # bfloat16 products in tiles, and in vectors
-# glibc's malloc.h.
-_TRIM_THRESHOLD = -1
-_MMAP_MAX = -4
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's malloc.h
 
 _other: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
 
 
 def name() -> str:
-    """Return the platform of the program being traced: `cpu`, `gpu` or `tpu`.
-
-    It is the platform of this process's devices, except inside `compiling_for`.
-    """
+    """Return the platform of the traced program, `cpu`, `gpu` or `tpu`; see `compiling_for`."""
     import jax  # the rest of this module is used without JAX
 
     return _other.get() or jax.default_backend()
@@ -29,10 +24,7 @@ def name() -> str:
 
 @contextlib.contextmanager
 def compiling_for(platform: str) -> Iterator[None]:
-    """Trace programs in this context for a platform other than this process's devices.
-
-    `jax.jit` does not know about it: a function that it traced before keeps its program.
-    """
+    """Trace for another platform; a function that `jax.jit` traced before keeps its program."""
     token = _other.set(platform)
     try:
         yield
@@ -47,21 +39,18 @@ def cpu_units() -> frozenset[str]:
 
 @functools.cache  # called for every weight; slow on machines with many cores
 def _shown(path: Path) -> frozenset[str]:
-    try:
-        shown = path.read_text().split()
-    except OSError:
-        return frozenset()
-    return frozenset({AMX, VECTORS}.intersection(shown))
+    with contextlib.suppress(OSError):
+        return frozenset({AMX, VECTORS}.intersection(path.read_text().split()))
+    return frozenset()
 
 
 def keep_freed_memory() -> bool:
-    """Keep the memory that this process's main thread frees for later allocations.
+    """Keep memory that the main thread frees for later allocations; False without glibc.
 
     glibc returns large blocks to the system at once. XLA allocates all temporaries of a program as
     one block, so each step on a CPU would get new pages, which the system zeroes on first access: a
     sixth to a quarter of the step's time. Blocks of other threads are still returned, so dispatch
-    must not be asynchronous. The process keeps its peak usage. Returns False if the C library has
-    no such setting.
+    must not be asynchronous. The process keeps its peak usage.
     """
     if host.libc_ver()[0] != "glibc":
         return False

@@ -14,13 +14,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")  # pathlib keeps one of two sla
 
 
 def sync(path: os.PathLike[str]) -> None:
-    """Flush a file's contents, or the names in a folder, to the disk.
-
-    URLs of object stores are skipped, as are folders on filesystems that cannot sync folders.
-
-    Raises:
-      OSError: if the disk fails.
-    """
+    """Flush a file, or names in a folder; skip what cannot sync, such as URLs. Raises OSError."""
     if "://" in os.fspath(path):
         return
     handle = os.open(path, os.O_RDONLY)
@@ -34,22 +28,14 @@ def sync(path: os.PathLike[str]) -> None:
 
 
 def rename(source: Any, target: Any) -> None:
-    """Rename a file or folder (`pathlib` or `etils.epath` paths) and flush the new name.
-
-    Raises:
-      OSError: if it cannot be renamed.
-    """
+    """Rename a file or folder (`pathlib` or `etils.epath`) and flush the name. Raises OSError."""
     source.rename(target)
     for folder in {target.parent, source.parent}:
         sync(folder)
 
 
 def replace(target: Path, content: bytes) -> None:
-    """Replace a file atomically and flush it; readers see the old file or the new one.
-
-    Raises:
-      OSError: if it cannot be written; the old file stays.
-    """
+    """Replace a file atomically and flush it. On failure raise OSError; the old file stays."""
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(partial, "wb") as file:
@@ -66,40 +52,34 @@ def replace(target: Path, content: bytes) -> None:
 def check_local(place: str | os.PathLike[str], flag: str) -> None:
     """Raise NotWritable if an output path is a URL, which would become a local folder."""
     text = os.fspath(place)
-    url = _URL.match(text)
-    if not url:
+    if not _URL.match(text):
         return
     scheme, _, rest = text.partition(":")
     local = rest.strip("/").rpartition("@")[2] or "runs/a"  # without user name and password
-    raise NotWritable(
-        f"{scheme}:// is not a local file system",
-        where=f"{flag}={text}",
-        why="output files are renamed, appended to and locked, which an object store cannot do",
-        fix=f"{flag}={local}",
-    )
+    what, where = f"{scheme}:// is not a local file system", f"{flag}={text}"
+    why = "output files are renamed, appended to and locked, which an object store cannot do"
+    raise NotWritable(what, where=where, why=why, fix=f"{flag}={local}")
 
 
 def read_json(path: Path, max_bytes: int, what: str, *, missing: str, damaged: str) -> Any:
     """Parse a JSON file.
 
+    Raises InputMissing if it does not exist, DataError if it is too large or not JSON.
+
     Args:
       path: the file.
       max_bytes: size above which the file is not read.
       what: subject of the error, such as "the shard manifest".
-      missing: fix line if the file does not exist.
-      damaged: fix line if the file is too large or no JSON.
-
-    Raises:
-      InputMissing: if the file does not exist.
-      DataError: if it is too large, or not JSON.
+      missing, damaged: fix line for a missing file, and for one that is too large or not JSON.
     """
+    where = str(path)
     if not path.exists():
         why = "there is no such file"
-        raise InputMissing(f"{what} does not exist", where=str(path), why=why, fix=missing)
+        raise InputMissing(f"{what} does not exist", where=where, why=why, fix=missing)
     try:
         if (size := path.stat().st_size) > max_bytes:
             raise ValueError(f"it has {size:,} bytes, and at most {max_bytes:,} are read")
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise DataError(f"{what} cannot be read", where=str(path), why=why, fix=damaged) from error
+        raise DataError(f"{what} cannot be read", where=where, why=why, fix=damaged) from error

@@ -1,7 +1,16 @@
 """Errors that a user can cause: what happened, where, why, and a fix to paste.
 
-Each class has the exit code of `jaxlm`. Any other exception is a bug in jaxlm: exit 70 with a
-traceback.
+Each class has the exit code of `jaxlm`. Any other exception is a bug: exit 70 with a traceback.
+
+Example:
+    >>> why, fix = "it ends after 12 bytes", "jaxlm data fix shards"
+    >>> error = DataError("a shard is cut off", where="shards/3", why=why, fix=fix)
+    >>> print(error, error.code, sep=chr(10))
+    data error: a shard is cut off
+      where  shards/3
+      why    it ends after 12 bytes
+      fix    jaxlm data fix shards
+    65
 """
 
 import errno
@@ -51,9 +60,8 @@ class JaxlmError(Exception):
     def __str__(self) -> str:
         lines = [f"{self.kind}: {self.what}"]
         for label in ("where", "why", "fix"):
-            text = getattr(self, label)
-            for number, line in enumerate(text.splitlines()):
-                lines.append(f"  {label if number == 0 else '':<6} {line}")
+            for number, line in enumerate(getattr(self, label).splitlines()):
+                lines.append(f"  {'' if number else label:<6} {line}")
         return "\n".join(lines)
 
 
@@ -87,20 +95,14 @@ class NotWritable(JaxlmError, code=73, kind="output not writable"):
 
 def listed(items: Sequence[str], lines: int) -> str:
     """Return the items joined into at most `lines` lines: an error has eight lines in all."""
-    width = -(-len(items) // lines)
-    return "\n".join(
-        "; ".join(items[first : first + width]) for first in range(0, len(items), width or 1)
-    )
+    width = max(-(-len(items) // lines), 1)
+    return "\n".join("; ".join(items[i : i + width]) for i in range(0, len(items), width))
 
 
 def not_installed(what: str, package: str, extra: str, *, where: str) -> InputMissing:
     """Return the error of a missing library that an extra of jaxlm installs."""
-    return InputMissing(
-        f"{what} needs {package}",
-        where=where,
-        why=f"it is not installed in {sys.prefix}",
-        fix=installs(extra),
-    )
+    why = f"it is not installed in {sys.prefix}"
+    return InputMissing(f"{what} needs {package}", where=where, why=why, fix=installs(extra))
 
 
 def installs(extra: str) -> str:
@@ -112,12 +114,8 @@ def cannot_write(
     what: str, place: object, error: OSError, *, fix: str = "--workdir=runs/another"
 ) -> NotWritable:
     """Return the error of a write that the operating system refused."""
-    return NotWritable(
-        f"{what} cannot be written",
-        where=str(place),
-        why=f"{type(error).__name__}: {error.strerror}",
-        fix=fix,
-    )
+    why = f"{type(error).__name__}: {error.strerror}"
+    return NotWritable(f"{what} cannot be written", where=str(place), why=why, fix=fix)
 
 
 class SaveFailed(JaxlmError, code=74, kind="save failed"):
@@ -150,32 +148,22 @@ class Diverged(JaxlmError, code=79, kind="diverged"):
 
 
 def in_our_words(error: BaseException, verb: str = "train") -> JaxlmError | None:
-    """Return an exception of a library or of Python as a JaxlmError; None if it is a bug.
-
-    JAX raises one class for most device failures, so only the message identifies the cause.
-
-    Args:
-      error: the exception.
-      verb: the command that ran; only `train` has settings that reduce the memory of a step.
-    """
+    """Return a library's error as a JaxlmError, None for a bug; `verb` is the command that ran."""
     if isinstance(error, JaxlmError):
         return error
-    text = str(error).partition("\n")[0]
-    if isinstance(error, MemoryError) or is_out_of_memory(error):
-        return OutOfMemory(
-            "the program ran out of memory",
-            where="the host" if isinstance(error, MemoryError) else "a device",
-            why=text or type(error).__name__,
-            fix="--config.train.remat=dots\n--config.train.microbatches=2    # or more than now"
-            if verb == "train"
-            else "use a smaller model, batch or length",
-        )
-    return None
+    is_on_host = isinstance(error, MemoryError)
+    if not is_on_host and not is_out_of_memory(error):
+        return None
+    fix = "use a smaller model, batch or length"
+    if verb == "train":
+        fix = "--config.train.remat=dots\n--config.train.microbatches=2    # or more than now"
+    where, why = "the host" if is_on_host else "a device", str(error).partition("\n")[0]
+    what = "the program ran out of memory"
+    return OutOfMemory(what, where=where, why=why or type(error).__name__, fix=fix)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if JAX reports that a device is out of memory."""
-    text = str(error).partition("\n")[0]
-    return isinstance(error, RuntimeError) and (
-        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
-    )
+    """Return True if JAX reports, in the text alone, that a device is out of memory."""
+    text = str(error).partition("\n")[0].lower()
+    signs = ("resource_exhausted", "out of memory")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

@@ -45,18 +45,14 @@ class Fault:
     rank: int | None
 
     def is_at(self, step: int | None) -> bool:
-        """If the fault strikes at this step, on this rank."""
-        if self.rank is not None and self.rank != rank:
+        """Return True if the fault strikes at this step, on this rank."""
+        if self.rank not in (None, rank):
             return False
         return step is None or (self.low <= step and (self.high is None or step <= self.high))
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Parse the value of the variable.
-
-    Raises:
-      ValueError: if a fault is malformed; a test that breaks nothing must not pass.
-    """
+    """Parse the variable. Raises ValueError: a test whose malformed fault breaks nothing passes."""
     faults = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _FORM.fullmatch(part)
@@ -73,21 +69,11 @@ def parse(text: str) -> tuple[Fault, ...]:
 _faults = parse(os.environ.get(VARIABLE, ""))
 
 
-def point(name: str, step: int | None = None) -> None:
-    """Strike here if a fault names this point."""
+def point(name: str, step: int | None = None, size: int | None = None) -> None:
+    """Strike here if a fault names this point, at which `size` bytes are read."""
     for fault in _faults:
         if fault.point == name and fault.is_at(step):
-            _strike(fault)
-
-
-def transfer(name: str, size: int) -> None:
-    """Take as long as `size` bytes at the speed of a `slow` fault, or strike another fault."""
-    for fault in _faults:
-        if fault.point == name and fault.is_at(None):
-            if fault.action == "slow":
-                time.sleep(size / fault.value)
-            else:
-                _strike(fault)
+            _strike(fault, size)
 
 
 def planned(name: str) -> tuple[Fault, ...]:
@@ -95,16 +81,16 @@ def planned(name: str) -> tuple[Fault, ...]:
     return tuple(fault for fault in _faults if fault.point == name)
 
 
-def _strike(fault: Fault) -> None:
+def _strike(fault: Fault, size: int | None) -> None:
     match fault.action:
+        case "slow" if size is not None:
+            time.sleep(size / fault.value)
         case "raise":
             raise RuntimeError(f"injected fault at {fault.point}")
         case "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        case "sigkill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "sigterm":
-            os.kill(os.getpid(), signal.SIGTERM)
+        case "sigkill" | "sigterm":
+            os.kill(os.getpid(), signal.Signals[fault.action.upper()])
         case "sleep":
             time.sleep(fault.value)
         case "hang":

@@ -3,13 +3,13 @@
 import copy
 import dataclasses
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlm.core import problems, sections
 from jaxlm.core.config_file import read_file
 from jaxlm.core.nearest import nearest_word
-from jaxlm.core.problems import DEFAULT, Origin, Problem
+from jaxlm.core.problems import DEFAULT, Origin, Origins, Problem
 from jaxlm.core.quoting import holds_secret
 from jaxlm.core.sections import Setting
 
@@ -42,10 +42,11 @@ class Resolver:
     problems: list[Problem] = dataclasses.field(default_factory=list)
     value: Any = None
 
-    def resolve(self) -> None:
-        """Set `value` to the section, or to None if a setting is wrong."""
+    def resolve(self) -> Any:
+        """Set `value` to the section, or to None if a setting is wrong; return it."""
         section = self._section((self.schema,), self.raw, "", self.schema())
         self.value = None if self.problems else section
+        return self.value
 
     def origin(self, path: str) -> Origin:
         """Return the origin of a path, or of the nearest enclosing section that was set."""
@@ -64,16 +65,15 @@ class Resolver:
     def _section(self, arms: tuple[type, ...], raw: Any, path: str, default: Any) -> Any:
         if isinstance(raw, arms):
             raw = sections.plain(raw)
+        label = sections.tag(arms[0]) or ""
         if not isinstance(raw, dict):
-            names = list(sections.by_name(arms)) if sections.tag(arms[0]) else []
-            meant = nearest_word(raw, names) if isinstance(raw, str) else None
             fix = problems.explain(path or problems.root_name(self.schema))
-            if meant:
-                fix = problems.flag(sections.join(path, sections.tag(arms[0]) or ""), meant)
+            names = sections.by_name(arms) if label and isinstance(raw, str) else {}
+            if meant := nearest_word(raw, names):
+                fix = problems.flag(sections.join(path, label), meant)
             return self._wrong(problems.not_a_section(path, raw, self.origin(path), fix))
         arm = sections.chosen(arms, raw, default)
         if arm is None:
-            label = sections.tag(arms[0]) or ""
             origin = self.origin(sections.join(path, label))
             return self._wrong(problems.unknown_arm(arms, path, raw[label], origin))
         for name in raw.keys() - sections.fields(arm).keys():
@@ -103,9 +103,8 @@ class Resolver:
             inner = sections.join(path, name)
             value = sections.plain(problems.value_at(sections.plain(section), name))
             is_plain = value is not None and not isinstance(value, dict)
-            shown = f" = {sections.brief(value)}" if is_plain else ""
-            what = f"{inner}{shown} does not fit"
-            self._wrong(Problem(what, why, self._culprit(inner), fix))
+            what = f"{inner} = {sections.brief(value)}" if is_plain else inner
+            self._wrong(Problem(f"{what} does not fit", why, self._culprit(inner), fix))
         if is_right and hasattr(section, "derived"):
             for name, value, reason in section.derived():
                 section = dataclasses.replace(section, **{name: value})
@@ -132,12 +131,10 @@ class Resolver:
         return value
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _texts(item)
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, tuple):
+        return [text for item in value for text in _texts(item)]
+    return [value] if isinstance(value, str) else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,24 +148,22 @@ class Loaded:
 def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
     """Read a config and apply overrides.
 
+    Raises InputMissing if there is no such file, ConfigError with all other problems in one error.
+
     Args:
       schema: class of the section to build.
       file: `configs/x.py` or `configs/x.py:argument`, which is run; a resolved `config.json` or a
         directory with one, which is only parsed; None for the defaults.
       overrides: dotted paths and texts, as on the command line, in any order.
-
-    Raises:
-      InputMissing: if there is no such file.
-      ConfigError: with all other problems, in one error.
     """
     raw, origins = read_file(file) if file is not None else ({}, {})
     resolver = _apply(schema, raw, origins, overrides)
+    return _loaded(resolver, _corrections(resolver, raw, origins, overrides))
+
+
+def _loaded(resolver: Resolver, fix: str = "") -> Loaded:
     if resolver.problems:
-        raise problems.error(resolver.problems, _corrections(resolver, raw, origins, overrides))
-    return _loaded(resolver)
-
-
-def _loaded(resolver: Resolver) -> Loaded:
+        raise problems.error(resolver.problems, fix)
     paths = [path for path, _, _ in sections.leaves(resolver.value)]
     return Loaded(resolver.value, {path: resolver.origin(path) for path in paths})
 
@@ -195,26 +190,20 @@ def _drop_derived(resolver: Resolver, overridden: set[str]) -> None:
         section, _, name = path.rpartition(".")
         if not each.derived_from or path in overridden:
             continue
+        if sections.join(section, each.derived_from) not in overridden:
+            continue
         inside = problems.value_at(resolver.raw, section, {})
         if not isinstance(inside, dict) or name not in inside:
             continue
-        if sections.join(section, each.derived_from) not in overridden:
-            continue
         (arm,) = known[section].arms
-        stored, derived = (
-            Resolver(arm, values, {})
-            for values in (inside, {key: value for key, value in inside.items() if key != name})
-        )
-        stored.resolve()
-        derived.resolve()
-        if stored.value is not None and stored.value == derived.value:
+        others = {key: value for key, value in inside.items() if key != name}
+        stored = Resolver(arm, inside, {}).resolve()
+        if stored is not None and stored == Resolver(arm, others, {}).resolve():
             del inside[name]
             resolver.origins.pop(path, None)
 
 
-def _corrections(
-    resolver: Resolver, raw: Any, origins: dict[str, Origin], overrides: Overrides
-) -> str:
+def _corrections(resolver: Resolver, raw: Any, origins: Origins, overrides: Overrides) -> str:
     """Return flags that correct the config, by trying one fix after another; "" if they do not."""
     flags: dict[str, str] = {}
     remaining = list(overrides)
@@ -223,12 +212,8 @@ def _corrections(
         is_flag = first.fix.startswith(("--config.", "'--config."))
         words = shlex.split(first.fix.partition("\n")[0]) if is_flag else []
         added = dict(word.removeprefix("--config.").partition("=")[::2] for word in words)
-        if (
-            not added
-            or any(flags.get(path, text) != text for path, text in added.items())
-            or added.items() <= flags.items()
-            or not all(word.startswith("--config.") for word in words)
-        ):
+        is_pasted = all(word.startswith("--config.") for word in words)
+        if not is_pasted or added.items() <= flags.items() or flags | added != added | flags:
             return ""
         flags |= added
         known = sections.settings(resolver.schema, resolver.raw)
@@ -249,20 +234,14 @@ def from_json(
     """Return the section of a `to_json` result, with overrides as on the command line.
 
     Only lists (to tuples) and text (to spans) are converted. An absent setting, newer than the
-    file, takes its default.
-
-    Raises:
-      ConfigError: if a setting is unknown, has another type or is out of range.
+    file, takes its default. Raises ConfigError if one is unknown, of another type or out of range.
     """
     return loaded_json(schema, data, where, overrides).value
 
 
 def loaded_json(schema: type, data: Any, where: str, overrides: Overrides = ()) -> Loaded:
     """Return the section as `from_json` does, with the origin of each of its values."""
-    resolver = _apply(schema, data, {"": Origin("file", where)}, overrides)
-    if resolver.problems:
-        raise problems.error(resolver.problems)
-    return _loaded(resolver)
+    return _loaded(_apply(schema, data, {"": Origin("file", where)}, overrides))
 
 
 def _arms_first(schema: type, overrides: Overrides) -> list[tuple[str, str]]:
@@ -284,18 +263,17 @@ def _override(resolver: Resolver, path: str, text: str) -> Problem | None:
     schema, raw, origins = resolver.schema, resolver.raw, resolver.origins
     origin = Origin("command line", f"--config.{path}={text}")
     present = sections.settings(schema, raw)
-    known = present.get(path)
     section, _, name = path.rpartition(".")
-    parent = present.get(section)
-    arms = sections.by_name(parent.arms) if parent is not None and parent.arms else {}
-    is_label = parent is not None and bool(arms) and name == sections.tag(parent.arms[0])
+    known, parent = present.get(path), present.get(section)
+    arms = sections.by_name(parent.arms) if parent and parent.arms else {}
+    is_label = bool(parent and arms and name == sections.tag(parent.arms[0]))
     if known is None and not is_label:
         return problems.unknown(schema, raw, path, text, origin, origins)
-    if known is not None and text in known.named:
+    if known and text in known.named:
         _replace(raw, origins, path, known.named[text])
-    elif known is not None and known.arms:
+    elif known and known.arms:
         return _unknown_section(known, path, text, origin)
-    elif parent is not None and is_label:
+    elif parent and is_label:
         if text not in arms:
             return problems.unknown_arm(parent.arms, section, text, origin)
         inside = _section(raw, section)
@@ -303,7 +281,7 @@ def _override(resolver: Resolver, path: str, text: str) -> Problem | None:
             # Settings of another arm do not apply to this one.
             _replace(raw, origins, section, arms[text]())
         inside[name] = text
-    elif known is not None:
+    elif known:
         inside = _section(raw, section)
         try:
             inside[name] = sections.read(known.kind, text)

@@ -13,6 +13,11 @@ class Mean(NamedTuple):
     averages is wrong if the parts have different weights, as padding, packing and last batches do.
     Within a step both fields are float32. Totals over many steps are added on the host, in Python
     floats, because float32 cannot count past 2**24.
+
+    Example:
+        >>> whole, last = Mean.of(jnp.array([2.0, 4.0]), jnp.ones(2)), Mean(jnp.array(6.0), 1)
+        >>> float((whole + last).value)
+        4.0
     """
 
     total: Float[Array, ""]
@@ -20,10 +25,7 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, values: Float[Array, "..."], weights: Float[Array, "..."]) -> Self:
-        """Return the weighted mean of `values`; both have one shape.
-
-        A value of weight 0 is ignored, even if it is NaN.
-        """
+        """Return the weighted mean of `values`; one of weight 0 is ignored, even if it is NaN."""
         weighted = jnp.where(weights > 0, values.astype(jnp.float32) * weights, 0.0)
         return cls(jnp.sum(weighted), jnp.sum(weights.astype(jnp.float32)))
 

@@ -23,20 +23,12 @@ SYNONYMS = {other: name for name, others in _OTHER_NAMES.items() for other in ot
 _SCALES = {"k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _SCALES |= {"K": 10**3, "b": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SCALED = re.compile(r"([+-]?)(\d+)(?:\.(\d+))?\s*([kKMBbGT]|[KMGT]i)")
-_SPAN_UNITS = {
-    "steps?": "",
-    "sec(?:ond)?s?": "s",
-    "min(?:ute)?s?": "m",
-    "h(?:ou)?rs?": "h",
-    "tok(?:en)?s?": "tok",
-}
+_SPAN_UNITS = {"steps?": "", "sec(?:ond)?s?": "s", "min(?:ute)?s?": "m", "h(?:ou)?rs?": "h"}
+_SPAN_UNITS |= {"tok(?:en)?s?": "tok"}
 
 
 def distance(a: str, b: str) -> int:
-    """Return the insertions, deletions, substitutions and adjacent swaps that turn `a` into `b`.
-
-    Source: Damerau 1964, in the restricted form (no substring is edited twice).
-    """
+    """Return the edits from `a` to `b` (Damerau 1964, restricted: no substring is edited twice)."""
     rows = [list(range(len(b) + 1))]
     for i, x in enumerate(a, 1):
         row = [i]
@@ -52,9 +44,8 @@ def distance(a: str, b: str) -> int:
 def nearest_word(word: str, words: Iterable[str]) -> str | None:
     """Return the known word that `word` misspells, or None.
 
-    At most a third of the letters may differ. Numbers must be equal: `a10` does not misspell
-    `a100`, and `float8` does not misspell `float16`. Return None if words with different numbers
-    are equally near.
+    At most a third of the letters may differ. Numbers must be equal: `a10` is not `a100`, `float8`
+    is not `float16`. Return None if words with different numbers are equally near.
     """
     known = [each for each in words if has_same_numbers(word, each)]
     edits = {each: distance(_folded(word), _folded(each)) for each in known}
@@ -68,10 +59,8 @@ def nearest_word(word: str, words: Iterable[str]) -> str | None:
 def notations(text: str, unit: str = "") -> Iterator[str]:
     """Yield other spellings of the same value: `2k` is `2000`, `fp16` is `float16`, `10%` is `0.1`.
 
-    Args:
-      text: the value as typed.
-      unit: unit of the setting. A letter after a number scales plain counts only: `10M` of seconds
-        or of GiB could mean another unit.
+    `unit` is that of the setting. A letter after a number scales plain counts only: `10M` of
+    seconds or of GiB could mean another unit.
     """
     bare = text.strip().strip("'\"").strip()
     lower = bare.lower()
@@ -106,10 +95,9 @@ def has_same_numbers(word: str, known: str) -> bool:
 
 def _numbers(word: str) -> list[str]:
     numbers = re.findall(r"[a-z]*\d+[a-z]*", word.lower())
-    return [
-        each if len(re.sub(r"\d", "", each)) < 3 else re.sub(r"[a-z]+", "", each)
-        for each in numbers
-    ]
+    digits = [re.sub(r"[a-z]+", "", each) for each in numbers]
+    pairs = zip(numbers, digits, strict=True)
+    return [word if len(word) - len(bare) < 3 else bare for word, bare in pairs]
 
 
 def _folded(word: str) -> str:
@@ -123,13 +111,9 @@ def _max_edits(word: str) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number in ascending order.
-
-    Above MAX_TRIED squared, return those up to MAX_TRIED and their cofactors.
-    """
-    small = [
-        size for size in range(1, min(math.isqrt(number), MAX_TRIED) + 1) if number % size == 0
-    ]
+    """Return the ascending divisors; above MAX_TRIED squared those up to it, and cofactors."""
+    tried = range(1, min(math.isqrt(number), MAX_TRIED) + 1)
+    small = [size for size in tried if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 
 
@@ -139,10 +123,7 @@ def nearest_divisors(number: int, target: int) -> list[int]:
 
 
 def adjacent_divisors(number: int, target: int) -> list[int]:
-    """Return the divisors on both sides of `target`, the nearer first.
-
-    There is one if `target` divides the number or exceeds it.
-    """
+    """Return the divisors around `target`, the nearer first; one if it divides or exceeds all."""
     every = divisors(number)
     below = [size for size in every if size <= target][-1:]
     above = [size for size in every if size >= target][:1]

@@ -23,8 +23,7 @@ class Precision:
         rounded stochastically to `params` and `moments` (`optim.rounding`).
       compute: dtype of matrix operands and of the activations between products.
       reduce: dtype of gradients while they are summed over micro-batches.
-      products: further rounding, beyond `compute`, of the operands of the projections of attention
-        and MLPs while training.
+      products: rounding beyond `compute` of operands of attention and MLP projections in training.
     """
 
     params: jnp.dtype
@@ -52,15 +51,12 @@ class Precision:
 
     @property
     def activations(self) -> jnp.dtype:
-        """Dtype of activations between products: `compute`, but float32 on CPUs.
-
-        On a CPU low precision pays only inside a product.
-        """
+        """Dtype of activations: `compute`; float32 on CPUs, where fewer bits pay in products."""
         return jnp.dtype(jnp.float32) if backend.name() == "cpu" else self.compute
 
     @property
     def is_scaled(self) -> bool:
-        """If gradients pass through float16, so that the loss is scaled against underflow."""
+        """True if gradients pass through float16, so that the loss is scaled against underflow."""
         return jnp.dtype(jnp.float16) in (self.compute, self.reduce)
 
 
@@ -76,11 +72,7 @@ def widened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
         is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
         return leaf.astype(jnp.float32) if is_narrow else leaf
 
-    def narrowed(other: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf, like: leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype),
-            other,
-            tree,
-        )
+    def narrow(leaf: Any, like: Any) -> Any:
+        return leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype)
 
-    return jax.tree.map(wide, tree), narrowed
+    return jax.tree.map(wide, tree), lambda other: jax.tree.map(narrow, other, tree)

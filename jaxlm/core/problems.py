@@ -37,6 +37,8 @@ class Origin:
 
 
 DEFAULT = Origin("default")
+Origins = dict[str, Origin]  # of values by dotted path
+Raw = dict[str, Any]  # a config as nested dicts
 
 
 def short(path: str | os.PathLike[str]) -> str:
@@ -79,13 +81,9 @@ def error(
     """Return one error for all problems, in at most eight lines; `fix` corrects all of them."""
     if len(problems) == 1:
         only = problems[0]
-        alternatives = "\n" in only.fix
-        return kind(
-            only.what,
-            where=str(only.origin),
-            why=only.why,
-            fix=only.fix if alternatives or not fix else fix,
-        )
+        if "\n" in only.fix or not fix:  # several alternatives
+            fix = only.fix
+        return kind(only.what, where=str(only.origin), why=only.why, fix=fix)
     unexplained = [each.fix for each in problems if each.fix.startswith(EXPLAIN)]
     if not fix and unexplained:
         fix = explain(*dict.fromkeys(each.removeprefix(EXPLAIN).strip() for each in unexplained))
@@ -94,12 +92,8 @@ def error(
     lines = [problem.line for problem in problems]
     if len(lines) > room:
         lines = [*lines[: room - 1], f"and {len(lines) - room + 1} more"]
-    return kind(
-        f"{len(problems)} settings are wrong",
-        where=", ".join(dict.fromkeys(problem.origin.place for problem in problems)),
-        why="\n".join(lines),
-        fix=fix,
-    )
+    where = ", ".join(dict.fromkeys(problem.origin.place for problem in problems))
+    return kind(f"{len(problems)} settings are wrong", where=where, why="\n".join(lines), fix=fix)
 
 
 def flag(path: str, value: Any) -> str:
@@ -121,11 +115,7 @@ def explain(*paths: str) -> str:
 
 
 def flag_or_explain(path: str, known: Setting, value: Any) -> str:
-    """Return the flag that sets the same value in a notation that the setting accepts.
-
-    If there is none, return the command that lists the accepted values: no other value is
-    suggested.
-    """
+    """Return the flag of the same value, else the command that lists values; never a guess."""
     try:
         return flag(path, same(known, value))
     except ValueError:
@@ -133,9 +123,8 @@ def flag_or_explain(path: str, known: Setting, value: Any) -> str:
 
 
 def _not_allowed(path: str, value: Any, why: str, origin: Origin, fix: str) -> Problem:
-    return Problem(
-        f"{path or 'the config'} = {sections.brief(value)} is not allowed", why, origin, fix
-    )
+    what = f"{path or 'the config'} = {sections.brief(value)} is not allowed"
+    return Problem(what, why, origin, fix)
 
 
 def not_a_section(path: str, value: Any, origin: Origin, fix: str) -> Problem:
@@ -147,10 +136,8 @@ def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str 
     """Return the problem of a value of the wrong type or out of range.
 
     Args:
-      path: dotted path of the setting.
-      known: the setting.
-      value: the value.
-      origin: origin of the value.
+      path, known: the setting by its dotted path.
+      value, origin: the value and its origin.
       why: the reason; by default the type and range of the setting.
     """
     reason = why or f"it must be {sections.requirement(known)}"
@@ -160,31 +147,25 @@ def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str 
 
 def secret(path: str, value: Any, origin: Origin) -> Problem:
     """Return the problem of a URL with a secret; the fix is the URL without the secret."""
-    return Problem(
-        f"{path} contains a password or a key",
-        "config.json and command.sh of the run would store it; pass it to the tool that reads the "
-        "URL by its environment variable or file",
-        origin,
-        without_secret(flag(path, value)),
-    )
+    why = "config.json and command.sh of the run would store it; pass it to the tool that reads "
+    why += "the URL by its environment variable or file"
+    fix = without_secret(flag(path, value))
+    return Problem(f"{path} contains a password or a key", why, origin, fix)
 
 
 def same(known: Setting, value: Any) -> Any:
     """Return the value that `value` denotes in another notation.
 
     `2k` is 2000, `"32"` is 32, `fp16` is `float16`; a misspelled choice is the nearest choice.
-
-    Raises:
-      ValueError: if there is none, or it is out of range.
+    Raises ValueError if there is none, or it is out of range.
     """
     texts = [sections.show(value)]
     if isinstance(value, str):
         texts += notations(value, known.unit)
         if words := sections.choices(known.kind):
-            items = [item.strip() for item in value.split(",")]
-            texts.append(
-                ",".join(SYNONYMS.get(item) or nearest_word(item, words) or item for item in items)
-            )
+            items = map(str.strip, value.split(","))
+            meant = (SYNONYMS.get(item) or nearest_word(item, words) or item for item in items)
+            texts.append(",".join(meant))
     for text in texts:
         try:
             result = sections.read(known.kind, text)
@@ -196,12 +177,7 @@ def same(known: Setting, value: Any) -> Any:
 
 
 def unknown(
-    schema: type,
-    raw: dict[str, Any],
-    path: str,
-    value: Any,
-    origin: Origin,
-    origins: dict[str, Origin],
+    schema: type, raw: Raw, path: str, value: Any, origin: Origin, origins: Origins
 ) -> Problem:
     """Return the problem of an unknown setting, with the setting that was probably meant.
 
@@ -210,31 +186,26 @@ def unknown(
     value. Without a candidate, the settings of the section are listed.
 
     Args:
-      schema: class of the config.
-      raw: the config as nested dicts.
-      path: dotted path of the unknown setting.
-      value: its value; None if not known.
-      origin: origin of the value.
-      origins: origins of all values of the config by path.
+      schema, raw: class of the config, and the config as nested dicts.
+      path, value: the unknown setting; None for an unknown value.
+      origin, origins: origin of the value, and of all values of the config by path.
     """
     present = sections.settings(schema, raw)
     section, _, leaf = path.rpartition(".")
     union = present.get(section)
     arms = sections.by_name(union.arms) if union and union.arms else {}
     owners = [name for name, each in arms.items() if leaf in sections.fields(each)]
-    similar = {
-        name: known
-        for name, known in present.items()
-        if value is None or bool(known.arms) == isinstance(value, dict)
-    }
+    similar = present
+    if value is not None:
+        is_section = isinstance(value, dict)
+        similar = {name: each for name, each in present.items() if bool(each.arms) == is_section}
     what = f"unknown setting {path}"
     if union and owners:
         label = f"{section}.{sections.tag(union.arms[0])}"
         arm = sections.chosen(union.arms, value_at(raw, section, {}), union.default)
         now = next((name for name, each in arms.items() if each is arm), None)
-        what = f"{path} is not a setting here"
-        why = f"it belongs to another arm of {section}: {label} is {now}, "
-        why += f"{' and '.join(owners)} would have it"
+        what, owned = f"{path} is not a setting here", f"{' and '.join(owners)} would have it"
+        why = f"it belongs to another arm of {section}: {label} is {now}, {owned}"
         fix = "\n".join(f"--config.{label}={owner}" for owner in owners[:3])
     elif ranked := rank(path, similar, getattr(schema, "ALIASES", {})):
         best = ranked[0]
@@ -244,9 +215,8 @@ def unknown(
         what = f"{path} is not a setting here"
         why, fix = f"it belongs to another arm of {section}: {elsewhere.doc}", explain(path)
     else:
-        parts = path.split(".")[:-1]
-        parents = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-        section = next((name for name in parents if name in present), "")
+        while section and section not in present:
+            section = section.rpartition(".")[0]
         names = [name.rpartition(".")[2] for name in present if name.rpartition(".")[0] == section]
         why = f"{section or 'the config'} has {', '.join(names)}"
         fix = explain(section or root_name(schema))
@@ -258,7 +228,7 @@ def root_name(schema: type) -> str:
     return getattr(schema, "ROOT", "")
 
 
-def _described(known: Setting, raw: dict[str, Any], path: str, origins: dict[str, Origin]) -> str:
+def _described(known: Setting, raw: Raw, path: str, origins: Origins) -> str:
     """Return doc, type and value of a setting, as a clause after its name."""
     doc = f": {known.doc}, {sections.requirement(known)}" if known.doc else ""
     if known.arms:
@@ -314,10 +284,9 @@ def for_flag(schema: type, name: str, value: str | None) -> str | None:
 
 def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -> str:
     """Return the flag or source line with the correct name and the same value."""
-    if known.arms or value is None:
-        suits = known.arms == () or value is None
-    else:
-        suits = not flag_or_explain(best, known, value).startswith(EXPLAIN)
+    suits = value is None or not (
+        known.arms or flag_or_explain(best, known, value).startswith(EXPLAIN)
+    )
     source = line_of(origin)
     for wrong, right in ((path, best), (path.rpartition(".")[2], best.rpartition(".")[2])):
         pattern = rf"(?<![\w]){re.escape(wrong)}(?![\w])"

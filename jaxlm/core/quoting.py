@@ -1,7 +1,4 @@
-"""Sanitizing of text from outside before it is shown.
-
-Sanitized text cannot control a terminal, fill a log or reveal a password.
-"""
+"""Sanitizing of text from outside: it cannot control a terminal, fill a log or show a password."""
 
 import re
 
@@ -19,9 +16,7 @@ _QUERY = re.compile(
     r"[^&\s'\"]+"
 )
 # A token is a secret unless it belongs to a tokenizer.
-_OURS = "".join(
-    f"(?<!{name}_)" for name in ("max", "pad", "bos", "eos", "unk", "mask", "sep", "cls", "add")
-)
+_OURS = "".join(f"(?<!{name}_)" for name in "max pad bos eos unk mask sep cls add".split())
 _NAMED = re.compile(
     rf"(?i)((?<![a-z])(?:passw(?:or)?d|passphrase|secret|{_OURS}token|credentials?"
     r"|(?:api|access|private|secret)[_-]?key)['\"]?\s*=\s*['\"]?)[^\s'\"]+"

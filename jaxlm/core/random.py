@@ -10,12 +10,16 @@ def key(seed: int, name: str, step: int | Array = 0) -> Array:
     """Return the key of stream `name` at `step`.
 
     There is no state to save: a resumed run draws the same numbers as an uninterrupted one.
+
+    Example:
+        >>> dropout = key(seed=7, name="dropout", step=3)
+        >>> bool(jax.random.bernoulli(dropout) == jax.random.bernoulli(key(7, "dropout", 3)))
+        True
     """
     return jax.random.fold_in(stream(jax.random.key(seed), name), step)
 
 
 def stream(root: Array, name: str) -> Array:
     """Return the key of stream `name`: `root` folded with 4 bytes of the name's sha256."""
-    return jax.random.fold_in(
-        root, int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-    )
+    digest = hashlib.sha256(name.encode()).digest()
+    return jax.random.fold_in(root, int.from_bytes(digest[:4], "big"))

@@ -1,4 +1,10 @@
-"""Trees of arrays: leaf paths, nested dicts of leaves, layers of stacked leaves, sizes."""
+"""Trees of arrays: leaf paths, nested dicts of leaves, layers of stacked leaves, sizes.
+
+Example:
+    >>> params = {"head": {"weight": np.ones((4, 3), np.float32), "bias": np.zeros(3, np.int8)}}
+    >>> list(leaves(params)), count(params), size_bytes(params)
+    (['head/bias', 'head/weight'], 15, 51)
+"""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -14,17 +20,13 @@ _STACKED = re.compile(r"(.+?)/(\d+)/(.+)")  # stack, kind of layer, path within 
 
 def path_text(path: tuple[Any, ...]) -> str:
     """Return a JAX key path as "blocks/attention/query/weight"."""
-    return "/".join(
-        str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part))))
-        for part in path
-    )
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Return every leaf by its path, in tree order."""
-    return {
-        path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    }
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    return {path_text(path): leaf for path, leaf in pairs}
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -37,15 +39,13 @@ def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def drop_leaves(tree: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
     """Return a nested dict without the leaves at `paths` and without dicts that become empty."""
 
-    def pruned(node: dict[str, Any], stem: str) -> dict[str, Any]:
-        inner = {
-            name: pruned(child, f"{stem}{name}/") if isinstance(child, dict) else child
-            for name, child in node.items()
-            if f"{stem}{name}" not in paths
-        }
-        return {
-            name: child for name, child in inner.items() if not isinstance(child, dict) or child
-        }
+    def pruned(node: Any, path: str) -> Any:
+        if not isinstance(node, dict):
+            return node
+        names = (name for name in node if f"{path}{name}" not in paths)
+        inner = {name: pruned(node[name], f"{path}{name}/") for name in names}
+        empty = [name for name, child in inner.items() if isinstance(child, dict) and not child]
+        return {name: child for name, child in inner.items() if name not in empty}
 
     return pruned(tree, "") if paths else tree
 
@@ -65,9 +65,7 @@ def count(tree: Any) -> int:
 
 def size_bytes(tree: Any) -> int:
     """Return the bytes of all leaves over all devices, replicas counted once."""
-    return sum(
-        int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
-    )
+    return sum(count(leaf) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def norm(tree: Any) -> Float[Array, ""]:
@@ -101,11 +99,10 @@ def layer_indices(sizes: Mapping[str, int]) -> dict[str, LayerIndex]:
         kinds.setdefault(match[1], {})[match[2]] = sizes[path]
     before = sum(kinds.get("prefix", {}).values())
 
-    def place(path: str, match: re.Match[str]) -> LayerIndex:
+    result = {}
+    for path, match in matches.items():
         stack, kind, part = match.groups()
-        first = int(kind) + (before if stack == "stack" else 0)
-        step = len(kinds[stack])
+        first, step = int(kind) + (before if stack == "stack" else 0), len(kinds[stack])
         numbers = range(first, first + step * sizes[path], step)
-        return LayerIndex("" if stack in ("prefix", "stack") else stack, numbers, part)
-
-    return {path: place(path, match) for path, match in matches.items()}
+        result[path] = LayerIndex("" if stack in ("prefix", "stack") else stack, numbers, part)
+    return result

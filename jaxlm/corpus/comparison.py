@@ -5,26 +5,26 @@ and the clusters of duplicates, which can be inspected afterwards. New documents
 kept are duplicates, too.
 """
 
-import dataclasses
 import functools
 import glob
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlm.core import config, faults
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.dedup.merge import Verdict, merge
+from jaxlm.corpus.dedup.merge import merge
 from jaxlm.corpus.dedup.signatures import Signatures
-from jaxlm.corpus.files import FileDigest, LineFiles, changed, is_whole
+from jaxlm.corpus.files import FileDigest, LineFiles, changed, is_whole, read_object
 from jaxlm.corpus.job import CLUSTERS, RECIPE, REPORT, Job, require_finished
 from jaxlm.corpus.unit import KEPT, PLACES, SIGNATURES, cleaned, output, verdict
 from jaxlm.data import cache
 
+Place = tuple[str, int]  # file and record
 # Settings that signatures depend on, by kind of duplicate.
 _MADE_BY = {
     "near": ("words", "bands", "rows"),
@@ -33,8 +33,7 @@ _MADE_BY = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class EarlierUnit:
+class EarlierUnit(NamedTuple):
     """A unit of an earlier run: its file of kept documents, and their signatures."""
 
     documents: Path
@@ -51,9 +50,8 @@ class EarlierUnit:
 def find_earlier(recipe: Recipe) -> list[EarlierUnit]:
     """Return every unit of the folders that `against` names, in order.
 
-    Raises:
-      InputMissing: a pattern matches no folder, or an unfinished one.
-      ConfigError: a folder lacks signatures for the recipe's dedup, or made them differently.
+    Raises InputMissing if a pattern matches no folder or an unfinished one, ConfigError if a folder
+    lacks signatures for the recipe's dedup or made them differently.
     """
     units: list[EarlierUnit] = []
     for pattern in recipe.against:
@@ -67,31 +65,23 @@ def find_earlier(recipe: Recipe) -> list[EarlierUnit]:
 
 def _earlier_units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
     require_finished(folder, f"{folder} is not a finished run", "against")
-    before = config.from_json(Recipe, _object(folder / RECIPE)["recipe"])
+    before = config.from_json(Recipe, read_object(folder / RECIPE)["recipe"])
     for kind in recipe.dedup:
         if kind not in before.dedup and kind in _MADE_BY:
             left = ",".join(each for each in recipe.dedup if each != kind) or "()"
-            raise _unlike(
-                folder,
-                kind,
-                why=f"dedup was {before.dedup} in that run, without {kind}",
-                fix=f"run the recipe of {folder} again with {kind} in its dedup\n"
-                f"'--config.dedup={left}'    # skips {kind} duplicates",
-            )
+            why = f"dedup was {before.dedup} in that run, without {kind}"
+            rerun = f"run the recipe of {folder} again with {kind} in its dedup"
+            skips = f"'--config.dedup={left}'    # skips {kind} duplicates"
+            raise _unlike(folder, kind, why=why, fix=f"{rerun}\n{skips}")
         pairs = {
             f"{kind}.{name}": [getattr(getattr(each, kind), name) for each in (before, recipe)]
             for name in _MADE_BY.get(kind, ())
         }
-        if differ := {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}:
-            raise _unlike(
-                folder,
-                kind,
-                why=", ".join(
-                    f"{path} was {a} in that run and is {b} now" for path, (a, b) in differ.items()
-                ),
-                fix=" ".join(f"--config.{path}={theirs}" for path, (theirs, _) in differ.items()),
-            )
-    files = _object(folder / REPORT)["files"]
+        if differ := [(path, a, b) for path, (a, b) in pairs.items() if a != b]:
+            why = ", ".join(f"{path} was {a} in that run and is {b} now" for path, a, b in differ)
+            fix = " ".join(f"--config.{path}={theirs}" for path, theirs, _ in differ)
+            raise _unlike(folder, kind, why=why, fix=fix)
+    files = read_object(folder / REPORT)["files"]
     units = [
         EarlierUnit(output(folder, KEPT, int(Path(name).stem)), folder / name, FileDigest(**fields))
         for name, fields in sorted(files.items())
@@ -102,27 +92,13 @@ def _earlier_units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
     return units
 
 
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise changed(path) from None
-    if not isinstance(content, dict):
-        raise changed(path)
-    return content
-
-
 def _missing(what: str, why: str) -> InputMissing:
     return InputMissing(what, where="against", why=why, fix="find . -name report.json")
 
 
 def _unlike(folder: Path, kind: str, why: str, fix: str) -> ConfigError:
-    return ConfigError(
-        f"documents cannot be compared with those of {folder}",
-        where=f"against, dedup={kind}",
-        why=why,
-        fix=fix,
-    )
+    what = f"documents cannot be compared with those of {folder}"
+    return ConfigError(what, where=f"against, dedup={kind}", why=why, fix=fix)
 
 
 REPEATED = "substrings.repeated"
@@ -136,10 +112,8 @@ def compare(job: Job) -> None:
         if folder is None:
             return
         before = find_earlier(job.recipe)
-        signatures = [
-            *(unit.read() for unit in before),
-            *(Signatures.read(cleaned(job, number) / SIGNATURES) for number in range(count)),
-        ]
+        signatures = [unit.read() for unit in before]
+        signatures += [Signatures.read(cleaned(job, n) / SIGNATURES) for n in range(count)]
         # Documents are numbered across all units, those of earlier runs first.
         begins = [0, *itertools.accumulate(len(each.digests) for each in signatures)]
         first_new = begins[len(before)]
@@ -148,28 +122,36 @@ def compare(job: Job) -> None:
         texts = functools.partial(_texts, files, begins)
         result = merge(signatures, job.recipe, first_new, texts)
         del signatures
-        places = [place for number in range(count) for place in _places(job, number)]
+        places: list[Place] = []
+        for path in (cleaned(job, number) / PLACES for number in range(count)):
+            if path.exists():  # a unit that kept nothing has none
+                places += (tuple(json.loads(line)) for line in path.read_bytes().splitlines())
 
-        def place(document: int) -> tuple[str, int]:
+        def place(document: int) -> Place:
             if document >= first_new:
                 return places[document - first_new]
             unit = bisect_right(begins, document) - 1
             return str(before[unit].documents), document - begins[unit] + 1
 
-        _write_clusters(folder, result, place)
-        verdicts: list[dict[str, dict[str, object]]] = [
-            {"removed": {}, "cut": {}, "ranges": {}} for _ in job.units
-        ]
+        kinds = ("removed", "cut", "ranges")
+        verdicts = [{kind: dict[str, object]() for kind in kinds} for _ in job.units]
 
         def note(document: int, what: str, value: object) -> None:
             unit = bisect_right(begins, document) - 1
             verdicts[unit - len(before)][what][str(document - begins[unit])] = value
 
-        for cluster in result.clusters:
-            file, record = place(cluster.representative)
-            for document, agreement in zip(cluster.removed, cluster.agreement, strict=True):
-                detail = f"{file}, record {record}; agreement {agreement:g}"
-                note(document, "removed", [cluster.kind, detail])
+        with LineFiles(folder) as out:
+            for kind, representative, every, agreements in result.clusters:
+                file, record = place(representative)
+                removed = []
+                for document, agreement in zip(every, agreements, strict=True):
+                    detail = f"{file}, record {record}; agreement {agreement:g}"
+                    note(document, "removed", [kind, detail])
+                    fields = (*place(document), agreement)
+                    removed.append(dict(zip(("file", "record", "agreement"), fields, strict=True)))
+                line = {"kind": kind, "kept": {"file": file, "record": record}, "removed": removed}
+                text = json.dumps(line, ensure_ascii=False)
+                out.write(CLUSTERS, text.encode(errors="replace") + b"\n")
         for document, spans in result.cut.items():
             note(document, "cut", sorted(spans))
         for document, ranges in result.ranges.items():
@@ -182,10 +164,7 @@ def compare(job: Job) -> None:
 
 
 def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> Iterator[str]:
-    """Yield the texts of documents by ascending number; each file is read once.
-
-    Raises DataError if a file of an earlier run has changed.
-    """
+    """Yield the texts of documents by ascending number. Raises DataError if a file has changed."""
     for unit, group in itertools.groupby(documents, lambda each: bisect_right(begins, each) - 1):
         with open(files[unit], "rb") as file:
             lines = enumerate(file, begins[unit])
@@ -197,42 +176,10 @@ def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> It
                     raise changed(files[unit]) from None
 
 
-def _places(job: Job, number: int) -> Iterator[tuple[str, int]]:
-    path = cleaned(job, number) / PLACES
-    if path.exists():  # a unit that kept nothing has none
-        with open(path, encoding="utf-8") as file:
-            yield from (tuple(json.loads(line)) for line in file)  # type: ignore[misc]
-
-
-def _write_clusters(folder: Path, result: Verdict, place: Callable[[int], tuple[str, int]]) -> None:
-    with LineFiles(folder) as out:
-        for cluster in result.clusters:
-            line = {
-                "kind": cluster.kind,
-                "kept": _named(place(cluster.representative)),
-                "removed": [
-                    {**_named(place(document)), "agreement": agreement}
-                    for document, agreement in zip(cluster.removed, cluster.agreement, strict=True)
-                ],
-            }
-            out.write(
-                CLUSTERS, json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n"
-            )
-
-
-def _named(place: tuple[str, int]) -> dict[str, object]:
-    return {"file": place[0], "record": place[1]}
-
-
-Place = tuple[str, int]  # file and record
-
-
 def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
     """Return the clusters of a kind ("all" for any), the largest first, ties in file order.
 
-    Raises:
-      InputMissing: the folder contains no finished run.
-      DataError: the file of clusters was changed.
+    Raises InputMissing if the folder has no finished run, DataError if the clusters were changed.
     """
     require_finished(out, f"{out} is not a finished run", "jaxlm data clusters")
     path = out / CLUSTERS
@@ -244,17 +191,17 @@ def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the text of each document. Documents of earlier runs are read from their folder.
-
-    Raises DataError if a document is missing.
-    """
-    places = {
-        _place(each) for cluster in selected for each in (cluster["kept"], *cluster["removed"])
-    }
-    texts = dict(_texts_at(out, places))
-    for file in sorted({file for file, record in places - texts.keys()}):
-        records = {record for name, record in places - texts.keys() if name == file}
-        texts |= {(file, record): text for record, text in _lines(Path(file), records)}
+    """Add the text of each document, also of earlier runs. Raises DataError if one is missing."""
+    documents = [each for cluster in selected for each in (cluster["kept"], *cluster["removed"])]
+    places = set(map(_place, documents))
+    texts: dict[Place, str] = {}
+    # Documents may have been removed after the comparison.
+    for path in sorted([*out.glob("kept/*.jsonl"), *out.glob("removed/*/*.jsonl")]):
+        texts |= {_place(row): row["text"] for row in _rows(path) if _place(row) in places}
+    # A document of an earlier run has the place of its line in the file of kept documents.
+    for file in sorted({file for file, _ in places - texts.keys() if Path(file).is_file()}):
+        rows = enumerate(_rows(Path(file)), 1)
+        texts |= {(file, n): row["text"] for n, row in rows if (file, n) in places}
     if missing := sorted(places - texts.keys()):
         raise DataError(
             "a document of a cluster is missing",
@@ -262,32 +209,19 @@ def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]
             why=f"it is not in {out} and not in a folder of against in {RECIPE}",
             fix="run the same jaxlm data run with another --out",
         )
+
+    def with_text(document: dict[str, Any]) -> dict[str, Any]:
+        return {**document, "text": texts[_place(document)]}
+
     return [
-        {
-            **cluster,
-            "kept": {**cluster["kept"], "text": texts[_place(cluster["kept"])]},
-            "removed": [{**each, "text": texts[_place(each)]} for each in cluster["removed"]],
-        }
+        cluster
+        | {"kept": with_text(cluster["kept"]), "removed": list(map(with_text, cluster["removed"]))}
         for cluster in selected
     ]
 
 
 def _place(document: dict[str, Any]) -> Place:
     return document["file"], document["record"]
-
-
-def _texts_at(out: Path, places: set[Place]) -> Iterator[tuple[Place, str]]:
-    """Yield the texts of the places, including documents that were removed later."""
-    for path in sorted([*out.glob("kept/*.jsonl"), *out.glob("removed/*/*.jsonl")]):
-        for row in _rows(path):
-            if (place := _place(row)) in places:
-                yield place, row["text"]
-
-
-def _lines(path: Path, records: set[int]) -> Iterator[tuple[int, str]]:
-    """Yield documents of a file that an earlier run kept, by line number."""
-    if path.is_file():
-        yield from ((n, row["text"]) for n, row in enumerate(_rows(path), 1) if n in records)
 
 
 def _rows(path: Path) -> Iterable[dict[str, Any]]:

@@ -1,16 +1,24 @@
 """Settings of a cleaning recipe: from raw files to a clean corpus.
 
 Defaults of the filters are those of the sources that the filters cite.
+
+Example:
+  >>> Recipe(stages=("length", "pii"), dedup=("near", "exact")).order
+  ('read', 'length', 'pii', 'exact', 'near')
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
 from jaxlm.core.config import setting
-from jaxlm.corpus.mix.config import ShardSettings, entry_problems, named
+from jaxlm.corpus.mix.config import Problems, ShardSettings, entry_problems, named
 
 PiiKind = Literal["email", "phone", "ip", "card", "iban", "us_ssn", "national_id", "key"]
+
+
+def _order_problems(stage: str, least: float, most: float) -> Problems:
+    if least > most:
+        yield "least", f"it is above most = {most}", f"--config.{stage}.least={most}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,10 +28,9 @@ class Length:
     least: int = setting(200, "shortest text", unit="characters", low=0)
     most: int = setting(10_000_000, "longest text", unit="characters", low=1)
 
-    def problems(self) -> Iterator[tuple[str, str, str]]:
+    def problems(self) -> Problems:
         """Check that the limits are in order."""
-        if self.least > self.most:
-            yield "least", f"it is above most = {self.most}", f"--config.length.least={self.most}"
+        yield from _order_problems("length", self.least, self.most)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,14 +161,9 @@ class Perplexity:
     least: float = setting(0.0, "lowest perplexity; memorized text is below", low=0)
     most: float = setting(1000.0, "highest perplexity; text that is no language is above", above=0)
 
-    def problems(self) -> Iterator[tuple[str, str, str]]:
+    def problems(self) -> Problems:
         """Check that the limits are in order."""
-        if self.least > self.most:
-            yield (
-                "least",
-                f"it is above most = {self.most}",
-                f"--config.perplexity.least={self.most}",
-            )
+        yield from _order_problems("perplexity", self.least, self.most)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,14 +313,12 @@ class Recipe:
         ShardSettings(), "token shards of the kept documents, written to the folder shards"
     )
 
-    def problems(self) -> Iterator[tuple[str, str, str]]:
+    def problems(self) -> Problems:
         """Check that each stage is listed once and has the inputs it needs."""
         for name in ("stages", "dedup"):
-            twice = sorted(
-                {each for each in getattr(self, name) if getattr(self, name).count(each) > 1}
-            )
-            if twice:
-                once = ",".join(dict.fromkeys(getattr(self, name)))
+            names = getattr(self, name)
+            if twice := sorted({each for each in names if names.count(each) > 1}):
+                once = ",".join(dict.fromkeys(names))
                 yield name, f"{twice[0]} is listed twice", f"--config.{name}={once}"
         if not self.source:
             yield "source", "no input files", "jaxlm config explain source"
@@ -332,22 +332,16 @@ class Recipe:
                 "shards are configured, but without a tokenizer none are written",
                 "jaxlm config explain shards.tokenizer",
             )
-        needs = {
-            "decontaminate": (
-                "decontaminate.against",
-                self.decontaminate.against,
-                "evaluation sets",
-            ),
-            "quality": ("quality.model", self.quality.model, "a classifier"),
-            "perplexity": ("perplexity.run", self.perplexity.run, "a trained run"),
-            "harmful": (
-                "harmful.words",
-                self.harmful.words or self.harmful.model,
-                "word lists or a classifier",
-            ),
-            "urls": ("urls.blocked", self.urls.blocked, "a blocklist"),
-        }
-        for stage, (field, value, what) in needs.items():
+        harmful = self.harmful.words or self.harmful.model
+        needs = (
+            ("decontaminate.against", self.decontaminate.against, "evaluation sets"),
+            ("quality.model", self.quality.model, "a classifier"),
+            ("perplexity.run", self.perplexity.run, "a trained run"),
+            ("harmful.words", harmful, "word lists or a classifier"),
+            ("urls.blocked", self.urls.blocked, "a blocklist"),
+        )
+        for field, value, what in needs:
+            stage = field.partition(".")[0]
             if stage in self.stages and not value:
                 yield field, f"the stage {stage} needs {what}", f"jaxlm config explain {field}"
 

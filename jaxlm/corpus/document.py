@@ -1,10 +1,11 @@
 """Records that pass through the stages of a recipe, results of a stage, and their counts."""
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxlm.core.errors import JaxlmError
 
@@ -14,6 +15,11 @@ class CorpusDocument:
     """A text, its origin, and the other fields of its record.
 
     A member of an archive has the file name ARCHIVE!MEMBER.
+
+    Example:
+      >>> document = CorpusDocument("A text.", "a.jsonl", 1, {"url": "https://example.org"})
+      >>> document.with_text(document.text, language="en").meta
+      {'url': 'https://example.org', 'language': 'en'}
     """
 
     text: str
@@ -45,7 +51,25 @@ class BrokenRecord:
 
 
 # A stage counts the changes that it makes to documents that pass.
-Stage = Callable[[CorpusDocument, Counter[str]], CorpusDocument | Removed]
+StageResult = CorpusDocument | Removed
+Stage = Callable[[CorpusDocument, Counter[str]], StageResult]
+_Settings = TypeVar("_Settings")
+
+
+def stage(
+    apply: Callable[[_Settings, CorpusDocument, Counter[str]], StageResult],
+) -> Callable[[_Settings], Stage]:
+    """Turn a function of settings, document and counts into one of settings that returns a stage.
+
+    Example:
+      >>> @stage
+      ... def lower(language: str, document: CorpusDocument, counts: Counter[str]) -> StageResult:
+      ...     counts["lower: documents"] += 1
+      ...     return document.with_text(document.text.lower(), language=language)
+      >>> lower("en")(CorpusDocument("A Text", "a.txt", 1), Counter()).text
+      'a text'
+    """
+    return lambda settings: functools.partial(apply, settings)
 
 
 def to_line(value: CorpusDocument | BrokenRecord, **more: Any) -> bytes:
@@ -83,30 +107,24 @@ class Counts:
         return self
 
     def check(self, where: str) -> None:
-        """Check that every document read is kept, removed or broken exactly once.
-
-        Raises JaxlmError otherwise, which is a bug.
-        """
+        """Raise JaxlmError unless every document read is kept, removed or broken exactly once."""
         totals = Counter[str]()
         for outcome, count in self.documents.items():
             totals[outcome.partition(".")[0]] += count
         if totals["read"] != totals["kept"] + totals["removed"] + totals["broken"]:
             numbers = ", ".join(f"{totals[name]} {name}" for name in ("kept", "removed", "broken"))
-            raise JaxlmError(
-                "documents were lost or counted twice",
-                where=where,
-                why=f"{totals['read']} read, but {numbers}",
-                fix="report it with the recipe",
-            )
+            what = "documents were lost or counted twice"
+            why = f"{totals['read']} read, but {numbers}"
+            raise JaxlmError(what, where=where, why=why, fix="report it with the recipe")
 
     def under(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (suffix, count) of the outcomes below `prefix`, the most frequent first."""
-        counts = {
-            name.removeprefix(f"{prefix}."): count
+        counts = [
+            (name.removeprefix(f"{prefix}."), count)
             for name, count in self.documents.items()
             if name.startswith(f"{prefix}.") and count
-        }
-        yield from sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+        ]
+        yield from sorted(counts, key=lambda pair: (-pair[1], pair[0]))
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON, sorted by name: equal counts give equal bytes."""

@@ -21,33 +21,24 @@ import socket
 import sys
 import traceback
 import unicodedata
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jaxlm.core import errors
-from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import (
-    DataError,
-    InputMissing,
-    JaxlmError,
-    NotWritable,
-    PeerLost,
-    not_installed,
-)
+from jaxlm.core.callbacks import Log, OnProgress
+from jaxlm.core.errors import DataError, InputMissing, JaxlmError, NotWritable, PeerLost
 
 Task = Callable[[int], dict[str, float]]  # runs a unit, by number; returns CPU seconds by stage
 MakeTask = Callable[[], Task]  # called in the worker process: pickled, hashed by value
+Finished = Iterator[tuple[int, dict[str, float]]]  # a unit and its CPU seconds by stage
 MAX_DEATHS = 2  # worker processes that may die on a unit before the unit counts as the cause
 
 
 def run_unit(task: Task, number: int) -> dict[str, float]:
-    """Run a unit.
-
-    Raises NotWritable if the output cannot be written, for example on a full disk.
-    """
+    """Run a unit. Raises NotWritable if its output cannot be written, as on a full disk."""
     try:
         return task(number)
     except OSError as error:
@@ -59,32 +50,17 @@ def run_unit(task: Task, number: int) -> dict[str, float]:
         ) from error
 
 
-class Worker:
-    """The worker's side: runs units one by one, answers in JSON, makes the task at the first."""
-
-    def __init__(self, make_task: MakeTask):
-        self._make_task = make_task
-        self._task: Task | None = None
-
-    def answer(self, number: int) -> dict[str, Any]:
-        """Run a unit; return its `seconds`, or `error`."""
-        try:
-            if self._task is None:
-                self._task = self._make_task()
-            return {"seconds": run_unit(self._task, number)}
-        except JaxlmError as error:
-            parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
-            return {"error": {"class": type(error).__name__, **parts}}
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            why = traceback.format_exc()[-1500:]
-            return {"error": {"class": "JaxlmError", "what": what, "why": why}}
-
-
-def error_of(parts: dict[str, str]) -> JaxlmError:
-    """Rebuild the error that a worker answered."""
-    kind = getattr(errors, parts["class"], JaxlmError)
-    return kind(parts["what"], **{name: parts.get(name, "") for name in ("where", "why", "fix")})
+def answer(open_task: Callable[[], Task], number: int) -> dict[str, Any]:
+    """Run a unit in a worker; return its `seconds`, or `error`, as JSON."""
+    try:
+        return {"seconds": run_unit(open_task(), number)}
+    except JaxlmError as error:
+        parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
+        return {"error": {"kind": type(error).__name__, **parts}}
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        why = traceback.format_exc()[-1500:]
+        return {"error": {"kind": "JaxlmError", "what": what, "why": why}}
 
 
 class _Queue:
@@ -98,11 +74,10 @@ class _Queue:
 
     @property
     def has_more(self) -> bool:
-        """Return whether to start another unit; after a failure only running ones are finished."""
+        """Return True to start another unit; after a failure only running ones are finished."""
         return bool(self._waiting) and self._failure is None
 
     def take(self) -> int:
-        """Remove and return the next unit."""
         return self._waiting.popleft()
 
     def died(self, number: int, cause: str) -> None:
@@ -113,8 +88,10 @@ class _Queue:
         else:
             self._failed_units.append(f"unit {number}, {cause}")
 
-    def failed(self, error: JaxlmError) -> None:
-        """Record an error; the first is raised at the end."""
+    def failed(self, parts: dict[str, str]) -> None:
+        """Rebuild the error that a worker answered; the first is raised at the end."""
+        kind, what = getattr(errors, parts["kind"], JaxlmError), parts["what"]
+        error = kind(what, **{name: parts.get(name, "") for name in ("where", "why", "fix")})
         self._failure = self._failure or error
 
     def finish(self) -> None:
@@ -130,92 +107,72 @@ class _Queue:
             )
 
 
-def run_in_pool(
-    make_task: MakeTask, units: Sequence[int], workers: int
-) -> Iterator[tuple[int, dict[str, float]]]:
+def run_in_pool(make_task: MakeTask, units: Sequence[int], workers: int) -> Finished:
     """Run each unit; yield its number and the seconds by stage, in order of completion.
 
-    Raises:
-      NotWritable: the output cannot be written, for example on a full disk.
-      PeerLost: a unit killed several processes; raised once all others are done.
+    Raises NotWritable if the output cannot be written, for example on a full disk; PeerLost, once
+    all others are done, if a unit killed several processes.
     """
     if not units:
         return
-    if min(workers, len(units)) <= 1:
+    size = min(workers, len(units))
+    if size <= 1:
         task = make_task()
         for number in units:
             yield number, run_unit(task, number)
-    else:
-        yield from _ProcessPool(make_task, units).run(min(workers, len(units)))
+        return
+    queue, context = _Queue(units), multiprocessing.get_context("spawn")
+    busy: dict[Connection, tuple[Any, int]] = {}  # process and unit; pipes carry numbers and JSON
 
-
-class _ProcessPool:
-    """The parent's side: a pipe to each worker carries unit numbers there and JSON back."""
-
-    def __init__(self, make_task: MakeTask, units: Sequence[int]):
-        self._make_task, self._queue = make_task, _Queue(units)
-        self._busy: dict[Connection, tuple[Any, int]] = {}  # process and unit by pipe
-
-    def run(self, size: int) -> Iterator[tuple[int, dict[str, float]]]:
-        """Run until every unit is done, or until one failed and the running ones are done."""
-        queue = self._queue
-        try:
-            while self._busy or queue.has_more:
-                while len(self._busy) < size and queue.has_more:
-                    self._start()
-                for pipe in wait(list(self._busy)):
-                    process, number = self._busy.pop(pipe)  # type: ignore[call-overload]
-                    try:
-                        answer = json.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                    except (EOFError, ConnectionResetError):  # reset: it left a message unread
-                        self._on_worker_death(process, number)
-                        continue
-                    if "error" in answer:
-                        queue.failed(error_of(answer["error"]))
-                        self._end(pipe, process)
-                        continue
-                    yield number, answer["seconds"]
-                    if queue.has_more:
-                        self._give(pipe, process)  # type: ignore[arg-type]
-                    else:
-                        self._end(pipe, process)
-        finally:
-            for pipe, (process, _) in self._busy.items():
-                process.terminate()
-                self._end(pipe, process)
-        queue.finish()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._make_task), daemon=True)
-        process.start()
-        theirs.close()
-        self._give(ours, process)
-
-    def _give(self, pipe: Connection, process: Any) -> None:
-        number = self._queue.take()
-        self._busy[pipe] = process, number
-        with contextlib.suppress(ConnectionError):  # `run` notices that the worker died
+    def give(pipe: Connection, process: Any) -> None:
+        number = queue.take()
+        busy[pipe] = process, number
+        with contextlib.suppress(ConnectionError):  # reading the answer reveals that it died
             pipe.send_bytes(str(number).encode())
 
-    def _on_worker_death(self, process: Any, number: int) -> None:
-        process.join()
-        self._queue.died(number, f"exit code {process.exitcode}")
-
-    def _end(self, pipe: Any, process: Any) -> None:
+    def end(pipe: Connection, process: Any) -> None:
         pipe.close()
         process.join()
+
+    try:
+        while busy or queue.has_more:
+            while len(busy) < size and queue.has_more:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, make_task), daemon=True)
+                process.start()
+                theirs.close()
+                give(ours, process)
+            for pipe in cast(list[Connection], wait(list(busy))):
+                process, number = busy.pop(pipe)
+                try:
+                    reply = json.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):  # reset: it left a message unread
+                    process.join()
+                    queue.died(number, f"exit code {process.exitcode}")
+                    continue
+                if "error" in reply:
+                    queue.failed(reply["error"])
+                else:
+                    yield number, reply["seconds"]
+                if queue.has_more and "error" not in reply:
+                    give(pipe, process)
+                else:
+                    end(pipe, process)
+    finally:
+        for pipe, (process, _) in busy.items():
+            process.terminate()
+            end(pipe, process)
+    queue.finish()
 
 
 def _serve(pipe: Connection, make_task: MakeTask) -> None:
     """Run units from the pipe until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    worker = Worker(make_task)
+    open_task = functools.cache(make_task)  # at the first unit
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             number = int(pipe.recv_bytes())
-            pipe.send_bytes(json.dumps(worker.answer(number)).encode())
+            pipe.send_bytes(json.dumps(answer(open_task, number)).encode())
 
 
 PACKAGES = "numpy", "ftfy", "py3langid", "pyarrow", "zstandard", "tokenizers", "sentencepiece"
@@ -223,19 +180,22 @@ PACKAGES = "numpy", "ftfy", "py3langid", "pyarrow", "zstandard", "tokenizers", "
 
 @contextlib.contextmanager
 def connected(workers: int, log: Log) -> Iterator[Any]:
-    """Connect to the cluster of RAY_ADDRESS or of this machine, else start a local one.
+    """Connect to the cluster of RAY_ADDRESS or of this machine, else to `workers` processes here.
 
-    A local one has `workers` processes and is shut down at the end of the block. Raises
-    InputMissing if Ray is not installed, or does not answer at RAY_ADDRESS.
+    Raises InputMissing if Ray is not installed, or does not answer at RAY_ADDRESS.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
     except ImportError as error:
-        raise not_installed("the engine ray", "ray", "ray", where="--engine=ray") from error
+        raise errors.not_installed("the engine ray", "ray", "ray", where="--engine=ray") from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address := os.environ.get("RAY_ADDRESS"):
-        _check_reachable(address)
+        host, _, port = address.rpartition(":")
+        try:  # Ray itself tries for minutes, then exits
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except (OSError, ValueError) as error:
+            raise _no_answer(address, error) from error
     try:
         ray.init(address="auto", **quiet)
     except ConnectionError as error:
@@ -251,15 +211,6 @@ def connected(workers: int, log: Log) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _check_reachable(address: str) -> None:
-    """Raise InputMissing if HOST:PORT does not answer: Ray tries for minutes, then exits."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, ValueError) as error:
-        raise _no_answer(address, error) from error
-
-
 def _no_answer(address: str, error: Exception) -> InputMissing:
     return InputMissing(
         "no Ray cluster answered",
@@ -269,15 +220,11 @@ def _no_answer(address: str, error: Exception) -> InputMissing:
     )
 
 
-def run_on_ray(
-    make_task: MakeTask, units: Sequence[int], workers: int, ray: Any
-) -> Iterator[tuple[int, dict[str, float]]]:
+def run_on_ray(make_task: MakeTask, units: Sequence[int], workers: int, ray: Any) -> Finished:
     """Run units as `run_in_pool` does, at most `workers` at a time.
 
-    Raises:
-      DataError: a machine has other versions.
-      InputMissing: a machine does not see the current folder.
-      NotWritable, PeerLost: as in `run_in_pool`.
+    Raises DataError if a machine has other versions, InputMissing if it does not see the current
+    folder, and what `run_in_pool` raises.
     """
     # Ray would retry without end if memory is short, so deaths are counted here.
     answer_remotely = ray.remote(num_cpus=1, max_retries=0)(_run_remotely)
@@ -290,10 +237,11 @@ def run_on_ray(
         (ready,), _ = ray.wait(list(running), num_returns=1)
         number = running.pop(ready)
         try:
-            answer = ray.get(ready)
+            reply = ray.get(ready)
         except ray.exceptions.RayTaskError as error:  # before our code could answer
-            failure = InputMissing(
-                "a machine of the cluster cannot run units",
+            failure = dict(
+                kind="InputMissing",
+                what="a machine of the cluster cannot run units",
                 where="--engine=ray",
                 why=str(getattr(error, "cause", error)),
                 fix="pip install 'jaxlm[prepare,ray]'    # of this version, on every machine",
@@ -302,10 +250,10 @@ def run_on_ray(
         except ray.exceptions.RayError as error:
             queue.died(number, type(error).__name__)
         else:
-            if "error" in answer:
-                queue.failed(error_of(answer["error"]))
+            if "error" in reply:
+                queue.failed(reply["error"])
             else:
-                yield number, answer["seconds"]
+                yield number, reply["seconds"]
     queue.finish()
 
 
@@ -324,15 +272,10 @@ def versions() -> tuple[str, ...]:
 def _run_remotely(
     make_task: MakeTask, number: int, folder: str, expected: tuple[str, ...]
 ) -> dict[str, Any]:
-    return _ray_worker(make_task, folder, expected).answer(number)
+    return answer(functools.partial(_task_if_equal, make_task, folder, expected), number)
 
 
-@functools.lru_cache(1)
-def _ray_worker(make_task: MakeTask, folder: str, expected: tuple[str, ...]) -> Worker:
-    """Return the worker of this Ray process, which runs many units."""
-    return Worker(functools.partial(_task_if_equal, make_task, folder, expected))
-
-
+@functools.lru_cache(1)  # a Ray process runs many units
 def _task_if_equal(make_task: MakeTask, folder: str, expected: tuple[str, ...]) -> Task:
     machine = socket.gethostname()
     if differ := sorted(set(expected) ^ set(versions())):
@@ -355,20 +298,33 @@ def _task_if_equal(make_task: MakeTask, folder: str, expected: tuple[str, ...]) 
 
 
 EngineName = Literal["processes", "ray"]
-RunUnits = Callable[
-    [MakeTask, Sequence[int]], Iterator[tuple[int, dict[str, float]]]
-]  # see `run_in_pool`
+# Runs a task on the units that are left, given the bytes of all and a label of the progress;
+# returns CPU seconds by stage.
+RunUnits = Callable[[MakeTask, Sequence[int], Sequence[int], str], dict[str, float]]
 
 
 @contextlib.contextmanager
-def opened(name: EngineName, workers: int, log: Log) -> Iterator[RunUnits]:
+def opened(name: EngineName, workers: int, log: Log, progress: OnProgress) -> Iterator[RunUnits]:
     """Open an engine that runs at most `workers` units at a time.
 
     Raises InputMissing if its package is not installed, or its cluster does not answer.
     """
-    match name:
-        case "processes":
-            yield functools.partial(run_in_pool, workers=workers)
-        case "ray":
-            with connected(workers, log) as ray:
-                yield functools.partial(run_on_ray, workers=workers, ray=ray)
+    with contextlib.ExitStack() as stack:
+        run = functools.partial(run_in_pool, workers=workers)
+        if name == "ray":
+            ray = stack.enter_context(connected(workers, log))
+            run = functools.partial(run_on_ray, workers=workers, ray=ray)
+
+        def run_left(
+            make_task: MakeTask, left: Sequence[int], sizes: Sequence[int], label: str
+        ) -> dict[str, float]:
+            seconds = defaultdict[str, float](float)
+            done = sum(sizes) - sum(sizes[number] for number in left)
+            for number, spent in run(make_task, left):
+                for stage, more in spent.items():
+                    seconds[stage] += more
+                done += sizes[number]
+                progress(label, done, sum(sizes))
+            return seconds
+
+        yield run_left

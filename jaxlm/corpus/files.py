@@ -1,7 +1,10 @@
 """Files of lines that are written together, with their digests."""
 
+import contextlib
 import dataclasses
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -25,28 +28,21 @@ class FileDigest:
         return cls(lines, path.stat().st_size, digest)
 
 
-class LineFiles:
+class LineFiles(contextlib.ExitStack):
     """Files in a folder, each opened at its first line and closed at the end of the block."""
 
     def __init__(self, folder: Path):
+        super().__init__()
         self._folder = folder
         self._files: dict[str, IO[bytes]] = {}
         self._digests: dict[str, Any] = {}
-        self._lines: dict[str, int] = {}
-
-    def __enter__(self) -> "LineFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
+        self._lines = Counter[str]()
 
     def write(self, name: str, line: bytes) -> None:
         """Append a line to a file."""
         if name not in self._files:
-            self._files[name] = open(self._folder / name, "wb")  # noqa: SIM115 - closed in __exit__
+            self._files[name] = self.enter_context(open(self._folder / name, "wb"))  # noqa: SIM115
             self._digests[name] = hashlib.sha256()
-            self._lines[name] = 0
         self._files[name].write(line)
         self._digests[name].update(line)
         self._lines[name] += 1
@@ -59,11 +55,19 @@ class LineFiles:
         }
 
 
-def checked_lines(path: Path, expected: FileDigest) -> Iterator[bytes]:
-    """Yield the lines of a file and verify its digest.
+def read_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON object that this command wrote. Raises DataError if the file is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise changed(path) from None
+    if not isinstance(content, dict):
+        raise changed(path)
+    return content
 
-    Raises DataError at the end if the digest differs.
-    """
+
+def checked_lines(path: Path, expected: FileDigest) -> Iterator[bytes]:
+    """Yield the lines of a file. Raises DataError at the end if the digest differs."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         for line in file:
@@ -77,15 +81,11 @@ def is_whole(path: Path, expected: FileDigest) -> bool:
     """Return whether a file exists and has the expected size and digest."""
     if not path.is_file() or path.stat().st_size != expected.bytes:
         return False
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == expected.sha256
+    return FileDigest.of(path, expected.lines) == expected
 
 
 def changed(path: Path) -> DataError:
     """Return the error for a file that is not the one this command wrote."""
-    return DataError(
-        "a file was changed after it was written",
-        where=str(path),
-        why="its sha256 differs from the recorded one",
-        fix="the same command with another --out",
-    )
+    what = "a file was changed after it was written"
+    why = "its sha256 differs from the recorded one"
+    return DataError(what, where=str(path), why=why, fix="the same command with another --out")

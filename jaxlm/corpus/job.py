@@ -5,17 +5,19 @@ import fnmatch
 import hashlib
 import itertools
 import json
+import operator
 import os
 import shlex
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jaxlm.core import config, disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus import remote
 from jaxlm.corpus.config import WHOLE, Recipe
-from jaxlm.corpus.files import changed
+from jaxlm.corpus.files import read_object
 from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.mix.config import ShardSettings, named
 from jaxlm.corpus.readers import spans
@@ -27,6 +29,7 @@ FORMAT_VERSION = 2
 RECIPE, WORK, CLUSTERS = "recipe.json", "unfinished", "clusters.jsonl"
 REPORT, PAGE = "report.json", "report.html"
 MIN_PART_BYTES = 2**20  # a smaller part of a file is not worth output files of its own
+_T = TypeVar("_T")
 VERDICTS, PATHS, SPANS = "verdicts", "paths.json", "spans.json"  # in WORK
 
 
@@ -65,9 +68,8 @@ class Job:
     def find(cls, recipe: Recipe, out: Path, sample: float) -> "Job":
         """Return the job of a recipe on the files that its patterns match now.
 
-        Raises:
-          InputMissing: a pattern matches no file.
-          ConfigError: a file belongs to no part, or a part has no file.
+        Raises InputMissing if a pattern matches none, ConfigError if a file belongs to no part or a
+        part has no file.
         """
         recipe = dataclasses.replace(recipe, shards=ShardSettings())
         files = remote.find(recipe)
@@ -75,15 +77,12 @@ class Job:
             nonempty = {part_of(recipe.parts, name) for _, name, _ in files}
             if empty := [name for name in recipe.part_names if name not in nonempty]:
                 others = [each for each in recipe.parts if each.partition("=")[0] in nonempty]
-                raise ConfigError(
-                    f"the part {empty[0]!r} has no file",
-                    where="parts",
-                    why="its pattern matches no name, or only names of parts before it",
-                    fix=f"--config.parts='{','.join(others)}'",
-                )
-            order = {name: number for number, name in enumerate(recipe.part_names)}
+                what = f"the part {empty[0]!r} has no file"
+                why = "its pattern matches no name, or only names of parts before it"
+                fix = f"--config.parts='{','.join(others)}'"
+                raise ConfigError(what, where="parts", why=why, fix=fix)
             # The sort is stable: files of a part stay in order of their names.
-            files.sort(key=lambda file: order[part_of(recipe.parts, file[1])])
+            files.sort(key=lambda file: recipe.part_names.index(part_of(recipe.parts, file[1])))
         return cls(out, recipe, sample, tuple(files))
 
     @property
@@ -92,16 +91,10 @@ class Job:
 
         Units depend on names and sizes only: a file rewritten at the same size keeps its units.
         """
-        units: list[list[FilePart]] = []
-        room, before = 0, ""
-        for piece in itertools.chain.from_iterable(map(self._pieces, self.files)):
-            part = part_of(self.recipe.parts, piece.name)
-            if piece.size > room or part != before:
-                units.append([])
-                room, before = self.recipe.unit_bytes, part
-            units[-1].append(piece)
-            room -= piece.size
-        return units
+        pieces = itertools.chain.from_iterable(map(self._pieces, self.files))
+        parts = itertools.groupby(pieces, lambda each: part_of(self.recipe.parts, each.name))
+        size, most = operator.attrgetter("size"), self.recipe.unit_bytes
+        return [unit for _, group in parts for unit in grouped(group, size, most)]
 
     @property
     def _most(self) -> int:
@@ -109,20 +102,14 @@ class Job:
         return max(self.recipe.unit_bytes, MIN_PART_BYTES)
 
     def _pieces(self, file: tuple[Path, str, int]) -> list[FilePart]:
-        path, name, size = file
-        most = self._most
+        (path, name, size), most = file, self._most
         if size <= most or not can_cut(name):
             return [FilePart(*file)]
-        return [
-            FilePart(path, name, min(most, size - number * most), number)
-            for number in range(spans.count(size, most))
-        ]
+        numbers = range(spans.count(size, most))
+        return [FilePart(path, name, min(most, size - n * most), n) for n in numbers]
 
     def span(self, piece: FilePart) -> FileSpan | None:
-        """Return the span of a part of a divided file.
-
-        Raises DataError if the file was written after it was divided.
-        """
+        """Return the span of a part of a file. Raises DataError if it was written since divided."""
         if piece.span is None:
             return None
         noted = self.cuts[piece.name]
@@ -139,21 +126,17 @@ class Job:
         """Return whether a record is in the sample, by a hash of its file and number."""
         if self.sample >= 1:
             return True
-        drawn = hashlib.blake2b(
-            f"{file}\0{record}".encode(errors="replace"), digest_size=8
-        ).digest()
-        return int.from_bytes(drawn, "little") < self.sample * 2**64
+        place = f"{file}\0{record}".encode(errors="replace")
+        drawn = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little")
+        return drawn < self.sample * 2**64
 
     def claim(self, log: Log) -> "Job":
         """Record the job in its folder, or check that the recorded job is the same.
 
-        Return the job with its large files divided.
-
-        Raises:
-          ConfigError: the folder belongs to another recipe or other files.
-          DataError: the folder contains something else.
+        Return the job with its large files divided. Raises ConfigError if the folder belongs to
+        another recipe or other files, DataError if it contains something else.
         """
-        noted = self.out / RECIPE
+        path = self.out / RECIPE
         mine: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "sample": self.sample,
@@ -161,13 +144,19 @@ class Job:
             **dict(beside=_inputs_digests(self.recipe)),
             "files": [[name, size] for _, name, size in self.files],
         }
-        if noted.exists():
-            self._compare(mine, _noted(noted))
-        elif any(not path.name.startswith(".") for path in self.out.iterdir()):
+        if path.exists():
+            theirs = read_object(path)
+            if differ := [name for name in mine if mine[name] != theirs.get(name)]:
+                why = f"{', '.join(differ)} differ"
+                if differ == ["recipe"]:
+                    changes = config.diff(config.from_json(Recipe, theirs["recipe"]), self.recipe)
+                    why = "; ".join(map(str, changes[:5]))
+                what = "the output folder belongs to another recipe or other files"
+                raise ConfigError(what, where=str(path), why=why, fix=f"--out={self.out}-2")
+        elif any(not each.name.startswith(".") for each in self.out.iterdir()):
             raise other_files(self.out)
-        # Written first, so that the folder is recognized even if the process is killed next.
-        if not noted.exists():
-            disk.replace(noted, json.dumps(mine, indent=1).encode())
+        else:  # first, so that the folder is recognized even if the process is killed next
+            disk.replace(path, json.dumps(mine, indent=1).encode())
         (self.out / WORK).mkdir(exist_ok=True)
         paths = [os.path.abspath(path) for path, _, _ in self.files]
         disk.replace(self.out / WORK / PATHS, json.dumps(paths).encode())
@@ -204,38 +193,35 @@ class Job:
         recipe = config.from_json(Recipe, noted["recipe"])
         return cls(out, recipe, noted["sample"], files, _cuts(out))
 
-    def _compare(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-        differ = [name for name in mine if mine[name] != theirs.get(name)]
-        if not differ:
-            return
-        why = f"{', '.join(differ)} differ"
-        if differ == ["recipe"]:
-            before = config.from_json(Recipe, theirs["recipe"])
-            changes = config.diff(before, self.recipe)
-            why = "; ".join(map(str, changes[:5]))
-        raise ConfigError(
-            "the output folder belongs to another recipe or other files",
-            where=str(self.out / RECIPE),
-            why=why,
-            fix=f"--out={self.out}-2",
-        )
+
+def grouped(items: Iterable[_T], size: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
+    """Yield adjacent items in groups of at most `most` bytes; a larger item has its own group.
+
+    Example:
+      >>> list(grouped([3, 4, 9, 1], int, 8))
+      [[3, 4], [9], [1]]
+    """
+    group: list[_T] = []
+    room = most
+    for item in items:
+        if group and size(item) > room:
+            yield group
+            group, room = [], most
+        group.append(item)
+        room -= size(item)
+    if group:
+        yield group
 
 
 def other_files(out: Path) -> DataError:
     """Return the error for an output folder that this command did not create."""
-    return DataError(
-        "the output folder contains other files",
-        where=str(out),
-        why=f"it has no {RECIPE}, so this command did not create it",
-        fix=shlex.quote(f"--out={out}-2"),
-    )
+    why = f"it has no {RECIPE}, so this command did not create it"
+    fix = shlex.quote(f"--out={out}-2")
+    return DataError("the output folder contains other files", where=str(out), why=why, fix=fix)
 
 
 def require_finished(folder: Path, what: str, where: str) -> None:
-    """Check that a folder contains a finished run.
-
-    Raises InputMissing with the message `what` if it does not.
-    """
+    """Raise InputMissing with the message `what` if a folder contains no finished run."""
     if not (folder / REPORT).is_file():
         fix = f"find . -name {REPORT}"
         raise InputMissing(what, where=where, why=f"it has no {REPORT}", fix=fix)
@@ -245,17 +231,18 @@ def part_of(parts: tuple[str, ...], name: str) -> str:
     """Return the part of a file: the first whose pattern matches its name; * crosses folders.
 
     Raises ConfigError if no pattern matches.
+
+    Example:
+      >>> part_of(("web=crawl/*", "other=*"), "crawl/2024/a.warc.gz")
+      'web'
     """
     for part, pattern in named(parts).items():
         if fnmatch.fnmatchcase(name, pattern):
             return part
     if parts:
-        raise ConfigError(
-            "a file belongs to no part",
-            where="parts",
-            why=f"{name} matches none of {', '.join(named(parts).values())}",
-            fix=f"--config.parts='{','.join((*parts, 'other=*'))}'",
-        )
+        why = f"{name} matches none of {', '.join(named(parts).values())}"
+        fix = f"--config.parts='{','.join((*parts, 'other=*'))}'"
+        raise ConfigError("a file belongs to no part", where="parts", why=why, fix=fix)
     return WHOLE
 
 
@@ -269,30 +256,20 @@ def _cuts(out: Path) -> dict[str, DividedFile]:
     }
 
 
-def _noted(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict):
-            return content
-    except ValueError:
-        pass
-    raise changed(path)
-
-
 def _inputs_digests(recipe: Recipe) -> dict[str, str]:
     """Digest every list, model and evaluation set that the stages read, and earlier reports."""
-    inputs = {"urls": ("urls.blocked", recipe.urls.blocked)}
-    inputs["decontaminate"] = ("decontaminate.against", recipe.decontaminate.against)
-    inputs["against"] = ("against", tuple(f"{folder}/{REPORT}" for folder in recipe.against))
-    inputs["quality"] = ("quality.model", (f"{recipe.quality.model}/*",))
-    run = recipe.perplexity.run
-    inputs["perplexity"] = (
-        "perplexity.run",
-        (f"{run}/config.json", f"{run}/checkpoints/*/digests.json"),
-    )
-    lists = recipe.harmful.words
-    judge = (f"{recipe.harmful.model}/*",) if recipe.harmful.model else ()
-    inputs["harmful"] = ("harmful.words", (*lists, *judge))
+    run, judge = recipe.perplexity.run, recipe.harmful.model
+    inputs = {
+        "urls": ("urls.blocked", recipe.urls.blocked),
+        "decontaminate": ("decontaminate.against", recipe.decontaminate.against),
+        "against": ("against", tuple(f"{folder}/{REPORT}" for folder in recipe.against)),
+        "quality": ("quality.model", (f"{recipe.quality.model}/*",)),
+        "perplexity": (
+            "perplexity.run",
+            (f"{run}/config.json", f"{run}/checkpoints/*/digests.json"),
+        ),
+        "harmful": ("harmful.words", (*recipe.harmful.words, *([f"{judge}/*"] if judge else []))),
+    }
     digests = {}
     for stage, (setting, patterns) in inputs.items():
         if stage in (*recipe.stages, "against"):

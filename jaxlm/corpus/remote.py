@@ -27,7 +27,12 @@ class SizeMismatch(Exception):
 
 
 def is_remote(name: str) -> bool:
-    """Return whether a pattern or file name is a URL."""
+    """Return whether a pattern or file name is a URL.
+
+    Example:
+      >>> is_remote("s3://bucket/*.gz"), is_remote("raw/*.gz")
+      (True, False)
+    """
     return "://" in name
 
 
@@ -39,9 +44,8 @@ def path_in(name: str) -> str:
 def find(recipe: Recipe) -> list[tuple[Path, str, int]]:
     """Return path, name and size of every source file of a recipe, by name; a URL is its own name.
 
-    Raises:
-      InputMissing: a pattern matches no file, or a store does not answer.
-      DataError: two patterns match one file.
+    Raises InputMissing if a pattern matches no file or a store does not answer, DataError if two
+    patterns match one file.
     """
     local = tuple(pattern for pattern in recipe.source if not is_remote(pattern))
     corpus = Corpus.find(local, recipe.text_key, "source")
@@ -52,12 +56,9 @@ def find(recipe: Recipe) -> list[tuple[Path, str, int]]:
     for pattern in filter(is_remote, recipe.source):
         for name, size in _matches(pattern, recipe.source):
             if name in files:
-                raise DataError(
-                    "a file is listed twice",
-                    where="source",
-                    why=f"{pattern} matches {name}, as does a pattern before it",
-                    fix="patterns that do not overlap",
-                )
+                what = "a file is listed twice"
+                why = f"{pattern} matches {name}, as does a pattern before it"
+                raise DataError(what, where="source", why=why, fix="patterns that do not overlap")
             files[name] = Path(name), name, size
     return [files[name] for name in sorted(files)]
 
@@ -65,9 +66,7 @@ def find(recipe: Recipe) -> list[tuple[Path, str, int]]:
 def fetched(name: str) -> IO[bytes]:
     """Download the file behind a URL into a temporary file, which is deleted when it is closed.
 
-    Raises:
-      InputMissing: it cannot be read after several tries.
-      NotWritable: the disk is full.
+    Raises InputMissing if it cannot be read in several tries, NotWritable if the disk is full.
     """
     store, path = open_store(name)
 
@@ -103,7 +102,8 @@ def _matches(pattern: str, source: tuple[str, ...]) -> list[tuple[str, int]]:
     plain = tuple(each.rpartition("::")[2] if is_remote(each) else each for each in source)
     store, path = open_store(pattern, problems.flag("source", plain))
     try:
-        listed = store.glob(path, detail=True) if _has_magic(path) else {path: store.info(path)}
+        has_wildcards = any(letter in path for letter in "*?[")
+        listed = store.glob(path, detail=True) if has_wildcards else {path: store.info(path)}
         matches = [
             (store.unstrip_protocol(each), info.get("size") or 0)
             for each, info in listed.items()
@@ -118,21 +118,11 @@ def _matches(pattern: str, source: tuple[str, ...]) -> list[tuple[str, int]]:
     return matches
 
 
-def _has_magic(path: str) -> bool:
-    """Return whether a path contains wildcards."""
-    return any(letter in path for letter in "*?[")
-
-
 def open_store(url: str, fix: str = "") -> tuple[Any, str]:
     """Return the file system behind a URL, and the path in it.
 
-    Args:
-      url: a URL with its protocol.
-      fix: the flag that fixes a chained URL; by default `--copy_to` with its last part.
-
-    Raises:
-      InputMissing: a package for the protocol is not installed.
-      ConfigError: the URL is a chain of file systems.
+    Raises InputMissing if a package for the protocol is not installed, ConfigError if the URL is a
+    chain of file systems; `fix` is the flag that mends it, by default `--copy_to` with its end.
     """
     protocol = url.partition("://")[0]
     if "::" in url:
@@ -149,26 +139,22 @@ def open_store(url: str, fix: str = "") -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
+        what = f"no installed package reads {protocol}://"
         raise InputMissing(
-            f"no installed package reads {protocol}://",
-            where=url,
-            why=described(error),
-            fix=f"pip install 'fsspec[{protocol}]'",
+            what, where=url, why=described(error), fix=f"pip install 'fsspec[{protocol}]'"
         ) from error
 
 
 def tried(request: Callable[[], _T]) -> _T:
     """Return the result of a request to a store; retry a few times, then raise the last error."""
-    for number in range(TRIES):
+    for number in range(TRIES - 1):
         try:
             return request()
         except NotWritable:
             raise
         except Exception:
-            if number == TRIES - 1:
-                raise
             time.sleep(WAIT_SECONDS * 2**number)
-    raise AssertionError
+    return request()
 
 
 def _write(copy: IO[bytes], data: bytes) -> None:
@@ -177,12 +163,10 @@ def _write(copy: IO[bytes], data: bytes) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise NotWritable(
-            "the disk is too full for a download",
-            where=tempfile.gettempdir(),
-            why=f"{type(error).__name__}: {error.strerror}",
-            fix='export TMPDIR="$PWD/tmp" && mkdir -p "$TMPDIR"    # or a folder on a larger disk',
-        ) from error
+        what = "the disk is too full for a download"
+        why = f"{type(error).__name__}: {error.strerror}"
+        fix = 'export TMPDIR="$PWD/tmp" && mkdir -p "$TMPDIR"    # or a folder on a larger disk'
+        raise NotWritable(what, where=tempfile.gettempdir(), why=why, fix=fix) from error
 
 
 def described(error: Exception) -> str:

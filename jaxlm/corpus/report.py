@@ -4,8 +4,9 @@ import functools
 import itertools
 import json
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -27,34 +28,24 @@ MAX_REASONS = 40  # shown on the page
 MAX_BYTES = 1500  # shown of a document
 
 
-def report(
-    job: Job, parts: Mapping[str, Counts], files: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
+def report(job: Job, parts: Mapping[str, Counts], files: dict[str, Any]) -> dict[str, Any]:
     """Return all counts. They contain no times and no paths: equal input gives an equal report."""
-    counts = Counts()
-    for each in parts.values():
-        counts += each
+    counts = functools.reduce(operator.iadd, parts.values(), Counts())
     counts.check("all units")
-    answer: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "sample": job.sample,
-        **_totals(job, counts),
-        "files": files,
-    }
+    head = {"format_version": FORMAT_VERSION, "sample": job.sample}
+    answer: dict[str, Any] = {**head, **_totals(job, counts), "files": files}
     if job.recipe.parts:
         of_units = [part_of(job.recipe.parts, unit[0].name) for unit in job.units]
-        answer["parts"] = {
-            name: _totals(job, parts[name])
-            | {"units": [number for number, part in enumerate(of_units) if part == name]}
-            for name in job.recipe.part_names
-        }
+        answer["parts"] = {}
+        for name in job.recipe.part_names:
+            numbers = [number for number, part in enumerate(of_units) if part == name]
+            answer["parts"][name] = {**_totals(job, parts[name]), "units": numbers}
     if "decontaminate" in job.recipe.stages:
         sets = evaluations(job.recipe)
         answer["evaluations"] = {"records": sets.records, "too_short": sets.short}
     if "near" in job.recipe.dedup:
-        answer["near_recall_at_least"] = {
-            f"{s:g}": round(recall(s, job.recipe.near), 4) for s in SIMILARITIES
-        }
+        recalls = {f"{s:g}": round(recall(s, job.recipe.near), 4) for s in SIMILARITIES}
+        answer["near_recall_at_least"] = recalls
     return answer
 
 
@@ -112,11 +103,10 @@ def interval(count: int, of: int) -> tuple[float, float]:
 
 
 def _summary(answer: dict[str, Any]) -> str:
-    characters = answer["characters"]
-    return (
-        f"kept {answer['kept']:,} of {answer['read']:,} documents,"
-        f" {characters['kept']:,} of {characters['read']:,} characters"
+    documents, characters = (
+        f"{each['kept']:,} of {each['read']:,}" for each in (answer, answer["characters"])
     )
+    return f"kept {documents} documents, {characters} characters"
 
 
 def _shown_share(row: dict[str, Any]) -> str:
@@ -140,10 +130,8 @@ def _too_short(answer: dict[str, Any]) -> str:
     sets = answer.get("evaluations")
     if not (sets and sets["too_short"]):
         return ""
-    return (
-        f"decontaminate: {sets['too_short']:,} of {sets['records']:,} records of the evaluation"
-        " sets are shorter than a run of words and were not searched for"
-    )
+    share = f"{sets['too_short']:,} of {sets['records']:,} records of the evaluation sets"
+    return f"decontaminate: {share} are shorter than a run of words and were not searched for"
 
 
 def table(answer: dict[str, Any]) -> str:
@@ -156,13 +144,10 @@ def table(answer: dict[str, Any]) -> str:
     lines.append(_summary(answer))
     lines += [f"{name}: {_summary(part)}" for name, part in answer.get("parts", {}).items()]
     lines += [f"{count:,} {what}" for what, count in answer["notes"].items()]
-    if note := _too_short(answer):
-        lines.append(note)
+    lines += filter(None, [_too_short(answer)])
     if answer["sample"] < 1:
-        lines.append(
-            f"a sample of {answer['sample']:.2%} of the records: duplicates of records outside the"
-            " sample are not found"
-        )
+        share = f"a sample of {answer['sample']:.2%} of the records"
+        lines.append(f"{share}: duplicates of records outside the sample are not found")
     return "\n".join(lines)
 
 
@@ -170,19 +155,14 @@ def page(out: Path, answer: dict[str, Any]) -> str:
     """Render the page of a finished folder; equal folders give equal pages."""
     import markupsafe
 
+    samples_of = functools.partial(_samples, out, answer)
+    texts = {"note": _too_short(answer), "summary": _summary(answer), "max_reasons": MAX_REASONS}
     return template("report.html.jinja", autoescape=True).render(
-        answer=answer,
-        max_reasons=MAX_REASONS,
-        note=_too_short(answer),
-        samples_of=functools.partial(_samples, out, answer),
-        style=markupsafe.Markup(STYLE),
-        summary=_summary(answer),
+        answer=answer, samples_of=samples_of, style=markupsafe.Markup(STYLE), **texts
     )
 
 
-def template(
-    name: str, *, autoescape: bool, finalize: Callable[[Any], Any] | None = None
-) -> "jinja2.Template":
+def template(name: str, *, autoescape: bool, finalize: Any = None) -> "jinja2.Template":
     """Load a template of this package; `finalize` converts every value in its output."""
     import jinja2
 

@@ -14,6 +14,13 @@ OUT/report.json                      totals; written last, so its presence means
 OUT/report.html                      the same for people, with samples
 OUT/shards/                          token shards, if the recipe requests them: mix/run.py
 OUT/unfinished/                      intermediate files; deleted at the end
+
+Example:
+  >>> import tempfile
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...     _ = Path(folder, "a.txt").write_text("A sentence. " * 20)
+  ...     run(Recipe(source=(f"{folder}/a.txt",)), Path(folder, "out")).report["kept"]
+  1
 """
 
 import contextlib
@@ -40,15 +47,7 @@ from jaxlm.corpus.files import FileDigest, changed, is_whole
 from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.job import CLUSTERS, PAGE, REPORT, WORK, Job, part_of
 from jaxlm.corpus.report import page, report
-from jaxlm.corpus.unit import (
-    CleaningTask,
-    Seconds,
-    changed_since,
-    cleaned,
-    finished,
-    output,
-    verdict,
-)
+from jaxlm.corpus.unit import CleaningTask, changed_since, cleaned, finished, output, verdict
 
 LOCK = ".lock"
 
@@ -86,9 +85,8 @@ def run(
       log: prints a line.
       progress: shows the progress of a step.
 
-    Raises:
-      JaxlmError: input or a package is missing, the folder belongs to another recipe or process,
-        or it cannot be written.
+    Raises JaxlmError if input or a package is missing, or if the folder belongs to another recipe
+    or process or cannot be written.
     """
     begun = time.perf_counter()
     job = dataclasses.replace(Job.find(recipe, out, sample), scorer=scorer)
@@ -97,51 +95,37 @@ def run(
     with output_folder(out):
         job = job.claim(log)
         left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
-        seconds, size = Seconds(float), 0
+        seconds, size = dict[str, float](), 0
         if left:
-            with engines.opened(engine, workers, log) as run_units:
-                seconds, size = _do(job, left, run_units, log, progress)
+            with engines.opened(engine, workers, log, progress) as run_units:
+                seconds, size = _do(job, left, run_units, log)
         answer = _concluded(job)
         shutil.rmtree(out / WORK)
-    return Outcome(answer, time.perf_counter() - begun, dict(seconds), size)
+    return Outcome(answer, time.perf_counter() - begun, seconds, size)
 
 
-def _do(
-    job: Job, left: list[int], run_units: RunUnits, log: Log, progress: OnProgress
-) -> tuple[Seconds, int]:
+def _do(job: Job, left: list[int], run_units: RunUnits, log: Log) -> tuple[dict[str, float], int]:
     """Run all steps of the unfinished units; return seconds by stage and the bytes read."""
     sizes = [sum(piece.size for piece in unit) for unit in job.units]
-    numbers = range(len(sizes))
-    seconds = Seconds(float)
-    read = 0
+    seconds, dirty = dict[str, float](), list[int]()
     is_compared = verdict(job, 0).parent.exists()
     _drop_stale_units(job, is_compared, log)
     if not is_compared:
-        dirty = [number for number in numbers if not cleaned(job, number).exists()]
-        if len(dirty) < len(numbers):
-            log(f"resuming: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
-        done = sum(sizes) - sum(sizes[number] for number in dirty)
-        for number, spent in run_units(CleaningTask(job.out, "clean", job.scorer), dirty):
-            _add(seconds, spent)
-            read, done = read + sizes[number], done + sizes[number]
-            progress("cleaning", done, sum(sizes))
+        dirty = [number for number in range(len(sizes)) if not cleaned(job, number).exists()]
+        if len(dirty) < len(sizes):
+            log(f"resuming: {len(sizes) - len(dirty)} of {len(sizes)} units are cleaned")
+        seconds |= run_units(CleaningTask(job.out, "clean", job.scorer), dirty, sizes, "cleaning")
         begun = time.process_time()
         compare(job)
         seconds["compare"] = time.process_time() - begun
-    done = sum(sizes) - sum(sizes[number] for number in left)
-    for number, spent in run_units(CleaningTask(job.out, "finish"), left):
-        _add(seconds, spent)
-        done += sizes[number]
-        progress("writing", done, sum(sizes))
-    return seconds, read
+    seconds |= run_units(CleaningTask(job.out, "finish"), left, sizes, "writing")
+    return seconds, sum(sizes[number] for number in dirty)
 
 
 def _drop_stale_units(job: Job, is_compared: bool, log: Log) -> None:
     """Discard cleaned units whose files changed since; warn if it is too late, after comparing."""
     for number, pieces in enumerate(job.units):
-        if not cleaned(job, number).exists():
-            continue
-        if not (names := changed_since(job, number, pieces)):
+        if not (cleaned(job, number).exists() and (names := changed_since(job, number, pieces))):
             continue
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         if is_compared:
@@ -154,16 +138,8 @@ def _drop_stale_units(job: Job, is_compared: bool, log: Log) -> None:
             shutil.rmtree(cleaned(job, number))
 
 
-def _add(seconds: Seconds, spent: dict[str, float]) -> None:
-    for stage, more in spent.items():
-        seconds[stage] += more
-
-
 def _concluded(job: Job) -> dict[str, Any]:
-    """Write the report, or verify every file of a finished run; return the report.
-
-    Raises DataError if a file differs from the one written.
-    """
+    """Write the report, or verify every file of a finished run; return the report."""
     parts: defaultdict[str, Counts] = defaultdict(Counts)
     files: dict[str, dict[str, Any]] = {}
     is_done = (job.out / REPORT).exists()
@@ -188,9 +164,7 @@ def _concluded(job: Job) -> dict[str, Any]:
 def output_folder(out: Path) -> Iterator[None]:
     """Create and lock an output folder; the system releases the lock when the process ends.
 
-    Raises:
-      InUse: another process holds the lock.
-      NotWritable: the folder cannot be written.
+    Raises InUse if another process holds the lock, NotWritable if the folder cannot be written.
     """
     fix = shlex.quote(f"--out={out}-2")
     try:

@@ -10,7 +10,6 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,20 +17,13 @@ from jaxlm.core import faults
 from jaxlm.corpus import stages
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.signatures import Signatures, Signer, ranges, without
-from jaxlm.corpus.document import (
-    BrokenRecord,
-    CorpusDocument,
-    Counts,
-    Removed,
-    Stage,
-    from_line,
-    to_line,
-)
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument, Counts, Removed, from_line, to_line
 from jaxlm.corpus.engines import Task
 from jaxlm.corpus.files import FileDigest, LineFiles, checked_lines
 from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.job import VERDICTS, WORK, FilePart, Job
 from jaxlm.corpus.readers.files import is_one_record, read
+from jaxlm.corpus.readers.streams import Records
 from jaxlm.corpus.remote import is_remote
 from jaxlm.data import cache
 
@@ -82,16 +74,10 @@ class CleaningUnits:
     def __init__(self, job: Job):
         self._job = job
         self._units = job.units
-
-    @functools.cached_property
-    def _stages(self) -> list[tuple[str, Stage]]:
-        return stages.build(self._job.recipe, self._job.scorer)
+        self._stages = functools.cache(functools.partial(stages.build, job.recipe, job.scorer))
 
     def clean(self, number: int) -> dict[str, float]:
-        """Read the files of a unit and pass each document through the stages.
-
-        Return CPU seconds by stage.
-        """
+        """Pass each document of a unit through the stages; return CPU seconds by stage."""
         seconds = Seconds(float)
         with cache.built(cleaned(self._job, number)) as folder:
             if folder is None:
@@ -106,9 +92,7 @@ class CleaningUnits:
             faults.point("prepare.clean", number)
         return dict(seconds)
 
-    def _read(
-        self, number: int, counts: Counts, seconds: Seconds
-    ) -> Iterator[CorpusDocument | BrokenRecord]:
+    def _read(self, number: int, counts: Counts, seconds: Seconds) -> Records:
         job = self._job
         for piece in self._units[number]:
             if is_one_record(piece.name) and not job.is_in(piece.name, 1):
@@ -138,7 +122,7 @@ class CleaningUnits:
             unit.remove(record, BLANK)
             return
         document = record
-        for name, stage in self._stages:
+        for name, stage in self._stages():
             begun = time.process_time()
             after = stage(document, unit.counts.notes)
             seconds[name] += time.process_time() - begun
@@ -152,8 +136,7 @@ class CleaningUnits:
         begun = time.process_time()
         unit.signer.add(document)
         seconds["signatures"] += time.process_time() - begun
-        unit.counts.add(KEPT, document.text)
-        unit.files.write(KEPT, to_line(document))
+        unit.keep(document)
         place = json.dumps([document.file, document.record])
         unit.files.write(PLACES, place.encode() + b"\n")
 
@@ -168,7 +151,7 @@ class CleaningUnits:
         return {"write": time.process_time() - begun}
 
     def _write(self, number: int, folder: Path) -> None:
-        """Write the final files of a unit and its counts."""
+        """Apply the verdicts to the documents that the stages kept; write all files of a unit."""
         source = cleaned(self._job, number)
         done = json.loads((source / DONE).read_text(encoding="utf-8"))
         before = {name: FileDigest(**fields) for name, fields in done["files"].items()}
@@ -179,45 +162,29 @@ class CleaningUnits:
                 for line in checked_lines(source / name, before[name]):
                     unit.files.write(name, line)
             if KEPT in before:
-                documents = checked_lines(source / KEPT, before[KEPT])
                 signatures = Signatures.read(source / SIGNATURES)
-                self._apply_verdicts(documents, signatures, verdicts, unit)
+                for ordinal, line in enumerate(checked_lines(source / KEPT, before[KEPT])):
+                    removed, spans, substrings = (
+                        verdicts[name].get(str(ordinal)) for name in ("removed", "cut", "ranges")
+                    )
+                    if removed is not None:
+                        document = from_line(line)
+                        unit.uncount_kept(document)
+                        unit.remove(document, *removed)
+                    elif spans is not None or substrings is not None:
+                        self._shorten(from_line(line), spans or [], substrings or [], unit)
+                    else:
+                        unit.signer.add_signed(signatures, ordinal)
+                        unit.files.write(KEPT, line)
             inputs = [[piece.name, piece.size] for piece in self._units[number]]
-            digests = {SIGNATURES: unit.write_signatures()}
-            unit.write_record(number, {"inputs": inputs}, digests, indent=1)
-
-    def _apply_verdicts(
-        self,
-        lines: Iterator[bytes],
-        signatures: Signatures,
-        verdicts: dict[str, Any],
-        unit: "_UnitOutput",
-    ) -> None:
-        """Apply the verdicts to the documents that the stages kept; write them and signatures."""
-        for ordinal, line in enumerate(lines):
-            removed, spans, substrings = (
-                verdicts[name].get(str(ordinal)) for name in ("removed", "cut", "ranges")
-            )
-            if removed is not None:
-                document = from_line(line)
-                unit.uncount_kept(document)
-                unit.remove(document, *removed)
-            elif spans is not None or substrings is not None:
-                self._shorten(from_line(line), spans or [], substrings or [], unit)
-            else:
-                unit.signer.add_signed(signatures, ordinal)
-                unit.files.write(KEPT, line)
+            unit.write_record(number, {"inputs": inputs}, signatures=unit.write_signatures())
 
     def _shorten(
-        self,
-        document: CorpusDocument,
-        spans: list[int],
-        substrings: list[list[int]],
-        unit: "_UnitOutput",
+        self, document: CorpusDocument, spans: list[int], substrings: list[Any], unit: "_UnitOutput"
     ) -> None:
         """Write a document without its repeated passages, and the passages themselves."""
-        settings = self._job.recipe.spans
-        cut = [("spans", *span) for span in ranges(document.text, settings, set(spans))]
+        passages = ranges(document.text, self._job.recipe.spans, set(spans))
+        cut = [("spans", *passage) for passage in passages]
         cut += [("substrings", begin, end) for begin, end in substrings]
         for kind, begin, end in cut:
             unit.counts.notes[f"{kind}: cut out"] += 1
@@ -228,10 +195,9 @@ class CleaningUnits:
         if not text.strip():
             unit.remove(document, f"{cut[-1][0]}.{NOTHING_LEFT}")
             return
-        unit.counts.add(KEPT, text)
         shorter = document.with_text(text)
         unit.signer.add(shorter)
-        unit.files.write(KEPT, to_line(shorter))
+        unit.keep(shorter)
 
     def _move_to_output(self, folder: Path, number: int) -> None:
         """Move the files of a folder to their final places, the record last; can be repeated."""
@@ -256,42 +222,40 @@ class _UnitOutput:
         self.counts = counts or Counts()
         self.signer = Signer(recipe)
 
+    def keep(self, document: CorpusDocument) -> None:
+        """Count and write a kept document, which is signed."""
+        self.counts.add(KEPT, document.text)
+        self.files.write(KEPT, to_line(document))
+
     def remove(self, document: CorpusDocument, reason: str, detail: str = "") -> None:
         """Count and write a removed document."""
         self.counts.add(f"removed.{reason}", document.text)
-        line = to_line(document, reason=reason, detail=detail)
-        self.files.write(f"removed.{reason}", line)
+        self.files.write(f"removed.{reason}", to_line(document, reason=reason, detail=detail))
 
     def uncount_kept(self, document: CorpusDocument) -> None:
-        """Undo the count of a kept document."""
         self.counts.documents[KEPT] -= 1
         self.counts.characters[KEPT] -= len(document.text)
 
     def write_signatures(self) -> FileDigest:
-        """Write the signatures of the kept documents."""
         path = self._folder / SIGNATURES
         self.signer.finish().write(path)
         return FileDigest.of(path, self.counts.documents[KEPT])
 
-    def write_record(
-        self,
-        number: int,
-        fields: dict[str, Any],
-        digests: dict[str, FileDigest] | None = None,
-        indent: int | None = None,
-    ) -> None:
+    def write_record(self, number: int, fields: dict[str, Any], **digests: FileDigest) -> None:
         """Write the record that makes the unit complete, with its counts and digests."""
         self.counts.check(f"unit {number}")
-        digests = self.files.written() | (digests or {})
-        files = {name: dataclasses.asdict(each) for name, each in digests.items()}
+        every = self.files.written() | digests
+        files = {name: dataclasses.asdict(each) for name, each in every.items()}
         record = {**fields, "counts": self.counts.to_json(), "files": files}
-        (self._folder / DONE).write_text(json.dumps(record, indent=indent), encoding="utf-8")
+        (self._folder / DONE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def output(out: Path, name: str, number: int) -> Path:
-    """Return the final path of a file of a unit.
+    """Return the final path of a file of a unit; one of `removed.STAGE.RULE` is in two folders.
 
-    `removed.STAGE.RULE` becomes removed/STAGE.RULE/NNNNN.jsonl.
+    Example:
+      >>> output(Path("out"), "removed.length.short", 7).as_posix()
+      'out/removed/length.short/00007.jsonl'
     """
     ending = "bin" if name == SIGNATURES else "jsonl"
     return out.joinpath(*name.split(".", 1), f"{number:05d}.{ending}")

@@ -16,9 +16,8 @@ from jaxlm.corpus.run import LOCK
 def copy_to(folder: Path, files: list[str], url: str) -> int:
     """Copy a finished run, the report last; return the number of files, 0 if already done.
 
-    Raises:
-      InputMissing: the store does not answer.
-      NotWritable: the target contains other files, or a file cannot be written in several tries.
+    Raises InputMissing if the store does not answer, NotWritable if the target contains other files
+    or a file cannot be written in several tries.
     """
     url = url.rstrip("/")
     other = shlex.quote(f"--copy_to={url}-2")
@@ -33,23 +32,16 @@ def copy_to(folder: Path, files: list[str], url: str) -> int:
 
 
 def _copied(folder: Path, names: list[str], url: str, other: str) -> int:
-    """Copy files. The first identifies the copy, the last marks it complete.
-
-    `other` is the flag for another, empty target.
-    """
+    """Copy files: the first identifies the copy, the last marks it complete; `other` is a flag."""
     store, root = open_store(url)
-    first, last = names[0], names[-1]
     try:
-        for name in (last, first):
+        for name in (names[-1], names[0]):
             content = store.cat_file(f"{root}/{name}") if store.exists(f"{root}/{name}") else None
             if content is not None and content != (folder / name).read_bytes():
-                raise NotWritable(
-                    "the target contains other files",
-                    where=f"{url}/{name}",
-                    why="existing files are never overwritten",
-                    fix=other,
-                )
-            if name == last and content is not None:
+                what = "the target contains other files"
+                why = "existing files are never overwritten"
+                raise NotWritable(what, where=f"{url}/{name}", why=why, fix=other)
+            if name == names[-1] and content is not None:
                 return 0
         for name in names:
             tried(functools.partial(_put, store, folder / name, f"{root}/{name}"))

@@ -68,8 +68,7 @@ class BlockReader:
     """Read any part of a file and check every block that overlaps it; safe for threads."""
 
     def __init__(self, path: Path, size: int, checks: np.ndarray):
-        self._path, self._size = path, size
-        self._checks = checks
+        self._path, self._size, self._checks = path, size, checks
         try:
             self._handle = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -98,11 +97,9 @@ class BlockReader:
         for number, check in enumerate(self._checks[first:end].tolist(), first):
             offset = number * BLOCK - begin
             if zlib.crc32(data[offset : offset + BLOCK]) != check:
-                raise Damage(
-                    self._path,
-                    f"the CRC-32 of bytes {number * BLOCK} to "
-                    f"{min((number + 1) * BLOCK, self._size) - 1} differs from the one written",
-                )
+                low, high = number * BLOCK, min((number + 1) * BLOCK, self._size) - 1
+                why = f"the CRC-32 of bytes {low} to {high} differs from the one written"
+                raise Damage(self._path, why)
         return data[start - begin : stop - begin]
 
     def __del__(self) -> None:

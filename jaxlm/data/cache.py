@@ -32,12 +32,9 @@ def folder(root: Path, kind: str, /, **inputs: Any) -> Path:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         parent.mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
-        raise NotWritable(
-            "jaxlm cannot write the cache folder",
-            where=str(parent),
-            why=str(error),
-            fix="export JAXLM_CACHE=~/jaxlm-cache",
-        ) from error
+        what = "jaxlm cannot write the cache folder"
+        fix = "export JAXLM_CACHE=~/jaxlm-cache"
+        raise NotWritable(what, where=str(parent), why=str(error), fix=fix) from error
     return parent / key
 
 
@@ -62,12 +59,9 @@ def writing(target: Path, *, fix: str = "export JAXLM_CACHE=~/jaxlm-cache") -> I
     try:
         yield
     except OSError as error:
-        raise NotWritable(
-            "jaxlm cannot write a folder",
-            where=str(error.filename or target),
-            why=f"{type(error).__name__}: {error.strerror}",
-            fix=fix,
-        ) from error
+        what = "jaxlm cannot write a folder"
+        why = f"{type(error).__name__}: {error.strerror}"
+        raise NotWritable(what, where=str(error.filename or target), why=why, fix=fix) from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,10 @@
-"""Rendering of conversations by a chat template."""
+"""Rendering of conversations by a chat template.
+
+Example:
+  >>> template = ChatTemplate("{{ messages[0].content }}{{ e }}", {"e": "</s>"}, is_trusted=True)
+  >>> render_chat([[{"role": "user", "content": "hi"}]], template)
+  ['hi</s>']
+"""
 
 import dataclasses
 import json
@@ -20,23 +26,13 @@ Message = Mapping[str, Any]  # with at least `role` and `content`
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template over `messages`, as transformers uses it.
-
-    Args:
-      tokens: texts of the model's named tokens, such as `bos_token`.
-      where: file name in errors.
-      is_trusted: render in this process; only for templates that do not come with a model.
-      fix: remedy in errors.
-
-    Raises:
-      DataError: if the template is too large.
-    """
+    """A Jinja template over `messages`, as transformers uses it. Raise DataError if too large."""
 
     source: str
-    tokens: Mapping[str, str]
-    where: str = "chat template"
-    is_trusted: bool = False
-    fix: str = "leave out --chat"
+    tokens: Mapping[str, str]  # texts of the model's named tokens, such as `bos_token`
+    where: str = "chat template"  # file name in errors
+    is_trusted: bool = False  # render in this process; not for templates that come with a model
+    fix: str = "leave out --chat"  # in errors
 
     def __post_init__(self) -> None:
         if len(self.source) > MAX_CHARACTERS:

@@ -1,4 +1,9 @@
-"""Settings of the data section."""
+"""Settings of the data section.
+
+Example:
+  >>> DataConfig(train=("web=a/*.txt", "code=b/*.py"), validation=("5%",)).validation_names
+  ['val_web', 'val_code']
+"""
 
 import dataclasses
 import itertools
@@ -104,9 +109,7 @@ class DataConfig:
 
     @property
     def validation_names(self) -> list[str]:
-        """Names of the validation sets in metrics; a share held out of several sources is one set
-        each.
-        """
+        """Names of the validation sets in metrics; a share held out of n sources is n sets."""
         names = []
         for name, patterns in self.validation_sets.items():
             is_share = len(patterns) == 1 and patterns[0].endswith("%") and len(self.sources) > 1
@@ -158,40 +161,30 @@ class DataConfig:
         yield from self._chat_problems()
         kind, _, size = self.tokenizer.partition(":")
         if kind in SIZED and not (size.isdigit() and int(size) >= 512):
-            yield (
-                "tokenizer",
-                f"{self.tokenizer!r} needs a vocabulary of at least 512",
-                "jaxlm config explain data.tokenizer",
-            )
+            why = f"{self.tokenizer!r} needs a vocabulary of at least 512"
+            yield "tokenizer", why, "jaxlm config explain data.tokenizer"
         elif kind not in ("bytes", "characters", *SIZED) and not self.tokenizer.endswith(
             TOKENIZER_FILES
         ):
-            yield (
-                "tokenizer",
-                f"{self.tokenizer!r} is none of: {TOKENIZERS}",
-                near_tokenizer("data.tokenizer", self.tokenizer),
-            )
+            why = f"{self.tokenizer!r} is none of: {TOKENIZERS}"
+            yield "tokenizer", why, near_tokenizer("data.tokenizer", self.tokenizer)
         yield from self._uncut()
         if not self.train:
             yield "train", "nothing to read", "--config.data.train=stdlib:train"
         sources = self.sources
         if len(sources) > 1 and "train" in sources:
-            yield (
-                "train",
+            why = (
                 f"{sources['train'][0]!r} has no name, but other sources have; 'train' names them "
-                "all",
-                f"--config.data.train={','.join(_named(self.train))}",
+                "all"
             )
+            yield "train", why, f"--config.data.train={','.join(_named(self.train))}"
         else:
             named = list(sources) if "train" not in sources else []
             yield from mixture_config.problems(self.mixture, named)
         names = self.validation_names
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield (
-                "validation",
-                f"two validation sets would have the name {twice[0]}",
-                "--config.data.validation=5%",
-            )
+            why = f"two validation sets would have the name {twice[0]}"
+            yield "validation", why, "--config.data.validation=5%"
         if "train" in self.validation_sets:
             yield (
                 "validation",
@@ -202,19 +195,13 @@ class DataConfig:
             )
         shares = [entry for entry in self.validation if entry.endswith("%")]
         if len(shares) > 1:
-            yield (
-                "validation",
-                f"{' and '.join(shares)}: only one share can be held out of train",
-                f"--config.data.validation={shares[0]}",
-            )
+            why = f"{' and '.join(shares)}: only one share can be held out of train"
+            yield "validation", why, f"--config.data.validation={shares[0]}"
         for share in shares:
             amount = share.rpartition("=")[2].removeprefix("tail:").removesuffix("%")
             if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", amount) or not 0 < float(amount) < 100:
-                yield (
-                    "validation",
-                    f"{share!r} is not a share above 0% and below 100%",
-                    "--config.data.validation=5%",
-                )
+                why = f"{share!r} is not a share above 0% and below 100%"
+                yield "validation", why, "--config.data.validation=5%"
 
     def _uncut(self) -> Iterator[tuple[str, str, str]]:
         """Yield a problem unless warm-up lengths grow and divide the sequence length."""
@@ -237,9 +224,7 @@ class DataConfig:
 def near_tokenizer(path: str, text: str) -> str:
     """Return the flag of the nearest tokenizer kind, or a command that lists the kinds."""
     kind, colon, size = text.partition(":")
-    meant = nearest_word(
-        kind, (*(SIZED if colon else ()), *(() if colon else ("bytes", "characters")))
-    )
+    meant = nearest_word(kind, SIZED if colon else ("bytes", "characters"))
     return f"--config.{path}={meant}{colon}{size}" if meant else f"jaxlm config explain {path}"
 
 

@@ -18,7 +18,6 @@ from jaxlm.data import (
     packing,
     parts,
     tokenizer_file,
-    train_tokenizer,
     writer,
 )
 from jaxlm.data.chat import ChatTemplate
@@ -34,6 +33,7 @@ from jaxlm.data.records import MENDED
 from jaxlm.data.shards import AnyShards, TokenShards, join, open_folders
 from jaxlm.data.text_digest import TextDigests
 from jaxlm.data.tokenizer import Bytes, Tokenizer
+from jaxlm.data.train_tokenizer import train as train_tokenizer
 
 PrepareRows = Callable[[Tokenizer, int], RowChanges]  # from a tokenizer and the slots of a row
 
@@ -86,9 +86,9 @@ def open_data(
     opener = _Opener(encoder, _chat_encoder(config, encoder), digests, warn)
     opened = {part.source: opener.shards(part) for part in train_parts}
     _check_changes(opened.values(), changes)
-    sources = {
-        name: _loader(shards, config, root, seed, changes.train) for name, shards in opened.items()
-    }
+    sources = {}
+    for name, shards in opened.items():
+        sources[name] = _loader(shards, config, root, seed, changes.train)
     train = sources.get(parts.TRAIN)
     if train is None:
         joined = join([loader.shards for loader in sources.values()])
@@ -106,11 +106,10 @@ def open_data(
     }
     if isinstance(train, MixtureLoader):
         fingerprint["mixture"] = mixture.VERSION
-    for name, shards in (
-        ("train", train.shards),
-        *((f"train.{n}", s.shards) for n, s in sources.items() if n != parts.TRAIN),
-        *((f"validation.{n}", s) for n, s in held_out.items()),
-    ):
+    sets = {"train": train.shards}
+    sets |= {f"train.{n}": each.shards for n, each in sources.items() if n != parts.TRAIN}
+    sets |= {f"validation.{n}": each for n, each in held_out.items()}
+    for name, shards in sets.items():
         fingerprint[name] = hashlib.sha256("".join(shards.manifest.digests).encode()).hexdigest()
         fingerprint[f"{name}.documents"] = shards.documents
         fingerprint[f"{name}.tokens"] = shards.manifest.tokens
@@ -149,25 +148,14 @@ def _loader(
     """Return the loader of some shards, planned with the slots that `change` reserves."""
     length = config.sequence - (change.reserved_slots if change else 0)
     figures = shards.manifest.figures
-    # Conversations are never cut.
-    packed: packing.Packing = "first_fit" if figures else config.packing
+    packed: packing.Packing = "first_fit" if figures else config.packing  # conversations stay whole
     if (longest := figures.get("longest", 0)) - 1 > length:
-        raise DataError(
-            "a conversation is longer than a row",
-            where=str(shards.folder),
-            why=f"the longest has {longest} tokens, and rows of {length} hold {length + 1}",
-            fix=f"--config.data.sequence={longest - 1}\n"
-            "write the shards again with this --config.data.sequence",
-        )
-    folder = cache.folder(
-        root,
-        "plans",
-        version=packing.VERSION,
-        shards=shards.manifest.digests,
-        sequence=length,
-        packing=packed,
-        seed=seed,
-    )
+        where = str(shards.folder)
+        why = f"the longest has {longest} tokens, and rows of {length} hold {length + 1}"
+        fix = f"--config.data.sequence={longest - 1}"
+        raise DataError("a conversation is longer than a row", where=where, why=why, fix=fix)
+    made_from = {"shards": shards.manifest.digests, "sequence": length, "packing": packed}
+    folder = cache.folder(root, "plans", version=packing.VERSION, seed=seed, **made_from)
     plan = packing.open_plan(shards, length, packed, seed, folder)
     options = config.sequence, seed, config.workers, config.prefetch
     return Loader(shards, plan, *options, corruption=change)
@@ -191,20 +179,15 @@ def tokenize(
     written = {}
     for part in (*train, *validation):
         if part.corpus is None:
-            raise ConfigError(
-                "data tokenize needs text, not token shards",
-                where=str(part.folders[0]),
-                why=f"the folder has a {manifest.NAME}",
-                fix=f"jaxlm data check {shlex.quote(str(part.folders[0]))}    # ready for training",
-            )
+            what = "data tokenize needs text, not token shards"
+            where = str(part.folders[0])
+            fix = f"jaxlm data check {shlex.quote(str(part.folders[0]))}    # ready for training"
+            raise ConfigError(what, where=where, why=f"the folder has a {manifest.NAME}", fix=fix)
         target = out / part.name
         if target.exists():
-            raise DataError(
-                "the output folder already exists",
-                where=str(target),
-                why="shards are never overwritten",
-                fix=f"--out={out}-2",
-            )
+            what = "the output folder already exists"
+            why = "shards are never overwritten"
+            raise DataError(what, where=str(target), why=why, fix=f"--out={out}-2")
         with cache.writing(target, fix="choose a writable --out folder on a disk with free space"):
             written[part.name] = _written(target, part, encoder, chat, progress)
         for line in _losses(part.name, written[part.name].manifest):
@@ -221,9 +204,9 @@ def text_loaders(
       prepare: makes the objective's changes of rows.
     """
     part = Part("text", corpus, SplitSide())
-    opened = _Opener(encoder, None, TextDigests(root, log=log), log).shards(part)
-    config = DataConfig(sequence=sequence)
-    return _evaluations({part.name: opened}, config, root, prepare(encoder, sequence))
+    opener = _Opener(encoder, None, TextDigests(root, log=log), log)
+    sets = {part.name: opener.shards(part)}
+    return _evaluations(sets, DataConfig(sequence=sequence), root, prepare(encoder, sequence))
 
 
 def _evaluations(
@@ -259,7 +242,7 @@ def _tokenizer(config: DataConfig, train: list[Part], digests: TextDigests) -> T
             if partial is not None:
                 digests.log(f"training the tokenizer {kind}")
                 texts = (document.text for part in train for document in part.documents(Counter()))
-                (partial / path.name).write_bytes(train_tokenizer.train(kind, texts).serialize())
+                (partial / path.name).write_bytes(train_tokenizer(kind, texts).serialize())
     return tokenizer_file.load(path.read_bytes(), str(path))
 
 
@@ -281,13 +264,12 @@ def _tokenizer_of_shards(shards: AnyShards, setting: str, log: Log) -> Tokenizer
         if requested
         else not is_like and setting != DataConfig().tokenizer
     ):
-        raise ConfigError(
-            "the tokenizer is not the one that made the token shards",
-            where=f"data.tokenizer = {setting}",
-            why=f"that of {shards.folder} has {_described(tokenizer)}"
-            + (f", this one has {_described(requested)}" if requested else ""),
-            fix=f"--config.data.tokenizer={shards.folder / manifest.TOKENIZER}",
+        what = "the tokenizer is not the one that made the token shards"
+        why = f"that of {shards.folder} has {_described(tokenizer)}" + (
+            f", this one has {_described(requested)}" if requested else ""
         )
+        fix = f"--config.data.tokenizer={shards.folder / manifest.TOKENIZER}"
+        raise ConfigError(what, where=f"data.tokenizer = {setting}", why=why, fix=fix)
     if requested is None:
         log(f"the tokenizer is that of the token shards: {_described(tokenizer)}")
     return tokenizer
@@ -380,16 +362,7 @@ def _written(
 ) -> TokenShards:
     assert part.corpus is not None
     counts, total, title = Counter[str](), part.corpus.size, f"tokenizing {part.name}"
-    written = writer.write(
-        folder,
-        part.documents(counts),
-        encoder,
-        counts,
-        lambda done: progress(title, done, total),
-        name=part.setting,
-        is_whole=is_whole,
-        chat=chat,
-    )
-    # Documents of the other side may follow the last one.
-    progress(title, total, total)
+    stream = folder, part.documents(counts), encoder, counts, lambda n: progress(title, n, total)
+    written = writer.write(*stream, name=part.setting, is_whole=is_whole, chat=chat)
+    progress(title, total, total)  # documents of the other side may follow the last one
     return written

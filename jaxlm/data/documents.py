@@ -12,36 +12,19 @@ from pathlib import Path
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.core.nearest import nearest_word
+from jaxlm.data import records
 from jaxlm.data.conversations import ChatFields
 from jaxlm.data.manifest import NAME as MANIFEST
-from jaxlm.data.records import (
-    BLANK,
-    EMPTY,
-    OTHER_FIELDS,
-    Broken,
-    Document,
-    ReadBudget,
-    ending,
-    is_text,
-    looks_like_text,
-    mended,
-    read,
-)
+from jaxlm.data.records import Broken, Document, ReadBudget, ending, looks_like_text
 
 PROBED_RECORDS = 1000  # of each source are read before tokenizing
 PROBED_BYTES = 2**27  # limit for all sources: half a second of text, a second of JSON
 MAX_DROPPED = 0.001  # share of the records
 STDLIB_PARTS = {"stdlib:train", "stdlib:validation"}
 # pydoc_data is one generated file of prose; it would be 60% of the validation bytes.
-STDLIB_LEFT_OUT = {
-    "test",
-    "tests",
-    "idle_test",
-    "pydoc_data",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-}
+STDLIB_LEFT_OUT = frozenset(
+    "test tests idle_test pydoc_data site-packages dist-packages __pycache__".split()
+)
 SHOWN = 6  # names of a folder that an error lists
 PROBED_FILES = 10_000  # limit for a folder that was named instead of its files
 STDLIB_HELD_OUT = 13  # of the 256 values of a path hash's first byte: about 5%
@@ -95,10 +78,8 @@ class Corpus:
                 files, left_out = _stdlib(pattern)
                 other_encoding += left_out
             else:
-                files = {
-                    path: str(path)
-                    for path in map(Path, _matches(pattern, setting, entries or patterns))
-                }
+                matches = map(Path, _matches(pattern, setting, entries or patterns))
+                files = {path: str(path) for path in matches}
                 for path, name in files.items():
                     before = real_names.setdefault(path.resolve(), name)
                     if before != name or path in names:
@@ -109,11 +90,8 @@ class Corpus:
 
     def named(self) -> Iterator[tuple[Path, str]]:
         """Yield files that the user named, without Python's library, and their names."""
-        return (
-            (path, name)
-            for path, name in zip(self.files, self.names, strict=True)
-            if str(path) == name
-        )
+        files = zip(self.files, self.names, strict=True)
+        return ((path, name) for path, name in files if str(path) == name)
 
     @property
     def size(self) -> int:
@@ -133,7 +111,7 @@ class Corpus:
         seen = dropped = 0
         first: Broken | None = None
         # A text file is one record, so the total is known if all are text files.
-        least = len(self.files) if all(map(is_text, self.files)) else PROBED_RECORDS
+        least = len(self.files) if all(map(records.is_text, self.files)) else PROBED_RECORDS
         for record, before in self._records(counts, start):
             seen += 1
             if isinstance(record, Broken):
@@ -144,13 +122,13 @@ class Corpus:
                 first = first or record
                 # A single broken record among the first few would exceed the share.
                 most_dropped = self.max_dropped * max(seen, least)
-                is_early = record.reason in OTHER_FIELDS and seen <= PROBED_RECORDS
+                is_early = record.reason in records.OTHER_FIELDS and seen <= PROBED_RECORDS
                 if dropped > most_dropped or (is_early and dropped >= most_dropped):
                     raise self._too_many(first, dropped, seen)
                 continue
-            text = mended(record.text, counts)
+            text = records.mended(record.text, counts)
             if not text or text.isspace():
-                counts[BLANK if text else EMPTY] += 1
+                counts[records.BLANK if text else records.EMPTY] += 1
             else:
                 yield record._replace(text=text, place=before + record.place)
         is_all = start is None or not start.is_read
@@ -160,12 +138,10 @@ class Corpus:
     def _records(
         self, counts: Counter[str], start: ReadBudget | None
     ) -> Iterator[tuple[Document | Broken, int]]:
-        """Yield every record, or those covered by `start`, with the bytes on disk of the files
-        before.
-        """
+        """Yield every record that `start` covers, with the bytes on disk of the files before."""
         before = 0
         for path, name in zip(self.files, self.names, strict=True):
-            for record in read(path, name, self.text_key, counts, start, chat=self.chat):
+            for record in records.read(path, name, self.text_key, counts, start, chat=self.chat):
                 yield record, before
                 if start is not None:
                     start.records -= 1
@@ -176,14 +152,12 @@ class Corpus:
     def _too_many(self, first: Broken, dropped: int, read: int) -> DataError:
         error = first.error
         assert error is not None
-        return DataError(
-            error.what,
-            where=error.where,
-            why=f"{error.why}; {dropped} of the {read} records so far "
+        why = (
+            f"{error.why}; {dropped} of the {read} records so far "
             f"{'are' if dropped > 1 else 'is'} broken, data.max_dropped = {self.max_dropped:g} of "
-            "them may be",
-            fix=error.fix,
+            "them may be"
         )
+        return DataError(error.what, where=error.where, why=why, fix=error.fix)
 
 
 def _listed_twice(before: str, name: str, pattern: str, setting: str) -> DataError:
@@ -201,7 +175,8 @@ def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
     matches = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
     if matches:
         return matches
-    folder = _nearest_folder(pattern)
+    parents = (Path(pattern), *Path(pattern).parents)
+    folder = next((path for path in parents if path.is_dir()), Path())
     meant = _meant(pattern)
     if Path(pattern).is_dir():
         what, why = f"{pattern} is a folder", "a path or a glob names files"
@@ -212,11 +187,9 @@ def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
             "directory"
         )
     names = sorted(each.name for each in folder.iterdir())[:SHOWN]
+    fix = "\n".join(_flags(setting, pattern, meant, entries)) or f"ls {shlex.quote(str(folder))}"
     raise InputMissing(
-        what,
-        where=setting,
-        why=f"{why}; {folder} holds {', '.join(names) or 'nothing'}",
-        fix="\n".join(_flags(setting, pattern, meant, entries)) or f"ls {shlex.quote(str(folder))}",
+        what, where=setting, why=f"{why}; {folder} holds {', '.join(names) or 'nothing'}", fix=fix
     )
 
 
@@ -265,11 +238,6 @@ def _globs(folder: Path) -> list[str]:
     return [f"{folder}/{'**/' if deep else ''}*{kind}" for kind, deep in sorted(kinds.items())]
 
 
-def _nearest_folder(pattern: str) -> Path:
-    """Return the nearest existing folder of a pattern."""
-    return next((path for path in (Path(pattern), *Path(pattern).parents) if path.is_dir()), Path())
-
-
 def _stdlib(part: str) -> tuple[dict[Path, str], int]:
     """Return files of Python's library, without its tests, and the number of files left out.
 
@@ -282,18 +250,11 @@ def _stdlib(part: str) -> tuple[dict[Path, str], int]:
         if STDLIB_LEFT_OUT.intersection(inner.parts[:-1]):
             continue
         held_out = hashlib.sha256(inner.as_posix().encode()).digest()[0] < STDLIB_HELD_OUT
-        if held_out == (part == "stdlib:validation"):
-            if _is_utf8(path):
-                files[path] = inner.as_posix()
-            else:
-                left_out += 1
+        if held_out != (part == "stdlib:validation"):
+            continue
+        try:
+            path.read_bytes().decode()
+            files[path] = inner.as_posix()
+        except UnicodeDecodeError:  # a few library files declare another encoding
+            left_out += 1
     return files, left_out
-
-
-def _is_utf8(path: Path) -> bool:
-    """Return if a file is UTF-8; a few library files declare another encoding and are left out."""
-    try:
-        path.read_bytes().decode()
-    except UnicodeDecodeError:
-        return False
-    return True

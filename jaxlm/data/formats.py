@@ -2,6 +2,10 @@
 
 A new format is a function from a stream to records, and an entry of FORMATS. `data.records` turns
 records into texts for training, and `corpus.readers` into documents with metadata.
+
+Example:
+  >>> [record.value for record in json_lines(io.BytesIO(b'{"text": "a"}'), ReadOptions("a.jsonl"))]
+  [{'text': 'a'}]
 """
 
 import bz2

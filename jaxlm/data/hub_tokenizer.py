@@ -38,11 +38,9 @@ class HuggingFace(Tokenizer):
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         size = max(ids, default=-1) + 1  # ids may have gaps
         if size > MAX_VOCABULARY:
-            raise tokenizer_error(
-                "a tokenizer.json has an id above the allowed maximum",
-                where,
-                f"its largest id is {size - 1:,}; ids below {MAX_VOCABULARY:,} are allowed",
-            )
+            what = "a tokenizer.json has an id above the allowed maximum"
+            why = f"its largest id is {size - 1:,}; ids below {MAX_VOCABULARY:,} are allowed"
+            raise tokenizer_error(what, where, why)
         parsed = json.loads(content)
         self._is_byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
         is_words = parsed["model"].get("type") == "WordPiece"
@@ -57,15 +55,11 @@ class HuggingFace(Tokenizer):
         if piece is None or number in self._special:
             return b""
         if self._inside is not None:
-            return (
-                piece[len(self._inside) :] if piece.startswith(self._inside) else f" {piece}"
-            ).encode()
+            is_inside = piece.startswith(self._inside)
+            return (piece[len(self._inside) :] if is_inside else f" {piece}").encode()
         if self._is_byte_level:
-            return (
-                bytes(BYTE_OF_CHARACTER[c] for c in piece)
-                if number not in self._spelt and all(c in BYTE_OF_CHARACTER for c in piece)
-                else piece.encode()
-            )
+            is_spelt = number in self._spelt or not all(c in BYTE_OF_CHARACTER for c in piece)
+            return piece.encode() if is_spelt else bytes(BYTE_OF_CHARACTER[c] for c in piece)
         if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SentencePiece.SPACE, " ").encode()
@@ -83,7 +77,8 @@ class HuggingFace(Tokenizer):
         return [(self._shifted(one.ids), [start for start, _ in one.offsets]) for one in encoded]
 
     def _shifted(self, ids: Sequence[int]) -> list[int]:
-        return [self.unk if i in self._special else i + self.shift for i in ids]
+        special, unk, shift = self._special, self.unk, self.shift
+        return [unk if i in special else i + shift for i in ids]
 
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
@@ -103,11 +98,8 @@ class TrainedTokenizer(HuggingFace):
         super().__init__(content, where)
         first_tokens = tuple(map(self._tokenizer.id_to_token, range(len(SPECIALS))))
         if first_tokens != SPECIALS or self._special != set(range(len(SPECIALS))):
-            raise tokenizer_error(
-                "a trained tokenizer does not start with the special tokens that jaxlm reserves",
-                where,
-                f"its first tokens are {first_tokens[:4]}",
-            )
+            what = "a trained tokenizer does not start with the special tokens that jaxlm reserves"
+            raise tokenizer_error(what, where, f"its first tokens are {first_tokens[:4]}")
 
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
@@ -204,19 +196,12 @@ def library_errors(what: str, where: str) -> Iterator[None]:
         raise
 
 
-def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's printable character of each byte, mapped to the byte.
-
-    A printable byte stands for itself, others take the next unused character from U+0100.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
-
-
-BYTE_OF_CHARACTER = _byte_characters()
+# GPT-2's printable character of each byte, mapped to the byte. A printable byte stands for itself,
+# others take the next unused character from U+0100.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE}
+BYTE_OF_CHARACTER |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 class ExtraToken(NamedTuple):

@@ -38,24 +38,16 @@ class Loader:
     The global batch of a step is a slice of the stream: each epoch is all rows, permuted by an O(1)
     function of seed and epoch. The cursor is the step, so seeking is free, and any number of hosts
     reads the same stream, each its own rows of every batch.
-
-    Args:
-      seed: seed of the order of rows and of the corruption.
-      workers: processes that read; 0 reads in threads.
-      prefetch: batches that are read ahead.
-      most_lost: share of the tokens that may be unreadable and get weight 0; None raises at the
-        first.
-      corruption: the objective's change of each row, by row and epoch; None leaves rows unchanged.
     """
 
     shards: AnyShards
     plan: PackingPlan
     sequence: int
-    seed: int
-    workers: int = 0
-    prefetch: int = 8
-    max_lost: float | None = None
-    corruption: RowChange | None = None
+    seed: int  # of the order of rows and of the corruption
+    workers: int = 0  # processes that read; 0 reads in threads
+    prefetch: int = 8  # batches that are read ahead
+    max_lost: float | None = None  # share of the tokens that may be unreadable, with weight 0
+    corruption: RowChange | None = None  # the objective's change of each row, by row and epoch
 
     def batches(
         self,
@@ -80,19 +72,17 @@ class Loader:
             damaged.
           WorkerLost: from the iterator, if a worker process died.
         """
-        schedule = (
-            batch if isinstance(batch, BatchSchedule) else constant_schedule(batch, self.sequence)
-        )
+        if not isinstance(batch, BatchSchedule):
+            batch = constant_schedule(batch, self.sequence)
+        schedule = batch
         sizes = [stage.rows for stage in schedule.phases]
         if self.plan.rows < max(sizes):
             raise self._too_short(max(sizes))
         import grain
 
-        host_rows = (
-            {size: slice(0, size) if rows is None else rows for size in sizes}
-            if rows is None or isinstance(rows, slice)
-            else dict(rows)
-        )
+        if rows is None or isinstance(rows, slice):
+            rows = {size: rows or slice(0, size) for size in sizes}
+        host_rows = dict(rows)
         steps = grain.MapDataset.source(_Steps(self, schedule, host_rows, tuple(skips)))[start:]
         options = grain.ReadOptions(
             num_threads=min(4, self.prefetch), prefetch_buffer_size=self.prefetch
@@ -116,13 +106,12 @@ class Loader:
         stream = _closing(iter(dataset))
         if self.max_lost is None:
             return stream
-        read = (
-            (
-                each,
-                functools.partial(self._losses_at, batch_number(step, skips), schedule, host_rows),
-            )
-            for step, each in enumerate(stream, start)
-        )
+
+        def losses(step: int) -> Callable[[], Iterator[LostPiece]]:
+            number = batch_number(step, skips)
+            return lambda: self._losses_at(number, schedule, host_rows)
+
+        read = ((each, losses(step)) for step, each in enumerate(stream, start))
         return skip_damaged(read, self.shards.manifest.tokens, self.max_lost, warn)
 
     def at(self, step: int, *, batch: int | BatchSchedule, rows: slice) -> Tokens:
@@ -133,11 +122,8 @@ class Loader:
     def keys(self, start: int, stop: int) -> list[RowKey]:
         """Return the keys of the stream's rows from `start` to `stop`."""
         size = self.plan.rows
-        numbers = (divmod(number, size) for number in range(start, stop))
-        return [
-            RowKey(self.seed, epoch, shuffled(index, size, [self.seed, epoch]))
-            for epoch, index in numbers
-        ]
+        seed, places = self.seed, (divmod(number, size) for number in range(start, stop))
+        return [RowKey(seed, e, shuffled(index, size, [seed, e])) for e, index in places]
 
     def evaluation(
         self, *, batch: int, rows: slice | None = None, limit: int | None = None
@@ -167,9 +153,7 @@ class Loader:
         return self.plan.rows if limit is None else min(limit * batch, self.plan.rows)
 
     def origins(self, step: int, *, batch: int | BatchSchedule) -> list[list[tuple[str, int]]]:
-        """Return the (file, record) of each document, for each row of the global batch at `step`,
-        uncut.
-        """
+        """Return the (file, record) of each document of each row of the batch at `step`, uncut."""
         return [
             [self.shards.origin(int(d)) for d in self.plan.pieces(key.row)["document"]]
             for key in self.keys(_first(step, batch), _first(step + 1, batch))
@@ -279,21 +263,17 @@ def _closing(batches: Any) -> Iterator[Tokens]:
             except RuntimeError as error:
                 if "exit code" not in str(error):
                     raise
-                raise WorkerLost(
-                    "a data worker process died",
-                    where="data.workers",
-                    why=str(error).partition(". ")[0],
-                    fix="--config.data.workers=0    # reads in threads",
-                ) from error
+                what = "a data worker process died"
+                why = str(error).partition(". ")[0]
+                fix = "--config.data.workers=0    # reads in threads"
+                raise WorkerLost(what, where="data.workers", why=why, fix=fix) from error
             yield batch
     finally:
         batches.close()
 
 
 def batch_number(step: int, skips: Sequence[tuple[int, int]]) -> int:
-    """Return the stream number of the batch of a step, with the ranges `skips` [low, high) left
-    out.
-    """
+    """Return the stream number of a step's batch; the ranges `skips` [low, high) are left out."""
     for low, high in sorted(skips):
         if step >= low:
             step += high - low

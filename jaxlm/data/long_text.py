@@ -114,11 +114,10 @@ def _spans(tokenizer: Tokenizer, text: str) -> list[_Span]:
             if place - cuts[-1] >= longest:
                 cuts.append(place)
         return [_Span(a, a, b) for a, b in itertools.pairwise([*cuts, len(text)])]
-    cuts = [0]
-    while len(text) - cuts[-1] > longest:
-        if (place := _place(tokenizer, text, cuts[-1] + longest, cuts[-1])) == len(text):
-            break
-        cuts.append(place)
+    cuts, place = [0], 0
+    while len(text) - place > longest:
+        if (place := _place(tokenizer, text, place + longest, place)) < len(text):
+            cuts.append(place)
     return [_Span(max(0, a - CONTEXT), a, b) for a, b in itertools.pairwise([*cuts, len(text)])]
 
 
@@ -168,14 +167,9 @@ def _joined(tokenizer: Tokenizer, text: str, spans: list[_Encoded]) -> list[_Enc
                 groups.append([each])
         if len(groups) == len(spans):
             return spans
-        merged = _encoded(
-            tokenizer,
-            (
-                (text, _Span(group[0].span.context, group[0].span.start, group[-1].span.stop))
-                for group in groups
-                if len(group) > 1
-            ),
-        )
+        joint = [(group[0].span, group[-1].span) for group in groups if len(group) > 1]
+        pairs = ((text, a._replace(stop=b.stop)) for a, b in joint)
+        merged = _encoded(tokenizer, pairs)
         spans = [next(merged) if len(group) > 1 else group[0] for group in groups]
 
 

@@ -26,6 +26,12 @@ DTYPES = "uint16", "uint32"
 DOCUMENT_BYTES = 3 * 8  # end of the document, number of its file, number of its record
 MAX_COUNT = 2**48  # limit of every count
 MAX_WEIGHTS = 2**8  # different weights of a folder
+# Names of the files of a shard by its number: ids, ends and origins of documents, weights of
+# conversations, block checks.
+tokens_name = "tokens-{:05d}.bin".format
+documents_name = "documents-{:05d}.bin".format
+weights_name = "weights-{:05d}.bin".format
+checks_name = "checks-{:05d}.bin".format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,26 +95,6 @@ class Manifest:
         disk.replace(folder / NAME, json.dumps(content, indent=1).encode())
 
 
-def tokens_name(number: int) -> str:
-    """Return the name of the file with the ids of a shard."""
-    return f"tokens-{number:05d}.bin"
-
-
-def documents_name(number: int) -> str:
-    """Return the name of the file with ends and origins of the documents of a shard."""
-    return f"documents-{number:05d}.bin"
-
-
-def weights_name(number: int) -> str:
-    """Return the name of the file with the weights of the ids of a shard."""
-    return f"weights-{number:05d}.bin"
-
-
-def checks_name(number: int) -> str:
-    """Return the name of the file with the block checks of a shard."""
-    return f"checks-{number:05d}.bin"
-
-
 def read(folder: Path) -> Manifest:
     """Return the manifest in a folder.
 
@@ -117,30 +103,21 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / NAME
     if not path.exists():
-        raise InputMissing(
-            "a folder of token shards has no manifest",
-            where=str(path),
-            why="manifest.json lists the shards, their tokenizer and their digests",
-            fix=f"find . -name {NAME}",
-        )
+        what = "a folder of token shards has no manifest"
+        why = "manifest.json lists the shards, their tokenizer and their digests"
+        raise InputMissing(what, where=str(path), why=why, fix=f"find . -name {NAME}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format_version"]
         if version == FORMAT_VERSION:
             return _parsed(content)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(
-            "jaxlm cannot read a shard manifest",
-            where=str(path),
-            why=f"{type(error).__name__}: {error}",
-            fix="write the shards again",
-        ) from error
-    raise DataError(
-        f"token shards have the format version {version}",
-        where=str(path),
-        why=f"this jaxlm reads version {FORMAT_VERSION}",
-        fix="write the shards again with this jaxlm",
-    )
+        what = "jaxlm cannot read a shard manifest"
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(what, where=str(path), why=why, fix="write the shards again") from error
+    what = f"token shards have the format version {version}"
+    why = f"this jaxlm reads version {FORMAT_VERSION}"
+    raise DataError(what, where=str(path), why=why, fix="write the shards again with this jaxlm")
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:

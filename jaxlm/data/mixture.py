@@ -51,8 +51,7 @@ class Shares:
     def choose(
         self, start: int, stop: int
     ) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"], Counts]:
-        """Return the source of each row, its earlier reads, and the counts of all sources before
-        `start`.
+        """Return each row's source and its earlier reads, and all sources' counts before `start`.
 
         Fewer rows than `start` to `stop` are returned if every source reaches its cap.
         """
@@ -220,12 +219,10 @@ class MixtureLoader(Loader):
         """Yield (source, epoch of the source, row in the source) for each row of the stream."""
         sources, nth, _ = self.shares.choose(start, stop)
         if len(sources) < stop - start:
-            raise ConfigError(
-                "every source has reached its maximum number of epochs",
-                where="data.mixture.epochs",
-                why=f"{', '.join(self.names)} end at row {start + len(sources)}",
-                fix="'--config.data.mixture.epochs=()'    # no maximum",
-            )
+            what = "every source has reached its maximum number of epochs"
+            why = f"{', '.join(self.names)} end at row {start + len(sources)}"
+            fix = "'--config.data.mixture.epochs=()'    # no maximum"
+            raise ConfigError(what, where="data.mixture.epochs", why=why, fix=fix)
         for source, number in zip(sources.tolist(), nth.tolist(), strict=True):
             size = self.sources[source].plan.rows
             epoch, index = divmod(number, size)
@@ -237,9 +234,7 @@ class MixtureLoader(Loader):
         return self.names[self.plan.part(key.row)]
 
     def read(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
-        """Return (rows, predicted tokens) of each source in the stream's rows from `start` to
-        `stop`.
-        """
+        """Return (rows, predicted tokens) of each source in the rows from `start` to `stop`."""
         rows, tokens = [0] * len(self.names), [0] * len(self.names)
         for source, _, row in self._rows(start, stop):
             rows[source] += 1
@@ -249,14 +244,11 @@ class MixtureLoader(Loader):
     def seen(self, rows: int) -> dict[str, dict[str, float]]:
         """Return rows, share and epochs of each source in the first `rows` rows of the stream."""
         counts = self.shares.counts(rows).tolist()
-        return {
-            name: {
-                "read_rows": count,
-                "share": count / max(rows, 1),
-                "epochs": count / source.plan.rows,
-            }
-            for name, source, count in zip(self.names, self.sources, counts, strict=True)
-        }
+        seen = {}
+        for name, source, n in zip(self.names, self.sources, counts, strict=True):
+            epochs = n / source.plan.rows
+            seen[name] = {"read_rows": n, "share": n / max(rows, 1), "epochs": epochs}
+        return seen
 
     def describe(self, pace: BatchSchedule, steps: int) -> Iterator[str]:
         """Yield a line for each source after `steps` steps: share, epochs, step of its maximum."""
@@ -295,50 +287,32 @@ def mix_loaders(
     """
     first, *_ = loaders = tuple(sources.values())
     names, limits = tuple(sources), mixture_config.max_epochs(config.mixture)
-    caps = np.array(
-        [
-            math.floor(limits[name] * loader.plan.rows + 1e-9) if name in limits else math.inf
-            for name, loader in sources.items()
-        ]
-    )
+    caps = np.full(len(sources), math.inf)
+    for number, (name, loader) in enumerate(sources.items()):
+        if name in limits:
+            caps[number] = math.floor(limits[name] * loader.plan.rows + 1e-9)
     if not caps.all():
         name = names[int(np.flatnonzero(caps == 0)[0])]
         size = sources[name].plan.rows
         least = {n: f"{max(most, 1.01 / sources[n].plan.rows):.3g}" for n, most in limits.items()}
-        raise ConfigError(
-            f"the run would read nothing of {name}",
-            where="data.mixture.epochs",
-            why=f"{limits[name]:g} epochs of its {size} rows are less than one",
-            fix="--config.data.mixture.epochs=" + ",".join(f"{n}={m}" for n, m in least.items()),
-        )
+        what = f"the run would read nothing of {name}"
+        why = f"{limits[name]:g} epochs of its {size} rows are less than one"
+        fix = "--config.data.mixture.epochs=" + ",".join(f"{n}={m}" for n, m in least.items())
+        raise ConfigError(what, where="data.mixture.epochs", why=why, fix=fix)
     course = build_shares(_knots(config, sources, row_at), caps, names)
     if (most := float(caps.sum())) < rows:
-        raise ConfigError(
-            f"the run takes {rows} rows, and the sources have {most:.0f} under their maximum "
-            "epochs",
-            where="data.mixture.epochs",
-            why=", ".join(
-                f"{name}: {cap:.0f} of {loader.plan.rows} rows x {limits[name]:g}"
-                for (name, loader), cap in zip(sources.items(), caps, strict=True)
-            ),
-            fix="--config.data.mixture.epochs="
-            + ",".join(f"{name}={limits[name] * rows / most * 1.01:.3g}" for name in names),
+        what = (
+            f"the run takes {rows} rows, and the sources have {most:.0f} under their maximum epochs"
         )
-    return MixtureLoader(
-        joined,
-        JoinedPlan(
-            tuple(loader.plan for loader in loaders),
-            tuple(loader.shards.documents for loader in loaders),
-        ),
-        config.sequence,
-        first.seed,
-        config.workers,
-        config.prefetch,
-        corruption=first.corruption,
-        names=names,
-        shares=course,
-        sources=loaders,
-    )
+        capped = zip(names, loaders, caps, strict=True)
+        limited = [f"{n}: {cap:.0f} of {x.plan.rows} rows x {limits[n]:g}" for n, x, cap in capped]
+        enough = [f"{name}={limits[name] * rows / most * 1.01:.3g}" for name in names]
+        fix = f"--config.data.mixture.epochs={','.join(enough)}"
+        raise ConfigError(what, where="data.mixture.epochs", why=", ".join(limited), fix=fix)
+    documents = tuple(loader.shards.documents for loader in loaders)
+    plan = JoinedPlan(tuple(loader.plan for loader in loaders), documents)
+    options = config.sequence, first.seed, config.workers, config.prefetch, None, first.corruption
+    return MixtureLoader(joined, plan, *options, names=names, shares=course, sources=loaders)
 
 
 def _knots(

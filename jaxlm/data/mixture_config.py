@@ -1,4 +1,10 @@
-"""Settings of a mixture: the share of rows of each training source."""
+"""Settings of a mixture: the share of rows of each training source.
+
+Example:
+  >>> mixture = MixtureWeights(weights=("web=0.75", "code=0.25@0%..0.5@100%"))
+  >>> weight_at(mixture.points["code"], 50, lambda span: int(100 * span.amount))
+  0.375
+"""
 
 import dataclasses
 import itertools
@@ -69,23 +75,19 @@ def problems(mixture: MixtureConfig, sources: Sequence[str]) -> Problems:
     """Yield (setting, why, fix) for an invalid mixture of the named `sources`."""
     if not sources:
         if mixture != Temperature():
-            yield (
-                "train",
-                "data.mixture needs named sources in data.train",
-                "jaxlm config explain data.train",
-            )
+            why = "data.mixture needs named sources in data.train"
+            yield "train", why, "jaxlm config explain data.train"
         return
     yield from _misnamed("epochs", mixture.epochs, sources)
     if isinstance(mixture, MixtureWeights):
         yield from _misnamed("weights", mixture.weights, sources)
         lacking = [name for name in sources if name not in entries(mixture.weights)]
         if lacking:
-            yield (
-                "mixture.weights",
+            why = (
                 f"{' and '.join(lacking)} of data.train {'have' if len(lacking) > 1 else 'has'} no "
-                "weight",
-                _flag("weights", _scaled(dict.fromkeys(sources, 1.0))),
+                "weight"
             )
+            yield "mixture.weights", why, _flag("weights", _scaled(dict.fromkeys(sources, 1.0)))
 
 
 def run_problems(mixture: MixtureConfig, row_at: Callable[[Span], int], total: int) -> Problems:
@@ -98,31 +100,25 @@ def run_problems(mixture: MixtureConfig, row_at: Callable[[Span], int], total: i
     known = mixture.points
     for name, points in known.items():
         if any(span.unit == "second" for span, _ in points):
-            yield (
-                "mixture.weights",
-                f"the weights of {name} cannot change with time",
-                _shares(known),
-            )
+            why = f"the weights of {name} cannot change with time"
+            yield "mixture.weights", why, _shares(known)
             return
         ends = [row_at(span) for span, _ in points]
         if any(b <= a for a, b in itertools.pairwise(ends)):
-            yield (
-                "mixture.weights",
-                f"the spans of {name} are not in order: rows {', '.join(map(str, ends))} of "
-                f"{total}",
-                _shares(known),
+            why = (
+                f"the spans of {name} are not in order: rows {', '.join(map(str, ends))} of {total}"
             )
+            yield "mixture.weights", why, _shares(known)
             return
     for row, span in sorted({(row_at(s), str(s)) for points in known.values() for s, _ in points}):
         weights = {name: weight_at(points, row, row_at) for name, points in known.items()}
         if not abs(sum(weights.values()) - 1) <= SLACK:
-            yield (
-                "mixture.weights",
+            why = (
                 f"at {span} the weights "
                 f"{', '.join(f'{name} {w:g}' for name, w in weights.items())} have the sum "
-                f"{sum(weights.values()):g}, which must be 1",
-                _shares(known),
+                f"{sum(weights.values()):g}, which must be 1"
             )
+            yield "mixture.weights", why, _shares(known)
             return
 
 
@@ -168,11 +164,9 @@ def _misnamed(field: str, texts: Sequence[str], sources: Sequence[str]) -> Probl
         if name not in sources:
             meant = nearest_word(name, sources)
             change = {meant or sources[0]: text or "1"}
-            yield (
-                f"mixture.{field}",
-                f"{entry!r} names no source; there is {', '.join(sources)}",
-                _flag(field, entries([e for e in texts if e != entry]) | change),
-            )
+            why = f"{entry!r} names no source; there is {', '.join(sources)}"
+            fix = _flag(field, entries([e for e in texts if e != entry]) | change)
+            yield f"mixture.{field}", why, fix
             return
         if names.count(name) > 1:
             yield f"mixture.{field}", f"{name} is named twice", _flag(field, entries(texts))
@@ -195,9 +189,7 @@ def _flag(field: str, by_name: Mapping[str, str]) -> str:
 
 
 def _shares(known: Mapping[str, Sequence[Point]]) -> str:
-    """Return the flag of constant weights with the sum 1, in proportion to the first of each
-    source.
-    """
+    """Return the flag of constant weights, in proportion to the first of each source."""
     first = {name: points[0][1] for name, points in known.items()}
     return _flag("weights", _scaled(first if any(first.values()) else dict.fromkeys(first, 1.0)))
 

@@ -100,10 +100,8 @@ def _rows(
             continue
         pieces, rows = _cut(documents, positions, sequence, filled)
         total = filled + int(positions.sum())
-        pieces, rows = (
-            np.concatenate((held, pieces)),
-            np.concatenate((np.zeros(len(held), np.int64), rows)),
-        )
+        pieces = np.concatenate((held, pieces))
+        rows = np.concatenate((np.zeros(len(held), np.int64), rows))
         whole = total // sequence
         ready = int(np.searchsorted(rows, whole))
         yield pieces[:ready], np.searchsorted(rows[:ready], np.arange(whole), side="right")
@@ -125,9 +123,7 @@ def _windows(shards: AnyShards, seed: int) -> Iterator[tuple[np.ndarray, np.ndar
 def _cut(
     documents: np.ndarray, positions: np.ndarray, sequence: int, filled: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cut joined documents at row ends, from a first row with `filled` slots; return pieces and
-    rows.
-    """
+    """Return the pieces and rows of joined documents; the first row has `filled` used slots."""
     ends = filled + np.cumsum(positions)
     begins = ends - positions
     counts = (ends - 1) // sequence - begins // sequence + 1
@@ -137,11 +133,8 @@ def _cut(
     left = np.maximum(begins[owner], rows * sequence)
     right = np.minimum(ends[owner], (rows + 1) * sequence)
     pieces = np.empty(len(owner), PIECE)
-    pieces["document"], pieces["start"], pieces["length"] = (
-        documents[owner],
-        left - begins[owner],
-        right - left,
-    )
+    pieces["document"] = documents[owner]
+    pieces["start"], pieces["length"] = left - begins[owner], right - left
     return pieces, rows
 
 
@@ -182,10 +175,6 @@ def _best_fit(
     pieces["document"] = documents[np.concatenate((owner, last))]
     pieces["start"] = np.concatenate((nth, full[last])) * sequence
     pieces["length"] = np.concatenate((np.full(len(owner), sequence), rest[last]))
-    ends = np.concatenate(
-        (
-            np.arange(1, len(owner) + 1),
-            len(owner) + np.cumsum([len(row) for row in placed], dtype=np.int64),
-        )
-    )
+    placed_ends = len(owner) + np.cumsum([len(row) for row in placed], dtype=np.int64)
+    ends = np.concatenate((np.arange(1, len(owner) + 1), placed_ends))
     return pieces, ends.astype(np.int64)

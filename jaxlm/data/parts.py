@@ -38,12 +38,8 @@ class SplitSide:
         if self.split == "tail":
             cut = int(len(text) * (1.0 - self.share))
             return text[cut:] if self.held_out else text[:cut]
-        value = (
-            int.from_bytes(
-                hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big"
-            )
-            / 2**64
-        )
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        value = int.from_bytes(digest[:8], "big") / 2**64
         return text if (value < self.share) == self.held_out else ""
 
 
@@ -124,12 +120,10 @@ def find_parts(config: DataConfig) -> tuple[list[Part], list[Part]]:
             continue
         for source in train:
             if source.corpus is None:
-                raise ConfigError(
-                    "data.validation cannot hold out a share of token shards",
-                    where=f"data.validation = {patterns[0]}",
-                    why=f"{source.folders[0]} was tokenized as a whole",
-                    fix=_other_shards(source.folders),
-                )
+                what = "data.validation cannot hold out a share of token shards"
+                where = f"data.validation = {patterns[0]}"
+                why = f"{source.folders[0]} was tokenized as a whole"
+                raise ConfigError(what, where=where, why=why, fix=_other_shards(source.folders))
             set_name = name if len(train) == 1 else f"{name}_{source.source}"
             validation.append(Part(set_name, source.corpus, sides[1]))
         train = [dataclasses.replace(source, selection=sides[0]) for source in train]
@@ -138,11 +132,8 @@ def find_parts(config: DataConfig) -> tuple[list[Part], list[Part]]:
     for source, part in itertools.product(train, validation):
         if not part.selection.held_out:
             _refuse_overlap(source, part, "both trained on and validated on")
-    texts = [
-        (part.corpus, part.setting)
-        for part in (*train, *validation)
-        if part.corpus is not None and not part.selection.held_out
-    ]
+    probed = [part for part in (*train, *validation) if not part.selection.held_out]
+    texts = [(part.corpus, part.setting) for part in probed if part.corpus is not None]
     for corpus, setting in texts:
         _probe(corpus, setting, PROBED_BYTES // len(texts))
     return train, validation
@@ -174,12 +165,10 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
         tuple(texts), config.text_key, setting, config.max_dropped, entries, config.chat
     )
     if stored:
-        raise ConfigError(
-            "one set cannot mix text and token shards",
-            where=setting,
-            why=f"{stored[0]} holds token shards, {corpus.names[0]} is a file",
-            fix=f"--config.{setting}={stored[0]}\n--config.{setting}={corpus.names[0]}",
-        )
+        what = "one set cannot mix text and token shards"
+        why = f"{stored[0]} holds token shards, {corpus.names[0]} is a file"
+        fix = f"--config.{setting}={stored[0]}\n--config.{setting}={corpus.names[0]}"
+        raise ConfigError(what, where=setting, why=why, fix=fix)
     return Part(name, corpus, SplitSide())
 
 
@@ -205,8 +194,7 @@ def _tokens(folder: Path) -> list[str]:
 
 def _refuse_overlap(one: Part, other: Part, problem: str) -> None:
     """Raise DataError if both parts have a file in common: itself, a link, or a copy."""
-    both = sorted(_overlap(one, other))
-    if both:
+    if both := sorted(_overlap(one, other)):
         held = other.name.startswith(f"{TRAIN}/")
         raise DataError(
             f"{len(both)} file{'s are' if len(both) > 1 else ' is'} {problem}",
@@ -267,22 +255,20 @@ def _sha256(path: Path) -> str:
 
 def _probe(corpus: Corpus, setting: str, most: int) -> None:
     """Read the first records of the user's files, at most `most` bytes, to report errors early."""
-    user_files = list(corpus.named())
-    probed = dataclasses.replace(
-        corpus,
-        files=tuple(path for path, _ in user_files),
-        names=tuple(name for _, name in user_files),
-    )
+    user_files = dict(corpus.named())
+    files, names = tuple(user_files), tuple(user_files.values())
+    probed = dataclasses.replace(corpus, files=files, names=names)
     documents = len(corpus.files) - len(user_files)  # files of Python's library are not read again
     start = ReadBudget(PROBED_RECORDS, most)
     counts = Counter[str]()
     documents += sum(1 for _ in probed.documents(counts, start))
     if not documents and not start.is_read:
+        what = "the data contains no text"
+        if corpus.chat is not None:
+            what = "no conversation has an answer"
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-        raise DataError(
-            "the data contains no text" if corpus.chat is None else "no conversation has an answer",
-            where=setting,
-            why=f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, "
-            f"{f'records: {reasons}' if reasons else 'all empty'}: {', '.join(corpus.names[:3])}",
-            fix=f"ls -l {shlex.join(corpus.names[:3])}",
+        why = (
+            f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, "
+            f"{f'records: {reasons}' if reasons else 'all empty'}: {', '.join(corpus.names[:3])}"
         )
+        raise DataError(what, where=setting, why=why, fix=f"ls -l {shlex.join(corpus.names[:3])}")

@@ -27,10 +27,9 @@ def render_segments(
     inputs, each followed by its target if trained on. For an encoder-decoder, it is the source
     followed by the target.
     """
-    segments = batch.segments[row]
-    texts = []
     if batch.source is not None:
         return _pairs(batch, tokenizer, row, marks)
+    segments, texts = batch.segments[row], []
     for number in range(1, int(segments.max()) + 1):
         slots = np.flatnonzero(segments == number)
         tokens, targets, weights = (
@@ -39,10 +38,8 @@ def render_segments(
         read = [BOTH_WAYS if both else NONE for both in _both_ways(batch, row, slots)]
         if np.array_equal(tokens[1:], targets[:-1]):
             ids = [int(tokens[0]), *targets.tolist()]
-            kinds = [
-                marks if weight > 0 else kind
-                for weight, kind in zip(weights, [*read[1:], NONE], strict=True)
-            ]
+            after = zip(weights, [*read[1:], NONE], strict=True)
+            kinds = [marks if weight > 0 else kind for weight, kind in after]
             items = list(zip(ids, [read[0], *kinds], strict=True))
         else:
             items = []
@@ -57,8 +54,7 @@ def render_segments(
 def _pairs(batch: Tokens, tokenizer: Tokenizer, row: int, marks: tuple[str, str]) -> list[str]:
     assert batch.source is not None
     assert batch.source_segments is not None
-    source = np.asarray(batch.source_segments[row])
-    segments = np.asarray(batch.segments[row])
+    source, segments = (np.asarray(x[row]) for x in (batch.source_segments, batch.segments))
     texts = []
     for number in range(1, int(source.max()) + 1):
         read = np.asarray(batch.source[row])[source == number].tolist()
@@ -89,5 +85,4 @@ def token_text(ids: list[int], tokenizer: Tokenizer) -> str:
     """
     names = {number: name.encode() for name, number in tokenizer.specials.items()}
     pieces = [names.get(i, tokenizer.table[i]) for i in ids]
-    text = b"".join(pieces).decode("utf-8", "replace")
-    return printable(text)
+    return printable(b"".join(pieces).decode("utf-8", "replace"))

@@ -11,28 +11,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data.conversations import (
-    BROKEN,
-    NO_MASK,
-    NO_MESSAGES,
-    REFUSED,
-    ChatFields,
-    Conversation,
-    Rejected,
-    parse,
-)
-from jaxlm.data.formats import (
-    BYTE_ORDER_MARK,
-    COMPRESSIONS,
-    FORMATS,
-    NOT_JSON,
-    NOT_UTF8,
-    Fault,
-    ReadOptions,
-    is_packed,
-    kind_of,
-    unpacked,
-)
+from jaxlm.data import conversations, formats
+from jaxlm.data.conversations import NO_MESSAGES, ChatFields, Conversation, Rejected
+from jaxlm.data.formats import BYTE_ORDER_MARK, NOT_JSON, NOT_UTF8, Fault, is_packed, unpacked
 
 # Kinds of broken records, like NOT_UTF8 and NOT_JSON; only a small share of them is tolerated.
 NO_TEXT, OTHER_TYPE = "without the text key", "with a text of another type"
@@ -116,7 +97,8 @@ def read(
     if is_text(path):
         yield _text(path, name, counts, start)
         return
-    format, size = FORMATS[kind_of(path.name)], path.stat().st_size
+    format = formats.FORMATS[formats.kind_of(path.name)]
+    size = path.stat().st_size
     with _damage_named(name), open(path, "rb") as file, contextlib.ExitStack() as opened:
         stream: IO[bytes] = file
         if format.is_lines:
@@ -127,7 +109,7 @@ def read(
             elif stream.peek(3).startswith(BYTE_ORDER_MARK):  # type: ignore[attr-defined]
                 counts[MARK] += 1
         column = text_key if chat is None else None
-        records = format.read(stream, ReadOptions(name, column=column))
+        records = format.read(stream, formats.ReadOptions(name, column=column))
         for number, (line, value, share) in enumerate(records):
             if isinstance(value, Fault):
                 yield _broken(value, name, line)
@@ -153,53 +135,50 @@ def _document(
         kind = OTHER_TYPE if is_there else NO_TEXT
         return Broken(kind, _no_text(value, name, number, text_key))
     try:
-        conversation = parse(value, chat.kind, chat.roles)
+        conversation = conversations.parse(value, chat.kind, chat.roles)
     except Rejected as rejected:
-        is_broken = rejected.reason in BROKEN
+        is_broken = rejected.reason in conversations.BROKEN
         error = not_a_conversation(rejected, name, number) if is_broken else None
         return Broken(rejected.reason, error)
     return Document(conversation.text, name, number, conversation=conversation)
 
 
+@dataclasses.dataclass
 class _LimitedLines:
     """Lines of a file within a budget, and within the limit of a compressed document."""
 
-    def __init__(
-        self,
-        stream: IO[bytes],
-        path: Path,
-        name: str,
-        counts: Counter[str],
-        start: ReadBudget | None,
-    ):
-        self._stream, self._path, self._name = stream, path, name
-        self._counts, self._start = counts, start
-        self._number = self._unpacked = 0  # lines, and bytes since the last one that was not blank
+    stream: IO[bytes]
+    path: Path
+    name: str
+    counts: Counter[str]
+    start: ReadBudget | None
+    number: int = 0  # lines so far
+    unpacked: int = 0  # bytes since the last line that was not blank
 
     def readline(self, _: int = -1) -> bytes:
         """Return the next line; empty at the end of the file or of the budget, which may cut it."""
-        start = self._start
-        line = self._stream.readline(
-            _limit(self._path, self._unpacked) if start is None else start.bytes
+        start = self.start
+        line = self.stream.readline(
+            _limit(self.path, self.unpacked) if start is None else start.bytes
         )
-        self._number += 1
+        self.number += 1
         if start is not None:
             start.bytes -= len(line)
             if not start.bytes:
                 return b""
-        self._unpacked += len(line)
-        if self._unpacked > MOST_UNPACKED and is_packed(self._path.name):
-            raise _unpacks_too_far(self._path, f"{self._name}:{self._number}")
-        if self._number == 1 and line.startswith(BYTE_ORDER_MARK):
-            self._counts[MARK] += 1
+        self.unpacked += len(line)
+        if self.unpacked > MOST_UNPACKED and is_packed(self.path.name):
+            raise _unpacks_too_far(self.path, f"{self.name}:{self.number}")
+        if self.number == 1 and line.startswith(BYTE_ORDER_MARK):
+            self.counts[MARK] += 1
         if not line.removeprefix(BYTE_ORDER_MARK).isspace():
-            self._unpacked = 0
+            self.unpacked = 0
         return line
 
 
 def is_text(path: Path) -> bool:
     """Return whether a file is one text; otherwise it contains records."""
-    return kind_of(path.name) not in FORMATS
+    return formats.kind_of(path.name) not in formats.FORMATS
 
 
 def ending(path: Path) -> str:
@@ -263,12 +242,9 @@ def _broken(fault: Fault, name: str, line: int) -> Broken:
 
 
 def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
-    return DataError(
-        "a file is not UTF-8",
-        where=f"{name}, {unit} {error.start}",
-        why=f"0x{error.object[error.start]:02x}: {error.reason}",
-        fix=_from_latin1(Path(name)),
-    )
+    where = f"{name}, {unit} {error.start}"
+    why = f"0x{error.object[error.start]:02x}: {error.reason}"
+    return DataError("a file is not UTF-8", where=where, why=why, fix=_from_latin1(Path(name)))
 
 
 def _from_latin1(path: Path) -> str:
@@ -276,8 +252,7 @@ def _from_latin1(path: Path) -> str:
     hidden = (path.with_name(f".{path.name}.{kind}") for kind in ("utf8", "latin1"))
     file, new, old = (shlex.quote(str(each)) for each in (path, *hidden))
     command = "iconv -f latin1 -t utf-8"
-    if path.suffix in COMPRESSIONS:
-        packer = COMPRESSIONS[path.suffix]
+    if packer := formats.COMPRESSIONS.get(path.suffix):
         command = f"{packer} -dc {file} | {command} | {packer} > {new}"
     else:
         command = f"{command} {file} > {new}"
@@ -308,18 +283,17 @@ def _damage_named(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         # zlib.error, EOFError, ZstdError and ArrowInvalid have no common base.
+        what = "a file is damaged or has another format than its name"
+        why = f"{type(error).__name__}: {str(error)[:200]}"
         raise DataError(
-            "a file is damaged or has another format than its name",
-            where=name,
-            why=f"{type(error).__name__}: {str(error)[:200]}",
-            fix="fetch it again\nleave it out of the glob",
+            what, where=name, why=why, fix="fetch it again\nleave it out of the glob"
         ) from error
 
 
 def not_a_conversation(rejected: Rejected, name: str, number: int) -> DataError:
     """Return the error of a record that is no usable conversation."""
     what = f"a record {rejected.reason} is no conversation"
-    if rejected.reason in (REFUSED, NO_MASK):
+    if rejected.reason in (conversations.REFUSED, conversations.NO_MASK):
         what = f"a conversation is {rejected.reason}"
     where = f"{name}, record {number}"
     return DataError(what, where=where, why=rejected.why, fix=rejected.fix)

@@ -7,13 +7,15 @@ its record), `checks-00000.bin` (CRC-32 of each block of the first, then of the 
 `weights-00000.bin` (a byte for each id, checked behind the documents) and their template too.
 """
 
+import abc
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from jaxlm.data.tokenizer import Tokenizer
 
 OPEN_SHARDS = 200  # two or three open files each; the default limit of a process is 1024
 DOCUMENT_COLUMNS = manifest.DOCUMENT_BYTES // 8
+SUMMED = "documents", "tokens", "bytes", "unknown"  # counts of a manifest
 REPAIR = "restore the file\nremove the folder and write the shards again"
 
 
@@ -35,12 +38,44 @@ class DamagedShard(DataError):
     """A document in a token shard differs from what was written."""
 
 
-class TokenShards:
+class _Numbered(abc.ABC):
+    """Documents that are numbered across the parts that hold them."""
+
+    def __init__(self, folder: Path, manifest: Manifest, documents: list[int]):
+        self.folder, self.manifest = folder, manifest
+        self._first_document = np.cumsum([0, *documents])
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return self.manifest.documents
+
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        """Return the ids in each of the documents `start` to `stop`, including bos and eos; int64.
+
+        Raise DataError if the index of documents is damaged.
+        """
+        out = []
+        for part, (first, end) in enumerate(itertools.pairwise(self._first_document.tolist())):
+            low, high = max(start, first), min(stop, end)
+            if low < high:
+                out.append(self._lengths(part, low - first, high - first))
+        return np.concatenate(out) if out else np.zeros(0, np.int64)
+
+    @abc.abstractmethod
+    def _lengths(self, part: int, low: int, high: int) -> np.ndarray: ...
+
+    def _locate(self, document: int) -> tuple[int, int]:
+        """Return the part of a document, and its number there."""
+        part = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return part, document - int(self._first_document[part])
+
+
+class TokenShards(_Numbered):
     """A folder of token shards; documents are read on demand."""
 
     def __init__(self, folder: Path, manifest: Manifest):
-        self.folder, self.manifest = folder, manifest
-        self._first_document = np.cumsum([0] + [shard.documents for shard in manifest.shards])
+        super().__init__(folder, manifest, [shard.documents for shard in manifest.shards])
         self._dtype = np.dtype(manifest.dtype)
         # A damaged byte is found by its check; 256 entries take every value.
         self._weights = np.resize(np.array([*manifest.weights, 0.0], np.float32), 256)
@@ -70,13 +105,12 @@ class TokenShards:
                     )
                 actual = path.stat().st_size if path.is_file() else None
                 if actual != size:
-                    raise DataError(
-                        "a token shard is damaged",
-                        where=str(path),
-                        why=f"the manifest lists {size} bytes, the folder has "
-                        f"{'no file' if actual is None else actual}",
-                        fix=REPAIR,
+                    what = "a token shard is damaged"
+                    why = (
+                        f"the manifest lists {size} bytes, the folder has "
+                        f"{'no file' if actual is None else actual}"
                     )
+                    raise DataError(what, where=str(path), why=why, fix=REPAIR)
             opened._checks(number)
         opened._content(manifest.FILES, content.files_sha256)
         opened._content(manifest.TOKENIZER, content.tokenizer)
@@ -93,22 +127,18 @@ class TokenShards:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the ids.
-
-        Raise DataError if its size differs from the manifest.
-        """
+        """Tokenizer that made the ids. Raise DataError if its size differs from the manifest."""
         path = self.folder / manifest.TOKENIZER
         tokenizer = tokenizer_file.load(
             self._content(manifest.TOKENIZER, self.manifest.tokenizer), str(path)
         )
         if tokenizer.size != self.manifest.vocab:
-            raise DataError(
-                "the manifest of token shards does not match their tokenizer",
-                where=str(self.folder / manifest.NAME),
-                why=f"the manifest lists {self.manifest.vocab} ids, the tokenizer has "
-                f"{tokenizer.size}",
-                fix="write the shards again",
+            what = "the manifest of token shards does not match their tokenizer"
+            where = str(self.folder / manifest.NAME)
+            why = (
+                f"the manifest lists {self.manifest.vocab} ids, the tokenizer has {tokenizer.size}"
             )
+            raise DataError(what, where=where, why=why, fix="write the shards again")
         return tokenizer
 
     @property
@@ -116,23 +146,8 @@ class TokenShards:
         """The template of conversations; None for text."""
         if not self.manifest.template:
             return None
-        where = str(self.folder / manifest.TEMPLATE)
-        return chat_templates.parsed(
-            self._content(manifest.TEMPLATE, self.manifest.template), where
-        )
-
-    @property
-    def documents(self) -> int:
-        """Number of documents."""
-        return self.manifest.documents
-
-    def lengths(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids in each of the documents `start` to `stop`, including bos and eos; int64.
-
-        Raise DataError if the index of documents is damaged.
-        """
-        out = [self._lengths(*span) for span in self._spans(start, stop)]
-        return np.concatenate(out) if out else np.zeros(0, np.int64)
+        content = self._content(manifest.TEMPLATE, self.manifest.template)
+        return chat_templates.parsed(content, str(self.folder / manifest.TEMPLATE))
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Return the ids `start` to `stop` of a document, read-only.
@@ -188,13 +203,12 @@ class TokenShards:
             raise self._damaged(damage, document, row) from damage
 
     def _damaged(self, damage: Damage, document: int, row: int) -> "DamagedShard":
-        return DamagedShard(
-            "a token shard is damaged",
-            where=f"{damage.path}, {self._named(document, row)}",
-            why=damage.why,
-            fix=f"jaxlm data check {shlex.quote(str(self.folder))}    # finds all damage\n"
-            f"--config.data.damaged=skip    # trains without unreadable tokens\n{REPAIR}",
+        where = f"{damage.path}, {self._named(document, row)}"
+        fix = (
+            f"jaxlm data check {shlex.quote(str(self.folder))}    # finds all damage\n"
+            f"--config.data.damaged=skip    # trains without unreadable tokens\n{REPAIR}"
         )
+        return DamagedShard("a token shard is damaged", where=where, why=damage.why, fix=fix)
 
     def _named(self, document: int, row: int) -> str:
         """Return the name of a document in errors, even if its origin is unreadable."""
@@ -223,35 +237,22 @@ class TokenShards:
         _compare(path, hashlib.sha256(content), digest)
         return content
 
-    def _locate(self, document: int) -> tuple[int, int]:
-        shard = int(np.searchsorted(self._first_document, document, side="right")) - 1
-        return shard, document - int(self._first_document[shard])
-
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        for shard, (first, end) in enumerate(
-            zip(self._first_document[:-1], self._first_document[1:], strict=True)
-        ):
-            low, high = max(start, first), min(stop, end)
-            if low < high:
-                yield shard, int(low - first), int(high - first)
-
-    def _lengths(self, shard: int, low: int, high: int) -> np.ndarray:
+    def _lengths(self, part: int, low: int, high: int) -> np.ndarray:
         first = max(low - 1, 0)
         try:
-            ends = self._index(shard, first, high)[:, 0]
+            ends = self._index(part, first, high)[:, 0]
         except Damage as damage:
-            document = int(self._first_document[shard]) + low
+            document = int(self._first_document[part]) + low
             raise self._damaged(damage, document, low) from damage
         lengths = np.diff(ends) if low else np.diff(ends, prepend=0)
-        if lengths.min() < 2 or ends[-1] > self.manifest.shards[shard].tokens:
-            raise DataError(
-                "the index of a token shard has gaps or overlaps",
-                where=f"{self.folder / manifest.documents_name(shard)}, documents {low} to "
-                f"{high - 1}",
-                why=f"the shortest has {lengths.min()} ids, the last ends at {ends[-1]} of "
-                f"{self.manifest.shards[shard].tokens}",
-                fix="write the shards again",
+        if lengths.min() < 2 or ends[-1] > self.manifest.shards[part].tokens:
+            what = "the index of a token shard has gaps or overlaps"
+            where = f"{self.folder / manifest.documents_name(part)}, documents {low} to {high - 1}"
+            why = (
+                f"the shortest has {lengths.min()} ids, the last ends at {ends[-1]} of "
+                f"{self.manifest.shards[part].tokens}"
             )
+            raise DataError(what, where=where, why=why, fix="write the shards again")
         return lengths
 
     def _index(self, shard: int, low: int, high: int) -> np.ndarray:
@@ -285,15 +286,12 @@ class TokenShards:
 
 def _compare(path: Path, digest: Any, expected: str) -> None:
     if digest.hexdigest() != expected:
-        raise DataError(
-            "a file of token shards does not match its digest",
-            where=str(path),
-            why="it changed since it was written, or is missing",
-            fix=REPAIR,
-        )
+        what = "a file of token shards does not match its digest"
+        why = "it changed since it was written, or is missing"
+        raise DataError(what, where=str(path), why=why, fix=REPAIR)
 
 
-class JoinedShards:
+class JoinedShards(_Numbered):
     """The documents of several folders in order; all folders must use one tokenizer.
 
     Raise ConfigError if two folders were made with different tokenizers.
@@ -320,13 +318,8 @@ class JoinedShards:
                     fix="write the others again with "
                     f"--config.data.tokenizer={first.folder / manifest.TOKENIZER}",
                 )
-        self.manifest = _sum([part.manifest for part in parts])
-        self._first_document = np.cumsum([0] + [part.documents for part in parts])
-
-    @property
-    def folder(self) -> Path:
-        """The first folder, for errors."""
-        return self.parts[0].folder
+        joined = _sum([part.manifest for part in parts])
+        super().__init__(first.folder, joined, [part.documents for part in parts])
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -338,38 +331,23 @@ class JoinedShards:
         """The template of the first folder with conversations; None for text alone."""
         return next((part.template for part in self.parts if part.manifest.template), None)
 
-    @property
-    def documents(self) -> int:
-        """Number of documents."""
-        return self.manifest.documents
-
-    def lengths(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids in each document, like `Shards.lengths`."""
-        out = [
-            part.lengths(max(start - first, 0), min(stop - first, part.documents))
-            for part, first in zip(self.parts, self._first_document.tolist(), strict=False)
-            if start < first + part.documents and first < stop
-        ]
-        return np.concatenate(out) if out else np.zeros(0, np.int64)
-
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Return ids of a document, like `Shards.read`."""
+        """Return ids of a document, like `TokenShards.read`."""
         part, inner = self._locate(document)
-        return part.read(inner, start, stop)
+        return self.parts[part].read(inner, start, stop)
 
     def weights(self, document: int, start: int, stop: int) -> np.ndarray | float:
-        """Return loss weights of a document, like `Shards.weights`."""
+        """Return loss weights of a document, like `TokenShards.weights`."""
         part, inner = self._locate(document)
-        return part.weights(inner, start, stop)
+        return self.parts[part].weights(inner, start, stop)
 
     def origin(self, document: int) -> tuple[str, int]:
-        """Return the file and record of a document, like `Shards.origin`."""
+        """Return the file and record of a document, like `TokenShards.origin`."""
         part, inner = self._locate(document)
-        return part.origin(inner)
+        return self.parts[part].origin(inner)
 
-    def _locate(self, document: int) -> tuple[TokenShards, int]:
-        number = int(np.searchsorted(self._first_document, document, side="right")) - 1
-        return self.parts[number], document - int(self._first_document[number])
+    def _lengths(self, part: int, low: int, high: int) -> np.ndarray:
+        return self.parts[part].lengths(low, high)
 
 
 AnyShards = TokenShards | JoinedShards
@@ -386,13 +364,8 @@ def open_folders(folders: tuple[Path, ...]) -> AnyShards:
 
 def join(sets: Sequence[AnyShards]) -> JoinedShards:
     """Join shard sets in order. Raise ConfigError if their tokenizers differ."""
-    return JoinedShards(
-        tuple(
-            part
-            for each in sets
-            for part in (each.parts if isinstance(each, JoinedShards) else (each,))
-        )
-    )
+    parts = [each.parts if isinstance(each, JoinedShards) else (each,) for each in sets]
+    return JoinedShards(tuple(itertools.chain(*parts)))
 
 
 def _sum(manifests: list[Manifest]) -> Manifest:
@@ -405,10 +378,7 @@ def _sum(manifests: list[Manifest]) -> Manifest:
     names = "".join(manifest.files_sha256 for manifest in manifests)
     return dataclasses.replace(
         manifests[0],
-        documents=sum(manifest.documents for manifest in manifests),
-        tokens=sum(manifest.tokens for manifest in manifests),
-        bytes=sum(manifest.bytes for manifest in manifests),
-        unknown=sum(manifest.unknown for manifest in manifests),
+        **{name: sum(getattr(each, name) for each in manifests) for name in SUMMED},
         left_out=dict(left_out),
         weights=tuple(dict.fromkeys(w for manifest in manifests for w in manifest.weights)),
         template=next((each.template for each in manifests if each.template), ""),

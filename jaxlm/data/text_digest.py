@@ -32,14 +32,10 @@ Stamp = tuple[int, int, int, int]  # bytes, mtime and ctime in nanoseconds, inod
 
 @dataclasses.dataclass(frozen=True)
 class TextDigests:
-    """Digests of corpora; files that did not change come from the cache.
-
-    Args:
-      progress: called while files are hashed.
-    """
+    """Digests of corpora; files that did not change come from the cache."""
 
     root: Path
-    progress: OnProgress = lambda what, done, total: None
+    progress: OnProgress = lambda what, done, total: None  # called while files are hashed
     log: Log = lambda text: None
     _made: dict[Corpus, str] = dataclasses.field(default_factory=dict)
 
@@ -60,10 +56,8 @@ class TextDigests:
         place = cache.folder(self.root, "digests", paths=paths).with_suffix(".json")
         before, stamps = _read(place), [_stamp(path) for path in paths]
         known = dict(before)
-        digests = [
-            known[path][1] if path in known and known[path][0] == stamp else None
-            for path, stamp in zip(paths, stamps, strict=True)
-        ]
+        stored = (known.get(path, (None, None)) for path in paths)
+        digests = [d if s == stamp else None for (s, d), stamp in zip(stored, stamps, strict=True)]
         changed = [number for number, digest in enumerate(digests) if digest is None]
         if not changed:
             return [digest for digest in digests if digest is not None]
@@ -107,7 +101,7 @@ def _digest(path: str, moved: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
-            faults.transfer("text.read", len(chunk))
+            faults.point("text.read", size=len(chunk))
             digest.update(chunk)
             moved(len(chunk))
     return digest.hexdigest()

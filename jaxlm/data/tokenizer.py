@@ -1,4 +1,10 @@
-"""Tokenizers: text to ids and back, without loss."""
+"""Tokenizers: text to ids and back, without loss.
+
+Example:
+  >>> tokenizer = Characters("abc")
+  >>> tokenizer.encode("cab"), tokenizer.decode(tokenizer.encode("cab"))
+  ([42, 40, 41], 'cab')
+"""
 
 import abc
 import codecs
@@ -15,17 +21,8 @@ from jaxlm.data.config import FIND_TOKENIZERS
 
 SENTINELS = 32
 # Reserved in every tokenizer, so that a model can learn infilling later.
-SPECIALS = (
-    "<|pad|>",
-    "<|bos|>",
-    "<|eos|>",
-    "<|unk|>",
-    "<|mask|>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    *(f"<|sentinel_{i}|>" for i in range(SENTINELS)),
-)
+_NAMES = "pad bos eos unk mask fim_prefix fim_middle fim_suffix".split()
+SPECIALS = tuple(f"<|{n}|>" for n in (*_NAMES, *(f"sentinel_{i}" for i in range(SENTINELS))))
 MAX_VOCABULARY = 2**24  # ids, a hundred times the largest in use
 # Characters that are encoded together by a tokenizer whose cuts are not exact.
 MAX_SPAN = 2**20
@@ -89,9 +86,7 @@ class Tokenizer(abc.ABC):
         return hashlib.sha256(self.serialize()).hexdigest()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8, such as a cut character, become
-        U+FFFD.
-        """
+        """Return the text of `ids`; bytes that are not UTF-8 (a cut character) become U+FFFD."""
         stream = StreamDecoder(self)
         return stream.push(ids) + stream.end()
 
@@ -149,10 +144,8 @@ class Bytes(Tokenizer):
         super().__init__([b""] * len(SPECIALS) + [bytes([value]) for value in range(256)])
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [
-            (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + len(SPECIALS)).tolist()
-            for text in texts
-        ]
+        arrays = (np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts)
+        return [(array + len(SPECIALS)).tolist() for array in arrays]
 
     def serialize(self) -> bytes:
         return json.dumps({"kind": "bytes"}).encode()
@@ -166,9 +159,7 @@ class Characters(Tokenizer):
     def __init__(self, characters: str):
         super().__init__([b""] * len(SPECIALS) + [character.encode() for character in characters])
         self._characters = characters
-        self._ids = {
-            character: len(SPECIALS) + number for number, character in enumerate(characters)
-        }
+        self._ids = {each: number for number, each in enumerate(characters, len(SPECIALS))}
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [[self._ids.get(character, self.unk) for character in text] for text in texts]
@@ -197,9 +188,8 @@ class SentencePiece(Tokenizer):
         try:
             self._processor.LoadFromSerializedProto(model)
             table = [self._bytes(i) for i in range(self._processor.vocab_size())]
-            first_pieces = tuple(
-                map(self._processor.id_to_piece, range(min(len(table), len(SPECIALS))))
-            )
+            first = range(min(len(table), len(SPECIALS)))
+            first_pieces = tuple(map(self._processor.id_to_piece, first))
         except (RuntimeError, ValueError) as error:
             raise tokenizer_error(
                 "a tokenizer file is not a SentencePiece model", where, str(error)
@@ -211,9 +201,8 @@ class SentencePiece(Tokenizer):
                 where,
                 f"its first pieces are {' '.join(first_pieces[:4])} ...",
             )
-        self._spelt = [
-            self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in self.SPACE.encode()
-        ]
+        spelt = (f"<0x{byte:02X}>" for byte in self.SPACE.encode())
+        self._spelt = list(map(self._processor.piece_to_id, spelt))
         changes_text, is_unigram = _properties(model)
         self.lead = " " if self.decode(self._processor.encode("a")).startswith(" ") else ""
         # A model with normalization rules reads U+2581 as a space.
@@ -271,8 +260,7 @@ class SentencePiece(Tokenizer):
         for text in texts:
             ids, *rest = self._processor.encode(text.split(self.SPACE), num_threads=-1)
             for part in rest:
-                ids += self._spelt
-                ids += part
+                ids += self._spelt + part
             out.append(ids)
         return out
 

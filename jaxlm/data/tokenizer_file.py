@@ -58,19 +58,12 @@ def read(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     if not path.is_file():
-        raise InputMissing(
-            f"tokenizer file {path} does not exist",
-            where="data.tokenizer",
-            why="a value that is not a kind of tokenizer is a path, relative to the current "
-            "directory",
-            fix=_near(path),
-        )
+        what = f"tokenizer file {path} does not exist"
+        why = "a value that is not a kind of tokenizer is a path, relative to the current directory"
+        raise InputMissing(what, where="data.tokenizer", why=why, fix=_near(path))
     if (size := path.stat().st_size) > MAX_FILE_BYTES:
-        raise tokenizer_error(
-            "a tokenizer file is too large",
-            str(path),
-            f"it has {size:,} bytes; {MAX_FILE_BYTES:,} are allowed",
-        )
+        why = f"it has {size:,} bytes; {MAX_FILE_BYTES:,} are allowed"
+        raise tokenizer_error("a tokenizer file is too large", str(path), why)
     return load(path.read_bytes(), str(path))
 
 

@@ -4,14 +4,8 @@ import dataclasses
 import json
 from typing import Any
 
-from jaxlm.data.hub_tokenizer import (
-    BYTE_OF_CHARACTER,
-    HuggingFace,
-    ImportedTokenizer,
-    TrainedTokenizer,
-    library_errors,
-    prepend_token,
-)
+from jaxlm.data import hub_tokenizer
+from jaxlm.data.hub_tokenizer import HuggingFace, ImportedTokenizer, TrainedTokenizer
 from jaxlm.data.tokenizer import SPECIALS, Bytes, SentencePiece, Tokenizer
 from jaxlm.data.vocabularies import pieces
 
@@ -32,7 +26,7 @@ def as_json(tokenizer: Tokenizer) -> bytes | None:
         return None
     built = tokenizers.Tokenizer.from_buffer(content)
     (first,) = tokenizer.before
-    prepend_token(built, SPECIALS[first])
+    hub_tokenizer.prepend_token(built, SPECIALS[first])
     return built.to_str().encode()
 
 
@@ -74,7 +68,9 @@ def _moved(tokenizer: HuggingFace) -> bytes | None:
         token["id"] += shift
     # Our own ids stand around a document.
     parsed |= {"post_processor": None, "truncation": None, "padding": None}
-    with library_errors("jaxlm cannot shift the ids of a tokenizer.json", "tokenizer"):
+    with hub_tokenizer.library_errors(
+        "jaxlm cannot shift the ids of a tokenizer.json", "tokenizer"
+    ):
         built = tokenizers.Tokenizer.from_str(json.dumps(parsed))
         built.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in SPECIALS])
         built.encode_special_tokens = True
@@ -101,7 +97,7 @@ def _bytes() -> Any:
     from tokenizers import decoders, models, pre_tokenizers
 
     vocab = {name: number for number, name in enumerate(SPECIALS)}
-    vocab |= {name: len(SPECIALS) + byte for name, byte in BYTE_OF_CHARACTER.items()}
+    vocab |= {name: len(SPECIALS) + byte for name, byte in hub_tokenizer.BYTE_OF_CHARACTER.items()}
     built = tokenizers.Tokenizer(models.BPE(vocab, []))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     built.decoder = decoders.ByteLevel()

@@ -1,15 +1,17 @@
 """Measures of a tokenizer on a text: compression, coverage, losslessness and speed."""
 
 import dataclasses
+import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlm.data import parts
 from jaxlm.data.config import DataConfig
 from jaxlm.data.documents import Corpus
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.data.train_tokenizer import first_bytes
 
 MEASURED_BYTES = 8 * 2**20  # of measured text; shares converge long before
 
@@ -46,15 +48,10 @@ def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenizerStats:
     for text in texts:
         characters.update(text)
     known = tokenizer.encode_many(list(characters))
-    covered = sum(
-        count
-        for ids, count in zip(known, characters.values(), strict=True)
-        if tokenizer.unk not in ids
-    )
-    same = sum(
-        tokenizer.decode(ids).removeprefix(tokenizer.lead) == text
-        for ids, text in zip(encoded, texts, strict=True)
-    )
+    occurrences = zip(known, characters.values(), strict=True)
+    covered = sum(count for ids, count in occurrences if tokenizer.unk not in ids)
+    decoded = (tokenizer.decode(ids).removeprefix(tokenizer.lead) for ids in encoded)
+    same = sum(a == b for a, b in zip(decoded, texts, strict=True))
     return TokenizerStats(
         size=tokenizer.size,
         documents=len(texts),
@@ -75,24 +72,9 @@ def sample_texts(config: DataConfig, pattern: str | None) -> list[str]:
     The list is empty if the config names token shards. Raise JaxlmError if reading fails.
     """
     if pattern is not None:
-        corpus = Corpus.find((pattern,), config.text_key, "--text")
-        return list(_first(document.text for document in corpus.documents(Counter())))
-    _, held_out = parts.find_parts(config)
-    return list(
-        _first(
-            document.text
-            for part in held_out
-            if part.corpus is not None
-            for document in part.documents(Counter())
-        )
-    )
-
-
-def _first(texts: Iterable[str]) -> Iterator[str]:
-    read = 0
-    for text in texts:
-        if text:
-            yield text
-        read += len(text.encode())
-        if read >= MEASURED_BYTES:
-            return
+        documents = Corpus.find((pattern,), config.text_key, "--text").documents(Counter())
+    else:
+        held_out = [part for part in parts.find_parts(config)[1] if part.corpus is not None]
+        documents = itertools.chain.from_iterable(p.documents(Counter()) for p in held_out)
+    texts = (document.text for document in documents if document.text)
+    return list(first_bytes(texts, MEASURED_BYTES))

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
@@ -56,7 +56,7 @@ def _train_byte_pairs(texts: Iterator[str], size: int) -> bytes:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    built.train_from_iterator(_first(texts), trainer)
+    built.train_from_iterator(first_bytes(texts, TRAINING_BYTES), trainer)
     if (count := built.get_vocab_size()) < size:
         raise _too_large("bpe", size, count, f"it has {count} different tokens")
     return built.to_str().encode()
@@ -78,7 +78,7 @@ def _train_word_pieces(texts: Iterator[str], size: int) -> bytes:
 
     model = _train_sentencepiece(
         "wordpiece",
-        map(words, _first(texts)),
+        map(words, first_bytes(texts, TRAINING_BYTES)),
         size + 1,  # including the space, which is not a word piece
         model_type="bpe",
         split_by_whitespace=True,
@@ -104,21 +104,18 @@ def _train_word_pieces(texts: Iterator[str], size: int) -> bytes:
 
 
 def _too_large(name: str, size: int, fits: int, why: str) -> ConfigError:
-    return ConfigError(
-        f"this text is too small for a vocabulary of {size}",
-        where="data.tokenizer",
-        why=why,
-        fix=f"--config.data.tokenizer={f'{name}:{fits}' if fits >= MIN_VOCABULARY else 'bytes'}",
-    )
+    what = f"this text is too small for a vocabulary of {size}"
+    fix = f"--config.data.tokenizer={f'{name}:{fits}' if fits >= MIN_VOCABULARY else 'bytes'}"
+    return ConfigError(what, where="data.tokenizer", why=why, fix=fix)
 
 
-def _first(texts: Iterator[str]) -> Iterator[str]:
-    """Yield the first `TRAINING_BYTES` of the text."""
+def first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """Yield texts until they have `limit` bytes; the last is not cut."""
     read = 0
     for text in texts:
         yield text
         read += len(text.encode())
-        if read >= TRAINING_BYTES:
+        if read >= limit:
             return
 
 
@@ -126,12 +123,10 @@ def _train_sentencepiece(name: str, texts: Iterator[str], size: int, **options: 
     """Train on the start of the text, cut into sentences of `CHUNK` characters."""
     import sentencepiece
 
-    model = io.BytesIO()
+    model, limit = io.BytesIO(), UNIGRAM_BYTES if name == "unigram" else TRAINING_BYTES
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(
-                texts, UNIGRAM_BYTES if name == "unigram" else TRAINING_BYTES
-            ),
+            sentence_iterator=first_bytes(_sentences(texts), limit),
             model_writer=model,
             vocab_size=size,
             character_coverage=0.9999,
@@ -163,13 +158,8 @@ def _train_sentencepiece(name: str, texts: Iterator[str], size: int, **options: 
     return model.getvalue()
 
 
-def _sentences(texts: Iterator[str], most: int) -> Iterator[str]:
-    read = 0
+def _sentences(texts: Iterator[str]) -> Iterator[str]:
     for text in texts:
         for start in range(0, len(text), CHUNK):
             # A piece can contain neither: NUL ends a C string, U+2581 is SentencePiece's space.
-            part = text[start : start + CHUNK].replace("\0", " ").replace(SentencePiece.SPACE, " ")
-            yield part
-            read += len(part.encode())
-            if read >= most:
-                return
+            yield text[start : start + CHUNK].replace("\0", " ").replace(SentencePiece.SPACE, " ")

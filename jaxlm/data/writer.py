@@ -25,8 +25,7 @@ EMPTY_CHAT = (
     "'--config.data.validation=()'    # if too few are held out\n"
     "--config.data.sequence=4096    # if conversations are too long\nname more files"
 )
-# Version of the encoding; cached tokens of another version are made again.
-ENCODING = 2
+ENCODING = 2  # version of the encoding; cached tokens of another version are made again
 
 
 def write(
@@ -71,12 +70,10 @@ def write(
             writer.close()
         if not any(shard.documents for shard in writer.shards):
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-            raise DataError(
-                "the data contains no document",
-                where=name or str(folder),
-                why=f"left out: {reasons or 'none, the files are empty'}",
-                fix=EMPTY_CHAT if chat is not None else EMPTY_TEXT,
-            )
+            what = "the data contains no document"
+            why = f"left out: {reasons or 'none, the files are empty'}"
+            fix = EMPTY_TEXT if chat is None else EMPTY_CHAT
+            raise DataError(what, where=name or str(folder), why=why, fix=fix)
         writer.finish(left_out)
     return TokenShards.open(folder)
 
@@ -129,9 +126,8 @@ class _Writer:
             self._open()
         for part in (self._before, *parts, self._after):
             self._tokens.write(part)
-        self._largest_id = max(
-            self._largest_id, self._around, *(int(part.max(initial=0)) for part in parts)
-        )
+        largest = (int(part.max(initial=0)) for part in parts)
+        self._largest_id = max(self._largest_id, self._around, *largest)
         self._counts["tokens"] += count
         self._counts["documents"] += 1
         self.figures["longest"] = max(self.figures["longest"], count)
@@ -153,12 +149,10 @@ class _Writer:
 
     def _checked(self, document: Document, array: np.ndarray) -> np.ndarray:
         if len(array) and (array.max() >= self.tokenizer.size or array.min() < 0):
-            raise DataError(
-                f"the tokenizer returned an id outside 0 to {self.tokenizer.size - 1}",
-                where=f"{document.file}, record {document.record}",
-                why=f"ids {array.min()} to {array.max()}",
-                fix=FIND_TOKENIZERS,
-            )
+            what = f"the tokenizer returned an id outside 0 to {self.tokenizer.size - 1}"
+            where = f"{document.file}, record {document.record}"
+            why = f"ids {array.min()} to {array.max()}"
+            raise DataError(what, where=where, why=why, fix=FIND_TOKENIZERS)
         return array.astype(self.dtype, copy=False)
 
     def close(self) -> None:

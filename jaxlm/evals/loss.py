@@ -1,4 +1,9 @@
-"""Loss, perplexity, bits per byte, accuracy and calibration on a validation set."""
+"""Loss, perplexity, bits per byte, accuracy and calibration on a validation set.
+
+Example:
+  >>> Reliability(count=[3, 1], confidence=[0.5, 0.9], accuracy=[0.5, 0.5]).expected_error
+  0.1
+"""
 
 import dataclasses
 import math
@@ -18,10 +23,7 @@ BINS = 15
 
 
 def bin_sums(confidence: Array, correct: Array, weights: Array) -> Array:
-    """Return weight, weighted confidence and weighted accuracy of each bin, [3, BINS].
-
-    Bin i covers confidences in (i / BINS, (i + 1) / BINS].
-    """
+    """Return weight, weighted confidence and accuracy of BINS bins (i / BINS, (i + 1) / BINS]."""
     index = jnp.clip(jnp.ceil(confidence.ravel() * BINS) - 1, 0, BINS - 1)
     inside = (index[:, None] == jnp.arange(BINS, dtype=index.dtype)[None]).astype(jnp.float32)
     weight = weights.ravel()
@@ -82,13 +84,10 @@ def build(
     chunk: int | None = None,
     prefix: TokenizerPrefix | None = None,
 ) -> Callable[[Any, Tokens], Sums]:
-    """Return the function (params, batch) -> Sums, to be jitted.
+    """Return the function (params, batch) -> Sums, to be jitted; `merge` builds the model.
 
-    Args:
-      merge: makes the model of its parameters.
-      token_bytes: bytes that each id represents, int [V].
-      chunk: tokens whose logits are computed at a time, None for all.
-      prefix: bytes of a token that are not in the text, and not counted.
+    `token_bytes` [V] are the bytes that each id represents; those of `prefix` are not in the text.
+    Logits of `chunk` tokens are computed at a time, by default of all.
     """
     table = np.asarray(token_bytes, np.int32)
 
@@ -204,13 +203,8 @@ def evaluate(
 ) -> EvalResult:
     """Add up the sums of all batches on the host in float64: the batch size does not matter.
 
-    Each batch is fetched after the next has been dispatched.
-
-    Args:
-      step: computes the sums of a batch.
-      batches: batches of the set, on the host.
-      put: places a batch on the devices.
-      sample: part of the set that the batches are; None for the whole set.
+    Each batch is fetched after the next has been dispatched; `put` places it on the devices.
+    `sample` is the part of the set that the batches are, None for the whole set.
 
     Raises:
       DataError: if no token has a weight.

@@ -7,16 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxlm.generate.decode import (
-    END,
-    LENGTH,
-    Generated,
-    TextModel,
-    decode_tokens,
-    is_in,
-    prefill,
-    relayout_for_decode,
-)
+from jaxlm.generate import decode
+from jaxlm.generate.decode import END, LENGTH, Generated, TextModel, is_in
 from jaxlm.nn.cache import KVCache
 
 
@@ -81,9 +73,9 @@ def build(
     """
 
     def generate(params: Any, prompts: Array, lengths: Array, keys: Array) -> Generated:
-        model = relayout_for_decode(merge(params))
+        model = decode.relayout_for_decode(merge(params))
         rows = prompts.shape[0]
-        hidden = prefill(
+        hidden = decode.prefill(
             model, prompts, lengths, more=max_tokens, both_ways=both_ways, is_int8=is_int8
         )
         empty = _Texts(
@@ -105,7 +97,7 @@ def build(
 
         def advance(state: _State) -> _State:
             token = state.open.ids[:, :, state.number - 1].reshape(-1, 1)
-            values, cache = decode_tokens(model, token, state.cache)
+            values, cache = decode.decode_tokens(model, token, state.cache)
             return extend(model, values, state._replace(cache=cache))
 
         first = extend(model, jnp.repeat(hidden.values, beams, axis=0), start)

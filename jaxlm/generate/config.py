@@ -1,4 +1,9 @@
-"""Settings of text generation."""
+"""Settings of text generation.
+
+Example:
+  >>> [setting for setting, why, fix in GenerateConfig(beams=2, temperature=0.8).problems()]
+  ['temperature']
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -89,25 +94,20 @@ class GenerateConfig:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield invalid settings: number of seeds, stops, and what beam search cannot do."""
         if len(self.seed) not in (1, len(self.prompts)):
-            yield (
-                "seed",
+            why = (
                 f"{len(self.seed)} seeds for {len(self.prompts)} prompts: "
-                "give one, or one for each prompt",
-                "--seed=0",
+                "give one, or one for each prompt"
             )
+            yield "seed", why, "--seed=0"
         if "" in self.stop:
             yield "stop", "an empty string matches before every text", "jaxlm generate --help"
         if (size := sum(len(text.encode()) for text in self.stop)) > STOP_BYTES:
-            yield (
-                "stop",
-                f"{size} bytes; {STOP_BYTES} are allowed for all stops",
-                "jaxlm generate --help",
-            )
+            why = f"{size} bytes; {STOP_BYTES} are allowed for all stops"
+            yield "stop", why, "jaxlm generate --help"
         for name, neutral in BEAM_HAS_NONE.items():
             if self.beams > 1 and getattr(self, name) != neutral:
-                yield (
-                    name,
+                why = (
                     "beam search ranks whole texts by the model's own probabilities: "
-                    f"{name} must be {neutral!r}",
-                    "--beams=1" if name == "stop" else f"--{name}={neutral}",
+                    f"{name} must be {neutral!r}"
                 )
+                yield name, why, "--beams=1" if name == "stop" else f"--{name}={neutral}"

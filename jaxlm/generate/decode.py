@@ -122,9 +122,8 @@ class Decoding:
 
 def supports_prompt_lookup(config: ModelConfig) -> bool:
     """Return True if guesses after a token cannot change its result: no length-dependent rotary."""
-    return not any(
-        layer.attention.rotary and layer.attention.rotary.beyond for layer in config.layers
-    )
+    rotaries = (layer.attention.rotary for layer in config.layers)
+    return not any(rotary and rotary.beyond for rotary in rotaries)
 
 
 def is_in(token: Array, ids: Sequence[int]) -> Array:
@@ -196,7 +195,10 @@ def build(
             spare=lookup,
         )
         assert hidden.cache is not None
-        empty = jnp.full((rows, max_tokens), pad, jnp.int32)
+        empty, history = jnp.full((rows, max_tokens), pad, jnp.int32), None
+        if penalties.is_active:  # prompts that an encoder read do not count
+            counted = jnp.zeros_like(lengths) if isinstance(model, EncoderDecoder) else lengths
+            history = History.of(prompts, counted, model.config.vocab)
         begun = DecodeState(
             length=jnp.zeros((rows,), jnp.int32),
             ids=empty,
@@ -204,7 +206,7 @@ def build(
             token=empty[:, 0],
             reason=jnp.full((rows,), -1),
             stop_state=None if stops is None else jnp.zeros((rows,), stops.dtype),
-            history=_history(model, prompts, lengths) if penalties.is_active else None,
+            history=history,
             tokens=RowTokens.of(prompts, lengths, max_tokens) if lookup else None,
             cache=hidden.cache,
         )
@@ -250,10 +252,8 @@ def build(
         if scores is not None:
             score = jnp.take_along_axis(jax.nn.log_softmax(raw), token[:, None], axis=1)[:, 0]
             scores = scores.at[row, place].set(score, mode="drop")
-        stop_state, reason = (
-            state.stop_state,
-            jnp.where(live & is_in(token, ends), END, state.reason),
-        )
+        stop_state, is_end = state.stop_state, live & is_in(token, ends)
+        reason = jnp.where(is_end, END, state.reason)
         if stops is not None and stop_state is not None:
             stop_state = jnp.where(live, stops[stop_state, token], stop_state)
             reason = jnp.where((reason < 0) & (stop_state == stops.shape[0] - 1), STOP, reason)
@@ -269,12 +269,6 @@ def build(
         )
 
     return Decoding(prepare, start, decode_until, max_tokens)
-
-
-def _history(model: TextModel, prompts: Array, lengths: Array) -> History:
-    """Return the history of the prompts; empty if an encoder read them."""
-    counted = jnp.zeros_like(lengths) if isinstance(model, EncoderDecoder) else lengths
-    return History.of(prompts, counted, model.config.vocab)
 
 
 def relayout_for_decode(model: TextModel) -> TextModel:
@@ -308,9 +302,7 @@ def prefill(
     An encoder-decoder's encoder reads the prompts; the hidden state is that at the decoder's start.
 
     Args:
-      model: the model.
       prompts: prompts, padded on the right.
-      lengths: lengths of the prompts.
       more: slots of the cache after the prompts.
       both_ways: attend to prompts bidirectionally.
       is_int8: store the cache in int8.
@@ -319,9 +311,8 @@ def prefill(
     rows, longest = prompts.shape
     if isinstance(model, EncoderDecoder):
         is_real = jnp.arange(longest)[None] < lengths[:, None]
-        cache = model.init_cache(
-            prompts, is_real.astype(jnp.int32), more, is_int8=is_int8, spare=spare
-        )
+        real = is_real.astype(jnp.int32)
+        cache = model.init_cache(prompts, real, more, is_int8=is_int8, spare=spare)
         values, cache = decode_tokens(model, jnp.full((rows, 1), START, jnp.int32), cache)
         return Hidden(values, cache, {}, values)
     index = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32)[None], prompts.shape)

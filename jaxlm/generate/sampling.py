@@ -1,4 +1,9 @@
-"""Sampling of the next token, and penalties on repeated tokens."""
+"""Sampling of the next token, and penalties on repeated tokens.
+
+Example:
+  >>> filter_logits(jnp.array([[1.0, 3.0, 2.0]]), top_k=2).tolist()
+  [[-inf, 3.0, 2.0]]
+"""
 
 import dataclasses
 import math

@@ -1,12 +1,18 @@
-"""Incremental text of a row, in whole characters, and stop strings. Free of JAX."""
+"""Incremental text of a row, in whole characters, and stop strings. Free of JAX.
+
+Stop strings are matched across the borders of tokens.
+
+Example:
+  >>> stream = TextStream([b"\\n\\n"])
+  >>> stream.push(b"one\\n", is_ended=False), stream.push(b"\\ntwo", is_ended=True)
+  ('one', '')
+"""
 
 import codecs
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
-
-# Stop strings are matched across the borders of tokens.
 
 
 def stop_automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.ndarray, "S V"]:
@@ -19,9 +25,8 @@ def stop_automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.nda
     Source: Aho & Corasick 1975, doi:10.1145/360825.360855, sections 2 to 4.
     """
     prefixes = {stop[:size] for stop in stops for size in range(len(stop))} | {b""}
-    states = {
-        text: number for number, text in enumerate(sorted(prefixes, key=lambda x: (len(x), x)))
-    }
+    ordered = sorted(prefixes, key=lambda text: (len(text), text))
+    states = {text: number for number, text in enumerate(ordered)}
     accepting = len(states)
     by_byte = np.full((accepting + 1, 256), accepting, np.int16)
     for text, number in states.items():

@@ -1,6 +1,7 @@
 """The layers of a model, and the tables and norms around them."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
@@ -44,9 +45,7 @@ class Execution:
 
 def initializer(config: configs.BackboneConfig, precision: Precision) -> Initializer:
     """Return the initializer of the weights of a backbone and of the tables around it."""
-    return Initializer(
-        config.init, config.init_std, config.depth, precision.params, config.width_ratio
-    )
+    return Initializer(config.init, config.init_std, config.depth, precision, config.width_ratio)
 
 
 def optional_norm(width: int, config: NormConfig | None, init: Initializer) -> Norm | None:
@@ -61,18 +60,11 @@ class EmbeddingBuilder:
     width: int
     key: Array
     init: Initializer
-    precision: Precision
 
     def table(self, name: str, rows: int, axis: str) -> Embedding:
         """Return a table with a row for each id or position."""
-        return Embedding(
-            rows,
-            self.width,
-            axis=axis,
-            key=random.stream(self.key, name),
-            init=self.init,
-            precision=self.precision.exact,
-        )
+        key = random.stream(self.key, name)
+        return Embedding(rows, self.width, axis=axis, key=key, init=self.init.exact)
 
     def positions(self, name: str, rows: int | None) -> Embedding | None:
         """Return a table of positions or token types if there are rows for it."""
@@ -86,8 +78,7 @@ class EmbeddingBuilder:
             {"embed": self.width},
             {"vocab": vocab},
             key=random.stream(self.key, "unembedding"),
-            init=dataclasses.replace(self.init, width_ratio=1.0),
-            precision=self.precision.exact,
+            init=dataclasses.replace(self.init.exact, width_ratio=1.0),
             result=jnp.dtype(jnp.float32),
         )
 
@@ -100,15 +91,11 @@ class Unembedder:
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the product with the unembedding, float32."""
-        layer = self.embedding.unembed if self.unembedding is None else self.unembedding
-        return layer(hidden)
+        return (self.unembedding or self.embedding.unembed)(hidden)
 
     def relayout_unembedding(self) -> None:
         """Store the unembedding in the layout that is fastest for a few rows."""
-        if self.unembedding is None:
-            self.embedding.relayout_for_decode()
-        else:
-            self.unembedding.relayout_for_decode()
+        (self.unembedding or self.embedding).relayout_for_decode()
 
 
 class Backbone(nnx.Module):
@@ -130,7 +117,6 @@ class Backbone(nnx.Module):
                 pattern,
                 key=random.stream(key, name),
                 init=init,
-                precision=execution.precision,
                 remat=execution.remat,
                 name=side + name,
                 drops=rates,
@@ -139,17 +125,15 @@ class Backbone(nnx.Module):
 
         attention = config.pattern[0].attention
         self.relative = (
-            None
-            if attention.relative is None
-            else RelativePositions(
+            RelativePositions(
                 attention.heads, attention.relative, key=random.stream(key, "relative"), init=init
             )
-        )
-        self.prefix = (
-            stack("prefix", config.prefix, drops[:first], layers="unroll", axis="prefix")
-            if config.prefix
+            if attention.relative
             else None
         )
+        unrolled = {"layers": "unroll", "axis": "prefix"}
+        prefix = functools.partial(stack, "prefix", config.prefix, drops[:first], **unrolled)
+        self.prefix = prefix() if config.prefix else None
         ways = {"layers": execution.layers, "schedule": execution.schedule}
         self.stack = stack("stack", config.pattern, drops[first:], **ways)
         self.final_norm = optional_norm(config.width, config.final_norm, init)
@@ -167,10 +151,8 @@ class Backbone(nnx.Module):
         """Return the stream after all layers and the final norm.
 
         Args:
-          x: the stream before the first layer.
-          positions: of the tokens in their documents.
-          mask: which keys each query sees.
-          memory: inputs of cross attention.
+          x, positions: the stream before the first layer, and positions in documents.
+          mask, memory: visible keys of each query, and inputs of cross attention.
           cache: KV cache; it is returned with these tokens, and the caller advances its `length`.
           keys: of the prefix and of the other layers; keys turn dropout on.
         """
@@ -180,9 +162,9 @@ class Backbone(nnx.Module):
         layers, start = (None, None) if cache is None else (cache.layers, cache.length)
         written: Caches = {}
         losses: dict[str, Mean] = {}
-        for prefix, stack, key in (
-            ("prefix/", self.prefix, keys[0]),
-            ("stack/", self.stack, keys[1]),
+        inputs = LayerInputs(positions, mask, memory, start)
+        for prefix, stack, key in zip(
+            ("prefix/", "stack/"), (self.prefix, self.stack), keys, strict=True
         ):
             if stack is None:
                 continue
@@ -191,12 +173,7 @@ class Backbone(nnx.Module):
                 for name, layer in layers.items()
                 if name.startswith(prefix)
             }
-            x, out, added = stack(
-                x,
-                LayerInputs(positions, mask, memory, start),
-                caches=caches,
-                key=key,
-            )
+            x, out, added = stack(x, inputs, caches=caches, key=key)
             written |= {prefix + name: layer for name, layer in (out or {}).items()}
             losses = Mean.merged(losses, added)
         values = x if self.final_norm is None else self.final_norm(x)

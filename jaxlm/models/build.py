@@ -1,4 +1,11 @@
-"""Modules to plain trees of parameters and back: Flax builds, JAX runs."""
+"""Modules to plain trees of parameters and back: Flax builds, JAX runs.
+
+Example:
+  >>> from jaxlm.models.families.llama import Llama
+  >>> config = Llama(vocab=16, depth=2, width=8, heads=2, kv_heads=2).build()
+  >>> Blueprint(config, Precision.float32()).shapes["embedding"]["table"].shape
+  (16, 8)
+"""
 
 import functools
 from typing import Any
@@ -51,20 +58,16 @@ class Blueprint:
         module = nnx.eval_shape(lambda key: self._make(key=key), key)
         self._graphdef, state = nnx.split(module)
         self._treedef = jax.tree.structure(state)
-        self.shapes: Params = _plain(state)
+        self.shapes: Params = nnx.to_pure_dict(state)
         self.axes: Params = _axes(module)
 
     def init(self, key: jax.Array) -> Params:
         """Return initial parameters as a nested dict of arrays."""
-        return _plain(nnx.state(self._make(key=key)))
+        return nnx.to_pure_dict(nnx.state(self._make(key=key)))
 
     def merge(self, params: Params) -> Any:
         """Return the module of the config's kind that holds `params`."""
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, jax.tree.leaves(params)))
-
-
-def _plain(state: nnx.State) -> Params:
-    return nnx.to_pure_dict(state)
 
 
 def _axes(module: nnx.Module) -> Params:
@@ -76,13 +79,5 @@ def _axes(module: nnx.Module) -> Params:
         stacked = [axis for stack, axis in stacks.items() if path[: len(stack)] == stack]
         return (*stacked, *axes)
 
-    flat: dict[Any, Any] = {
-        path: names(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))
-    }
-    tree: Params = {}
-    for path, leaf in flat.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = leaf
-    return tree
+    flat = nnx.to_flat_state(nnx.state(module))
+    return nnx.traversals.unflatten_mapping({path: names(path, leaf) for path, leaf in flat})

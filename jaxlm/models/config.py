@@ -251,8 +251,10 @@ class MupConfig:
 
         def block(config: BlockConfig) -> BlockConfig:
             attention = config.attention
-            scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
-            scale *= ((self.base_head_dim or attention.head_dim) / attention.head_dim) ** 0.5
+            scale = (
+                attention.score_scale
+                * ((self.base_head_dim or attention.head_dim) / attention.head_dim) ** 0.5
+            )
             return dataclasses.replace(
                 config, attention=dataclasses.replace(attention, scale=scale)
             )

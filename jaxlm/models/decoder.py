@@ -9,16 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
+from jaxlm.models import backbone
 from jaxlm.models import config as configs
-from jaxlm.models.backbone import (
-    Backbone,
-    EmbeddingBuilder,
-    Execution,
-    Hidden,
-    Unembedder,
-    initializer,
-)
+from jaxlm.models.backbone import Backbone, Execution, Hidden, Unembedder
 from jaxlm.models.heads import Heads
+from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.cache import KVCache
 from jaxlm.nn.dropout import dropout, noise, noise_key
 from jaxlm.ops import masks
@@ -32,22 +27,16 @@ class Decoder(Backbone, Unembedder):
     def __init__(self, config: configs.DecoderConfig, execution: Execution, *, key: Array):
         super().__init__(config, execution, key=key)
         self.config: configs.DecoderConfig = config
-        init = initializer(config, execution.precision)
-        tables = EmbeddingBuilder(config.width, key, init, execution.precision)
+        init = backbone.initializer(config, execution.precision)
+        tables = backbone.EmbeddingBuilder(config.width, key, init)
         self.embedding = tables.table("embedding", config.vocab, "vocab")
         self.positions = tables.positions("positions", config.positions)
         self.inner = tables.positions("inner", config.inner_positions)
+        remat = execution.remat.partition("/")[0]
         self.heads = (
-            None
-            if config.mtp is None
-            else Heads(
-                config,
-                config.mtp,
-                key=random.stream(key, "heads"),
-                init=init,
-                precision=execution.precision,
-                remat=execution.remat.partition("/")[0],
-            )
+            Heads(config, config.mtp, key=random.stream(key, "heads"), init=init, remat=remat)
+            if config.mtp
+            else None
         )
         self.unembedding = tables.unembedding(config.vocab, tied=config.tied)
 
@@ -129,10 +118,7 @@ class Decoder(Backbone, Unembedder):
         Args:
           stream: `Hidden.stream` of the same tokens.
           ahead: ids and existence of the tokens 1, 2, ... ahead, see `heads.Heads`.
-          positions: as in `__call__`.
-          segments: as in `__call__`.
-          key: turns dropout on.
-          parts: as in `__call__`.
+          positions, segments, key, parts: as in `__call__`.
         """
         assert self.heads is not None
 
@@ -140,7 +126,7 @@ class Decoder(Backbone, Unembedder):
             return self.embedding(ids) * self.config.embed_scale
 
         mask = masks.causal(stream.shape[1], segments, parts=parts)
-        return self.heads(stream, embed, ahead, positions=positions, mask=mask, key=key)
+        return self.heads(stream, embed, ahead, LayerInputs(positions, mask), key=key)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the logits, float32, of all rows or of a chunk of them."""

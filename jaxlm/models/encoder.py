@@ -6,18 +6,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlm.core import random
-from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
+from jaxlm.models import backbone
 from jaxlm.models import config as configs
-from jaxlm.models.backbone import (
-    Backbone,
-    EmbeddingBuilder,
-    Execution,
-    Hidden,
-    Unembedder,
-    initializer,
-    optional_norm,
-)
+from jaxlm.models.backbone import Backbone, Execution, Hidden, Unembedder
 from jaxlm.nn.dropout import dropout, noise, noise_key
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear, parameter
@@ -30,16 +22,13 @@ from jaxlm.parallel.rules import constrain
 class MaskedHead(nnx.Module):
     """norm(act(dense(x))) before the unembedding, a bias after it: BERT's `cls.predictions`."""
 
-    def __init__(
-        self, config: configs.EncoderConfig, *, key: Array, init: Initializer, precision: Precision
-    ):
+    def __init__(self, config: configs.EncoderConfig, *, key: Array, init: Initializer):
         self.config = config.head
         self.dense = Linear(
             {"embed": config.width},
             {"features": config.width},
             key=key,
-            init=init,
-            precision=precision,
+            init=init.exact,
             bias=config.head.bias,
         )
         self.norm = Norm({"features": config.width}, config.head.norm, dtype=init.dtype)
@@ -59,17 +48,14 @@ class Encoder(Backbone, Unembedder):
     def __init__(self, config: configs.EncoderConfig, execution: Execution, *, key: Array):
         super().__init__(config, execution, key=key)
         self.config: configs.EncoderConfig = config
-        precision = execution.precision
-        init = initializer(config, precision)
-        tables = EmbeddingBuilder(config.width, key, init, precision)
+        init = backbone.initializer(config, execution.precision)
+        tables = backbone.EmbeddingBuilder(config.width, key, init)
         rows = None if config.positions is None else config.first_position + config.positions
         self.embedding = tables.table("embedding", config.vocab, "vocab")
         self.positions = tables.positions("positions", rows)
         self.types = tables.positions("types", config.token_types)
-        self.embedding_norm = optional_norm(config.width, config.embedding_norm, init)
-        self.head = MaskedHead(
-            config, key=random.stream(key, "head"), init=init, precision=precision.exact
-        )
+        self.embedding_norm = backbone.optional_norm(config.width, config.embedding_norm, init)
+        self.head = MaskedHead(config, key=random.stream(key, "head"), init=init)
         self.unembedding = tables.unembedding(config.vocab, tied=config.tied)
 
     def __call__(
@@ -82,10 +68,7 @@ class Encoder(Backbone, Unembedder):
         key: Array | None = None,
         parts: int = 1,
     ) -> Hidden:
-        """Read each segment in both directions, within the windows of the layers.
-
-        `types` are token types, 0 by default. The other arguments are those of `DecoderConfig`.
-        """
+        """Read each segment in both directions; `types` are token types, 0 by default."""
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         x = self.embedding(tokens)
         x = noise(x, self.config.embedding_noise, noise_key(key))

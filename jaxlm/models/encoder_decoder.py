@@ -11,15 +11,9 @@ from jaxtyping import Array, Float, Int
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
+from jaxlm.models import backbone
 from jaxlm.models import config as configs
-from jaxlm.models.backbone import (
-    Backbone,
-    EmbeddingBuilder,
-    Execution,
-    Hidden,
-    Unembedder,
-    initializer,
-)
+from jaxlm.models.backbone import Backbone, Execution, Hidden, Unembedder
 from jaxlm.models.decoder import cache_mask
 from jaxlm.nn.attention import CrossInputs
 from jaxlm.nn.cache import CrossKV, KVCache
@@ -39,19 +33,19 @@ class EncoderDecoder(nnx.Module, Unembedder):
         if execution.schedule is not None:
             raise ValueError("an encoder-decoder has no pipeline schedule")
         self.config, self.precision = config, execution.precision
-        init = initializer(config.encoder, execution.precision)
+        init = backbone.initializer(config.encoder, execution.precision)
 
-        def tables(std: float) -> EmbeddingBuilder:
-            scaled = dataclasses.replace(init, std=std)
-            return EmbeddingBuilder(config.width, key, scaled, execution.precision)
+        output = backbone.EmbeddingBuilder(config.width, key, init)
+        wide = dataclasses.replace(output, init=dataclasses.replace(init, std=config.embed_std))
 
-        def build(name: str, backbone: configs.BackboneConfig) -> Backbone:
-            return Backbone(backbone, execution, key=random.stream(key, name), side=f"{name}/")
+        def side(name: str, layers: configs.BackboneConfig) -> Backbone:
+            return Backbone(layers, execution, key=random.stream(key, name), side=f"{name}/")
 
-        self.embedding = tables(config.embed_std).table("embedding", config.vocab, "vocab")
-        self.encoder = build("encoder", config.encoder)
-        self.decoder = build("decoder", config.decoder)
-        output = tables(config.encoder.init_std)
+        self.embedding = wide.table("embedding", config.vocab, "vocab")
+        self.encoder, self.decoder = (
+            side("encoder", config.encoder),
+            side("decoder", config.decoder),
+        )
         self.unembedding = output.unembedding(config.vocab, tied=config.tied)
 
     def encode(
@@ -124,16 +118,12 @@ class EncoderDecoder(nnx.Module, Unembedder):
         """Return a KV cache for up to `slots` tokens a row, with the source's keys and values.
 
         Args:
-          source: ids that the encoder reads.
-          segments: of the source.
-          slots: tokens of a row.
+          source, segments: ids that the encoder reads, and their documents.
+          slots, spare: as in `Backbone.empty_cache`.
           is_int8: round keys and values of tokens to int8; the source's have activations' dtype.
-          spare: as in `Backbone.empty_cache`.
         """
-        values = self.encode(source, segments).values
-        cross = jax.tree.map(
-            lambda x: x.astype(self.precision.activations), self.decoder.stack.cross_kv(values)
-        )
+        layers = self.decoder.stack.cross_kv(self.encode(source, segments).values)
+        cross = jax.tree.map(lambda x: x.astype(self.precision.activations), layers)
         cache = self.decoder.empty_cache(source.shape[0], slots, is_int8=is_int8, spare=spare)
         return cache._replace(source=CrossKV(cross, segments))
 

@@ -1,5 +1,6 @@
 """Multi-token-prediction heads, which predict tokens beyond the next one from the stream."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -9,15 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
-from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
+from jaxlm.models.backbone import optional_norm
 from jaxlm.nn.attention import LayerInputs
-from jaxlm.nn.config import NormConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
-from jaxlm.nn.norm import Norm
 from jaxlm.nn.stack import Stack
-from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
 
 
@@ -36,70 +34,41 @@ class Head(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: configs.DecoderConfig,
-        name: str,
-        *,
-        key: Array,
-        init: Initializer,
-        precision: Precision,
-        remat: str,
+        self, config: configs.DecoderConfig, name: str, *, key: Array, init: Initializer, remat: str
     ):
-        (block,) = config.heads[:1]
-        stream = {"embed": config.width}
-
-        def norm(norm_config: NormConfig | None) -> Norm | None:
-            return None if norm_config is None else Norm(stream, norm_config, dtype=init.dtype)
-
+        (block,), width = config.heads[:1], config.width
         is_sequential = config.mtp is not None and config.mtp.kind == "sequential"
         inner = (config.final_norm or block.norm) if is_sequential else None
-        self.hidden_norm, self.token_norm = norm(inner), norm(inner)
-        self.join = (
-            Linear(
-                {"joined": 2 * config.width},
-                stream,
-                key=random.stream(key, "join"),
-                init=init,
-                precision=precision.exact,
-                is_gathered=True,
-            )
-            if is_sequential
-            else None
-        )
+        self.hidden_norm = optional_norm(width, inner, init)
+        self.token_norm = optional_norm(width, inner, init)
+        join = functools.partial(Linear, {"joined": 2 * width}, {"embed": width}, is_gathered=True)
+        self.join = join(key=random.stream(key, "join"), init=init.exact) if is_sequential else None
         self.block = Stack(
-            config.width,
-            1,
-            (block,),
+            *(width, 1, (block,)),
             key=random.stream(key, "block"),
             init=init,
-            precision=precision,
             layers="unroll",
             remat=remat,
             axis="prefix",
             name=f"{name}/block",
         )
-        self.norm = norm(config.final_norm)
+        self.norm = optional_norm(width, config.final_norm, init)
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         token: Callable[[], Float[Array, "B T D"]],
-        *,
-        positions: Int[Array, "B T"],
-        mask: Mask,
+        inputs: LayerInputs,
         key: Array | None,
     ) -> tuple[Float[Array, "B T D"], dict[str, Mean]]:
-        """Return the stream after this head, and its layer's auxiliary losses.
-
-        `token` computes the embedding of the token ahead.
-        """
+        """Return the stream after this head, and its losses; `token` embeds the token ahead."""
         if self.join is not None:
             assert self.hidden_norm is not None
             assert self.token_norm is not None
             token_stream = self.token_norm(token().astype(x.dtype))
             both = jnp.concatenate([self.hidden_norm(x), token_stream], -1)
             x = constrain(self.join(both), "batch", "length", None)
-        x, _, losses = self.block(x, LayerInputs(positions, mask), key=key)
+        x, _, losses = self.block(x, inputs, key=key)
         return x, losses
 
 
@@ -113,19 +82,12 @@ class Heads(nnx.Module):
         *,
         key: Array,
         init: Initializer,
-        precision: Precision,
         remat: str,
     ):
         self.kind, self.count = ahead.kind, ahead.tokens
         for number in range(ahead.tokens):
-            head = Head(
-                config,
-                f"heads/{number}",
-                key=jax.random.fold_in(key, number),
-                init=init,
-                precision=precision,
-                remat=remat,
-            )
+            head_key = jax.random.fold_in(key, number)
+            head = Head(config, f"heads/{number}", key=head_key, init=init, remat=remat)
             setattr(self, str(number), head)
 
     def __call__(
@@ -133,14 +95,13 @@ class Heads(nnx.Module):
         stream: Float[Array, "B T D"],
         embed: Callable[[Array], Array],
         ahead: list[tuple[Int[Array, "B T"], Bool[Array, "B T"]]],
+        inputs: LayerInputs,
         *,
-        positions: Int[Array, "B T"],
-        mask: Mask,
         key: Array | None,
     ) -> tuple[list[Float[Array, "B T D"]], dict[str, Mean]]:
         """Return each head's input of the unembedding, and the auxiliary losses of their layers.
 
-        `mtp` holds the id of the token 1, 2, ... ahead of each slot, and if its document has one;
+        `ahead` holds the id of the token 1, 2, ... ahead of each slot, and if its document has one;
         otherwise its embedding is 0.
         """
         x, outputs, losses = stream, [], []
@@ -150,13 +111,8 @@ class Heads(nnx.Module):
             def token(ids: Array = ids, exists: Array = exists) -> Array:
                 return jnp.where(exists[..., None], embed(ids), 0)
 
-            x, added = head(
-                stream if self.kind == "parallel" else x,
-                token,
-                positions=positions,
-                mask=mask,
-                key=None if key is None else jax.random.fold_in(key, number),
-            )
+            head_key = None if key is None else jax.random.fold_in(key, number)
+            x, added = head(stream if self.kind == "parallel" else x, token, inputs, head_key)
             outputs.append(x if head.norm is None else head.norm(x))
             losses.append(added)
         return outputs, Mean.merged(*losses)

@@ -1,12 +1,18 @@
-"""Published peak performance of accelerators, and machines built of them. Free of JAX."""
+"""Published peak performance of accelerators, and machines built of them. Free of JAX.
+
+Example:
+    >>> machine("h100x8", flag="--on").chip.flops["bfloat16"] / 1e12, peak_flops("cpu")
+    (989.4, None)
+"""
 
 import csv
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxlm.core.errors import CommandError
 
@@ -38,21 +44,17 @@ class Chip:
 _UNITS = {"MB": 10**6, "GB": GB, "MIB": 2**20, "GIB": GIB}
 
 
-def _number(text: str) -> float:
-    return float(text) if "." in text else int(text)
-
-
 def _chip(row: dict[str, str]) -> Chip:
     """Make a chip of a row of the table."""
     size, unit = row["memory"].split()
-    flops = {dtype: 1e12 * _number(row[dtype]) for dtype in DTYPES if row[dtype]}
+    flops = {dtype: 1e12 * float(row[dtype]) for dtype in DTYPES if row[dtype]}
     return Chip(
         name=row["name"],
         kinds=tuple(row["kinds"].split("|")),
         flops=MappingProxyType(flops),
         memory_bytes=int(size) * _UNITS[unit.upper()],
-        memory_speed=GB * _number(row["memory_speed"]),
-        link_speed=GB * _number(row["link_speed"]),
+        memory_speed=GB * float(row["memory_speed"]),
+        link_speed=GB * float(row["link_speed"]),
         source=row["source"],
         capability=float(row["capability"]) if row["capability"] else None,
     )
@@ -75,9 +77,8 @@ def of_kind(device_kind: str) -> Chip | None:
 def peak_flops(device_kind: str, devices: int = 1) -> float | None:
     """Return the bfloat16 (else float16) peak of `devices`; None if unknown, as for a CPU."""
     chip = of_kind(device_kind)
-    if chip is None:
-        return None
-    return devices * chip.flops.get("bfloat16", chip.flops.get("float16", 0.0))
+    peak = chip.flops.get("bfloat16", chip.flops.get("float16", 0.0)) if chip else None
+    return None if peak is None else devices * peak
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,21 +96,19 @@ class Machine:
 _GRIDS = ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
 SLICES = {
-    name: Machine(name=name, chip=CHIPS[chip], devices=devices, topology=f"{chip}:{topology}")
-    for name, chip, devices, topology in (
-        *(
-            (f"{chip}-{x * y}", chip, x * y, f"{x}x{y}")
-            for chip in ("v5e", "v6e")
-            for x, y in _GRIDS
-        ),
-        *(
-            (f"{chip}-{2 * x * y * z}", chip, per_cube * x * y * z, f"{x}x{y}x{z}")
-            for chip, per_cube in (("v5p", 1), ("tpu7x", 2))
-            for x, y, z in _CUBES
-        ),
+    (name := f"{chip}-{counted * math.prod(sides)}"): Machine(
+        name=name,
+        chip=CHIPS[chip],
+        devices=devices * math.prod(sides),
+        topology=f"{chip}:{'x'.join(map(str, sides))}",
     )
+    for chip, shapes, counted, devices in (
+        *(("v5e", _GRIDS, 1, 1), ("v6e", _GRIDS, 1, 1)),
+        *(("v5p", _CUBES, 2, 1), ("tpu7x", _CUBES, 2, 2)),
+    )
+    for sides in shapes
 }
-
+_SMALLEST = next(iter(SLICES))
 
 MEMORY = "--memory"  # flag for the memory of a device
 
@@ -117,15 +116,10 @@ MEMORY = "--memory"  # flag for the memory of a device
 def machine(name: str, *, flag: str, memory: str | None = None) -> Machine:
     """Return the machine of a name: a TPU slice (`v5e-16`), a GPU (`h200`), or several (`h100x8`).
 
-    Args:
-      name: a slice or a chip in the table; with `memory`, any GPU.
-      flag: the flag that has the name, for the error.
-      memory: memory of one GPU, such as `24GB`. It replaces the table's figure; for a GPU that is
-        not in the table nothing else is known, and its `Chip.is_known` is False.
-
-    Raises:
-      CommandError: if the name is not in the table and there is no `memory`, or if `memory` is
-        malformed or for a TPU.
+    `memory`, that of one GPU, such as `24GB`, replaces the table's figure. For a GPU that is not in
+    the table nothing else is known, and its `Chip.is_known` is False. `flag` has the name, for the
+    error. Raises CommandError if the name is not in the table and there is no `memory`, or if
+    `memory` is malformed or for a TPU.
     """
     if name in SLICES and memory is None:
         return SLICES[name]
@@ -135,16 +129,12 @@ def machine(name: str, *, flag: str, memory: str | None = None) -> Machine:
     chip = CHIPS.get(base)
     if memory is not None and match:
         if name in SLICES or (chip and chip.is_tpu):
-            raise CommandError(
-                f"{MEMORY} applies to GPUs only",
-                where=f"{flag}={name} {MEMORY}={memory}",
-                why="the memory of every TPU is in the table",
-                fix=f"leave {MEMORY} out",
-            )
-        known = chip or dataclasses.replace(
-            CHIPS["a100"], name=base, kinds=(), source="", capability=None, is_known=False
-        )
-        chip = dataclasses.replace(known, memory_bytes=_bytes(memory))
+            what, where = f"{MEMORY} applies to GPUs only", f"{flag}={name} {MEMORY}={memory}"
+            why = "the memory of every TPU is in the table"
+            raise CommandError(what, where=where, why=why, fix=f"leave {MEMORY} out")
+        unknown = dict(name=base, kinds=(), source="", capability=None, is_known=False)
+        changes: dict[str, Any] = {} if chip else unknown
+        chip = dataclasses.replace(chip or CHIPS["a100"], **changes, memory_bytes=_bytes(memory))
     if chip and not (chip.is_tpu and match and match[2]):
         return Machine(name=name, chip=chip, devices=devices)
     if meant := _meant(name):
@@ -153,33 +143,19 @@ def machine(name: str, *, flag: str, memory: str | None = None) -> Machine:
         fix = "name a TPU of the table"  # a memory is given for GPUs alone
     else:
         fix = f"{flag}={name or 'mygpu'} {MEMORY}=24GB    # the memory of one"
-    raise CommandError(
-        f"there is no machine {name!r} in the table",
-        where=f"{flag}={name}",
-        why=f"chips: {', '.join(CHIPS)}; several as h100x8; "
-        "slices of TPUs as v5e-16, v5p-128, v6e-256, tpu7x-64\n"
-        f"for any other GPU give the memory of one with {MEMORY}",
-        fix=fix,
-    )
+    why = f"chips: {', '.join(CHIPS)}; several as h100x8; slices of TPUs as v5e-16, v5p-128, "
+    why += f"v6e-256, tpu7x-64\nfor any other GPU give the memory of one with {MEMORY}"
+    what = f"there is no machine {name!r} in the table"
+    raise CommandError(what, where=f"{flag}={name}", why=why, fix=fix)
 
 
 def tpu_slice(name: str, *, flag: str) -> Machine:
-    """Return the TPU slice of a name such as `v5e-16`. `flag` has the name, for the error.
-
-    Raises:
-      CommandError: if unknown; the fix is the smallest slice of that chip with as many devices.
-    """
+    """Return the TPU slice of a name; CommandError suggests the smallest with as many devices."""
     if name not in SLICES:
-        raise CommandError(
-            f"there is no TPU slice {name!r} in the table",
-            where=f"{flag}={name}",
-            why=f"the slices are {', '.join(SLICES)}",
-            fix=f"{flag}={_slice(name) or _SMALLEST}",
-        )
+        what, why = f"there is no TPU slice {name!r} in the table", ", ".join(SLICES)
+        where, meant, why = f"{flag}={name}", _slice(name) or _SMALLEST, f"the slices are {why}"
+        raise CommandError(what, where=where, why=why, fix=f"{flag}={meant}")
     return SLICES[name]
-
-
-_SMALLEST = next(iter(SLICES))
 
 
 def _bytes(memory: str) -> int:
@@ -187,20 +163,15 @@ def _bytes(memory: str) -> int:
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if not size:
         number = re.match(r"[0-9]+(\.[0-9]+)?", memory)
-        raise CommandError(
-            f"{memory!r} is not a memory size",
-            where=f"{MEMORY}={memory}",
-            why="a number above 0 and a unit: MB, GB, MiB or GiB",
-            fix=f"{MEMORY}={number[0] if number and float(number[0]) else 24}GB",
-        )
+        size_gb = number[0] if number and float(number[0]) else 24
+        what, where = f"{memory!r} is not a memory size", f"{MEMORY}={memory}"
+        why = "a number above 0 and a unit: MB, GB, MiB or GiB"
+        raise CommandError(what, where=where, why=why, fix=f"{MEMORY}={size_gb}GB")
     return size
 
 
 def _meant(name: str) -> str | None:
-    """Return the machine that `name` spells with other capitals and punctuation, or None.
-
-    A name with other letters or digits is another chip: `a11` is not corrected to `a10`.
-    """
+    """Return the machine whose letters and digits `name` has, or None: `a11` is not `a10`."""
     plain = re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
     known = [*SLICES, *CHIPS, *(f"{chip.name}x8" for chip in CHIPS.values() if not chip.is_tpu)]
     same = (each for each in known if re.sub(r"[^a-z0-9]", "", each) == plain)
@@ -215,8 +186,6 @@ def _slice(name: str) -> str | None:
     match = re.fullmatch(r"(v5e|v5p|v6e|tpu7x)(?:[-x]?([0-9]+))?", name)
     if not match:
         return None
-    devices = int(match[2] or 1)
-    sizes = {
-        int(each.rpartition("-")[2]): each for each in SLICES if each.startswith(f"{match[1]}-")
-    }
-    return sizes[min((count for count in sizes if count >= devices), default=max(sizes))]
+    names = {int(each.rpartition("-")[2]): each for each in SLICES if each.startswith(match[1])}
+    enough = (size for size in names if size >= int(match[2] or 1))
+    return names[min(enough, default=max(names))]

@@ -14,10 +14,8 @@ class Clock:
     `mfu_full_attention` as well. Recomputation, such as remat, does not count.
 
     Args:
-      start: completed steps when the clock starts.
-      steps: completed steps at the end of the run.
-      flops_per_step: model FLOPs of the global batch.
-      flops_per_step_full: the same with full attention.
+      start, steps: completed steps when the clock starts, and at the end of the run.
+      flops_per_step, flops_per_step_full: model FLOPs of the global batch.
       peak_flops: of all devices together, from `chips.peak_flops`; None if unknown.
       now: a monotonic clock.
     """
@@ -34,10 +32,13 @@ class Clock:
     ):
         self._now, self._steps, self._start = now, steps, start
         self._flops, self._flops_full, self._peak = flops_per_step, flops_per_step_full, peak_flops
-        self._begun = self._lap_begun = self._done_at = now()
+        self._begun = self._done_at = now()
         self._paused = 0.0
         self._pauses: list[tuple[str, float, float]] = []  # (kind, begin, end), not yet read
-        self._lap_step = start
+        self._start_lap(self._begun, start)
+
+    def _start_lap(self, begun: float, step: int) -> None:
+        self._lap_begun, self._lap_step = begun, step
         self._lap_tokens = self._lap_wait = 0.0
         self._lap_work: list[tuple[float, ...]] = []
 
@@ -49,14 +50,10 @@ class Clock:
         completed_at: float | None = None,
         work: tuple[float, ...] = (1.0, 1.0),
     ) -> None:
-        """Count one completed step.
+        """Count one completed step: the tokens it trained on, and its wait for the batch.
 
-        Args:
-          tokens: tokens that the step trained on.
-          data_wait_seconds: time that the step waited for its batch.
-          completed_at: time of completion by the clock `now`; defaults to this moment.
-          work: model FLOPs of the step over those of the global batch, by both conventions; below 1
-            if its batch is smaller.
+        `completed_at` is by the clock `now`, by default this moment. `work` is the model FLOPs over
+        those of the global batch, by both conventions; below 1 if the step's batch is smaller.
         """
         self._done_at = self._now() if completed_at is None else completed_at
         self._lap_work.append(work)
@@ -65,10 +62,7 @@ class Clock:
 
     @contextlib.contextmanager
     def pause(self, kind: str) -> Iterator[None]:
-        """Exclude the time of the context from steps; no step may be running when it begins.
-
-        `kind` names the interruption, such as "eval".
-        """
+        """Exclude the context, such as an "eval", from steps; no step may run when it begins."""
         begun = self._now()
         try:
             yield
@@ -82,10 +76,8 @@ class Clock:
         of the previous reading (or the clock's start) to that of the last step added. Its seconds
         are `step_seconds` times the number of steps, plus `pause_seconds`, also given by kind as
         `pause_seconds/KIND`; over all readings they add up to `elapsed_seconds`. A pause after the
-        last step belongs to the next interval.
-
-        `goodput` is the share of `elapsed_seconds` spent in steps. `left_seconds` extrapolates all
-        elapsed time, so it includes future evaluations.
+        last step belongs to the next interval. `goodput` is the share of `elapsed_seconds` spent in
+        steps. `left_seconds` extrapolates all elapsed time, with evaluations.
         """
         begin, end = self._lap_begun, self._done_at
         kinds: dict[str, float] = {}
@@ -95,10 +87,8 @@ class Clock:
         self._pauses = [pause for pause in self._pauses if pause[2] > end]
         paused = sum(kinds.values())
         self._paused += paused
-        steps = step - self._lap_step
-        lap = end - begin - paused
-        elapsed = end - self._begun
-        done = step - self._start
+        steps, done = step - self._lap_step, step - self._start
+        lap, elapsed = end - begin - paused, end - self._begun
         rate = steps / lap if steps and lap > 0 else None
         work = [sum(each) / len(each) for each in zip(*self._lap_work, strict=True)] or [1.0, 1.0]
         flops, flops_full = self._flops * work[0], self._flops_full * work[1]
@@ -115,7 +105,5 @@ class Clock:
             "elapsed_seconds": elapsed,
             "left_seconds": elapsed / done * (self._steps - step) if done else None,
         }
-        self._lap_begun, self._lap_step = end, step
-        self._lap_tokens = self._lap_wait = 0.0
-        self._lap_work = []
+        self._start_lap(end, step)
         return reading

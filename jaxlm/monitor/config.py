@@ -37,11 +37,8 @@ class LogConfig:
         """Yield intervals in seconds: steps with layer figures must be known in advance."""
         for name, span in (("every", self.every), ("layers_every", self.layers_every)):
             if self.layers and span.unit == "second":
-                yield (
-                    name,
-                    f"log.layers needs an interval in steps, tokens or percent, not {span}",
-                    f"--config.log.{name}=1%",
-                )
+                why = f"log.layers needs an interval in steps, tokens or percent, not {span}"
+                yield name, why, f"--config.log.{name}=1%"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,11 +58,8 @@ class ProfileConfig:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield a window that is malformed or empty."""
         if self.steps is not None and not self.window:
-            yield (
-                "steps",
-                f"{self.steps!r} is not a window FIRST:LAST of completed steps",
-                "jaxlm config explain profile.steps",
-            )
+            why = f"{self.steps!r} is not a window FIRST:LAST of completed steps"
+            yield "steps", why, "jaxlm config explain profile.steps"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,19 +96,11 @@ class WatchConfig:
 
     def limits(self) -> dict[str, float]:
         """Return the limits in seconds, by phase."""
-        return {
-            field.name: value.amount
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Span)
-        }
+        return {name: span.amount for name, span in vars(self).items() if isinstance(span, Span)}
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield limits that are not a time above 0."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Span) and (value.unit != "second" or value.amount <= 0):
-                yield (
-                    field.name,
-                    f"a limit must be a time above 0, not {value}",
-                    f"jaxlm config explain watch.{field.name}",
-                )
+        for name, span in vars(self).items():
+            if isinstance(span, Span) and (span.unit != "second" or span.amount <= 0):
+                why = f"a limit must be a time above 0, not {span}"
+                yield name, why, f"jaxlm config explain watch.{name}"

@@ -3,78 +3,68 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, Self, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxlm.core.quoting import printable
 from jaxlm.monitor import formatting
-from jaxlm.monitor.sinks import NullSink, Record, Sink
+from jaxlm.monitor.sinks import AppendFile, NullSink, Record, Sink
 
 HEAD_EVERY = 30  # rows between column heads, so that they are always on the screen
 
 
 class Column(NamedTuple):
-    """A column of the rows: head, width, and formatter of a record."""
+    """A column of the rows: head, width, field of the record, and formatter of its value."""
 
     head: str
     width: int
-    show: Callable[[Record], str]
+    field: str
+    show: Callable[[Any], str]
 
 
-def _of(name: str, show: Callable[[Any], str]) -> Callable[[Record], str]:
-    return lambda record: show(record.get(name))
+def _three(value: float | None) -> str:
+    return formatting.number(value, 3)
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 COLUMNS = (
-    Column("step", 8, lambda record: str(record["step"])),
-    Column("loss", 8, lambda r: _loss(r, r["split"] == "train")),
-    Column("eval", 8, lambda r: _loss(r, r["split"] != "train")),
-    Column("lr", 9, _of("learning_rate", lambda v: formatting.number(v, 3))),
-    Column("grad", 7, _of("grad_norm", lambda v: formatting.number(v, 3))),
-    Column("tok/s", 7, _of("tokens_per_second", formatting.count)),
-    Column("mfu", 6, _of("mfu", lambda v: "-" if v is None else f"{v:.1%}")),
-    Column("mem", 9, _of("peak_bytes", formatting.size)),
-    Column(
-        "data wait", 9, _of("data_wait_seconds", lambda v: "-" if v is None else f"{v * 1e3:.1f}ms")
-    ),
-    Column("elapsed", 8, _of("elapsed_seconds", formatting.duration)),
-    Column("left", 8, _of("left_seconds", formatting.duration)),
+    Column("step", 8, "step", str),
+    Column("loss", 8, "loss_nats", _loss),
+    Column("eval", 8, "loss_nats", _loss),
+    Column("lr", 9, "learning_rate", _three),
+    Column("grad", 7, "grad_norm", _three),
+    Column("tok/s", 7, "tokens_per_second", formatting.count),
+    Column("mfu", 6, "mfu", lambda v: "-" if v is None else f"{v:.1%}"),
+    Column("mem", 9, "peak_bytes", formatting.size),
+    Column("data wait", 9, "data_wait_seconds", lambda v: "-" if v is None else f"{v * 1e3:.1f}ms"),
+    Column("elapsed", 8, "elapsed_seconds", formatting.duration),
+    Column("left", 8, "left_seconds", formatting.duration),
 )
 
 
-class Log(Protocol):
-    """A text file that is appended to."""
+class Console(contextlib.AbstractContextManager["Console"]):
+    """Prints records as rows on a screen, if any; on a terminal with a bar below, up to `total`.
 
-    def write(self, text: str, /) -> object:
-        """Append the text."""
-
-
-class Console:
-    """Prints records as rows; on a terminal with a progress bar below.
-
-    Args:
-      screen: output stream; None prints nothing.
-      log: file that gets the same lines without colors.
-      total: steps of the whole run, for the bar.
+    The file `log` gets the same lines without colors.
     """
 
-    def __init__(self, screen: TextIO | None, *, log: Log | None = None, total: int):
+    def __init__(self, screen: TextIO | None, *, log: AppendFile | None = None, total: int):
         # A notebook requests color in its environment but is no terminal: a bar would leave a line
         # for each frame.
         plain: Any = dict(force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
         self._screen: Screen | None = None
+        self._is_live = False
         if screen:
             self._screen = Screen(file=screen, force_terminal=screen.isatty(), **plain)
-        is_dumb = not self._screen or self._screen.is_dumb_terminal
-        self._is_live = bool(self._screen and self._screen.is_terminal and not is_dumb)
+            self._is_live = self._screen.is_terminal and not self._screen.is_dumb_terminal
         self._log, self._total, self._rows = log, total, 0
         self._warnings: Sink = NullSink()
         self._bar: Progress | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -84,7 +74,7 @@ class Console:
         """Return True if the lines are written to a file as well."""
         return self._log is not None
 
-    def keep(self, log: Log, warnings: Sink) -> None:
+    def keep(self, log: AppendFile, warnings: Sink) -> None:
         """Write the same lines to a file from now on, and warnings to a sink for the report."""
         self._log, self._warnings = log, warnings
 
@@ -118,15 +108,12 @@ class Console:
         """Show that a long operation is running, such as compilation, and print its duration."""
         begun = time.monotonic()
         if self._is_live:
-            bar = Progress(
-                TextColumn(f"{what} {{task.elapsed:.0f}}s"), console=self._screen, transient=True
-            )
-            bar.add_task(what, total=None)
-            showing: contextlib.AbstractContextManager[Any] = bar
+            seconds = TextColumn(f"{what} {{task.elapsed:.0f}}s")
+            with Progress(seconds, console=self._screen, transient=True) as bar:
+                bar.add_task(what, total=None)
+                yield
         else:
             self.say(f"{what} ...")
-            showing = contextlib.nullcontext()
-        with showing:
             yield
         self.say(f"{what}: {formatting.duration(time.monotonic() - begun)}")
 
@@ -135,7 +122,10 @@ class Console:
         if self._rows % HEAD_EVERY == 0:
             self.say(" ".join(f"{column.head:>{column.width}}" for column in COLUMNS), style="bold")
         self._rows += 1
-        cells = [f"{column.show(record):>{column.width}}" for column in COLUMNS]
+        other = "eval" if record["split"] == "train" else "loss"
+        values = [None if each.head == other else record.get(each.field) for each in COLUMNS]
+        pairs = zip(COLUMNS, values, strict=True)
+        cells = [f"{column.show(value):>{column.width}}" for column, value in pairs]
         is_worse = bool(record.get("worse_than"))  # than a coder without a model
         if record["split"] == "train":
             self.say(" ".join(cells), style="red" if is_worse else None)
@@ -160,7 +150,7 @@ class Console:
             self.close()
         if not self._is_live or step >= self._total:
             return
-        if self._bar is None:
+        if not self._bar:
             self._bar = Progress(
                 BarColumn(bar_width=None),
                 TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
@@ -173,21 +163,11 @@ class Console:
         self._bar.update(self._bar.task_ids[0], completed=step)
 
 
-def _loss(record: Record, here: bool) -> str:
-    loss = record.get("loss_nats")
-    return f"{loss:.4f}" if here and loss is not None else "-"
-
-
 def _figures(record: Record) -> str:
-    shown = (
-        ("bits_per_byte", "bits/byte"),
-        ("bits_per_byte_text", "without ends"),
-        ("perplexity", "perplexity"),
-        ("token_accuracy", "accuracy"),
-    )
-    parts = [f"{label} {record[name]:.4g}" for name, label in shown if record.get(name) is not None]
-    error = record.get("loss_stderr")
-    if error is not None:
+    shown = {"bits_per_byte": "bits/byte", "bits_per_byte_text": "without ends"}
+    shown |= {"perplexity": "perplexity", "token_accuracy": "accuracy"}
+    parts = [f"{label} {record[k]:.4g}" for k, label in shown.items() if record.get(k) is not None]
+    if (error := record.get("loss_stderr")) is not None:
         parts.insert(0, f"loss \u00b1 {error:.2g}, {record['share']:.1%} of the set")
     if worse := record.get("worse_than"):
         parts.append(f"worse than {worse}")

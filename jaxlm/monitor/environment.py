@@ -34,17 +34,13 @@ def facts() -> dict[str, Any]:
     """Return versions, devices, flags and git state, for environment.json. Starts JAX."""
     import jax
 
-    devices = jax.devices()
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "packages": installed(PACKAGES),
         "backend": jax.default_backend(),
-        "devices": {
-            kind: sum(d.device_kind == kind for d in devices)
-            for kind in sorted({d.device_kind for d in devices})
-        },
+        "devices": dict(sorted(collections.Counter(d.device_kind for d in jax.devices()).items())),
         "processes": jax.process_count(),
         "variables": {
             name: redacted(value)
@@ -57,11 +53,11 @@ def facts() -> dict[str, Any]:
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of the packages that are installed."""
-    versions_found = {}
+    result = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions_found[name] = importlib.metadata.version(name)
-    return versions_found
+            result[name] = importlib.metadata.version(name)
+    return result
 
 
 def versions() -> dict[str, str]:
@@ -92,10 +88,10 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
+    command = ["git", "-C", str(folder), *words]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode == 0 else None

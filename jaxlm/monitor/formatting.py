@@ -54,10 +54,7 @@ def _three(value: float) -> str:
 
 
 def evaluation_suffix(evaluation: Mapping[str, Any], newest: int) -> str:
-    """Return a suffix such as ", after step 100, on 16% of the set", or "".
-
-    It is set if the evaluation is older than the step `newest`, or was of a part of the set.
-    """
+    """Return ", after step 100, on 16% of the set" for one before `newest`, of a part; or ""."""
     step, share = evaluation.get("step", newest), evaluation.get("share")
     parts = [f"after step {step}"] if step != newest else []
     if share is not None and share < 1:
@@ -69,10 +66,7 @@ PROGRESS_SECONDS = 10.0  # between two lines
 
 
 class ProgressLines:
-    """Prints bytes done, rate and time left, at most once in `seconds`; short work prints nothing.
-
-    May be called from any thread.
-    """
+    """Prints bytes done, rate and time left, from any thread, at most once in `seconds`."""
 
     def __init__(self, say: Log, doing: str = "", seconds: float | None = None):
         self._say, self._doing = say, doing
@@ -91,6 +85,5 @@ class ProgressLines:
             line = f"{self._doing}{what}: {size(done)} of {size(total)}"
             if done > before:
                 rate = (done - before) / (now - since)
-                left = duration((total - done) / rate)
-                line += f", {size(rate)} a second, {left} left"
+                line += f", {size(rate)} a second, {duration((total - done) / rate)} left"
             self._say(line)

@@ -1,17 +1,18 @@
 """The host machine: measured speed of its CPU, and memory in use. Free of JAX."""
 
+import contextlib
 import functools
 import os
 import re
 import resource
 import sys
-import time
+import timeit
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxlm.core import backend
-from jaxlm.monitor.chips import Chip, Machine
+from jaxlm.monitor.chips import Chip, Dtype, Machine
 
 # Speed of bfloat16 matmuls relative to float32, by instruction set (scripts/LOG.md). With AMX a
 # step of many tokens reaches it and single matmuls reach 3 to 6; with vectors single ones do.
@@ -21,23 +22,17 @@ GAINS = {backend.AMX: 3, backend.VECTORS: 2}
 def this_machine(devices: int, assumed: list[str]) -> Machine:
     """Return this CPU as a machine, measured once in a process; describe it in `assumed`."""
     flops, copied = _measured()
-    memory = physical_bytes()
-    assumed.append(
-        f"this CPU measured {flops / 1e9:.0f} GFLOP/s in float32 matmuls "
-        f"and {copied / 1e9:.1f} GB/s in copies"
-    )
+    speeds = f"{flops / 1e9:.0f} GFLOP/s in float32 matmuls and {copied / 1e9:.1f} GB/s in copies"
+    assumed.append(f"this CPU measured {speeds}")
     gain, unit = max(((GAINS[unit], unit) for unit in backend.cpu_units()), default=(1, ""))
     if unit:
         assumed.append(f"bfloat16 matmuls are up to {gain} times as fast: this CPU has {unit}")
+    gains: dict[Dtype, int] = {"float32": 1, "bfloat16": gain, "float16": 1}
     chip = Chip(
         name="cpu",
         kinds=("cpu",),
-        flops={
-            "float32": flops / devices,
-            "bfloat16": gain * flops / devices,
-            "float16": flops / devices,
-        },
-        memory_bytes=memory // devices,
+        flops={dtype: times * flops / devices for dtype, times in gains.items()},
+        memory_bytes=physical_bytes() // devices,
         memory_speed=copied / devices,
         link_speed=copied / devices,
         source="measured",
@@ -53,20 +48,14 @@ def _measured() -> tuple[float, float]:
     side = 512
     a = np.ones((side, side), np.float32)
     a @ a  # starts the threads
-    flops = 2 * side**3 / min(_timed(lambda: a @ a) for _ in range(5))
+    flops = 2 * side**3 / min(timeit.repeat(lambda: a @ a, number=1, repeat=5))
     block = np.zeros(8 * 2**20, np.float32)
-    return flops, 2 * block.nbytes / min(_timed(block.copy) for _ in range(3))
+    return flops, 2 * block.nbytes / min(timeit.repeat(block.copy, number=1, repeat=3))
 
 
 def physical_bytes() -> int:
     """Return this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _timed(function: Any) -> float:
-    begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
 
 
 class PeakMemory(NamedTuple):
@@ -78,23 +67,17 @@ class PeakMemory(NamedTuple):
 
 def peak_memory(devices: Sequence[Any]) -> PeakMemory:
     """Return the peak of JAX devices. For a CPU, which reports none, that of the process (RSS)."""
-    stats = [device.memory_stats() for device in devices]
-    known = [
-        entry["peak_bytes_in_use"] for entry in stats if entry and "peak_bytes_in_use" in entry
-    ]
-    if known:
-        return PeakMemory(max(known), "device")
-    return PeakMemory(_resident(), "process")
+    stats = [device.memory_stats() or {} for device in devices]
+    known = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    return PeakMemory(max(known), "device") if known else PeakMemory(_resident(), "process")
 
 
 def _resident() -> int:
     """Return the peak resident set size of this program in bytes."""
-    try:
+    with contextlib.suppress(OSError):
         # On Linux ru_maxrss includes the parent process's peak before exec.
         status = Path("/proc/self/status").read_text()
         if match := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE):
             return int(match[1]) * 1024
-    except OSError:
-        pass
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024

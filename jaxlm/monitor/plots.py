@@ -13,13 +13,15 @@ import numpy as np
 from jaxlm.monitor import sinks
 
 
-def new_figure() -> tuple[Any, Any]:
-    """Return a new figure and its axes."""
+def new_figure(**texts: str) -> tuple[Any, Any]:
+    """Return a new figure and its axes with a title and labels."""
     # Without pyplot: no global state, and no window system is looked for.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
-    return figure, figure.add_subplot()
+    axes = figure.add_subplot()
+    axes.set(**texts)
+    return figure, axes
 
 
 def to_png(figure: Any) -> bytes:
@@ -29,8 +31,7 @@ def to_png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-# Maps of layer by step, of what `log.layers` wrote.
-_LAYER = re.compile(r"layers/(\d{1,5})/(\w+)")
+_LAYER = re.compile(r"layers/(\d{1,5})/(\w+)")  # figures that `log.layers` wrote
 
 
 class Map(NamedTuple):
@@ -57,12 +58,8 @@ def layer_maps(records: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
     """Return the PNGs of all maps that have numbers, by name."""
     seen = [(record["step"], _by_layer(record)) for record in records]
     watched = [(step, layers) for step, layers in seen if layers]
-    out = {}
-    for each in MAPS:
-        values = _values(each, watched)
-        if values is not None:
-            out[each.name] = _map_png(each, *values)
-    return out
+    maps = ((each, _values(each, watched)) for each in MAPS)
+    return {each.name: _map_png(each, *values) for each, values in maps if values is not None}
 
 
 def _by_layer(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
@@ -78,30 +75,25 @@ def _values(
     each: Map, watched: Sequence[tuple[int, dict[int, dict[str, float]]]]
 ) -> tuple[list[int], list[int], np.ndarray] | None:
     """Return steps, layers and the map of both, with NaN for unknown; None if all are unknown."""
-    steps = [step for step, _ in watched]
-    layers = sorted({number for _, layer_figures in watched for number in layer_figures})
-    grid = np.full((len(layers), len(steps)), np.nan)
-    for column, (_, layer_figures) in enumerate(watched):
-        for row, number in enumerate(layers):
-            figures = layer_figures.get(number, {})
-            value = figures.get(each.field, math.nan)
-            if each.over:
-                below = figures.get(each.over, 0.0)
-                value = value / below if below else math.nan
-            if each.is_log:
-                value = math.log10(value) if value > 0 else math.nan
-            grid[row, column] = value
-    return (steps, layers, grid) if np.isfinite(grid).any() else None
+    numbers = sorted({number for _, layers in watched for number in layers})
+
+    def value(figures: Mapping[str, float]) -> float:
+        below = figures.get(each.over, 0.0) if each.over else 1.0
+        ratio = figures.get(each.field, math.nan) / below if below else math.nan
+        return ratio if not each.is_log else math.log10(ratio) if ratio > 0 else math.nan
+
+    rows = [[value(layers.get(number, {})) for _, layers in watched] for number in numbers]
+    grid = np.array(rows, float)
+    return ([step for step, _ in watched], numbers, grid) if np.isfinite(grid).any() else None
 
 
 def _map_png(each: Map, steps: list[int], layers: list[int], grid: np.ndarray) -> bytes:
-    figure, axes = new_figure()
+    figure, axes = new_figure(title=each.title, xlabel="step", ylabel="layer")
     image = axes.imshow(grid, aspect="auto", origin="lower", interpolation="nearest")
     columns = np.unique(np.linspace(0, len(steps) - 1, 8).astype(int))
     rows = np.unique(np.linspace(0, len(layers) - 1, 10).astype(int))
     axes.set_xticks(columns, [str(steps[column]) for column in columns])
     axes.set_yticks(rows, [str(layers[row]) for row in rows])
-    axes.set(title=each.title, xlabel="step", ylabel="layer")
     figure.colorbar(image, label="power of ten" if each.is_log else None)
     return to_png(figure)
 
@@ -127,22 +119,15 @@ PLOTS = (
 
 
 def draw(run: str | os.PathLike[str]) -> list[Path]:
-    """Draw plots/*.png of a run directory, those that have numbers, and return their paths.
-
-    Raises:
-      DataError: if metrics.jsonl is damaged.
-      NotWritable: if a plot cannot be written.
-    """
-    run = Path(run)
-    records = sinks.read(run / "metrics.jsonl")
-    drawn = []
+    """Draw the plots that have numbers; return their paths. Raises DataError, NotWritable."""
+    folder, records = Path(run) / "plots", sinks.read(Path(run) / "metrics.jsonl")
     curves = ((plot, _series(records, plot)) for plot in PLOTS)
     pictures = {plot.name: _png(plot, series) for plot, series in curves if series}
-    for name, picture in (pictures | layer_maps(records)).items():
-        (run / "plots").mkdir(exist_ok=True)
-        drawn.append(run / "plots" / f"{name}.png")
-        sinks.replace(drawn[-1], picture)
-    return drawn
+    pictures |= layer_maps(records)
+    for name, picture in pictures.items():
+        folder.mkdir(exist_ok=True)
+        sinks.replace(folder / f"{name}.png", picture)
+    return [folder / f"{name}.png" for name in pictures]
 
 
 def _series(records: Sequence[dict[str, Any]], plot: Plot) -> dict[str, list[tuple[int, float]]]:
@@ -163,34 +148,36 @@ def learning_rate_png(points: Sequence[tuple[int, float]]) -> bytes:
 
 def lr_find_png(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
     """Return a PNG of a learning-rate range test: (rate, loss, smoothed loss) of each step."""
-    figure, axes = new_figure()
+    title = "Learning-rate range test"
+    figure, axes = new_figure(title=title, xlabel="learning rate", ylabel="nats per token")
     rate, loss, smoothed = zip(*curve, strict=True)
     axes.plot(rate, loss, ".", alpha=0.35, label="loss")
     axes.plot(rate, smoothed, "-", linewidth=1.4, label="smoothed")
     if suggested is not None:
         axes.axvline(suggested, color="0.4", linestyle="--", linewidth=1, label=f"{suggested:.2g}")
     axes.set_xscale("log")
-    axes.set(title="Learning-rate range test", xlabel="learning rate", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     return to_png(figure)
+
+
+Points = Sequence[tuple[float, float]]
 
 
 class Size(NamedTuple):
     """Runs of one model size and the fitted curve, each as points (FLOPs, loss)."""
 
     name: str
-    runs: Sequence[tuple[float, float]]
-    curve: Sequence[tuple[float, float]]
+    runs: Points
+    curve: Points
 
 
 def scaling(
-    sizes: Sequence[Size],
-    best: Sequence[tuple[float, float]],
-    spent: tuple[float, float, Sequence[float]],
+    sizes: Sequence[Size], best: Points, spent: tuple[float, float, Sequence[float]]
 ) -> bytes:
     """Return a PNG of losses by FLOPs; `spent` is a budget, its loss and the loss's interval."""
-    figure, axes = new_figure()
+    title = "Loss by training FLOPs"
+    figure, axes = new_figure(title=title, xlabel="FLOPs", ylabel="nats per token")
     for size in sizes:
         (line,) = axes.plot(*zip(*size.curve, strict=True), "-", linewidth=0.9, alpha=0.6)
         axes.plot(*zip(*size.runs, strict=True), "o", c=line.get_color(), ms=4, label=size.name)
@@ -199,21 +186,19 @@ def scaling(
     reach = [[max(loss - low, 0)], [max(high - loss, 0)]]
     axes.errorbar([budget], [loss], yerr=reach, fmt="*", color="0.1", capsize=3, label="budget")
     axes.set_xscale("log")
-    axes.set(title="Loss by training FLOPs", xlabel="FLOPs", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize="small")
     return to_png(figure)
 
 
 def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
-    figure, axes = new_figure()
+    figure, axes = new_figure(title=plot.title, xlabel="step", ylabel=plot.label)
     for split, points in series.items():
         steps, values = zip(*points, strict=True)
         mark = "o-" if split != "train" else "." if len(points) == 1 else "-"
         axes.plot(steps, values, mark, label=split, linewidth=1.2, markersize=3.5)
     if plot.scale == "log" and min(v for points in series.values() for _, v in points) > 0:
         axes.set_yscale("log")
-    axes.set(title=plot.title, xlabel="step", ylabel=plot.label)
     axes.grid(alpha=0.25)
     if len(series) > 1:
         axes.legend(frameon=False)

@@ -1,10 +1,11 @@
 """Profiler trace of a few steps, and the time breakdown from the JSON that JAX writes with it."""
 
+import contextlib
 import gzip
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ KINDS = ("matmul", "attention", "communication", "other")
 TOP = 10  # operations listed
 MAX_EVENTS = 1_000_000  # limit of the JSON that JAX writes
 
-# Returns the kind of an operation by its name, its source line, and whether it is in the program.
-Classify = Callable[[str], tuple[str, str, bool]]
+Kind = tuple[str, str, bool]  # of an operation; its source line, and whether it is in the program
+Classify = Callable[[str], Kind]  # by the operation's name
 
 
 class TraceEvent(NamedTuple):
@@ -26,6 +27,9 @@ class TraceEvent(NamedTuple):
     name: str
     begin: float
     end: float
+
+
+Spans = list[tuple[TraceEvent, str]]  # with the kind that each counts for
 
 
 def newest_trace(folder: Path) -> Path:
@@ -41,10 +45,8 @@ def summary(path: Path, classify: Classify) -> dict[str, Any]:
 
     A moment is divided equally among all operations that run in it, on any device or thread. A
     moment without operations counts as `data_wait` while the loop waits for its batch, else as
-    `python`: Python, kernel launches, and everything else.
-
-    Raises:
-      ValueError: if the trace is damaged or holds no operation.
+    `python`: Python, kernel launches, and everything else. Raises ValueError if the trace is
+    damaged or holds no operation.
     """
     try:
         with gzip.open(path) as file:
@@ -56,18 +58,20 @@ def summary(path: Path, classify: Classify) -> dict[str, Any]:
     operations = [span for span in operations if kinds[span.name][0] != "control"]
     if not operations:
         raise ValueError(f"{path.name} holds no operation of a device")
-    waits = [span for span in marks if span.name == "data"]
     begin = min(span.begin for span in marks or operations)
     end = max(span.end for span in (*marks, *operations))
+    spans = [(span, kinds[span.name][0]) for span in operations]
+    spans += [(span, "data_wait") for span in marks if span.name == "data"]
     shares = dict.fromkeys((*KINDS, "data_wait", "python"), 0.0)
-    for what, time in _shared(operations, waits, begin, end, lambda name: kinds[name][0]):
+    for what, time in _shared(spans, begin, end):
         shares[what] += time / (end - begin)
+    unknown = sum(not kinds[span.name][2] for span in operations)
     return {
         "seconds": (end - begin) / 1e6,
         "steps": sum(span.name == "step" for span in marks),
         "shares": shares,
         "operations": _top(operations, kinds),
-        "not_told": list(_not_told(len(events), where, operations, kinds, bool(marks))),
+        "not_told": _limits(f"{unknown} of {len(operations)}", where, bool(marks), len(events)),
         "trace": path.name,
     }
 
@@ -77,16 +81,13 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     shares = result["shares"]
     names = {"other": "other operations", "data_wait": "data wait", "python": "Python and other"}
     kinds = [f"{share:6.1%} {names.get(kind, kind)}" for kind, share in shares.items()]
-    lines = [("share of time", "\n".join(kinds))]
     rows = [
         f"{each['share']:6.1%} {formatting.number(1e3 * each['seconds'], 3)} ms "
-        f"in {each['count']}: {each['name']}, {each['kind']}"
-        + (f", {each['source']}" if each["source"] else "")
+        f"in {each['count']}: {', '.join(filter(None, map(each.get, ('name', 'kind', 'source'))))}"
         for each in result["operations"]
     ]
-    lines.append(("operations", "\n".join(rows)))
-    lines.append(("limits", "\n".join(result["not_told"])))
-    return lines
+    blocks = {"share of time": kinds, "operations": rows, "limits": result["not_told"]}
+    return [(label, "\n".join(lines)) for label, lines in blocks.items()]
 
 
 def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEvent], str]:
@@ -95,13 +96,10 @@ def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEv
     A TPU has a lane of operations; a GPU has streams, and other lanes that repeat them; a CPU's
     operations are among other events of the host's threads.
     """
-    processes: dict[Any, str] = {}
-    lanes: dict[Any, str] = {}
-    for event in events:
-        if event.get("ph") == "M" and event["name"] == "process_name":
-            processes[event["pid"]] = event["args"]["name"]
-        elif event.get("ph") == "M" and event["name"] == "thread_name":
-            lanes[event["pid"], event["tid"]] = event["args"]["name"]
+    named = [each for each in events if each.get("ph") == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
+    threads = [each for each in named if each["name"] == "thread_name"]
+    lanes = {(each["pid"], each["tid"]): each["args"]["name"] for each in threads}
     on_device, on_host, marks = [], [], []
     for event in events:
         if event.get("ph") != "X":
@@ -119,87 +117,60 @@ def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEv
     return on_device or on_host, marks, "devices" if on_device else "threads of the host"
 
 
-def _shared(
-    operations: list[TraceEvent],
-    waits: list[TraceEvent],
-    begin: float,
-    end: float,
-    kind: Callable[[str], str],
-) -> Iterator[tuple[str, float]]:
+def _shared(spans: Spans, begin: float, end: float) -> Iterator[tuple[str, float]]:
     """Yield the kind that each interval between two events counts for, and its length."""
-    kinds = [(span, kind(span.name)) for span in operations]
-    kinds += [(span, "data_wait") for span in waits]
-    edges = [(span.begin, what, 1) for span, what in kinds]
-    edges += [(span.end, what, -1) for span, what in kinds]
+    edges = [(span.begin, what, 1) for span, what in spans]
+    edges += [(span.end, what, -1) for span, what in spans]
     running: Counter[str] = Counter()
     last = begin
     for time, what, change in (*sorted(edges), (end, "", 0)):
         stretch, last = time - last, max(time, last)
         if stretch > 0:
             total = sum(running[each] for each in KINDS)
-            if total:
-                for each in KINDS:
-                    if running[each]:
-                        yield each, stretch * running[each] / total
-            else:
+            for each in KINDS:
+                if running[each]:
+                    yield each, stretch * running[each] / total
+            if not total:
                 yield "data_wait" if running["data_wait"] else "python", stretch
         running[what] += change
 
 
-def _top(
-    operations: Iterable[TraceEvent], kinds: dict[str, tuple[str, str, bool]]
-) -> list[dict[str, Any]]:
+def _top(operations: list[TraceEvent], kinds: dict[str, Kind]) -> list[dict[str, Any]]:
     """Return the operations with the largest total time; shares are of all operations."""
+    counts = Counter(span.name for span in operations)
     times: defaultdict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
     for span in operations:
         times[span.name] += (span.end - span.begin) / 1e6
-        counts[span.name] += 1
     total = sum(times.values()) or 1.0
-    return [
-        {
-            "name": name,
-            "kind": kinds[name][0],
-            "source": kinds[name][1],
-            "count": counts[name],
-            "seconds": times[name],
-            "share": times[name] / total,
-        }
-        for name in sorted(times, key=lambda name: -times[name])[:TOP]
+    rows = []
+    for name, seconds in sorted(times.items(), key=lambda item: -item[1])[:TOP]:
+        kind, source, _ = kinds[name]
+        row = {"name": name, "kind": kind, "source": source, "count": counts[name]}
+        rows.append({**row, "seconds": seconds, "share": seconds / total})
+    return rows
+
+
+def _limits(unknown: str, where: str, has_marks: bool, events: int) -> list[str]:
+    """Return the limits of what the figures can show."""
+    name_only = "their kind is derived from the name alone"
+    lines = [
+        f"{unknown} operations are not in the step's program: {name_only}",
+        f"operations ran on {where}; simultaneous operations share a moment equally",
+        "operations fused with a matmul count as matmul; evaluation, saving and Python are one",
     ]
-
-
-def _not_told(
-    events: int,
-    where: str,
-    operations: list[TraceEvent],
-    kinds: dict[str, tuple[str, str, bool]],
-    has_marks: bool,
-) -> Iterator[str]:
-    """Yield the limits of what the figures can show."""
-    unknown = sum(not kinds[span.name][2] for span in operations)
-    yield (
-        f"{unknown} of {len(operations)} operations are not in the step's program: "
-        "their kind is derived from the name alone"
-    )
-    yield f"operations ran on {where}; simultaneous operations share a moment equally"
-    yield "operations fused with a matmul count as matmul; evaluation, saving and Python are one"
     if not has_marks:
-        yield "the wait for data is unknown: the trace does not contain the loop"
+        lines.append("the wait for data is unknown: the trace does not contain the loop")
     if events >= MAX_EVENTS:
-        yield f"events after the first {MAX_EVENTS:,} are missing: the file ends there"
+        lines.append(f"events after the first {MAX_EVENTS:,} are missing: the file ends there")
+    return lines
 
 
 class Trace:
     """Traces the steps of the config's window in this process with jax.profiler.
 
-    `before(step)` must be called before each step with the number of completed steps. Read the
-    result with `tensorboard --logdir` and its profile plugin, or xprof.
-
-    Args:
-      config: the window.
-      folder: output folder.
-      written: called once the trace is on the disk.
+    `before(step)` must be called before each step with the number of completed steps, and `written`
+    is called once the trace is on the disk. Read the result in the `folder` with `tensorboard
+    --logdir` and its profile plugin, or xprof.
     """
 
     def __init__(
@@ -208,11 +179,9 @@ class Trace:
         folder: str | os.PathLike[str],
         written: Callable[[], object] = lambda: None,
     ):
-        self.folder = Path(folder)
-        self._window = config.window
-        self._written = written
+        self.folder, self._window, self._written = Path(folder), config.window, written
         self._running = False
-        self._mark: Any = None
+        self._mark = contextlib.ExitStack()
 
     def is_due(self, step: int) -> bool:
         """Return True if the trace begins or ends before this step."""
@@ -236,24 +205,18 @@ class Trace:
 
     def enter(self, phase: str) -> None:
         """Annotate the following phase of the loop in the trace: "data" or "step"."""
-        self._unmark()
+        self._mark.close()
         if self._running:
             import jax
 
-            self._mark = jax.profiler.TraceAnnotation(f"{MARK}{phase}")
-            self._mark.__enter__()
+            self._mark.enter_context(jax.profiler.TraceAnnotation(f"{MARK}{phase}"))
 
     def close(self) -> None:
         """End a running trace."""
-        self._unmark()
+        self._mark.close()
         if self._running:
             import jax
 
             jax.profiler.stop_trace()
             self._running = False
             self._written()
-
-    def _unmark(self) -> None:
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None

@@ -22,10 +22,14 @@ STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")  # also u
 MAX_DEPTH = 20  # levels of a JSON file that get rows of their own
 SAMPLES: Shape = {"step": sinks.is_step, "prompt": sinks.is_text, "text": sinks.is_text}
 FORECAST: Shape = {
-    "bytes_per_device": sinks.is_bytes,
-    "compiled_bytes_per_device": sinks.is_bytes,
-    "step_seconds": sinks.is_range,
-    "tokens_per_second": sinks.is_range,
+    **dict.fromkeys(
+        ("bytes_per_device", "compiled_bytes_per_device"),
+        lambda value: isinstance(value, dict) and sinks.is_number(value.get("total")),
+    ),
+    **dict.fromkeys(
+        ("step_seconds", "tokens_per_second"),
+        lambda value: isinstance(value, list) and list(map(sinks.is_number, value)) == [True] * 2,
+    ),
     "assumed": lambda value: isinstance(value, list),
 }
 EXIT: Shape = {"code": sinks.is_number, "cause": sinks.is_text, "time_unix": sinks.is_number}
@@ -36,15 +40,11 @@ Rows = list[list[str]]
 def write(run: str | os.PathLike[str]) -> Path:
     """Write report.html of a run directory from the files in it; parts without a file are left out.
 
-    `baselines.json` gives {name: bits per byte} of other ways to code the validation set.
-
-    Raises:
-      DataError: if a file of the run is damaged.
-      NotWritable: if the report cannot be written.
+    `baselines.json` gives {name: bits per byte} of other ways to code the validation set. Raises
+    DataError if a file of the run is damaged, NotWritable if the report cannot be written.
     """
-    run = Path(run)
-    target = run / "report.html"
-    sinks.replace(target, render(run).encode())
+    target = Path(run) / "report.html"
+    sinks.replace(target, render(Path(run)).encode())
     return target
 
 
@@ -55,12 +55,10 @@ def render(run: Path) -> str:
 
     records = sinks.read(run / "metrics.jsonl")
     train = [record for record in records if record.get("split") == "train"]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("report.html.jinja").render(
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = _json(run / "environment.json")
+    return templates.get_template("report.html.jinja").render(
         title=f"jaxlm run {run.resolve().name}",
         style=markupsafe.Markup(STYLE),
         summary=_summary(run, records),
@@ -74,7 +72,7 @@ def render(run: Path) -> str:
         samples=_samples(run),
         warnings=_warnings(run),
         **_configuration(run),
-        environment=_environment(run),
+        environment=_rows(environment),
     )
 
 
@@ -94,18 +92,17 @@ def batch_advice(records: Sequence[Record]) -> str | None:
     last, before, scale = train[-1], earlier[-1], scales[-1]
     batch = (last["tokens"] - before["tokens"]) / (last["step"] - before["step"])
 
-    def change(ratio: float, what: str) -> str:
-        return f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'fewer'} {what}"
-
     def cost(other: float) -> str:
-        steps = (1 + scale / other) / (1 + scale / batch)
-        tokens = (1 + other / scale) / (1 + batch / scale)
-        return f"{change(steps, 'steps')} and {change(tokens, 'tokens')}"
+        steps = (1 + scale / other) / (1 + scale / batch) - 1
+        tokens = (1 + other / scale) / (1 + batch / scale) - 1
+        changes = {"steps": steps, "tokens": tokens}.items()
+        return " and ".join(f"{abs(x):.0%} {'more' if x > 0 else 'fewer'} {y}" for y, x in changes)
 
+    tokens, noise = (formatting.count(round(value)) for value in (batch, scale))
     return (
-        f"{formatting.count(round(batch))} tokens, and the noise scale of the gradient is "
-        f"{formatting.count(round(scale))}: to the same loss, each at its best rate, twice the "
-        f"batch would take {cost(2 * batch)}, half of it {cost(batch / 2)}"
+        f"{tokens} tokens, and the noise scale of the gradient is {noise}: to the same loss, each "
+        f"at its best rate, twice the batch would take {cost(2 * batch)}, half of it "
+        f"{cost(batch / 2)}"
     )
 
 
@@ -115,14 +112,13 @@ def _summary(run: Path, records: Sequence[Record]) -> str:
     if records:
         last = max(records, key=lambda record: record["step"])
         parts.append(f"step {last['step']}")
-        tokens = [r["tokens"] for r in records if r.get("tokens") and r.get("split") == "train"]
-        if tokens:
-            parts.append(f"{formatting.count(max(tokens))} tokens")
+        tokens = (r["tokens"] for r in records if r.get("tokens") and r.get("split") == "train")
+        if (most := max(tokens, default=None)) is not None:
+            parts.append(f"{formatting.count(most)} tokens")
         with contextlib.suppress(ValueError, OverflowError, OSError):  # not a valid time
             stamp = time.gmtime(last.get("time_unix") or 0)
             parts.append(time.strftime("%Y-%m-%d %H:%M UTC", stamp))
-    end = _json(run / "exit.json", EXIT)
-    if end:
+    if end := _json(run / "exit.json", EXIT):
         parts.append(f"ended with code {end['code']}: {end['cause']}")
     return " · ".join(parts)
 
@@ -131,10 +127,8 @@ def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> di
     """Return the verdict, the last losses, losses before and after, and baselines."""
     verdict = _json(run / "divergence.json")
     is_worse = bool(verdict.get("worse_than"))
-    last: dict[str, Record] = {}
-    for record in records:
-        if record.get("loss_nats") is not None:
-            last[record.get("split", "train")] = record
+    scored = [record for record in records if record.get("loss_nats") is not None]
+    last = {record.get("split", "train"): record for record in scored}
     result = [
         [split, record["step"], *(_measured(record, name) for name in FIGURES)]
         for split, record in last.items()
@@ -144,13 +138,12 @@ def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> di
     if wrong := [name for name, bits in coders.items() if not sinks.is_number(bits)]:
         raise _misshapen(path, f"has no number for {wrong[0]!r}")
     baselines = [(name, bits, "") for name, bits in coders.items()]
-    if coders:
-        newest = max((record["step"] for record in records), default=0)
-        for split, record in last.items():
-            if record.get("bits_per_byte") is not None:
-                name = f"this run, {split}{formatting.evaluation_suffix(record, newest)}"
-                mark = "worse" if is_worse or record.get("worse_than") else "ours"
-                baselines.append((name, record["bits_per_byte"], mark))
+    newest = max((record["step"] for record in records), default=0)
+    for split, record in last.items() if coders else ():
+        if record.get("bits_per_byte") is not None:
+            name = f"this run, {split}{formatting.evaluation_suffix(record, newest)}"
+            mark = "worse" if is_worse or record.get("worse_than") else "ours"
+            baselines.append((name, record["bits_per_byte"], mark))
     baselines.sort(key=lambda row: -row[1])
     return {
         "verdict": verdict if is_worse else None,
@@ -164,18 +157,14 @@ def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> di
 
 
 def _changed(records: Sequence[Record]) -> Iterator[list[str]]:
-    """Yield each validation set's loss before the first step and at the last evaluation.
-
-    Only runs that began with other weights have a loss before.
-    """
+    """Yield each set's first and last loss, if a loss before the first step is known."""
     by_split: dict[str, list[float]] = {}
     for record in records:
         split, loss = record.get("split", "train"), record.get("loss_nats")
         if split != "train" and loss is not None and (split in by_split or record["step"] == 0):
             by_split.setdefault(split, []).append(loss)
-    for split, losses in by_split.items():
-        if len(losses) > 1:
-            yield [split, *map(_figure, (losses[0], losses[-1])), f"{losses[-1] - losses[0]:+.4f}"]
+    for split, (first, *_, last) in ((s, each) for s, each in by_split.items() if len(each) > 1):
+        yield [split, _figure(first), _figure(last), f"{last - first:+.4f}"]
 
 
 def _speed(train: Sequence[Record]) -> dict[str, str] | None:
@@ -183,12 +172,12 @@ def _speed(train: Sequence[Record]) -> dict[str, str] | None:
     timed = [record for record in train if record.get("tokens_per_second")]
     if not timed:
         return None
-    speeds = sorted(record["tokens_per_second"] for record in timed)
-    mfu = sorted(record["mfu"] for record in timed if record.get("mfu") is not None)
+    speed = statistics.median_high(record["tokens_per_second"] for record in timed)
+    mfu = [record["mfu"] for record in timed if record.get("mfu") is not None]
     unknown = "unknown: no published peak for this device"
     return {
-        "tokens": formatting.count(speeds[len(speeds) // 2]),
-        "mfu": f"{mfu[len(mfu) // 2]:.1%}" if mfu else unknown,
+        "tokens": formatting.count(speed),
+        "mfu": f"{statistics.median_high(mfu):.1%}" if mfu else unknown,
         "memory": formatting.size(max(r.get("peak_bytes") or 0 for r in timed) or None),
     }
 
@@ -204,30 +193,25 @@ def _sources(train: Sequence[Record]) -> Rows:
     total = {what: sum(s.get(what, 0) for s in sources.values()) for what in ("rows", "tokens")}
     if not total["rows"]:
         return []
-    rows = [
-        [
-            name,
-            f"{values.get('rows', 0):,}",
-            f"{values.get('rows', 0) / total['rows']:.2%}",
-            f"{values.get('tokens', 0):,}",
-            f"{values.get('epochs', 0):.3f}",
-            _figure(values.get("weight")),
-        ]
-        for name, values in sources.items()
-    ]
-    return [*rows, ["all", f"{total['rows']:,}", "", f"{total['tokens']:,}", "", ""]]
+    table = []
+    for name, values in sources.items():
+        rows, tokens, epochs = (values.get(what, 0) for what in ("rows", "tokens", "epochs"))
+        figures = [f"{rows:,}", f"{rows / total['rows']:.2%}", f"{tokens:,}", f"{epochs:.3f}"]
+        table.append([name, *figures, _figure(values.get("weight"))])
+    return [*table, ["all", f"{total['rows']:,}", "", f"{total['tokens']:,}", "", ""]]
 
 
 def _experts(train: Sequence[Record]) -> Rows:
     """Return last, mean and maximum of the expert statistics over the logged steps."""
-    rows = []
-    for name, label, show in (
+    figures = (
         ("moe_dropped", "choices dropped, the experts being full", "{:.3%}".format),
         ("moe_load_max", "largest expert's load, of the mean", "{:.3f}".format),
-    ):
-        if values := _numbers(train, name):
-            rows.append([label, *map(show, (values[-1], statistics.fmean(values), max(values)))])
-    return rows
+    )
+    return [
+        [label, *map(show, (values[-1], statistics.fmean(values), max(values)))]
+        for name, label, show in figures
+        if (values := _numbers(train, name))
+    ]
 
 
 def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
@@ -241,10 +225,8 @@ def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
         measured = show(statistics.median(values)) if values else "-"
         return [label, " to ".join(map(show, plan[name])), measured]
 
-    planned, compiled = (
-        formatting.size(plan[name]["total"])
-        for name in ("bytes_per_device", "compiled_bytes_per_device")
-    )
+    names = ("bytes_per_device", "compiled_bytes_per_device")
+    planned, compiled = (formatting.size(plan[name]["total"]) for name in names)
     rows = [
         ["memory per device", planned, compiled],
         row("seconds per step", "step_seconds", "{:.3g}".format),
@@ -255,12 +237,9 @@ def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
 
 def _images(run: Path) -> list[tuple[str, str]]:
     """Return title and base64 PNG of each plot of the run."""
-    paths = [(plot.title, run / "plots" / f"{plot.name}.png") for plot in (*PLOTS, *MAPS)]
-    return [
-        (title, base64.b64encode(path.read_bytes()).decode())
-        for title, path in paths
-        if path.exists()
-    ]
+    paths = ((plot.title, run / "plots" / f"{plot.name}.png") for plot in (*PLOTS, *MAPS))
+    existing = ((title, path.read_bytes()) for title, path in paths if path.exists())
+    return [(title, base64.b64encode(png).decode()) for title, png in existing]
 
 
 def _samples(run: Path) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -276,30 +255,24 @@ def _warnings(run: Path) -> list[str]:
     by_text: dict[str, list[Any]] = {}
     for record in sinks.read(run / "warnings.jsonl", {}):
         by_text.setdefault(str(record.get("text", record)), []).append(record.get("step", "-"))
-    return [
-        f"step {steps[0]}{f', {len(steps)} times' if len(steps) > 1 else ''}: {text}"
-        for text, steps in by_text.items()
-    ]
+    times = {text: f", {len(steps)} times" if steps[1:] else "" for text, steps in by_text.items()}
+    return [f"step {steps[0]}{times[text]}: {text}" for text, steps in by_text.items()]
 
 
 def _configuration(run: Path) -> dict[str, Any]:
     """Return all settings, those that differ from the default, and the command line."""
     config, provenance = _json(run / "config.json"), _json(run / "provenance.json")
-    rows = [[path, json.dumps(value), provenance.get(path, "")] for path, value in _leaves(config)]
-    command = run / "command.sh"
-    lines = None
+    rows = [[path, value, provenance.get(path, "")] for path, value in _rows(config)]
+    command, last = run / "command.sh", None
     if config and command.exists():
-        lines = command.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
-    return {
-        "settings": rows if config else [],
-        "chosen": [row for row in rows if row[2] not in ("", "default")],
-        "command": None if lines is None else "\n".join(lines),
-    }
+        lines = command.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = "".join(lines[-1:])
+    chosen = [row for row in rows if row[2] not in ("", "default")]
+    return {"settings": rows, "chosen": chosen, "command": last}
 
 
-def _environment(run: Path) -> Rows:
-    environment = _json(run / "environment.json")
-    return [[path, json.dumps(value)] for path, value in _leaves(environment) if environment]
+def _rows(values: dict[str, Any]) -> Rows:
+    return [[path, json.dumps(value)] for path, value in _leaves(values) if values]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -325,11 +298,7 @@ def _figure(value: float | None) -> str:
 
 
 def _json(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
-    """Return the object in a JSON file of the run; empty if the file is missing.
-
-    Raises:
-      DataError: if the file holds no object, or one of another shape.
-    """
+    """Return the object in a JSON file of the run, {} without one. DataError at another shape."""
     if not path.exists():
         return {}
     value = sinks.read_json(path)
@@ -339,10 +308,6 @@ def _json(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
 
 
 def _misshapen(path: Path, wrong: str) -> DataError:
-    moved = f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}"
-    return DataError(
-        f"{path.name} of the run is damaged",
-        where=str(path),
-        why=f"it {wrong}",
-        fix=f"{moved}    # the report leaves its part out",
-    )
+    moved = shlex.join(["mv", str(path), f"{path}.damaged"])
+    what, note = f"{path.name} of the run is damaged", "the report leaves its part out"
+    return DataError(what, where=str(path), why=f"it {wrong}", fix=f"{moved}    # {note}")

@@ -1,9 +1,19 @@
-"""Sinks of a run's records, and the JSON files of a run directory."""
+"""Sinks of a run's records, and the JSON files of a run directory.
 
+Example:
+    >>> import tempfile
+    >>> file = Jsonl(f"{tempfile.mkdtemp()}/metrics.jsonl")
+    >>> file.write({"step": 1, "split": "train", "loss_nats": math.inf})
+    >>> file.close()
+    >>> [record["not_finite"] for record in read(file.path)]
+    [{'loss_nats': 'inf'}]
+"""
+
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +22,8 @@ from jaxlm.core.errors import FULL, DataError, cannot_keep
 from jaxlm.core.quoting import CONTROLS
 
 Record = Mapping[str, Any]
+AnyPath = str | os.PathLike[str]
+Action = Callable[[], None]
 
 
 class Sink(Protocol):
@@ -30,22 +42,15 @@ class Sink(Protocol):
 class AppendFile:
     """A text file for appending; written text is passed to the operating system at once.
 
-    Args:
-      path: path of the file.
-      make_room: called if the disk is full, once in a write, before the rest is tried again.
-
+    If the disk is full, `make_room` is called, once in a write, before the rest is tried again.
     Raises SaveFailed if the disk is full, NotWritable if the file is not writable.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, make_room: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, path: AnyPath, *, make_room: Action = lambda: None):
         self.path, self._make_room = Path(path), make_room
-        try:
+        with _keeping(self.path):
             # Unbuffered: nothing is pending after a failure.
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  closed by close()
-        except OSError as error:
-            raise cannot_keep(self.path.name, self.path, error) from error
 
     def write(self, text: str) -> None:
         """Append the text."""
@@ -60,10 +65,8 @@ class AppendFile:
                 has_room = True
 
     def flush(self) -> None:
-        try:
+        with _keeping(self.path):
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise cannot_keep(self.path.name, self.path, error) from error
 
     def close(self) -> None:
         if not self._file.closed:
@@ -73,42 +76,36 @@ class AppendFile:
                 self._file.close()
 
 
-class Jsonl:
-    """A file of one JSON object a line, appended as by `AppendFile`.
+class Jsonl(AppendFile):
+    """A file of one JSON object a line.
 
     Opening the file removes a torn last line and the lines of steps after `keep_through`, which a
     run resumed at that step will write again. `dropped` is the number of removed lines.
 
     Floats are written with all digits. JSON has no infinity: a number that is not finite is
     written as null and its name added to `not_finite`.
-
-    Raises SaveFailed if the disk is full, NotWritable if the file is not writable.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        keep_through: int | None = None,
-        make_room: Callable[[], None] = lambda: None,
+        self, path: AnyPath, *, keep_through: int | None = None, make_room: Action = lambda: None
     ):
-        path = Path(path)
-        try:
-            kept_bytes, self.dropped = _kept(path, keep_through)
+        with _keeping(Path(path)):
+            kept_bytes, self.dropped = _kept(Path(path), keep_through)
             if self.dropped:
                 os.truncate(path, kept_bytes)
-        except OSError as error:
-            raise cannot_keep(path.name, path, error) from error
-        self._lines = AppendFile(path, make_room=make_room)
+        super().__init__(path, make_room=make_room)
 
-    def write(self, record: Record) -> None:
-        self._lines.write(line(record))
+    def write(self, record: Record) -> None:  # type: ignore[override]
+        super().write(line(record))
 
-    def flush(self) -> None:
-        self._lines.flush()
 
-    def close(self) -> None:
-        self._lines.close()
+@contextlib.contextmanager
+def _keeping(path: Path) -> Iterator[None]:
+    """Raise SaveFailed or NotWritable for an OSError of a file of the run."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_keep(path.name, path, error) from error
 
 
 class NullSink:
@@ -129,46 +126,44 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path.name} of the run is not JSON",
-            where=str(path),
-            why=f"{type(error).__name__}: {error}",
-            fix="restore it from a copy of the run",
-        ) from error
+        what, why = f"{path.name} of the run is not JSON", f"{type(error).__name__}: {error}"
+        where, copy = str(path), "a copy of the run"
+        raise DataError(what, where=where, why=why, fix=f"restore it from {copy}") from error
 
 
 def replace(target: Path, content: bytes) -> None:
-    """Replace a file atomically; the new contents are on the disk when this returns.
-
-    On failure the old file stays. Raises SaveFailed if the disk is full, else NotWritable.
-    """
-    try:
+    """Replace a file as `disk.replace` does. Raises SaveFailed at a full disk, else NotWritable."""
+    with _keeping(target):
         disk.replace(target, content)
-    except OSError as error:
-        raise cannot_keep(target.name, target, error) from error
 
 
 class TensorBoard:
     """Scalars as `split/name` in TensorBoard files; events after `keep_through` are purged."""
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep_through: int | None = None):
+    def __init__(self, folder: AnyPath, *, keep_through: int | None = None):
         from tensorboardX import SummaryWriter  # takes a second to import
 
         purge = None if keep_through is None else keep_through + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def write(self, record: Record) -> None:
-        for name, value in record.items():
-            if name not in ("step", "time_unix") and isinstance(plain(value), int | float):
-                self._writer.add_scalar(
-                    f"{record['split']}/{name}", value, record["step"], walltime=record["time_unix"]
-                )
+        for name, value in numbers(record).items():
+            self._writer.add_scalar(name, value, record["step"], walltime=record["time_unix"])
 
     def flush(self) -> None:
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """Return the numbers of a record, each as split/name."""
+    return {
+        f"{record['split']}/{name}": value
+        for name, entry in record.items()
+        if name not in ("step", "time_unix") and isinstance(value := plain(entry), int | float)
+    }
 
 
 def line(record: Record) -> str:
@@ -191,21 +186,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e300
 
 
-def is_figure(value: Any) -> bool:
-    """Return True for a number, or None for an unknown one."""
-    return value is None or is_number(value)
-
-
-def is_range(value: Any) -> bool:
-    """Return True for a pair of numbers."""
-    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
-
-
-def is_bytes(value: Any) -> bool:
-    """Return True for a memory breakdown, whose `total` is a number."""
-    return isinstance(value, dict) and is_number(value.get("total"))
-
-
 def is_step(value: Any) -> bool:
     """Return True for a number of completed updates."""
     return isinstance(value, int) and 0 <= value < 2**63
@@ -222,28 +202,26 @@ FIGURES = (
     *("loss_nats", "perplexity", "bits_per_byte", "bits_per_byte_text"),
     *("token_accuracy", "calibration_error"),
 )
-_MEASURED = (
-    *("time_unix", "learning_rate", "grad_norm", "tokens", "share", "loss_stderr"),
-    *("tokens_per_second", "mfu", "peak_bytes"),
-)
+_MEASURED = "time_unix learning_rate grad_norm tokens share loss_stderr tokens_per_second mfu"
 METRICS: Shape = {
     "step": is_step,
     "split": lambda value: isinstance(value, str | None),
-    **dict.fromkeys((*FIGURES, *_MEASURED), is_figure),
+    **dict.fromkeys(
+        (*FIGURES, *_MEASURED.split(), "peak_bytes"),
+        lambda value: value is None or is_number(value),
+    ),
 }
 
 
-def read(path: str | os.PathLike[str], shape: Shape = METRICS) -> list[dict[str, Any]]:
+def read(path: AnyPath, shape: Shape = METRICS) -> list[dict[str, Any]]:
     """Return the records of a .jsonl file without a torn last line; a missing file has none.
 
-    Raises:
-      DataError: if another line is not a JSON object, or has another shape.
+    Raises DataError if another line is not a JSON object, or has another shape.
     """
     path = Path(path)
     records: list[dict[str, Any]] = []
-    if not path.exists():
-        return records
-    for number, text in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, text in enumerate(lines, 1):
         if not text.endswith(b"\n"):
             break
         try:
@@ -251,12 +229,8 @@ def read(path: str | os.PathLike[str], shape: Shape = METRICS) -> list[dict[str,
         except (ValueError, RecursionError):
             record = None
         if wrong := misshapen(record, shape):
-            raise DataError(
-                f"{path.name} is damaged",
-                where=f"{path}:{number}",
-                why=f"this line {wrong}",
-                fix=f"sed -i {number}d {path}",
-            )
+            what, fix = f"{path.name} is damaged", f"sed -i {number}d {path}"
+            raise DataError(what, where=f"{path}:{number}", why=f"this line {wrong}", fix=fix)
         records.append(record)
     return records
 

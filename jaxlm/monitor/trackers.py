@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, installs
-from jaxlm.monitor.sinks import NullSink, Record, Sink, plain, replace
+from jaxlm.monitor.sinks import NullSink, Record, Sink, numbers, replace
 
 MODULES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}  # by name of the sink
 
@@ -24,12 +24,9 @@ def check(names: Iterable[str]) -> None:
     """Raise CommandError if a tracker is not installed."""
     for name in names:
         if name in MODULES and importlib.util.find_spec(MODULES[name]) is None:
-            raise CommandError(
-                f"log.sinks names {name}, which is not installed",
-                where="log.sinks",
-                why=f"there is no module {MODULES[name]} in this environment",
-                fix=installs(name),
-            )
+            what = f"log.sinks names {name}, which is not installed"
+            why = f"there is no module {MODULES[name]} in this environment"
+            raise CommandError(what, where="log.sinks", why=why, fix=installs(name))
 
 
 class GuardedSink:
@@ -37,35 +34,30 @@ class GuardedSink:
 
     def __init__(self, name: str, make: Callable[[], Sink], warn: Log):
         self._name, self._warn = name, warn
-        self._sink: Sink | None = None
-        self._sink = self._tried(make)
+        self._sink: Sink = NullSink()
+        self._sink = self._tried(make) or self._sink
 
     def write(self, record: Record) -> None:
         """Write a record, or warn that the tracker failed."""
-        if (sink := self._sink) is not None:
-            self._tried(lambda: sink.write(record))
+        self._tried(lambda: self._sink.write(record))
 
     def flush(self) -> None:
         """Flush the tracker unless it failed."""
-        if (sink := self._sink) is not None:
-            self._tried(sink.flush)
+        self._tried(self._sink.flush)
 
     def close(self) -> None:
         """Close the tracker; a second call does nothing."""
-        if (sink := self._sink) is not None:
-            self._tried(sink.close)
-            self._sink = None
+        self._tried(self._sink.close)
+        self._sink = NullSink()
 
     def _tried(self, act: Callable[[], Any]) -> Any:
         try:
             return act()
         except Exception as error:  # trackers raise any error, of networks and disks too
-            self._sink = None
-            reason = (str(error).splitlines() or [""])[0][:200]
-            self._warn(
-                f"{self._name} failed and gets no more records: {type(error).__name__}: {reason}; "
-                "the run continues, and metrics.jsonl has all records"
-            )
+            self._sink = NullSink()
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            failed = f"{self._name} failed and gets no more records: {reason}"
+            self._warn(f"{failed}; the run continues, and metrics.jsonl has all records")
             return None
 
 
@@ -73,11 +65,7 @@ def open_tracker(name: str, workdir: Path, settings: Mapping[str, Any]) -> Sink:
     """Open a tracker that writes below the run directory; a resumed run continues its record."""
     folder = workdir / name
     folder.mkdir(parents=True, exist_ok=True)
-    makers: dict[str, Callable[..., Sink]] = {
-        "wandb": _Wandb,
-        "trackio": _Trackio,
-        "mlflow": _Mlflow,
-    }
+    makers: dict[str, Any] = {"wandb": _Wandb, "trackio": _Trackio, "mlflow": _Mlflow}
     return makers[name](folder, workdir.resolve().name, settings)
 
 
@@ -99,13 +87,8 @@ class _Wandb(NullSink):
             mode=mode,
             config=dict(settings),
             settings=wandb.Settings(
-                console="off",
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-                x_disable_meta=True,
-                x_disable_stats=True,
-                x_save_requirements=False,
+                **dict(console="off", silent=True, disable_git=True, disable_code=True),
+                **dict(x_disable_meta=True, x_disable_stats=True, x_save_requirements=False),
             ),
         )
         self._run.define_metric("*", step_metric="step")
@@ -124,15 +107,9 @@ class _Trackio(NullSink):
         os.environ.setdefault("TRACKIO_DIR", str(folder))  # read at import
         self._trackio = importlib.import_module("trackio")
         with contextlib.redirect_stdout(io.StringIO()):  # stdout is reserved for one JSON object
-            self._run = self._trackio.init(
-                project="jaxlm",
-                name=name,
-                config=dict(settings),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
+            options = dict(resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+            config = dict(settings)
+            self._run = self._trackio.init(project="jaxlm", name=name, config=config, **options)
 
     def write(self, record: Record) -> None:
         self._run.log(numbers(record), step=record["step"])
@@ -163,24 +140,13 @@ class _Mlflow(NullSink):
         replace(id_file, self._id.encode())
 
     def write(self, record: Record) -> None:
-        stamp = int(1000 * record["time_unix"])
-        metrics = [
-            self._entities.Metric(name, value, stamp, record["step"])
-            for name, value in numbers(record).items()
-        ]
+        stamp, step = int(1000 * record["time_unix"]), record["step"]
+        named = numbers(record).items()
+        metrics = [self._entities.Metric(name, value, stamp, step) for name, value in named]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def numbers(record: Record) -> dict[str, float]:
-    """Return the numbers of a record, each as split/name."""
-    return {
-        f"{record['split']}/{name}": value
-        for name, entry in record.items()
-        if name not in ("step", "time_unix") and isinstance(value := plain(entry), int | float)
-    }
 
 
 def _identity(folder: Path) -> str:

@@ -26,12 +26,11 @@ class Watchdog:
     Ctrl-Z for an hour does not exceed a limit.
 
     Args:
-      config: time limit of each phase.
-      on_overdue: called once, in the watchdog's thread, with the message.
+      config, on_overdue: time limits; called once, in the watchdog's thread, with the message.
       is_peer_busy: returns whether a peer is in a phase that may take longer than a step; the time
         of a step or verification, which waits for that peer, then stands still.
-      heartbeat: a file; its content changes while this process runs Python, for the parent
-        that watches it. If the parent has died, this process gets SIGTERM.
+      heartbeat: a file whose content changes while this process runs Python, for the parent that
+        watches it. If the parent has died, this process gets SIGTERM.
       now: a monotonic clock.
     """
 
@@ -44,13 +43,8 @@ class Watchdog:
         heartbeat: Path | None = None,
         now: Callable[[], float] = time.monotonic,
     ):
-        self._config, self._on_overdue, self._heartbeat, self._now = (
-            config,
-            on_overdue,
-            heartbeat,
-            now,
-        )
-        self._is_peer_busy = is_peer_busy
+        self._config, self._heartbeat, self._now = config, heartbeat, now
+        self._on_overdue, self._is_peer_busy = on_overdue, is_peer_busy
         self.details: dict[str, str] = {}  # detail of a phase for the message, if known
         self._lock = threading.Lock()
         # Name of each nested phase, and its start without the time of inner phases.
@@ -113,8 +107,7 @@ class Watchdog:
     def long_phase(self) -> tuple[str, float] | tuple[str, float, int] | None:
         """Return the current phase and its limit in seconds, if peers may have to wait for it.
 
-        For a verification a counter is added, which grows about ten times within the limit while
-        bytes are read.
+        A verification has a counter too: while bytes are read, it grows ten times in the limit.
         """
         with self._lock:
             if not self._phases:
@@ -144,11 +137,9 @@ class Watchdog:
             limit = self.limit(name)
             if now - begun <= limit:
                 return ""
-            details = f", {self.details[name]}," if name in self.details else ""
-            return (
-                f"nothing has moved in {name!r}{details} for {now - begun:.0f} s; "
-                f"its limit is {limit:.0f} s"
-            )
+            where = f"{name!r}, {self.details[name]}," if name in self.details else repr(name)
+            limits = f"its limit is {limit:.0f} s"
+            return f"nothing has moved in {where} for {now - begun:.0f} s; {limits}"
 
     def _run(self) -> None:
         beats, parent = 0, os.getppid()

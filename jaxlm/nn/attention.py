@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,29 +30,25 @@ LATENT = ("batch", "length", "rank")
 
 # Queries [B, T, N, H], keys [B, S, K, H] and values [B, S, K, U].
 QKV = tuple[Array, Array, Array]
+Projected = tuple[Any, Array, Array]  # the same, or queries, shared key and latent of MLA
 
 
 class CrossInputs(NamedTuple):
-    """Inputs of a decoder's cross-attention: the encoder's outputs, and their visibility.
-
-    Without `values`, `layers` has the keys and values of every layer, by kind.
-    """
+    """Outputs of an encoder, and their visibility, for a decoder's cross-attention."""
 
     mask: Mask
     values: Float[Array, "B S D"] | None = None
+    # Without values: the keys and values of every layer, by kind.
     layers: dict[str, tuple[EncoderKV, ...]] | None = None
 
 
 class LayerInputs(NamedTuple):
-    """Inputs that all layers of a stack share, besides the stream.
-
-    `start` is the slot of each row at which new tokens are written into a KV cache.
-    """
+    """Inputs that all layers of a stack share, besides the stream."""
 
     positions: Int[Array, "B T"]
     mask: Mask
     memory: CrossInputs | None = None
-    start: Int[Array, "B"] | None = None
+    start: Int[Array, "B"] | None = None  # slot of each row for new tokens in a KV cache
 
 
 class AttentionBase(nnx.Module):
@@ -62,10 +58,26 @@ class AttentionBase(nnx.Module):
     precision: Precision
     out: Linear
 
-    @property
-    def _scale(self) -> float:
-        config = self.config
-        return config.head_dim**-0.5 if config.scale is None else config.scale
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        inputs: LayerInputs,
+        *,
+        cache: LayerCache | None = None,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Attend over `x`, or over the cache after `x` is appended to it."""
+        query, keys, values = self._project(x, inputs.positions)
+        mask, is_cached = inputs.mask, cache is not None
+        if cache is not None:
+            cache, keys, values, mask = self._append(cache, keys, values, inputs)
+        mask = dataclasses.replace(mask, window=self.config.window)
+        heads = self._self_attend((query, keys, values), mask, key, is_cached=is_cached)
+        return self._out_projection(heads), cache
+
+    def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Projected:
+        """Return queries, and keys and values as they are cached."""
+        raise NotImplementedError
 
     def _apply_rope(self, positions: Int[Array, "B T"], size: int, *vectors: Array) -> list[Array]:
         """Rotate heads of this size by their positions, if the config has rotary embeddings."""
@@ -103,7 +115,7 @@ class AttentionBase(nnx.Module):
             *qkv,
             mask,
             precision,
-            scale=self._scale,
+            scale=self.config.score_scale,
             cap=self.config.cap,
             dropout=self.config.dropout,
             dropout_key=key,
@@ -111,14 +123,12 @@ class AttentionBase(nnx.Module):
         )
 
     def _self_attend(
-        self, qkv: QKV, mask: Mask, key: Array | None, *, is_cached: bool
-    ) -> Float[Array, "B T D"]:
-        """Attend by the config's kernel, over a cache by the reference, and project the result."""
-        mask = dataclasses.replace(mask, window=self.config.window)
+        self, qkv: Projected, mask: Mask, key: Array | None, *, is_cached: bool
+    ) -> Float[Array, "B T N U"]:
+        """Attend by the config's kernel, or over a cache by the reference."""
         self._record(*qkv[:2], mask)
         kernel = "reference" if is_cached else self.config.kernel
-        heads = self._attend(qkv, mask, key, kernel=kernel, is_cached=is_cached)
-        return self._out_projection(heads)
+        return self._attend(qkv, mask, key, kernel=kernel, is_cached=is_cached)
 
     def _out_projection(self, heads: Float[Array, "B T N U"]) -> Float[Array, "B T D"]:
         return self.out(constrain(heads, *HEADS))
@@ -133,7 +143,7 @@ class AttentionBase(nnx.Module):
             keys,
             mask,
             self.precision.compute,
-            scale=self._scale,
+            scale=self.config.score_scale,
             cap=self.config.cap,
             entropy=entropy,
         )
@@ -146,18 +156,10 @@ class AttentionBase(nnx.Module):
 class Attention(AttentionBase):
     """Self-attention, with grouped heads, rotary embeddings, norms and softcap by the config."""
 
-    def __init__(
-        self,
-        width: int,
-        config: AttentionConfig,
-        *,
-        key: Array,
-        init: Initializer,
-        precision: Precision,
-    ):
-        self.config, self.precision = config, precision
+    def __init__(self, width: int, config: AttentionConfig, *, key: Array, init: Initializer):
+        self.config, self.precision = config, init.precision
         keys = jax.random.split(key, 4)
-        linear = functools.partial(Linear, init=init, precision=precision)
+        linear = functools.partial(Linear, init=init)
         stream = {"embed": width}
         queries = {"heads": config.heads, "head_dim": config.head_dim}
         shared = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
@@ -174,25 +176,13 @@ class Attention(AttentionBase):
 
         self.query_norm, self.key_norm = norm(queries), norm(shared)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        inputs: LayerInputs,
-        *,
-        cache: LayerCache | None = None,
-        key: Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Attend over `x`, or over the cache after `x` is appended to it."""
+    def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> QKV:
         query = constrain(self.query(x), *HEADS)
         keys, values = self._keys_values(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, keys = self.query_norm(query), self.key_norm(keys)
-        query, keys = self._apply_rope(inputs.positions, self.config.head_dim, query, keys)
-        mask = inputs.mask
-        if cache is not None:
-            cache, keys, values, mask = self._append(cache, keys, values, inputs)
-        qkv = query, keys, values
-        return self._self_attend(qkv, mask, key, is_cached=cache is not None), cache
+        query, keys = self._apply_rope(positions, self.config.head_dim, query, keys)
+        return query, keys, values
 
     def _keys_values(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         return constrain(self.key(x), *KV_HEADS), constrain(self.value(x), *KV_HEADS)
@@ -237,21 +227,13 @@ class LatentAttention(AttentionBase):
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
     """
 
-    def __init__(
-        self,
-        width: int,
-        config: AttentionConfig,
-        *,
-        key: Array,
-        init: Initializer,
-        precision: Precision,
-    ):
+    def __init__(self, width: int, config: AttentionConfig, *, key: Array, init: Initializer):
         latent = config.latent
         assert latent is not None
-        self.config, self.precision, self.latent_config = config, precision, latent
+        self.config, self.precision, self.latent_config = config, init.precision, latent
         names = ("query_latent", "query", "latent", "rotary_key", "key", "value", "out")
         keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-        linear = functools.partial(Linear, init=init, precision=precision)
+        linear = functools.partial(Linear, init=init)
         stream, rank = {"embed": width}, latent.query_rank
 
         def heads(size: int) -> dict[str, int]:
@@ -259,7 +241,7 @@ class LatentAttention(AttentionBase):
 
         def per_head(name: str, size: int) -> HeadLinear:
             ins = {"latent": latent.rank}
-            return HeadLinear(ins, heads(size), key=keys[name], init=init, precision=precision)
+            return HeadLinear(ins, heads(size), key=keys[name], init=init)
 
         query_ins = stream if rank is None else {"latent": rank}
         rank_dims = {} if rank is None else {"rank": rank}
@@ -275,15 +257,8 @@ class LatentAttention(AttentionBase):
         self.value = per_head("value", latent.value_dim)
         self.out = linear(heads(latent.value_dim), stream, key=keys["out"], ends_on_residual=True)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        inputs: LayerInputs,
-        *,
-        cache: LayerCache | None = None,
-        key: Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Attend over `x`, or over the cache after `x` is appended to it."""
+    def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Projected:
+        """Return queries without and with rotation, the rotated key, and the latent."""
         size = self.latent_config.rotary_dim
         query_in = x
         if self.query_latent is not None and self.query_norm is not None:
@@ -292,25 +267,28 @@ class LatentAttention(AttentionBase):
         latent = self.latent_norm(constrain(self.latent(x), *LATENT))
         rotary_key = constrain(self.rotary_key(x), *LATENT)[:, :, None]
         plain, rotated = query[..., :-size], query[..., -size:]
-        rotated, rotary_key = self._apply_rope(inputs.positions, size, rotated, rotary_key)
-        mask = inputs.mask
-        if cache is not None:
-            latent = latent[:, :, None]
-            cache, rotary_key, values, mask = self._append(cache, rotary_key, latent, inputs)
-            latent = values[:, :, 0]
-        if cache is not None and self._is_absorbed(x.shape[1]):
-            mask = dataclasses.replace(mask, window=self.config.window)
+        rotated, rotary_key = self._apply_rope(positions, size, rotated, rotary_key)
+        return (plain, rotated), rotary_key, latent
+
+    def _append(
+        self, cache: LayerCache, keys: Array, values: Array, inputs: LayerInputs
+    ) -> tuple[LayerCache, Array, Array, Mask]:
+        cache, keys, values, mask = super()._append(cache, keys, values[:, :, None], inputs)
+        return cache, keys, values[:, :, 0], mask
+
+    def _self_attend(
+        self, qkv: Projected, mask: Mask, key: Array | None, *, is_cached: bool
+    ) -> Float[Array, "B T N U"]:
+        (plain, rotated), rotary_key, latent = qkv
+        if is_cached and self._is_absorbed(plain.shape[1]):
             query = jnp.concatenate((self.key.absorb_query(plain), rotated), axis=-1)
             values = latent[:, :, None]
-            keys = jnp.concatenate((values, rotary_key), axis=-1)
-            qkv = query, keys, values
-            heads = self._attend(qkv, mask, key, kernel="reference", is_cached=True)
-            return self._out_projection(self.value.project_heads(heads)), cache
+            absorbed = query, jnp.concatenate((values, rotary_key), axis=-1), values
+            heads = self._attend(absorbed, mask, key, kernel="reference", is_cached=True)
+            return self.value.project_heads(heads)
         query = jnp.concatenate((plain, rotated), axis=-1)
-        length = "length" if cache is None else None
-        keys, values = self._keys_values(latent, rotary_key, length)
-        qkv = query, keys, values
-        return self._self_attend(qkv, mask, key, is_cached=cache is not None), cache
+        keys, values = self._keys_values(latent, rotary_key, None if is_cached else "length")
+        return super()._self_attend((query, keys, values), mask, key, is_cached=is_cached)
 
     def _keys_values(
         self, latent: Float[Array, "B S R"], rotary_key: Float[Array, "B S 1 h"], length: str | None

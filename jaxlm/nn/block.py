@@ -1,8 +1,5 @@
 """One layer: attention and MLP wired to the residual stream."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +7,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxlm.core.mean import Mean
-from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
 from jaxlm.nn.attention import Attention, CrossAttention, CrossInputs, LatentAttention, LayerInputs
 from jaxlm.nn.cache import EncoderKV, LayerCache
@@ -35,29 +31,20 @@ class Block(nnx.Module):
     A layer with cross-attention c adds c(n(x)) between f and g, with a norm of its own.
     """
 
-    def __init__(
-        self,
-        width: int,
-        config: BlockConfig,
-        *,
-        key: Array,
-        init: Initializer,
-        precision: Precision,
-    ):
+    def __init__(self, width: int, config: BlockConfig, *, key: Array, init: Initializer):
         self.config = config
-        made = functools.partial(dict[str, Any], init=init, precision=precision)
         attention_key, mlp_key = jax.random.split(key)
         attention = Attention if config.attention.latent is None else LatentAttention
-        self.attention = attention(width, config.attention, **made(key=attention_key))
-        self.mlp = (
-            Moe(width, config.mlp, **made(key=mlp_key))
-            if isinstance(config.mlp, MoeConfig)
-            else Mlp(width, config.mlp, **made(key=mlp_key))
-        )
+        self.attention = attention(width, config.attention, key=attention_key, init=init)
+        self.mlp: Moe | Mlp
+        if isinstance(config.mlp, MoeConfig):
+            self.mlp = Moe(width, config.mlp, key=mlp_key, init=init)
+        else:
+            self.mlp = Mlp(width, config.mlp, key=mlp_key, init=init)
         self.cross = (
-            None
-            if config.cross is None
-            else CrossAttention(width, config.cross, **made(key=jax.random.fold_in(key, 2)))
+            CrossAttention(width, config.cross, key=jax.random.fold_in(key, 2), init=init)
+            if config.cross
+            else None
         )
 
         def norm(name: str) -> Norm | None:

@@ -1,4 +1,9 @@
-"""Frozen, hashable descriptions of a layer. Free of JAX."""
+"""Frozen, hashable descriptions of a layer. Free of JAX.
+
+Example:
+  >>> AttentionConfig(heads=8, kv_heads=2, head_dim=64).cached  # heads, key size, value size
+  (2, 64, 64)
+"""
 
 import dataclasses
 from typing import Literal
@@ -88,6 +93,11 @@ class AttentionConfig:
             raise ValueError(f"latent attention: kv_heads = {self.kv_heads}, heads = {self.heads}")
         if self.bias or self.out_bias or self.qk_norm or self.relative:
             raise ValueError("latent attention has no biases and no query-key norms")
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def value_dim(self) -> int:

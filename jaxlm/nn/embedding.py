@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import parameter
 from jaxlm.ops.matmul import Side, decode_layout, matmul
@@ -13,22 +12,10 @@ from jaxlm.parallel.rules import constrain
 
 
 class Embedding(nnx.Module):
-    """A table with one row for each id.
+    """A table with a row for each id; the host checks their range, which JAX would clamp."""
 
-    The host checks that ids are in range: JAX would silently clamp the others.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        width: int,
-        *,
-        axis: str,
-        key: Array,
-        init: Initializer,
-        precision: Precision,
-    ):
-        self.precision, self.axis = precision, axis
+    def __init__(self, rows: int, width: int, *, axis: str, key: Array, init: Initializer):
+        self.precision, self.axis = init.precision, axis
         self.table = parameter(init.table(key, (rows, width)), axis, "embed")
         self._decode_table: Array | None = None  # a copy in the layout that `unembed` reads
         self._side: Side = 1

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxlm.core.precision import Precision
+
 
 @dataclasses.dataclass(frozen=True)
 class Initializer:
-    """Distribution of a model's initial weights.
+    """Distribution of a model's initial weights, and the precision of its layers.
 
     - `normal`: N(0, std), as in public training codes for Llama; its papers do not state it.
     - `gpt2`: the same, divided by sqrt(2 depth) in projections that end on the residual stream
@@ -22,14 +24,24 @@ class Initializer:
     Embeddings are N(0, std) in all schemes. `width_ratio` is the width over the one that std was
     tuned at: `normal` and `gpt2` divide the variance by it (muP; Yang et al. 2022,
     arXiv:2203.03466, table 8). With `ends_outside` only the input has the width, as in a router;
-    then the deviation is divided by the ratio.
+    then the deviation is divided by the ratio. Layers compute with the `precision`.
     """
 
     scheme: Literal["gpt2", "normal", "xavier", "he"]
     std: float
     depth: int
-    dtype: jnp.dtype
+    precision: Precision
     width_ratio: float = 1.0
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the weights."""
+        return self.precision.params
+
+    @property
+    def exact(self) -> "Initializer":
+        """The initializer of a layer without rounded products."""
+        return dataclasses.replace(self, precision=self.precision.exact)
 
     def weight(
         self,

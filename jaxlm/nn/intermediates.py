@@ -1,7 +1,6 @@
-"""Intermediates that layers record while a program is traced (Flax: `sow`).
+"""Intermediates that layers record in a trace (Flax: `sow`); off by default.
 
-Capturing is off by default; then the traced program is unchanged. Captured values are tracers:
-return them from the function being traced, before a scan or a gradient ends.
+Captured values are tracers: return them from the traced function, before a scan or gradient ends.
 """
 
 import contextlib

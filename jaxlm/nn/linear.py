@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
 from jaxlm.ops.matmul import Side, decode_layout, grouped_matmul, matmul
 from jaxlm.parallel.rules import constrain
@@ -43,7 +42,6 @@ class Linear(nnx.Module):
         *,
         key: Array,
         init: Initializer,
-        precision: Precision,
         bias: bool = False,
         ends_on_residual: bool = False,
         ends_outside: bool = False,
@@ -52,7 +50,7 @@ class Linear(nnx.Module):
     ):
         self.ins, self.outs = tuple(ins.values()), tuple(outs.values())
         self._is_gathered = is_gathered
-        self.precision, self.result = precision, result
+        self.precision, self.result = init.precision, result
         self._side: Side = 0  # the input's axis of the flat weight
         flat = (math.prod(self.ins), math.prod(self.outs))
         weight = init.weight(
@@ -122,10 +120,9 @@ class GroupedLinear(nnx.Module):
         *,
         key: Array,
         init: Initializer,
-        precision: Precision,
         ends_on_residual: bool = False,
     ):
-        self.precision = precision
+        self.precision = init.precision
         self.axes = ("experts", *ins, *outs)
         shape = (math.prod(ins.values()), math.prod(outs.values()))
 
@@ -139,8 +136,5 @@ class GroupedLinear(nnx.Module):
     def __call__(
         self, x: Float[Array, "..."], weight: Float[Array, "E I O"], sizes: Array | None
     ) -> Float[Array, "..."]:
-        """Apply `weight`, this device's part of ours, as `grouped_matmul` does.
-
-        2 x ins x outs FLOPs a row.
-        """
+        """Apply `weight`, this device's part, as `grouped_matmul`: 2 x ins x outs FLOPs a row."""
         return grouped_matmul(x, weight, sizes, self.precision)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
 from jaxlm.nn.config import Activation, MlpConfig
 from jaxlm.nn.init import Initializer
@@ -47,13 +46,11 @@ gated.defvjp(lambda activation, gate, up: (activation(gate) * up, (gate, up)), _
 class Mlp(nnx.Module):
     """down(act(up(x))), or if gated down(act(gate(x)) * up(x)) (Shazeer 2020, 2002.05202)."""
 
-    def __init__(
-        self, width: int, config: MlpConfig, *, key: Array, init: Initializer, precision: Precision
-    ):
+    def __init__(self, width: int, config: MlpConfig, *, key: Array, init: Initializer):
         self.config = config
         keys = jax.random.split(key, 3)
         stream, hidden = {"embed": width}, {"mlp": config.hidden}
-        linear = functools.partial(Linear, init=init, precision=precision, bias=config.bias)
+        linear = functools.partial(Linear, init=init, bias=config.bias)
         self.gate = linear(stream, hidden, key=keys[0]) if config.gated else None
         self.up = linear(stream, hidden, key=keys[1])
         self.down = linear(hidden, stream, key=keys[2], ends_on_residual=True)

@@ -10,7 +10,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxlm.core.mean import Mean
-from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
 from jaxlm.nn.config import MlpConfig, MoeConfig
 from jaxlm.nn.init import Initializer
@@ -32,27 +31,25 @@ class Moe(nnx.Module):
     this form); Dai et al. 2024, arXiv:2401.06066 (shared experts).
     """
 
-    def __init__(
-        self, width: int, config: MoeConfig, *, key: Array, init: Initializer, precision: Precision
-    ):
+    def __init__(self, width: int, config: MoeConfig, *, key: Array, init: Initializer):
         self.config = config
-        keys = jax.random.split(key, 5)
+        keys, float32 = jax.random.split(key, 5), jnp.dtype(jnp.float32)
+        exact = dataclasses.replace(init.precision.exact, compute=float32)
         self.router = Linear(
             {"embed": width},
             {"routes": config.experts},
             key=keys[0],
-            init=init,
-            precision=dataclasses.replace(precision.exact, compute=jnp.dtype(jnp.float32)),
+            init=dataclasses.replace(init, precision=exact),
             ends_outside=True,
-            result=jnp.dtype(jnp.float32),
+            result=float32,
         )
         stream, hidden = {"embed": width}, {"mlp": config.hidden}
-        grouped = functools.partial(GroupedLinear, config.experts, init=init, precision=precision)
+        grouped = functools.partial(GroupedLinear, config.experts, init=init)
         self.gate = grouped(stream, hidden, key=keys[1])
         self.up = grouped(stream, hidden, key=keys[2])
         self.down = grouped(hidden, stream, key=keys[3], ends_on_residual=True)
         shared = MlpConfig(hidden=config.shared, activation=config.activation, gated=True)
-        mlp = functools.partial(Mlp, width, shared, init=init, precision=precision)
+        mlp = functools.partial(Mlp, width, shared, init=init)
         self.shared = mlp(key=keys[4]) if config.shared else None
         bias = jnp.zeros((config.experts,), jnp.float32)
         self.bias = None if config.bias_rate is None else parameter(bias, "balance")

@@ -1,4 +1,9 @@
-"""Frequencies of rotary embeddings, and their scaling for longer contexts. Free of JAX."""
+"""Frequencies of rotary embeddings, and their scaling for longer contexts. Free of JAX.
+
+Example:
+  >>> Rope(theta=100.0, scaling=LinearScaling(factor=4.0)).factors(4)
+  (0.25, 0.25)
+"""
 
 import dataclasses
 import math

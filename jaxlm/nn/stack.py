@@ -14,7 +14,6 @@ from jaxtyping import Float
 
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
-from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
 from jaxlm.nn.attention import CrossAttention, LayerInputs
 from jaxlm.nn.block import Block
@@ -37,10 +36,7 @@ LayerOutputs = tuple[Array, Intermediates, dict[str, Mean]]
 
 
 class Unstacked(nnx.Module):
-    """The blocks of a stack as separate modules with separate caches; layer i is of kind i % kinds.
-
-    A step then writes into each cache in place.
-    """
+    """Blocks as modules with caches that a step writes in place; layer i is of kind i % kinds."""
 
     def __init__(self, blocks: list[Block], kinds: int):
         self.blocks, self.kinds = nnx.List(blocks), kinds
@@ -126,7 +122,6 @@ class Stack(nnx.Module):
         *,
         key: Array,
         init: Initializer,
-        precision: Precision,
         layers: Layers,
         remat: str,
         schedule: Schedule | None = None,
@@ -141,7 +136,7 @@ class Stack(nnx.Module):
         for kind, config in enumerate(pattern):
 
             def make(key: Array, config: BlockConfig = config) -> Block:
-                return Block(width, config, key=key, init=init, precision=precision)
+                return Block(width, config, key=key, init=init)
 
             one = nnx.eval_shape(functools.partial(make, keys[0]))
             states = jax.vmap(lambda key, make=make: nnx.state(make(key)))(
@@ -319,10 +314,7 @@ def _per_row(mask: Mask, rows: int) -> dict[str, Array]:
 
 
 def _unstack(tree: Any) -> list[Any]:
-    """Return the tree of each layer.
-
-    Split, not indexed, so that gradients are concatenated instead of added into zeros.
-    """
+    """Return each layer's tree; split, so that gradients are concatenated, not added to zeros."""
     leaves, treedef = jax.tree.flatten(tree)
     columns = [
         list(leaf)

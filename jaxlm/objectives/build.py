@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxlm.objectives import config, denoising
+from jaxlm.objectives import config, objective
 from jaxlm.objectives.config import Architecture, LossConfig
 from jaxlm.objectives.distill import Distillation
 from jaxlm.objectives.objective import Objective
@@ -20,7 +20,7 @@ def build(
     """
     if isinstance(settings, config.Mixture):
         members = tuple(build(part, loss, architecture) for part, _ in settings.parts)
-        return denoising.Mixture(settings, loss, architecture, members)
+        return objective.Mixture(settings, loss, architecture, members)
     return _class_of(settings)(settings, loss, architecture)
 
 
@@ -29,18 +29,18 @@ def _class_of(settings: config.TokenObjective | config.Distill) -> type[Objectiv
         case config.Causal():
             return Objective
         case config.MTP():
-            return denoising.MultiToken
+            return objective.MultiToken
         case config.Prefix():
-            return denoising.PrefixLM
+            return objective.PrefixLM
         case config.Masked():
-            return denoising.MaskedLM
+            return objective.MaskedLM
         case config.Span():
-            return denoising.SpanCorruption
+            return objective.SpanCorruption
         case config.UL2():
-            return denoising.UnifiedDenoising
+            return objective.UnifiedDenoising
         case config.Blank():
-            return denoising.BlankInfilling
+            return objective.BlankInfilling
         case config.FIM():
-            return denoising.FillInTheMiddle
+            return objective.FillInTheMiddle
         case config.Distill():
             return Distillation

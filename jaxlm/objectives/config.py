@@ -1,4 +1,9 @@
-"""Settings of the objective and of the loss. Free of JAX."""
+"""Settings of the objective and of the loss. Free of JAX.
+
+Example:
+  >>> Causal().keeps_rows, Masked().prompts, UL2().architectures
+  (True, 'none', ('decoder', 'encoder-decoder'))
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -45,32 +50,36 @@ class ObjectiveFacts:
         return None
 
     def target_length(self, sequence: int) -> int:
-        """Return the slots of the decoder's row if the encoder's has `sequence`.
-
-        Raises:
-          ValueError: if the objective cannot train an encoder-decoder.
-        """
+        """Return the slots of the decoder's row for the encoder's; ValueError if it has none."""
         raise ValueError("the objective makes no pairs for an encoder and a decoder")
 
 
+class LeftToRight(ObjectiveFacts):
+    """Facts of an objective that predicts every token of a row from those before it."""
+
+    keeps_rows = True
+    evaluated_as_causal = True
+
+
+class BothWays(ObjectiveFacts):
+    """Facts of an objective that reads a part of each document bidirectionally."""
+
+    bidirectional = True
+    prompts = "both ways"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Causal(ObjectiveFacts):
+class Causal(LeftToRight):
     """Predict each token from those before it."""
 
     name: Literal["causal"] = "causal"
 
-    keeps_rows: ClassVar[bool] = True
-    evaluated_as_causal: ClassVar[bool] = True
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prefix(ObjectiveFacts):
+class Prefix(BothWays):
     """Read the start of each document bidirectionally, up to a random point; predict the rest."""
 
     name: Literal["prefix"] = "prefix"
-
-    bidirectional: ClassVar[bool] = True
-    prompts: ClassVar[Prompts] = "both ways"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,27 +108,21 @@ class Masked(ObjectiveFacts):
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that `hidden` and `random` are at most all of the predicted tokens."""
         if self.hidden + self.random > 1:
-            yield (
-                "random",
-                f"hidden = {self.hidden:g} and random = {self.random:g} add up to more than 1",
-                f"--config.objective.random={1 - self.hidden:.3g}",
-            )
+            why = f"hidden = {self.hidden:g} and random = {self.random:g} add up to more than 1"
+            yield "random", why, f"--config.objective.random={1 - self.hidden:.3g}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Span(ObjectiveFacts):
+class Span(BothWays):
     """Cut out spans of tokens and predict them after the rest of the text: T5's span corruption.
 
-    A decoder has both in one row. With an encoder-decoder, the encoder reads the rest in a row of
-    its own, and the decoder predicts the spans.
+    A decoder has both in one row; an encoder reads the rest, and its decoder predicts the spans.
     """
 
     name: Literal["span"] = "span"
     rate: float = setting(0.15, "share of the tokens that are cut out", above=0, high=0.8)
     mean: float = setting(3.0, "mean length of a span", unit="tokens", low=1)
 
-    bidirectional: ClassVar[bool] = True
-    prompts: ClassVar[Prompts] = "both ways"
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder", "encoder-decoder")
 
     def target_length(self, sequence: int) -> int:
@@ -130,37 +133,29 @@ class Span(ObjectiveFacts):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blank(ObjectiveFacts):
+class Blank(BothWays):
     """Cut out spans and predict them in a random order, each token with a second position: GLM."""
 
     name: Literal["blank"] = "blank"
     rate: float = setting(0.15, "share of the tokens that are cut out", above=0, high=0.8)
     mean: float = setting(3.0, "mean length of a span", unit="tokens", low=1)
 
-    bidirectional: ClassVar[bool] = True
-    prompts: ClassVar[Prompts] = "both ways"
     block_positions: ClassVar[int | None] = BLOCK_POSITIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UL2(ObjectiveFacts):
+class UL2(BothWays):
     """Apply one of seven denoisers to each row: short or long spans, few or many, or a suffix.
 
-    With an encoder-decoder, the encoder reads what is left, and the decoder predicts the spans or
-    the last quarter.
+    An encoder reads what is left, and its decoder predicts the spans or the last quarter.
     """
 
     name: Literal["ul2"] = "ul2"
 
-    bidirectional: ClassVar[bool] = True
-    prompts: ClassVar[Prompts] = "both ways"
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder", "encoder-decoder")
 
     def target_length(self, sequence: int) -> int:
-        """Return the slots of the decoder's row if the encoder's has `sequence`.
-
-        It is the same for every denoiser.
-        """
+        """Return the slots of the decoder's row, the same for every denoiser."""
         from jaxlm.data.corrupt import pairs
 
         spans = [pairs.target_length_of_spans(sequence, rate, mean) for rate, mean in UL2_SPANS]
@@ -188,7 +183,7 @@ class FIM(ObjectiveFacts):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTP(ObjectiveFacts):
+class MTP(LeftToRight):
     """Predict each token from those before it, and the tokens after it with heads of their own."""
 
     name: Literal["mtp"] = "mtp"
@@ -203,9 +198,6 @@ class MTP(ObjectiveFacts):
         above=0,
     )
 
-    keeps_rows: ClassVar[bool] = True
-    evaluated_as_causal: ClassVar[bool] = True
-
     @property
     def mtp_settings(self) -> "MTP | None":
         """Return these settings."""
@@ -214,15 +206,12 @@ class MTP(ObjectiveFacts):
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that there is a head."""
         if not self.weights:
-            yield (
-                "weights",
-                "no token beyond the next one has a weight, which is the objective causal",
-                "--config.objective.weights=0.3",
-            )
+            why = "no token beyond the next one has a weight, which is the objective causal"
+            yield "weights", why, "--config.objective.weights=0.3"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Distill(ObjectiveFacts):
+class Distill(LeftToRight):
     """Learn the next-token distribution of a frozen teacher: knowledge distillation."""
 
     name: Literal["distill"] = "distill"
@@ -233,9 +222,6 @@ class Distill(ObjectiveFacts):
     temperature: float = setting(
         1.0, "divisor of both models' logits in the divergence", above=0, high=100
     )
-
-    keeps_rows: ClassVar[bool] = True
-    evaluated_as_causal: ClassVar[bool] = True
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that there is a teacher."""
@@ -318,11 +304,8 @@ class Mixture:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that some objective has a weight."""
         if not self.parts:
-            yield (
-                "weights.causal",
-                "no objective has a weight",
-                "--config.objective.weights.causal=1",
-            )
+            flag = "--config.objective.weights.causal=1"
+            yield "weights.causal", "no objective has a weight", flag
 
 
 TokenObjective = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP

@@ -10,7 +10,7 @@ from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Model
 from jaxlm.objectives import config
-from jaxlm.objectives.loss import Loss, auxiliary_loss, logits_function, weighted
+from jaxlm.objectives.loss import Loss, auxiliary_loss, logits_function, read_sharded, weighted
 from jaxlm.objectives.objective import Objective
 from jaxlm.ops.cross_entropy import TokenScores, in_chunks, token_scores
 from jaxlm.parallel import context
@@ -43,9 +43,7 @@ class Distillation(Objective[config.Distill]):
         """Return the loss of a batch, see the class."""
         assert teacher is not None  # the run opens it before the first step
         settings, loss = self.settings, self.loss_settings
-        parts = context.context_size() if model.config.has_ring else 1
-        sharded = context.zigzag_shard(batch, parts)
-        hidden = model.read(sharded, key=key, parts=parts)
+        sharded, hidden, parts = read_sharded(model, batch, key)
         taught = teacher.read(sharded, key=None, parts=parts)
         student_logits, teacher_logits = logits_function(model), logits_function(teacher)
 

@@ -13,6 +13,7 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import widened
 from jaxlm.data.batch import Tokens
+from jaxlm.models.backbone import Hidden
 from jaxlm.models.build import Model
 from jaxlm.models.decoder import Decoder
 from jaxlm.nn.moe import ADDED
@@ -73,9 +74,7 @@ def token_nll(
     DeepSeek-AI 2024, arXiv:2412.19437, equations 24 and 25 (multi-token prediction; a weight here
     is lambda / D there).
     """
-    parts = context.context_size() if model.config.has_ring else 1
-    sharded = context.zigzag_shard(batch, parts)
-    hidden = model.read(sharded, key=key, parts=parts)
+    sharded, hidden, parts = read_sharded(model, batch, key)
 
     def scored(values: Array, targets: Array) -> TokenScores:
         return _scores(model, values, targets, parts, config.chunk, config.label_smoothing)
@@ -113,9 +112,7 @@ def sampled_label_nll(model: Model, batch: Tokens, config: LossConfig) -> Loss:
     uniform over 0 to 2^31 - 1. The id is a function of the slot's seed and logits alone
     (`ops.gumbel`): micro-batches, chunks and meshes sample the same ids, up to rounding of logits.
     """
-    parts = context.context_size() if model.config.has_ring else 1
-    sharded = context.zigzag_shard(batch, parts)
-    hidden = model.read(sharded, key=None, parts=parts)
+    sharded, hidden, parts = read_sharded(model, batch, None)
     logits_of = logits_function(model)
 
     def nll(values: Array, seeds: Array) -> Array:
@@ -134,17 +131,18 @@ def score(
 
     With ring attention the slots of each row are distributed in zigzag order inside this function,
     and the scores are put back in order: only dropout draws differ from those without a ring.
-
-    Args:
-      model: any model.
-      batch: rows of tokens and targets.
-      key: random key of dropout; None turns dropout off.
-      chunk: tokens whose logits are in memory at a time; None computes all at once.
+    Logits of `chunk` tokens are in memory at a time, None computes all at once; None as the `key`
+    turns dropout off.
     """
+    sharded, hidden, parts = read_sharded(model, batch, key)
+    return _scores(model, hidden.values, sharded.targets, parts, chunk, 0.0), hidden.losses
+
+
+def read_sharded(model: Model, batch: Tokens, key: Array | None) -> tuple[Tokens, Hidden, int]:
+    """Return the batch with rows sharded in zigzag, the model's output, and the context's size."""
     parts = context.context_size() if model.config.has_ring else 1
     sharded = context.zigzag_shard(batch, parts)
-    hidden = model.read(sharded, key=key, parts=parts)
-    return _scores(model, hidden.values, sharded.targets, parts, chunk, 0.0), hidden.losses
+    return sharded, model.read(sharded, key=key, parts=parts), parts
 
 
 def logits_function(model: Model) -> Callable[[Array], Array]:

@@ -1,16 +1,18 @@
-"""The interface of objectives: how packed rows become batches, and the loss of a batch."""
+"""Objectives: how packed rows become batches, and the loss of a batch."""
 
 import dataclasses
+import functools
+from abc import ABC
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jax import Array
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
-from jaxlm.data.corrupt import rows
+from jaxlm.data.corrupt import fim, masked, pairs, rows, spans
 from jaxlm.data.corrupt.pairs import EncoderDecoderRows, SourceTarget
-from jaxlm.data.corrupt.rows import ChangedPiece, Corruption, PieceChange, RowChanges
+from jaxlm.data.corrupt.rows import ChangedPiece, Corruption, PieceChange, PieceResult, RowChanges
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.build import Model
 from jaxlm.objectives import config
@@ -18,23 +20,20 @@ from jaxlm.objectives.config import Architecture, LossConfig
 from jaxlm.objectives.loss import Loss, sampled_label_nll, token_nll
 
 Settings = TypeVar("Settings", bound=config.Objective, covariant=True)
+BLANK_TOKENS = "<|mask|>", "<|sentinel_0|>", "<|sentinel_1|>"  # GLM's [MASK], [START] and [END]
+UL2_DRAWS, MIXTURE_DRAWS = 1, 2  # numbers that keep their random draws apart
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective(Generic[Settings]):
+class Objective(ABC, Generic[Settings]):
     """Next-token prediction. A subclass overrides the part in which it differs.
 
     `build.build` makes the objective of a run from its settings; no other code tests their type.
-
-    Args:
-      settings: settings of the objective.
-      loss_settings: settings of the token loss.
-      architecture: kind of model that is trained.
     """
 
     settings: Settings
     loss_settings: LossConfig
-    architecture: Architecture = "decoder"
+    architecture: Architecture = "decoder"  # of the model that is trained
 
     # Rows.
 
@@ -47,13 +46,9 @@ class Objective(Generic[Settings]):
         Each part of a mixture is evaluated alone: the first under the name of the set, the others
         under `SET.objective`.
 
-        Args:
-          tokenizer: tokenizer of the run.
-          sequence: slots of a row.
-
         Raises:
-          ConfigError: if the tokenizer lacks special tokens that the objective writes, or a row is
-            too short for it.
+          ConfigError: if the tokenizer lacks special tokens that the objective writes, or a row of
+            `sequence` slots is too short for it.
         """
         if self.architecture == "encoder-decoder":
             self._check_tokens(tokenizer, "")
@@ -73,9 +68,7 @@ class Objective(Generic[Settings]):
             else:
                 evaluated.setdefault(part.settings.name, part)
         evaluations = {
-            f".{name}" if number else "": None
-            if part is None
-            else part.corruption(tokenizer, sequence)
+            f".{name}" if number else "": part.corruption(tokenizer, sequence) if part else None
             for number, (name, part) in enumerate(evaluated.items())
         }
         return RowChanges(training, evaluations)
@@ -91,8 +84,8 @@ class Objective(Generic[Settings]):
         change, room = self.change(tokenizer, sequence)
         return Corruption(
             change,
-            room,
-            settings.bidirectional,
+            reserved_slots=room,
+            bidirectional=settings.bidirectional,
             has_block_positions=settings.block_positions is not None,
             has_ahead_weights=settings.marks_mtp_rows,
         )
@@ -102,11 +95,7 @@ class Objective(Generic[Settings]):
         return rows.causal, 0
 
     def pair_change(self, tokenizer: Tokenizer) -> PieceChange[SourceTarget]:
-        """Return the change of documents into pairs of encoder and decoder sequences.
-
-        Raises:
-          ValueError: if the objective makes no pairs.
-        """
+        """Return the change of documents into encoder and decoder pairs; ValueError if none."""
         raise ValueError(f"{self.settings.name} makes no pairs for an encoder-decoder")
 
     def missing_tokens(self, tokenizer: Tokenizer) -> Sequence[str]:
@@ -139,13 +128,9 @@ class Objective(Generic[Settings]):
     def loss(
         self, model: Model, batch: Tokens, key: Array | None, teacher: Model | None = None
     ) -> Loss:
-        """Return the loss of a batch: sums and weights, see `Loss`.
+        """Return the loss of a batch of rows as `prepare` changes them: sums and weights.
 
-        Args:
-          model: the model that is trained.
-          batch: rows as `prepare` changes them.
-          key: random key of dropout; None turns dropout off.
-          teacher: frozen model, if `settings.teacher` names one.
+        A `key` turns dropout on; `teacher` is the frozen model that `settings.teacher` names.
         """
         mtp = self.settings.mtp_settings
         weights = () if mtp is None else mtp.weights
@@ -154,3 +139,168 @@ class Objective(Generic[Settings]):
     def curvature_loss(self, model: Model, batch: Tokens) -> Loss:
         """Return the loss of labels sampled from the model, whose gradient gives the curvature."""
         return sampled_label_nll(model, batch, self.loss_settings)
+
+
+class MultiToken(Objective[config.MTP]):
+    """Next tokens and the tokens after them; the rows of a mixture are marked as such."""
+
+    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
+        return rows.causal_with_mtp, 0
+
+
+class PrefixLM(Objective[config.Prefix]):
+    """Documents whose start is read bidirectionally."""
+
+    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
+        return rows.split_prefix, 0
+
+
+class MaskedLM(Objective[config.Masked]):
+    """Tokens that are hidden and predicted in place."""
+
+    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
+        settings, mask = self.settings, masked.mask_id(tokenizer)
+        assert mask is not None  # checked by `prepare`
+        change = functools.partial(
+            masked.mask_tokens,
+            rate=settings.rate,
+            hidden=settings.hidden,
+            random=settings.random,
+            mask=mask,
+            is_text=tokenizer.is_text,
+            is_fixed=settings.masking == "static",
+            words=masked.WordNumbers(tokenizer) if settings.unit == "word" else None,
+        )
+        return change, 0
+
+    def missing_tokens(self, tokenizer: Tokenizer) -> Sequence[str]:
+        return masked.MASK_TOKENS[:1] if masked.mask_id(tokenizer) is None else ()
+
+
+class _Spans:
+    """The parts that T5's span corruption and UL2 share."""
+
+    def missing_tokens(self, tokenizer: Tokenizer) -> Sequence[str]:
+        return () if len(spans.sentinel_ids(tokenizer)) else (spans.SENTINEL_FORMS[0].format(0),)
+
+
+class SpanCorruption(_Spans, Objective[config.Span]):
+    """Spans that are cut out and predicted after the rest, or by a decoder."""
+
+    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
+        return _span_change(self.settings.rate, self.settings.mean, tokenizer, sequence)
+
+    def pair_change(self, tokenizer: Tokenizer) -> PieceChange[SourceTarget]:
+        return _pair_spans(self.settings.rate, self.settings.mean, tokenizer)
+
+
+class UnifiedDenoising(_Spans, Objective[config.UL2]):
+    """UL2: one of seven denoisers for each row, each equally often, without mode tokens.
+
+    No tokenizer here reserves ids for UL2's mode tokens.
+
+    Source: Tay et al. 2022, arXiv:2205.05131, section 3.1.2.
+    """
+
+    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
+        drawn = [_span_change(rate, mean, tokenizer, sequence) for rate, mean in config.UL2_SPANS]
+        changes, rooms = zip(*drawn, strict=True)
+        suffix = functools.partial(rows.split_prefix, share=config.UL2_SUFFIX)
+        return _evenly_drawn([*changes, suffix]), max(rooms)
+
+    def pair_change(self, tokenizer: Tokenizer) -> PieceChange[SourceTarget]:
+        cut = functools.partial(
+            pairs.cut_suffix, share=config.UL2_SUFFIX, edges=spans.Edges.of(tokenizer)
+        )
+        drawn = [_pair_spans(rate, mean, tokenizer) for rate, mean in config.UL2_SPANS]
+        return _evenly_drawn([*drawn, functools.partial(pairs.cut_pieces, cut=cut)])
+
+
+class BlankInfilling(Objective[config.Blank]):
+    """GLM: spans that are cut out and predicted in a random order."""
+
+    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
+        settings = self.settings
+        change = functools.partial(
+            spans.infill_blanks,
+            rate=settings.rate,
+            mean=settings.mean,
+            marks=spans.BlankIds(*(tokenizer.reserved[name] for name in BLANK_TOKENS)),
+            max_block_positions=config.BLOCK_POSITIONS,
+            edges=spans.Edges.of(tokenizer),
+        )
+        return change, spans.reserved_slots(sequence, settings.rate, settings.mean)
+
+    def missing_tokens(self, tokenizer: Tokenizer) -> Sequence[str]:
+        return [name for name in BLANK_TOKENS if name not in tokenizer.reserved]
+
+
+class FillInTheMiddle(Objective[config.FIM]):
+    """Documents rearranged into prefix, suffix and middle; evaluated in their own order.
+
+    Source: Bavarian et al. 2022, arXiv:2207.14255, section 4.1 (the evaluation).
+    """
+
+    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
+        is_split, marks = self.settings.level == "character", fim.fim_ids(tokenizer)
+        assert marks is not None  # checked by `prepare`
+        change = functools.partial(
+            fim.infill,
+            rate=self.settings.rate,
+            spm=self.settings.spm,
+            marks=marks,
+            tokenizer=tokenizer if is_split else None,
+            edges=spans.Edges.of(tokenizer),
+        )
+        return change, fim.reserved_slots(sequence, is_split=is_split)
+
+    def missing_tokens(self, tokenizer: Tokenizer) -> Sequence[str]:
+        if fim.fim_ids(tokenizer) is not None:
+            return ()
+        return [name for name in fim.FIM_TOKENS[0] if name not in tokenizer.reserved]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture(Objective[config.Mixture]):
+    """One of several objectives for each row."""
+
+    members: tuple[Objective[config.Objective], ...] = ()
+
+    @property
+    def parts(self) -> Sequence[Objective[config.Objective]]:
+        return self.members
+
+    def change(self, tokenizer: Tokenizer, sequence: int) -> tuple[PieceChange[ChangedPiece], int]:
+        drawn = [part.change(tokenizer, sequence) for part in self.parts]
+        changes, rooms = zip(*drawn, strict=True)
+        shares = [share for _, share in self.settings.parts]
+        return _drawn(changes, shares, MIXTURE_DRAWS), max(rooms)
+
+
+def _span_change(
+    rate: float, mean: float, tokenizer: Tokenizer, sequence: int
+) -> tuple[PieceChange[ChangedPiece], int]:
+    change = functools.partial(spans.corrupt_spans, **_span_terms(rate, mean, tokenizer))
+    return change, spans.reserved_slots(sequence, rate, mean)
+
+
+def _pair_spans(rate: float, mean: float, tokenizer: Tokenizer) -> PieceChange[SourceTarget]:
+    cut = functools.partial(pairs.cut_spans, **_span_terms(rate, mean, tokenizer))
+    return functools.partial(pairs.cut_pieces, cut=cut)
+
+
+def _span_terms(rate: float, mean: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    sentinels, edges = spans.sentinel_ids(tokenizer), spans.Edges.of(tokenizer)
+    return {"rate": rate, "mean": mean, "sentinels": sentinels, "edges": edges}
+
+
+def _evenly_drawn(changes: Sequence[PieceChange[PieceResult]]) -> PieceChange[PieceResult]:
+    return _drawn(changes, [1 / len(changes)] * len(changes), UL2_DRAWS)
+
+
+def _drawn(
+    changes: Sequence[PieceChange[PieceResult]], shares: Sequence[float], number: int
+) -> PieceChange[PieceResult]:
+    return functools.partial(
+        rows.draw_change, changes=tuple(changes), shares=tuple(shares), number=number
+    )

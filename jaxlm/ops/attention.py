@@ -1,4 +1,12 @@
-"""Dot-product attention."""
+"""Dot-product attention.
+
+Example:
+    >>> from jaxlm.core.precision_config import PrecisionConfig
+    >>> from jaxlm.ops.masks import causal
+    >>> x = jnp.ones((1, 4, 2, 8))
+    >>> attention(x, x, x, causal(4), Precision.of(PrecisionConfig()), scale=1.0).shape
+    (1, 4, 2, 8)
+"""
 
 import dataclasses
 from typing import Any
@@ -12,7 +20,7 @@ from jaxlm.core import backend
 from jaxlm.core.nearest import divisors
 from jaxlm.core.precision import Precision
 from jaxlm.ops.cudnn import cudnn
-from jaxlm.ops.flash import blockwise, by_head, by_token, ring_attention
+from jaxlm.ops.flash import blockwise, by_head, by_token, product, ring_attention
 from jaxlm.ops.kernels import PLATFORMS, Kernel
 from jaxlm.ops.masks import HIDDEN, Mask
 from jaxlm.ops.matmul import transposed
@@ -40,7 +48,6 @@ def attention(
     Scores and softmax are float32.
 
     Args:
-      query, key, value: Q, K and V.
       mask: visibility of the keys, and the bias.
       precision: the operands of both products are in its `compute`.
       scale: of the scores.
@@ -53,8 +60,7 @@ def attention(
         cudnn are kernels of TPUs and NVIDIA GPUs for whole rows; they need vectors of one size, so
         the shorter of H and U is padded with zeros.
 
-    Raises:
-      ValueError: if the kernel cannot compute this; only the reference has dropout and a bias.
+    Raises ValueError if the kernel cannot compute this; only the reference has dropout and a bias.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1; grouped heads arXiv:2305.13245;
     softcap arXiv:2408.00118, section 2.
@@ -109,7 +115,7 @@ def _product(x: Float[Array, "B K G T C"], y: Float[Array, "B K C S"]) -> Float[
 
     JAX's own transpose would multiply the float32 cotangent.
     """
-    return jnp.einsum("bkgtc,bkcs->bkgts", x, y, preferred_element_type=jnp.float32)
+    return product("bkgtc,bkcs->bkgts", x, y)
 
 
 def _product_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
@@ -117,15 +123,11 @@ def _product_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Arra
     low = grad.astype(x.dtype)
     if context.context_size() > 1:
         # A merged dimension of groups x queries would have to be gathered, and scores with it.
-        y_grad = jnp.einsum("bkgtc,bkgts->bkcs", x, low, preferred_element_type=jnp.float32)
+        y_grad = product("bkgtc,bkgts->bkcs", x, low)
     else:
         rows = x.reshape(*x.shape[:2], -1, x.shape[-1])  # all queries of a key head
-        y_grad = jnp.einsum(
-            "bkcr,bkrs->bkcs",
-            transposed(rows),
-            low.reshape(*rows.shape[:3], -1),
-            preferred_element_type=jnp.float32,
-        )
+        grads = low.reshape(*rows.shape[:3], -1)
+        y_grad = product("bkcr,bkrs->bkcs", transposed(rows), grads)
     return _product(low, transposed(y)).astype(x.dtype), y_grad.astype(y.dtype)
 
 
@@ -192,9 +194,7 @@ def attention_figures(
         block_mask = dataclasses.replace(
             mask, query_index=index, query_segments=segments, visible_until=until
         )
-        scores_bkgts = jnp.einsum(
-            "btkgh,bskh->bkgts", q, key.astype(compute), preferred_element_type=jnp.float32
-        )
+        scores_bkgts = product("btkgh,bskh->bkgts", q, key.astype(compute))
         visible = block_mask.materialize()[:, None, None]
         is_query = counted[:, None, None, :]
         peak, spread = carry
@@ -215,8 +215,5 @@ def attention_figures(
     shape = (kv_heads, heads // kv_heads)
     start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
     (peak, spread), _ = lax.scan(update, start, jax.tree.map(blocks, by_query))
-    return (
-        peak.reshape(heads),
-        spread.reshape(heads) if entropy else None,
-        counted.sum(dtype=jnp.float32),
-    )
+    entropies = spread.reshape(heads) if entropy else None
+    return peak.reshape(heads), entropies, counted.sum(dtype=jnp.float32)

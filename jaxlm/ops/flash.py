@@ -64,11 +64,8 @@ class OnlineSoftmax(NamedTuple):
     def empty(cls, queries: Queries, size: int) -> "OnlineSoftmax":
         """Return the state before the first key, for values of this size."""
         shape = queries.q.shape[:-1]
-        return cls(
-            jnp.zeros((*shape, size), jnp.float32),
-            jnp.full(shape, HIDDEN, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-        )
+        out, total = jnp.zeros((*shape, size), jnp.float32), jnp.zeros(shape, jnp.float32)
+        return cls(out, jnp.full(shape, HIDDEN, jnp.float32), total)
 
     def finish(self) -> tuple[Array, Array]:
         """Return the normalized output and the log normalizer."""
@@ -142,7 +139,7 @@ def online_softmax_update(
     peak = jnp.maximum(state.peak, scores.max(-1))
     weights = jnp.exp(scores - peak[..., None])
     decay = jnp.exp(state.peak - peak)
-    added = _product("bkgts,bskh->bkgth", weights.astype(static.compute), keys.v)
+    added = product("bkgts,bskh->bkgth", weights.astype(static.compute), keys.v)
     return OnlineSoftmax(
         state.out * decay[..., None] + added, peak, state.total * decay + weights.sum(-1)
     )
@@ -154,20 +151,17 @@ def _block_gradients(
     """Return what these queries and keys add to the gradients of q, k and v."""
     scores, slope = _scores(static, queries, keys)
     weights = jnp.exp(scores - residuals.log_normalizer[..., None])
-    v_grad = _product("bkgts,bkgth->bskh", weights.astype(static.compute), residuals.grad)
-    weights_grad = _product("bkgth,bskh->bkgts", residuals.grad, keys.v)
+    v_grad = product("bkgts,bkgth->bskh", weights.astype(static.compute), residuals.grad)
+    weights_grad = product("bkgth,bskh->bkgts", residuals.grad, keys.v)
     scores_grad = weights * (weights_grad - residuals.mean[..., None]) * slope
     low = scores_grad.astype(static.compute)
-    return (
-        _product("bkgts,bskh->bkgth", low, keys.k),
-        _product("bkgts,bkgth->bskh", low, queries.q),
-        v_grad,
-    )
+    q_grad = product("bkgts,bskh->bkgth", low, keys.k)
+    return q_grad, product("bkgts,bkgth->bskh", low, queries.q), v_grad
 
 
 def _scores(static: StaticArgs, queries: Queries, keys: Keys) -> tuple[Array, Array | float]:
     """Return scores after softcap and mask, and the slope of the softcap."""
-    scores = _product("bkgth,bskh->bkgts", queries.q, keys.k)
+    scores = product("bkgth,bskh->bkgts", queries.q, keys.k)
     slope: Array | float = 1.0
     if static.cap is not None:
         capped = jnp.tanh(scores / static.cap)
@@ -184,7 +178,8 @@ def _scores(static: StaticArgs, queries: Queries, keys: Keys) -> tuple[Array, Ar
     return jnp.where(mask.materialize()[:, None, None], scores, HIDDEN), slope
 
 
-def _product(equation: str, x: Array, y: Array) -> Array:
+def product(equation: str, x: Array, y: Array) -> Array:
+    """Return an einsum with float32 sums."""
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
@@ -218,11 +213,8 @@ def _cast_gradients(
     static: StaticArgs, grads: tuple[Array, Array, Array], query: Array, key: Array, value: Array
 ) -> tuple[Array, Array, Array]:
     q_grad, k_grad, v_grad = grads
-    return (
-        by_token(q_grad * static.scale, query),
-        k_grad.astype(key.dtype),
-        v_grad.astype(value.dtype),
-    )
+    q_grad = by_token(q_grad * static.scale, query)
+    return q_grad, k_grad.astype(key.dtype), v_grad.astype(value.dtype)
 
 
 def blockwise(
@@ -393,10 +385,8 @@ def _ring_forward(static: StaticArgs, *inputs: Any) -> tuple[Array, Array]:
 
         # Keys are sent on while the device computes with them.
         state = OnlineSoftmax.empty(queries, value.shape[-1])
-        start = (
-            online_softmax_update(static, queries, keys, state),
-            context.ring_permute(keys, parts),
-        )
+        state = online_softmax_update(static, queries, keys, state)
+        start = (state, context.ring_permute(keys, parts))
         (state, keys), _ = lax.scan(run_hop, start, jnp.arange(1, parts - 1))
         out, log_normalizer = update(keys, state, parts - 1).finish()
         return by_token(out, query), log_normalizer

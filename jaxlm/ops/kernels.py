@@ -89,10 +89,8 @@ def misfits(kernel: Kernel, target: Target, work: AttentionWork) -> Iterator[Mis
     if platform is not None and platform != target.platform:
         yield Misfit(f"it is for a {platform}, and this is a {target.platform}")
     if kernel != "reference" and work.dropout:
-        yield Misfit(
-            f"it has no attention dropout, and the rate is {work.dropout:g}",
-            "regularisation.attention_dropout=0",
-        )
+        why = f"it has no attention dropout, and the rate is {work.dropout:g}"
+        yield Misfit(why, "regularisation.attention_dropout=0")
     if kernel != "reference" and work.has_bias:
         yield Misfit("it adds no bias to scores, and this model has relative positions")
     if kernel == "splash":
@@ -150,9 +148,8 @@ def _cudnn_misfits(target: Target, work: AttentionWork) -> Iterator[Misfit]:
     if work.cap is not None:
         yield Misfit(f"it has no softcap, and this model caps scores at {work.cap:g}")
     if work.stages > 1:
-        yield Misfit(
-            f"JAX 0.12 cannot map its mask over pipeline stages, and mesh.pipe = {work.stages}"
-        )
+        why = "JAX 0.12 cannot map its mask over pipeline stages"
+        yield Misfit(f"{why}, and mesh.pipe = {work.stages}")
     if work.length % 2:
         why = f"rows of {work.length} tokens are odd, and its mask needs an even length"
         yield Misfit(why, f"data.sequence={work.length + 1}")

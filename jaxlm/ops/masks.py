@@ -1,4 +1,9 @@
-"""Attention masks: described by indices and segments, materialized only if a kernel needs it."""
+"""Attention masks: described by indices and segments, materialized only if a kernel needs it.
+
+Example:
+    >>> causal(3).materialize()[0].astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+"""
 
 import dataclasses
 

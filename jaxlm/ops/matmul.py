@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.ops import quantize
-from jaxlm.ops.quantize import E4M3, E5M2, INT8, Format
+from jaxlm.ops.quantize import E4M3, E5M2, INT8, NumberFormat
 from jaxlm.parallel import context
 
 Side = Literal[0, 1]  # the axis of a weight that is contracted with the activations
@@ -65,7 +65,6 @@ def matmul(
     arXiv:2304.13013, section 2).
 
     Args:
-      x: activations.
       weight: [I, O], or [O, I] for `side` 1.
       precision: dtypes of operands (`compute`), sums and results.
       result: dtype of the product; that of activations by default.
@@ -96,20 +95,17 @@ def _backward(
         grad_low = grad_low.reshape(-1, grad_low.shape[-1])
     (one, low), (other, other_low) = ((x_low, E4M3), (grad_low, E5M2))[:: -1 if side else 1]
     rows = tuple(range(one.ndim - 1))
+    dot = functools.partial(lax.dot_general, preferred_element_type=precision.reduce)
     if precision.products == "fp8":
         weight_grad = quantize.dot(one, other, (rows, rows), (low, other_low), precision.reduce)
     elif precision.compute == jnp.bfloat16 and is_one_cpu():
         # XLA would merge a transpose of the result into the product, in a form that it compiles
         # and cannot run: hence the barrier.
         axes = (((1,), (0,)), ((), ()))
-        product = lax.dot_general(
-            transposed(one), other, axes, preferred_element_type=precision.reduce
-        )
+        product = dot(transposed(one), other, axes)
         weight_grad = lax.optimization_barrier(product)
     else:
-        weight_grad = lax.dot_general(
-            one, other, ((rows, rows), ((), ())), preferred_element_type=precision.reduce
-        )
+        weight_grad = dot(one, other, ((rows, rows), ((), ())))
     return x_grad, weight_grad.astype(weight.dtype)
 
 
@@ -117,7 +113,11 @@ matmul.defvjp(_forward, _backward)
 
 
 def _dot(
-    x: Array, weight: Array, side: Side, result: jnp.dtype, formats: tuple[Format, Format] | None
+    x: Array,
+    weight: Array,
+    side: Side,
+    result: jnp.dtype,
+    formats: tuple[NumberFormat, NumberFormat] | None,
 ) -> Array:
     """Contract x's last axis with axis `side` of the weight, quantized to `formats` if given.
 

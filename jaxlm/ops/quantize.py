@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-class Format(NamedTuple):
+class NumberFormat(NamedTuple):
     """A target of quantization; a scale maps an operand's largest magnitude to `largest`."""
 
     dtype: jnp.dtype
@@ -17,17 +17,17 @@ class Format(NamedTuple):
 
 # Symmetric: -128 is not used. Dettmers et al. 2022, arXiv:2208.07339, section 2 (a scale for each
 # row and column).
-INT8 = Format(jnp.dtype("int8"), 127.0, True)
+INT8 = NumberFormat(jnp.dtype("int8"), 127.0, True)
 # Micikevicius et al. 2022, arXiv:2209.05433: precision for operands, range for gradients.
-E4M3 = Format(jnp.dtype("float8_e4m3fn"), 448.0, False)
-E5M2 = Format(jnp.dtype("float8_e5m2"), 57344.0, False)
+E4M3 = NumberFormat(jnp.dtype("float8_e4m3fn"), 448.0, False)
+E5M2 = NumberFormat(jnp.dtype("float8_e5m2"), 57344.0, False)
 
 
 def dot(
     a: Array,
     b: Array,
     axes: tuple[Sequence[int], Sequence[int]],
-    formats: tuple[Format, Format],
+    formats: tuple[NumberFormat, NumberFormat],
     result: jnp.dtype,
 ) -> Array:
     """Return the product of a and b with quantized operands.
@@ -36,28 +36,22 @@ def dot(
     steps. An operand that is not finite gives a result that is not finite.
 
     Args:
-      a, b: operands.
       axes: summed axes of each operand.
       formats: of the operands; both of integers, summed in int32, or both of floats, in float32.
       result: dtype of the product.
     """
     (a_low, a_scale), (b_low, b_scale) = map(rounded, (a, b), formats, axes)
     is_integer = jnp.issubdtype(a_low.dtype, jnp.integer)
-    out = lax.dot_general(
-        a_low,
-        b_low,
-        ((tuple(axes[0]), tuple(axes[1])), ((), ())),
-        preferred_element_type=jnp.int32 if is_integer else jnp.float32,
-    )
-    a_scale, b_scale = (
-        scale.squeeze(tuple(summed)) for scale, summed in zip((a_scale, b_scale), axes, strict=True)
-    )
+    sums = jnp.int32 if is_integer else jnp.float32
+    dims = (tuple(axes[0]), tuple(axes[1])), ((), ())
+    out = lax.dot_general(a_low, b_low, dims, preferred_element_type=sums)
+    a_scale, b_scale = a_scale.squeeze(tuple(axes[0])), b_scale.squeeze(tuple(axes[1]))
     a_scale = a_scale.reshape(*a_scale.shape, *(1 for _ in b_scale.shape))
     b_scale = b_scale.reshape(*(1 for _ in range(out.ndim - b_scale.ndim)), *b_scale.shape)
     return (out.astype(jnp.float32) * a_scale * b_scale).astype(result)
 
 
-def rounded(x: Array, format: Format, summed: Sequence[int]) -> tuple[Array, Array]:
+def rounded(x: Array, format: NumberFormat, summed: Sequence[int]) -> tuple[Array, Array]:
     """Return x / scale in the format's dtype, rounded to nearest even, and the float32 scale.
 
     There is one scale, or one for each index of the axes that the product does not sum over; it

@@ -42,7 +42,6 @@ def route(
     s is the softmax of the logits over all experts, or their sigmoid.
 
     Args:
-      logits: the router's output.
       bias: added to s for the choice only.
       top_k: experts of a token.
       router: function from logits to s.

@@ -35,9 +35,8 @@ def splash(
 
     Args: as in `ops.attention.attention`; `interpret` runs on any platform, slowly.
 
-    Raises:
-      ValueError: if the mask is not one of whole rows or has `visible_until`, or the row length is
-        not a multiple of 128.
+    Raises ValueError if the mask is not one of whole rows or has `visible_until`, or the row length
+    is not a multiple of 128.
 
     Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
     """

@@ -20,6 +20,9 @@ class QuantizedMoment(NamedTuple):
     scales: Array
 
 
+Moment = QuantizedMoment | Array
+
+
 class Adam8bitState(NamedTuple):
     """Number of updates, and two moments of each leaf: `QuantizedMoment` for matrices."""
 
@@ -37,14 +40,6 @@ class PowerCode(NamedTuple):
 
 
 M_CODE, V_CODE = PowerCode(3, 127, jnp.int8), PowerCode(4, 255, jnp.uint8)  # of the two moments
-
-
-class Adam8bitUpdate(NamedTuple):
-    """Direction of a leaf, and its next moments."""
-
-    direction: Array
-    first: QuantizedMoment | Array
-    second: QuantizedMoment | Array
 
 
 def scale_by_adam_8bit(config: AdamW8bit, axes: Any) -> optax.GradientTransformation:
@@ -82,15 +77,14 @@ def scale_by_adam_8bit(config: AdamW8bit, axes: Any) -> optax.GradientTransforma
 
     def init(params: Any) -> Adam8bitState:
         def zeros(code: PowerCode) -> Any:
-            def zero(path: str, param: Array) -> QuantizedMoment | Array:
+            def zero(path: str, param: Array) -> Moment:
                 block = block_of(path, param.shape)
                 if block is None:
                     return jnp.zeros_like(param)
                 dim, size = block
                 scales = [n // size if d == dim else n for d, n in enumerate(param.shape)]
-                return QuantizedMoment(
-                    jnp.zeros(param.shape, code.dtype), jnp.zeros(scales, jnp.float32)
-                )
+                codes = jnp.zeros(param.shape, code.dtype)
+                return QuantizedMoment(codes, jnp.zeros(scales, jnp.float32))
 
             return tree.map_with_path(zero, params)
 
@@ -102,37 +96,30 @@ def scale_by_adam_8bit(config: AdamW8bit, axes: Any) -> optax.GradientTransforma
         t = count.astype(jnp.float32)
         key = jax.random.fold_in(jax.random.key(0), count)
 
-        def step(
-            path: str, grad: Array, first: QuantizedMoment | Array, second: QuantizedMoment | Array
-        ) -> Adam8bitUpdate:
+        # The direction of a leaf, and its next moments.
+        def step(path: str, grad: Array, first: Moment, second: Moment) -> tuple[Any, ...]:
             block = block_of(path, grad.shape)
             m = config.b1 * dequantize(first, M_CODE, block) + (1 - config.b1) * grad
             v = config.b2 * dequantize(second, V_CODE, block) + (1 - config.b2) * jnp.square(grad)
             root = jnp.sqrt(v / (1 - config.b2**t))
             direction = m / (1 - config.b1**t) / (root + config.eps)
             if block is None:
-                return Adam8bitUpdate(direction, m, v)
+                return direction, m, v
             bits = jax.random.bits(jax.random.fold_in(key, numbers[path]), grad.shape, jnp.uint32)
             low, high = (half.astype(jnp.float32) / 2**16 for half in (bits & 0xFFFF, bits >> 16))
-            return Adam8bitUpdate(
-                direction,
-                quantize(m, M_CODE, block, low),
-                quantize(v, V_CODE, block, high),
-            )
+            return direction, quantize(m, M_CODE, block, low), quantize(v, V_CODE, block, high)
 
         leaves = tree.map_with_path(step, grads, state.first, state.second)
-
-        def pick(part: int) -> Any:
-            return jax.tree.map(lambda leaf: leaf[part], leaves, is_leaf=_is_update)
-
-        return pick(0), Adam8bitState(count, pick(1), pick(2))
+        structure: Any = jax.tree.structure(grads)
+        directions, first, second = map(
+            structure.unflatten, zip(*structure.flatten_up_to(leaves), strict=True)
+        )
+        return directions, Adam8bitState(count, first, second)
 
     return optax.GradientTransformation(init, update)
 
 
-def dequantize(
-    moment: QuantizedMoment | Array, code: PowerCode, block: tuple[int, int] | None
-) -> Array:
+def dequantize(moment: Moment, code: PowerCode, block: tuple[int, int] | None) -> Array:
     """Return a moment as numbers; `block` is the dimension of its blocks and their size."""
     if not isinstance(moment, QuantizedMoment):
         return moment
@@ -155,7 +142,3 @@ def quantize(x: Array, code: PowerCode, block: tuple[int, int], noise: Array) ->
     if code is V_CODE:
         codes = jnp.where(x > 0, jnp.maximum(codes, 1.0), codes)
     return QuantizedMoment((codes * jnp.sign(x)).astype(code.dtype), scales)
-
-
-def _is_update(node: Any) -> bool:
-    return isinstance(node, Adam8bitUpdate)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxlm.core.span import Paced
-from jaxlm.optim.average_config import Average, Ema, NoAverage, Swa
+from jaxlm.optim.average_config import Average, NoAverage, Swa
 
 AverageUpdate = Callable[[Any, Any, Array], Any]
 
@@ -43,7 +43,14 @@ def build(config: Average, *, total: int, tokens_per_step: int | Paced) -> Avera
     every = config.every.steps(total, tokens_per_step) if isinstance(config, Swa) else 1
 
     def update(average: Any, params: Any, updates: Array) -> Any:
-        weight = _weight(config, updates - begin, every)
+        n = updates - begin
+        count = n.astype(jnp.float32)
+        if isinstance(config, Swa):
+            weight = jnp.where(n % every == 0, every / jnp.maximum(count, 1), 0.0)
+            weight = jnp.where(n <= every, 1.0, weight)
+        else:
+            decay = jnp.minimum(config.decay, (1 + count) / (10 + count))
+            weight = jnp.where(n < 1, 1.0, 1 - decay)
 
         def leaf(a: Array, p: Array) -> Array:
             p = p.astype(a.dtype)
@@ -52,12 +59,3 @@ def build(config: Average, *, total: int, tokens_per_step: int | Paced) -> Avera
         return jax.tree.map(leaf, average, params)
 
     return update
-
-
-def _weight(config: Ema | Swa, n: Array, every: int) -> Array:
-    count = n.astype(jnp.float32)
-    if isinstance(config, Swa):
-        weight = jnp.where(n % every == 0, every / jnp.maximum(count, 1), 0.0)
-        return jnp.where(n <= every, 1.0, weight)
-    decay = jnp.minimum(config.decay, (1 + count) / (10 + count))
-    return jnp.where(n < 1, 1.0, 1 - decay)

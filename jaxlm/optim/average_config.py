@@ -64,10 +64,7 @@ Average = NoAverage | Ema | Swa
 
 
 def first_averaged_update(average: Ema | Swa, total: int, tokens_per_step: int | Paced) -> int:
-    """Return the first update after which the average differs from the parameters.
-
-    For swa, return the update of its first snapshot.
-    """
+    """Return the first update after which the average differs; for swa that of a snapshot."""
     first = average.every.steps(total, tokens_per_step) if isinstance(average, Swa) else 1
     return average.begin.steps(total, tokens_per_step) + first
 
@@ -104,8 +101,5 @@ def _unreached(
 ) -> Iterator[tuple[str, str, str]]:
     steps = first_averaged_update(average, total, tokens_per_step)
     if total > 2 and steps > total:  # in a run of one or two steps, each share is one step
-        yield (
-            "begin",
-            f"the run of {total} steps ends before parameters are averaged, at update {steps}",
-            "--config.average.begin=50%",
-        )
+        why = f"the run of {total} steps ends before parameters are averaged, at update {steps}"
+        yield "begin", why, "--config.average.begin=50%"

@@ -1,13 +1,17 @@
-"""Settings of the optimizers, one class each, with everything about them that needs no JAX."""
+"""Settings of the optimizers, one class each, with everything about them that needs no JAX.
+
+Example:
+    >>> [array.shape for array in AdamW(lr=1e-3).state((64, 256), ("embed", "mlp"))]
+    [(64, 256), (64, 256)]
+"""
 
 import dataclasses
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.optim import moments
-from jaxlm.optim.moments import StateArray
+from jaxlm.optim.moments import ONE_DEVICE, Shape, StateArray
 from jaxlm.parallel.logical import LogicalAxes, Sizes
 
 Problems = Iterator[tuple[str, str, str]]
@@ -49,8 +53,7 @@ class OptimizerBase:
         above=0,
     )
     no_decay: tuple[str, ...] = setting(
-        (),
-        "patterns of parameters without weight decay; biases and vectors never decay",
+        (), "patterns of parameters without weight decay; biases and vectors never decay"
     )
     lr_scale: tuple[str, ...] = setting(
         (),
@@ -89,15 +92,10 @@ class OptimizerBase:
         """Return the updates between two estimates of the curvature; None for no estimates."""
         return None
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
         """Return the arrays that the optimizer keeps for a parameter, without scalars.
 
-        Args:
-          shape: shape of the parameter.
-          axes: logical axes of its dimensions.
-          mesh: sizes of mesh axes; others have size 1. Shapes are the same on every mesh.
+        Their shapes are the same on every mesh; a mesh axis that `mesh` omits has size 1.
         """
         return moments.full(self.moment_count, shape, axes)
 
@@ -209,10 +207,8 @@ class AdamW8bit(AdamLike):
     name: Literal["adamw8bit"] = "adamw8bit"
     block: int = setting(256, "most numbers that share a scale", low=2)
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
-        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
+        """Return two moments; those of a block's matrix are codes with scales."""
         return moments.block_moments(shape, axes, self.block, mesh)
 
 
@@ -223,10 +219,7 @@ class ScheduleFree(AdamLike):
     name: Literal["schedule_free"] = "schedule_free"
     lr: float = setting(1e-3, LR, above=0)
     b1: float = setting(
-        0.9,
-        "where the gradient is taken: 1 at the average, 0 at the last iterate",
-        low=0,
-        high=1,
+        0.9, "where the gradient is taken: 1 at the average, 0 at the last iterate", low=0, high=1
     )
     b2: float = setting(0.99, SECOND, low=0, below=1)
 
@@ -268,10 +261,8 @@ class Adafactor(OptimizerBase):
     )
     weight_decay: float = setting(0.0, DECAY, low=0)
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
-        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
+        """Return the second moment; that of a large matrix is a row and a column."""
         return moments.factored_moments(shape, axes, self.factor_from)
 
 
@@ -296,10 +287,8 @@ class Muon(OptimizerBase):
 
     reads_whole_matrices: ClassVar[bool] = True
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
-        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
+        """Return the momentum of a block's matrix, and two moments of other parameters."""
         return moments.full(1 if moments.inputs(axes) else 2, shape, axes)
 
 
@@ -320,10 +309,8 @@ class Soap(AdamLike):
     follows_width: ClassVar[bool] = False
     reads_whole_matrices: ClassVar[bool] = True
 
-    def state(
-        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
-    ) -> list[StateArray]:
-        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+    def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
+        """Return two moments, and for a block's matrix also Shampoo's matrices and bases."""
         return moments.basis_moments(shape, axes, self.longest)
 
 

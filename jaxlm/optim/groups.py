@@ -43,13 +43,11 @@ def assign(
     the weight lost in an update does not change.
 
     Args:
-      config: settings of the optimizer.
       axes: tree of logical axis names, tuples as leaves.
       shapes: tree of the parameters' shapes; needed for `layer_decay`.
       width_ratio: width of the model over that of its muP base.
 
-    Raises:
-      ConfigError: if a pattern matches no leaf, or two of a setting match the same leaf.
+    Raises ConfigError if a pattern matches no leaf, or two of a setting match the same leaf.
 
     Source: Bao et al. 2021, arXiv:2106.08254, section 2.5 and appendix (layer-wise decay); Yang et
     al. 2022, arXiv:2203.03466, table 8, column Adam (rates by width).
@@ -58,9 +56,8 @@ def assign(
     undecayed = {
         path for pattern in config.no_decay for path in patterns.matches("no_decay", pattern, names)
     }
-    rates, decays = (
-        patterns.factors(config, field, names) for field in ("lr_scale", "decay_scale")
-    )
+    rates = patterns.factors(config, "lr_scale", names)
+    decays = patterns.factors(config, "decay_scale", names)
     depths = _depths(config.layer_decay, names, shapes) if config.layer_decay != 1 else {}
 
     def group(path: str, leaf: LogicalAxes) -> ParamGroup:
@@ -77,20 +74,12 @@ def assign(
 
 
 def frozen(config: OptimizerBase, axes: Any) -> frozenset[str]:
-    """Return the paths of the leaves that are not trained.
-
-    Raises:
-      ConfigError: if a pattern matches no leaf, or every leaf is frozen.
-    """
+    """Return the paths of the leaves that are not trained; see `patterns.frozen`."""
     return patterns.frozen(config, tree.leaves(axes, is_leaf=_is_axes))
 
 
 def unmoved(config: OptimizerBase, axes: Any) -> frozenset[str]:
-    """Return the paths of the leaves that are frozen or have a learning rate of 0.
-
-    Raises:
-      ConfigError: as `frozen` does.
-    """
+    """Return the paths of the leaves that are frozen or have a learning rate of 0."""
     names = tree.leaves(axes, is_leaf=_is_axes)
     rates = patterns.factors(config, "lr_scale", names)
     return patterns.frozen(config, names) | {path for path, rate in rates.items() if not rate}
@@ -116,27 +105,21 @@ def _depths(
     """
     assert shapes is not None, "layer_decay needs the shapes of the parameters"
     sizes = {path: leaf.shape[0] for path, leaf in tree.leaves(shapes).items()}
-    stacked = {
-        path: size
-        for path, size in sizes.items()
-        if names[path][0] in LAYERS and not path.startswith(HEADS)
-    }
-    indices = tree.layer_indices(stacked)
-    count = {
-        stack: 1 + max(place.numbers[-1] for place in indices.values() if place.stack == stack)
-        for stack in {place.stack for place in indices.values()}
-    }
+    layered = {path for path in sizes if names[path][0] in LAYERS and not path.startswith(HEADS)}
+    indices = tree.layer_indices({path: sizes[path] for path in sizes if path in layered})
+    count: dict[str, int] = {}
+    for place in indices.values():
+        count[place.stack] = max(count.get(place.stack, 0), 1 + place.numbers[-1])
     out: dict[str, float | tuple[float, ...]] = {
         path: tuple(decay ** (count[place.stack] - number) for number in place.numbers)
         for path, place in indices.items()
     }
     deepest = max(count.values(), default=0)
-    return out | {
-        path: decay ** (deepest + 1) for path in names if path.rpartition("/")[2] == TABLE
-    }
+    tables = [path for path in names if path.rpartition("/")[2] == TABLE]
+    return out | dict.fromkeys(tables, decay ** (deepest + 1))
 
 
-def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
+def _is_matrix(path: str, axes: LogicalAxes) -> bool:
     return path.rpartition("/")[2] != "bias" and sum(axis not in STACKED for axis in axes) >= 2
 
 

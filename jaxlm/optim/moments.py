@@ -1,38 +1,32 @@
 """Arrays that an optimizer keeps for a parameter, by its shape and logical axes. Free of JAX."""
 
 import math
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxlm.parallel.logical import STACKED, LogicalAxes, Sizes, mesh_axes, ways
 
+Shape = tuple[int, ...]
+ONE_DEVICE: Sizes = MappingProxyType({})  # a mesh whose axes all have size 1
 MAX_SHARDS = 16  # of a dimension, for which each device holds whole blocks
 READ = ("embed", "latent")  # inputs or outputs of a block's matrices; fsdp splits them
 
 
 class StateArray(NamedTuple):
-    """An array of the optimizer's state that belongs to a parameter.
+    """An array of the optimizer's state that belongs to a parameter."""
 
-    Args:
-      shape: its shape.
-      axes: the logical axes of its dimensions.
-      part: the end of its path after that of the parameter; empty if there is none.
-      item_bytes: bytes of each number; None for those of `precision.moments`.
-    """
-
-    shape: tuple[int, ...]
+    shape: Shape
     axes: LogicalAxes
-    part: str = ""
-    item_bytes: int | None = None
+    part: str = ""  # end of its path after that of the parameter
+    item_bytes: int | None = None  # of each number; None for those of `precision.moments`
 
 
-def full(count: int, shape: tuple[int, ...], axes: LogicalAxes) -> list[StateArray]:
+def full(count: int, shape: Shape, axes: LogicalAxes) -> list[StateArray]:
     """Return `count` arrays of the shape of the parameter."""
     return count * [StateArray(shape, axes)]
 
 
-def block_moments(
-    shape: tuple[int, ...], axes: LogicalAxes, block: int, mesh: Sizes
-) -> list[StateArray]:
+def block_moments(shape: Shape, axes: LogicalAxes, block: int, mesh: Sizes) -> list[StateArray]:
     """Return two moments in blocks of 8-bit codes with a float32 scale each, see `adam_8bit`."""
     divided = blocks(shape, axes, block)
     if divided is None:
@@ -40,16 +34,12 @@ def block_moments(
     dim, size = divided
     # Few scales on a large mesh: each device has all of them.
     is_split = shape[dim] // size % ways(mesh, axes[dim]) == 0
-    scales = StateArray(
-        tuple(n // size if d == dim else n for d, n in enumerate(shape)),
-        tuple(None if d == dim and not is_split else axis for d, axis in enumerate(axes)),
-        "scales",
-        4,
-    )
-    return 2 * [StateArray(shape, axes, "codes", 1), scales]
+    counts = tuple(n // size if d == dim else n for d, n in enumerate(shape))
+    names = tuple(None if d == dim and not is_split else axis for d, axis in enumerate(axes))
+    return 2 * [StateArray(shape, axes, "codes", 1), StateArray(counts, names, "scales", 4)]
 
 
-def basis_moments(shape: tuple[int, ...], axes: LogicalAxes, max_dim: int) -> list[StateArray]:
+def basis_moments(shape: Shape, axes: LogicalAxes, max_dim: int) -> list[StateArray]:
     """Return two moments, and for a block's matrix the squares of its sides, see `soap`."""
     matrix = sides(shape, axes)
     if matrix is None:
@@ -64,9 +54,7 @@ def basis_moments(shape: tuple[int, ...], axes: LogicalAxes, max_dim: int) -> li
     return [*full(2, shape, axes), *squares]
 
 
-def factored_moments(
-    shape: tuple[int, ...], axes: LogicalAxes, factor_from: int
-) -> list[StateArray]:
+def factored_moments(shape: Shape, axes: LogicalAxes, factor_from: int) -> list[StateArray]:
     """Return a second moment as a row and a column, see `adafactor`."""
     pair = factored_dims(shape, axes, factor_from)
     if pair is None:
@@ -80,22 +68,17 @@ def factored_moments(
     return [without(last, "row"), without(first, "col")]
 
 
-def factored_dims(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], factor_from: int
-) -> tuple[int, int] | None:
+def factored_dims(shape: Shape, axes: LogicalAxes, factor_from: int) -> tuple[int, int] | None:
     """Return the two largest dimensions that are not stacked, in order; None if they are small."""
-    dims = sorted(
-        (d for d, axis in enumerate(axes) if axis not in STACKED), key=lambda d: (shape[d], d)
-    )[-2:]
+    unstacked = (d for d, axis in enumerate(axes) if axis not in STACKED)
+    dims = sorted(unstacked, key=lambda d: (shape[d], d))[-2:]
     if len(dims) < 2 or shape[dims[0]] < factor_from:
         return None
     first, last = sorted(dims)
     return first, last
 
 
-def blocks(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], max_size: int
-) -> tuple[int, int] | None:
+def blocks(shape: Shape, axes: LogicalAxes, max_size: int) -> tuple[int, int] | None:
     """Return the dimension along which a block's matrix is divided, and the size of the parts.
 
     None for leaves that are no matrix of a block, and if the parts would be single numbers. The
@@ -117,7 +100,7 @@ def blocks(
     return (dim, size(dim)) if size(dim) > 1 else None
 
 
-def inputs(axes: tuple[str | None, ...]) -> tuple[int, ...]:
+def inputs(axes: LogicalAxes) -> tuple[int, ...]:
     """Return the input dimensions of a leaf that is a matrix of a block; empty for other leaves.
 
     A block's matrices read the residual stream, `embed`, or write to it, or read a latent.
@@ -130,9 +113,7 @@ def inputs(axes: tuple[str | None, ...]) -> tuple[int, ...]:
     return (stream,) if stream == dims[0] else tuple(dim for dim in dims if dim != stream)
 
 
-def sides(
-    shape: tuple[int, ...], axes: tuple[str | None, ...]
-) -> tuple[tuple[int, ...], int, int] | None:
+def sides(shape: Shape, axes: LogicalAxes) -> tuple[Shape, int, int] | None:
     """Return the stacked dimensions, inputs and outputs of a block's matrix; None for others."""
     if not inputs(axes):
         return None

@@ -49,11 +49,8 @@ def scale_by_muon(config: Muon, axes: Any) -> optax.GradientTransformation:
         def second(path: str, param: Array) -> Array:
             return jnp.zeros((), param.dtype) if inputs(names[path]) else jnp.zeros_like(param)
 
-        return MuonState(
-            jnp.zeros((), jnp.int32),
-            jax.tree.map(jnp.zeros_like, params),
-            tree.map_with_path(second, params),
-        )
+        first = jax.tree.map(jnp.zeros_like, params)
+        return MuonState(jnp.zeros((), jnp.int32), first, tree.map_with_path(second, params))
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         del params
@@ -72,9 +69,8 @@ def scale_by_muon(config: Muon, axes: Any) -> optax.GradientTransformation:
         def direction(path: str, grad: Array, first: Array, second: Array) -> Array:
             if inputs(names[path]):
                 lookahead = config.momentum * first + (1 - config.momentum) * grad
-                return orthogonal(
-                    lookahead, names[path], config.newton_schulz_steps, config.newton_schulz_dtype
-                )
+                steps, dtype = config.newton_schulz_steps, config.newton_schulz_dtype
+                return orthogonal(lookahead, names[path], steps, dtype)
             mean, square = first / (1 - config.b1**t), second / (1 - config.b2**t)
             return config.adam_lr / config.lr * mean / (jnp.sqrt(square) + config.eps)
 
@@ -88,11 +84,8 @@ def scale_by_muon(config: Muon, axes: Any) -> optax.GradientTransformation:
 def orthogonal(x: Array, axes: tuple[str | None, ...], steps: int, dtype: str) -> Array:
     """Return NS of each layer's matrix, scaled by sqrt(max(1, outs / ins)).
 
-    Args:
-      x: parameter of a stack or of one layer, with inputs and outputs in any number of dimensions.
-      axes: logical axes of its dimensions.
-      steps: Newton-Schulz steps.
-      dtype: dtype of the matrix products.
+    x is the parameter of a stack or of one layer, with inputs and outputs in any number of
+    dimensions with the logical axes `axes`; the matrix products are computed in `dtype`.
     """
     layers = x.shape[: len(axes) - sum(axis not in STACKED for axis in axes)]
     ins = math.prod(x.shape[dim] for dim in inputs(axes))

@@ -8,11 +8,7 @@ from jaxlm.optim.config import OptimizerBase
 
 
 def matches(field: str, pattern: str, paths: Iterable[str]) -> list[str]:
-    """Return the paths that a pattern of a setting matches.
-
-    Raises:
-      ConfigError: if the pattern matches no path.
-    """
+    """Return the paths that a pattern of a setting matches. Raises ConfigError if there is none."""
     paths = list(paths)
     matched = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
     if not matched:
@@ -28,8 +24,7 @@ def matches(field: str, pattern: str, paths: Iterable[str]) -> list[str]:
 def factors(config: OptimizerBase, field: str, paths: Iterable[str]) -> dict[str, float]:
     """Return the numbers of a setting of PATTERN=NUMBER entries, by the paths that they match.
 
-    Raises:
-      ConfigError: if two of its patterns match the same path, or one matches no path.
+    Raises ConfigError if two of its patterns match the same path, or one matches no path.
     """
     paths = list(paths)
     assigned: dict[str, tuple[str, float]] = {}
@@ -51,18 +46,13 @@ def factors(config: OptimizerBase, field: str, paths: Iterable[str]) -> dict[str
 def frozen(config: OptimizerBase, paths: Iterable[str]) -> frozenset[str]:
     """Return the paths of the parameters that are not trained.
 
-    Raises:
-      ConfigError: if a pattern matches no path, or every path is frozen.
+    Raises ConfigError if a pattern matches no path, or every path is frozen.
     """
     paths = list(paths)
-    frozen_paths = frozenset(
-        path for pattern in config.freeze for path in matches("freeze", pattern, paths)
-    )
+    selected = (path for each in config.freeze for path in matches("freeze", each, paths))
+    frozen_paths = frozenset(selected)
     if frozen_paths and len(frozen_paths) == len(paths):
-        raise ConfigError(
-            "every parameter is frozen",
-            where="optim.freeze",
-            why=f"{', '.join(map(repr, config.freeze))} match all {len(paths)} parameters",
-            fix="jaxlm config explain optim.freeze",
-        )
+        why = f"{', '.join(map(repr, config.freeze))} match all {len(paths)} parameters"
+        fix = "jaxlm config explain optim.freeze"
+        raise ConfigError("every parameter is frozen", where="optim.freeze", why=why, fix=fix)
     return frozen_paths

@@ -25,10 +25,8 @@ def qk_clip(
     the latent, and the second to the part with the shared rotary key. Both apply to weights and
     biases.
 
-    Args:
-      params: parameters after the update.
-      peaks: largest logit of each head, [layers, heads], by `STACK/KIND/logit_max`.
-      max_logit: limit of a head's largest logit.
+    `params` are those after the update; `peaks` are the largest logits of the heads,
+    [layers, heads], by `STACK/KIND/logit_max`.
 
     Source: Kimi Team 2025, arXiv:2507.20534, section 2.1 and algorithm 1.
     """

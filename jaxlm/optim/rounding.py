@@ -86,8 +86,5 @@ def _mix(x: Array) -> Array:
 
 
 def takes_other(x: Array, one: Array, other: Array, noise: Array) -> Array:
-    """Return a mask of the numbers x, between `one` and `other`, that are rounded to `other`.
-
-    `noise` is uniform in [0, 1).
-    """
+    """Return a mask of the x between `one` and `other` to round to `other`; noise is in [0, 1)."""
     return noise < (x - one) / (other - one)

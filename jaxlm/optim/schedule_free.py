@@ -36,24 +36,15 @@ def descend(
     with g the gradient at y (`gradient_point`), s the leaf's learning-rate scale and d the scale of
     its decay, 0 if its group does not decay. Evaluation, generation, checkpoints and exports use x;
     only the training step computes y, as one more copy of the parameters. State: 8 bytes for each
-    number, in float32.
-
-    Args:
-      config: settings of the optimizer.
-      schedule: learning rate of the update that follows `step` completed ones.
-      plan: group of each leaf by its path, from `groups.assign`.
+    number, in float32. `plan` is the group of each leaf by its path, from `groups.assign`.
 
     Source: Defazio et al. 2024, arXiv:2405.15682, algorithm 1. Its authors' code stores y as the
     parameters and computes x when a model is evaluated.
     """
 
     def init(params: Any) -> ScheduleFreeState:
-        return ScheduleFreeState(
-            jnp.zeros((), jnp.int32),
-            jnp.zeros((), jnp.float32),
-            jax.tree.map(jnp.copy, params),
-            jax.tree.map(jnp.zeros_like, params),
-        )
+        last, second = jax.tree.map(jnp.copy, params), jax.tree.map(jnp.zeros_like, params)
+        return ScheduleFreeState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), last, second)
 
     def update(
         grads: Any,

@@ -1,5 +1,6 @@
 """SOAP: Adam in the eigenbasis of Shampoo's two matrices."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,15 +37,6 @@ class SoapState(NamedTuple):
     bases: Any
 
 
-class SoapUpdate(NamedTuple):
-    """Direction of a leaf, and its next moments and bases."""
-
-    direction: Array
-    first: Array
-    second: Array
-    bases: Bases
-
-
 def scale_by_soap(config: Soap, axes: Any) -> optax.GradientTransformation:
     """Return Adam's direction, in Shampoo's eigenbasis for the matrices of the blocks.
 
@@ -77,57 +69,54 @@ def scale_by_soap(config: Soap, axes: Any) -> optax.GradientTransformation:
             layers, ins, outs = matrix
             return Bases(*(square(layers, size) for size in (ins, ins, outs, outs)))
 
-        return SoapState(
-            jnp.zeros((), jnp.int32),
-            jax.tree.map(jnp.zeros_like, params),
-            jax.tree.map(jnp.zeros_like, params),
-            tree.map_with_path(empty, params),
-        )
+        first, second = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        bases = tree.map_with_path(empty, params)
+        return SoapState(jnp.zeros((), jnp.int32), first, second, bases)
 
     def update(grads: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
         del params
         count = state.updates + 1
 
-        def step(path: str, grad: Array, m: Array, v: Array, bases: Bases) -> SoapUpdate:
+        # The direction of a leaf, and its next moments and bases.
+        def step(path: str, grad: Array, m: Array, v: Array, bases: Bases) -> tuple[Any, ...]:
             matrix = sides(grad.shape, names[path])
             if matrix is None:
                 m = config.b1 * m + (1 - config.b1) * grad
                 v = config.b2 * v + (1 - config.b2) * jnp.square(grad)
-                return SoapUpdate(adam(m, v, count), m, v, bases)
+                return adam(m, v, count), m, v, bases
             layers, ins, outs = matrix
             shape = (*layers, ins, outs)
             g = grad.astype(jnp.float32).reshape(shape)
             # The first gradient only initializes the bases.
             b1, b2 = (jnp.where(count == 1, 1.0, decay) for decay in (config.b1, config.b2))
             m = b1 * m + (1 - b1) * grad
-            squared = jnp.square(_rotated(bases.left_basis, g, bases.right_basis, is_inverse=False))
+            squared = jnp.square(_rotated(bases, g, is_inverse=False))
             v = b2 * v + (1 - b2) * squared.reshape(grad.shape)
-            rotated = _rotated(
-                bases.left_basis, m.reshape(shape), bases.right_basis, is_inverse=False
-            )
+            rotated = _rotated(bases, m.reshape(shape), is_inverse=False)
             u = adam(rotated, v.reshape(shape), jnp.maximum(count - 1, 1))
-            u = _rotated(bases.left_basis, u, bases.right_basis, is_inverse=True)
-            return SoapUpdate(u.reshape(grad.shape), m, v, _accumulated(bases, g, config.b2))
+            u = _rotated(bases, u, is_inverse=True)
+            return u.reshape(grad.shape), m, v, _accumulated(bases, g, config.b2)
 
         def adam(m: Array, v: Array, updates: Array) -> Array:
             t = updates.astype(jnp.float32)
             return m / (1 - config.b1**t) / (jnp.sqrt(v / (1 - config.b2**t)) + config.eps)
 
         leaves = tree.map_with_path(step, grads, state.first, state.second, state.bases)
-
-        def pick(part: int) -> Any:
-            return jax.tree.map(lambda leaf: leaf[part], leaves, is_leaf=_is_update)
-
+        structure: Any = jax.tree.structure(grads)
+        directions, first, second, bases = map(
+            structure.unflatten, zip(*structure.flatten_up_to(leaves), strict=True)
+        )
         is_due = (count > 1) & ((count - 1) % config.every == 0)
         case = jnp.where(count == 1, 1, jnp.where(is_due, 2, 0))
-        bases = lax.switch(case, [lambda same: same, _initial, _refreshed], pick(3))
-        return pick(0), SoapState(count, pick(1), pick(2), bases)
+        bases = lax.switch(case, [lambda same: same, _initial, _refreshed], bases)
+        return directions, SoapState(count, first, second, bases)
 
     return optax.GradientTransformation(init, update)
 
 
-def _rotated(left: Array | None, x: Array, right: Array | None, *, is_inverse: bool) -> Array:
+def _rotated(bases: Bases, x: Array, *, is_inverse: bool) -> Array:
     """Return P^T x Q of each matrix, or the inverse P x Q^T; a side without a basis is skipped."""
+    left, right = bases.left_basis, bases.right_basis
     if left is not None:
         x = _matmul("...ik,...kj->...ij" if is_inverse else "...ki,...kj->...ij", left, x)
     if right is not None:
@@ -152,10 +141,8 @@ def _initial(bases: Any) -> Any:
 
 def _refreshed(bases: Any) -> Any:
     """Return the bases after a step of orthogonal iteration."""
-    return _with_bases(
-        bases,
-        lambda square, basis: jnp.linalg.qr(_matmul("...ik,...kj->...ij", square, basis))[0],
-    )
+    product = functools.partial(_matmul, "...ik,...kj->...ij")
+    return _with_bases(bases, lambda square, basis: jnp.linalg.qr(product(square, basis))[0])
 
 
 def _with_bases(bases: Any, basis_of: Any) -> Any:
@@ -171,7 +158,3 @@ def _with_bases(bases: Any, basis_of: Any) -> Any:
 
 def _matmul(dims: str, a: Array, b: Array) -> Array:
     return jnp.einsum(dims, a, b, precision=lax.Precision.HIGHEST)
-
-
-def _is_update(node: Any) -> bool:
-    return isinstance(node, SoapUpdate)

@@ -11,7 +11,7 @@ from jaxlm.optim.config import Sophia
 
 
 class CurvatureEstimate(NamedTuple):
-    """CurvatureEstimate of the curvature's diagonal at this step; meaningless unless `is_due`."""
+    """Estimate of the curvature's diagonal at this step; meaningless unless `is_due`."""
 
     is_due: Array
     diagonal: Any
@@ -39,9 +39,7 @@ def scale_by_sophia(config: Sophia) -> optax.GradientTransformationExtraArgs:
     """
 
     def init(params: Any) -> SophiaState:
-        return SophiaState(
-            jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
-        )
+        return SophiaState(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
 
     def update(
         grads: Any,

@@ -4,14 +4,15 @@ Known are TPU pods on Kubernetes, JobSet, Open MPI, Slurm, and the PMI of MPICH 
 cluster detection of `jax.distributed` is not used. It starts JAX, has no public interface that only
 detects, and reads variables as they are: a half-set environment is no error, a Slurm batch script
 counts as a task, Open MPI 5 needs mpi4py, JobSet the Kubernetes client, and PMI is unknown. Ours
-uses no network: on a TPU VM outside of Kubernetes scripts/launch/tpu_vm.sh queries the
-metadata server and passes flags.
+uses no network: on a TPU VM outside of Kubernetes scripts/launch/tpu_vm.sh queries the metadata
+server and passes flags.
 """
 
 import dataclasses
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from jaxlm.core.errors import CommandError
 
@@ -37,29 +38,23 @@ class ProcessSpec:
         values = (self.coordinator, self.count, self.rank)
         missing = [flag for flag, value in zip(FLAGS, values, strict=True) if value is None]
         if 0 < len(missing) < 3:
-            raise CommandError(
-                f"{' and '.join(missing)} must be given too",
-                where="jaxlm train",
-                why=f"multi-process runs need {', '.join(FLAGS[:2])} and {FLAGS[2]}",
-                fix="start the processes with jaxlm launch, which passes all three",
-            )
+            what = f"{' and '.join(missing)} must be given too"
+            why = f"multi-process runs need {', '.join(FLAGS[:2])} and {FLAGS[2]}"
+            launch = "processes with jaxlm launch, which passes all three"
+            raise CommandError(what, where="jaxlm train", why=why, fix=f"start the {launch}")
         if self.count is not None and self.rank is not None and not 0 <= self.rank < self.count:
             numbers = f"from 0 to {self.count - 1}"
+            what = f"process id {self.rank} is out of range for {self.count} processes"
+            where = "--process_id" if self.source == "flags" else self.source
+            why, each = f"process ids are {numbers}", f"give each of the {self.count} processes"
             raise CommandError(
-                f"process id {self.rank} is out of range for {self.count} processes",
-                where="--process_id" if self.source == "flags" else self.source,
-                why=f"process ids are {numbers}",
-                fix=f"give each of the {self.count} processes its own --process_id, {numbers}",
+                what, where=where, why=why, fix=f"{each} its own --process_id, {numbers}"
             )
 
     def as_json(self) -> dict[str, object]:
         """Return the values for environment.json."""
-        return {
-            "source": self.source,
-            "coordinator": self.coordinator,
-            "processes": self.count or 1,
-            "slices": self.slices,
-        }
+        named = {"source": self.source, "coordinator": self.coordinator}
+        return {**named, "processes": self.count or 1, "slices": self.slices}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,31 +76,28 @@ def process_spec(
 ) -> ProcessSpec:
     """Return the spec of this process: flags that are not None, and the rest from the environment.
 
-    A count of 1 without other flags is one process in any environment.
-
-    Raises CommandError if a cluster's variables are incomplete, or there is no coordinator.
+    A count of 1 without other flags is one process in any environment. Raises CommandError if a
+    cluster's variables are incomplete, or there is no coordinator.
     """
     overrides = (coordinator, count, rank)
     if overrides == (None, 1, None):
         return ProcessSpec(source="one process, by --num_processes=1")
     slices = _number(environment, MEGASCALE[0]) or 1
+    by_flags: dict[str, Any] = dict(coordinator=coordinator, count=count, rank=rank)
     if None not in overrides:
-        return ProcessSpec(
-            coordinator=coordinator, count=count, rank=rank, slices=slices, source="flags"
-        )
+        return ProcessSpec(**by_flags, slices=slices, source="flags")
     detected = detect(environment)
     if isinstance(detected, str):
-        return ProcessSpec(coordinator=coordinator, count=count, rank=rank, source=detected)
+        return ProcessSpec(**by_flags, source=detected)
     if detected.count == 1 and overrides == (None, None, None):
         return ProcessSpec(source=f"{detected.source}, of one process", slices=slices)
     if coordinator is None:
         if detected.host is None:
+            what = f"{detected.source} does not report a coordinator for {detected.count} processes"
+            why = "no variable names the host of rank 0"
+            give, such = "give --coordinator the host of rank 0", port(detected.job)
             raise CommandError(
-                f"{detected.source} does not report a coordinator for {detected.count} processes",
-                where="jaxlm train",
-                why="no variable names the host of rank 0",
-                fix="give --coordinator the host of rank 0 and a port, such as "
-                f"{port(detected.job)}",
+                what, where="jaxlm train", why=why, fix=f"{give} and a port, such as {such}"
             )
         host = f"[{detected.host}]" if ":" in detected.host else detected.host
         coordinator = f"{host}:{port(detected.job)}"
@@ -124,9 +116,8 @@ def detect(environment: Environment) -> _Detected | str:
     """Return what the environment contains, or why this is one process.
 
     TPU pods come before JobSet, under which they run too. Open MPI comes before Slurm, where
-    `mpirun` starts its daemons as a step whose ranks are not those of the processes.
-
-    Raises CommandError if only some of a cluster's variables are set; names the others.
+    `mpirun` starts its daemons as a step whose ranks are not those of the processes. Raises
+    CommandError if only some of a cluster's variables are set; names the others.
     """
     for detector in (_tpu, _jobset, _open_mpi, _slurm, _pmi):
         if (detected := detector(environment)) is not None:
@@ -170,15 +161,13 @@ def _jobset(environment: Environment) -> _Detected | None:
     if not _has_all("a Kubernetes JobSet", environment, names):
         return None
     group = ("JOB_INDEX", "REPLICATED_JOB_REPLICAS")
-    jobs, job = 1, 0
+    job, jobs = 0, 1
     if environment.get(group[1]) or (environment.get(group[0]) or "0") != "0":
         _has_all("a JobSet of several jobs", environment, group)
-        job, jobs = (_number(environment, name) for name in group)
-    name, replicated = environment[names[0]], environment[names[1]]
-    pods, pod = _number(environment, names[3]), _number(environment, names[2])
-    host = f"{name}-{replicated}-0-0.{name}"
-    source = f"JobSet {name}, pod {pod} of job {job}"
-    return _Detected(source, host, name, jobs * pods, job * pods + pod)
+        job, jobs = _numbers(environment, group)
+    name, (pod, pods) = environment[names[0]], _numbers(environment, names[2:])
+    host, source = f"{name}-{environment[names[1]]}-0-0.{name}", f"JobSet {name}, pod {pod}"
+    return _Detected(f"{source} of job {job}", host, name, jobs * pods, job * pods + pod)
 
 
 def _open_mpi(environment: Environment) -> _Detected | None:
@@ -192,7 +181,7 @@ def _open_mpi(environment: Environment) -> _Detected | None:
     host = (address[1] or address[2]) if address else None
     if host is None and (named := re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", space)):
         host = named[1]
-    count, rank = (_number(environment, name) for name in names)
+    count, rank = _numbers(environment, names)
     local = _local(environment, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     return _Detected("Open MPI", host, uri.partition(".")[0] or space, count, rank, local)
 
@@ -209,17 +198,16 @@ def _slurm(environment: Environment) -> _Detected | None:
     job = f"{environment[names[3]]}.{environment.get('SLURM_STEP_ID', '0')}"
     on_hosts = re.sub(r"\(x\d+\)", "", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
     most = max(map(int, re.findall(r"\d+", on_hosts)), default=1)
-    count, rank = (_number(environment, name) for name in names[1:3])
-    source = f"Slurm job {job.replace('.', ', step ', 1)}"
-    local = (_number(environment, "SLURM_LOCALID"), most)
-    return _Detected(source, first_host(environment[names[0]]), job, count, rank, local)
+    count, rank, local = _numbers(environment, (*names[1:3], "SLURM_LOCALID"))
+    source, host = f"Slurm job {job.replace('.', ', step ', 1)}", first_host(environment[names[0]])
+    return _Detected(source, host, job, count, rank, (local, most))
 
 
 def _pmi(environment: Environment) -> _Detected | None:
     names = ("PMI_SIZE", "PMI_RANK")
     if not _has_all("PMI", environment, names):
         return None
-    count, rank = (_number(environment, name) for name in names)
+    count, rank = _numbers(environment, names)
     local = _local(environment, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     return _Detected("PMI (mpiexec)", None, f"pmi {count}", count, rank, local)
 
@@ -229,29 +217,29 @@ def _has_all(cluster: str, environment: Environment, names: tuple[str, ...]) -> 
     missing = [name for name in names if not environment.get(name)]
     present = [f"{name}={environment[name]}" for name in names if environment.get(name)]
     if missing and present:
-        unset = " and ".join(missing)
-        raise CommandError(
-            f"the variables of {cluster} are incomplete: {unset} "
-            f"{'are' if missing[1:] else 'is'} not set",
-            where="the environment",
-            why=f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set",
-            fix="--num_processes=1    # if this is the only process\n"
-            f"if there are several: set {unset} as the cluster numbers its processes",
-        )
+        unset, verb = " and ".join(missing), "are" if missing[1:] else "is"
+        what = f"the variables of {cluster} are incomplete: {unset} {verb} not set"
+        why = f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set"
+        raise _in_environment(what, why, f"{unset} as the cluster numbers its processes")
     return not missing
 
 
 def _number(environment: Environment, name: str) -> int:
     text = environment.get(name) or "0"
     if not re.fullmatch(r"\d{1,9}", text):
-        raise CommandError(
-            f"{name}={text!r} is not a number",
-            where="the environment",
-            why="the cluster sets this variable to a number of processes",
-            fix="--num_processes=1    # if this is the only process\n"
-            f"if there are several: set {name} to the cluster's number",
-        )
+        what, fix = f"{name}={text!r} is not a number", f"{name} to the cluster's number"
+        why = "the cluster sets this variable to a number of processes"
+        raise _in_environment(what, why, fix)
     return int(text)
+
+
+def _numbers(environment: Environment, names: Iterable[str]) -> Iterator[int]:
+    return (_number(environment, name) for name in names)
+
+
+def _in_environment(what: str, why: str, setting: str) -> CommandError:
+    fix = "--num_processes=1    # if this is the only process\nif there are several: set "
+    return CommandError(what, where="the environment", why=why, fix=fix + setting)
 
 
 def _local(environment: Environment, rank: str, count: str) -> tuple[int, int]:

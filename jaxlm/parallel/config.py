@@ -9,6 +9,7 @@ from typing import Literal
 
 from jaxlm.core.config import setting
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.nearest import divisors
 
 # Outermost first: the slowest link carries the least traffic.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -50,28 +51,18 @@ class MeshConfig:
             yield automatic[-1], why, f"--config.mesh.{automatic[-1]}=1"
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Return the size of each axis on `devices` devices, with `auto` filled in.
-
-        Raises ConfigError if the product is not the number of devices; names the nearest sizes.
-        """
+        """Return the size of each axis, `auto` filled in. ConfigError names the nearest sizes."""
         named = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in named.values() if size != "auto")
-        if "auto" in named.values() and devices % fixed == 0:
-            return {
-                axis: devices // fixed if size == "auto" else size for axis, size in named.items()
-            }
-        if fixed == devices:
-            return named
+        if fixed == devices or ("auto" in named.values() and devices % fixed == 0):
+            rest = devices // fixed
+            return {axis: rest if size == "auto" else size for axis, size in named.items()}
         shape = " x ".join(f"{axis}={size}" for axis, size in named.items() if size != 1)
         needed = f"{shape} needs {'a multiple of ' if 'auto' in named.values() else ''}{fixed}"
         layouts = nearest_layouts(named, devices)
         fixes = layout_fixes(named, layouts, lambda layout: mesh_flags(layout, named))
-        raise ConfigError(
-            f"the mesh does not fit {devices} device{'s' if devices != 1 else ''}",
-            where="mesh",
-            why="\n".join([needed, *remaining_fixes(fixes)]),
-            fix="\n".join(fixes[:MAX_FIXES]),
-        )
+        what = f"the mesh does not fit {devices} device{'s' if devices != 1 else ''}"
+        raise mesh_error(what, "mesh", [needed, *remaining_fixes(fixes)], fixes)
 
 
 def factorizations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
@@ -79,12 +70,8 @@ def factorizations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, i
     first, *rest = axes
     if not rest:
         return [dict.fromkeys(AXES, 1) | {first: devices}]
-    return [
-        layout | {first: size}
-        for size in range(1, devices + 1)
-        if devices % size == 0
-        for layout in factorizations(devices // size, rest)
-    ]
+    parts = ((size, factorizations(devices // size, rest)) for size in divisors(devices))
+    return [layout | {first: size} for size, layouts in parts for layout in layouts]
 
 
 def nearest_layouts(target: Mapping[str, AxisSize], devices: int) -> list[dict[str, int]]:
@@ -115,6 +102,12 @@ def layout_fixes(
     return fixes
 
 
+def mesh_error(what: str, where: str, why: list[str], fixes: list[str]) -> ConfigError:
+    """Return the error of a mesh, with the first `MAX_FIXES` of its `layout_fixes`."""
+    shown = fixes[:MAX_FIXES]
+    return ConfigError(what, where=where, why="\n".join(why), fix="\n".join(shown))
+
+
 def remaining_fixes(fixes: list[str]) -> list[str]:
     """Return a line that names the `layout_fixes` beyond `MAX_FIXES`; empty without any."""
     rest = [fix.replace("--config.mesh.", "") for fix in fixes[MAX_FIXES:]]
@@ -122,9 +115,8 @@ def remaining_fixes(fixes: list[str]) -> list[str]:
 
 
 def _distance(target: Mapping[str, AxisSize], layout: Mapping[str, int]) -> tuple[float, float]:
-    changes = [
-        abs(math.log2(layout[axis] / size)) for axis, size in target.items() if size != "auto"
-    ]
+    fixed = {axis: size for axis, size in target.items() if size != "auto"}
+    changes = [abs(math.log2(layout[axis] / size)) for axis, size in fixed.items()]
     return round(sum(changes), 9), round(max(changes, default=0), 9)
 
 
@@ -144,11 +136,8 @@ def slice_crossings(sizes: Mapping[str, int], slices: int) -> dict[str, int] | N
 
 def mesh_flags(sizes: Mapping[str, int], instead_of: Mapping[str, AxisSize]) -> str:
     """Return the flags that change one layout into another."""
-    return " ".join(
-        f"--config.mesh.{axis}={size}"
-        for axis, size in sizes.items()
-        if instead_of.get(axis, 1) not in (size, "auto")
-    )
+    changed = [axis for axis in sizes if instead_of.get(axis, 1) not in (sizes[axis], "auto")]
+    return " ".join(f"--config.mesh.{axis}={sizes[axis]}" for axis in changed)
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:

@@ -32,23 +32,20 @@ def zigzag_order(length: int, parts: int) -> Int[np.ndarray, "T"]:
 
 def zigzag_shard(tree: Any, parts: int) -> Any:
     """Return a tree of [B, T, ...] arrays in zigzag order; the order of data does not change."""
-    return _permuted(tree, parts, lambda slots: slots)
+    return _permuted(tree, parts, zigzag_order)
 
 
 def zigzag_unshard(tree: Any, parts: int) -> Any:
     """Undo `zigzag_shard`."""
-    return _permuted(tree, parts, np.argsort)
+    return _permuted(tree, parts, lambda *sizes: np.argsort(zigzag_order(*sizes)))
 
 
-def _permuted(tree: Any, parts: int, of: Callable[[np.ndarray], np.ndarray]) -> Any:
-    if parts == 1:
-        return tree
-
+def _permuted(tree: Any, parts: int, order: Callable[[int, int], np.ndarray]) -> Any:
     def permute(x: Array) -> Array:
-        rest = (None,) * (x.ndim - 2)
-        return rules.constrain(x[:, of(zigzag_order(x.shape[1], parts))], "batch", "length", *rest)
+        axes = ("batch", "length", *(None,) * (x.ndim - 2))
+        return rules.constrain(x[:, order(x.shape[1], parts)], *axes)
 
-    return jax.tree.map(permute, tree)
+    return tree if parts == 1 else jax.tree.map(permute, tree)
 
 
 def context_size() -> int:

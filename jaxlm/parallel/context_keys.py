@@ -38,19 +38,17 @@ def choose(
       setting: mesh.context_keys.
       ways: devices of the context axis.
       rows, heads, kv_heads: on one device.
-      length: sequence length.
-      head_dim, value_dim: sizes of keys and values.
+      length, head_dim, value_dim: sequence length; sizes of keys and values.
       itemsize: bytes of a number in a product.
       dropout: rate for the attention weights.
     """
     size = rows * length * kv_heads * (head_dim + value_dim) * itemsize
     size += 4 * rows * heads * (length // ways) * length
     cost = f"gathered keys, values and scores of a layer are {size / 2**20:.3g} MiB a device"
-    limit = f"{GATHERED_BYTES / 2**20:.0f}"
     if setting != "auto":
         return KeyTransport(setting, f"set by mesh.context_keys; {cost}")
     if dropout:
         return KeyTransport("gather", f"a ring has no attention dropout; {cost}")
-    if size <= GATHERED_BYTES:
-        return KeyTransport("gather", f"{cost}, within {limit}")
-    return KeyTransport("ring", f"{cost}, above {limit}")
+    is_small, limit = size <= GATHERED_BYTES, f"{GATHERED_BYTES / 2**20:.0f}"
+    reason = f"{cost}, {'within' if is_small else 'above'} {limit}"
+    return KeyTransport("gather" if is_small else "ring", reason)

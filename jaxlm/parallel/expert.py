@@ -42,13 +42,12 @@ def dropless(experts: ExpertLayer, x: Array, choices: Array, shares: Array) -> A
     def run(x: Array, choices: Array, shares: Array, *weights: Array) -> Array:
         top_k, local = choices.shape[-1], weights[0].shape[0]
         ways = count // local
-        tokens, expert, share = (each.reshape(-1, each.shape[-1]) for each in (x, choices, shares))
+        flat = [each.reshape(-1, each.shape[-1]) for each in (x, choices, shares)]
         first: Array | int = 0
         if ways > 1:
-            tokens, expert, share = (
-                lax.all_gather(each, "expert", tiled=True) for each in (tokens, expert, share)
-            )
+            flat = [lax.all_gather(each, "expert", tiled=True) for each in flat]
             first = lax.axis_index("expert")
+        tokens, expert, share = flat
         expert = (expert - first * local).reshape(-1)
         # Choices of other devices' experts come last.
         expert = jnp.where((expert >= 0) & (expert < local), expert, local)
@@ -95,9 +94,7 @@ def limited(
     """
     count = experts.weights[0].shape[0]
 
-    def run(
-        x: Array, choices: Array, shares: Array, counted: Array, *weights: Array
-    ) -> tuple[Array, Array]:
+    def run(x: Array, choices: Array, shares: Array, counted: Array, *weights: Array) -> Any:
         (rows, length, width), top_k = x.shape, choices.shape[-1]
         ways = count // weights[0].shape[0]
         chosen = choices.reshape(rows, -1)  # earlier tokens first, each one's best choice first
@@ -169,18 +166,15 @@ def _mapped(run: Callable[..., Any], ins: tuple[LogicalAxes, ...], outs: Any) ->
         def spec(axes: LogicalAxes) -> PartitionSpec:
             return rules.spec(tuple(None if axis in whole else axis for axis in axes))
 
-        specs = [spec(axes) for axes in ins]
+        specs = tuple(map(spec, ins))
         split = frozenset().union(*map(_mesh_axes, specs))
 
         def marked(*args: Array) -> Any:
             pairs = zip(args, specs, strict=True)
             return run(*(_varying(arg, split - _mesh_axes(spec)) for arg, spec in pairs))
 
-        return jax.shard_map(
-            marked,
-            in_specs=tuple(specs),
-            out_specs=spec(outs) if outs is TOKENS else tuple(spec(axes) for axes in outs),
-        )(x, *rest)
+        out_specs = spec(outs) if outs is TOKENS else tuple(map(spec, outs))
+        return jax.shard_map(marked, in_specs=specs, out_specs=out_specs)(x, *rest)
 
     return mapped
 

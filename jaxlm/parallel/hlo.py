@@ -18,9 +18,8 @@ COLLECTIVES = frozenset(
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute"
     " collective-broadcast".split()
 )
-BITS = {"pred": 8, "bf16": 16, "token": 0} | {
-    f"{kind}{bits}": bits for kind in "sufc" for bits in (2, 4, 8, 16, 32, 64, 128)
-}
+BITS = {f"{kind}{bits}": bits for kind in "sufc" for bits in (2, 4, 8, 16, 32, 64, 128)}
+BITS |= {"pred": 8, "bf16": 16, "token": 0}
 CONTROL = frozenset({"while", "conditional", "call"})  # their bodies' operations are reported
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\(")
@@ -81,25 +80,8 @@ class Operation(NamedTuple):
     source: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceGroups:
-    """Sets of devices that exchange data, by number in the mesh; (from, to) for a permutation."""
-
-    members: tuple[tuple[int, ...], ...]
-
-    @property
-    def size(self) -> int:
-        """Number of devices in the largest set."""
-        return max(map(len, self.members), default=1)
-
-    def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the axes of a mesh, given by ordered sizes, along which a set's members differ."""
-        sizes = tuple(mesh.values())
-        coordinates = np.array(np.unravel_index(np.arange(math.prod(sizes)), sizes)).T
-        differs = np.zeros(len(mesh), bool)
-        for group in self.members:
-            differs |= (coordinates[list(group)] != coordinates[group[0]]).any(0)
-        return tuple(axis for axis, is_crossed in zip(mesh, differs, strict=True) if is_crossed)
+# Sets of devices that exchange data, by number in the mesh; (from, to) for a permutation.
+DeviceGroups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,69 +113,64 @@ class Collective:
         (n - 1) / n of the arrays for a gather, a scatter or an exchange; twice that for an
         all-reduce, which is a scatter and a gather; all of them for a permutation.
         """
-        n = self.groups.size
+        n = max(map(len, self.groups), default=1)
         if self.kind in ("collective-permute", "collective-broadcast"):
             return float(self.bytes)
         return self.bytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the mesh axes, given by ordered sizes, that the collective crosses."""
-        return self.groups.axes(mesh)
+        """Return the axes of a mesh, given by ordered sizes, along which a group differs."""
+        sizes = tuple(mesh.values())
+        coordinates = np.array(np.unravel_index(np.arange(math.prod(sizes)), sizes)).T
+        differs = np.zeros(len(mesh), bool)
+        for group in self.groups:
+            differs |= (coordinates[list(group)] != coordinates[group[0]]).any(0)
+        return tuple(axis for axis, is_crossed in zip(mesh, differs, strict=True) if is_crossed)
 
 
 class _Program:
     """The instructions of each computation, and the tables of source lines."""
 
     def __init__(self, text: str, package: str):
-        self.lines: dict[str, list[str]] = {}
+        self.computations: dict[str, list[re.Match[str]]] = {}
         self.entry, inside = "", None
         for line in text.splitlines():
             if inside is None:
                 if (match := _COMPUTATION.match(line)) and "->" in line:
-                    inside = self.lines.setdefault(match["name"], [])
+                    inside = self.computations.setdefault(match["name"], [])
                     self.entry = match["name"] if match["entry"] else self.entry
             elif line.startswith("}"):
                 inside = None
-            else:
-                inside.append(line)
+            elif instruction := _INSTRUCTION.match(line):
+                inside.append(instruction)
         if not self.entry:
             raise ValueError("the text has no entry computation: it is not optimized HLO")
-        head = text.partition("\n")[0]
-        counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", head)
+        counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.partition("\n")[0])
         self.devices = math.prod(map(int, counts))
         self._package = package
         self._files = _table(text, "FileNames", r'"(.*)"')
         self._places = _table(text, "FileLocations", r"\{file_name_id=(\d+).*?\bline=(\d+)")
-        self._frames = _table(
-            text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
-        )
+        frame = r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+        self._frames = _table(text, "StackFrames", frame)
 
     def instructions(self) -> Iterator[tuple[str, re.Match[str]]]:
         """Yield the computation and the match of each instruction; `match.string` is its line."""
-        for name, lines in self.lines.items():
-            for line in lines:
-                if match := _INSTRUCTION.match(line):
-                    yield name, match
+        for name, matches in self.computations.items():
+            yield from ((name, match) for match in matches)
 
     def source(self, line: str) -> str:
-        """Return `file:line` of the innermost frame in the package, or else of the innermost.
-
-        A file in the package is given by its path from there.
-        """
-        if known := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
-            frames = [known.groups()]
-        else:
-            frame = re.search(r"stack_frame_id=(\d+)", line)
-            number, frames = frame[1] if frame else "", []
-            while number in self._frames:
-                location, parent = self._frames[number]
-                file, row = self._places.get(location, ("", "0"))
-                frames.append((self._files.get(file, ("?",))[0], row))
-                number = str(int(parent or 1) - 1)  # stored plus one
-        in_package = [each for each in frames if self._package in each[0]]
+        """Return `file:line` of the innermost frame, in the package (by its path there) if any."""
+        frames = re.findall(r'source_file="([^"]*)" source_line=(\d+)', line)[:1]
+        frame = None if frames else re.search(r"stack_frame_id=(\d+)", line)
+        number = frame[1] if frame else ""
+        while number in self._frames:
+            location, parent = self._frames[number]
+            file, row = self._places.get(location, ("", "0"))
+            frames.append((self._files.get(file, ("?",))[0], row))
+            number = str(int(parent or 1) - 1)  # stored plus one
         if not frames:
             return ""
-        file, row = (in_package or frames)[0]
+        file, row = next((each for each in frames if self._package in each[0]), frames[0])
         _, is_inside, rest = file.rpartition(self._package)
         return f"{self._package.strip('/')}/{rest}:{row}" if is_inside else f"{file}:{row}"
 
@@ -212,25 +189,18 @@ class _Program:
 
     def _calls(self, name: str) -> Iterator[tuple[str, int | None]]:
         """Yield the computations that one calls, and how often; None for an unknown count."""
-        for line in self.lines.get(name, ()):
-            match = _INSTRUCTION.match(line)
-            if match is None or match["op"] in COLLECTIVES:
-                continue  # a collective applies a sum
-            trips = self._trips(line) if match["op"] == "while" else 1
-            for called in _CALLED.findall(line):
-                for callee in re.findall(r"[\w.-]+", called):
-                    yield callee, trips
+        for match in self.computations.get(name, ()):
+            if match["op"] not in COLLECTIVES:  # which apply a sum
+                trips = self._trips(match.string) if match["op"] == "while" else 1
+                called = " ".join(_CALLED.findall(match.string))
+                yield from ((callee, trips) for callee in re.findall(r"[\w.-]+", called))
 
     def _trips(self, line: str) -> int | None:
-        """Return the trip count of a loop: known, or the one number that its condition tests.
-
-        Scans count from 0 by 1.
-        """
-        if known := _TRIPS.search(line):
-            return int(known[1])
-        condition = re.search(r"condition=%?([\w.-]+)", line)
-        tests = "\n".join(self.lines.get(condition[1], ())) if condition else ""
-        limits = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", tests)
+        """Return a loop's trip count: known, or its condition's one limit (scans begin at 0)."""
+        limits = _TRIPS.findall(line)[:1]
+        if not limits and (condition := re.search(r"condition=%?([\w.-]+)", line)):
+            tests = "\n".join(each.string for each in self.computations.get(condition[1], ()))
+            limits = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", tests)
         return int(limits[0]) if len(limits) == 1 else None
 
     def kind(self, op: str, line: str, source: str) -> str:
@@ -250,9 +220,8 @@ class _Program:
     def _fused_ops(self, line: str) -> set[str]:
         ops: set[str] = set()
         for name in _FUSED.findall(line):
-            for inner in self.lines.get(name, ()):
-                if match := _INSTRUCTION.match(inner):
-                    ops |= {match["op"]} | self._fused_ops(inner)
+            for match in self.computations.get(name, ()):
+                ops |= {match["op"]} | self._fused_ops(match.string)
         return ops
 
 
@@ -260,9 +229,7 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
     """Return the collectives of an optimized program (`compiled.as_text()`), in its order.
 
     Source lines are those in files whose path contains `package`. Every branch of a conditional
-    counts.
-
-    Raises ValueError if the text is not a program, or a collective cannot be parsed.
+    counts. Raises ValueError if the text is not a program, or a collective cannot be parsed.
     """
     program = _Program(text, package)
     times = program.run_counts()
@@ -291,10 +258,7 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
 
 
 def read_results(text: str, package: str = "/jaxlm/") -> list[HloResult]:
-    """Return every array that an optimized program computes on a device, in any computation.
-
-    `package` and errors are as in `read_collectives`.
-    """
+    """Return every array that an optimized program computes on a device; see `read_collectives`."""
     program = _Program(text, package)
     return [
         HloResult(match["op"], shape, _op_name(match.string), program.source(match.string))
@@ -306,16 +270,14 @@ def read_results(text: str, package: str = "/jaxlm/") -> list[HloResult]:
 def read_operations(text: str) -> dict[str, Operation]:
     """Return the operations of an optimized program (`compiled.as_text()`), by name.
 
-    Operations from a line of an attention kernel are attention, its products too; a fusion with a
-    product is a matmul; a loop or conditional is `control`.
+    Those of an attention kernel's lines are attention, products too; a fusion with one is a matmul.
     """
     program = _Program(text, "/jaxlm/")
-    operations = {}
-    for _, match in program.instructions():
-        line = match.string
-        source = program.source(line)
-        operations[match["name"]] = Operation(program.kind(match["op"], line, source), source)
-    return operations
+    return {
+        match["name"]: Operation(program.kind(match["op"], match.string, source), source)
+        for _, match in program.instructions()
+        for source in [program.source(match.string)]
+    }
 
 
 def operation_by_name(name: str) -> Operation:
@@ -330,10 +292,7 @@ def _op_name(line: str) -> str:
 
 
 def _payload(op: str, type_: str, operands: str, named: list[str]) -> tuple[Shape, ...]:
-    """Return the results of a gather, the operands of others.
-
-    An operand's type precedes its name, or is that of the named instruction.
-    """
+    """Return the results of a gather, or operands: their types precede, or are of the `named`."""
     if op == "all-gather":
         return _arrays(type_)
     inputs = _arrays(operands) or tuple(shape for each in named for shape in _arrays(each))
@@ -344,20 +303,14 @@ def _payload(op: str, type_: str, operands: str, named: list[str]) -> tuple[Shap
 
 def _closing(line: str, start: int) -> int:
     """Return the index of the parenthesis that closes one opened before `start`."""
-    depth = 1
-    for index in range(start, len(line)):
-        depth += {"(": 1, ")": -1}.get(line[index], 0)
-        if not depth:
-            return index
-    return len(line)
+    depths = itertools.accumulate((letter == "(") - (letter == ")") for letter in line[start:])
+    return next((start + i for i, depth in enumerate(depths) if depth < 0), len(line))
 
 
 def _arrays(type_: str) -> tuple[Shape, ...]:
-    return tuple(
-        Shape(dtype, _numbers(sizes))
-        for dtype, sizes in _ARRAY.findall(type_)
-        if dtype in BITS or dtype.startswith("f8")
-    )
+    arrays = _ARRAY.findall(type_)
+    known = {dtype for dtype, _ in arrays if dtype in BITS or dtype.startswith("f8")}
+    return tuple(Shape(dtype, _numbers(sizes)) for dtype, sizes in arrays if dtype in known)
 
 
 def _table(text: str, title: str, entry: str) -> dict[str, tuple[str, ...]]:
@@ -379,15 +332,13 @@ def read_groups(line: str, devices: int) -> DeviceGroups:
 
     Raises ValueError for any other form.
     """
-    pairs = re.search(rf"source_target_pairs={_LISTED}", line)
-    text = re.search(r"replica_groups=(.*)", line)
-    if pairs:
-        return DeviceGroups(_listed(pairs[1]))
-    if text is None:
+    if pairs := re.search(rf"source_target_pairs={_LISTED}", line):
+        return _listed(pairs[1])
+    _, has_groups, rest = line.partition("replica_groups=")
+    if not has_groups:
         raise ValueError(f"no replica_groups in {line.strip()[:200]!r}")
-    rest = text[1]
     if listed := re.match(_LISTED, rest):
-        return DeviceGroups(_listed(listed[1]) or (tuple(range(devices)),))
+        return _listed(listed[1]) or (tuple(range(devices)),)
     if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
         return _rows(_iota(iota[2]).reshape(_numbers(iota[1])))
     if meshed := re.match(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(([^{]*)\))?\s*\{([^}]*)\}", rest):
@@ -395,7 +346,7 @@ def read_groups(line: str, devices: int) -> DeviceGroups:
     raise ValueError(f"replica_groups in an unknown form: {rest[:200]!r}")
 
 
-def _listed(text: str) -> tuple[tuple[int, ...], ...]:
+def _listed(text: str) -> DeviceGroups:
     return tuple(_numbers(part) for part in re.findall(r"\{([\d,]*)\}", text))
 
 
@@ -416,25 +367,22 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str) -> DeviceGroups:
     order = np.arange(math.prod(sizes.values()))
     if ids:
         order = _iota(ids).ravel() if ids.startswith("[") else np.array(_numbers(ids))
-    crossed = [
-        (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'([\w.-]+)'(?::\((\d+)\)(\d+))?", axes)
-    ]
+    crossed: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}  # parts of each axis
+    for name, before, size in re.findall(r"'([\w.-]+)'(?::\((\d+)\)(\d+))?", axes):
+        start = int(before or 1)
+        crossed[name].append((start, start * int(size or sizes[name])))
     # Each axis is cut at the ends of its parts, so that whole axes of a finer mesh are crossed.
     shape: list[int] = []
-    is_crossed: list[bool] = []
+    across: list[int] = []
     for name, size in sizes.items():
-        parts = [(before, before * length) for other, before, length in crossed if other == name]
-        cuts = sorted({1, size, *itertools.chain(*parts)})
-        for low, high in itertools.pairwise(cuts):
+        for low, high in itertools.pairwise(sorted({1, size, *itertools.chain(*crossed[name])})):
+            if any(start <= low and high <= stop for start, stop in crossed[name]):
+                across.append(len(shape))
             shape.append(high // low)
-            is_crossed.append(any(start <= low and high <= stop for start, stop in parts))
-    grid = order.reshape(shape)
-    across = [i for i, crosses in enumerate(is_crossed) if crosses]
-    along = [i for i, crosses in enumerate(is_crossed) if not crosses]
-    length = math.prod(shape[i] for i in across)
-    return _rows(grid.transpose(along + across).reshape(-1, length))
+    along = [axis for axis in range(len(shape)) if axis not in across]
+    length = math.prod(shape[axis] for axis in across)
+    return _rows(order.reshape(shape).transpose(along + across).reshape(-1, length))
 
 
 def _rows(groups: np.ndarray) -> DeviceGroups:
-    return DeviceGroups(tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist())))
+    return tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist()))

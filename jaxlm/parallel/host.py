@@ -1,5 +1,6 @@
 """Global arrays from data that each host reads: rows of a batch, parts of a parameter."""
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -21,10 +22,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def check_rows(mesh: Mesh, batch: int, microbatches: int = 1) -> None:
-    """Raise ConfigError if the rows of a micro-batch do not divide over the devices.
-
-    The batch is that of the run, so the fix names fewer devices and not another batch.
-    """
+    """Raise ConfigError if the rows of a micro-batch do not divide; the fix keeps the batch."""
     ways = rules.split(mesh, "batch")
     unit = ways * microbatches
     if batch % unit == 0:
@@ -32,12 +30,10 @@ def check_rows(mesh: Mesh, batch: int, microbatches: int = 1) -> None:
     fewer = mesh.size // ways * math.gcd(ways, batch // microbatches)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     parts = f" x {microbatches} micro-batches" if microbatches > 1 else ""
-    raise ConfigError(
-        f"a batch of {batch} rows does not divide over {ways} devices{parts}",
-        where="train.batch",
-        why=f"mesh {format_mesh(mesh.shape)}{parts} needs a multiple of {unit}",
-        fix=f"--cpu_devices={fewer}" if on_cpu else f"run it on {fewer} devices",
-    )
+    what = f"a batch of {batch} rows does not divide over {ways} devices{parts}"
+    why = f"mesh {format_mesh(mesh.shape)}{parts} needs a multiple of {unit}"
+    fix = f"--cpu_devices={fewer}" if on_cpu else f"run it on {fewer} devices"
+    raise ConfigError(what, where="train.batch", why=why, fix=fix)
 
 
 def host_rows(mesh: Mesh, batch: int, devices: Collection[jax.Device] | None = None) -> slice:
@@ -59,10 +55,7 @@ def fetch(tree: Any) -> Any:
 
 
 def put(mesh: Mesh, rows: Any) -> Any:
-    """Return a tree of this host's [rows, length] arrays as global arrays on the mesh.
-
-    The rows are those of `host_rows`, whole; a device takes its own part of their length.
-    """
+    """Return a tree of arrays of the rows `host_rows`, whole, as global arrays on the mesh."""
     sharding = batch_sharding(mesh)
     ways = rules.split(mesh, "batch")
     local = host_rows(mesh, ways)
@@ -70,10 +63,8 @@ def put(mesh: Mesh, rows: Any) -> Any:
     def place(x: Any) -> jax.Array:
         x = np.asarray(x)
         size = len(x) // (local.stop - local.start)
-        shape = (ways * size, *x.shape[1:])
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: part(x, index, local.start * size)
-        )
+        cut = functools.partial(part, x, first=local.start * size)
+        return jax.make_array_from_callback((ways * size, *x.shape[1:]), sharding, cut)
 
     return jax.tree.map(place, rows)
 
@@ -101,7 +92,5 @@ def by_parts(
 def part(rows: np.ndarray, index: tuple[slice, ...] | None, first: int) -> np.ndarray:
     """Return the part at `index` of the global array, from `rows` that begin with row `first`."""
     assert index is not None
-    row_slice, *rest = index
-    start = row_slice.start or 0
-    stop = first + len(rows) if row_slice.stop is None else row_slice.stop
-    return rows[start - first : stop - first, *rest]
+    start, stop, _ = index[0].indices(first + len(rows))
+    return rows[start - first : stop - first, *index[1:]]

@@ -11,10 +11,10 @@ from jax.sharding import AxisType, Mesh
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel.config import (
     AXES,
-    MAX_FIXES,
     MeshConfig,
     format_mesh,
     layout_fixes,
+    mesh_error,
     mesh_flags,
     nearest_layouts,
     remaining_fixes,
@@ -30,49 +30,34 @@ def build(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     split over ("data", "fsdp") meets an embedding split over "fsdp".
 
     The outermost axes cross from slice to slice if slow links divide the devices into slices.
-
-    Raises:
-      ConfigError: if the product of sizes is not the number of devices, or slices do not divide.
+    Raises ConfigError if the product of sizes is not the number of devices, or slices do not fit.
     """
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
     # An axis of 64 on a torus of 16 x 16 takes parts of both dimensions; others stay whole.
+    options = dict(allow_split_physical_axes=True)
     if (count := slices(devices)) > 1:
         outer = axis_crossings(sizes, count)
-        grid = mesh_utils.create_hybrid_device_mesh(
-            [sizes[axis] // outer[axis] for axis in AXES],
-            [outer[axis] for axis in AXES],
-            devices,
-            allow_split_physical_axes=True,
-        )
+        inner = [sizes[axis] // outer[axis] for axis in AXES]
+        across = [outer[axis] for axis in AXES]
+        grid = mesh_utils.create_hybrid_device_mesh(inner, across, devices, **options)
     else:
-        grid = mesh_utils.create_device_mesh(
-            [sizes[axis] for axis in AXES], devices, allow_split_physical_axes=True
-        )
+        grid = mesh_utils.create_device_mesh([sizes[axis] for axis in AXES], devices, **options)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def slices(devices: Sequence[jax.Device]) -> int:
-    """Return the number of groups with slow links between them: TPU slices, hosts of GPUs.
-
-    Raises ConfigError if they differ in size.
-    """
+    """Return the number of groups with slow links between them: TPU slices, hosts of GPUs."""
     sizes = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(set(sizes.values())) > 1:
-        raise ConfigError(
-            "the slices of this run differ in their number of devices",
-            where="mesh",
-            why=", ".join(f"slice {name}: {count}" for name, count in sorted(sizes.items())),
-            fix="start it on slices of one size",
-        )
+        what = "the slices of this run differ in their number of devices"
+        why = ", ".join(f"slice {name}: {count}" for name, count in sorted(sizes.items()))
+        raise ConfigError(what, where="mesh", why=why, fix="start it on slices of one size")
     return len(sizes)
 
 
 def axis_crossings(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Return how often the borders of `count` slices cut each axis.
-
-    Raises ConfigError if the axes cannot be cut so; names the nearest layouts that can.
-    """
+    """Return how often `count` slices cut each axis. ConfigError names the nearest layouts."""
     if (outer := slice_crossings(sizes, count)) is not None:
         return outer
 
@@ -81,9 +66,5 @@ def axis_crossings(sizes: Mapping[str, int], count: int) -> dict[str, int]:
 
     fixes = layout_fixes(sizes, nearest_layouts(sizes, math.prod(sizes.values())), line)
     why = "the outermost axes cross from slice to slice: their sizes must divide by that number"
-    raise ConfigError(
-        f"the mesh does not fit {count} slices",
-        where=f"mesh {format_mesh(sizes)}",
-        why="\n".join([why, *remaining_fixes(fixes)]),
-        fix="\n".join(fixes[:MAX_FIXES]),
-    )
+    what, where = f"the mesh does not fit {count} slices", f"mesh {format_mesh(sizes)}"
+    raise mesh_error(what, where, [why, *remaining_fixes(fixes)], fixes)

@@ -1,18 +1,15 @@
-"""The processes of a run: start, barriers, comparison of facts, and messages between ranks.
-
-The only file that uses JAX's coordination service, whose client has no public name yet.
-"""
+"""The processes of a run: start, barriers, comparison of facts, and messages between ranks."""
 
 import ipaddress
 import itertools
 import json
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import distributed  # here alone; the client of the service has no public name yet
 
 from jaxlm.core import faults
 from jaxlm.core.callbacks import Log
@@ -27,15 +24,12 @@ _LOSS = re.compile(r"(Gloo|NCCL|coordination).*(connect|reset|closed|timed out|a
 
 
 class Peers:
-    """The ranks of a run, one of them this process; rank 0 of 1 is a run of one process.
-
-    A sign is a short text under a name that every rank can read at any time.
-    """
+    """The ranks of a run, one of them this process; rank 0 of 1 is a run of one process."""
 
     def __init__(self, rank: int = 0, count: int = 1):
         self.rank, self.count = rank, count
         self._barriers = itertools.count()
-        self._calls: Counter[str] = Counter()
+        self._calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
     @property
     def is_first(self) -> bool:
@@ -53,41 +47,25 @@ class Peers:
             raise _lost(f"not every rank reached {name!r} within {seconds:g} s", error) from error
 
     def agree(self, name: str, facts: dict[str, Any], seconds: float) -> None:
-        """Compare facts of all ranks before anything is computed with them.
-
-        Raises:
-          ConfigError: on every rank, if they differ; shows the differences.
-          PeerLost: at the timeout.
-        """
+        """Raise ConfigError on every rank if facts differ between ranks; PeerLost at a timeout."""
         if self.count == 1:
             return
         key = f"{ROOT}/facts/{name}"
         self._client.key_value_set(f"{key}/{self.rank}", json.dumps(facts, sort_keys=True))
-        by_rank = [
-            self._get(f"{key}/{rank}", seconds, f"rank {rank} did not send its {name}")
-            for rank in range(self.count)
-        ]
-        differences = [
-            line for rank, other in enumerate(by_rank) for line in _diff(rank, by_rank[0], other)
-        ]
-        if differences:
-            count = len(differences)
+        first, *others = self._get_all(key, name, seconds)
+        differences = [d for rank, other in enumerate(others, 1) for d in _diff(rank, first, other)]
+        if count := len(differences):
             more = [f"and {count - 6} more"] if count > 6 else []
-            raise ConfigError(
-                f"the ranks of this run differ in their {name}",
-                where=f"{count} difference{'s' if count > 1 else ''} from rank 0",
-                why="\n".join([*differences[:6], *more]),
-                fix="start every rank with the same command, code and files",
-            )
+            what = f"the ranks of this run differ in their {name}"
+            where = f"{count} difference{'s' if count > 1 else ''} from rank 0"
+            why, same = "\n".join([*differences[:6], *more]), "the same command, code and files"
+            raise ConfigError(what, where=where, why=why, fix=f"start every rank with {same}")
 
     def share(self, name: str, value: Any, seconds: float) -> Any:
-        """Return the first rank's value after a round trip through JSON.
-
-        Every rank must call this as often with each name. Raises PeerLost at the timeout.
-        """
+        """Return the first rank's value, via JSON. Ranks must call this equally often by name."""
         if self.count == 1:
             return value
-        key, number = f"{ROOT}/shared/{name}", self._number(name)
+        key, number = f"{ROOT}/shared/{name}", next(self._calls[name])
         if self.is_first:
             self._client.key_value_set(f"{key}/{number}", json.dumps(value))
             # Ranks are at most a step apart, so no rank still reads the old values.
@@ -103,19 +81,16 @@ class Peers:
         """
         if self.count == 1:
             return [value]
-        key = f"{ROOT}/gathered/{name}/{self._number(name)}"
+        key = f"{ROOT}/gathered/{name}/{next(self._calls[name])}"
         self._client.key_value_set(f"{key}/{self.rank}", json.dumps(value))
         if not self.is_first:
             return []
-        values = [
-            self._get(f"{key}/{rank}", seconds, f"rank {rank} did not send its {name}")
-            for rank in range(self.count)
-        ]
+        values = self._get_all(key, name, seconds)
         self._client.key_value_delete(f"{key}/")
         return values
 
     def sign(self, name: str, text: str, *, overwrite: bool = False) -> bool:
-        """Set a sign, which `overwrite` replaces; return whether it was set."""
+        """Set a sign, a short text that every rank can read; return False without `overwrite`."""
         if self.count == 1:
             return True
         try:
@@ -140,10 +115,11 @@ class Peers:
             jax.distributed.shutdown()
             self.count = 1
 
-    def _number(self, name: str) -> int:
-        number = self._calls[name]
-        self._calls[name] += 1
-        return number
+    def _get_all(self, key: str, name: str, seconds: float) -> list[Any]:
+        """Return the value of every rank under a key."""
+        missing = f"did not send its {name}"
+        ranks = range(self.count)
+        return [self._get(f"{key}/{rank}", seconds, f"rank {rank} {missing}") for rank in ranks]
 
     def _get(self, key: str, seconds: float, failure: str) -> Any:
         """Return a value from the store, or raise PeerLost with a text of the failure."""
@@ -169,24 +145,21 @@ def start(
 ) -> Peers:
     """Join the other ranks at an address of rank 0, which listens only there.
 
+    Raises PeerLost at the timeout, with the ranks that are present and absent; CommandError if the
+    ranks contradict each other.
+
     Args:
       address: host and port of the coordinator.
       rank, count: number of this process, and of all.
       devices: local GPUs of this process; all by default.
-      join_seconds: timeout of the rendezvous.
-      heartbeat_seconds: timeout after which a silent rank is lost.
+      join_seconds, heartbeat_seconds: timeout of the rendezvous; after this silence a rank is lost.
       `say`: prints a warning.
-
-    Raises:
-      PeerLost: at the timeout; names the ranks that are present and absent.
-      CommandError: if the ranks contradict each other.
     """
     faults.rank = rank
     if rank == 0 and not _is_loopback(rendezvous.split(address)[0]):
-        say(
-            f"warning: the coordinator listens on {address} without encryption or a password; any "
-            "host that reaches it can stop this run or change its messages"
-        )
+        risk = "any host that reaches it can stop this run or change its messages"
+        unsafe = "without encryption or a password"
+        say(f"warning: the coordinator listens on {address} {unsafe}; {risk}")
     rendezvous.rendezvous(address, rank=rank, count=count, seconds=join_seconds)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's handler would replace the signal handler that saves a checkpoint.
@@ -205,10 +178,8 @@ def start(
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an exception of a computation means that another process is lost.
-
-    JAX has no type for them: a step that is not dispatched in the background raises ValueError.
-    """
+    """Return True if an exception of a computation means that another process is lost."""
+    # JAX has no type for them: a step that is not dispatched in the background raises ValueError.
     raised = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
     return raised and bool(_LOSS.search(str(error)))
 

@@ -57,10 +57,10 @@ def run_pipeline(
     is_first = (numbers == 0)[:, None, None, None]
 
     def one(groups: Any, x: Array, microbatch: Array, repeat: Array) -> tuple[Array, Any]:
-        group = jax.tree.map(
-            lambda leaf: _index(leaf, repeat) if schedule.repeats > 1 else leaf[0], groups
-        )
-        return stage(narrowed(group), x, microbatch)
+        def pick(leaf: Array) -> Array:
+            return _index(leaf, repeat) if schedule.repeats > 1 else leaf[0]
+
+        return stage(narrowed(jax.tree.map(pick, groups)), x, microbatch)
 
     every = jax.vmap(one, spmd_axis_name=logical.RULES["stages"])
 

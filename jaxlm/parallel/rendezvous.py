@@ -1,8 +1,7 @@
-"""Rendezvous of the ranks before JAX starts.
+"""Rendezvous of the ranks before `jax.distributed.initialize`.
 
 JAX ends a process without an exception if a rank is missing at the timeout. This rendezvous names
-the missing ranks on every rank that is present, and a rank that fails before it reports the reason
-to the others. That is why it comes before `jax.distributed.initialize`.
+the missing ranks on every present rank, and a rank that fails before reports why to the others.
 """
 
 import contextlib
@@ -21,6 +20,7 @@ MAX_LINE_BYTES = 1024  # of a rank's own message
 MAX_REASON = 200  # letters of the reason why a rank fails
 SILENCE_SECONDS = 2.0  # timeout of a connection without a message
 REPORT_SECONDS = 10.0  # for a failing rank to reach the others
+Roll = tuple[list[int], str]  # the ranks that are present, and what is wrong
 
 
 @contextlib.contextmanager
@@ -34,41 +34,34 @@ def report_failure_to_peers(place: ProcessSpec) -> Iterator[None]:
             print(f"{why}: reporting it to the other processes", file=sys.stderr)
             deadline = time.monotonic() + REPORT_SECONDS
             with contextlib.suppress(JaxlmError):  # no other rank is present
-                if place.rank == 0:
-                    _serve(place.coordinator, place.count, deadline, why)
-                else:
-                    _join(place.coordinator, place.rank, place.count, deadline, why)
+                _meet(place.coordinator, place.rank, place.count, deadline, why)
         raise
 
 
 def rendezvous(address: str, *, rank: int, count: int, seconds: float) -> None:
     """Return on every rank once all of them are present.
 
-    Raises:
-      PeerLost: on all present ranks at the timeout; or if the address cannot be bound.
-      CommandError: if ranks are equal, disagree about their number, or one was refused.
+    Raises PeerLost on all present ranks at the timeout, or if the address cannot be bound;
+    CommandError if ranks are equal, disagree about their number, or one was refused.
     """
-    deadline = time.monotonic() + seconds
-    if rank == 0:
-        present, wrong = _serve(address, count, deadline)
-    else:
-        present, wrong = _join(address, rank, count, deadline)
+    present, wrong = _meet(address, rank, count, time.monotonic() + seconds)
     if wrong:
-        raise CommandError(
-            "the processes of this run contradict each other",
-            where=address,
-            why=wrong,
-            fix="start each with the same command, code and --num_processes, and its own "
-            "--process_id",
-        )
-    absent = sorted(set(range(count)) - set(present))
-    if absent:
-        raise PeerLost(
-            f"rank {_format_ranks(absent)} did not join within {seconds:g} s",
-            where=address,
-            why=f"present: {_format_ranks(present)}; absent: {_format_ranks(absent)}",
-            fix="look at the output of the absent ranks, and whether they reach this address",
-        )
+        what = "the processes of this run contradict each other"
+        same = "command, code and --num_processes, and its own --process_id"
+        raise CommandError(what, where=address, why=wrong, fix=f"start each with the same {same}")
+    if absent := sorted(set(range(count)) - set(present)):
+        missing, others = (", ".join(map(str, ranks)) for ranks in (absent, present))
+        what = f"rank {missing} did not join within {seconds:g} s"
+        why = f"present: {others}; absent: {missing}"
+        output = "the output of the absent ranks, and whether they reach this address"
+        raise PeerLost(what, where=address, why=why, fix=f"look at {output}")
+
+
+def _meet(address: str, rank: int, count: int, deadline: float, refused: str = "") -> Roll:
+    """Return the ranks that are present, and what is wrong; `refused` is a failure of this rank."""
+    if rank == 0:
+        return _serve(address, count, deadline, refused)
+    return _join(address, rank, count, deadline, refused)
 
 
 def split(address: str) -> tuple[str, int]:
@@ -76,30 +69,25 @@ def split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         named = address if ":" not in address else host
-        raise CommandError(
-            f"{address!r} is not an address",
-            where="--coordinator",
-            why="an address is a host, a colon and a port",
-            fix=f"--coordinator={named}:{default_port(named)}    # the same for every process"
-            if re.fullmatch(r"[\w.-]+|\[[\w.:]+\]", named)
-            else "name the host of rank 0 and a port that is free there: HOST:PORT",
-        )
+        what, why = f"{address!r} is not an address", "an address is a host, a colon and a port"
+        fix = "name the host of rank 0 and a port that is free there: HOST:PORT"
+        if re.fullmatch(r"[\w.-]+|\[[\w.:]+\]", named):
+            fix = f"--coordinator={named}:{default_port(named)}    # the same for every process"
+        raise CommandError(what, where="--coordinator", why=why, fix=fix)
     return host.strip("[]"), int(port)
 
 
-def _serve(address: str, count: int, deadline: float, refused: str = "") -> tuple[list[int], str]:
-    """Rank 0: collect the other ranks, and send them the result; an error at once.
-
-    After an error, ranks that join within `REPORT_SECONDS` get it too.
-    """
+def _serve(address: str, count: int, deadline: float, refused: str = "") -> Roll:
+    """Rank 0: collect the ranks and send them the result; an error at once and for a while."""
     callers: dict[int, socket.socket] = {}
     unanswered: list[socket.socket] = []
     wrong = f"rank 0 was refused: {refused}" if refused else ""
 
     def answer(present: list[int]) -> None:
+        reply = json.dumps({"present": present, "wrong": wrong})
         for caller in unanswered:
             with contextlib.suppress(OSError):
-                _send(caller, {"present": present, "wrong": wrong})
+                caller.sendall(f"{reply}\n".encode())
         unanswered.clear()
 
     with contextlib.ExitStack() as stack:
@@ -115,10 +103,8 @@ def _serve(address: str, count: int, deadline: float, refused: str = "") -> tupl
                         continue  # not a process of a run
                     error = ""
                     if their_count != count or not 0 < rank < count:
-                        error = (
-                            f"rank {rank} was started as one of {their_count}, "
-                            f"rank 0 as one of {count}"
-                        )
+                        counts = f"one of {their_count}, rank 0 as one of {count}"
+                        error = f"rank {rank} was started as {counts}"
                     elif rank in callers and not _is_disconnected(callers[rank]):
                         error = f"two processes have rank {rank}"
                     elif why := message.get("refused"):
@@ -131,23 +117,21 @@ def _serve(address: str, count: int, deadline: float, refused: str = "") -> tupl
                         answer([0, *callers])
                     elif len(callers) == count - 1:
                         # A rank that died while it waited is absent, and may join again.
-                        callers = {
-                            rank: c for rank, c in callers.items() if not _is_disconnected(c)
-                        }
+                        alive = [rank for rank in callers if not _is_disconnected(callers[rank])]
+                        callers = {rank: callers[rank] for rank in alive}
         # The port is free for JAX before any rank learns that all are present.
         present = sorted([0, *callers])
         answer(present)
     return present, wrong
 
 
-def _join(
-    address: str, rank: int, count: int, deadline: float, refused: str = ""
-) -> tuple[list[int], str]:
+def _join(address: str, rank: int, count: int, deadline: float, refused: str = "") -> Roll:
     """Other ranks: send the rank, and return the result; retry until rank 0 listens."""
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
             with socket.create_connection(split(address), timeout=left) as caller:
-                _send(caller, {"rank": rank, "count": count, "refused": refused})
+                message = {"rank": rank, "count": count, "refused": refused}
+                caller.sendall(json.dumps(message).encode() + b"\n")
                 caller.settimeout(left + SILENCE_SECONDS)  # rank 0 may have started later
                 reply = _receive_line(caller)
             if {"present", "wrong"} <= reply.keys():
@@ -178,30 +162,23 @@ def _listener(address: str, deadline: float) -> socket.socket:
             if isinstance(error, socket.gaierror) and time.monotonic() < deadline:
                 time.sleep(0.5)
                 continue
+            what = "the address of the coordinator cannot be used"
+            why = f"{type(error).__name__}: {error.strerror}"
+            launch = "start the processes with jaxlm launch: it finds a free port"
             raise PeerLost(
-                "the address of the coordinator cannot be used",
-                where=address,
-                why=f"{type(error).__name__}: {error.strerror}",
-                fix="give --coordinator another port\n"
-                "start the processes with jaxlm launch: it finds a free port",
+                what, where=address, why=why, fix=f"give --coordinator another port\n{launch}"
             ) from error
-
-
-def _send(caller: socket.socket, value: dict) -> None:
-    caller.sendall(json.dumps(value).encode() + b"\n")
 
 
 def _receive_line(caller: socket.socket) -> dict:
     """Return one line of JSON, empty if it is invalid. A list of ranks may be long."""
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES * 100:
-        part = caller.recv(MAX_LINE_BYTES)
-        if not part:
+        if not (part := caller.recv(MAX_LINE_BYTES)):
             return {}
         line += part
     with contextlib.suppress(ValueError):
-        value = json.loads(line)
-        return value if isinstance(value, dict) else {}
+        return value if isinstance(value := json.loads(line), dict) else {}
     return {}
 
 
@@ -216,7 +193,3 @@ def _is_disconnected(caller: socket.socket) -> bool:
         return True
     finally:
         caller.settimeout(SILENCE_SECONDS)
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -27,16 +27,14 @@ class Replicas:
         self._devices = list(mesh.devices.flat)
         self._shardings = tree.leaves(shardings)
         specs = {path: sharding.spec for path, sharding in self._shardings.items()}
-        every = PartitionSpec(mesh.axis_names)
-        self._sums: Callable[[dict[str, Array]], dict[str, Array]] = jax.jit(
-            jax.shard_map(
-                lambda leaves: {path: _sum(leaf)[None] for path, leaf in leaves.items()},
-                mesh=mesh,
-                in_specs=(specs,),
-                out_specs=dict.fromkeys(specs, every),
-                check_vma=False,
-            )
+        sums = jax.shard_map(
+            lambda leaves: {path: _sum(leaf)[None] for path, leaf in leaves.items()},
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=dict.fromkeys(specs, PartitionSpec(mesh.axis_names)),
+            check_vma=False,
         )
+        self._sums: Callable[[dict[str, Array]], dict[str, Array]] = jax.jit(sums)
 
     def differences(self, values: Any) -> list[str]:
         """Return each leaf with copies that differ, and the devices in the minority."""

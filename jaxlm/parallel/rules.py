@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import MAX_FIXES, format_mesh, layout_fixes, mesh_flags, nearest_layouts
+from jaxlm.parallel.config import format_mesh, layout_fixes, mesh_error, mesh_flags, nearest_layouts
 from jaxlm.parallel.logical import RULES, LogicalAxes, ways
 
 # Compiler options by platform that were measured to pay; numbers are in scripts/LOG.md.
@@ -16,6 +16,7 @@ COMPILER_OPTIONS = {
     # XLA for CPU copies each array of a donated state that is read twice before its overwrite.
     "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True}
 }
+Misfit = tuple[str, str, int, int]  # leaf, logical axis, its size, and its parts on the mesh
 
 
 def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, bool]:
@@ -49,10 +50,9 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any, *, is_split: bool = True) ->
     """Return the sharding of each leaf, from trees of logical axes (tuples) and of shapes.
 
     Without `is_split`, fsdp holds copies instead of parts, as ZeRO 1 and 2 do with parameters.
-
     Raises ConfigError if dimensions do not divide by their mesh axes; lists every such leaf.
     """
-    misfits: list[tuple[str, str, int, int]] = []
+    misfits: list[Misfit] = []
 
     def place(path: str, leaf: Any, names: LogicalAxes) -> NamedSharding:
         if len(names) != len(leaf.shape):
@@ -76,9 +76,7 @@ def split(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
     return ways(dict(mesh.shape), axis)
 
 
-def _misfit(
-    mesh: Mesh, abstract: Any, axes: Any, misfits: list[tuple[str, str, int, int]]
-) -> ConfigError:
+def _misfit(mesh: Mesh, abstract: Any, axes: Any, misfits: list[Misfit]) -> ConfigError:
     """Return an error with a line for each axis, with one leaf, and the nearest possible meshes."""
     lines: dict[tuple[str, int, int], str] = {}
     for path, name, size, parts in misfits:
@@ -94,9 +92,6 @@ def _misfit(
         return mesh_flags(layout, mesh.shape) if is_even else ""
 
     fixes = layout_fixes(mesh.shape, nearest_layouts(mesh.shape, mesh.size), fix)
-    return ConfigError(
-        f"{len(misfits)} parameter{'s' if len(misfits) > 1 else ''} cannot be split evenly",
-        where=f"mesh {format_mesh(mesh.shape)}",
-        why="; ".join(lines.values()),
-        fix="\n".join(fixes[:MAX_FIXES]),
-    )
+    what = f"{len(misfits)} parameter{'s' if len(misfits) > 1 else ''} cannot be split evenly"
+    where, why = f"mesh {format_mesh(mesh.shape)}", ["; ".join(lines.values())]
+    return mesh_error(what, where, why, fixes)

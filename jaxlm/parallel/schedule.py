@@ -35,10 +35,7 @@ class Schedule:
         return (self.stages - 1) / self.ticks
 
     def item(self, stage: Any, tick: Any) -> tuple[Any, Any, Any]:
-        """Return whether a stage's work at a tick counts, its micro-batch and its group.
-
-        Arguments are numbers or arrays.
-        """
+        """Return whether work at a tick counts, its micro-batch and group; numbers or arrays."""
         item = tick - stage
         counts = (item >= 0) & (item < self.microbatches * self.repeats)
         return counts, item % self.microbatches, item // self.microbatches % self.repeats

@@ -26,7 +26,7 @@ from jaxlm.models.families.union import (
 )
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
 from jaxlm.objectives.config import Architecture, Causal, LossConfig, Objective, mtp_heads
-from jaxlm.optim import average_config, schedule_functions
+from jaxlm.optim import average_config, schedule_config
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.config import AdamW, Optimizer
 from jaxlm.optim.schedule_config import Cosine, Schedule
@@ -270,7 +270,7 @@ class Run:
         An example is the first part of a longer run.
         """
         length: dict[str, Any] = {"total": self.train.steps, "tokens_per_step": self.pace}
-        for name, why, fix in schedule_functions.cautions(self.schedule, **length):
+        for name, why, fix in schedule_config.cautions(self.schedule, **length):
             yield f"schedule.{name}", why, fix
         for name, why, fix in average_config.cautions(self.average, **length):
             yield f"average.{name}", why, fix

@@ -357,9 +357,7 @@ def test_a_model_of_several_files_is_read_and_written(capsys, tmp_path):
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert (code, answer["tensors"]) == (0, len(found))
-    answer = export_model.export_model(
-        export_model.ExportOptions(workdir=run, out=out, dtype="bfloat16", shard_bytes=20_000)
-    )
+    answer = export_model.export_model(run, out, dtype="bfloat16", shard_bytes=20_000)
     written = json.loads((out / "model.safetensors.index.json").read_text())
     files = set(written["weight_map"].values())
     assert written["metadata"]["total_size"] == 2 * sum(array.size for array in found.values())
@@ -582,9 +580,7 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     source, run = write(folder / "source"), folder / "run"
     import_model.import_model(import_model.Options(source=source, workdir=run))
-    export_model.export_model(
-        export_model.ExportOptions(workdir=run, out=folder / "out", shard_bytes=20_000)
-    )
+    export_model.export_model(run, folder / "out", shard_bytes=20_000)
     return folder / "out"
 
 

@@ -34,7 +34,7 @@ def verb(monkeypatch):
     )
     module.run = lambda args, out: 0
     monkeypatch.setitem(sys.modules, "probe_verb", module)
-    monkeypatch.setitem(front.VERBS, "probe", Verb("probe_verb", "probes", "Test"))
+    monkeypatch.setitem(front.VERBS, "probe", Verb("probe_verb", "probes"))
     return module
 
 
@@ -63,7 +63,7 @@ def test_help_names_every_verb_and_imports_nothing_heavy():
 def test_every_module_of_the_room_is_a_verb():
     modules = {f"jaxlm.cli.{each.name}" for each in pkgutil.iter_modules(jaxlm.cli.__path__)}
     shared = {f"jaxlm.cli.{name}" for name in ("main", "output", "arguments", "bars")}
-    assert modules - shared == {verb.module.removesuffix(".verb") for verb in VERBS.values()}
+    assert modules - shared == {verb.module for verb in VERBS.values()}
 
 
 @pytest.mark.parametrize("name", VERBS)

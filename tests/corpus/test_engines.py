@@ -14,7 +14,7 @@ from typing import get_args
 
 import pytest
 
-from jaxlm.cli.data import corpus
+from jaxlm.cli import data
 from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, InputMissing, NotWritable, PeerLost
 from jaxlm.corpus import engines
@@ -122,7 +122,7 @@ def test_a_machine_without_jaxlm_is_said_when_what_was_begun_is_done():
 
 def test_the_command_line_offers_every_engine():
     parser = argparse.ArgumentParser()
-    corpus.add_engine(parser)
+    data.add_engine(parser)
     for name in get_args(engines.EngineName):
         assert parser.parse_args(["--out=out", f"--engine={name}"]).engine == name
     with pytest.raises(SystemExit):

@@ -191,7 +191,7 @@ def test_bars_get_the_bytes_that_are_done_and_go_on_where_it_was_stopped(
     """Of these the bar on a terminal makes rates and the time that is left: tests/cli/test_data.py."""
     told: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
-        "jaxlm.cli.data.corpus.progress_bars",
+        "jaxlm.cli.data.progress_bars",
         lambda out: contextlib.nullcontext(lambda *each: told.append(each)),
     )
     assert command("--out=out", JAXLM_FAULTS="prepare.clean:sigkill@1").returncode < 0

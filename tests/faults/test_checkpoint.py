@@ -566,7 +566,7 @@ def test_c6_the_way_back_is_as_long_as_it_must_be_however_often_steps_are_saved(
     reach, config = 100, CheckpointConfig(keep_last=2, keep_best=0)
     lengths = set()
     for first_bad in range(301, 502, 10):
-        here: dict[int, records.Record] = {}
+        here: dict[int, records.StepRecord] = {}
         for step in range(every, first_bad + 9, every):
             here[step] = record(step, healthy=step < first_bad)
             left = retained_steps(list(here.values()), config, rewind_steps=reach)
@@ -579,7 +579,9 @@ def test_c6_the_way_back_is_as_long_as_it_must_be_however_often_steps_are_saved(
 
 
 def record(step, *, healthy):
-    return records.Record(step=step, owner="", loss_nats=None, healthy=healthy, meta={}, files={})
+    return records.StepRecord(
+        step=step, owner="", loss_nats=None, healthy=healthy, meta={}, files={}
+    )
 
 
 def test_b11_a_state_that_is_not_finite_is_never_committed(config, tmp_path, capsys):

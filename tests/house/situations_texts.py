@@ -123,8 +123,8 @@ SLOW = {
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {
     "data/loader.py:_closing:1": "tests/faults/test_data.py::test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds",
-    "optim/schedule_functions.py:cautions:1": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
-    "optim/schedule_functions.py:lr_factor:1": "tests/optim/test_schedules.py::test_a_schedule_that_does_not_fit_is_refused_by_what_builds_it_too",
+    "optim/schedule_config.py:cautions:1": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
+    "optim/schedule_config.py:lr_factor:1": "tests/optim/test_schedules.py::test_a_schedule_that_does_not_fit_is_refused_by_what_builds_it_too",
 }
 
 # Places that no test reaches yet.

@@ -14,7 +14,7 @@ LIGHT = sorted(
         "*/config.py",
         "models/cost/model_cost.py",
         "recipes/scaling/loss_law.py",
-        "optim/schedule_functions.py",
+        "optim/schedule_config.py",
         "optim/moments.py",
         "recipes/plan/divisibility.py",
         "recipes/plan/hardware.py",

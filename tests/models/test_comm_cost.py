@@ -45,7 +45,7 @@ def sent(settings, devices):
             if (
                 each.kind == "collective-permute"
             ):  # the devices that do not send in one do in another
-                one *= len(each.groups.members) / grid.size
+                one *= len(each.groups) / grid.size
             total[key] = total.get(key, 0) + one
     return total, run, dict(grid.shape)
 

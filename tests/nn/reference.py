@@ -10,9 +10,9 @@ from jaxlm.nn.init import Initializer
 FLOAT32 = Precision.float32()
 
 
-def moved(make, *, std=0.3, seed=0):
+def moved(make, *, std=0.3, seed=0, precision=FLOAT32):
     """`make(key, init)` with every parameter moved, so that no scale is one and no bias zero; and its arrays."""
-    init = Initializer("normal", std, 1, FLOAT32.params)
+    init = Initializer("normal", std, 1, precision)
     graphdef, state = nnx.split(make(jax.random.key(seed), init))
     leaves, treedef = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))

@@ -50,9 +50,7 @@ OPTIONS = {
 
 
 def outputs(config):
-    module, params = reference.moved(
-        lambda key, init: Attention(WIDTH, config, key=key, init=init, precision=reference.FLOAT32)
-    )
+    module, params = reference.moved(lambda key, init: Attention(WIDTH, config, key=key, init=init))
     x = jax.random.normal(jax.random.key(2), (ROWS, LENGTH, WIDTH))
     # The second row begins elsewhere, and has a gap.
     positions = np.stack((np.arange(LENGTH), 5 + np.arange(LENGTH) ** 2)).astype(np.int32)

@@ -37,11 +37,7 @@ X = np.random.default_rng(0).normal(size=(ROWS, LENGTH, WIDTH))
 
 
 def built(config):
-    return reference.moved(
-        lambda key, init: LatentAttention(
-            WIDTH, config, key=key, init=init, precision=reference.FLOAT32
-        )
-    )
+    return reference.moved(lambda key, init: LatentAttention(WIDTH, config, key=key, init=init))
 
 
 def normed(x, params):

@@ -60,9 +60,7 @@ WIRINGS = {formula.__name__: formula for formula in FORMULAS}
 
 def made(**changes):
     config = dataclasses.replace(CONFIG, **changes)
-    return reference.moved(
-        lambda key, init: Block(WIDTH, config, key=key, init=init, precision=reference.FLOAT32)
-    )
+    return reference.moved(lambda key, init: Block(WIDTH, config, key=key, init=init))
 
 
 def run(block, x, key=None):

@@ -77,10 +77,10 @@ def test_the_unembedding_is_no_projection_on_the_residual_stream():
 
 
 def test_weights_are_drawn_in_float32_and_then_rounded():
-    low = Precision.of(PrecisionConfig(params="bfloat16")).params
+    low = Precision.of(PrecisionConfig(params="bfloat16"))
     draw = [
-        Initializer("normal", 0.02, 1, jnp.dtype(dtype)).weight(jax.random.key(0), (64, 64))
-        for dtype in (jnp.float32, low)
+        Initializer("normal", 0.02, 1, precision).weight(jax.random.key(0), (64, 64))
+        for precision in (Precision.float32(), low)
     ]
     assert draw[1].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(draw[0].astype(low), draw[1])
+    np.testing.assert_array_equal(draw[0].astype(jnp.bfloat16), draw[1])

@@ -13,7 +13,7 @@ STREAM, HEADS = {"embed": 6}, {"heads": 3, "head_dim": 4}
 
 def made(ins, outs, *, precision=reference.FLOAT32, **options):
     return reference.moved(
-        lambda key, init: Linear(ins, outs, key=key, init=init, precision=precision, **options)
+        lambda key, init: Linear(ins, outs, key=key, init=init, **options), precision=precision
     )
 
 

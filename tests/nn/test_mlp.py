@@ -30,9 +30,7 @@ def test_every_activation_that_a_config_can_name_is_there():
 @pytest.mark.parametrize("activation", FORMULAS)
 def test_the_mlp_is_its_formula(activation, gated, bias):
     config = MlpConfig(hidden=HIDDEN, activation=activation, gated=gated, bias=bias)
-    mlp, params = reference.moved(
-        lambda key, init: Mlp(WIDTH, config, key=key, init=init, precision=reference.FLOAT32)
-    )
+    mlp, params = reference.moved(lambda key, init: Mlp(WIDTH, config, key=key, init=init))
     x = 2 * jax.random.normal(jax.random.key(2), (2, 5, WIDTH))
     wide = np.asarray(x, np.float64)
     up = reference.linear(wide, params["up"])

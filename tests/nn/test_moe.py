@@ -14,7 +14,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.nn.config import MoeConfig
 from jaxlm.nn.moe import Moe
-from tests.nn.reference import FLOAT32, arrays, gated_silu, linear, moved
+from tests.nn.reference import arrays, gated_silu, linear, moved
 
 ROWS, LENGTH, WIDTH = 2, 10, 6
 SOFTMAX = MoeConfig(experts=5, top_k=2, hidden=7, balance=0.3, router_z=0.05)
@@ -39,7 +39,7 @@ COUNTED[1, 6:] = 0
 
 
 def built(config):
-    return moved(lambda key, init: Moe(WIDTH, config, key=key, init=init, precision=FLOAT32))
+    return moved(lambda key, init: Moe(WIDTH, config, key=key, init=init))
 
 
 def reference(x, params, config):
@@ -178,7 +178,7 @@ def test_where_activations_are_bfloat16_so_is_their_gradient(name, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     moe, _ = moved(
-        lambda key, init: Moe(WIDTH, KINDS[name], key=key, init=init, precision=precision)
+        lambda key, init: Moe(WIDTH, KINDS[name], key=key, init=init), precision=precision
     )
     graphdef, state = nnx.split(moe)
     x = jnp.zeros((ROWS, LENGTH, WIDTH), precision.activations)

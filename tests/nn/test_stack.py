@@ -41,11 +41,9 @@ KEY = jax.random.key(7, impl="rbg")
 
 
 def made(depth, pattern, *, layers="scan", remat="none"):
-    init = Initializer("normal", 0.3, depth, FLOAT32.params)
+    init = Initializer("normal", 0.3, depth, FLOAT32)
     key = jax.random.key(0)
-    return Stack(
-        WIDTH, depth, pattern, key=key, init=init, precision=FLOAT32, layers=layers, remat=remat
-    )
+    return Stack(WIDTH, depth, pattern, key=key, init=init, layers=layers, remat=remat)
 
 
 def run(stack, *, key=None, **rest):

@@ -31,9 +31,7 @@ def test_heads_past_the_limit_come_back_to_it(kv_heads, latent):
         heads=4, kv_heads=kv_heads, head_dim=4, bias=latent is None, latent=latent
     )
     attention = Attention if latent is None else LatentAttention
-    module, params = reference.moved(
-        lambda key, init: attention(WIDTH, config, key=key, init=init, precision=reference.FLOAT32)
-    )
+    module, params = reference.moved(lambda key, init: attention(WIDTH, config, key=key, init=init))
     x = jax.random.normal(jax.random.key(5), (2, LENGTH, WIDTH))
     before = peaks(module, x)
     limit = float(np.sort(before)[1:3].mean())

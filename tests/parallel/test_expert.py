@@ -14,7 +14,7 @@ from jaxlm.nn.moe import Moe
 from jaxlm.parallel import context, hlo, rules
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
-from tests.nn.reference import FLOAT32, moved
+from tests.nn.reference import moved
 
 ROWS, LENGTH, WIDTH = 4, 8, 8
 PLAIN = MoeConfig(experts=4, top_k=2, hidden=8, balance=0.1, router_z=0.01)
@@ -41,7 +41,7 @@ def grid(sizes):
 
 def results(config, order=None, **rest):
     """Loss, outputs, means and gradients of a layer, jitted under the ambient mesh; of tokens in another order."""
-    moe, _ = moved(lambda key, init: Moe(WIDTH, config, key=key, init=init, precision=FLOAT32))
+    moe, _ = moved(lambda key, init: Moe(WIDTH, config, key=key, init=init))
     graphdef, state = nnx.split(moe)
     x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
     order = np.arange(LENGTH) if order is None else order
@@ -99,7 +99,7 @@ def test_a_mesh_changes_neither_outputs_nor_gradients(alone, sizes):
 )
 def test_places_are_exchanged_and_tokens_without_a_limit_are_gathered(kind, sent):
     """What crosses `expert` on the way forward, of arrays as wide as the stream."""
-    moe, _ = moved(lambda key, init: Moe(WIDTH, KINDS[kind], key=key, init=init, precision=FLOAT32))
+    moe, _ = moved(lambda key, init: Moe(WIDTH, KINDS[kind], key=key, init=init))
     graphdef, state = nnx.split(moe)
     mesh = grid({"expert": 4})
     with jax.set_mesh(mesh):
@@ -123,7 +123,7 @@ def test_tokens_dealt_over_a_ring_take_the_places_of_their_row():
 
 def test_stages_of_a_pipeline_have_experts_of_their_own():
     """The layer under `vmap` over stages, as the pipeline runs it, forward and backward."""
-    moe, _ = moved(lambda key, init: Moe(WIDTH, PLAIN, key=key, init=init, precision=FLOAT32))
+    moe, _ = moved(lambda key, init: Moe(WIDTH, PLAIN, key=key, init=init))
     graphdef, state = nnx.split(moe)
     states = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), state)
     x = jax.random.normal(jax.random.key(1), (2, 2, LENGTH, WIDTH))

@@ -284,9 +284,8 @@ def test_the_gradient_of_a_bias_over_many_tokens_is_the_sum_of_their_gradients(p
     given = jnp.asarray(0.3 + draw.normal(size=(1, tokens, width)), jnp.bfloat16)
     with backend.compiling_for(platform):
         linear, _ = reference.moved(
-            lambda key, init: Linear(
-                {"embed": 4}, {"mlp": width}, key=key, init=init, precision=precision, bias=True
-            )
+            lambda key, init: Linear({"embed": 4}, {"mlp": width}, key=key, init=init, bias=True),
+            precision=precision,
         )
         graph, state = nnx.split(linear)
         x = jnp.zeros((1, tokens, 4), precision.activations)

@@ -161,7 +161,7 @@ def test_the_bias_of_a_nearly_even_expert_still_moves_in_float16(microbatches):
     config = MoeConfig(experts=4, top_k=2, hidden=8, bias_rate=0.01)
     precision = Precision.of(PrecisionConfig(reduce="float16"))
     moe, _ = reference.moved(
-        lambda key, init: Moe(WIDTH, config, key=key, init=init, precision=precision)
+        lambda key, init: Moe(WIDTH, config, key=key, init=init), precision=precision
     )
     graph, state = nnx.split(moe)
     params = nnx.to_pure_dict(state)

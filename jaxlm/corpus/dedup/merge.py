@@ -5,9 +5,9 @@ Memory: 16 bytes a document and its place; with near duplicates up to three time
 14 words).
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from jaxlm.corpus.config import Recipe, Substrings
 from jaxlm.corpus.dedup import minhash
 from jaxlm.corpus.dedup.signatures import Signatures
 from jaxlm.corpus.dedup.substrings import Finder, stretches
+from jaxlm.corpus.ngrams import occurred
 
 
-@dataclasses.dataclass(frozen=True)
-class Cluster:
+class Cluster(NamedTuple):
     """Duplicates by document number; `agreement` is that of the pair that linked each document."""
 
     kind: str  # exact or near
@@ -27,8 +27,7 @@ class Cluster:
     agreement: tuple[float, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The duplicates among all units."""
 
     clusters: tuple[Cluster, ...]
@@ -51,53 +50,36 @@ def merge(
       first_new: the number of documents of earlier runs, which come first and are never changed.
       texts: yields the texts of documents, given by ascending number.
     """
-    count = sum(len(unit.digests) for unit in units)
-    alive = np.ones(count, bool)
+    alive = np.ones(sum(len(unit.digests) for unit in units), bool)
     clusters: list[Cluster] = []
+
+    def add(clusters_of_all: list[Cluster]) -> None:
+        """Add clusters without the duplicates that belong to an earlier run."""
+        for kind, representative, every, agreements in clusters_of_all:
+            is_new = [document >= first_new for document in every]
+            if any(is_new):
+                removed = tuple(itertools.compress(every, is_new))
+                agreement = tuple(itertools.compress(agreements, is_new))
+                clusters.append(Cluster(kind, representative, removed, agreement))
+                alive[list(removed)] = False
+
     if "exact" in recipe.dedup:
-        clusters_of_all = _exact(np.concatenate([unit.digests for unit in units]))
-        clusters += _only_new(clusters_of_all, first_new)
-        for cluster in clusters:
-            alive[list(cluster.removed)] = False
+        add(_exact(np.concatenate([unit.digests for unit in units])))
     if "near" in recipe.dedup:
-        has_words = np.concatenate([unit.has_words for unit in units])
-        rows = np.flatnonzero(alive & has_words)
-        clusters_of_all = _near(
-            np.concatenate([unit.minhash for unit in units])[rows], rows, recipe
-        )
-        near = _only_new(clusters_of_all, first_new)
-        for cluster in near:
-            alive[list(cluster.removed)] = False
-        clusters += near
+        rows = np.flatnonzero(alive & np.concatenate([unit.has_words for unit in units]))
+        add(_near(np.concatenate([unit.minhash for unit in units])[rows], rows, recipe))
     cut = _spans(units, alive) if "spans" in recipe.dedup else {}
-    verdict = Verdict(
-        tuple(clusters), {each: cut[each] for each in cut if each >= first_new}, {}, {}
-    )
+    cut = {document: spans for document, spans in cut.items() if document >= first_new}
+    verdict = Verdict(tuple(clusters), cut, {}, {})
     if "substrings" in recipe.dedup:
         _substrings(units, alive, recipe.substrings, first_new, texts, verdict)
     return verdict
 
 
-def _only_new(clusters: list[Cluster], first_new: int) -> list[Cluster]:
-    """Drop duplicates of clusters that belong to an earlier run."""
-    new_clusters = []
-    for cluster in clusters:
-        is_new = [document >= first_new for document in cluster.removed]
-        if any(is_new):
-            removed = tuple(itertools.compress(cluster.removed, is_new))
-            agreement = tuple(itertools.compress(cluster.agreement, is_new))
-            new_clusters.append(Cluster(cluster.kind, cluster.representative, removed, agreement))
-    return new_clusters
-
-
 def _exact(digests: np.ndarray) -> list[Cluster]:
-    order = np.lexsort((np.arange(len(digests)), digests[:, 1], digests[:, 0]))
-    differs = np.any(np.diff(digests[order], axis=0) != 0, axis=1)
-    groups = np.split(order, np.flatnonzero(differs) + 1)
     clusters = [
         Cluster("exact", int(group[0]), tuple(map(int, group[1:])), (1.0,) * (len(group) - 1))
-        for group in groups
-        if len(group) > 1
+        for group in minhash.groups(digests[:, 1], digests[:, 0])
     ]
     return sorted(clusters, key=lambda cluster: cluster.representative)
 
@@ -122,15 +104,11 @@ def _near(signatures: np.ndarray, rows: np.ndarray, recipe: Recipe) -> list[Clus
     for row in range(len(rows)):
         if (top := root(row)) != row:
             members.setdefault(top, []).append(row)
-    return [
-        Cluster(
-            "near",
-            int(rows[top]),
-            tuple(int(rows[row]) for row in group),
-            tuple(round(agreement[row], 4) for row in group),
-        )
-        for top, group in sorted(members.items())
-    ]
+    clusters = []
+    for top, group in sorted(members.items()):
+        shares = tuple(round(agreement[row], 4) for row in group)
+        clusters.append(Cluster("near", int(rows[top]), tuple(rows[group].tolist()), shares))
+    return clusters
 
 
 def _spans(units: Sequence[Signatures], alive: np.ndarray) -> dict[int, set[int]]:
@@ -141,8 +119,7 @@ def _spans(units: Sequence[Signatures], alive: np.ndarray) -> dict[int, set[int]
     within = np.arange(len(owners)) - np.searchsorted(owners, owners)
     stays = alive[owners] if len(owners) else np.zeros(0, bool)
     owners, numbers, within = owners[stays], numbers[stays], within[stays]
-    later = np.ones(len(numbers), bool)
-    later[np.unique(numbers, return_index=True)[1]] = False
+    later = occurred(numbers)
     cut: dict[int, set[int]] = {}
     for owner, number in zip(owners[later].tolist(), within[later].tolist(), strict=True):
         cut.setdefault(owner, set()).add(number)
@@ -151,10 +128,9 @@ def _spans(units: Sequence[Signatures], alive: np.ndarray) -> dict[int, set[int]
 
 def _numbered(units: Sequence[Signatures], owners: Sequence[np.ndarray]) -> np.ndarray:
     """Return the numbers of documents among all units, i64."""
-    begins = np.cumsum([0, *(len(unit.digests) for unit in units)])[:-1]
-    return np.concatenate(
-        [mine.astype(np.int64) + begin for mine, begin in zip(owners, begins, strict=True)]
-    )
+    begins = np.cumsum([0, *(len(unit.digests) for unit in units[:-1])])
+    pairs = zip(owners, begins, strict=True)
+    return np.concatenate([mine.astype(np.int64) + begin for mine, begin in pairs])
 
 
 def _substrings(
@@ -176,11 +152,11 @@ def _substrings(
     for text in texts(candidates):
         finder.add(text)
     for place, (document, text) in enumerate(zip(candidates, texts(candidates), strict=True)):
-        repeats = stretches(text, finder.later(place), config)
+        ranges, share = stretches(text, finder.later(place), config)
         is_new = document >= first_new
-        if is_new and config.action == "remove" and repeats.share > config.share:
-            verdict.repeated[document] = repeats.share
+        if is_new and config.action == "remove" and share > config.share:
+            verdict.repeated[document] = share
             continue
         finder.keep(place)
-        if is_new and config.action == "cut" and repeats.ranges:
-            verdict.ranges[document] = repeats.ranges
+        if is_new and config.action == "cut" and ranges:
+            verdict.ranges[document] = ranges

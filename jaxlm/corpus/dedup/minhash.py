@@ -63,8 +63,10 @@ def similar(signatures: np.ndarray, config: MinHash) -> Iterator[tuple[int, int,
     becomes a leader: enough for clusters, and linear in a group of near duplicates.
     """
     for band in range(config.bands):
-        columns = signatures[:, band * config.rows : (band + 1) * config.rows]
-        for group in _groups(_keys(columns)):
+        keys = np.zeros(len(signatures), np.uint64)
+        for column in signatures[:, band * config.rows : (band + 1) * config.rows].T:
+            keys = mixed(keys + column)
+        for group in groups(keys):  # a collision is resolved by comparing the signatures
             leaders = [group[0]]
             for row in group[1:]:
                 agreement = (signatures[leaders] == signatures[row]).mean(axis=1)
@@ -81,18 +83,10 @@ def _orders(count: int) -> tuple[np.ndarray, np.ndarray]:
     return drawn[:count] | np.uint64(1), drawn[count:]
 
 
-def _keys(columns: np.ndarray) -> np.ndarray:
-    """Hash each row of a band. A collision is resolved by comparing the signatures."""
-    keys = np.zeros(len(columns), np.uint64)
-    for column in columns.T:
-        keys = mixed(keys + column)
-    return keys
-
-
-def _groups(keys: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the rows of each key that occurs several times, in order."""
-    order = np.argsort(keys, kind="stable")
-    ends = np.flatnonzero(np.diff(keys[order])) + 1
-    for group in np.split(order, ends):
+def groups(*keys: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the rows, in order, of each combination of the keys that occurs several times."""
+    order = np.lexsort(keys)  # stable
+    differs = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
+    for group in np.split(order, np.flatnonzero(differs) + 1):
         if len(group) > 1:
             yield group

@@ -85,6 +85,7 @@ class Signer:
         size = self._recipe.near.bands * self._recipe.near.rows
         none = np.zeros(size, np.uint32)
         rows = [none if each is None else each for each in self._minhash]
+        documents = np.arange(len(self._prints), dtype=np.uint32)
         return Signatures(
             digests=np.frombuffer(b"".join(self._digests), "<u8").reshape(-1, 2),
             minhash=np.array(rows, np.uint32).reshape(-1, size),
@@ -92,9 +93,7 @@ class Signer:
             spans=np.array(self._spans, np.uint64),
             owners=np.array(self._owners, np.uint32),
             prints=np.concatenate([*self._prints, np.zeros(0, np.uint64)]),
-            print_owners=np.repeat(
-                np.arange(len(self._prints), dtype=np.uint32), [len(each) for each in self._prints]
-            ),
+            print_owners=np.repeat(documents, list(map(len, self._prints))),
         )
 
 
@@ -108,9 +107,8 @@ def spans(text: str, config: Spans) -> Iterator[str]:
     if config.unit == "line":
         yield from text.splitlines(keepends=True)
         return
-    pieces = _EMPTY_LINES.split(text)
-    for paragraph, gap in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
-        yield paragraph + gap
+    pieces = [*_EMPTY_LINES.split(text), ""]
+    yield from map(str.__add__, pieces[::2], pieces[1::2])
 
 
 def ranges(text: str, config: Spans, cut: set[int]) -> Iterator[tuple[int, int]]:

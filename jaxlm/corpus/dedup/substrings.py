@@ -10,16 +10,13 @@ Fingerprinting", §3. The cut is that of Lee et al. 2022, arXiv:2107.06499, §4.
 case as tokens; the first occurrence stays.
 """
 
-import dataclasses
 import functools
-import re
 
 import numpy as np
 
 from jaxlm.corpus.config import Substrings
-from jaxlm.corpus.ngrams import hashed, runs
+from jaxlm.corpus.ngrams import WORD, covered, hashed, occurred, runs
 
-_WORD = re.compile(r"\w+")
 _NONE = np.zeros(0, np.uint64)
 
 
@@ -55,9 +52,7 @@ class Finder:
     def later(self, document: int) -> np.ndarray:
         """Return the words at which repeated runs begin, given the documents kept so far."""
         numbers, (_, seen) = self._runs_of(document), self._all
-        repeats = np.ones(len(numbers), bool)
-        repeats[np.unique(numbers, return_index=True)[1]] = False
-        return self._begins[document][seen[numbers] | repeats]
+        return self._begins[document][seen[numbers] | occurred(numbers)]
 
     def keep(self, document: int) -> None:
         """Mark the runs of a kept document as seen."""
@@ -79,29 +74,20 @@ class Finder:
         return np.cumsum([0, *map(len, self._begins)])
 
 
-@dataclasses.dataclass(frozen=True)
-class Stretches:
-    """Ranges of repeated runs in a text, overlapping ones joined, and their share of its words."""
-
-    ranges: tuple[tuple[int, int], ...]  # of characters
-    share: float
-
-
-def stretches(text: str, begins: np.ndarray, config: Substrings) -> Stretches:
-    """Return the words of the runs that begin at the given words."""
-    places = [match.span() for match in _WORD.finditer(text)]
-    edges = np.zeros(len(places) + 1, np.int64)
-    edges[begins] += 1
-    edges[begins + config.words] -= 1
-    is_in = np.cumsum(edges) > 0
+def stretches(
+    text: str, begins: np.ndarray, config: Substrings
+) -> tuple[tuple[tuple[int, int], ...], float]:
+    """Return the characters of the runs that begin at these words, joined, and their word share."""
+    places = [match.span() for match in WORD.finditer(text)]
+    is_in = covered(begins, config.words, len(places) + 1)  # a word more, which is in no run
     turns = np.flatnonzero(np.diff(is_in, prepend=False)).reshape(-1, 2).tolist()
     ranges = tuple((places[first][0], places[end - 1][1]) for first, end in turns)
-    return Stretches(ranges, float(is_in.sum()) / max(1, len(places)))
+    return ranges, float(is_in.sum()) / max(1, len(places))
 
 
 def _numbers(text: str) -> np.ndarray:
     """Hash each word. Lower-casing after splitting keeps the positions of words."""
-    return hashed(map(str.lower, _WORD.findall(text)))
+    return hashed(map(str.lower, WORD.findall(text)))
 
 
 def _least(numbers: np.ndarray, config: Substrings) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Removal of documents by lists: of URLs, and of evaluation sets that must not be trained on."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,18 +17,14 @@ from jaxlm.data.documents import Corpus
 
 
 def urls(config: Urls) -> Stage:
-    """Remove documents whose URL is blocked.
+    """Remove documents whose URL is blocked. Raises InputMissing if a pattern matches no list.
 
-    An entry with a slash is a URL prefix; others are domains, including their subdomains. Raises
-    InputMissing if a pattern matches no list.
+    An entry with a slash is a URL prefix; others are domains, including their subdomains.
     """
-    domains, starts = set[str](), set[str]()
-    for path in Corpus.find(config.blocked, "", "urls.blocked").files:
-        for entry in _entries(path):
-            if "/" in entry:
-                starts.add(entry)
-            else:
-                domains.add(entry)
+    paths = Corpus.find(config.blocked, "", "urls.blocked").files
+    domains = set(itertools.chain.from_iterable(map(_entries, paths)))
+    starts = {entry for entry in domains if "/" in entry}
+    domains -= starts
     lengths = sorted({len(start) for start in starts})
 
     def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
@@ -110,18 +107,15 @@ class Evaluations:
 
 
 def evaluations(recipe: Recipe) -> Evaluations:
-    """Read the evaluation sets of a recipe.
+    """Read the evaluation sets of a recipe. Raises InputMissing if a pattern matches no file.
 
-    Raises:
-      InputMissing: a pattern matches no file.
-      DataError: a record is broken, as it could then be trained on; or no record has a whole run.
+    Raises DataError if a record is broken, as it could then be trained on, or none has a whole run.
     """
     config = recipe.decontaminate
     corpus = Corpus.find(config.against, recipe.text_key, "decontaminate.against")
-    numbers: list[np.ndarray] = []
-    origins: list[np.ndarray] = []
+    every: list[np.ndarray] = []  # hashes of each record
     names: list[str] = []
-    short = longest = 0
+    longest = 0
     for path, name in zip(corpus.files, corpus.names, strict=True):
         for record in read(path, name, recipe, Counter()):
             if isinstance(record, BrokenRecord):
@@ -133,18 +127,14 @@ def evaluations(recipe: Recipe) -> Evaluations:
                 )
             text_words = words(record.text)
             longest = max(longest, len(text_words))
-            hashes = runs(hashed(text_words), config.words)
-            short += not len(hashes)
-            numbers.append(hashes)
-            origins.append(np.full(len(hashes), len(names)))
+            every.append(runs(hashed(text_words), config.words))
             names.append(f"{name}, record {record.record}")
-    if not sum(map(len, numbers)):
-        raise DataError(
-            f"no record of the evaluation sets has {config.words} words",
-            where=", ".join(config.against),
-            why=f"{short} records have fewer; the longest has {longest}",
-            fix=f"--config.decontaminate.words={longest}"
-            if longest
-            else "name evaluation sets with text",
-        )
-    return Evaluations(np.concatenate(numbers), np.concatenate(origins), names, short)
+    sizes = list(map(len, every))
+    if not sum(sizes):
+        what = f"no record of the evaluation sets has {config.words} words"
+        why = f"{len(sizes)} records have fewer; the longest has {longest}"
+        flag = f"--config.decontaminate.words={longest}"
+        fix = flag if longest else "name evaluation sets with text"
+        raise DataError(what, where=", ".join(config.against), why=why, fix=fix)
+    origins = np.repeat(np.arange(len(names)), sizes)
+    return Evaluations(np.concatenate(every), origins, names, sizes.count(0))

@@ -10,23 +10,20 @@ from pathlib import PurePath
 import numpy as np
 
 from jaxlm.corpus.config import C4, FineWeb, Gopher, Length, Repetition, SourceCode
-from jaxlm.corpus.document import CorpusDocument, Removed, Stage
-from jaxlm.corpus.ngrams import hashed, runs
+from jaxlm.corpus.document import CorpusDocument, Removed, StageResult, stage
+from jaxlm.corpus.ngrams import covered, hashed, occurred, runs
 from jaxlm.corpus.readers.streams import kind_of
 
 
-def length(config: Length) -> Stage:
+@stage
+def length(config: Length, document: CorpusDocument, counts: Counter[str]) -> StageResult:
     """Keep documents with a length between two limits."""
-
-    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
-        size = len(document.text)
-        if size < config.least:
-            return Removed("short", f"{size} characters")
-        if size > config.most:
-            return Removed("long", f"{size} characters")
-        return document
-
-    return stage
+    size = len(document.text)
+    if size < config.least:
+        return Removed("short", f"{size} characters")
+    if size > config.most:
+        return Removed("long", f"{size} characters")
+    return document
 
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
@@ -34,83 +31,76 @@ BULLETS = "•", "‣", "◦", "●", "▪", "-", "*"
 ELLIPSES = "...", "…"
 
 
-def gopher(config: Gopher) -> Stage:
+@stage
+def gopher(config: Gopher, document: CorpusDocument, counts: Counter[str]) -> StageResult:
     """Remove documents by number and length of words, symbols, bullets, ellipses and stop words.
 
     Source: Rae et al. 2021, arXiv:2112.11446, §A.1.1 "Quality Filtering". Words are separated by
     white space. `symbols` applies to each symbol alone, as in the source, which does not list the
     characters that are bullets.
     """
-
-    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
-        text = document.text
-        words = text.split()
-        count = len(words)
-        if not config.words_least <= count <= config.words_most:
-            return Removed("words", f"{count} words")
-        if not count:
-            return document
-        mean = sum(map(len, words)) / count
-        if not config.word_length_least <= mean <= config.word_length_most:
-            return Removed("word_length", f"a mean of {mean:.2f} characters")
-        symbols = {"#": text.count("#"), "ellipses": sum(map(text.count, ELLIPSES))}
-        for name, count_of_symbol in symbols.items():
-            if count_of_symbol > config.symbols * count:
-                return Removed("symbols", f"{count_of_symbol} {name} in {count} words")
-        lines = [line.strip() for line in text.split("\n") if line.strip()]
-        bullets = sum(line.startswith(BULLETS) for line in lines)
-        if bullets > config.bullets * len(lines):
-            return Removed("bullets", f"{bullets} of {len(lines)} lines")
-        ellipses = sum(line.endswith(ELLIPSES) for line in lines)
-        if ellipses > config.ellipses * len(lines):
-            return Removed("ellipses", f"{ellipses} of {len(lines)} lines")
-        alphabetic = sum(any(map(str.isalpha, word)) for word in words)
-        if alphabetic < config.alphabetic * count:
-            return Removed("alphabetic", f"{alphabetic} of {count} words")
-        # Stop words are frequent, so few words are examined.
-        stop_words = set[str]()
-        for word in words:
-            if len(stop_words) >= config.stop_words:
-                break
-            if (plain := word.strip(".,;:!?\"'()").lower()) in STOP_WORDS:
-                stop_words.add(plain)
-        if len(stop_words) < config.stop_words:
-            return Removed("stop_words", f"{len(stop_words)} of the eight")
+    text, words = document.text, document.text.split()
+    count = len(words)
+    if not config.words_least <= count <= config.words_most:
+        return Removed("words", f"{count} words")
+    if not count:
         return document
-
-    return stage
+    mean = sum(map(len, words)) / count
+    if not config.word_length_least <= mean <= config.word_length_most:
+        return Removed("word_length", f"a mean of {mean:.2f} characters")
+    symbols = {"#": text.count("#"), "ellipses": sum(map(text.count, ELLIPSES))}
+    for name, number in symbols.items():
+        if number > config.symbols * count:
+            return Removed("symbols", f"{number} {name} in {count} words")
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    bullets = sum(line.startswith(BULLETS) for line in lines)
+    if bullets > config.bullets * len(lines):
+        return Removed("bullets", f"{bullets} of {len(lines)} lines")
+    ellipses = sum(line.endswith(ELLIPSES) for line in lines)
+    if ellipses > config.ellipses * len(lines):
+        return Removed("ellipses", f"{ellipses} of {len(lines)} lines")
+    alphabetic = sum(any(map(str.isalpha, word)) for word in words)
+    if alphabetic < config.alphabetic * count:
+        return Removed("alphabetic", f"{alphabetic} of {count} words")
+    # Stop words are frequent, so few words are examined.
+    stop_words = set[str]()
+    for word in words:
+        if len(stop_words) >= config.stop_words:
+            break
+        if (plain := word.strip(".,;:!?\"'()").lower()) in STOP_WORDS:
+            stop_words.add(plain)
+    if len(stop_words) < config.stop_words:
+        return Removed("stop_words", f"{len(stop_words)} of the eight")
+    return document
 
 
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
-def repetition(config: Repetition) -> Stage:
+@stage
+def repetition(config: Repetition, document: CorpusDocument, counts: Counter[str]) -> StageResult:
     """Remove documents with a large share of repeated lines, paragraphs or runs of words.
 
     Source: Rae et al. 2021, arXiv:2112.11446, table A1. First occurrences are not counted, so a
     share is what could be cut out. Characters are those of words, without spaces; a word in two
     runs counts once.
     """
-
-    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
-        for rule, share, most in _shares(document.text, config):
-            if share > most:
-                return Removed(rule, f"a share of {share:.3f}")
-        return document
-
-    return stage
+    for rule, share, most in _shares(document.text, config):
+        if share > most:
+            return Removed(rule, f"a share of {share:.3f}")
+    return document
 
 
 def repeated(pieces: list[str]) -> tuple[float, float]:
-    """Return the share of pieces that occurred before, and their share of characters."""
-    seen = set[str]()
-    count = characters = 0
-    for piece in pieces:
-        if piece in seen:
-            count += 1
-            characters += len(piece)
-        seen.add(piece)
-    return count / max(1, len(pieces)), characters / max(1, sum(map(len, pieces)))
+    """Return the share of pieces that occurred before, and their share of characters.
+
+    Example:
+      >>> repeated(["ab", "cd", "ab", "ab"])
+      (0.5, 0.5)
+    """
+    size, first = sum(map(len, pieces)), set(pieces)
+    characters = size - sum(map(len, first))
+    return (len(pieces) - len(first)) / max(1, len(pieces)), characters / max(1, size)
 
 
 def _shares(text: str, config: Repetition) -> Iterator[tuple[str, float, float]]:
@@ -129,79 +119,58 @@ def _shares(text: str, config: Repetition) -> Iterator[tuple[str, float, float]]
     for length, most in enumerate(config.top, 2):
         yield f"top_{length}_gram", top_share(numbers, sizes, length, total), most
     for length, most in enumerate(config.repeated, 5):
-        hashes = runs(numbers, length)
-        later = np.ones(len(hashes), bool)
-        later[np.unique(hashes, return_index=True)[1]] = False
-        yield f"repeated_{length}_grams", _covered(later, sizes, length) / total, most
+        later = occurred(runs(numbers, length))
+        yield f"repeated_{length}_grams", _characters(later, sizes, length) / total, most
 
 
 def top_share(numbers: np.ndarray, sizes: np.ndarray, length: int, total: int) -> float:
-    """Return the share of characters in the most frequent run; 0 if all occur once.
-
-    Of equally frequent runs, the first counts.
-    """
+    """Return the share of characters in the most frequent run, the first of equals; 0 if unique."""
     hashes = runs(numbers, length)
-    if not len(hashes):
-        return 0.0
     values, first, count = np.unique(hashes, return_index=True, return_counts=True)
-    if count.max() == 1:
+    if count.max(initial=1) == 1:
         return 0.0
     top = min(np.flatnonzero(count == count.max()), key=lambda run: first[run])
-    return _covered(hashes == values[top], sizes, length) / total
+    return _characters(hashes == values[top], sizes, length) / total
 
 
-def _covered(starts: np.ndarray, sizes: np.ndarray, length: int) -> int:
+def _characters(starts: np.ndarray, sizes: np.ndarray, length: int) -> int:
     """Count the characters of words in runs of `length` words that begin at `starts`."""
-    edges = np.zeros(len(sizes) + 1, np.int64)
-    begins = np.flatnonzero(starts)
-    edges[begins] += 1
-    edges[begins + length] -= 1
-    return int(sizes[np.cumsum(edges)[:-1] > 0].sum())
+    return int(sizes[covered(np.flatnonzero(starts), length, len(sizes))].sum())
 
 
 TERMINAL = ".", "!", "?", '"', "\u201d"
-POLICIES = (
-    "terms of use",
-    "privacy policy",
-    "cookie policy",
-    "uses cookies",
-    "use of cookies",
-    "use cookies",
-)
+_POLICY = re.compile("terms of use|privacy policy|cookie policy|(?:uses|use of|use) cookies")
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
 _SENTENCE_END = re.compile(r"[.!?][\"'\u201d\u2019)\]]*(?=\s|$)")
 
 
-def c4(config: C4) -> Stage:
+@stage
+def c4(config: C4, document: CorpusDocument, counts: Counter[str]) -> StageResult:
     """Keep long lines with terminal punctuation; remove pages with few sentences, braces or filler.
 
     Source: Raffel et al. 2020, JMLR 21(140), §2.2, without its word list. Sentences are counted by
     their ends, in place of NLTK. Rules on policies and citation marks are those of its program,
     which the paper omits.
     """
-
-    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
-        lower = document.text.lower()
-        if "lorem ipsum" in lower:
-            return Removed("lorem_ipsum", "it contains the phrase")
-        if "{" in document.text:
-            return Removed("brace", f"at character {document.text.index('{')}")
-        lines, cut = [], Counter[str]()
-        for line in document.text.split("\n"):
-            line = _CITATION.sub("", line.strip())
-            if why := _fault(line, config):
-                cut[why] += 1
-            else:
-                lines.append(line)
-        text = "\n".join(lines)
-        sentences = len(_SENTENCE_END.findall(text))
-        if sentences < config.sentences:
-            return Removed("sentences", f"{sentences} in the kept lines")
-        for why, count in cut.items():
-            counts[f"c4: lines {why}"] += count
-        return document if text == document.text else document.with_text(text)
-
-    return stage
+    lower = document.text.lower()
+    if "lorem ipsum" in lower:
+        return Removed("lorem_ipsum", "it contains the phrase")
+    if "{" in document.text:
+        return Removed("brace", f"at character {document.text.index('{')}")
+    lines, cut = [], Counter[str]()
+    for line in document.text.split("\n"):
+        line = _CITATION.sub("", line.strip())
+        if why := _fault(line, config):
+            cut[why] += 1
+        else:
+            lines.append(line)
+    text = "\n".join(lines)
+    sentences = len(_SENTENCE_END.findall(text))
+    if sentences < config.sentences:
+        return Removed("sentences", f"{sentences} in the kept lines")
+    for why, count in cut.items():
+        counts[f"c4: lines {why}"] += count
+    return document if text == document.text else document.with_text(text)
 
 
 def _fault(line: str, config: C4) -> str:
@@ -213,34 +182,31 @@ def _fault(line: str, config: C4) -> str:
     lower = line.lower()
     if "javascript" in lower:
         return "with javascript"
-    return "about a policy" if any(policy in lower for policy in POLICIES) else ""
+    return "about a policy" if _POLICY.search(lower) else ""
 
 
 PUNCTUATION = ".", "!", "?", '"', "'", "\u201d", "\u2019", "\u3002", "\uff01", "\uff1f"
 
 
-def fineweb(config: FineWeb) -> Stage:
+@stage
+def fineweb(config: FineWeb, document: CorpusDocument, counts: Counter[str]) -> StageResult:
     """Remove lists and menus: few lines with punctuation, repeated lines, short lines.
 
     Source: Penedo et al. 2024, arXiv:2406.17557, §3.6. Shares are of nonempty lines.
     """
-
-    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
-        lines = [line.strip() for line in document.text.split("\n") if line.strip()]
-        if not lines:
-            return document
-        punctuated = sum(line.endswith(PUNCTUATION) for line in lines) / len(lines)
-        if punctuated <= config.punctuated:
-            return Removed("punctuation", f"a share of {punctuated:.3f} of the lines")
-        short = sum(len(line) < config.short_characters for line in lines) / len(lines)
-        if short >= config.short:
-            return Removed("short_lines", f"a share of {short:.3f} of the lines")
-        _, duplicated = repeated(lines)
-        if duplicated >= config.duplicated:
-            return Removed("duplicated_lines", f"a share of {duplicated:.3f} of the characters")
+    lines = [line.strip() for line in document.text.split("\n") if line.strip()]
+    if not lines:
         return document
-
-    return stage
+    punctuated = sum(line.endswith(PUNCTUATION) for line in lines) / len(lines)
+    if punctuated <= config.punctuated:
+        return Removed("punctuation", f"a share of {punctuated:.3f} of the lines")
+    short = sum(len(line) < config.short_characters for line in lines) / len(lines)
+    if short >= config.short:
+        return Removed("short_lines", f"a share of {short:.3f} of the lines")
+    _, duplicated = repeated(lines)
+    if duplicated >= config.duplicated:
+        return Removed("duplicated_lines", f"a share of {duplicated:.3f} of the characters")
+    return document
 
 
 ENDINGS = frozenset(
@@ -248,49 +214,39 @@ ENDINGS = frozenset(
     " .scala .sh .swift".split()
 )
 GENERATED = (
-    "auto-generated",
-    "autogenerated",
-    "automatically generated",
-    "@generated",
-    "generated by",
-    "do not edit",
-)
+    "auto-generated|autogenerated|automatically generated|@generated|generated by|do not edit"
+).split("|")
 LOOKED_AT = 5  # lines, in which a generator names itself
 _CODE_PARSED = 2**20  # characters; Python's parser takes a hundred times the size of its input
 
 
-def code(config: SourceCode) -> Stage:
+@stage
+def code(config: SourceCode, document: CorpusDocument, counts: Counter[str]) -> StageResult:
     """Remove code with long lines or few letters, generated code, and Python with syntax errors.
 
     Files whose name is not one of code pass.
     Source: Chen et al. 2021, arXiv:2107.03374, §3.1 (generated files, lines of 100 and 1000
     characters, few alphanumeric characters); Li et al. 2023, arXiv:2305.06161, §3.2 (a quarter).
     """
-
-    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
-        text = document.text
-        kind = kind_of(document.file.rpartition("!")[2])
-        if kind not in ENDINGS:
-            return document
-        lines = text.split("\n")
-        longest = max(map(len, lines))
-        if longest > config.line_most:
-            return Removed("long_line", f"{longest} characters")
-        mean = len(text) / len(lines)
-        if mean > config.line_mean:
-            return Removed("long_lines", f"a mean of {mean:.1f} characters")
-        alphanumeric = sum(map(str.isalnum, text)) / max(1, len(text))
-        if alphanumeric < config.alphanumeric:
-            return Removed("alphanumeric", f"a share of {alphanumeric:.3f}")
-        head = "\n".join(lines[:LOOKED_AT]).lower()
-        for mark in GENERATED:
-            if mark in head:
-                return Removed("generated", f"it contains {mark!r}")
-        if kind in (".py", ".pyi") and (fault := _syntax_error(text, PurePath(document.file).name)):
-            return Removed("syntax", fault)
+    text, kind = document.text, kind_of(document.file.rpartition("!")[2])
+    if kind not in ENDINGS:
         return document
-
-    return stage
+    lines = text.split("\n")
+    longest = max(map(len, lines))
+    if longest > config.line_most:
+        return Removed("long_line", f"{longest} characters")
+    mean = len(text) / len(lines)
+    if mean > config.line_mean:
+        return Removed("long_lines", f"a mean of {mean:.1f} characters")
+    alphanumeric = sum(map(str.isalnum, text)) / max(1, len(text))
+    if alphanumeric < config.alphanumeric:
+        return Removed("alphanumeric", f"a share of {alphanumeric:.3f}")
+    head = "\n".join(lines[:LOOKED_AT]).lower()
+    if mark := next((mark for mark in GENERATED if mark in head), ""):
+        return Removed("generated", f"it contains {mark!r}")
+    if kind in (".py", ".pyi") and (fault := _syntax_error(text, PurePath(document.file).name)):
+        return Removed("syntax", fault)
+    return document
 
 
 def _syntax_error(text: str, name: str) -> str:

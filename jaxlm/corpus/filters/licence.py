@@ -106,14 +106,16 @@ def find(text: str) -> str:
     """Return an SPDX expression, empty if the text states no license.
 
     Without a tag, several licenses are joined by AND, or by OR if the text contains "dual".
+
+    Example:
+      >>> find("SPDX-License-Identifier: MIT OR Apache-2.0")
+      'MIT OR Apache-2.0'
     """
-    if tags := [tag for match in _TAG.finditer(text) if (tag := _expression(match[1]))]:
-        tags_once = list(dict.fromkeys(tags))
-        return (
-            tags_once[0]
-            if len(tags_once) == 1
-            else " AND ".join(f"({tag})" if " " in tag else tag for tag in tags_once)
-        )
+    tags = dict.fromkeys(tag for match in _TAG.finditer(text) if (tag := _expression(match[1])))
+    if len(tags) == 1:
+        return next(iter(tags))
+    if tags:
+        return " AND ".join(f"({tag})" if " " in tag else tag for tag in tags)
     lower = text.lower()
     if not any(sign in lower for sign in SIGNS):
         return ""  # most texts; searching all patterns is slow
@@ -131,22 +133,17 @@ def is_dropped(expression: str, drop: tuple[str, ...]) -> bool:
     begin with it and a hyphen: GPL matches GPL-3.0-only.
     """
     choices = [expression] if "(" in expression else expression.split(" OR ")
+    listed = tuple(f"{name}-" for name in drop)
     return all(
-        any(
-            name == each or name.startswith(f"{each}-")
-            for name in _NAME.findall(choice)
-            for each in drop
-        )
-        for choice in choices
+        any(f"{name}-".startswith(listed) for name in _NAME.findall(choice)) for choice in choices
     )
 
 
 def _expression(text: str) -> str:
     """Return the longest prefix that is an expression; a comment may end on the same line."""
-    pieces = re.findall(r"[()]|[A-Za-z0-9.+-]+", text)
     expression: list[str] = []
     wants_name = True
-    for piece in pieces:
+    for piece in re.findall(r"[()]|[A-Za-z0-9.+-]+", text):
         is_operator = piece in OPERATORS
         if piece in "()":
             expression.append(piece)
@@ -155,7 +152,7 @@ def _expression(text: str) -> str:
         else:
             expression.append(piece)
             wants_name = is_operator
-    while expression and (expression[-1] in (*OPERATORS, "(")):
+    while expression and expression[-1] in (*OPERATORS, "("):
         expression.pop()
     joined = " ".join(expression).replace("( ", "(").replace(" )", ")")
     return joined if joined.count("(") == joined.count(")") else ""
@@ -163,24 +160,12 @@ def _expression(text: str) -> str:
 
 def _gnu(plain: str) -> Iterator[str]:
     for match in _GNU.finditer(plain):
-        kind = (match["kind"] or "").strip()
-        letter = (
-            match["short"].upper()
-            if match["short"]
-            else {"lesser": "L", "library": "L", "affero": "A"}.get(kind, "")
-        )
+        letter = (match["short"] or match["kind"] or "")[:1].upper()
         version = _VERSION.search(match["rest"])
-        number = (
-            match["before"]
-            or (version and (version[1] or version[2]))
-            or {"A": "3.0", "L": "2.0"}.get(letter, "1.0")
-        )
+        stated = match["before"] or (version and (version[1] or version[2]))
+        number = stated or {"A": "3.0", "L": "2.0"}.get(letter, "1.0")
         number = number if "." in number else f"{number}.0"
-        is_later = (
-            not (match["before"] or version)
-            or _LATER.search(match[0])
-            or _LATER.search(match["rest"])
-        )
+        is_later = not stated or _LATER.search(match[0]) or _LATER.search(match["rest"])
         yield f"{letter}GPL-{number}-{'or-later' if is_later else 'only'}"
 
 
@@ -188,8 +173,6 @@ def _creative(plain: str) -> Iterator[str]:
     for match in _CREATIVE.finditer(plain):
         short, long, version = match[1] or match[5], match[3], match[2] or match[4] or match[6]
         if long:
-            words = re.sub(r"\b(non|share) ", r"\1", long)
-            short = " ".join(
-                _PARTS.get(word, "ND") for word in words.replace("no deriv", "noderiv").split()
-            )
+            words = re.sub(r"\b(non|share) ", r"\1", long).replace("no deriv", "noderiv")
+            short = " ".join(_PARTS.get(word, "ND") for word in words.split())
         yield f"CC-{'-'.join(short.upper().split())}-{version}"

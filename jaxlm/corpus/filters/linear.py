@@ -62,66 +62,43 @@ class LinearClassifier:
 
         data = save({"weights": self.weights, "bias": self.bias})
         (folder / TENSORS).write_bytes(data)
-        description = {
-            "labels": self.labels,
-            "features": dataclasses.asdict(self.features),
-            "sha256": hashlib.sha256(data).hexdigest(),
-            **about,
-        }
+        parts = {"labels": self.labels, "features": dataclasses.asdict(self.features)}
+        description = {**parts, "sha256": hashlib.sha256(data).hexdigest(), **about}
         (folder / ABOUT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path, setting: str) -> "LinearClassifier":
         """Read a classifier that `write` wrote.
 
-        Raises:
-          InputMissing: there is none in the folder that `setting` names.
-          DataError: the files are damaged.
+        Raises InputMissing if the folder that `setting` names has none, DataError if it is damaged.
         """
         if not (folder / ABOUT).is_file():
-            raise InputMissing(
-                f"the folder {folder} contains no classifier",
-                where=setting,
-                why=f"it has no {ABOUT}",
-                fix=f"find . -name {ABOUT}",
-            )
-        try:
-            return cls._read(folder)
-        except Exception as error:  # errors of JSON, safetensors and files have no common base
-            raise DataError(
-                "a classifier could not be read",
-                where=str(folder),
-                why=f"{type(error).__name__}: {str(error)[:200]}",
-                fix="train it again",
-            ) from error
-
-    @classmethod
-    def _read(cls, folder: Path) -> "LinearClassifier":
+            what = f"the folder {folder} contains no classifier"
+            why = f"it has no {ABOUT}"
+            raise InputMissing(what, where=setting, why=why, fix=f"find . -name {ABOUT}")
         from safetensors.numpy import load
 
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        labels, features = tuple(about["labels"]), Features(**about["features"])
-        data = (folder / TENSORS).read_bytes()
-        if hashlib.sha256(data).hexdigest() != about["sha256"]:
-            raise ValueError(f"{TENSORS} is not the one that {ABOUT} names")
-        tensors = load(data)
-        if tensors["weights"].shape != (features.buckets, len(labels)):
-            raise ValueError(f"weights of {tensors['weights'].shape}")
-        return cls(labels, features, tensors["weights"], tensors["bias"])
+        try:
+            about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+            labels, features = tuple(about["labels"]), Features(**about["features"])
+            data = (folder / TENSORS).read_bytes()
+            if hashlib.sha256(data).hexdigest() != about["sha256"]:
+                raise ValueError(f"{TENSORS} is not the one that {ABOUT} names")
+            tensors = load(data)
+            if tensors["weights"].shape != (features.buckets, len(labels)):
+                raise ValueError(f"weights of {tensors['weights'].shape}")
+            return cls(labels, features, tensors["weights"], tensors["bias"])
+        except Exception as error:  # errors of JSON, safetensors and files have no common base
+            what = "a classifier could not be read"
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            raise DataError(what, where=str(folder), why=why, fix="train it again") from error
 
     def number(self, label: str, setting: str) -> int:
-        """Return the index of a label.
-
-        Raises ConfigError if the classifier, which `setting` names, lacks the label.
-        """
+        """Return the index of a label. Raises ConfigError, which names `setting`, without it."""
         if label not in self.labels:
+            what, every = f"the classifier has no label {label!r}", ", ".join(self.labels)
             near = nearest_word(label, self.labels)
-            raise ConfigError(
-                f"the classifier has no label {label!r}",
-                where=setting,
-                why=f"its labels are {', '.join(self.labels)}",
-                fix=shlex.quote(f"--config.{setting}={near}")
-                if near
-                else f"name one of its labels: {', '.join(self.labels)}",
-            )
+            flag = shlex.quote(f"--config.{setting}={near}")
+            fix = flag if near else f"name one of its labels: {every}"
+            raise ConfigError(what, where=setting, why=f"its labels are {every}", fix=fix)
         return self.labels.index(label)

@@ -1,5 +1,6 @@
 """Filters that use a model: language, quality, perplexity, harmful text."""
 
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -18,9 +19,7 @@ from jaxlm.data.documents import Corpus
 def language(config: Language) -> Stage:
     """Keep documents in one of the languages; code and probability become metadata.
 
-    Raises:
-      InputMissing: py3langid is not installed.
-      ConfigError: py3langid does not support a language.
+    Raises InputMissing if py3langid is not installed, ConfigError if it does not know a language.
 
     Source: Lui and Baldwin 2012, "langid.py: An Off-the-shelf Language Identification Tool", with
     byte n-grams; the model is in the wheel.
@@ -32,12 +31,9 @@ def language(config: Language) -> Stage:
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
     known = set(identifier.labels)
     if unknown := [code for code in config.keep if code not in known]:
-        raise ConfigError(
-            f"py3langid does not support the language {unknown[0]!r}",
-            where="language.keep",
-            why=f"it supports {', '.join(sorted(known))}",
-            fix="--config.language.keep=en",
-        )
+        what = f"py3langid does not support the language {unknown[0]!r}"
+        why = f"it supports {', '.join(sorted(known))}"
+        raise ConfigError(what, where="language.keep", why=why, fix="--config.language.keep=en")
 
     def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         code, probability = identifier.classify(document.text[: config.read])
@@ -55,9 +51,7 @@ def language(config: Language) -> Stage:
 def quality(config: Quality) -> Stage:
     """Keep documents with a high probability of the label; it becomes metadata.
 
-    Raises:
-      InputMissing: there is no classifier.
-      ConfigError: the classifier lacks the label.
+    Raises InputMissing if there is no classifier, ConfigError if it lacks the label.
     """
     model = LinearClassifier.read(Path(config.model), "quality.model")
     index = model.number(config.label, "quality.label")
@@ -79,28 +73,21 @@ MakeScorer = Callable[[Perplexity], Scorer]
 def perplexity(config: Perplexity, make: MakeScorer | None) -> Stage:
     """Keep documents with a perplexity between two limits; it becomes metadata.
 
-    `make` opens the model at the first document; it needs JAX, which cleaning does without.
-
-    Raises:
-      InputMissing: the run does not exist, or there is no scorer.
+    `make` opens the model at the first document; it needs JAX, which cleaning does without. Raises
+    InputMissing if the run does not exist, or there is no scorer.
 
     Source: Wenzek et al. 2020, arXiv:1911.00359, §3.3, with thresholds in place of thirds.
     """
+    what, why = f"there is no run in {config.run}", "it has no config.json"
+    if make is None:
+        what = "the stage perplexity has no scorer"
+        why = "only the command `jaxlm data run` provides one"
     if make is None or not (Path(config.run) / "config.json").is_file():
-        raise InputMissing(
-            f"there is no run in {config.run}" if make else "the stage perplexity has no scorer",
-            where="perplexity.run",
-            why="it has no config.json"
-            if make
-            else "only the command `jaxlm data run` provides one",
-            fix="find . -name checkpoints",
-        )
-    scorers: list[Scorer] = []
+        raise InputMissing(what, where="perplexity.run", why=why, fix="find . -name checkpoints")
+    scorer = functools.cache(make)
 
     def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
-        if not scorers:
-            scorers.append(make(config))
-        score = scorers[0](document.text)
+        score = scorer(config)(document.text)
         if score is None:
             counts["perplexity: too short to have one"] += 1
             return document
@@ -120,15 +107,11 @@ _NAME = re.compile(r"[\w-]{1,60}")  # a category is also a folder of the output
 def harmful(config: Harmful) -> Stage:
     """Remove documents with more than `hits` matches of a list, or with a category of a classifier.
 
-    Lists and classifier come from the user; none are included.
+    Lists and classifier come from the user. An entry of one or more words matches regardless of
+    case and of the characters between words, in languages with spaces between words.
 
-    An entry of one or more words matches regardless of case and of the characters between words,
-    in languages with spaces between words.
-
-    Raises:
-      InputMissing: a list or a classifier is missing.
-      ConfigError: the classifier lacks the label `harmless`.
-      DataError: an entry has no words, or a category cannot name a folder.
+    Raises InputMissing if a list or a classifier is missing, ConfigError if it lacks the label
+    `harmless`, DataError if an entry has no words or a category cannot name a folder.
     """
     lists = _lists(config)
     model = LinearClassifier.read(Path(config.model), "harmful.model") if config.model else None
@@ -147,10 +130,9 @@ def harmful(config: Harmful) -> Stage:
                 for offset in np.flatnonzero(np.isin(runs(numbers, length), known))
             )
             if len(hits) > config.hits:
-                quoted = dict.fromkeys(
-                    " ".join(text_words[offset : offset + n]) for offset, n in hits
-                )
-                return Removed(category, f"{len(hits)} of its words: {', '.join(quoted)}"[:200])
+                quoted = (" ".join(text_words[offset : offset + n]) for offset, n in hits)
+                shown = ", ".join(dict.fromkeys(quoted))
+                return Removed(category, f"{len(hits)} of its words: {shown}"[:200])
         if model is not None:
             probabilities = model.probabilities(document.text)
             for number in np.argsort(-probabilities).tolist():

@@ -17,9 +17,9 @@ _LAST_LINES = re.compile(r"\n{2,}\Z")
 
 
 def normalize() -> Stage:
-    """Apply Unicode NFC (UAX #15), line feeds, at most two empty lines, no trailing spaces.
+    """Apply Unicode NFC (UAX #15) and line feeds; drop invisible characters and trailing spaces.
 
-    Invisible characters are removed.
+    At most two empty lines remain.
     """
 
     def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument:
@@ -38,10 +38,7 @@ def normalize() -> Stage:
 
 
 def mojibake() -> Stage:
-    """Repair lines that were decoded in the wrong encoding.
-
-    Raises:
-      InputMissing: ftfy is not installed.
+    """Repair lines that were decoded in the wrong encoding. Raises InputMissing without ftfy.
 
     Source: Speer 2019, ftfy, `fix_encoding`, without its other changes.
     """

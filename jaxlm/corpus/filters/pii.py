@@ -80,7 +80,7 @@ NATIONAL_SIGN = r"\d(?:\d{5}| \d\d|\.\d{3}|-\d{4}-|\d[A-Z])"
 _FORMS = "|".join(f"{each.before}(?:{each.form})" for each in NATIONALS.values())
 # Not in paths, longer numbers or hexadecimal tables, where a gigabyte of source code had most of
 # its matches.
-NATIONAL_PATTERN = re.compile(
+NATIONAL_PATTERN = (
     rf"(?<![\w./-])(?<!\d )(?<![\dA-F]{{4}} )(?:{_FORMS})(?![\w-]|[ .]\d| [\dA-F]{{4}}\b)"
 )
 
@@ -93,27 +93,19 @@ def is_national(text: str) -> bool:
 @functools.cache
 def national_checks() -> list[tuple[re.Pattern[str], Callable[[str], bool]]]:
     """Return each pattern with its check. Raises InputMissing if python-stdnum is not installed."""
-    patterns = []
-    for each in NATIONALS.values():
-        is_right: Callable[[str], bool] = bool
-        if each.module:
-            try:
-                is_right = importlib.import_module(f"stdnum.{each.module}").is_valid
-            except ImportError as error:
-                what = "the kind national_id of pii"
-                raise not_installed(what, "python-stdnum", "prepare", where="pii.kinds") from error
-        patterns.append((re.compile(each.form), is_right))
-    return patterns
+    modules = {each.module for each in NATIONALS.values() if each.module}
+    try:
+        checks = {each: importlib.import_module(f"stdnum.{each}").is_valid for each in modules}
+    except ImportError as error:
+        what = "the kind national_id of pii"
+        raise not_installed(what, "python-stdnum", "prepare", where="pii.kinds") from error
+    return [(re.compile(each.form), checks.get(each.module, bool)) for each in NATIONALS.values()]
 
 
 # Recognizer of each kind. Keys have none in Presidio.
 PRESIDIO_NAMES = {
-    "email": "EmailRecognizer",
-    "phone": "PhoneRecognizer",
-    "ip": "IpRecognizer",
-    "card": "CreditCardRecognizer",
-    "iban": "IbanRecognizer",
-    "us_ssn": "UsSsnRecognizer",
+    **{"email": "EmailRecognizer", "phone": "PhoneRecognizer", "ip": "IpRecognizer"},
+    **{"card": "CreditCardRecognizer", "iban": "IbanRecognizer", "us_ssn": "UsSsnRecognizer"},
 }
 
 
@@ -129,9 +121,8 @@ def presidio_finder(kinds: tuple[str, ...], score: float) -> Callable[[str], lis
         import tldextract
         from presidio_analyzer import predefined_recognizers
     except ImportError as error:
-        raise not_installed(
-            "pii.finder=presidio", "presidio-analyzer", "presidio", where="pii.finder"
-        ) from error
+        what, package = "pii.finder=presidio", "presidio-analyzer"
+        raise not_installed(what, package, "presidio", where="pii.finder") from error
     offline = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
     class Email(predefined_recognizers.EmailRecognizer):  # type: ignore[misc]
@@ -157,9 +148,6 @@ def presidio_finder(kinds: tuple[str, ...], score: float) -> Callable[[str], lis
     return find
 
 
-PAGES = ("http://", "https://")
-
-
 def pii(config: Pii) -> Stage:
     """Mask each match as <EMAIL> and the like, or remove its document.
 
@@ -179,24 +167,20 @@ def pii(config: Pii) -> Stage:
     def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         matches = finder(document.text)
         if matches and config.action == "remove":
-            return Removed(
-                matches[0].kind, f"at character {matches[0].start}, {len(matches)} in all"
-            )
+            detail = f"at character {matches[0].start}, {len(matches)} in all"
+            return Removed(matches[0].kind, detail)
 
         def masked_meta(value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: masked_meta(each) for key, each in value.items()}
             if isinstance(value, list):
                 return [masked_meta(each) for each in value]
-            if not isinstance(value, str) or value.startswith(PAGES):
+            if not isinstance(value, str) or value.startswith(("http://", "https://")):
                 return value
             return masked(value, finder(value), "masked in metadata", counts)
 
-        return dataclasses.replace(
-            document,
-            text=masked(document.text, matches, "masked", counts),
-            meta=masked_meta(document.meta),
-        )
+        text = masked(document.text, matches, "masked", counts)
+        return dataclasses.replace(document, text=text, meta=masked_meta(document.meta))
 
     return stage
 
@@ -212,16 +196,20 @@ def masked(text: str, matches: list[PiiMatch], what: str, counts: Counter[str]) 
 
 
 def find(text: str, kinds: tuple[str, ...]) -> list[PiiMatch]:
-    """Return matches of these kinds, in order, without overlap: the longer, then by KINDS."""
-    return apart((each for kind in kinds for each in _of_kind(text, kind)), list(KINDS))
+    """Return matches of these kinds, in order, without overlap: the longer, then by KINDS.
 
-
-def _of_kind(text: str, kind: str) -> Iterator[PiiMatch]:
-    pieces, pattern, is_right = KINDS[kind]
-    for begin, piece in pieces(text):
-        for match in pattern.finditer(piece):
-            if is_right(match):
-                yield PiiMatch(begin + match.start(), begin + match.end(), kind)
+    Example:
+      >>> find("Mail to ada@example.org", ("email",))
+      [PiiMatch(start=8, end=23, kind='email')]
+    """
+    matches = [
+        PiiMatch(begin + match.start(), begin + match.end(), kind)
+        for kind in kinds
+        for begin, piece in KINDS[kind].pieces(text)
+        for match in KINDS[kind].pattern.finditer(piece)
+        if KINDS[kind].is_right(match)
+    ]
+    return apart(matches, list(KINDS))
 
 
 def passes_luhn(digits: str) -> bool:
@@ -238,22 +226,14 @@ def passes_mod97(code: str) -> bool:
     return int("".join(str(int(letter, 36)) for letter in code[4:] + code[:4])) % 97 == 1
 
 
-# Length of an IBAN by country, from SWIFT's registry: the countries of SEPA and a few more.
+# Country and length of an IBAN, from SWIFT's registry: the countries of SEPA and a few more.
 IBAN_LENGTHS = {
-    **dict.fromkeys(("NO",), 15),
-    **dict.fromkeys(("BE",), 16),
-    **dict.fromkeys(("DK", "FI", "NL"), 18),
-    **dict.fromkeys(("SI",), 19),
-    **dict.fromkeys(("AT", "EE", "LT", "LU"), 20),
-    **dict.fromkeys(("CH", "HR", "LI", "LV"), 21),
-    **dict.fromkeys(("BG", "DE", "GB", "IE"), 22),
-    **dict.fromkeys(("AE", "IL"), 23),
-    **dict.fromkeys(("CZ", "ES", "RO", "SE", "SK", "SA"), 24),
-    **dict.fromkeys(("PT",), 25),
-    **dict.fromkeys(("IS", "TR"), 26),
-    **dict.fromkeys(("FR", "GR", "IT", "MC", "SM"), 27),
-    **dict.fromkeys(("CY", "HU", "PL"), 28),
-    **dict.fromkeys(("MT",), 31),
+    each[:2]: int(each[2:])
+    for each in (
+        "NO15 BE16 DK18 FI18 NL18 SI19 AT20 EE20 LT20 LU20 CH21 HR21 LI21 LV21 BG22 DE22 GB22"
+        " IE22 AE23 IL23 CZ24 ES24 RO24 SA24 SE24 SK24 PT25 IS26 TR26 FR27 GR27 IT27 MC27 SM27"
+        " CY28 HU28 PL28 MT31"
+    ).split()
 }
 # Prefixes and lengths of Visa, Mastercard, American Express, Diners, Discover, JCB.
 _CARD = re.compile(
@@ -352,14 +332,6 @@ def _is_ssn(match: re.Match[str]) -> bool:
     return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
 
 
-def _is_national(match: re.Match[str]) -> bool:
-    return is_national(match[0])
-
-
-def _always(match: re.Match[str]) -> bool:
-    return True
-
-
 def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
     """Return a function that yields the lines with a short pattern, and their offsets.
 
@@ -379,20 +351,21 @@ def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
     return pieces
 
 
-def _all_with(*signs: str) -> Callable[[str], Iterator[tuple[int, str]]]:
-    """Return a function that yields the whole text if it contains one of the signs."""
-
-    def pieces(text: str) -> Iterator[tuple[int, str]]:
-        if any(sign in text for sign in signs):
-            yield 0, text
-
-    return pieces
+def _texts_with_keys(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the whole text if it contains a sign of a key."""
+    if any(sign in text for sign in _KEY_SIGNS):
+        yield 0, text
 
 
 class _Kind(NamedTuple):
     pieces: Callable[[str], Iterator[tuple[int, str]]]  # the parts of a text to search
     pattern: re.Pattern[str]
     is_right: Callable[[re.Match[str]], bool]
+
+
+def _kind(sign: str, pattern: str, is_right: Callable[[re.Match[str]], bool]) -> _Kind:
+    """Return a kind whose matches are in a line that has a match of the short pattern `sign`."""
+    return _Kind(_lines_with(sign), re.compile(pattern), is_right)
 
 
 _KEYS = (
@@ -413,52 +386,40 @@ _KEY_SIGNS = (
 )
 # In order of precedence for overlapping matches of equal length.
 KINDS = {
-    "key": _Kind(_all_with(*_KEY_SIGNS), re.compile("|".join(_KEYS)), _always),
-    "email": _Kind(
-        _lines_with("@"),
+    "key": _Kind(_texts_with_keys, re.compile("|".join(_KEYS)), bool),
+    "email": _kind(
+        "@",
         # RFC 5322's dot-atom, in its common forms.
-        re.compile(
-            r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}"
-            r"@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
-            r"[A-Za-z]{2,24}(?![\w@-])"
-        ),
+        r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}"
+        r"@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
+        r"[A-Za-z]{2,24}(?![\w@-])",
         _is_email,
     ),
-    "iban": _Kind(
-        _lines_with(r"[A-Z]{2}\d\d"),
-        re.compile(
-            r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?"
-            r"(?![A-Za-z0-9])"
-        ),
+    "iban": _kind(
+        r"[A-Z]{2}\d\d",
+        r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?"
+        r"(?![A-Za-z0-9])",
         _is_iban,
     ),
-    "card": _Kind(
-        _lines_with(r"\d{4}"),
-        re.compile(
-            r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})"
-            r"(?![\w-]|\.\d)"
-        ),
+    "card": _kind(
+        r"\d{4}",
+        r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})"
+        r"(?![\w-]|\.\d)",
         _is_card,
     ),
-    "us_ssn": _Kind(
-        _lines_with(r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
-    ),
-    "national_id": _Kind(_lines_with(NATIONAL_SIGN), NATIONAL_PATTERN, _is_national),
-    "ip": _Kind(
-        _lines_with(r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
-        re.compile(
-            r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"
-            r"|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
-        ),
+    "us_ssn": _kind(r"\d-\d", r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)", _is_ssn),
+    "national_id": _kind(NATIONAL_SIGN, NATIONAL_PATTERN, lambda match: is_national(match[0])),
+    "ip": _kind(
+        r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))",
+        r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"
+        r"|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))",
         _is_address,
     ),
-    "phone": _Kind(
-        _lines_with(r"\d\d[)]?[ .-]?[(]?\d"),
-        re.compile(
-            r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}"
-            r"|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
-            r"(?![\w-]|\.\d)"
-        ),
+    "phone": _kind(
+        r"\d\d[)]?[ .-]?[(]?\d",
+        r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}"
+        r"|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
+        r"(?![\w-]|\.\d)",
         _is_phone,
     ),
 }

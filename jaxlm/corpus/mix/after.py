@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core import sections
-from jaxlm.core.callbacks import Log, OnProgress
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.engines import EngineName
 from jaxlm.corpus.mix import run, sources
 from jaxlm.corpus.mix.config import Mix, ShardSettings
 from jaxlm.data.config import TOKENIZER_FILES
@@ -18,50 +17,27 @@ SHARDS = "shards"
 
 
 def check(recipe: Recipe) -> None:
-    """Check the tokenizer of the shards, before hours of cleaning.
-
-    Raises JaxlmError if the tokenizer is a file that cannot be read.
-    """
+    """Raise JaxlmError if the shards' tokenizer cannot be read, before hours of cleaning."""
     if recipe.shards.tokenizer.endswith(TOKENIZER_FILES):
         run.tokenizer_of(recipe.shards.tokenizer, "shards.tokenizer")
 
 
 def write(
-    recipe: Recipe,
-    out: Path,
-    report: dict[str, Any],
-    *,
-    workers: int,
-    engine: EngineName,
-    log: Log,
-    progress: OnProgress,
+    recipe: Recipe, out: Path, report: dict[str, Any], *, log: Log, **work: Any
 ) -> dict[str, Any]:
     """Make shards of a finished output folder, or verify existing ones; return mix.json.
 
-    A part without kept documents gets no shards, which is reported.
-
-    Args:
-      recipe: the recipe with its settings of shards.
-      out: the finished output folder.
-      report: its report.
-      workers: the number of units that run at a time.
-      engine: the engine that runs them.
-      log: prints a line.
-      progress: shows the progress of a step.
-
-    Raises:
-      JaxlmError: as `run.run`. If these shards cannot be made here, the fix is a separate mix.
+    A part without kept documents gets no shards, which is reported. `work` are more arguments of
+    `run.run`. Raises JaxlmError as that does; the fix is a separate mix if the shards cannot be
+    made here.
     """
     parts = report.get("parts", {})
     for name in (name for name in parts if not parts[name]["kept"]):
         log(f"the part {name} kept no documents: it gets no shards")
-    mix = _mix(
-        recipe, out, [name for name in recipe.part_names if not parts or parts[name]["kept"]]
-    )
+    nonempty = [name for name in recipe.part_names if not parts or parts[name]["kept"]]
+    mix = _mix(recipe, out, nonempty or list(recipe.part_names))  # the mix reports if all are empty
     try:
-        return run.run(
-            mix, out / SHARDS, workers=workers, engine=engine, log=log, progress=progress
-        )
+        return run.run(mix, out / SHARDS, log=log, **work)
     except (ConfigError, DataError) as error:
         flags = _apart(mix, f"{out}-{SHARDS}", error.fix)
         raise type(error)(
@@ -73,32 +49,22 @@ def write(
 
 
 def _apart(mix: Mix, out: str, fix: str) -> str:
-    """Return flags of `jaxlm data mix` for the same shards elsewhere, merged with a fix.
-
-    Return "" if the fix does not consist of such flags.
-    """
+    """Return flags of `jaxlm data mix` for these shards elsewhere, with those of a fix, or ""."""
     first = fix.splitlines()[0]
     if not first.startswith(("--config.", "'--config.", "--out=", "'--out=")):
         return ""
-    names = ["sources", *(field.name for field in dataclasses.fields(ShardSettings))]
-    flags = [
-        f"--config.{name}={sections.show(getattr(mix, name))}"
-        for name in names
-        if getattr(mix, name) != getattr(Mix(), name)
-    ]
     mended = [flag for flag in shlex.split(first, comments=True) if not flag.startswith("--out=")]
     changed = {flag.partition("=")[0] for flag in mended}
-    unchanged = [flag for flag in flags if flag.partition("=")[0] not in changed]
+    unchanged = [
+        f"--config.{name}={sections.show(getattr(mix, name))}"
+        for name in ("sources", *(field.name for field in dataclasses.fields(ShardSettings)))
+        if getattr(mix, name) != getattr(Mix(), name) and f"--config.{name}" not in changed
+    ]
     return shlex.join([*unchanged, *mended, f"--out={out}"])
 
 
 def _mix(recipe: Recipe, out: Path, names: list[str]) -> Mix:
-    """Return the mix of these parts of a recipe's output, or of the whole output."""
-    names = names or list(recipe.part_names)  # if nothing was kept, the mix reports it
-    fields = {
-        field.name: getattr(recipe.shards, field.name)
-        for field in dataclasses.fields(ShardSettings)
-    }
+    fields = dict(vars(recipe.shards))
     for name in ("weights", "licences"):
         fields[name] = tuple(each for each in fields[name] if each.partition("=")[0] in names)
     places = {name: f"{out}{sources.PART}{name}" if recipe.parts else str(out) for name in names}

@@ -28,10 +28,10 @@ def _counted(source: MixSource, stage: str, prefix: str) -> str:
     """List the counts of a stage, the most frequent first, or report that it was not run."""
     if stage not in source.recipe["recipe"]["stages"]:
         return "not looked at"
-    notes = source.report["notes"]
-    counts = {name.removeprefix(prefix): n for name, n in notes.items() if name.startswith(prefix)}
-    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    listed = ", ".join(f"{name} {count:,}" for name, count in ordered)
+    notes = source.report["notes"].items()
+    counts = [(name.removeprefix(prefix), n) for name, n in notes if name.startswith(prefix)]
+    counts.sort(key=lambda pair: (-pair[1], pair[0]))
+    listed = ", ".join(f"{name} {count:,}" for name, count in counts)
     removed = source.report["removed"].items()
     if gone := sum(count for reason, count in removed if reason.startswith(f"{stage}.")):
         return f"{listed or 'none left'}; {gone:,} documents removed"

@@ -10,6 +10,7 @@ from jaxlm.core.config import setting
 from jaxlm.data.config import TOKENIZER_FILES, TOKENIZERS, near_tokenizer
 
 _NAME = re.compile(r"[A-Za-z]\w*")
+Problems = Iterator[tuple[str, str, str]]  # setting, what is wrong, and a fix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,36 +32,26 @@ class ShardSettings:
         low=1,
     )
 
-    def problems_with(
-        self, sources: Sequence[str], path: str = ""
-    ) -> Iterator[tuple[str, str, str]]:
+    def problems_with(self, sources: Sequence[str], path: str = "") -> Problems:
         """Yield the settings that do not fit these sources; `path` is the prefix of the section."""
         for name in ("weights", "licences"):
-            yield from entry_problems(name, getattr(self, name), known=sources, path=path)
+            yield from entry_problems(name, getattr(self, name), sources, path)
         for name, text in named(self.weights).items():
             if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or not float(text):
-                fix = ",".join(
-                    f"{n}={1 if n == name else w}" for n, w in named(self.weights).items()
-                )
-                yield (
-                    "weights",
-                    f"the weight {text!r} of {name!r} is not a number above 0",
-                    f"--config.{path}weights={fix}",
-                )
+                mended = {**named(self.weights), name: "1"}
+                fix = ",".join(f"{source}={weight}" for source, weight in mended.items())
+                why = f"the weight {text!r} of {name!r} is not a number above 0"
+                yield "weights", why, f"--config.{path}weights={fix}"
         if self.weights and (without := set(sources) - named(self.weights).keys()):
             missing = sorted(without)[0]
             fix = f"--config.{path}weights={','.join((*self.weights, f'{missing}=1'))}"
             yield "weights", f"{missing!r} has no weight", fix
         kind, _, size = self.tokenizer.partition(":")
         is_trained = kind == "sentencepiece" and size.isdigit() and int(size) >= 512
-        if not (
-            is_trained or self.tokenizer in ("bytes", "characters")
-        ) and not self.tokenizer.endswith(TOKENIZER_FILES):
-            yield (
-                "tokenizer",
-                f"{self.tokenizer!r} is not one of: {TOKENIZERS}",
-                near_tokenizer(f"{path}tokenizer", self.tokenizer),
-            )
+        is_known = self.tokenizer in ("bytes", "characters") or is_trained
+        if not (is_known or self.tokenizer.endswith(TOKENIZER_FILES)):
+            why = f"{self.tokenizer!r} is not one of: {TOKENIZERS}"
+            yield "tokenizer", why, near_tokenizer(f"{path}tokenizer", self.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,34 +65,30 @@ class Mix(ShardSettings):
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
 
-    def problems(self) -> Iterator[tuple[str, str, str]]:
+    def problems(self) -> Problems:
         """Check that names are unique, weights and licences have a source, the tokenizer exists."""
         if not self.sources:
             yield "sources", "no sources", "jaxlm config explain sources"
-        yield from entry_problems("sources", self.sources, "")
+        yield from entry_problems("sources", self.sources)
         yield from self.problems_with(tuple(named(self.sources)))
 
 
 def named(entries: tuple[str, ...]) -> dict[str, str]:
-    """Parse the entries NAME=VALUE of a setting."""
+    """Parse the entries NAME=VALUE of a setting.
+
+    Example:
+      >>> named(("web=0.7", "code=0.3"))
+      {'web': '0.7', 'code': '0.3'}
+    """
     return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
 
 
 def entry_problems(
-    field: str,
-    entries: tuple[str, ...],
-    nothing: str = "()",
-    known: Sequence[str] | None = None,
-    path: str = "",
-) -> Iterator[tuple[str, str, str]]:
+    field: str, entries: tuple[str, ...], known: Sequence[str] | None = None, path: str = ""
+) -> Problems:
     """Yield a problem for each entry that is no NAME=VALUE, is repeated or has an unknown name.
 
-    Args:
-      field: the setting.
-      entries: its value.
-      nothing: the value in the fix if no entry is valid; "" points to the setting's explanation.
-      known: the allowed names; None allows any.
-      path: the prefix of the section in flags.
+    `path` is the prefix of the section in flags.
     """
     right: list[str] = []
     wrong: list[str] = []
@@ -115,11 +102,7 @@ def entry_problems(
             wrong.append(f"{name!r} is listed twice")
         else:
             right.append(entry)
-    for what in wrong:
-        valid = ",".join(right) or nothing
-        flag = f"{path}{field}"
-        yield (
-            field,
-            what,
-            shlex.quote(f"--config.{flag}={valid}") if valid else f"jaxlm config explain {flag}",
-        )
+    fix = shlex.quote(f"--config.{path}{field}={','.join(right) or '()'}")
+    if field == "sources" and not right:  # they cannot be empty
+        fix = f"jaxlm config explain {path}{field}"
+    yield from ((field, what, fix) for what in wrong)

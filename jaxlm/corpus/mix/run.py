@@ -10,6 +10,8 @@ OUT/unfinished/                       intermediate files; deleted at the end
 """
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import heapq
 import json
@@ -31,11 +33,11 @@ from jaxlm.corpus.job import RECIPE, WORK, other_files
 from jaxlm.corpus.mix import sources
 from jaxlm.corpus.mix.card import card
 from jaxlm.corpus.mix.config import Mix
-from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixSource, MixUnits, TokenizeTask
+from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixUnits, TokenizeTask
 from jaxlm.corpus.run import output_folder
 from jaxlm.data import cache, manifest, tokenizer_file, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
-from jaxlm.data.manifest import Manifest, Shard
+from jaxlm.data.manifest import Shard
 from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -54,17 +56,10 @@ def run(
 ) -> dict[str, Any]:
     """Run a mix, or the unfinished part of it; return the contents of mix.json.
 
-    Args:
-      mix: the settings.
-      out: the output folder.
-      workers: the number of units that run at a time.
-      engine: the engine that runs them.
-      log: prints a line.
-      progress: shows the progress of a step.
+    Args: `mix` are the settings; the others are those of `jaxlm.corpus.run.run`.
 
-    Raises:
-      JaxlmError: a source is missing or damaged, the folder belongs to another mix or process, or
-        it cannot be written.
+    Raises JaxlmError if a source is missing or damaged, or if the folder belongs to another mix or
+    process or cannot be written.
     """
     units = MixUnits(out, mix, sources.find(mix))
     with output_folder(out):
@@ -74,20 +69,21 @@ def run(
             shutil.rmtree(out / WORK, ignore_errors=True)
             return _verified(out)
         path = out / WORK / TOKENIZER
-        content = None if path.exists() else _tokenizer(units, log).serialize()
+        content = None
+        if not path.exists():
+            if mix.tokenizer != "bytes" and not mix.tokenizer.endswith(TOKENIZER_FILES):
+                log(f"training the tokenizer {mix.tokenizer}")
+            texts = functools.partial(_texts, units)
+            content = tokenizer_of(mix.tokenizer, "tokenizer", texts).serialize()
         disk.replace(out / RECIPE, noted)  # after the tokenizer, whose failure claims no folder
         (out / WORK).mkdir(exist_ok=True)
         if content is not None:
             disk.replace(path, content)
         sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
-        numbers = range(len(sizes))
-        left = [number for number in numbers if not units.tokenized(number).exists()]
+        left = [n for n in range(len(sizes)) if not units.tokenized(n).exists()]
         if left:
-            done = sum(sizes) - sum(sizes[number] for number in left)
-            with engines.opened(engine, workers, log) as run_units:
-                for number, _ in run_units(TokenizeTask(out), left):
-                    done += sizes[number]
-                    progress("tokenizing", done, sum(sizes))
+            with engines.opened(engine, workers, log, progress) as run_units:
+                run_units(TokenizeTask(out), left, sizes, "tokenizing")
         answer = _gathered(units, log)
         disk.replace(out / CARD, card(answer, units.sources).encode())
         disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
@@ -96,12 +92,7 @@ def run(
 
 
 def _noted(units: MixUnits) -> bytes:
-    """Return the contents of recipe.json.
-
-    Raises:
-      ConfigError: the folder belongs to another mix.
-      DataError: the folder contains something else.
-    """
+    """Return the contents of recipe.json; raise if the folder belongs to something else."""
     setting, path = units.mix.tokenizer, units.out / RECIPE
     is_file = setting.endswith(TOKENIZER_FILES) and Path(setting).is_file()
     mine = {
@@ -113,32 +104,19 @@ def _noted(units: MixUnits) -> bytes:
     content = json.dumps(mine, indent=1).encode()
     if path.exists():
         if path.read_bytes() != content:
-            raise ConfigError(
-                "the output folder belongs to another mix, or its sources have changed",
-                where=str(path),
-                why="a folder cannot contain shards of two mixes",
-                fix=shlex.quote(f"--out={units.out}-2"),
-            )
+            what = "the output folder belongs to another mix, or its sources have changed"
+            why = "a folder cannot contain shards of two mixes"
+            fix = shlex.quote(f"--out={units.out}-2")
+            raise ConfigError(what, where=str(path), why=why, fix=fix)
     elif any(not each.name.startswith(".") for each in units.out.iterdir()):
         raise other_files(units.out)
     return content
 
 
-def _tokenizer(units: MixUnits, log: Log) -> Tokenizer:
-    """Load or train the tokenizer that the mix names."""
-    setting = units.mix.tokenizer
-    if setting != "bytes" and not setting.endswith(TOKENIZER_FILES):
-        log(f"training the tokenizer {setting}")
-    return tokenizer_of(setting, "tokenizer", lambda: _texts(units))
-
-
 def tokenizer_of(
     setting: str, path: str, texts: Callable[[], Iterator[str]] = lambda: iter(())
 ) -> Tokenizer:
-    """Load a tokenizer, or train it on texts; errors name the setting at `path`.
-
-    Raises JaxlmError if the tokenizer cannot be loaded or trained.
-    """
+    """Load a tokenizer, or train it on texts. Raises JaxlmError, which names the setting `path`."""
     try:
         if setting.endswith(TOKENIZER_FILES):
             return tokenizer_file.read(setting)
@@ -151,19 +129,16 @@ def tokenizer_of(
 
 def _texts(units: MixUnits) -> Iterator[str]:
     """Yield the training texts of a tokenizer: all sources interleaved in proportion to size."""
-
-    def texts(source: MixSource) -> Iterator[str]:
-        for document in source.documents(source.files, units.sides[TRAIN], Counter()):
-            yield document.text
-
-    streams = [texts(source) for source in units.sources]
+    streams = [
+        source.documents(source.files, units.sides[TRAIN], Counter()) for source in units.sources
+    ]
     sizes = [source.share * source.report["characters"]["kept"] for source in units.sources]
     waiting = [(0.0, number) for number in range(len(streams))]  # share read, source
     while waiting:
         read, number = heapq.heappop(waiting)
-        if (text := next(streams[number], None)) is not None:
-            yield text
-            heapq.heappush(waiting, (read + len(text) / sizes[number], number))
+        if (document := next(streams[number], None)) is not None:
+            yield document.text
+            heapq.heappush(waiting, (read + len(document.text) / sizes[number], number))
 
 
 def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
@@ -181,39 +156,29 @@ def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
                 if each is source
             ]
             if parts := [folder for folder in folders if folder.exists()]:
-                gather(units.out / side / source.name, parts, left_out[source.name])
-                sets.setdefault(side, {})[source.name] = _described(units.out / side / source.name)
+                target = units.out / side / source.name
+                gather(target, parts, left_out[source.name])
+                sets.setdefault(side, {})[source.name] = _described(target)
             else:
                 log(f"the source {source.name} has no document in {side}: it is too small")
         total = sum(each["tokens"] for each in sets.get(side, {}).values())
         for each in sets.get(side, {}).values():
             each["share"] = each["tokens"] / total
     if TRAIN not in sets:
-        raise DataError(
-            "no document is left to train on",
-            where="held_out and weights",
-            why="all were held out or dropped by weight",
-            fix=f"--config.held_out=0 --out={shlex.quote(str(units.out))}-2    # no validation sets"
-            if units.mix.held_out
-            else "weights that drop fewer documents",
-        )
+        what, why = "no document is left to train on", "all were held out or dropped by weight"
+        flags = f"--config.held_out=0 --out={shlex.quote(str(units.out))}-2    # no validation sets"
+        fix = flags if units.mix.held_out else "weights that drop fewer documents"
+        raise DataError(what, where="held_out and weights", why=why, fix=fix)
     made = manifest.read(units.out / TRAIN / next(iter(sets[TRAIN])))
-    return {
-        "format_version": FORMAT_VERSION,
-        "tokenizer": {"sha256": made.tokenizer, "size": made.vocab},
-        "sets": sets,
-    }
+    tokenizer = {"sha256": made.tokenizer, "size": made.vocab}
+    return {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "sets": sets}
 
 
 def _described(folder: Path) -> dict[str, Any]:
     made = manifest.read(folder)
     return {
-        "documents": made.documents,
-        "tokens": made.tokens,
-        "bytes": made.bytes,
-        "shards": len(made.shards),
-        "unknown": made.unknown,
-        "left_out": made.left_out,
+        **{name: getattr(made, name) for name in ("documents", "tokens", "bytes")},
+        **{"shards": len(made.shards), "unknown": made.unknown, "left_out": made.left_out},
         "manifest": hashlib.sha256((folder / manifest.NAME).read_bytes()).hexdigest(),
     }
 
@@ -238,44 +203,32 @@ def _verified(out: Path) -> dict[str, Any]:
 
 
 def gather(target: Path, parts: Sequence[Path], left_out: Counter[str]) -> None:
-    """Merge folders of token shards, in order, with one tokenizer and list of files; by links.
-
-    Raises DataError if a folder is damaged.
-    """
+    """Merge folders of token shards, in order, with one tokenizer and list of files; by links."""
     with cache.built(target) as folder:
         if folder is None:
             return
         manifests = [manifest.read(part) for part in parts]
+        names = (manifest.tokens_name, manifest.documents_name, manifest.checks_name)
         shards: list[Shard] = []
         for part, each in zip(parts, manifests, strict=True):
             for number, shard in enumerate(each.shards):
-                renamed = {
-                    name(number): name(len(shards))
-                    for name in (
-                        manifest.tokens_name,
-                        manifest.documents_name,
-                        manifest.checks_name,
-                    )
-                }
-                for before, after in renamed.items():
-                    _link(part / before, folder / after)
+                for name in names:
+                    _link(part / name(number), folder / name(len(shards)))
                 shards.append(shard)
-        for name in (manifest.FILES, manifest.TOKENIZER):
-            _link(parts[0] / name, folder / name)
-        files = (folder / manifest.FILES).read_bytes()
-        first = manifests[0]
-        Manifest(
-            tokenizer=first.tokenizer,
-            vocab=first.vocab,
-            dtype=first.dtype,
-            documents=sum(each.documents for each in manifests),
-            tokens=sum(each.tokens for each in manifests),
-            bytes=sum(each.bytes for each in manifests),
+        for copied in (manifest.FILES, manifest.TOKENIZER):
+            _link(parts[0] / copied, folder / copied)
+        totals = {
+            name: sum(getattr(each, name) for each in manifests)
+            for name in ("documents", "tokens", "bytes", "unknown")
+        }
+        merged = dataclasses.replace(
+            manifests[0],
+            **totals,
             left_out=dict(sorted(left_out.items())),
-            unknown=sum(each.unknown for each in manifests),
-            files_sha256=hashlib.sha256(files).hexdigest(),
+            files_sha256=hashlib.sha256((folder / manifest.FILES).read_bytes()).hexdigest(),
             shards=tuple(shards),
-        ).write(folder)
+        )
+        merged.write(folder)
 
 
 def _link(path: Path, target: Path) -> None:

@@ -16,7 +16,7 @@ from jaxlm.core import config, faults
 from jaxlm.core.errors import DataError
 from jaxlm.corpus.engines import Task
 from jaxlm.corpus.files import FileDigest, checked_lines
-from jaxlm.corpus.job import RECIPE, REPORT, WORK, part_of, require_finished
+from jaxlm.corpus.job import RECIPE, REPORT, WORK, grouped, part_of, require_finished
 from jaxlm.corpus.mix.config import Mix, named
 from jaxlm.data import cache, tokenizer_file, writer
 from jaxlm.data.parts import SplitSide
@@ -40,43 +40,32 @@ class MixSource:
     sha256: str  # of its report, which contains the digest of every file
     files: tuple[tuple[str, FileDigest], ...]  # kept documents: path in the folder
 
-    def shard_name(self, file: str) -> str:
-        """Return the name of a file in shards: independent of the folder's location."""
-        return f"{self.name}/{file}"
-
     def documents(
         self, files: Sequence[tuple[str, FileDigest]], selection: SplitSide, counts: Counter[str]
     ) -> Iterator[Document]:
         """Yield the documents of some files that are taken and on one side of a split.
 
-        The others are counted. Raises:
-          DataError: a file has changed.
+        The others are counted. Raises DataError if a file has changed.
         """
-        begin = 0
+        offset = 0
         for name, written in files:
-            path = self.folder / name
-            offset = begin
-            for number, line in enumerate(checked_lines(path, written)):
+            for number, line in enumerate(checked_lines(self.folder / name, written)):
                 offset += len(line)
                 text = json.loads(line)["text"]
                 if self.share < 1 and _drawn(text) >= self.share:
                     counts[BY_WEIGHT] += 1
                 elif selection.take(text):
-                    yield Document(text, self.shard_name(name), number, offset)
-            begin += written.bytes
+                    yield Document(text, f"{self.name}/{name}", number, offset)
 
 
 def find(mix: Mix) -> list[MixSource]:
     """Return the sources of a mix, in order.
 
-    Raises:
-      InputMissing: a folder contains no finished run.
-      DataError: its report cannot be read, or it kept nothing.
+    Raises InputMissing if a folder contains no finished run, DataError if its report cannot be read
+    or it kept nothing.
     """
-    licences = named(mix.licences)
-    sources = [
-        _source(name, folder, licences.get(name, "")) for name, folder in named(mix.sources).items()
-    ]
+    places, licences = named(mix.sources), named(mix.licences)
+    sources = [_source(name, places[name], licences.get(name, "")) for name in places]
     weights = {name: float(text) for name, text in named(mix.weights).items()}
     if not weights:
         return sources
@@ -107,14 +96,10 @@ def _source(name: str, place: str, licence: str) -> MixSource:
             parts = recipe["recipe"]["parts"]
             recipe["files"] = [file for file in recipe["files"] if part_of(parts, file[0]) == part]
         if not files or not report["characters"]["kept"] > 0:
-            raise DataError(
-                f"the source {name!r} kept no documents",
-                where=str(path),
-                why=f"of {report['characters']['read']:,} characters read"
-                if "read" in report["characters"]
-                else "its report lists no kept files",
-                fix="leave it out of --config.sources",
-            )
+            what, why = f"the source {name!r} kept no documents", "its report lists no kept files"
+            if "read" in report["characters"]:
+                why = f"of {report['characters']['read']:,} characters read"
+            raise DataError(what, where=str(path), why=why, fix="leave it out of --config.sources")
         itemgetter("funnel", "notes", "removed", "sample", "kept", "read")(report)
         digest = hashlib.sha256(content).hexdigest()
         return MixSource(name, folder, 1.0, licence, report, recipe, digest, files)
@@ -159,27 +144,19 @@ class MixUnits:
     @functools.cached_property
     def parts(self) -> list[tuple[MixSource, list[tuple[str, FileDigest]]]]:
         """Files of each source, in order, grouped up to `unit_bytes`."""
-        units: list[tuple[MixSource, list[tuple[str, FileDigest]]]] = []
-        for source in self.sources:
-            room = 0
-            for file in source.files:
-                if file[1].bytes > room or units[-1][0] is not source:
-                    units.append((source, []))
-                    room = self.mix.unit_bytes
-                units[-1][1].append(file)
-                room -= file[1].bytes
-        return units
+        return [
+            (source, unit)
+            for source in self.sources
+            for unit in grouped(source.files, lambda file: file[1].bytes, self.mix.unit_bytes)
+        ]
 
     @property
     def sides(self) -> dict[str, SplitSide]:
         """Train, and validation if documents are held out."""
-        if not self.mix.held_out:
+        if not (share := self.mix.held_out):
             return {TRAIN: SplitSide()}
-        share = self.mix.held_out
-        return {
-            TRAIN: SplitSide("documents", share, False),
-            VALIDATION: SplitSide("documents", share, True),
-        }
+        sides = {TRAIN: False, VALIDATION: True}
+        return {side: SplitSide("documents", share, is_held) for side, is_held in sides.items()}
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -194,7 +171,7 @@ class MixUnits:
         """Write the shards of a unit; return CPU seconds."""
         begun = time.process_time()
         source, files = self.parts[number]
-        names = [source.shard_name(name) for name, _ in source.files]
+        names = [f"{source.name}/{name}" for name, _ in source.files]
         with cache.built(self.tokenized(number)) as folder:
             if folder is not None:
                 counts = {side: Counter[str]() for side in self.sides}

@@ -1,107 +1,104 @@
-"""Members of archives, as streams.
+"""Members of archives, as streams; members that are not plain files are refused.
 
-Nothing is unpacked to disk, so no member name can point anywhere; members that are not plain files
-are refused.
+Nothing is unpacked to disk, so no member name can point anywhere.
 """
 
-import dataclasses
 import functools
 import io
+import stat
 import struct
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
-from typing import IO
+from typing import IO, NamedTuple
 
 from jaxlm.corpus.config import ReadLimits
 from jaxlm.corpus.document import BrokenRecord
+from jaxlm.corpus.readers.streams import RawFile
 from jaxlm.data.formats import ByteReader, TooLarge
 
 _ENTRY_BYTES = 512  # of a zip directory, per member: 46 and its name
 NO_FILE, LEADS_OUT = "no plain file of an archive", "a name that leads out of its archive"
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A file of an archive."""
 
     name: str  # ARCHIVE!MEMBER
     open: Callable[[], IO[bytes]]
 
 
+class _Budget:
+    """The limits of an archive, and the members and bytes so far."""
+
+    def __init__(self, limits: ReadLimits):
+        self.limits, self.bytes, self.members = limits, 0, 0
+
+    def count_member(self) -> None:
+        self.members += 1
+        if self.members > self.limits.archive_members:
+            raise TooLarge(f"more than {self.limits.archive_members:,} members")
+
+
 class _Metered(ByteReader):
     """A member's bytes, counted against the limit of the archive: sizes in headers can be wrong."""
 
-    def __init__(self, source: IO[bytes], budget: "_Budget"):
+    def __init__(self, source: IO[bytes], budget: _Budget):
         super().__init__(source)
         self._budget = budget
 
     def pull(self, size: int) -> bytes:
-        data = self._source.read(size)
-        self._budget.take(len(data))
+        data, most = self._source.read(size), self._budget.limits.archive_bytes
+        self._budget.bytes += len(data)
+        if self._budget.bytes > most:
+            raise TooLarge(f"its members unpack to more than {most:,} bytes")
         return data
 
 
-class _Budget:
-    def __init__(self, config: ReadLimits):
-        self._config, self._bytes, self._members = config, 0, 0
-
-    def member(self) -> None:
-        self._members += 1
-        if self._members > self._config.archive_members:
-            raise TooLarge(f"more than {self._config.archive_members:,} members")
-
-    def take(self, count: int) -> None:
-        self._bytes += count
-        if self._bytes > self._config.archive_bytes:
-            raise TooLarge(f"its members unpack to more than {self._config.archive_bytes:,} bytes")
-
-    def metered(self, stream: IO[bytes]) -> IO[bytes]:
-        return io.BufferedReader(_Metered(stream, self), 2**16)
+def _metered(stream: IO[bytes], budget: _Budget) -> IO[bytes]:
+    return io.BufferedReader(_Metered(stream, budget), 2**16)
 
 
-def zipped(stream: IO[bytes], name: str, config: ReadLimits) -> Iterator[Member | BrokenRecord]:
+def zipped(stream: IO[bytes], file: RawFile) -> Iterator[Member | BrokenRecord]:
     """Yield the members of a zip file, in order."""
-    budget = _Budget(config)
+    budget, most = _Budget(file.recipe.reading), file.recipe.reading.archive_members
     start, size = _directory(stream)
-    if size > config.archive_members * _ENTRY_BYTES:
-        raise TooLarge(
-            f"more than {config.archive_members:,} members, by the size of its directory"
-        )
+    if size > most * _ENTRY_BYTES:
+        raise TooLarge(f"more than {most:,} members, by the size of its directory")
     for _ in _entries(stream, start, size):
-        budget.member()
+        budget.count_member()
     with zipfile.ZipFile(stream) as archive:
         for entry in archive.infolist():
             if entry.is_dir():
                 continue
-            is_link = (entry.external_attr >> 16) & 0o170000 == 0o120000
+            name, is_link = f"{file.name}!{entry.filename}", stat.S_ISLNK(entry.external_attr >> 16)
             if problem := _problem(entry.filename, not is_link):
-                yield BrokenRecord(problem, f"{name}!{entry.filename}", 1, "it is not read")
+                yield BrokenRecord(problem, name, 1, "it is not read")
             else:
-                opening = functools.partial(_opened, archive, entry, budget)
-                yield Member(f"{name}!{entry.filename}", opening)
+                yield Member(name, functools.partial(_opened, archive, entry, budget))
 
 
-def tarred(stream: IO[bytes], name: str, config: ReadLimits) -> Iterator[Member | BrokenRecord]:
+def tarred(stream: IO[bytes], file: RawFile) -> Iterator[Member | BrokenRecord]:
     """Yield the members of a tar file, in order, as they are read."""
-    budget = _Budget(config)
+    budget = _Budget(file.recipe.reading)
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for entry in archive:
-            budget.member()
+            budget.count_member()
             if entry.isdir():
                 continue
+            name = f"{file.name}!{entry.name}"
             content = archive.extractfile(entry) if entry.isreg() else None
             problem = _problem(entry.name, content is not None)
             if problem or content is None:
-                yield BrokenRecord(problem, f"{name}!{entry.name}", 1, "it is not read")
+                yield BrokenRecord(problem, name, 1, "it is not read")
             else:
-                yield Member(f"{name}!{entry.name}", functools.partial(budget.metered, content))
+                yield Member(name, functools.partial(_metered, content, budget))
             archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
 
 
 def _opened(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, budget: _Budget) -> IO[bytes]:
-    return budget.metered(archive.open(entry))
+    return _metered(archive.open(entry), budget)
 
 
 def _directory(stream: IO[bytes]) -> tuple[int, int]:

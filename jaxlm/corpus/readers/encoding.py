@@ -5,7 +5,6 @@ import io
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
 from typing import IO
 
 from jaxlm.data.formats import ByteReader
@@ -24,13 +23,14 @@ LEGACY = (
     f"{LAST_RESORT} cp1250 iso8859_2 cp1251 koi8_r koi8_u iso8859_5 cp866 cp1253 iso8859_7 cp1257"
     " cp1254 cp1255 cp1256 cp932 euc_jp gb18030 big5 cp949"
 ).split()
-UNMARKED = "utf-16-le", "utf-16-be"
 PROBED = 2**16  # bytes from which an encoding is detected
 _CONTROLS = bytes(set(range(32)) - {9, 10, 12, 13, 27})
 _NO_TEXT = ("Cc", "Cn", "Co")  # categories of Unicode: controls, unassigned, private use
 _MAGIC = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF")
 _FEW = 8  # letters outside ASCII; fewer do not identify an encoding
 _COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")  # PEP 263
+_PIECE = 2**17
+NOT_TEXT = "not text"  # kind of broken record
 
 
 class NotText(Exception):
@@ -77,19 +77,14 @@ def _guessed(data: bytes, declared: str, start: int) -> tuple[str, str]:
         if name := _unmarked(data):
             return data.decode(name), name
         raise NotText("it contains control characters and is not UTF-8")
-    for name in _names(data, declared, start):
+    # The encoding is detected only if the declared one fails: detection is slow.
+    for choose in (lambda: declared, lambda: _legacy(data, start), lambda: LAST_RESORT):
         try:
+            name = choose()
             return data.decode(name), name.lower()
         except (LookupError, ValueError):  # unknown encoding, not one of text, or not decodable
             continue
     raise NotText(f"it is not UTF-8 and not {LAST_RESORT}")
-
-
-def _names(data: bytes, declared: str, start: int) -> Iterator[str]:
-    if declared:
-        yield declared
-    yield _legacy(data, start)
-    yield LAST_RESORT
 
 
 def _legacy(data: bytes, start: int) -> str:
@@ -125,7 +120,7 @@ def _unmarked(data: bytes) -> str:
     candidates = []
     if b"\0" not in data:
         return ""
-    for name in UNMARKED:
+    for name in ("utf-16-le", "utf-16-be"):
         try:
             text = data.decode(name)
         except UnicodeDecodeError:
@@ -138,9 +133,6 @@ def _unmarked(data: bytes) -> str:
 def _share_of_controls(data: bytes) -> float:
     probe = data[:PROBED]
     return 1 - len(probe.translate(None, _CONTROLS)) / len(probe) if probe else 0.0
-
-
-_PIECE = 2**17
 
 
 def as_utf8(stream: IO[bytes], counts: Counter[str], *, legacy: bool) -> IO[bytes]:
@@ -176,9 +168,8 @@ def _encoding(begin: bytes) -> str:
     except NotText:
         return "utf-8"
     if not name.startswith("utf"):
-        escaped = sum(
-            "\udc80" <= each <= "\udcff" for each in whole.decode(errors="surrogateescape")
-        )
+        letters = whole.decode(errors="surrogateescape")
+        escaped = sum("\udc80" <= each <= "\udcff" for each in letters)
         others = sum(each > "\x7f" for each in whole.decode(errors="ignore"))
         if others >= escaped:
             return "utf-8"

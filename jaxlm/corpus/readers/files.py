@@ -1,4 +1,13 @@
-"""Files of any format as documents and broken records; damage to one never stops the others."""
+"""Files of any format as documents and broken records; damage to one never stops the others.
+
+Example:
+  >>> import tempfile
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...     path = Path(folder, "a.jsonl")
+  ...     _ = path.write_text('{"text": "One."}\\n{"title": "no text"}\\n')
+  ...     [type(each).__name__ for each in read(path, path.name, Recipe(), Counter())]
+  ['CorpusDocument', 'BrokenRecord']
+"""
 
 import contextlib
 import functools
@@ -11,24 +20,20 @@ from typing import IO
 from jaxlm.core.errors import JaxlmError
 from jaxlm.corpus import remote
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.document import BrokenRecord, CorpusDocument
+from jaxlm.corpus.document import BrokenRecord
 from jaxlm.corpus.readers import archives, spans, tables, texts, warc
-from jaxlm.corpus.readers.encoding import NotText
+from jaxlm.corpus.readers.encoding import NOT_TEXT, NotText
 from jaxlm.corpus.readers.spans import FileSpan
-from jaxlm.corpus.readers.streams import DAMAGED, is_packed, kind_of, unpacked
-from jaxlm.corpus.readers.tables import IsIn
+from jaxlm.corpus.readers.streams import DAMAGED, RawFile, Records, is_packed, kind_of, unpacked
 from jaxlm.data.formats import FORMATS, TOO_LARGE, TooLarge
 
 OpenStream = Callable[[], AbstractContextManager[IO[bytes]]]
-Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[CorpusDocument | BrokenRecord]]
+Reader = Callable[[IO[bytes], RawFile], Records]
 READERS: dict[str, Reader] = {
-    ".csv": tables.comma_separated,
-    ".tsv": tables.tab_separated,
-    ".html": texts.html,
-    ".htm": texts.html,
-    ".xhtml": texts.html,
-    ".warc": warc.records,
-    ".wet": warc.records,
+    ".csv": functools.partial(tables.separated, mark=","),
+    ".tsv": functools.partial(tables.separated, mark="\t"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), texts.html),
+    **dict.fromkeys((".warc", ".wet"), warc.records),
     ".py": texts.python,
     ".pdf": texts.pdf,
 }
@@ -38,7 +43,7 @@ CUTS = {
 }
 WHOLE = texts.plain, texts.html, texts.python, texts.pdf  # a file is one record
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
-NOT_TEXT, NESTED = "not text", "an archive in another"
+NESTED = "an archive in another"
 
 
 def is_one_record(name: str) -> bool:
@@ -72,8 +77,8 @@ def read(
     recipe: Recipe,
     counts: Counter[str],
     span: FileSpan | None = None,
-    is_in: IsIn = lambda file, record: True,
-) -> Iterator[CorpusDocument | BrokenRecord]:
+    is_in: Callable[[str, int], bool] = lambda file, record: True,
+) -> Records:
     """Yield every record of a file, or of a span of it.
 
     Records that are no documents by nature, such as requests in a WARC file, are only counted. In a
@@ -88,77 +93,54 @@ def read(
       is_in: selects records; JSON lines outside the selection are not parsed.
     """
     kind = kind_of(remote.path_in(name))
-    open_file: OpenStream = functools.partial(
-        _remote if remote.is_remote(name) else _local, path, name
-    )
-    before = 0
+    open_file: OpenStream = functools.partial(_opened, path, name)
     if span is not None:
         if span.begin == span.end:
             return
-        before = span.before
         if FORMATS[kind].is_lines:
             open_file = functools.partial(spans.opened, path, span)
-    reader = _reader(kind, is_in, span)
-    if kind in ARCHIVES:
-        reader = functools.partial(_members, kind=kind, is_in=is_in)
-    yield from _guarded(open_file, reader, name, recipe, counts, before)
+    yield from _guarded(open_file, kind, RawFile(name, recipe, counts, span, is_in))
 
 
-def _reader(kind: str, is_in: IsIn, span: FileSpan | None = None) -> Reader:
-    if kind in FORMATS:
-        return functools.partial(tables.records, format=FORMATS[kind], span=span, is_in=is_in)
-    return READERS.get(kind, texts.plain)
-
-
-def _members(
-    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], *, kind: str, is_in: IsIn
-) -> Iterator[CorpusDocument | BrokenRecord]:
-    for member in ARCHIVES[kind](stream, name, recipe.reading):
+def _members(stream: IO[bytes], file: RawFile, *, kind: str) -> Records:
+    for member in ARCHIVES[kind](stream, file):
         if isinstance(member, BrokenRecord):
             yield member
         elif (inner := kind_of(member.name)) in ARCHIVES:
             yield BrokenRecord(NESTED, member.name, 1, "it is not opened")
         else:
             open_member = functools.partial(_member, member)
-            yield from _guarded(open_member, _reader(inner, is_in), member.name, recipe, counts)
+            yield from _guarded(open_member, inner, file._replace(name=member.name))
 
 
 @contextlib.contextmanager
-def _local(path: Path, name: str) -> Iterator[IO[bytes]]:
-    with open(path, "rb") as file, unpacked(file, path.name) as stream:
-        yield stream
-
-
-@contextlib.contextmanager
-def _remote(path: Path, name: str) -> Iterator[IO[bytes]]:
-    with remote.fetched(name) as copy, unpacked(copy, remote.path_in(name)) as stream:
-        yield stream
+def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
+    is_remote = remote.is_remote(name)
+    with remote.fetched(name) if is_remote else open(path, "rb") as file:
+        with unpacked(file, remote.path_in(name) if is_remote else path.name) as stream:
+            yield stream
 
 
 def _member(member: archives.Member) -> IO[bytes]:
     return unpacked(member.open(), member.name)
 
 
-def _guarded(
-    open_stream: OpenStream,
-    reader: Reader,
-    name: str,
-    recipe: Recipe,
-    counts: Counter[str],
-    last: int = 0,
-) -> Iterator[CorpusDocument | BrokenRecord]:
-    """Yield what a reader yields after the record `last`; its failure becomes a broken record."""
+def _guarded(open_stream: OpenStream, kind: str, file: RawFile) -> Records:
+    """Yield the records of a file of a kind; a failure of its reader becomes a broken record."""
+    reader, last = READERS.get(kind, texts.plain), file.span.before if file.span else 0
+    if kind in FORMATS:
+        reader = functools.partial(tables.records, format=FORMATS[kind])
+    elif kind in ARCHIVES:
+        reader = functools.partial(_members, kind=kind)
     try:
         with open_stream() as stream:
-            for each in reader(stream, name, recipe, counts):
-                last = each.record if each.file == name else last
+            for each in reader(stream, file):
+                last = each.record if each.file == file.name else last
                 yield each
     except (GeneratorExit, MemoryError, JaxlmError):
         raise
-    except TooLarge as error:
-        yield BrokenRecord(TOO_LARGE, name, last + 1, str(error))
-    except NotText as error:
-        yield BrokenRecord(NOT_TEXT, name, last + 1, str(error))
     # Errors of zlib, lzma, zstandard, zipfile, tarfile, csv and pyarrow have no common base.
     except Exception as error:
-        yield BrokenRecord(DAMAGED, name, last + 1, f"{type(error).__name__}: {str(error)[:200]}")
+        kind = {TooLarge: TOO_LARGE, NotText: NOT_TEXT}.get(type(error), DAMAGED)
+        detail = f"{type(error).__name__}: {str(error)[:200]}" if kind == DAMAGED else str(error)
+        yield file.broken(kind, last + 1, detail)

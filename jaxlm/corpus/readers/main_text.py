@@ -9,11 +9,11 @@ tables and definitions, unless they are a list of links. trafilatura was measure
 for an F1 between 0.04 higher and 0.02 lower.
 """
 
-import dataclasses
 import html.parser
 import itertools
 import re
 from collections import Counter
+from typing import NamedTuple
 
 SKIPPED = frozenset(
     "script style noscript template svg math iframe object nav footer aside button select".split()
@@ -34,8 +34,7 @@ _META = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([-\w.:]{1,40})", 
 _SPACE = re.compile(r"\s+")
 
 
-@dataclasses.dataclass
-class _Block:
+class _Block(NamedTuple):
     text: str
     linked: float
     is_heading: bool
@@ -65,11 +64,15 @@ def main_text(page: str, counts: Counter[str]) -> tuple[str, str]:
         block.is_verbatim or (block.words >= LONG_WORDS and block.linked <= MOST_LINKED)
         for block in blocks
     ]
-    between = _between(blocks, is_prose)
+    between: set[int] = set()  # blocks between two of prose, unless too many of them are links
+    for begin, end in itertools.pairwise(number for number, prose in enumerate(is_prose) if prose):
+        gap = range(begin + 1, end)
+        links = sum(blocks[number].linked > MOST_LINKED for number in gap)
+        if links <= MOST_LINKS * len(gap):
+            between.update(gap)
     texts = []
     for number, block in enumerate(blocks):
-        before = number > 0 and is_prose[number - 1]
-        after = number + 1 < len(blocks) and is_prose[number + 1]
+        before, after = number > 0 and is_prose[number - 1], any(is_prose[number + 1 : number + 2])
         if block.linked > MOST_LINKED:
             near = False
         elif block.is_heading:
@@ -79,18 +82,6 @@ def main_text(page: str, counts: Counter[str]) -> tuple[str, str]:
         if is_prose[number] or near:
             texts.append(block.text)
     return _SPACE.sub(" ", parser.title).strip(), "\n\n".join(texts)
-
-
-def _between(blocks: list[_Block], is_prose: list[bool]) -> set[int]:
-    """Return the blocks between two blocks of prose, unless too many of them are links."""
-    between: set[int] = set()
-    prose = [number for number, is_it in enumerate(is_prose) if is_it]
-    for begin, end in itertools.pairwise(prose):
-        gap = range(begin + 1, end)
-        links = sum(blocks[number].linked > MOST_LINKED for number in gap)
-        if links <= MOST_LINKS * len(gap):
-            between.update(gap)
-    return between
 
 
 class _Blocks(html.parser.HTMLParser):

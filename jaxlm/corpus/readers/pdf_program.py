@@ -1,4 +1,7 @@
-"""Program that writes the text of a PDF on stdin as JSON; imports no jaxlm, to start fast."""
+"""Program that writes the text of a PDF on stdin as JSON, within the `ReadLimits` of its argument.
+
+It imports no jaxlm, to start fast.
+"""
 
 import io
 import json
@@ -10,28 +13,21 @@ from pypdf import PdfReader
 from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError
 
 
-class LimitExceeded(Exception):
-    """The PDF has more pages or text than the limits allow."""
-
-
 def text_of(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
-    """Return text, title and number of pages.
-
-    Raises LimitExceeded if there are more pages or characters than the limits allow.
-    """
+    """Return text, title and number of pages; LimitReachedError if there is too much of either."""
     reader = PdfReader(io.BytesIO(data))
     # A PDF with an owner's password only opens with an empty one.
     if reader.is_encrypted and not reader.decrypt(""):
         raise FileNotDecryptedError("it needs a password")
     count = len(reader.pages)
-    if count > limits["pages"]:
-        raise LimitExceeded(f"{count:,} pages")
+    if count > limits["pdf_pages"]:
+        raise LimitReachedError(f"{count:,} pages")
     pages, size = [], 0
     for page in reader.pages:
         pages.append(page.extract_text().strip())
         size += len(pages[-1])
-        if size > limits["characters"]:
-            raise LimitExceeded(f"more than {limits['characters']:,} characters")
+        if size > limits["document_bytes"]:
+            raise LimitReachedError(f"more than {limits['document_bytes']:,} characters")
     title = reader.metadata.title if reader.metadata else None
     return {"text": "\n\n".join(filter(None, pages)), "title": str(title or ""), "pages": count}
 
@@ -40,13 +36,11 @@ def answer(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
     """Return the text, or the kind and detail of a failure."""
     try:
         return text_of(data, limits)
-    except (LimitExceeded, LimitReachedError) as error:
+    except LimitReachedError as error:
         return {"kind": "too large", "detail": str(error)}
     except MemoryError:
-        return {
-            "kind": "too large",
-            "detail": f"it takes more than {limits['memory']:,} bytes to read",
-        }
+        detail = f"it takes more than {limits['pdf_memory']:,} bytes to read"
+        return {"kind": "too large", "detail": detail}
     except (FileNotDecryptedError, DependencyError) as error:
         return {"kind": "encrypted", "detail": str(error)[:200]}
     except Exception as error:  # pypdf's errors for damage have no common base
@@ -56,6 +50,6 @@ def answer(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
 if __name__ == "__main__":
     limits = json.loads(sys.argv[1])
     # The system ends the process at the CPU limit.
-    resource.setrlimit(resource.RLIMIT_CPU, (limits["seconds"], limits["seconds"] + 5))
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory"], limits["memory"]))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["pdf_seconds"], limits["pdf_seconds"] + 5))
+    resource.setrlimit(resource.RLIMIT_AS, (limits["pdf_memory"], limits["pdf_memory"]))
     print(json.dumps(answer(sys.stdin.buffer.read(), limits)))

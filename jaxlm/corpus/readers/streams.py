@@ -7,8 +7,13 @@ each.
 
 import io
 import zlib
-from typing import IO, Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NamedTuple
 
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument
+from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.data import formats
 from jaxlm.data.formats import ByteReader, TooLarge
 
@@ -21,6 +26,29 @@ _CHUNK = 2**16
 # successors, but not for long.
 _LOOKED_BACK = 2**24
 _GZIP = 16 + zlib.MAX_WBITS  # makes zlib expect gzip's header and checksum
+
+
+Records = Iterator[CorpusDocument | BrokenRecord]
+
+
+class RawFile(NamedTuple):
+    """A file's name in the output, the settings, and the counts of changes to its records."""
+
+    name: str
+    recipe: Recipe
+    counts: Counter[str]
+    span: FileSpan | None = None  # the part to read
+    # Selects records by file and number: other JSON lines are not parsed.
+    is_in: Callable[[str, int], bool] = lambda file, record: True
+
+    @property
+    def most(self) -> int:
+        """Size of the largest document in bytes."""
+        return self.recipe.reading.document_bytes
+
+    def broken(self, kind: str, record: int, detail: str) -> BrokenRecord:
+        """Return a broken record of the file."""
+        return BrokenRecord(kind, self.name, record, detail)
 
 
 def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:

@@ -8,15 +8,12 @@ import functools
 import io
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO, Any
 
-from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.encoding import as_utf8
-from jaxlm.corpus.readers.spans import FileSpan
-from jaxlm.corpus.readers.streams import whole
+from jaxlm.corpus.readers.streams import RawFile, Records, whole
 from jaxlm.data.formats import (
     BYTE_ORDER_MARK,
     NOT_UTF8,
@@ -28,146 +25,99 @@ from jaxlm.data.formats import (
 )
 from jaxlm.data.records import NO_TEXT, OTHER_TYPE, mended
 
-IsIn = Callable[[str, int], bool]  # selects a record of a file by its number
 NOT_A_ROW = "with more or fewer fields than the table"
 NOT_CLOSED = "with a quote that is not closed"
 TOO_LONG = "\udfff"  # marks a line over the limit; no byte decodes to it
 
 
-def records(
-    stream: IO[bytes],
-    name: str,
-    recipe: Recipe,
-    counts: Counter[str],
-    *,
-    format: Format,
-    span: FileSpan | None = None,
-    is_in: IsIn = lambda file, record: True,
-) -> Iterator[CorpusDocument | BrokenRecord]:
+def records(stream: IO[bytes], file: RawFile, *, format: Format) -> Records:
     """Yield a document for each record of a format that training reads, too.
 
-    Args:
-      stream: the file, or the bytes of a span of lines.
-      name: the name of the file.
-      recipe: the settings.
-      counts: counts of changes.
-      format: the format of the records.
-      span: the part of the file to read; None reads all.
-      is_in: selects lines; others are not parsed.
+    The stream is the file, or the bytes of its span of lines.
     """
-    limits, before, groups = recipe.reading, span.before if span else 0, None
+    span, groups = file.span, None
+    before = span.before if span else 0
     if format.is_lines:
         # Spans after the first are in UTF-8: other files are not divided.
-        stream = stream if before else as_utf8(stream, counts, legacy=False)
+        stream = stream if before else as_utf8(stream, file.counts, legacy=False)
     else:
         groups = range(span.begin, span.end) if span else None
         if not stream.seekable():
-            stream = io.BytesIO(whole(stream, limits.archive_bytes))
-    options = ReadOptions(
-        name,
-        max_line=limits.document_bytes,
-        before=before,
-        groups=groups,
-        is_in=functools.partial(is_in, name),
-    )
+            stream = io.BytesIO(whole(stream, file.recipe.reading.archive_bytes))
+    is_in = functools.partial(file.is_in, file.name)
+    options = ReadOptions(file.name, max_line=file.most, before=before, groups=groups, is_in=is_in)
     for number, value, _ in format.read(stream, options):
         if isinstance(value, Fault):
-            yield BrokenRecord(value.kind, name, number, _detail(value.error))
+            error = value.error
+            detail = str(error)[:200]
+            if isinstance(error, UnicodeDecodeError):
+                detail = f"byte {error.start}: {error.reason}"
+            yield file.broken(value.kind, number, detail)
         else:
-            yield _of_row(value, name, number, recipe, counts)
+            yield _of_row(value, file, number)
 
 
-def _detail(error: Exception) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start}: {error.reason}"
-    return str(error)[:200]
+def separated(stream: IO[bytes], file: RawFile, *, mark: str) -> Records:
+    """Yield the rows of a CSV file (RFC 4180) with a header, in any encoding.
 
-
-def comma_separated(
-    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-) -> Iterator[CorpusDocument | BrokenRecord]:
-    """Yield the rows of a CSV file with a header (RFC 4180), in any encoding."""
-    yield from _separated(stream, name, recipe, counts, ",")
-
-
-def tab_separated(
-    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-) -> Iterator[CorpusDocument | BrokenRecord]:
-    """Yield the rows of a tab-separated file with a header, in any encoding."""
-    yield from _separated(stream, name, recipe, counts, "\t")
-
-
-def _separated(
-    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], mark: str
-) -> Iterator[CorpusDocument | BrokenRecord]:
-    most = recipe.reading.document_bytes
-    csv.field_size_limit(most)  # of the process; the default is 128 kB
-    rows = _Rows(_as_text(as_utf8(stream, counts, legacy=True), most), mark)
+    Cells are separated by `mark`: a comma or a tab.
+    """
+    csv.field_size_limit(file.most)  # of the process; the default is 128 kB
+    rows = _rows(_as_text(as_utf8(stream, file.counts, legacy=True), file.most), mark)
     names = next(rows, [])
     if names is None:
-        yield BrokenRecord(
-            NOT_CLOSED, name, 0, "in the names of the table, so none of its rows is read"
-        )
+        detail = "in the names of the table, so none of its rows is read"
+        yield file.broken(NOT_CLOSED, 0, detail)
         return
     for number, cells in enumerate(rows, 1):
         if cells is None:
-            yield BrokenRecord(NOT_CLOSED, name, number, "its lines but the first are read as rows")
+            yield file.broken(NOT_CLOSED, number, "its lines but the first are read as rows")
             continue
         if not cells:
             continue
-        if any(TOO_LONG in cell for cell in cells if not cell.isascii()):
-            yield BrokenRecord(TOO_LARGE, name, number, f"with a line of more than {most:,} bytes")
+        letters = "".join(cell for cell in cells if not cell.isascii())
+        if TOO_LONG in letters:
+            yield file.broken(TOO_LARGE, number, f"with a line of more than {file.most:,} bytes")
         elif len(cells) != len(names):
-            yield BrokenRecord(NOT_A_ROW, name, number, f"{len(cells)} of them, not {len(names)}")
-        elif any(
-            "\udc80" <= letter <= "\udcff"
-            for cell in cells
-            for letter in cell
-            if not cell.isascii()
-        ):
-            yield BrokenRecord(NOT_UTF8, name, number, "a cell of the row")
+            yield file.broken(NOT_A_ROW, number, f"{len(cells)} of them, not {len(names)}")
+        elif any("\udc80" <= letter <= "\udcff" for letter in letters):
+            yield file.broken(NOT_UTF8, number, "a cell of the row")
         else:
-            yield _of_row(dict(zip(names, cells, strict=True)), name, number, recipe, counts)
+            yield _of_row(dict(zip(names, cells, strict=True)), file, number)
 
 
-class _Rows:
-    """The cells of each row; None for a row with an unclosed quote.
+def _rows(lines: Iterator[str], mark: str) -> Iterator[list[str] | None]:
+    """Yield the cells of each row; None for a row with an unclosed quote.
 
     A quote is unclosed if the file ends in it or its cell exceeds the limit; the lines of such a
     row after the first are read as rows of their own.
     """
+    pending: list[str] = []  # lines to read again, the next one last
+    row: list[str] = []  # lines of the row that is being read
+    is_over = False
 
-    def __init__(self, lines: Iterator[str], mark: str):
-        self._lines, self._mark = lines, mark
-        self._again: list[str] = []  # lines to read again, the next one last
-        self._row: list[str] = []  # lines of the row that is being read
-        self._is_over = False
-        self._rows = csv.reader(self._text(), delimiter=mark)
-
-    def __iter__(self) -> Iterator[list[str] | None]:
-        return self
-
-    def __next__(self) -> list[str] | None:
-        self._row.clear()
-        try:
-            cells = next(self._rows)
-        except csv.Error:
-            cells = None
-        if cells is not None and not self._is_over:
-            return cells
-        self._again += self._row[:0:-1]
-        self._is_over = False
-        self._rows = csv.reader(self._text(), delimiter=self._mark)
-        return None
-
-    def _text(self) -> Iterator[str]:
-        while True:
-            line = self._again.pop() if self._again else next(self._lines, None)
-            if line is None:
-                self._is_over = True
-                return
-            self._row.append(line)
+    def text() -> Iterator[str]:
+        nonlocal is_over
+        while (line := pending.pop() if pending else next(lines, None)) is not None:
+            row.append(line)
             yield line
+        is_over = True
+
+    while True:
+        is_over, reader = False, csv.reader(text(), delimiter=mark)
+        try:
+            for cells in reader:
+                if is_over:
+                    break
+                row.clear()
+                yield cells
+            else:
+                return
+        except csv.Error:
+            pass
+        pending += row[:0:-1]
+        row.clear()
+        yield None
 
 
 def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
@@ -186,22 +136,18 @@ def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
         yield line.decode(errors="surrogateescape")
 
 
-def _of_row(
-    row: Any, name: str, number: int, recipe: Recipe, counts: Counter[str]
-) -> CorpusDocument | BrokenRecord:
-    key = recipe.text_key
+def _of_row(row: Any, file: RawFile, number: int) -> CorpusDocument | BrokenRecord:
+    key = file.recipe.text_key
     if not isinstance(row, dict):
-        return BrokenRecord(NO_TEXT, name, number, f"a {type(row).__name__}, not an object")
+        return file.broken(NO_TEXT, number, f"a {type(row).__name__}, not an object")
     if key not in row:
-        return BrokenRecord(NO_TEXT, name, number, f"it has {', '.join(map(str, row))[:200]}")
+        return file.broken(NO_TEXT, number, f"it has {', '.join(map(str, row))[:200]}")
     text = row.pop(key)
     if not isinstance(text, str):
-        return BrokenRecord(OTHER_TYPE, name, number, f"a {type(text).__name__}")
-    if len(text) > recipe.reading.document_bytes:
-        return BrokenRecord(TOO_LARGE, name, number, f"a text of {len(text):,} characters")
-    return CorpusDocument(
-        mended(text, counts), name, number, {k: _plain(v) for k, v in row.items()}
-    )
+        return file.broken(OTHER_TYPE, number, f"a {type(text).__name__}")
+    if len(text) > file.most:
+        return file.broken(TOO_LARGE, number, f"a text of {len(text):,} characters")
+    return CorpusDocument(mended(text, file.counts), file.name, number, _plain(row))
 
 
 def _plain(value: Any) -> Any:

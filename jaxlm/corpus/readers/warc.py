@@ -4,23 +4,19 @@ Source: ISO 28500, "The WARC Format 1.1": a record is a version line, named fiel
 Content-Length bytes, two empty lines. In a `.gz` each record is a gzip member of its own.
 """
 
-import dataclasses
 import gzip
 import io
 import zlib
-from collections import Counter
-from collections.abc import Iterator
-from typing import IO
+from typing import IO, NamedTuple
 
-from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
-from jaxlm.corpus.readers.encoding import NotText, decoded
+from jaxlm.corpus.readers.encoding import NOT_TEXT, NotText, decoded
 from jaxlm.corpus.readers.main_text import charset, main_text
-from jaxlm.corpus.readers.streams import DAMAGED, DamagedMember, whole
+from jaxlm.corpus.readers.streams import DAMAGED, DamagedMember, RawFile, Records, whole
 from jaxlm.data.formats import TOO_LARGE, TooLarge
 
 NOT_A_RECORD, CUT = "no WARC record", "a WARC record that is cut"
-NOT_HTTP, NOT_TEXT = "no HTTP response", "not text"
+NOT_HTTP = "no HTTP response"
 MOST_FIELDS = 2**16  # bytes of the header fields of a record or response
 TEXTS = "text/plain", "text/markdown"
 PAGES = "text/html", "application/xhtml+xml"
@@ -30,106 +26,87 @@ class _Truncated(Exception):
     """The file ends inside a record."""
 
 
-def records(
-    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-) -> Iterator[CorpusDocument | BrokenRecord]:
+def records(stream: IO[bytes], file: RawFile) -> Records:
     """Yield the pages and texts of an archive; count other records and responses without text."""
-    number = 0
+    number, is_lost = 0, False  # the last record, and True behind something that is no record
     while True:
         try:
-            for number_read, each in _records(stream, name, number, recipe, counts):
-                number = number_read
-                if each is not None:
-                    yield each
-            return
-        except DamagedMember as error:  # the stream continues after it
-            number += 1
-            yield BrokenRecord(DAMAGED, name, number, str(error))
-
-
-def _records(
-    stream: IO[bytes], name: str, number: int, recipe: Recipe, counts: Counter[str]
-) -> Iterator[tuple[int, CorpusDocument | BrokenRecord | None]]:
-    """Yield the records after the given number, with theirs; None for one that is not text."""
-    most, is_lost = recipe.reading.document_bytes, False
-    while line := stream.readline(MOST_FIELDS):
-        if not line.strip():
-            continue
-        if not line.startswith(b"WARC/"):
-            # Something between two records: a wrong length. The next begins at a version line.
-            if not is_lost:
+            if not (line := stream.readline(MOST_FIELDS)):
+                return
+            if not line.strip():
+                continue
+            if not line.startswith(b"WARC/"):
+                # Something between two records: a wrong length. The next begins at a version line.
+                if not is_lost:
+                    number += 1
+                    yield file.broken(NOT_A_RECORD, number, f"it begins with {line[:40]!r}")
+                is_lost = True
+                continue
+            is_lost = False
+            try:
+                fields = _fields(stream)
+                length = int(fields.get("content-length", ""))
+                if length < 0:
+                    raise ValueError(f"a length of {length}")
+            except ValueError as error:
+                number, is_lost = number + 1, True
+                yield file.broken(NOT_A_RECORD, number, str(error)[:200])
+                continue
+            except _Truncated:
+                yield file.broken(CUT, number + 1, "the file ends among its fields")
+                return
+            if length > file.most:
                 number += 1
-                yield (
-                    number,
-                    BrokenRecord(NOT_A_RECORD, name, number, f"it begins with {line[:40]!r}"),
-                )
-            is_lost = True
-            continue
-        number, is_lost = number + 1, False
-        try:
-            fields = _fields(stream)
-            length = int(fields.get("content-length", ""))
-            if length < 0:
-                raise ValueError(f"a length of {length}")
-        except ValueError as error:
-            yield number, BrokenRecord(NOT_A_RECORD, name, number, str(error)[:200])
-            is_lost = True
-            continue
-        except _Truncated:
-            yield number, BrokenRecord(CUT, name, number, "the file ends among its fields")
-            return
-        if length > most:
-            yield number, BrokenRecord(TOO_LARGE, name, number, f"{length:,} bytes")
-            _pass(stream, length)
-            continue
-        block = stream.read(length)
-        if len(block) < length:
-            yield (
-                number,
-                BrokenRecord(CUT, name, number, f"{len(block):,} of {length:,} bytes are there"),
-            )
-            return
-        yield number, _document(fields, block, name, number, most, counts)
+                yield file.broken(TOO_LARGE, number, f"{length:,} bytes")
+                while length > 0 and (piece := stream.read(min(length, 2**20))):
+                    length -= len(piece)
+                continue
+            block = stream.read(length)
+            number += 1
+            if len(block) < length:
+                detail = f"{len(block):,} of {length:,} bytes are there"
+                yield file.broken(CUT, number, detail)
+                return
+            if (record := _document(fields, block, number, file)) is not None:
+                yield record
+        except DamagedMember as error:  # the stream continues after it
+            number, is_lost = number + 1, False
+            yield file.broken(DAMAGED, number, str(error))
 
 
 def _document(
-    fields: dict[str, str], block: bytes, name: str, number: int, most: int, counts: Counter[str]
+    fields: dict[str, str], block: bytes, number: int, file: RawFile
 ) -> CorpusDocument | BrokenRecord | None:
+    """Return the document of a record; None for one that is not text."""
     kind = fields.get("warc-type", "")
-    meta = {
-        "url": fields.get("warc-target-uri", "").strip("<>"),
-        "date": fields.get("warc-date", ""),
-    }
+    url, date = fields.get("warc-target-uri", "").strip("<>"), fields.get("warc-date", "")
+    meta = {"url": url, "date": date}
     try:
         if kind == "conversion":
-            return CorpusDocument(decoded(block)[0], name, number, meta)
+            return CorpusDocument(decoded(block)[0], file.name, number, meta)
         if kind != "response":
-            counts[f"passed over: WARC {kind}"] += 1
+            file.counts[f"passed over: WARC {kind}"] += 1
             return None
-        page = _http(block, most)
-    except NotText as error:
-        return BrokenRecord(NOT_TEXT, name, number, str(error))
-    except TooLarge as error:
-        return BrokenRecord(TOO_LARGE, name, number, str(error))
-    except (ValueError, EOFError, OSError, zlib.error) as error:
-        return BrokenRecord(NOT_HTTP, name, number, f"{type(error).__name__}: {str(error)[:200]}")
-    if page.status != 200 or page.kind not in (*TEXTS, *PAGES):
-        what = page.kind or "of no type" if page.status == 200 else f"status {page.status}"
-        counts[f"passed over: answer {what}"] += 1
-        return None
-    try:
+        page = _http(block, file.most)
+        if page.status != 200 or page.kind not in (*TEXTS, *PAGES):
+            what = page.kind or "of no type" if page.status == 200 else f"status {page.status}"
+            file.counts[f"passed over: answer {what}"] += 1
+            return None
         text, encoding = decoded(page.body, page.charset or charset(page.body))
     except NotText as error:
-        return BrokenRecord(NOT_TEXT, name, number, str(error))
+        return file.broken(NOT_TEXT, number, str(error))
+    except TooLarge as error:
+        return file.broken(TOO_LARGE, number, str(error))
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        return file.broken(NOT_HTTP, number, f"{type(error).__name__}: {str(error)[:200]}")
     if encoding != "utf-8":
         meta["encoding"] = encoding
     if page.kind in PAGES:
-        meta["title"], text = main_text(text, counts)
-    return CorpusDocument(text, name, number, meta)
+        meta["title"], text = main_text(text, file.counts)
+    return CorpusDocument(text, file.name, number, meta)
 
 
-@dataclasses.dataclass(frozen=True)
-class _HttpResponse:
+class _HttpResponse(NamedTuple):
     status: int
     kind: str
     charset: str
@@ -193,9 +170,3 @@ def _fields(stream: IO[bytes]) -> dict[str, str]:
             raise ValueError(f"a field reads {line[:40]!r}")
         fields[name.strip().lower()] = value.strip()
     raise _Truncated
-
-
-def _pass(stream: IO[bytes], length: int) -> None:
-    """Skip bytes without holding them."""
-    while length > 0 and (piece := stream.read(min(length, 2**20))):
-        length -= len(piece)

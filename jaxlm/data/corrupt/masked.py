@@ -1,4 +1,10 @@
-"""Masked language modeling: some ids are hidden and predicted from all others."""
+"""Masked language modeling: some ids are hidden and predicted from all others.
+
+Example:
+  >>> from jaxlm.data.tokenizer import Characters
+  >>> WordNumbers(Characters("ab "))(np.array([40, 41, 42, 40])).tolist()
+  [0, 0, 1, 2]
+"""
 
 from collections.abc import Sequence
 

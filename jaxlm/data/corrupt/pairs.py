@@ -2,20 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxlm.data.batch import START, Tokens
-from jaxlm.data.corrupt import spans
-from jaxlm.data.corrupt.rows import (
-    Ids,
-    PieceChange,
-    RowKey,
-    change_in_random_order,
-    count_of_share,
-    whole_pieces,
-)
+from jaxlm.data.corrupt import rows, spans
+from jaxlm.data.corrupt.rows import Ids, PieceChange, RowChange, RowKey
 
 MIN_LENGTH = 2  # fewest ids of text to cut
 MULTIPLE = 8  # decoder slots are a multiple of this
@@ -33,33 +26,22 @@ PieceCut = Callable[[Ids, int, np.random.Generator], SourceTarget]
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderDecoderRows:
+class EncoderDecoderRows(RowChange):
     """Makes an encoder's and a decoder's row of one row, as a pure function of row and key.
 
     The encoder's row has the slots of the plan. If all are taken, some end-of-document ids are left
     out. The decoder begins each piece after `START`.
-
-    Args:
-      change: makes a pair of each piece, given the free slots of the decoder's row.
-      length: slots of the decoder's row.
-      end: the end-of-document id.
     """
 
-    change: PieceChange[SourceTarget]
-    length: int
-    end: int
-
-    reserved_slots: ClassVar[int] = 0
-    bidirectional: ClassVar[bool] = False
-    has_block_positions: ClassVar[bool] = False
-    has_ahead_weights: ClassVar[bool] = False
+    change: PieceChange[SourceTarget]  # takes the free slots of the decoder's row
+    length: int  # slots of the decoder's row
+    end: int  # the end-of-document id
 
     def __call__(self, row: Tokens, key: RowKey) -> Tokens:
         """Make a source [S] and a decoder's row [T] of a row [S]; leave out unreadable pieces."""
         # The id that only the last slot predicts has no slot, unless it ends the document.
-        pieces = [
-            ids if ids[-1] == self.end else ids[:-1] for ids in whole_pieces(row) if ids is not None
-        ]
+        read = [ids for ids in rows.whole_pieces(row) if ids is not None]
+        pieces = [ids if ids[-1] == self.end else ids[:-1] for ids in read]
         return self._packed(self.change(pieces, self.length, key), len(row.tokens))
 
     def _packed(self, pairs: list[SourceTarget], length: int) -> Tokens:
@@ -91,7 +73,7 @@ def cut_pieces(ids: Sequence[Ids], free: int, key: RowKey, *, cut: PieceCut) -> 
         pair = cut(piece, free, rng)
         return pair, len(pair.target)
 
-    return change_in_random_order(ids, free, key, counted)
+    return rows.change_in_random_order(ids, free, key, counted)
 
 
 def cut_spans(
@@ -141,7 +123,7 @@ def cut_suffix(
     room = free - (len(ids) - end)
     if end - begin < MIN_LENGTH or room < 1:
         return SourceTarget(ids, ids[:0])
-    cut = end - min(count_of_share(end - begin, share), room)
+    cut = end - min(rows.count_of_share(end - begin, share), room)
     return SourceTarget(np.append(ids[:cut], edges.end).astype(np.int32), ids[cut:])
 
 
@@ -163,7 +145,7 @@ def target_length_of_spans(sequence: int, rate: float, mean: float) -> int:
 
 def target_length_of_suffix(sequence: int, share: float) -> int:
     """Return decoder slots for `cut_suffix` of an encoder's row of `sequence` slots."""
-    return _length(sequence, count_of_share(sequence, share))
+    return _length(sequence, rows.count_of_share(sequence, share))
 
 
 def _length(sequence: int, written: int) -> int:

@@ -1,9 +1,15 @@
-"""Objectives as changes of packed rows: split a row into pieces, change them, pack again."""
+"""Objectives as changes of packed rows: split a row into pieces, change them, pack again.
 
+Example:
+  >>> left_to_right(np.array([1, 7, 8, 2]), known=2).weights.tolist()
+  [0.0, 1.0, 1.0]
+"""
+
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -57,52 +63,29 @@ class RowChanges(NamedTuple):
     evaluations: "Mapping[str, RowChange | None]" = MappingProxyType({"": None})
 
 
-class RowChange(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowChange(abc.ABC):
     """An objective's change of a row, as a pure function of row and key."""
 
-    @property
-    def reserved_slots(self) -> int:
-        """Slots of each row that the plan leaves free for added ids."""
-        ...
+    reserved_slots: int = 0  # slots of each row that the plan leaves free for added ids
+    bidirectional: bool = False  # some slots attend to later ones
+    has_block_positions: bool = False  # slots have a second position
+    has_ahead_weights: bool = False  # only some rows train multi-token prediction
 
-    @property
-    def bidirectional(self) -> bool:
-        """If some slots attend to later ones."""
-        ...
-
-    @property
-    def has_block_positions(self) -> bool:
-        """If slots have a second position."""
-        ...
-
-    @property
-    def has_ahead_weights(self) -> bool:
-        """If only some rows train multi-token prediction."""
-        ...
-
+    @abc.abstractmethod
     def __call__(self, row: Tokens, key: RowKey) -> Tokens:
         """Change one row."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Corruption:
+class Corruption(RowChange):
     """Change of a row by changing its pieces independently.
 
-    Args:
-      change: takes the ids of the pieces, each with the id that its last slot predicts, and the
-        free slots of the row; returns the changed pieces.
-      reserved_slots: slots of each row that the plan leaves free for added ids.
-      bidirectional: if some slots attend to later ones.
-      has_block_positions: if slots have a second position.
-      has_ahead_weights: if only some rows train multi-token prediction.
+    `change` takes the ids of the pieces, each with the id that its last slot predicts, and the free
+    slots of the row; it returns the changed pieces.
     """
 
     change: PieceChange[ChangedPiece]
-    reserved_slots: int = 0
-    bidirectional: bool = False
-    has_block_positions: bool = False
-    has_ahead_weights: bool = False
 
     def __call__(self, row: Tokens, key: RowKey) -> Tokens:
         """Change one row [T]. Unreadable pieces stay in place with weight 0."""
@@ -189,8 +172,7 @@ def draw_change(
     """Apply one of `changes` to the whole row, drawn by its share.
 
     Args:
-      changes: the changes.
-      shares: probability of each.
+      shares: probability of each change.
       number: seed of the draw; nested mixtures need different ones.
     """
     chosen = int(key.rng(number).choice(len(changes), p=shares))

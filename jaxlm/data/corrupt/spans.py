@@ -1,4 +1,10 @@
-"""Span corruption (T5) and blank infilling (GLM): spans are cut out and predicted afterwards."""
+"""Span corruption (T5) and blank infilling (GLM): spans are cut out and predicted afterwards.
+
+Example:
+  >>> text, spans = split_spans(np.arange(10, 16), [1], [3], np.array([99]), DEFAULT_EDGES)
+  >>> text.tolist(), spans.tolist()
+  ([10, 99, 13, 14, 15], [99, 11, 12, 2])
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -6,14 +12,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from jaxlm.data.corrupt.rows import (
-    ChangedPiece,
-    Ids,
-    RowKey,
-    change_in_random_order,
-    count_of_share,
-    left_to_right,
-)
+from jaxlm.data.corrupt import rows
+from jaxlm.data.corrupt.rows import ChangedPiece, Ids, RowKey, left_to_right
 from jaxlm.data.tokenizer import Tokenizer
 
 MIN_LENGTH = 4  # fewest ids of text to cut spans from
@@ -80,7 +80,7 @@ def corrupt_spans(
         text, spans = split_spans(piece, *drawn, sentinels, edges)
         return left_to_right(np.concatenate([text, spans]), len(text)), 2 * len(drawn[0]) + 1
 
-    return change_in_random_order(ids, free, key, cut)
+    return rows.change_in_random_order(ids, free, key, cut)
 
 
 def infill_blanks(
@@ -140,7 +140,7 @@ def infill_blanks(
             block_positions=np.minimum(blocks, max_block_positions - 1).astype(np.int32),
         ), 2 * count + 1
 
-    return change_in_random_order(ids, free, key, cut)
+    return rows.change_in_random_order(ids, free, key, cut)
 
 
 def _spans_of(
@@ -169,7 +169,7 @@ def reserved_slots(sequence: int, rate: float, mean: float) -> int:
 
 def span_counts(length: int, rate: float, mean: float) -> tuple[int, int]:
     """Return (ids cut out, spans): at least one each, with an id between two spans."""
-    cut = count_of_share(length, rate)
+    cut = rows.count_of_share(length, rate)
     return cut, max(min(round(cut / mean), length - cut, cut), 1)
 
 

@@ -96,23 +96,14 @@ def parse_ranks(content: bytes, where: str) -> dict[bytes, int]:
             ) from error
         tokens[token] = int(rank)
     if (total := sum(map(len, tokens))) > MAX_CHARACTERS:
-        raise vocabulary_error(
-            "the tokens of a tiktoken file are too long",
-            where,
-            f"they have {total:,} bytes in all; {MAX_CHARACTERS:,} are allowed",
-        )
+        why = f"they have {total:,} bytes in all; {MAX_CHARACTERS:,} are allowed"
+        raise vocabulary_error("the tokens of a tiktoken file are too long", where, why)
     if len(set(tokens.values())) < len(tokens):
-        raise vocabulary_error(
-            "two tokens of a tiktoken file have the same rank",
-            where,
-            f"{len(tokens):,} tokens have {len(set(tokens.values())):,} ranks",
-        )
+        why = f"{len(tokens):,} tokens have {len(set(tokens.values())):,} ranks"
+        raise vocabulary_error("two tokens of a tiktoken file have the same rank", where, why)
     if missing := [byte for byte in range(256) if bytes([byte]) not in tokens]:
-        raise vocabulary_error(
-            "a tiktoken file lacks tokens for some bytes",
-            where,
-            f"{len(missing)} of 256 are missing, the first is {missing[0]}",
-        )
+        why = f"{len(missing)} of 256 are missing, the first is {missing[0]}"
+        raise vocabulary_error("a tiktoken file lacks tokens for some bytes", where, why)
     return tokens
 
 

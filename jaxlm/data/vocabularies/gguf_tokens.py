@@ -24,8 +24,7 @@ TEXTS = (
 NEUTRAL = ("tokenizer.huggingface.json", "tokenizer.chat_template", f"{PREFIX}token_type_count")
 READ = frozenset(
     "model pre tokens scores token_type merges add_bos_token add_eos_token add_sep_token "
-    "add_space_prefix "
-    "remove_extra_whitespaces precompiled_charsmap".split()
+    "add_space_prefix remove_extra_whitespaces precompiled_charsmap".split()
 )
 
 
@@ -60,14 +59,9 @@ def as_json(metadata: Mapping[str, Any], where: str) -> tuple[bytes, dict[str, A
     fields = {
         key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)
     }
-    unknown = [
-        key
-        for key in metadata
-        if key.startswith("tokenizer.")
-        and not key.startswith(NEUTRAL)
-        and not key.endswith("token_id")
-        and key.removeprefix(PREFIX) not in READ
-    ]
+    named = (key for key in metadata if key.startswith("tokenizer."))
+    others = (key for key in named if not key.startswith(NEUTRAL) and not key.endswith("token_id"))
+    unknown = [key for key in others if key.removeprefix(PREFIX) not in READ]
     if unknown:
         raise _refused(f"{', '.join(map(repr, unknown[:5]))} is unknown", where)
     tokens = _list(fields, "tokens", str, where)
@@ -157,12 +151,8 @@ def _list(
 
 
 def _refused(why: str, where: str) -> DataError:
-    return DataError(
-        "jaxlm does not support the tokenizer of a GGUF",
-        where=where,
-        why=why,
-        fix="import the original folder of the model",
-    )
+    what = "jaxlm does not support the tokenizer of a GGUF"
+    return DataError(what, where=where, why=why, fix="import the original folder of the model")
 
 
 def metadata(content: bytes, rows: int, where: str) -> dict[str, Any]:
@@ -185,28 +175,20 @@ def metadata(content: bytes, rows: int, where: str) -> dict[str, Any]:
     names = {number: piece for piece, number in model["vocab"].items()}
     added = {each["id"]: each for each in parsed.get("added_tokens") or ()}
     names |= {number: each["content"] for number, each in added.items()}
-    kinds = {
-        number: PieceKind.CONTROL if each["special"] else PieceKind.USER_DEFINED
-        for number, each in added.items()
-    }
+    kinds = [int(PieceKind.NORMAL if i in names else PieceKind.UNUSED) for i in range(rows)]
+    for i, each in added.items():
+        if i < rows:
+            kinds[i] = int(PieceKind.CONTROL if each["special"] else PieceKind.USER_DEFINED)
     tokens = [names.get(number, f"[PAD{number}]") for number in range(rows)]
-    common = {
-        f"{PREFIX}tokens": tokens,
-        f"{PREFIX}token_type": [
-            int(kinds.get(i, PieceKind.NORMAL if i in names else PieceKind.UNUSED))
-            for i in range(rows)
-        ],
-    }
+    common = {f"{PREFIX}tokens": tokens, f"{PREFIX}token_type": kinds}
     if "ByteLevel" in json.dumps(parsed.get("decoder") or {}):
         candidates = _pre_tokenized(common, merges, is_whole=bool(model.get("ignore_merges")))
     else:
         candidates = _scored(common, merges, model.get("unk_token"))
-    match = next(
-        (candidate for candidate in candidates if _agrees(content, candidate, where)), None
-    )
-    if match is None:
-        raise _not_written("no tokenizer of llama.cpp gives the same ids", where)
-    return match
+    for candidate in candidates:
+        if _agrees(content, candidate, where):
+            return candidate
+    raise _not_written("no tokenizer of llama.cpp gives the same ids", where)
 
 
 def _pre_tokenized(
@@ -230,16 +212,12 @@ def _scored(
     ranks: dict[str, int] = {}
     for pair in merges:
         ranks.setdefault("".join(pair), len(ranks))
-    kinds = [
-        int(
-            PieceKind.UNKNOWN
-            if token == unknown
-            else PieceKind.BYTE
-            if BYTE.fullmatch(token)
-            else kind
-        )
-        for token, kind in zip(tokens, common[f"{PREFIX}token_type"], strict=True)
-    ]
+    kinds = list(common[f"{PREFIX}token_type"])
+    for number, token in enumerate(tokens):
+        if token == unknown:
+            kinds[number] = int(PieceKind.UNKNOWN)
+        elif BYTE.fullmatch(token):
+            kinds[number] = int(PieceKind.BYTE)
     for has_space in (False, True):
         yield common | {
             f"{PREFIX}model": "llama",
@@ -282,9 +260,5 @@ def _ids(tokenizer: Any) -> list[list[int]]:
 
 
 def _not_written(why: str, where: str) -> ConfigError:
-    return ConfigError(
-        "a GGUF cannot hold this tokenizer",
-        where=where,
-        why=why,
-        fix="--to=hf    # a folder with the full tokenizer",
-    )
+    fix = "--to=hf    # a folder with the full tokenizer"
+    return ConfigError("a GGUF cannot hold this tokenizer", where=where, why=why, fix=fix)

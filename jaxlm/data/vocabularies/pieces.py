@@ -201,10 +201,8 @@ def _normalizer(vocabulary: PieceVocabulary) -> Any:
     if vocabulary.charsmap:
         steps.append(normalizers.Precompiled(vocabulary.charsmap))
     if vocabulary.squeezed:
-        steps += [
-            normalizers.Replace(tokenizers.Regex(f"^ +|[ {SPACE}]+$"), ""),
-            normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
-        ]
+        for pattern, text in ((f"^ +|[ {SPACE}]+$", ""), (" {2,}", " ")):
+            steps.append(normalizers.Replace(tokenizers.Regex(pattern), text))
     if vocabulary.prefixed and not _is_cut(vocabulary):
         steps.append(normalizers.Prepend(SPACE))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
@@ -222,11 +220,8 @@ def differences(model: bytes, content: bytes, where: str = "tokenizer") -> list[
         theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
         ours = tokenizers.Tokenizer.from_buffer(content)
         ours.encode_special_tokens = True
-        return [
-            text
-            for text in PROBES
-            if theirs.encode(text) != ours.encode(text, add_special_tokens=False).ids
-        ]
+        pairs = ((theirs.encode(t), ours.encode(t, add_special_tokens=False).ids) for t in PROBES)
+        return [text for text, (a, b) in zip(PROBES, pairs, strict=True) if a != b]
 
 
 def _refused(why: str, where: str, detail: str = "") -> DataError:

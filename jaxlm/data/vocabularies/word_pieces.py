@@ -35,11 +35,8 @@ def as_json(
 
     missing = [piece for piece in (UNKNOWN, BEGINS, ENDS) if piece not in vocabulary]
     if missing:
-        raise vocabulary_error(
-            f"a vocabulary of word pieces has no {', '.join(missing)}",
-            where,
-            f"{len(vocabulary):,} pieces were read",
-        )
+        what = f"a vocabulary of word pieces has no {', '.join(missing)}"
+        raise vocabulary_error(what, where, f"{len(vocabulary):,} pieces were read")
     with library_errors("the word pieces are not a valid tokenizer", where):
         model = models.WordPiece(
             dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=MAX_WORD_CHARACTERS
@@ -70,9 +67,6 @@ def vocabulary_of(content: bytes, where: str) -> dict[str, int]:
     if lines and not lines[-1]:
         lines.pop()
     if len(lines) > MAX_VOCABULARY:
-        raise vocabulary_error(
-            "vocab.txt has too many lines",
-            where,
-            f"it has {len(lines):,}; {MAX_VOCABULARY:,} are allowed",
-        )
+        why = f"it has {len(lines):,}; {MAX_VOCABULARY:,} are allowed"
+        raise vocabulary_error("vocab.txt has too many lines", where, why)
     return {line.removesuffix("\r"): number for number, line in enumerate(lines)}

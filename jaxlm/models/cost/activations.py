@@ -146,10 +146,7 @@ def _per_token(
 def _cross_per_token(
     config: BackboneConfig, cross: AttentionConfig, share: DeviceShare, policy: str
 ) -> float:
-    """Return the bytes of cross attention per token of the decoder.
-
-    These are its norm, queries, scores and output, and the source's keys and values.
-    """
+    """Return the bytes of cross attention per token of the decoder, with the source's share."""
     if policy not in ("none", "dots"):
         return 0.0
     stream = config.width * share.stream_bytes

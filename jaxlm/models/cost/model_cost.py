@@ -1,4 +1,10 @@
-"""Parameters, FLOPs and cache bytes of a model in closed form. Free of JAX."""
+"""Parameters, FLOPs and cache bytes of a model in closed form. Free of JAX.
+
+Example:
+  >>> from jaxlm.models.families.union import SIZES
+  >>> f"{parameters(SIZES['llama3-8b'].build()):,}"
+  '8,030,261,248'
+"""
 
 import functools
 import math
@@ -39,20 +45,14 @@ def matmul_parameters(config: ModelConfig) -> int:
     These are the matrices of layers, of routed experts the token's top_k, and the unembedding once
     for each predicted token; no lookup table, norm or bias.
     """
-    heads = len(config.heads)
-    joined = 0
+    heads, width = len(config.heads), config.width
+    blocks = (*config.layers, *config.heads)
+    total = sum(_matrices(block, width, is_active=True) for block in blocks)
+    if isinstance(config, EncoderConfig):
+        total += width**2  # the dense layer of the head
     if isinstance(config, DecoderConfig) and config.mtp and config.mtp.kind == "sequential":
-        joined = 2 * config.width**2
-    dense = config.width**2 if isinstance(config, EncoderConfig) else 0
-    return (
-        sum(
-            _matrices(block, config.width, is_active=True)
-            for block in (*config.layers, *config.heads)
-        )
-        + dense
-        + (1 + heads) * config.vocab * config.width
-        + heads * joined
-    )
+        total += heads * 2 * width**2
+    return total + (1 + heads) * config.vocab * width
 
 
 @_once
@@ -82,15 +82,11 @@ def flops_per_token(config: ModelConfig, sequence: int, *, causal: bool, targets
     """
     if isinstance(config, EncoderDecoderConfig):
         return _encoder_decoder_flops(config, sequence, targets, causal)
-    attention = sum(
-        _score_flops(block.attention)
-        * (
-            _keys_around(block.attention.window, sequence)
-            if isinstance(config, EncoderConfig)
-            else _keys(block.attention.window, sequence, causal)
-        )
-        for block in (*config.layers, *config.heads)
-    )
+    attention: float = 0
+    for block in (*config.layers, *config.heads):
+        window, is_encoder = block.attention.window, isinstance(config, EncoderConfig)
+        keys = _keys_around(window, sequence) if is_encoder else _keys(window, sequence, causal)
+        attention += _score_flops(block.attention) * keys
     return 6 * matmul_parameters(config) + attention
 
 
@@ -116,9 +112,8 @@ def matmul_parameters_per_token(config: ModelConfig, sequence: int, targets: int
     if not isinstance(config, EncoderDecoderConfig):
         return matmul_parameters(config)
     width, share = config.width, targets / sequence
-    source, target = 0.0, float(config.vocab * width)
-    for block in config.encoder.layers:
-        source += _matrices(block, width, is_active=True)
+    target = float(config.vocab * width)
+    source = float(sum(_matrices(block, width, is_active=True) for block in config.encoder.layers))
     for block in config.decoder.layers:
         assert block.cross is not None
         cross_kv = 2 * width * block.cross.kv_heads * block.cross.head_dim
@@ -192,13 +187,12 @@ def _score_flops(attention: AttentionConfig) -> int:
 
 def _matrices(block: BlockConfig, width: int, *, is_active: bool = False) -> int:
     """Return the parameters in the matrices of a layer; if `is_active`, of top_k experts only."""
-    total = 0
+    total, mlp = 0, block.mlp
     for tensor in block_tensors(block, width):
-        if tensor.is_matrix:
-            size = tensor.size
-            if is_active and isinstance(block.mlp, MoeConfig) and "experts" in tensor.axes:
-                size = size * block.mlp.top_k // block.mlp.experts
-            total += size
+        if is_active and isinstance(mlp, MoeConfig) and "experts" in tensor.axes:
+            total += tensor.size * mlp.top_k // mlp.experts
+        elif tensor.is_matrix:
+            total += tensor.size
     return total
 
 

@@ -5,22 +5,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlm.models.config import (
-    BackboneConfig,
-    DecoderConfig,
-    EncoderConfig,
-    EncoderDecoderConfig,
-    ModelConfig,
-)
-from jaxlm.nn.config import (
-    AttentionConfig,
-    BlockConfig,
-    LatentConfig,
-    MlpConfig,
-    MoeConfig,
-    NormConfig,
-    norms_of,
-)
+from jaxlm.models import config as configs
+from jaxlm.nn import config as nn
 from jaxlm.parallel.logical import LogicalAxes
 
 Dims = dict[str, int]  # logical axis -> size, in order
@@ -53,7 +39,7 @@ class Tensor:
         return Tensor(f"{path}/{self.path}", (layers, *self.shape), (axis, *self.axes), self.ins)
 
 
-def tensors(config: ModelConfig) -> Iterator[Tensor]:
+def tensors(config: configs.ModelConfig) -> Iterator[Tensor]:
     """Yield the parameters of the model, with layers stacked by kind as in `nn.stack`."""
     yield from _outside(config)
     for prefix, side in _sides(config):
@@ -67,11 +53,11 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
                 axis = "layers" if name == "stack" else "prefix"
                 for each in block_tensors(block, side.width):
                     yield each.stacked(f"{prefix}{name}/{kind}", axis, layers)
-    if isinstance(config, DecoderConfig):
+    if isinstance(config, configs.DecoderConfig):
         yield from _heads(config)
 
 
-def _heads(config: DecoderConfig) -> Iterator[Tensor]:
+def _heads(config: configs.DecoderConfig) -> Iterator[Tensor]:
     stream, inner = {"embed": config.width}, config.final_norm or config.layers[-1].norm
     for number, block in enumerate(config.heads):
         path = f"heads/{number}"
@@ -84,21 +70,21 @@ def _heads(config: DecoderConfig) -> Iterator[Tensor]:
         yield from _norm(f"{path}/norm", config.final_norm, stream)
 
 
-def _sides(config: ModelConfig) -> tuple[tuple[str, BackboneConfig], ...]:
+def _sides(config: configs.ModelConfig) -> tuple[tuple[str, configs.BackboneConfig], ...]:
     """Return the stacks of a model with the prefix of their paths."""
-    if isinstance(config, EncoderDecoderConfig):
+    if isinstance(config, configs.EncoderDecoderConfig):
         return (("encoder/", config.encoder), ("decoder/", config.decoder))
     return (("", config),)
 
 
-def _outside(config: ModelConfig) -> Iterator[Tensor]:
+def _outside(config: configs.ModelConfig) -> Iterator[Tensor]:
     stream, vocab = {"embed": config.width}, {"vocab": config.vocab}
     yield _tensor("embedding/table", vocab | stream, 1)
-    if isinstance(config, EncoderConfig):
+    if isinstance(config, configs.EncoderConfig):
         yield from _of_encoder(config)
-    elif isinstance(config, DecoderConfig):
-        for name, rows in (("positions", config.positions), ("inner", config.inner_positions)):
-            yield from _table(name, rows, stream)
+    elif isinstance(config, configs.DecoderConfig):
+        yield from _table("positions", config.positions, stream)
+        yield from _table("inner", config.inner_positions, stream)
     for prefix, side in _sides(config):
         attention = side.pattern[0].attention
         if attention.relative is not None:
@@ -109,7 +95,7 @@ def _outside(config: ModelConfig) -> Iterator[Tensor]:
         yield _tensor("unembedding/weight", stream | vocab, 1)
 
 
-def _of_encoder(config: EncoderConfig) -> Iterator[Tensor]:
+def _of_encoder(config: configs.EncoderConfig) -> Iterator[Tensor]:
     """Yield an encoder's tables and norm before the layers, and the head after them."""
     stream, features = {"embed": config.width}, {"features": config.width}
     rows = None if config.positions is None else config.first_position + config.positions
@@ -135,7 +121,7 @@ class LayerTensor(NamedTuple):
     tensor: Tensor  # with the path in the layer, after `encoder/` or `decoder/` if there are both
 
 
-def layer_tensors(config: ModelConfig) -> Iterator[LayerTensor]:
+def layer_tensors(config: configs.ModelConfig) -> Iterator[LayerTensor]:
     """Yield the tensors outside of layers, and then every tensor of every layer in order."""
     for tensor in _outside(config):
         yield LayerTensor(None, tensor.path, None, tensor)
@@ -149,20 +135,20 @@ def layer_tensors(config: ModelConfig) -> Iterator[LayerTensor]:
                 yield LayerTensor(layer, f"{prefix}{stack}/{kind}/{tensor.path}", row, named)
 
 
-def block_tensors(block: BlockConfig, width: int) -> Iterator[Tensor]:
+def block_tensors(block: nn.BlockConfig, width: int) -> Iterator[Tensor]:
     """Yield the parameters of one layer."""
     yield from _attention("attention", block.attention, width)
     if block.cross is not None:
         yield from _attention("cross", block.cross, width)
-    if isinstance(block.mlp, MoeConfig):
+    if isinstance(block.mlp, nn.MoeConfig):
         yield from _moe(block.mlp, width)
     else:
         yield from _mlp("mlp", block.mlp, width)
-    for name in norms_of(block):
+    for name in nn.norms_of(block):
         yield from _norm(name, block.norm, {"embed": width})
 
 
-def _attention(path: str, attention: AttentionConfig, width: int) -> Iterator[Tensor]:
+def _attention(path: str, attention: nn.AttentionConfig, width: int) -> Iterator[Tensor]:
     stream = {"embed": width}
     if attention.latent is not None:
         yield from _latent(path, attention, attention.latent, stream)
@@ -182,7 +168,7 @@ def _attention(path: str, attention: AttentionConfig, width: int) -> Iterator[Te
 
 
 def _latent(
-    path: str, attention: AttentionConfig, latent: LatentConfig, stream: Dims
+    path: str, attention: nn.AttentionConfig, latent: nn.LatentConfig, stream: Dims
 ) -> Iterator[Tensor]:
     def heads(size: int) -> Dims:
         return {"heads": attention.heads, "head_dim": size}
@@ -204,14 +190,14 @@ def _latent(
     yield from _norm(f"{path}/latent_norm", latent.norm, {"rank": latent.rank})
 
 
-def _mlp(path: str, config: MlpConfig, width: int) -> Iterator[Tensor]:
+def _mlp(path: str, config: nn.MlpConfig, width: int) -> Iterator[Tensor]:
     stream, hidden = {"embed": width}, {"mlp": config.hidden}
     for name in ("gate", "up") if config.gated else ("up",):
         yield from _linear(f"{path}/{name}", stream, hidden, config.bias)
     yield from _linear(f"{path}/down", hidden, stream, config.bias)
 
 
-def _moe(config: MoeConfig, width: int) -> Iterator[Tensor]:
+def _moe(config: nn.MoeConfig, width: int) -> Iterator[Tensor]:
     stream, hidden = {"embed": width}, {"mlp": config.hidden}
     experts = {"experts": config.experts}
     yield from _linear("mlp/router", stream, {"routes": config.experts}, False)
@@ -219,7 +205,7 @@ def _moe(config: MoeConfig, width: int) -> Iterator[Tensor]:
         yield _tensor(f"mlp/{name}/weight", experts | stream | hidden, 1)
     yield _tensor("mlp/down/weight", experts | hidden | stream, 1)
     if config.shared:
-        shared = MlpConfig(hidden=config.shared, activation=config.activation, gated=True)
+        shared = nn.MlpConfig(hidden=config.shared, activation=config.activation, gated=True)
         yield from _mlp("mlp/shared", shared, width)
     if config.bias_rate is not None:
         yield _tensor("mlp/bias", {"balance": config.experts})
@@ -231,7 +217,7 @@ def _linear(path: str, ins: Dims, outs: Dims, bias: bool) -> Iterator[Tensor]:
         yield _tensor(f"{path}/bias", outs)
 
 
-def _norm(path: str, norm: NormConfig | None, dims: Dims) -> Iterator[Tensor]:
+def _norm(path: str, norm: nn.NormConfig | None, dims: Dims) -> Iterator[Tensor]:
     if norm is not None:
         for name in ("scale", "bias") if norm.bias else ("scale",):
             yield _tensor(f"{path}/{name}", dims)

@@ -10,13 +10,14 @@ from typing import Any, ClassVar, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.experts import ROUTED, Experts
-from jaxlm.models.families.family import Problems, size_table
+from jaxlm.models.families.family import Problems, problem, size_table
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, uncomputed
 from jaxlm.models.families.llama_like import GatedDecoder
 from jaxlm.nn.config import AttentionConfig, LatentConfig, MoeConfig, NormConfig
 from jaxlm.nn.rotary import Rope, YarnScaling
 
 LATENT_NORM = NormConfig(kind="rms", eps=1e-6)  # norm_eps is of the other norms
+BUFFERS = ("rotary_emb.inv_freq",)
 COMPRESSED = "attention/query_latent/weight"
 # YaRN of the published models, trained on for rows of 160k tokens.
 YARN = YarnScaling(factor=40.0, original=4096, magnitude=1.0)
@@ -117,12 +118,7 @@ class DeepSeekV2(Experts):
     ROPE_INTERLEAVED = True
     COMPUTED: ClassVar[dict[str, Any]] = dict(router="softmax", normalised=False, balance_bias=0.0)
     SHARED_DEFAULT = 2  # transformers' default of n_shared_experts
-    HUB = Hub(
-        model_type="deepseek_v2",
-        architecture="DeepseekV2ForCausalLM",
-        mappings=ROWS,
-        buffer_suffixes=("rotary_emb.inv_freq",),
-    )
+    HUB = Hub("deepseek_v2", "DeepseekV2ForCausalLM", ROWS, buffer_suffixes=BUFFERS)
     SIZES = size_table(
         "depth width heads hidden dense_hidden balance_loss",
         {
@@ -141,41 +137,24 @@ class DeepSeekV2(Experts):
         """Yield contradictions between rotated features, scaling, experts and their groups."""
         yield from super().problems()
         if self.rope_dim % 2:
-            yield (
-                "rope_dim",
-                f"{self.rope_dim} features cannot be rotated in pairs",
-                f"--config.model.rope_dim={self.rope_dim + 1}",
-            )
+            why = f"{self.rope_dim} features cannot be rotated in pairs"
+            yield problem("rope_dim", why, self.rope_dim + 1)
         if self.mscale and not isinstance(self.rope_scaling, YarnScaling):
-            yield (
-                "mscale",
-                f"mscale = {self.mscale:g} uses the factor of yarn, and rope_scaling is "
-                f"{self.rope_scaling.name}",
-                "--config.model.mscale=0",
-            )
+            why = f"mscale = {self.mscale:g} uses the factor of yarn, and rope_scaling is "
+            yield problem("mscale", why + self.rope_scaling.name, 0)
         size = self.experts // self.groups
         # With sigmoid scores, the score of a group is the sum of its best two experts.
         least = 2 if self.router == "sigmoid" and self.groups > 1 else 1
         if self.experts % self.groups or size < least:
-            yield (
-                "groups",
-                f"experts = {self.experts} do not make groups = {self.groups} of one size, "
-                f"{least} at least",
-                "--config.model.groups=1 --config.model.top_groups=1",
-            )
+            why = f"experts = {self.experts} do not make groups = {self.groups} of one size, "
+            yield problem("groups", f"{why}{least} at least", "1 --config.model.top_groups=1")
         elif self.top_groups > self.groups:
-            yield (
-                "top_groups",
-                f"top_groups = {self.top_groups} of groups = {self.groups}",
-                f"--config.model.top_groups={self.groups}",
-            )
+            why = f"top_groups = {self.top_groups} of groups = {self.groups}"
+            yield problem("top_groups", why, self.groups)
         elif self.top_groups * size < self.top_k <= self.experts:
-            yield (
-                "top_groups",
-                f"{self.top_groups} groups of {size} do not hold a token's top_k = {self.top_k} "
-                "experts",
-                f"--config.model.top_groups={-(-self.top_k // size)}",
-            )
+            groups = f"{self.top_groups} groups of {size}"
+            why = f"{groups} do not hold a token's top_k = {self.top_k} experts"
+            yield problem("top_groups", why, -(-self.top_k // size))
 
     def attention(self) -> AttentionConfig:
         """Return the attention of every layer."""
@@ -290,7 +269,7 @@ class DeepSeekV3(DeepSeekV2):
                 "model.layers.{i}.mlp.gate.e_score_correction_bias", ("mlp/bias",), is_exact=True
             ),
         ),
-        buffer_suffixes=("rotary_emb.inv_freq",),
+        buffer_suffixes=BUFFERS,
         mtp_layers=("model.layers.{i}.", "num_nextn_predict_layers"),
     )
     SIZES = size_table(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import setting_docs
-from jaxlm.models.families.family import Problems
+from jaxlm.models.families.family import Problems, problem
 from jaxlm.models.families.hub import TensorMapping, uncomputed
 from jaxlm.models.families.llama_like import GatedDecoder
 from jaxlm.nn.config import BlockConfig, MlpConfig, MoeConfig
@@ -49,18 +49,11 @@ class Experts(GatedDecoder):
         """Yield a problem unless a token's experts exist and some layer has experts."""
         yield from super().problems()
         if self.top_k > self.experts:
-            yield (
-                "top_k",
-                f"a token cannot see top_k = {self.top_k} of experts = {self.experts}",
-                f"--config.model.top_k={self.experts}",
-            )
+            why = f"a token cannot see top_k = {self.top_k} of experts = {self.experts}"
+            yield problem("top_k", why, self.experts)
         if self.dense_depth >= self.depth:
-            yield (
-                "dense_depth",
-                f"dense_depth = {self.dense_depth} of depth = {self.depth} layers leaves none to "
-                "the experts",
-                f"--config.model.dense_depth={self.depth - 1}",
-            )
+            layers = f"dense_depth = {self.dense_depth} of depth = {self.depth} layers"
+            yield problem("dense_depth", f"{layers} leaves none to the experts", self.depth - 1)
 
     def mixture(self) -> MoeConfig:
         """Return the experts of a layer."""

@@ -7,31 +7,16 @@ from typing import Any, ClassVar, Literal, Self
 from jaxlm.core.config import setting
 from jaxlm.core.nearest import nearest_divisors
 from jaxlm.models.config import DecoderConfig
-from jaxlm.models.families import setting_docs
-from jaxlm.models.families.hub import (
-    MAX_NESTING,
-    Attributes,
-    ConfigKey,
-    Hub,
-    read_settings,
-    write_settings,
-)
-from jaxlm.nn.config import (
-    Activation,
-    AttentionConfig,
-    BlockConfig,
-    Init,
-    MlpConfig,
-    NormConfig,
-    Residual,
-)
+from jaxlm.models.families import hub, setting_docs
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub
+from jaxlm.nn import config as nn
 
 Problems = Iterator[tuple[str, str, str]]  # setting, why, flag to paste
 Table = Mapping[str, ConfigKey]  # by setting, in the order of reading
 Sizes = Mapping[str, Mapping[str, Any]]  # settings by the name of a published model
 
 # transformers' names of activations; the first name of an activation is written.
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, nn.Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -44,7 +29,7 @@ ACTIVATIONS: dict[str, Activation] = {
 SIZE_ATTRIBUTES: Table = {
     "vocab": ConfigKey("vocab_size"),
     "context": ConfigKey("max_position_embeddings", 2048),
-    "depth": ConfigKey("num_hidden_layers", most=MAX_NESTING),
+    "depth": ConfigKey("num_hidden_layers", most=hub.MAX_NESTING),
     "width": ConfigKey("hidden_size"),
     "heads": ConfigKey("num_attention_heads"),
     "hidden": ConfigKey("intermediate_size", value=lambda family: family.size_of_hidden),
@@ -52,7 +37,12 @@ SIZE_ATTRIBUTES: Table = {
 
 
 def size_table(columns: str, rows: Mapping[str, tuple[Any, ...]], **shared: Any) -> Sizes:
-    """Return settings by model name: those of the columns, `shared` ones, and a row's last dict."""
+    """Return settings by model name: those of the columns, `shared` ones, and a row's last dict.
+
+    Example:
+      >>> size_table("depth width", {"tiny": (2, 64, {"heads": 4})}, vocab=256)["tiny"]
+      {'vocab': 256, 'depth': 2, 'width': 64, 'heads': 4}
+    """
     names = columns.split()
     return {
         name: shared | dict(zip(names, row, strict=False)) | dict(*row[len(names) :])
@@ -60,19 +50,22 @@ def size_table(columns: str, rows: Mapping[str, tuple[Any, ...]], **shared: Any)
     }
 
 
-def gated_hidden(width: int) -> int:
-    """Return 8/3 of the width rounded up to 64, the parameters of a plain MLP of 4 x width."""
-    return -(-8 * width // 3 // 64) * 64
+def problem(name: str, why: str, value: Any) -> tuple[str, str, str]:
+    """Return a problem of a setting that the value repairs."""
+    return name, why, f"--config.model.{name}={value}"
+
+
+def unpaired(name: str, size: int, value: int) -> Problems:
+    """Yield a problem of a setting if rotary positions cannot rotate a head in pairs."""
+    if size % 2:
+        yield problem(name, f"a head of {size} cannot be rotated in pairs", value)
 
 
 def uneven(whole: str, size: int, part: str, parts: int) -> Problems:
     """Yield a problem if a size does not divide into parts: setting, why, nearest flag."""
     if size % parts:
-        yield (
-            part,
-            f"{whole} = {size} does not divide by {part} = {parts}",
-            f"--config.model.{part}={nearest_divisors(size, parts)[0]}",
-        )
+        why = f"{whole} = {size} does not divide by {part} = {parts}"
+        yield problem(part, why, nearest_divisors(size, parts)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,13 +79,14 @@ class FamilySettings:
     width: int = setting(512, **setting_docs.WIDTH)
     heads: int = setting(8, **setting_docs.HEADS)
     hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
-    activation: Activation = setting("gelu", **setting_docs.PLAIN_ACTIVATION)
+    activation: nn.Activation = setting("gelu", **setting_docs.PLAIN_ACTIVATION)
     norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
     dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
-    init: Init = setting("normal", **setting_docs.INIT)
+    init: nn.Init = setting("normal", **setting_docs.INIT)
     init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
-    RESIDUAL: ClassVar[Residual] = "pre"
+    RESIDUAL: ClassVar[nn.Residual] = "pre"
+    IS_GATED: ClassVar[bool] = False
     HUB: ClassVar[Hub]
     SIZES: ClassVar[Sizes]
     ATTRIBUTES: ClassVar[Table] = SIZE_ATTRIBUTES
@@ -107,8 +101,28 @@ class FamilySettings:
 
     @property
     def size_of_hidden(self) -> int:
-        """hidden, with `auto` resolved."""
-        return 4 * self.width if self.hidden == "auto" else self.hidden
+        """hidden; `auto` is 4 x width, or if gated 8/3 rounded up to 64: as many parameters."""
+        if self.hidden != "auto":
+            return self.hidden
+        return -(-8 * self.width // 3 // 64) * 64 if self.IS_GATED else 4 * self.width
+
+    @property
+    def norm(self) -> nn.NormConfig:
+        """Every norm of the stream."""
+        return nn.NormConfig(kind="rms", eps=self.norm_eps)
+
+    @property
+    def size_of_head(self) -> int:
+        """Features of a head; without a setting, or with `auto`, heads share the width evenly."""
+        size: Any = getattr(self, "head_dim", "auto")
+        return self.width // self.heads if size == "auto" else size
+
+    @property
+    def mlp(self) -> nn.MlpConfig:
+        """The MLP of a layer."""
+        return nn.MlpConfig(
+            hidden=self.size_of_hidden, activation=self.activation, gated=self.IS_GATED
+        )
 
     def backbone(self) -> dict[str, Any]:
         """Return the arguments that every model config takes. `vocab` must be resolved by now."""
@@ -129,17 +143,13 @@ class FamilySettings:
         for name, values in cls.EXPECTED.items():
             attributes.expect(name, *values)
         attributes.ignore(*cls.IGNORED)
-        return read_settings(attributes, cls.ATTRIBUTES, cls.HF_DEFAULTS)
+        return hub.read_settings(attributes, cls.ATTRIBUTES, cls.HF_DEFAULTS)
 
     def to_hub(self) -> dict[str, Any]:
-        """Return the attributes of config.json.
-
-        Raises:
-          ConfigError: if the architecture of transformers does not compute the model.
-        """
+        """Return config.json's attributes; ConfigError if transformers computes another model."""
         assert self.vocab != "auto"
         constants = {"initializer_range": self.init_std, **self.CONSTANTS}
-        return write_settings(self, self.ATTRIBUTES) | constants
+        return hub.write_settings(self, self.ATTRIBUTES) | constants
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,27 +172,22 @@ class PlainSettings(FamilySettings):
         return True
 
     @property
-    def norm(self) -> NormConfig:
+    def norm(self) -> nn.NormConfig:
         """Every norm of the stream."""
-        return NormConfig(kind="layer", eps=self.norm_eps, bias=self.has_bias)
+        return nn.NormConfig(kind="layer", eps=self.norm_eps, bias=self.has_bias)
 
-    def block(self, kv_heads: int, **attention: Any) -> BlockConfig:
+    def block(self, kv_heads: int, **attention: Any) -> nn.BlockConfig:
         """Return a layer; `attention` holds further arguments of its attention."""
-        return BlockConfig(
-            attention=AttentionConfig(
+        return nn.BlockConfig(
+            attention=nn.AttentionConfig(
                 heads=self.heads,
                 kv_heads=kv_heads,
-                head_dim=self.width // self.heads,
+                head_dim=self.size_of_head,
                 bias=self.has_bias,
                 out_bias=self.has_bias,
                 **attention,
             ),
-            mlp=MlpConfig(
-                hidden=self.size_of_hidden,
-                activation=self.activation,
-                gated=False,
-                bias=self.has_bias,
-            ),
+            mlp=dataclasses.replace(self.mlp, bias=self.has_bias),
             norm=self.norm,
             residual=self.RESIDUAL,
             dropout=self.dropout,
@@ -195,7 +200,7 @@ class PlainDecoder(PlainSettings):
 
     kv_heads: int | Literal["auto"] = setting("auto", **setting_docs.KV_HEADS)
     tied: bool = setting(True, **setting_docs.TIED)
-    init: Init = setting("gpt2", **setting_docs.INIT)
+    init: nn.Init = setting("gpt2", **setting_docs.INIT)
 
     def problems(self) -> Problems:
         """Yield a problem if heads do not share the width and the keys evenly."""

@@ -19,6 +19,7 @@ SANDWICH = norms(
     pre_feedforward_layernorm="mlp_norm",
     post_feedforward_layernorm="mlp_out_norm",
 )
+MAPPINGS = (*llama_like.STREAM, *SANDWICH, *llama_like.ATTENTION, *llama_like.MLP)
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # transformers' names of kinds of layers
 COLUMNS = "context depth width heads kv_heads head_dim hidden"
 
@@ -34,7 +35,7 @@ class Gemma(LlamaLike):
 
     HF_DEFAULTS = {"context": 8192, "tied": True, "head_dim": 256}
     EXPECTED = {"attention_bias": (False,), "use_bidirectional_attention": (False, None)}
-    HUB = Hub(model_type="gemma", architecture="GemmaForCausalLM", mappings=LLAMA)
+    HUB = Hub("gemma", "GemmaForCausalLM", LLAMA)
     SIZES = size_table(
         COLUMNS,
         {
@@ -98,11 +99,7 @@ class Gemma2(Gemma):
     IGNORED = ("sliding_window_pattern", "_sliding_window_pattern")
     RESIDUAL = "sandwich"
     PATTERN_LENGTH = 2  # layers; the last is global
-    HUB = Hub(
-        model_type="gemma2",
-        architecture="Gemma2ForCausalLM",
-        mappings=(*llama_like.STREAM, *SANDWICH, *llama_like.ATTENTION, *llama_like.MLP),
-    )
+    HUB = Hub("gemma2", "Gemma2ForCausalLM", MAPPINGS)
     SIZES = size_table(
         COLUMNS,
         {
@@ -208,11 +205,7 @@ class Gemma3(Gemma2):
 
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
-        """Return the settings that a config.json describes.
-
-        transformers 4 has `rope_local_base_freq`; transformers 5 has `rope_parameters` with an
-        object for each kind of layer.
-        """
+        """Return the settings of a config.json; since v5 `rope_parameters` has both bases."""
         both = attributes.split("rope_parameters", LOCAL, GLOBAL)
         settings = super().hub_settings(attributes)
         if both is not None:

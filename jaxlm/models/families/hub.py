@@ -1,7 +1,4 @@
-"""Translation between families and Hugging Face folders: config.json attributes and tensor names.
-
-Free of JAX.
-"""
+"""Translation of families to Hugging Face's config.json and tensor names, and back. Free of JAX."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -127,7 +124,7 @@ class WrapperConfig:
     other_prefixes: tuple[str, ...]  # prefixes of the other parts' tensors
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Hub:
     """A transformers architecture: its names in config.json, its tensors, and tensors to ignore."""
 
@@ -161,13 +158,17 @@ class Hub:
     @property
     def head_name(self) -> str:
         """Name of the unembedding, which a tied model may store too."""
-        return next(
-            row.hf_name for row in self.mappings if row.param_path == ("unembedding/weight",)
-        )
+        names = {row.param_path: row.hf_name for row in self.mappings}
+        return names["unembedding/weight",]
 
 
 def linears(hf_name: str, **names: str) -> tuple[TensorMapping, ...]:
-    """Return the weights and biases of torch Linears: `names` are values of {} and our paths."""
+    """Return the weights and biases of torch Linears: `names` are values of {} and our paths.
+
+    Example:
+      >>> [row.hf_name for row in linears("layers.{i}.{}", q_proj="attention/query")]
+      ['layers.{i}.q_proj.weight', 'layers.{i}.q_proj.bias']
+    """
     return _weights_and_biases(hf_name, names, "weight", "transposed")
 
 
@@ -227,22 +228,20 @@ class Attributes:
         """
         self._read.add(name)
         value = self._raw.get(name)
-        if value is None:
-            if not default:
-                self._problems.append(f"{name} is missing")
-                return 1
-            return default[0]
         is_bool = isinstance(value, bool)
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if kind is float and isinstance(value, int) and not is_bool:
             return float(value)
-        if not isinstance(value, kinds) or (is_bool and bool not in kinds):
-            self._problems.append(f"{name} = {value!r:.60} is no {kinds[0].__name__}")
-            return default[0] if default else 1
-        if isinstance(value, int) and kind is int and not least <= value <= most:
-            self._problems.append(f"{name} = {value!r:.60} is not from {least} to {most:,}")
-            return default[0] if default else 1
-        return value
+        if value is None:
+            if not default:
+                self.note(f"{name} is missing")
+        elif not isinstance(value, kinds) or (is_bool and bool not in kinds):
+            self.note(f"{name} = {value!r:.60} is no {kinds[0].__name__}")
+        elif isinstance(value, int) and kind is int and not least <= value <= most:
+            self.note(f"{name} = {value!r:.60} is not from {least} to {most:,}")
+        else:
+            return value
+        return default[0] if default else 1
 
     def has(self, name: str) -> bool:
         """Return if config.json has the attribute, even as null."""
@@ -252,15 +251,14 @@ class Attributes:
         """Note a problem unless the attribute is absent or has an allowed value."""
         self._read.add(name)
         if name in self._raw and not any(self._raw[name] == value for value in allowed):
-            self.reject(name, f"{' or '.join(map(repr, allowed))}")
+            self.reject(name, " or ".join(map(repr, allowed)))
 
     def choose(self, name: str, meanings: Mapping[str, T], default: str) -> T:
         """Return the meaning of a text attribute."""
         value = self.get(name, default, kind=str)
         if value not in meanings:
-            self.reject(name, f"{', '.join(sorted(meanings))}")
-            return meanings[default]
-        return meanings[value]
+            self.reject(name, ", ".join(sorted(meanings)))
+        return meanings.get(value, meanings[default])
 
     def inner(self, name: str) -> "Attributes | None":
         """Return a nested object, or None if it is absent or null; its problems count here."""
@@ -282,9 +280,7 @@ class Attributes:
 
     def reject(self, name: str, computed: str) -> None:
         """Note that jaxlm computes `computed` and not an attribute's value."""
-        self._problems.append(
-            f"{name} = {self._raw[name]!r:.60}, and {computed} is what jaxlm computes"
-        )
+        self.note(f"{name} = {self._raw[name]!r:.60}, and {computed} is what jaxlm computes")
 
     def note(self, problem: str) -> None:
         """Note a problem."""
@@ -297,7 +293,7 @@ class Attributes:
     def note_unused(self, neutral: Iterable[str] = ()) -> None:
         """Note a problem for every attribute that was not read."""
         for name in sorted(self._raw.keys() - self._read - set(neutral)):
-            self._problems.append(f"{name} = {self._raw[name]!r:.60} is not known")
+            self.note(f"{name} = {self._raw[name]!r:.60} is not known")
 
     def check(self) -> None:
         """Raise DataError with all problems, unread attributes included."""

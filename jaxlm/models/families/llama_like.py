@@ -1,4 +1,10 @@
-"""Base of families with rotary positions and gated MLPs, and Llama's tensor names. Free of JAX."""
+"""Base of families with rotary positions and gated MLPs, and Llama's tensor names. Free of JAX.
+
+Example:
+  >>> from jaxlm.models.families.llama import Llama
+  >>> Llama(width=512, heads=8).attention().head_dim
+  64
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,17 +12,11 @@ from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import DecoderConfig
+from jaxlm.models.families import family as families
 from jaxlm.models.families import rope, setting_docs
-from jaxlm.models.families.family import (
-    ACTIVATIONS,
-    SIZE_ATTRIBUTES,
-    FamilySettings,
-    Problems,
-    gated_hidden,
-    uneven,
-)
+from jaxlm.models.families.family import ACTIVATIONS, FamilySettings, Problems
 from jaxlm.models.families.hub import Attributes, ConfigKey, TensorMapping, linears, norms
-from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, MlpConfig, NormConfig
+from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig
 from jaxlm.nn.rotary import NoScaling, Rope, Scaling
 
 
@@ -33,18 +33,14 @@ class GatedDecoder(FamilySettings):
     tied: bool = setting(False, **setting_docs.TIED)
 
     ATTRIBUTES = {
-        **SIZE_ATTRIBUTES,
+        **families.SIZE_ATTRIBUTES,
         "activation": ConfigKey("hidden_act", "silu", words=ACTIVATIONS),
         "norm_eps": ConfigKey("rms_norm_eps", 1e-6, kind=float),
         "tied": ConfigKey("tie_word_embeddings", False, kind=bool),
     }
+    IS_GATED = True
     ROPE_INTERLEAVED: ClassVar[bool] = False
     ROPE_KINDS: ClassVar[tuple[str, ...]] = rope.KINDS
-
-    @property
-    def norm(self) -> NormConfig:
-        """Every norm of the stream."""
-        return NormConfig(kind="rms", eps=self.norm_eps)
 
     @property
     def rotary(self) -> Rope:
@@ -57,16 +53,11 @@ class GatedDecoder(FamilySettings):
         """Return the attention of a layer, the same in all unless `pattern` differs."""
         raise NotImplementedError
 
-    @property
-    def size_of_hidden(self) -> int:
-        """hidden, with `auto` resolved."""
-        return gated_hidden(self.width) if self.hidden == "auto" else self.hidden
-
     def block(self) -> BlockConfig:
         """Return a layer."""
         return BlockConfig(
             attention=self.attention(),
-            mlp=MlpConfig(hidden=self.size_of_hidden, activation=self.activation, gated=True),
+            mlp=self.mlp,
             norm=self.norm,
             residual=self.RESIDUAL,
             dropout=self.dropout,
@@ -132,22 +123,11 @@ class LlamaLike(GatedDecoder):
     def problems(self) -> Problems:
         """Yield a problem unless heads share the width and the keys evenly and rotate in pairs."""
         yield from super().problems()
-        problems = []
-        if self.head_dim == "auto":
-            problems = list(uneven("width", self.width, "heads", self.heads))
-        yield from problems
-        if not problems and self.size_of_head % 2:
-            yield (
-                "head_dim",
-                f"a head of {self.size_of_head} cannot be rotated in pairs",
-                f"--config.model.head_dim={self.size_of_head + 1}",
-            )
-        yield from uneven("heads", self.heads, "kv_heads", self.kv_heads)
-
-    @property
-    def size_of_head(self) -> int:
-        """head_dim, with `auto` resolved."""
-        return self.width // self.heads if self.head_dim == "auto" else self.head_dim
+        if self.head_dim == "auto" and self.width % self.heads:
+            yield from families.uneven("width", self.width, "heads", self.heads)
+        else:
+            yield from families.unpaired("head_dim", self.size_of_head, self.size_of_head + 1)
+        yield from families.uneven("heads", self.heads, "kv_heads", self.kv_heads)
 
     def attention(self) -> AttentionConfig:
         """Return the attention of a layer."""

@@ -5,18 +5,11 @@ from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import EncoderConfig, HeadConfig
+from jaxlm.models.families import family as families
 from jaxlm.models.families import setting_docs
-from jaxlm.models.families.family import (
-    ACTIVATIONS,
-    SIZE_ATTRIBUTES,
-    FamilySettings,
-    Problems,
-    gated_hidden,
-    size_table,
-    uneven,
-)
+from jaxlm.models.families.family import ACTIVATIONS, FamilySettings, Problems, size_table
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, norms
-from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, MlpConfig, NormConfig
+from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, NormConfig
 from jaxlm.nn.rotary import Rope
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # transformers' names of kinds of layers
@@ -42,7 +35,7 @@ class ModernBERT(FamilySettings):
     tied: bool = setting(True, **setting_docs.TIED)
 
     ATTRIBUTES = {
-        **SIZE_ATTRIBUTES,
+        **families.SIZE_ATTRIBUTES,
         "activation": ConfigKey("hidden_activation", "gelu", words=ACTIVATIONS),
         "global_every": ConfigKey("global_attn_every_n_layers", 3),
         "window": ConfigKey("local_attention", 128, value=lambda family: 2 * family.window),
@@ -51,6 +44,7 @@ class ModernBERT(FamilySettings):
         "norm_eps": ConfigKey("norm_eps", 1e-5, kind=float),
         "tied": ConfigKey("tie_word_embeddings", True, kind=bool),
     }
+    IS_GATED = True
     HF_DEFAULTS = {"context": 8192}
     CONSTANTS = {
         "norm_bias": False,
@@ -99,35 +93,19 @@ class ModernBERT(FamilySettings):
 
     def problems(self) -> Problems:
         """Yield a problem unless heads share the width evenly and rotate in pairs."""
-        problems = list(uneven("width", self.width, "heads", self.heads))
-        yield from problems
-        if not problems and (size := self.width // self.heads) % 2:
-            yield (
-                "width",
-                f"a head of {size} cannot be rotated in pairs",
-                f"--config.model.width={self.heads * (size + 1)}",
-            )
-
-    @property
-    def size_of_hidden(self) -> int:
-        """hidden, with `auto` resolved."""
-        return gated_hidden(self.width) if self.hidden == "auto" else self.hidden
+        size = self.size_of_head
+        yield from families.uneven("width", self.width, "heads", self.heads)
+        if not self.width % self.heads:
+            yield from families.unpaired("width", size, self.heads * (size + 1))
 
     def build(self) -> EncoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
-        norm = NormConfig(kind="layer", eps=self.norm_eps)
+        norm, heads = NormConfig(kind="layer", eps=self.norm_eps), self.heads
+        rotary = Rope(theta=self.rope_theta)
         attention = AttentionConfig(
-            heads=self.heads,
-            kv_heads=self.heads,
-            head_dim=self.width // self.heads,
-            rotary=Rope(theta=self.rope_theta),
+            heads=heads, kv_heads=heads, head_dim=self.size_of_head, rotary=rotary
         )
-        whole = BlockConfig(
-            attention=attention,
-            mlp=MlpConfig(hidden=self.size_of_hidden, activation=self.activation, gated=True),
-            norm=norm,
-            dropout=self.dropout,
-        )
+        whole = BlockConfig(attention=attention, mlp=self.mlp, norm=norm, dropout=self.dropout)
         rotary = Rope(theta=self.local_rope_theta)
         windowed = dataclasses.replace(attention, rotary=rotary, window=self.window + 1)
         local = dataclasses.replace(whole, attention=windowed)
@@ -144,15 +122,10 @@ class ModernBERT(FamilySettings):
 
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
-        """Return the settings that a config.json describes.
-
-        transformers 4 has an attribute for each rotary base; transformers 5 has `rope_parameters`.
-        """
+        """Return the settings of a config.json; since v5 `rope_parameters` has both bases."""
         settings = super().hub_settings(attributes)
-        if (
-            attributes.choose("classifier_activation", ACTIVATIONS, "gelu")
-            != settings["activation"]
-        ):
+        activation = attributes.choose("classifier_activation", ACTIVATIONS, "gelu")
+        if activation != settings["activation"]:
             attributes.reject("classifier_activation", "that of the MLP")
         depth, every = settings["depth"], settings["global_every"]
         kinds = attributes.get("layer_types", _kinds(depth, every), kind=list)

@@ -1,30 +1,14 @@
-"""GPT-NeoX (arXiv:2204.06745) and Pythia (arXiv:2304.01373).
-
-Attention and MLP in parallel, part of each head rotated, layer norms, biases.
-"""
+"""GPT-NeoX (arXiv:2204.06745), Pythia (2304.01373): parallel parts, partial rotation, biases."""
 
 import dataclasses
 from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import DecoderConfig
-from jaxlm.models.families import rope, setting_docs
-from jaxlm.models.families.family import (
-    ACTIVATIONS,
-    SIZE_ATTRIBUTES,
-    PlainDecoder,
-    Problems,
-    size_table,
-)
-from jaxlm.models.families.hub import (
-    Attributes,
-    ConfigKey,
-    Hub,
-    TensorMapping,
-    linears,
-    norms,
-    uncomputed,
-)
+from jaxlm.models.families import family as families
+from jaxlm.models.families import hub, rope, setting_docs
+from jaxlm.models.families.family import ACTIVATIONS, PlainDecoder, Problems, size_table
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, norms
 from jaxlm.nn.config import Residual
 from jaxlm.nn.rotary import NoScaling, Rope, Scaling
 
@@ -46,7 +30,7 @@ class NeoX(PlainDecoder):
     dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
 
     ATTRIBUTES = {
-        **SIZE_ATTRIBUTES,
+        **families.SIZE_ATTRIBUTES,
         "activation": ConfigKey("hidden_act", "gelu", words=ACTIVATIONS),
         "parallel": ConfigKey("use_parallel_residual", True, kind=bool),
         "rope_theta": ConfigKey("rotary_emb_base", 10_000.0, kind=float),
@@ -104,14 +88,10 @@ class NeoX(PlainDecoder):
     def problems(self) -> Problems:
         """Yield a problem unless heads share width and keys evenly and rotate in pairs."""
         yield from super().problems()
-        dims = self.rotary.dims(self.width // self.heads)
+        size, dims = self.size_of_head, self.rotary.dims(self.size_of_head)
         if not self.width % self.heads and (dims < 2 or dims % 2):
-            yield (
-                "rope_share",
-                f"{dims} of {self.width // self.heads} features of a head cannot be rotated "
-                "in pairs",
-                "--config.model.rope_share=0.5",
-            )
+            why = f"{dims} of {size} features of a head cannot be rotated in pairs"
+            yield families.problem("rope_share", why, 0.5)
 
     @property
     def rotary(self) -> Rope:
@@ -130,15 +110,14 @@ class NeoX(PlainDecoder):
         settings = super().hub_settings(attributes)
         theta, share = settings["rope_theta"], settings["rope_share"]
         rotary = rope.read(attributes, theta=theta, share=share)
-        return settings | {
-            "rope_theta": rotary.theta,
-            "rope_share": rotary.share,
-            "rope_scaling": rotary.scaling,
-        }
+        read = {"rope_theta": rotary.theta, "rope_share": rotary.share}
+        return settings | read | {"rope_scaling": rotary.scaling}
 
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
         if self.kv_heads not in ("auto", self.heads):
-            raise uncomputed(self.HUB, f"kv_heads = {self.kv_heads}, and every head has its keys")
+            raise hub.uncomputed(
+                self.HUB, f"kv_heads = {self.kv_heads}, and every head has its keys"
+            )
         scaling = rope.written(self.rope_theta, self.rope_scaling)["rope_scaling"]
         return super().to_hub() | {"rope_scaling": scaling}

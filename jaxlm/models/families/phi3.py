@@ -50,11 +50,7 @@ class Phi3(Windowed):
     }
     IGNORED = ("original_max_position_embeddings",)
     ROPE_KINDS = (*rope.KINDS, "longrope")
-    HUB = Hub(
-        model_type="phi3",
-        architecture="Phi3ForCausalLM",
-        mappings=(*llama_like.STREAM, *llama_like.NORMS, *FUSED),
-    )
+    HUB = Hub("phi3", "Phi3ForCausalLM", (*llama_like.STREAM, *llama_like.NORMS, *FUSED))
     SIZES = size_table(
         "depth width heads kv_heads hidden",
         {"phi-3-mini-4k": (32, 3072, 32, 32, 8192), "phi-3-medium-4k": (40, 5120, 40, 10, 17_920)},
@@ -70,11 +66,9 @@ class Phi3(Windowed):
         for name in ("short", "long"):
             numbers = getattr(self.rope_scaling, name, None)
             if numbers is not None and len(numbers) != count:
-                yield (
-                    f"rope_scaling.{name}",
-                    f"it has {len(numbers)} numbers, and {count} frequencies rotate a head",
-                    f"give it {count} numbers, as the model's config.json does",
-                )
+                why = f"it has {len(numbers)} numbers, and {count} frequencies rotate a head"
+                fix = f"give it {count} numbers, as the model's config.json does"
+                yield f"rope_scaling.{name}", why, fix
 
     @property
     def rotary(self) -> Rope:

@@ -12,6 +12,7 @@ from jaxlm.models.families.llama_like import LLAMA, QK_NORMS, LlamaLike, UnusedW
 from jaxlm.models.families.mistral import Mixtral
 
 SMALL = {"vocab": 151_936, "norm_eps": 1e-6, "tied": True}
+MAPPINGS = (*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *QK_NORMS, *ROUTED)
 QWEN3: dict[str, Any] = dict(
     vocab=151_936, context=40_960, head_dim=128, rope_theta=1e6, norm_eps=1e-6
 )
@@ -88,11 +89,7 @@ class Qwen3Moe(UnusedWindow, Mixtral):
     CONSTANTS = {**UnusedWindow.CONSTANTS, "decoder_sparse_step": 1}
     EXPECTED = {"attention_bias": (False,), "mlp_only_layers": ([], None)}
     IGNORED = ("router_aux_loss_coef", *UnusedWindow.IGNORED)
-    HUB = Hub(
-        model_type="qwen3_moe",
-        architecture="Qwen3MoeForCausalLM",
-        mappings=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *QK_NORMS, *ROUTED),
-    )
+    HUB = Hub("qwen3_moe", "Qwen3MoeForCausalLM", MAPPINGS)
     SIZES = size_table(
         "depth width heads hidden",
         {"qwen3-30b-a3b": (48, 2048, 32, 768), "qwen3-235b-a22b": (94, 4096, 64, 1536)},

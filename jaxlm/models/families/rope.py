@@ -4,22 +4,15 @@ import math
 from typing import Any
 
 from jaxlm.models.families.hub import Attributes, ConfigKey, read_settings, write_settings
-from jaxlm.nn.rotary import (
-    LinearScaling,
-    Llama3Scaling,
-    LongScaling,
-    NoScaling,
-    Rope,
-    Scaling,
-    YarnScaling,
-)
+from jaxlm.nn import rotary
+from jaxlm.nn.rotary import LongScaling, NoScaling, Rope, Scaling
 
 ORIGINAL = "original_max_position_embeddings"
 # Attributes of each kind of scaling, by transformers' name of the kind and our setting.
 TABLES: dict[str, tuple[Any, dict[str, ConfigKey]]] = {
-    "linear": (LinearScaling, {"factor": ConfigKey("factor", kind=float)}),
+    "linear": (rotary.LinearScaling, {"factor": ConfigKey("factor", kind=float)}),
     "llama3": (
-        Llama3Scaling,
+        rotary.Llama3Scaling,
         {
             "factor": ConfigKey("factor", kind=float),
             "low": ConfigKey("low_freq_factor", 1.0, kind=float),
@@ -28,7 +21,7 @@ TABLES: dict[str, tuple[Any, dict[str, ConfigKey]]] = {
         },
     ),
     "yarn": (
-        YarnScaling,
+        rotary.YarnScaling,
         {
             "factor": ConfigKey("factor", kind=float),
             "fast": ConfigKey("beta_fast", 32.0, kind=float),

@@ -1,7 +1,4 @@
-"""T5 (arXiv:1910.10683), T5 v1.1, Flan-T5 and UL2 (arXiv:2205.05131).
-
-An encoder and a decoder with relative position biases.
-"""
+"""T5 (arXiv:1910.10683), v1.1, Flan-T5, UL2 (2205.05131): encoder-decoders with relative biases."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,25 +6,10 @@ from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import BackboneConfig, EncoderDecoderConfig
-from jaxlm.models.families import setting_docs
-from jaxlm.models.families.family import FamilySettings, Problems, size_table, uneven
-from jaxlm.models.families.hub import (
-    MAX_NESTING,
-    Attributes,
-    ConfigKey,
-    Hub,
-    TensorMapping,
-    linears,
-    uncomputed,
-)
-from jaxlm.nn.config import (
-    Activation,
-    AttentionConfig,
-    BlockConfig,
-    MlpConfig,
-    NormConfig,
-    RelativeBias,
-)
+from jaxlm.models.families import hub, setting_docs
+from jaxlm.models.families.family import FamilySettings, Problems, problem, size_table, uneven
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears
+from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, RelativeBias
 
 # transformers' names of the activation, and if it is gated.
 PROJECTIONS: dict[str, tuple[Activation, bool]] = {
@@ -100,11 +82,11 @@ class T5(FamilySettings):
     ATTRIBUTES = {
         "vocab": ConfigKey("vocab_size"),
         "context": ConfigKey("n_positions", 512),
-        "depth": ConfigKey("num_layers", most=MAX_NESTING),
+        "depth": ConfigKey("num_layers", most=hub.MAX_NESTING),
         "decoder_depth": ConfigKey(
             "num_decoder_layers",
             lambda read: read["depth"],
-            most=MAX_NESTING,
+            most=hub.MAX_NESTING,
             value=lambda family: family.depth_of_decoder,
         ),
         "width": ConfigKey("d_model"),
@@ -159,22 +141,11 @@ class T5(FamilySettings):
         if self.head_dim == "auto":
             yield from uneven("width", self.width, "heads", self.heads)
         if self.buckets % 4:
-            yield (
-                "buckets",
-                f"{self.buckets} buckets do not divide by 4: by direction, then into near and far",
-                f"--config.model.buckets={-(-self.buckets // 4) * 4}",
-            )
+            why = f"{self.buckets} buckets do not divide by 4: by direction, then into near and far"
+            yield problem("buckets", why, -(-self.buckets // 4) * 4)
         if self.farthest <= self.buckets // 2:
-            yield (
-                "farthest",
-                f"{self.buckets // 2} buckets hold one distance each",
-                f"--config.model.farthest={4 * self.buckets}",
-            )
-
-    @property
-    def size_of_head(self) -> int:
-        """head_dim, with `auto` resolved."""
-        return self.width // self.heads if self.head_dim == "auto" else self.head_dim
+            why = f"{self.buckets // 2} buckets hold one distance each"
+            yield problem("farthest", why, 4 * self.buckets)
 
     @property
     def depth_of_decoder(self) -> int:
@@ -184,10 +155,10 @@ class T5(FamilySettings):
     def build(self) -> EncoderDecoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
         shared = self.backbone()
-        vocab, norm = shared.pop("vocab"), NormConfig(eps=self.norm_eps)
+        vocab, norm, heads = shared.pop("vocab"), self.norm, self.heads
         cross = AttentionConfig(
-            heads=self.heads,
-            kv_heads=self.heads,
+            heads=heads,
+            kv_heads=heads,
             head_dim=self.size_of_head,
             scale=1.0,
             dropout=self.dropout,
@@ -197,9 +168,7 @@ class T5(FamilySettings):
             bias = RelativeBias(buckets=self.buckets, farthest=self.farthest, both_ways=is_encoder)
             block = BlockConfig(
                 attention=dataclasses.replace(cross, relative=bias),
-                mlp=MlpConfig(
-                    hidden=self.size_of_hidden, activation=self.activation, gated=self.gated
-                ),
+                mlp=dataclasses.replace(self.mlp, gated=self.gated),
                 norm=norm,
                 cross=None if is_encoder else cross,
                 dropout=self.dropout,
@@ -231,7 +200,7 @@ class T5(FamilySettings):
         words = {kind: word for word, kind in PROJECTIONS.items()}
         kind = (self.activation, self.gated)
         if kind not in words:
-            raise uncomputed(self.HUB, f"activation = {self.activation}, gated = {self.gated}")
+            raise hub.uncomputed(self.HUB, f"activation = {self.activation}, gated = {self.gated}")
         attributes = super().to_hub() | {
             "feed_forward_proj": words[kind],
             "scale_decoder_outputs": self.tied,

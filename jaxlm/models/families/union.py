@@ -1,4 +1,9 @@
-"""The registry of families: a family is a file in this folder and a name in this union."""
+"""The registry of families: a family is a class in this folder and a name in this union.
+
+Example:
+  >>> SIZES["llama3-8b"].width
+  4096
+"""
 
 from typing import get_args
 
@@ -7,14 +12,12 @@ from jaxlm.models.families.cohere import Cohere
 from jaxlm.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from jaxlm.models.families.gemma import Gemma, Gemma2, Gemma3
 from jaxlm.models.families.gpt2 import GPT2
-from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.llama import Llama, OLMo2, SmolLM3
 from jaxlm.models.families.mistral import Mistral, Mixtral
 from jaxlm.models.families.modernbert import ModernBERT
 from jaxlm.models.families.neox import NeoX
-from jaxlm.models.families.olmo2 import OLMo2
 from jaxlm.models.families.phi3 import Phi3
 from jaxlm.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
-from jaxlm.models.families.smollm3 import SmolLM3
 from jaxlm.models.families.t5 import T5
 
 Family = (

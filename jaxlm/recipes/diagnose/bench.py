@@ -22,7 +22,6 @@ from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility, oom
 from jaxlm.recipes.train import programs
-from jaxlm.recipes.train.programs import without_data
 
 MIN_STEPS = 3
 
@@ -51,14 +50,10 @@ def sizes(text: str | None) -> list[str]:
     names = text.split(",")
     if wrong := [name for name in names if name not in SIZES]:
         suggestions = [nearest_word(name, SIZES) for name in names]
-        raise CommandError(
-            f"size {wrong[0]!r} does not exist",
-            where=f"--sizes={text}",
-            why=f"the sizes are {', '.join(SIZES)}",
-            fix=f"--sizes={','.join(filter(None, suggestions))}"
-            if all(suggestions)
-            else "name some of these sizes, with commas between",
-        )
+        fix = "name some of these sizes, with commas between"
+        fix = f"--sizes={','.join(filter(None, suggestions))}" if all(suggestions) else fix
+        what, why = f"size {wrong[0]!r} does not exist", f"the sizes are {', '.join(SIZES)}"
+        raise CommandError(what, where=f"--sizes={text}", why=why, fix=fix)
     return names
 
 
@@ -67,28 +62,23 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per size: at least three steps, or as many as fit in `seconds`.
 
-    `overrides` apply to all sizes. The batch is multiplied by the number of devices.
-
-    Raises:
-      ConfigError, OutOfMemory: if a size does not fit with these settings.
+    `overrides` apply to all sizes. The batch is multiplied by the number of devices. Raises
+    ConfigError or OutOfMemory if a size does not fit with these settings.
     """
     jax_setup.start()
     for name in names:
         say(f"{name}: compiling the step")
-        yield {"size": name} | _measured(_run(name, overrides), seconds)
-
-
-def _run(name: str, overrides: Sequence[tuple[str, str]]) -> Run:
-    settings = SIZES[name] | {"precision.compute": "bfloat16"}
-    settings["train.batch"] = str(int(settings["train.batch"]) * jax.device_count())
-    return config.load(Run, None, [*settings.items(), *overrides]).value
+        settings = SIZES[name] | {"precision.compute": "bfloat16"}
+        settings["train.batch"] = str(int(settings["train.batch"]) * jax.device_count())
+        run = config.load(Run, None, [*settings.items(), *overrides]).value
+        yield {"size": name} | _measured(run, seconds)
 
 
 def _measured(run: Run, seconds: float) -> dict[str, Any]:
     divisibility.check(run, jax.device_count(), jax_setup.slices())
     grid = jax_setup.build_mesh(run.mesh)
     vocab = setup.vocabulary(run, 0)
-    engine = without_data(run, grid, vocab)
+    engine = programs.without_data(run, grid, vocab)
     model = engine.model
     forecast = oom.forecast_here(run, model.blueprint.config)
     with jax.set_mesh(grid):
@@ -130,12 +120,7 @@ def _rows(run: Run, vocab: int) -> Tokens:
     """Return a batch of random ids; each predicts the next."""
     shape = (run.train.batch, run.data.sequence)
     ids = np.random.default_rng(0).integers(0, vocab, shape, np.int32)
+    weights, segments = np.ones(shape, np.float32), np.ones(shape, np.int32)
     slots = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    fields: Any = {
-        "tokens": ids,
-        "targets": np.roll(ids, -1, axis=1),
-        "weights": np.ones(shape, np.float32),
-        "segments": np.ones(shape, np.int32),
-        "positions": slots,
-    }
-    return Tokens(**fields)
+    fields: Any = (ids, np.roll(ids, -1, axis=1), weights, segments, slots)
+    return Tokens(*fields)

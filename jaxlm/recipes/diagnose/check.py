@@ -1,17 +1,17 @@
 """Trial of a run on fake devices: equal results to one device, and no unexpected communication."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxlm.core import config, tree
 from jaxlm.core.callbacks import Log
-from jaxlm.core.config import Change
 from jaxlm.core.errors import CommandError
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
@@ -33,13 +33,8 @@ VOCAB = 512  # more than the bytes' ids, and more than any width here
 MARKS = (5, 7, 11, 13, 17)
 # Random numbers depend on micro-batches in a pipeline and on slots in a ring: one device would
 # draw others.
-RATES = (
-    "embedding_dropout",
-    "attention_dropout",
-    "residual_dropout",
-    "layer_drop",
-    "embedding_noise",
-)
+DROPOUT = ("embedding_dropout", "attention_dropout", "residual_dropout", "layer_drop")
+RATES = (*DROPOUT, "embedding_noise")
 TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
 # Largest difference in a leaf's gradient over its largest element, or over FLOOR times the largest
 # of all leaves if that is more. A bias of keys has a gradient of rounding errors only, as it shifts
@@ -60,7 +55,7 @@ class ReducedRun:
     run: Run
     mesh: dict[str, int]
     mark: int  # divides the number of elements of exactly the arrays with tokens
-    changes: tuple[Change, ...]
+    changes: tuple[config.Change, ...]
 
     @property
     def tokens(self) -> int:
@@ -182,14 +177,6 @@ def _model(model: Any, mesh: dict[str, int], repeats: int) -> dict[str, Any]:
     return {name: size for name, size in sizes.items() if hasattr(model, name)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """Options of `jaxlm check` besides the config."""
-
-    steps: int = 3
-    devices: int = 8
-
-
 @dataclasses.dataclass(frozen=True)
 class TrialResult:
     """Results of a small run on a mesh."""
@@ -201,35 +188,36 @@ class TrialResult:
     program: str
 
 
-def check(run: Run, options: CheckOptions, say: Log = lambda _: None) -> dict[str, Any]:
+def check(
+    run: Run, *, steps: int = 3, devices: int = 8, say: Log = lambda _: None
+) -> dict[str, Any]:
     """Run a config, made small, on fake devices and on one, and inspect its compiled step.
 
     `ok` is True if the losses, gradient norms and first gradients agree; no matrix is whole along
     an axis that should split it; no device holds logits of the whole vocabulary if the mesh splits
-    it; and nothing is sent unexpectedly.
-
-    Raises:
-      ConfigError: if the config's own sizes do not fit its own mesh.
-      CommandError: if JAX has started with too few devices.
+    it; and nothing is sent unexpectedly. Raises ConfigError if the config's own sizes do not fit
+    its own mesh, and CommandError if JAX has started with too few devices.
     """
     check_real(run)
-    small = reduced_run(run, options.steps, options.devices)
-    _start(math.prod(small.mesh.values()))
-    say(
-        f"{format_mesh(small.mesh)}, on fake devices; compiling a step for them, and one for one "
-        "device"
-    )
-    trial = _try(small, mesh.build(small.run.mesh, jax.devices()[: math.prod(small.mesh.values())]))
-    alone = _try(
-        dataclasses.replace(small, run=dataclasses.replace(small.run, mesh=ALONE)),
-        mesh.build(ALONE, jax.devices()[:1]),
-    )
+    small = reduced_run(run, steps, devices)
+    count = math.prod(small.mesh.values())
+    # Compiled programs carry the source lines of this code.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    try:
+        jax_setup.start(count)
+    except CommandError:  # JAX has started; it may have enough devices
+        if len(jax.devices()) < count:
+            raise
+    compiling = "compiling a step for them, and one for one device"
+    say(f"{format_mesh(small.mesh)}, on fake devices; {compiling}")
+    trial = _try(small.run, mesh.build(small.run.mesh, jax.devices()[:count]))
+    on_one = dataclasses.replace(small.run, mesh=ALONE)
+    alone = _try(on_one, mesh.build(ALONE, jax.devices()[:1]))
     step = step_of(small)
     rows = collectives.table(hlo.read_collectives(trial.program), small.mesh, step)
     whole = collectives.unsharded_arrays(hlo.read_results(trial.program), small.mesh, step)
-    deviation = max(
-        _deviation(trial.losses, alone.losses), _deviation(trial.grad_norms, alone.grad_norms)
-    )
+    deviation = _deviation(trial.losses, alone.losses)
+    deviation = max(deviation, _deviation(trial.grad_norms, alone.grad_norms))
     replicated = _replicated(run, trial.whole)
     leaves = _deviations(trial.gradient, alone.gradient)
     worst = max(leaves, key=lambda path: leaves[path])
@@ -276,6 +264,7 @@ def step_of(small: ReducedRun) -> collectives.StepShapes:
     layers = -(-decoder.depth // (1 if schedule is None else schedule.stages * schedule.repeats))
     gradients = 1 if run.train.remat == "none" else 2
     gradients *= 2 if run.optim.curvature_every else 1  # the gradient of sampled labels
+    figures = decoder.depth * decoder.layers[0].attention.heads
     return collectives.StepShapes(
         tokens=small.tokens,
         mark=small.mark,
@@ -285,27 +274,15 @@ def step_of(small: ReducedRun) -> collectives.StepShapes:
         gathers=2 * layers * passes * gradients,
         has_ring=run.mesh.context_keys == "ring",
         has_places=getattr(run.model, "capacity", None) is not None,
-        figures=0
-        if run.regularisation.qk_clip is None
-        else decoder.depth * decoder.layers[0].attention.heads,
+        figures=0 if run.regularisation.qk_clip is None else figures,
         has_groups=schedule is not None and schedule.repeats > 1,
         has_whole_matrices=run.optim.reads_whole_matrices,
     )
 
 
-def _start(count: int) -> None:
-    """Start fake devices; compiled programs carry the source lines of this code."""
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    try:
-        jax_setup.start(count)
-    except CommandError:  # JAX has started; it may have enough devices
-        if len(jax.devices()) < count:
-            raise
-
-
-def _try(small: ReducedRun, grid: Mesh) -> TrialResult:
+def _try(run: Run, grid: Mesh) -> TrialResult:
     """Run a few steps from fresh parameters on random rows."""
-    run, tokenizer = small.run, Bytes()
+    tokenizer = Bytes()
     model = setup.build_sharded_model(run, collectives.vocabulary(run), grid)
     losses, grad_norms = [], []
     with jax.set_mesh(grid):
@@ -323,15 +300,13 @@ def _try(small: ReducedRun, grid: Mesh) -> TrialResult:
             losses.append(float(metrics["loss_nats"]))
             grad_norms.append(float(metrics["grad_norm"]))
     axes = tree.leaves(model.blueprint.axes, is_leaf=lambda node: isinstance(node, tuple))
-    whole = {
-        path: [
-            axis
-            for axis in _splitting(run.mesh, axes[path])
-            if grid.shape[axis] > 1 and axis not in _axes(leaf.sharding.spec)
-        ]
-        for path, leaf in tree.leaves(state.params).items()
-        if _is_matrix(path, axes[path])
-    }
+    whole = {}
+    for path, leaf in tree.leaves(state.params).items():
+        if _is_matrix(path, axes[path]):
+            entries = [each if isinstance(each, tuple) else (each,) for each in leaf.sharding.spec]
+            split = set(itertools.chain(*entries))
+            required = [axis for axis in _splitting(run.mesh, axes[path]) if axis not in split]
+            whole[path] = [axis for axis in required if grid.shape[axis] > 1]
     return TrialResult(losses, grad_norms, gradient, whole, step.as_text() or "")
 
 
@@ -353,9 +328,8 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
         )
         if run.objective.bidirectional:
             ends = np.where(is_padding, slots, np.where(is_second, end - 1, middle - 1))
-            fields["visible_until"] = np.where(noise.random(shape) < 0.5, slots, ends).astype(
-                np.int32
-            )
+            visible = np.where(noise.random(shape) < 0.5, slots, ends)
+            fields["visible_until"] = visible.astype(np.int32)
         yield Tokens(**fields)
 
 
@@ -374,11 +348,6 @@ def _splitting(config: MeshConfig, names: tuple[str | None, ...]) -> list[str]:
     required |= {"fsdp"} if config.zero == 3 else set()
     required |= set() if NOT_OVER_TENSOR & set(names) else {"tensor"}
     return [axis for axis in AXES if axis in required]
-
-
-def _axes(spec: PartitionSpec) -> set[str]:
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    return {axis for entry in entries for axis in entry}
 
 
 def _replicated(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor import chips
-from jaxlm.monitor.chips import Machine
 from jaxlm.parallel import hlo, host, mesh
 from jaxlm.parallel.config import format_mesh
 from jaxlm.parallel.hlo import Collective, HloResult, Shape
@@ -25,7 +24,6 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
 from jaxlm.recipes.plan.predict import decoder_tokens
 from jaxlm.recipes.train import programs
-from jaxlm.recipes.train.programs import without_data
 
 Content = Literal["logits", "activations", "tokens", "parameters", "scalars"]
 VOCAB_AXES = frozenset(mesh_axes("vocab"))
@@ -54,13 +52,10 @@ class CollectiveRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShapes:
-    """Sizes that identify the arrays of a step, and its designed communication.
-
-    Without a mark nothing is judged.
-    """
+    """Sizes that identify the arrays of a step, and its designed communication."""
 
     tokens: int = 0  # of a micro-batch over all devices
-    mark: int = 0  # a prime factor of the tokens that no size of the model has
+    mark: int = 0  # a prime factor of the tokens that no model size has; 0: nothing is judged
     vocab: int = 0  # a size that nothing but the vocabulary has
     head_dim: int = 0  # a size that nothing but heads has
     keys: int = 0  # elements of the keys (or values) of a micro-batch on one device, whole rows
@@ -79,23 +74,19 @@ def table(
 
     If more arrays of the shape of keys are gathered than keys and values exist, none count as keys.
     """
-    gathered = sum(
-        len(collective.shapes) * (collective.times or 1)
-        for collective in collectives
-        if collective.kind == "all-gather"
-        and collective.axes(mesh) == ("context",)
-        and _are_keys(collective.shapes, step)
-    )
+    gathers = [each for each in collectives if each.kind == "all-gather"]
+    gathers = [each for each in gathers if each.axes(mesh) == ("context",)]
+    keys = [each for each in gathers if _are_keys(each.shapes, step)]
+    gathered = sum(len(each.shapes) * (each.times or 1) for each in keys)
     if gathered > step.gathers:
         step = dataclasses.replace(step, keys=0)
     groups: dict[tuple[Any, ...], list[Collective]] = {}
+    sizes = (step.tokens, step.vocab, step.mark)
     for collective in collectives:
         axes = collective.axes(mesh)
         if not axes:
             continue  # every group is one device
-        contents = {
-            content_of(shape, step.tokens, step.vocab, step.mark) for shape in collective.shapes
-        }
+        contents = {content_of(shape, *sizes) for shape in collective.shapes}
         content = next(known for known in get_args(Content) if known in contents)
         source = collective.source or collective.op or "unknown line"
         why = unexpected(collective.kind, axes, content, source, collective.shapes, step)
@@ -103,21 +94,18 @@ def table(
     lines = []
     for (kind, axes, content, source, why), group in groups.items():
         times = [collective.times for collective in group]
-        largest = max(
-            (shape for collective in group for shape in collective.shapes), key=lambda s: s.bytes
+        shapes = [shape for collective in group for shape in collective.shapes]
+        line = CollectiveRow(
+            kind=kind,
+            axes=axes,
+            content=content,
+            count=None if None in times else sum(n for n in times if n is not None),
+            sent_bytes=sum(collective.sent * (collective.times or 1) for collective in group),
+            largest=str(max(shapes, key=lambda shape: shape.bytes)),
+            source=source,
+            why_unexpected=why,
         )
-        lines.append(
-            CollectiveRow(
-                kind=kind,
-                axes=axes,
-                content=content,
-                count=None if None in times else sum(n for n in times if n is not None),
-                sent_bytes=sum(collective.sent * (collective.times or 1) for collective in group),
-                largest=str(largest),
-                source=source,
-                why_unexpected=why,
-            )
-        )
+        lines.append(line)
     return sorted(lines, key=lambda line: (not line.why_unexpected, -line.sent_bytes))
 
 
@@ -163,11 +151,8 @@ def unexpected(
         return _unexpected_parameters(kind, axes, shapes, step)
     if content != "activations":
         return ""
-    if (
-        set(axes) == {"expert"}
-        and file == "expert.py"
-        and (kind == "all-to-all") == step.has_places
-    ):
+    is_exchange = (kind == "all-to-all") == step.has_places
+    if set(axes) == {"expert"} and file == "expert.py" and is_exchange:
         return ""
     if kind == "all-gather":
         if set(axes) == {"context"} and _are_keys(shapes, step) and not step.has_ring:
@@ -201,9 +186,8 @@ def _unexpected_parameters(
     if kind in ("all-reduce", "reduce-scatter"):
         is_table = has_vocab and VOCAB_AXES & set(axes)
         return "a table is summed whole over devices that hold parts of it" if is_table else ""
-    if kind == "all-gather" and set(axes) == {"fsdp"}:
-        return ""
-    if kind == "all-gather" and all(shape.elements <= step.figures for shape in shapes):
+    is_figure = all(shape.elements <= step.figures for shape in shapes)
+    if kind == "all-gather" and (set(axes) == {"fsdp"} or is_figure):
         return ""
     if step.has_groups and kind in ("all-to-all", "collective-permute") and set(axes) == {"pipe"}:
         return ""
@@ -224,12 +208,11 @@ def unsharded_arrays(
     """
     if not step.mark or ways(mesh, "vocab") == 1:
         return []
-    lines = {
-        f"{each.source or each.op_name or 'unknown line'}: {each.op} of {each.shape}": None
-        for each in results
-        if content_of(each.shape, step.tokens, step.vocab, step.mark) == "logits"
-    }
-    return list(lines)
+    sizes = (step.tokens, step.vocab, step.mark)
+    whole = [each for each in results if content_of(each.shape, *sizes) == "logits"]
+    sources = [each.source or each.op_name or "unknown line" for each in whole]
+    pairs = zip(sources, whole, strict=True)
+    return list(dict.fromkeys(f"{source}: {each.op} of {each.shape}" for source, each in pairs))
 
 
 def _are_keys(shapes: Sequence[Shape], step: StepShapes) -> bool:
@@ -240,12 +223,11 @@ def _are_keys(shapes: Sequence[Shape], step: StepShapes) -> bool:
 def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     """Compile the update of a run for the devices of a mesh, from shapes alone."""
     # The random key is a number: the chips of the mesh may be absent.
-    engine = without_data(run, grid, vocabulary(run))
+    engine = programs.without_data(run, grid, vocabulary(run))
     (platform,) = {device.platform for device in grid.devices.flat}
     with backend.compiling_for(platform), jax.set_mesh(grid):
-        return engine.step.lower(
-            engine.abstract(), abstract_batch(run, grid), **engine.extra_inputs
-        ).compile()
+        batch = abstract_batch(run, grid)
+        return engine.step.lower(engine.abstract(), batch, **engine.extra_inputs).compile()
 
 
 def abstract_batch(run: Run, grid: Mesh) -> Tokens:
@@ -258,16 +240,16 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
     read, wrote = run.data.sequence, decoder_tokens(run) or run.data.sequence
     fields: Any = dict.fromkeys(Tokens._fields, slots(wrote))
     fields |= dict.fromkeys(("weights", "predicts_ahead"), slots(wrote, jnp.float32))
-    batch = Tokens(**fields | dict.fromkeys(("source", "source_segments"), slots(read)))
-    if not run.objective.bidirectional:
-        batch = batch._replace(visible_until=None)
-    if run.architecture != "encoder-decoder":
-        batch = batch._replace(source=None, source_segments=None)
-    if run.objective.block_positions is None:
-        batch = batch._replace(block_positions=None)
-    if not run.objective.marks_mtp_rows:
-        batch = batch._replace(predicts_ahead=None)
-    return batch
+    fields |= dict.fromkeys(("source", "source_segments"), slots(read))
+    is_paired = run.architecture == "encoder-decoder"
+    has = {
+        "visible_until": run.objective.bidirectional,
+        "source": is_paired,
+        "source_segments": is_paired,
+        "block_positions": run.objective.block_positions is not None,
+        "predicts_ahead": run.objective.marks_mtp_rows,
+    }
+    return Tokens(**fields | {name: None for name, is_used in has.items() if not is_used})
 
 
 def vocabulary(run: Run) -> int:
@@ -278,17 +260,14 @@ def vocabulary(run: Run) -> int:
 def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any]:
     """Compile a run's step for a TPU slice such as v5e-16: bytes per chip, and collectives.
 
-    Raises:
-      CommandError: if the slice or its compiler does not exist here.
-      ConfigError: if the run does not fit.
+    Raises CommandError if the slice or its compiler does not exist here, and ConfigError if the run
+    does not fit.
     """
     known = chips.tpu_slice(name, flag="--topology")
     divisibility.check(run, known.devices)
     grid = mesh.build(run.mesh, devices_of(known))
-    say(
-        f"{format_mesh(grid.shape)} on {name}, {known.devices} chips; compiling for them takes "
-        "minutes"
-    )
+    place = f"{format_mesh(grid.shape)} on {name}, {known.devices} chips"
+    say(f"{place}; compiling for them takes minutes")
     compiled = compile_step(run, grid)
     memory = programs.compiled_memory(compiled)
     # The sizes of a real run have no mark that identifies activations: no judgment here.
@@ -313,7 +292,7 @@ def compile_here(run: Run, count: int, say: Log = lambda _: None) -> dict[str, A
     return {"devices": count, "bytes_per_device": programs.compiled_memory(compile_step(run, grid))}
 
 
-def devices_of(known: Machine) -> list[jax.Device]:
+def devices_of(known: chips.Machine) -> list[jax.Device]:
     """Return the chips of a slice, to compile for. Raises CommandError without the TPU compiler."""
     # Without these, libtpu queries the cloud's metadata server and writes logs.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -323,12 +302,10 @@ def devices_of(known: Machine) -> list[jax.Device]:
     try:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=known.topology)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise CommandError(
-            "the compiler for TPUs does not start here",
-            where=f"--topology, {known.topology}",
-            why=str(error).partition("\n")[0][:200],
-            fix="wait for the other process of this machine that compiles for TPUs"
-            if "lockfile" in str(error)
-            else "pip install 'jaxlm[tpu]'    # in an environment of its own",
-        ) from error
+        what, where = "the compiler for TPUs does not start here", f"--topology, {known.topology}"
+        fix = "pip install 'jaxlm[tpu]'    # in an environment of its own"
+        if "lockfile" in str(error):
+            fix = "wait for the other process of this machine that compiles for TPUs"
+        why = str(error).partition("\n")[0][:200]
+        raise CommandError(what, where=where, why=why, fix=fix) from error
     return list(topology.devices)

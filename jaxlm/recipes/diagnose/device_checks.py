@@ -19,11 +19,6 @@ CHECKED = 8  # rows of a product that are compared with float64
 TOLERANCE = {"float32": 1e-2, "bfloat16": 3e-2}
 
 
-def limit(device: jax.Device) -> int | None:
-    """Return a device's memory limit in bytes; None if unknown, as for a CPU."""
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
 def products(size: int) -> Iterator[CheckResult]:
     """Check a [size, size] product on every local device, in both dtypes, against float64."""
     draw = np.random.default_rng(0)
@@ -39,16 +34,15 @@ def products(size: int) -> Iterator[CheckResult]:
             if not error <= tolerance:
                 wrong.append(f"{dtype} is off by {error:.1e} of the largest")
             rates[dtype] = 2 * size**3 / _seconds(functools.partial(product, *operands))
-        measured = ", ".join(
-            f"{formatting.count(rate)}FLOP/s in {dtype}" for dtype, rate in rates.items()
-        )
-        yield CheckResult(
-            f"device {device.id}",
-            "problem" if wrong else "ok",
-            f"{'; '.join(wrong)}: this device computes wrongly" if wrong else f"{measured}, right",
-            "remove the device and have it repaired" if wrong else "",
-            {f"flops_per_second_{dtype}": rate for dtype, rate in rates.items()},
-        )
+        name = f"device {device.id}"
+        numbers = {f"flops_per_second_{dtype}": rate for dtype, rate in rates.items()}
+        shown = [f"{formatting.count(rate)}FLOP/s in {dtype}" for dtype, rate in rates.items()]
+        if wrong:
+            text, fix = "; ".join(wrong), "remove the device and have it repaired"
+            text = f"{text}: this device computes wrongly"
+            yield CheckResult(name, "problem", text, fix, numbers)
+        else:
+            yield CheckResult(name, "ok", f"{', '.join(shown)}, right", numbers=numbers)
 
 
 def sum_over_devices(count: int) -> CheckResult:
@@ -65,22 +59,14 @@ def sum_over_devices(count: int) -> CheckResult:
     out = np.asarray(run(numbers))
     expected = len(devices) * (len(devices) + 1) / 2
     if not (out == expected).all():
-        return CheckResult(
-            "all-reduce",
-            "problem",
-            f"a sum over {len(devices)} devices gives {out.min()} to {out.max()} instead of "
-            f"{expected}",
-            "NCCL_DEBUG=INFO jaxlm doctor",
-        )
+        what = f"a sum over {len(devices)} devices gives {out.min()} to {out.max()}"
+        fix = "NCCL_DEBUG=INFO jaxlm doctor"
+        return CheckResult("all-reduce", "problem", f"{what} instead of {expected}", fix)
     # A ring sends each number of a device on twice, but for its own part.
     sent = 2 * (len(devices) - 1) / len(devices) * out.nbytes
     rate = sent / _seconds(lambda: run(numbers))
-    return CheckResult(
-        "all-reduce",
-        "ok",
-        f"right over {len(devices)} devices, {formatting.size(rate)}/s from each",
-        numbers={"bytes_per_second": rate},
-    )
+    text = f"right over {len(devices)} devices, {formatting.size(rate)}/s from each"
+    return CheckResult("all-reduce", "ok", text, numbers={"bytes_per_second": rate})
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import JaxlmError
+from jaxlm.core.errors import JaxlmError, installs
 from jaxlm.data import cache
 from jaxlm.monitor import environment, formatting
 
@@ -80,9 +80,8 @@ def examine(folder: Path, say: Log = lambda _: None) -> Iterator[CheckResult]:
     yield host_memory(_meminfo())
     say(f"writing {formatting.size(WRITTEN)} into {folder} and into the cache ...")
     yield disk("run folder", folder, "name a --workdir on another disk")
-    yield disk(
-        "cache folder", cache.default(), "name a folder on another disk in the variable JAXLM_CACHE"
-    )
+    fix = "name a folder on another disk in the variable JAXLM_CACHE"
+    yield disk("cache folder", cache.default(), fix)
 
 
 def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[CheckResult]:
@@ -90,21 +89,16 @@ def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[C
     jax, jaxlib = packages.get("jax", ""), packages.get("jaxlib", "")
     yield CheckResult("python", "ok", f"{python[0]}.{python[1]}, jax {jax}, jaxlib {jaxlib}")
     plugins = {name: packages[name] for name in packages if re.match(r"jax-cuda\d+-", name)}
+    pip = f"{sys.executable} -m pip"
     for name, version in plugins.items():
-        if _release(version) != _release(jaxlib):
-            yield CheckResult(
-                name,
-                "problem",
-                f"{version} with jaxlib {jaxlib}: JAX loads no plugin of another release",
-                f"{sys.executable} -m pip install '{name}=={jaxlib}'",
-            )
+        if version.split(".")[:3] != jaxlib.split(".")[:3]:
+            text = f"{version} with jaxlib {jaxlib}: JAX loads no plugin of another release"
+            yield CheckResult(name, "problem", text, f"{pip} install '{name}=={jaxlib}'")
     if len(majors := {re.sub(r"\D", "", name) for name in plugins}) > 1:
-        yield CheckResult(
-            "plugins",
-            "problem",
-            f"plugins for CUDA {' and '.join(sorted(majors))} are installed; JAX takes the first",
-            f"{sys.executable} -m pip uninstall {' '.join(n for n in plugins if min(majors) in n)}",
-        )
+        cuda = " and ".join(sorted(majors))
+        text = f"plugins for CUDA {cuda} are installed; JAX takes the first"
+        fix = f"{pip} uninstall {' '.join(n for n in plugins if min(majors) in n)}"
+        yield CheckResult("plugins", "problem", text, fix)
 
 
 def accelerators(
@@ -113,22 +107,21 @@ def accelerators(
     """Check that JAX uses the accelerators of the machine. `platforms` is JAX_PLATFORMS."""
     if hardware.driver and (major := _cuda(packages)):
         yield _driver(hardware.driver, major)
-    unused = (", ".join(hardware.gpus) if hardware.gpus and backend != "gpu" else "") or (
-        "a TPU" if hardware.has_tpu and backend != "tpu" else ""
-    )
-    if not unused:
+    if hardware.gpus and backend != "gpu":
+        platform, unused = "gpu", ", ".join(hardware.gpus)
+    elif hardware.has_tpu and backend != "tpu":
+        platform, unused = "tpu", "a TPU"
+    else:
         return
-    platform = "gpu" if hardware.gpus and backend != "gpu" else "tpu"
     if platforms and platform not in platforms and not (platform == "gpu" and "cuda" in platforms):
         text = f"{unused} is not used: JAX_PLATFORMS={platforms} keeps JAX from it"
         yield CheckResult("accelerator", "warning", text, "unset JAX_PLATFORMS")
         return
     if platform == "gpu" and not _cuda(packages):
         extra = "cuda12" if hardware.driver and _supported_cuda(hardware.driver) == 12 else "cuda"
-        why = "no plugin for CUDA is installed"
-        fix = f"{sys.executable} -m pip install 'jaxlm[{extra}]'"
+        why, fix = "no plugin for CUDA is installed", installs(extra)
     elif platform == "tpu" and "libtpu" not in packages:
-        why, fix = "libtpu is not installed", f"{sys.executable} -m pip install 'jaxlm[tpu]'"
+        why, fix = "libtpu is not installed", installs("tpu")
     else:
         why = "the plugin is installed but did not start; its own message has the reason"
         choice = "cuda" if platform == "gpu" else "tpu"
@@ -188,21 +181,17 @@ def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckR
         yield CheckResult("devices", "problem", text, "unset JAX_PLATFORMS")
         return
     backend, kinds = devices[0].platform, sorted({device.device_kind for device in devices})
-    limits = [device_checks.limit(device) for device in devices]
-    held = f", {formatting.size(limits[0])} each" if limits[0] else ""
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")  # unknown for a CPU
+    held = f", {formatting.size(limit)} each" if limit else ""
     yield CheckResult("devices", "ok", f"{len(devices)} x {', '.join(kinds)} ({backend}){held}")
     yield from accelerators(hardware, backend, packages, os.environ.get("JAX_PLATFORMS", ""))
     yield from device_checks.products(SIZE)
     if len(devices) > 1:
         yield device_checks.sum_over_devices(REDUCED)
-    yield _compiled(jax_setup.compile_cache)
-
-
-def _compiled(folder: Callable[[], Path]) -> CheckResult:
     try:
-        return CheckResult("compile cache", "ok", str(folder()))
+        yield CheckResult("compile cache", "ok", str(jax_setup.compile_cache()))
     except JaxlmError as error:
-        return CheckResult("compile cache", "problem", f"{error.what}: {error.why}", error.fix)
+        yield CheckResult("compile cache", "problem", f"{error.what}: {error.why}", error.fix)
 
 
 def _driver(driver: str, major: int) -> CheckResult:
@@ -211,7 +200,7 @@ def _driver(driver: str, major: int) -> CheckResult:
     if _major(driver) >= oldest:
         return CheckResult("driver", "ok", text)
     older = _supported_cuda(driver)
-    fix = f"{sys.executable} -m pip install 'jaxlm[cuda{older}]'" if older else "a newer driver"
+    fix = installs(f"cuda{older}") if older else "a newer driver"
     return CheckResult("driver", "problem", text, fix)
 
 
@@ -224,10 +213,6 @@ def _supported_cuda(driver: str) -> int | None:
 def _cuda(packages: Mapping[str, str]) -> int | None:
     """Return the major version of CUDA of the installed plugin."""
     return next((major for major in MIN_DRIVER if f"jax-cuda{major}-plugin" in packages), None)
-
-
-def _release(version: str) -> list[str]:
-    return version.split(".")[:3]
 
 
 def _major(version: str) -> int:

@@ -26,7 +26,6 @@ from jaxlm.recipes.train import records, resume
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.context import ResumeOptions
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.train.resume import StartRecord
 from jaxlm.training import control
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
@@ -49,11 +48,8 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     """Repeat a step from the newest undamaged checkpoint before it; the run stays unchanged.
 
     On the mesh of the run every bit is reproduced. `is_as_logged` compares the loss with the logged
-    one; None if the step was not logged.
-
-    Raises:
-      CommandError: if the run has no such step or rewind.
-      DataError: if the data changed since, or no checkpoint leads to the step under its config.
+    one; None if the step was not logged. Raises CommandError if the run has no such step or rewind,
+    and DataError if the data changed since, or no checkpoint leads to the step under its config.
     """
     workdir, step = options.workdir, options.step
     newest = read_json(workdir, "config.json")
@@ -62,38 +58,24 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     every = len(rewinds.made)
     known = every if options.rewinds is None else options.rewinds
     if not 0 <= known <= every:
-        raise CommandError(
-            f"the run has no rewind {known}",
-            where=f"--rewinds={known}",
-            why=f"it has {every} rewinds so far",
-            fix=f"--rewinds={every}",
-        )
+        what, why = f"the run has no rewind {known}", f"it has {every} rewinds so far"
+        raise CommandError(what, where=f"--rewinds={known}", why=why, fix=f"--rewinds={every}")
     last = config.from_json(Run, newest).train.steps
     if not 1 <= step <= last:
-        raise CommandError(
-            f"the run has no step {step}",
-            where=f"--step={step}",
-            why=f"its steps are 1 to {last}",
-            fix=f"--step={min(max(step, 1), last)}",
-        )
-    starts = resume.read_starts(workdir)
+        what, why = f"the run has no step {step}", f"its steps are 1 to {last}"
+        fix = f"--step={min(max(step, 1), last)}"
+        raise CommandError(what, where=f"--step={step}", why=why, fix=fix)
+    starts, file = resume.read_starts(workdir), str(workdir / resume.STARTS_FILE)
     lineage = [each for each in resume.lineage(starts, rewinds.made[:known]) if each.step < step]
     if not lineage or lineage[0].step:
-        raise DataError(
-            f"the config of step {step} is unknown",
-            where=str(workdir / resume.STARTS_FILE),
-            why="the file has no line of a start before that step",
-            fix="restore the file from a copy of the run",
-        )
-    run: Run = config.from_json(
-        Run, lineage[-1].config, str(workdir / resume.STARTS_FILE), options.overrides
-    )
+        what = f"the config of step {step} is unknown"
+        why = "the file has no line of a start before that step"
+        raise DataError(what, where=file, why=why, fix="restore the file from a copy of the run")
+    run: Run = config.from_json(Run, lineage[-1].config, file, options.overrides)
     jax_setup.start(options.cpu_devices)
     store = Store(directory.checkpoints, run.checkpoint, read_only=True, verifier=Verifier(say=say))
-    later = [each for each in starts if each.rewinds > known]
-    start = _start(
-        store, rewinds, known, min((each.step for each in later), default=step), step, say
-    )
+    shared = min((each.step for each in starts if each.rewinds > known), default=step)
+    start = _start(store, rewinds, known, shared, step, say)
     resume_options = _resume_options(lineage, start, step)
     rewinds.made = rewinds.made[:known]
 
@@ -126,13 +108,15 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
         values, layers = _measured(engine, state, batch, rate(step - 1))
         evidence = records.spike_evidence(engine, step, values, layers, rewinds.skips)
     logged = _logged(workdir, evidence, is_newest=known == every)
-    loss = values["loss_nats"]
+    loss, is_as_logged = values["loss_nats"], None
+    if logged is not None:  # the log has one value for everything that is not finite
+        is_as_logged = loss == logged or not (math.isfinite(loss) or math.isfinite(logged))
     return evidence | {
         "from_step": start,
         "is_applied": not values["verdict"],
         "loss_hex": loss.hex(),
         "logged_loss_nats": logged,
-        "is_as_logged": None if logged is None else _is_same(loss, logged),
+        "is_as_logged": is_as_logged,
         "rows": rows,
     }
 
@@ -154,30 +138,25 @@ def _start(store: Store, rewinds: Rewinds, known: int, shared: int, step: int, s
     return 0
 
 
-def _resume_options(lineage: list[StartRecord], start: int, step: int) -> ResumeOptions:
+def _resume_options(lineage: list[resume.StartRecord], start: int, step: int) -> ResumeOptions:
     """Return the options of the resume at a checkpoint. Raises DataError if a later one differs."""
     earlier = [each for each in lineage if each.step <= start]
     for before, after in itertools.pairwise([*earlier[-1:], *lineage[len(earlier) :]]):
         try:
-            resume.check(
-                config.from_json(Run, before.config),
-                config.from_json(Run, after.config),
-                ResumeOptions(),
-                0,
-            )
+            saved, resumed = (config.from_json(Run, each.config) for each in (before, after))
+            resume.check(saved, resumed, ResumeOptions(), 0)
             resume.check_data(before.data, after.data, ResumeOptions())
             why = ""
         except ConfigError as error:
             why = error.why
-        changed = [name for name in ("reset_optimizer", "cast") if getattr(after, name)]
+        changed = [f"--{name}" for name in ("reset_optimizer", "cast") if getattr(after, name)]
         if why or changed:
-            raise DataError(
-                f"step {step} cannot be reached from checkpoint {start}",
-                where=f"step {after.step}, where the run resumed",
-                why="its checkpoint is missing or damaged, the run resumed with other settings\n"
-                + "\n".join([*(f"--{name}" for name in changed), *why.splitlines()]),
-                fix=f"--step={after.step}    # the last one that this checkpoint leads to",
-            )
+            missing = "its checkpoint is missing or damaged, the run resumed with other settings"
+            why = "\n".join([missing, *changed, *why.splitlines()])
+            what = f"step {step} cannot be reached from checkpoint {start}"
+            where = f"step {after.step}, where the run resumed"
+            fix = f"--step={after.step}    # the last one that this checkpoint leads to"
+            raise DataError(what, where=where, why=why, fix=fix)
     return earlier[-1].options if earlier and earlier[-1].step == start else ResumeOptions()
 
 
@@ -186,19 +165,14 @@ def _check_data(known: dict[str, Any], current: dict[str, Any]) -> None:
     try:
         resume.check_data(known, current, ResumeOptions())
     except ConfigError as error:
-        raise DataError(
-            error.what,
-            where=error.where,
-            why=error.why,
-            fix="restore the files of data.train and data.validation",
-        ) from error
+        fix = "restore the files of data.train and data.validation"
+        raise DataError(error.what, where=error.where, why=error.why, fix=fix) from error
 
 
 def _rows(engine: TrainPrograms, params: Any, batch: Tokens, uncut: int) -> list[dict[str, Any]]:
     """Return the rows of highest mean loss, without dropout; rows that are not finite come first.
 
-    Row numbers are those before the warm-up cut the rows into shorter ones; `uncut` is their
-    number.
+    They are numbered as the `uncut` rows before the warm-up cut them into shorter ones.
     """
 
     def means(params: Any, batch: Tokens) -> jax.Array:
@@ -224,13 +198,8 @@ def _measured(
     run, guard = engine.run, state.guard
     refusing = engine
     if run.guard.sigmas is None:  # such a guard detects no spikes
-        strict = dataclasses.replace(run.guard, sigmas=1.0)
-        refusing = TrainPrograms(
-            dataclasses.replace(run, guard=strict),
-            engine.data,
-            engine.model,
-            teacher=engine.teacher,
-        )
+        strict = dataclasses.replace(run, guard=dataclasses.replace(run.guard, sigmas=1.0))
+        refusing = TrainPrograms(strict, engine.data, engine.model, teacher=engine.teacher)
     zeros = jax.tree.map(lambda x: x * 0, guard)  # new arrays: the state is donated
     zeros = zeros._replace(
         filled=zeros.filled + run.guard.window, scale=jax.tree.map(jnp.copy, guard.scale)
@@ -239,15 +208,8 @@ def _measured(
     state = state._replace(step=state.step - 1, guard=guard)
     _, metrics = engine.step(state, batch, rate, **engine.extra_inputs)
     metrics.pop("layers")
-    return (
-        {name: float(value) for name, value in metrics.items()},
-        jax.device_get(refused["layers"]),
-    )
-
-
-def _is_same(a: float, b: float) -> bool:
-    # The log has one value for everything that is not finite.
-    return a == b or not (math.isfinite(a) or math.isfinite(b))
+    values = {name: float(value) for name, value in metrics.items()}
+    return values, jax.device_get(refused["layers"])
 
 
 def _logged(workdir: Path, evidence: dict[str, Any], *, is_newest: bool) -> float | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlm.core.errors import cannot_write
 from jaxlm.monitor import plots, sinks
-from jaxlm.optim.schedule_functions import lr_factor, with_swa_cycles
+from jaxlm.optim.schedule_config import lr_factor, with_swa_cycles
 from jaxlm.recipes.config import Run
 
 MAX_POINTS = 1000  # points of a curve

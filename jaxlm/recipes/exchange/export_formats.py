@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config, hub_architecture, hub_digests
+from jaxlm.checkpoint.gguf_file import library
 from jaxlm.checkpoint.gguf_source import Gguf
-from jaxlm.checkpoint.gguf_writer import GGUFPlan, library
+from jaxlm.checkpoint.gguf_writer import GGUFPlan
 from jaxlm.checkpoint.hub_folder import Folder, write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
 from jaxlm.core import tree
@@ -69,8 +70,7 @@ class ExportJob:
 class HFExport:
     """config.json, safetensors, tokenizer, chat template, model card, and the sha256 of each file.
 
-    Raises:
-      ConfigError: if the tokenizer and the model use different padding ids.
+    Raises ConfigError if the tokenizer and the model use different padding ids.
     """
 
     def __init__(self, job: ExportJob):
@@ -108,12 +108,9 @@ class HFExport:
 
     def _write_companions(self, place: Path) -> None:
         """Write the tokenizer, files of an imported model, and generation_config.json."""
-        tokenizer = self._job.opened.tokenizer
-        ids = {
-            name: id_
-            for name, id_ in self._attributes.items()
-            if name in GENERATION and id_ is not None
-        }
+        tokenizer, known = self._job.opened.tokenizer, self._attributes
+        ids = {name: known[name] for name in known if name in GENERATION}
+        ids = {name: id_ for name, id_ in ids.items() if id_ is not None}
         folder = self._job.workdir / chat_templates.HUB
         ends, template = tokenizer.ends, chat_templates.of_folder(folder)
         if template is not None and self._job.opened.run.data.kind != "text":
@@ -128,10 +125,9 @@ class HFExport:
             return
         content = tokenizer_json.as_json(tokenizer)
         if content is None:
-            self._job.say(
-                "the tokenizer is not exported: it uses jaxlm's names of special tokens, "
-                "and its ids start after jaxlm's special tokens"
-            )
+            names = "it uses jaxlm's names of special tokens"
+            ids_start = "its ids start after jaxlm's special tokens"
+            self._job.say(f"the tokenizer is not exported: {names}, and {ids_start}")
             return
         (place / "tokenizer.json").write_bytes(content)
         write_json(place / "tokenizer_config.json", tokenizer_json.settings(tokenizer))
@@ -173,13 +169,12 @@ by {parity["largest_difference_by_rounding"]:.3g}.
 class GGUFExport:
     """A GGUF: matrices, float32 vectors, tokenizer and chat template; a parity report next to it.
 
-    Raises:
-      InputMissing: if the gguf package is not installed.
-      ConfigError: if llama.cpp does not support the model or the tokenizer.
+    Raises InputMissing without the gguf package, and ConfigError if llama.cpp does not support the
+    model or the tokenizer.
     """
 
     def __init__(self, job: ExportJob):
-        library(job.workdir)
+        library("writing a GGUF", job.workdir)
         self._job = job
         attributes = job.family.to_hub() | {"model_type": job.family.HUB.model_type}
         try:
@@ -190,16 +185,13 @@ class GGUFExport:
         tokenizer = job.opened.tokenizer
         content = tokenizer_json.as_json(tokenizer)
         if content is None:
-            raise ConfigError(
-                "the tokenizer cannot be written to a GGUF",
-                where=str(job.workdir),
-                why="its ids start after jaxlm's special tokens; no tokenizer.json gives those ids",
-                fix="--to=hf    # a folder, without a tokenizer",
-            )
+            what = "the tokenizer cannot be written to a GGUF"
+            why = "its ids start after jaxlm's special tokens; no tokenizer.json gives those ids"
+            fix = "--to=hf    # a folder, without a tokenizer"
+            raise ConfigError(what, where=str(job.workdir), why=why, fix=fix)
         rows = attributes["vocab_size"]
-        self._tokenizer = gguf_tokens.metadata(content, rows, str(job.workdir)) | _special_ids(
-            tokenizer
-        )
+        known = gguf_tokens.metadata(content, rows, str(job.workdir))
+        self._tokenizer = known | _special_ids(tokenizer)
         if (template := chat_templates.of_folder(job.workdir / chat_templates.HUB)) is not None:
             self._tokenizer["tokenizer.chat_template"] = template.source
 
@@ -255,16 +247,11 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
         "unknown": tokenizer.unk,
         "padding": tokenizer.pad,
     }
-    return {f"{PREFIX}{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None} | {
-        f"{PREFIX}add_bos_token": bool(tokenizer.before),
-        f"{PREFIX}add_eos_token": False,
-    }
+    known = {f"{PREFIX}{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}
+    flags = {"add_bos_token": bool(tokenizer.before), "add_eos_token": False}
+    return known | {f"{PREFIX}{name}": flag for name, flag in flags.items()}
 
 
 def _unsupported(why: str) -> ConfigError:
-    return ConfigError(
-        "a GGUF cannot hold this model",
-        where="model",
-        why=why,
-        fix="--to=hf    # a transformers folder, which llama.cpp's converter may support",
-    )
+    fix = "--to=hf    # a transformers folder, which llama.cpp's converter may support"
+    return ConfigError("a GGUF cannot hold this model", where="model", why=why, fix=fix)

@@ -1,70 +1,78 @@
 """Export a run's model for other programs; it is read back and compared before it gets its name."""
 
 import dataclasses
+import functools
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxlm.checkpoint.hub_folder import SHARD_BYTES
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.checkpoint import hub_architecture
+from jaxlm.checkpoint.hub_folder import SHARD_BYTES, ModelSource
 from jaxlm.checkpoint.hub_tensors import layout
+from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import CommandError, cannot_write
+from jaxlm.core.errors import CommandError, JaxlmError, cannot_write
+from jaxlm.models.build import Blueprint
 from jaxlm.models.cost import model_cost
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.objectives.config import Causal
+from jaxlm.parallel import rules
 from jaxlm.recipes import setup
-from jaxlm.recipes.exchange import parity
-from jaxlm.recipes.exchange.export_formats import DTYPES, Dtype, ExportJob, GGUFExport, HFExport
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.exchange import export_formats, import_model
 from jaxlm.recipes.use import load
-from jaxlm.recipes.use.load import LoadedRun, Weights
 from jaxlm.training.rundir import IMPORTED
 
-ExportFormat = HFExport | GGUFExport
+ExportFormat = export_formats.HFExport | export_formats.GGUFExport
 To = Literal["hf", "gguf"]
-FORMATS: dict[To, type[ExportFormat]] = {"hf": HFExport, "gguf": GGUFExport}
+FORMATS: dict[To, type[ExportFormat]] = {
+    "hf": export_formats.HFExport,
+    "gguf": export_formats.GGUFExport,
+}
+TOLERANCE = 1e-5  # of the largest logit: the same arithmetic computes both
+MAX_LENGTH = 256  # of the rows of text to compare on
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """The run and step to export, the format, and the output path."""
-
-    workdir: Path
-    out: Path
-    to: To = "hf"
-    step: int | None = None
-    best: bool = False
-    weights: Weights = "raw"
-    dtype: Dtype | None = None  # None: of the imported model, else float32
-    shard_bytes: int = SHARD_BYTES
-    cpu_devices: int | None = None
+class ParityError(JaxlmError, code=1, kind="not the same"):
+    """The export does not compute the same as the run."""
 
 
-def export_model(options: ExportOptions, say: Log = lambda _: None) -> dict[str, Any]:
+def export_model(
+    workdir: Path,
+    out: Path,
+    *,
+    to: To = "hf",
+    dtype: export_formats.Dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    say: Log = lambda _: None,
+    **selection: Any,
+) -> dict[str, Any]:
     """Write a run's model as a transformers folder or a GGUF, read it back, and compare the logits.
 
-    The export is written as NAME.partial and renamed once both agree.
+    The export is written as NAME.partial and renamed once both agree. Raises CommandError if the
+    output exists, ConfigError if the format does not support the model or the tokenizer, and
+    ParityError if the export gives other logits.
 
-    Raises:
-      CommandError: if the output exists.
-      ConfigError: if the format does not support the model or the tokenizer.
-      ParityError: if the export gives other logits.
+    Args:
+      workdir: the run.
+      out: the folder or the file to write.
+      to: the format.
+      dtype: of the tensors; None for that of the imported model, else float32.
+      shard_bytes: largest file of tensors.
+      `say`: receives log lines.
+      selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
-    if options.out.exists():
-        raise CommandError(
-            f"the {'folder' if options.out.is_dir() else 'file'} already exists",
-            where=f"--out={options.out}",
-            why="an export never overwrites",
-            fix=f"--out={options.out.with_stem(f'{options.out.stem}-2')}",
-        )
-    opened = load.load_run(
-        options.workdir,
-        step=options.step,
-        best=options.best,
-        weights=options.weights,
-        cpu_devices=options.cpu_devices,
-        say=say,
-    )
+    if out.exists():
+        what = f"the {'folder' if out.is_dir() else 'file'} already exists"
+        fix = f"--out={out.with_stem(f'{out.stem}-2')}"
+        raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
+    opened = load.load_run(workdir, say=say, **selection)
     opened = _without_capacity(_without_heads(opened, say), say)
     decoder = opened.model.blueprint.config
     family = dataclasses.replace(opened.run.model, vocab=decoder.vocab)
@@ -72,24 +80,26 @@ def export_model(options: ExportOptions, say: Log = lambda _: None) -> dict[str,
         base = opened.run.mup.base_width
         why = f"mup.base_width = {base} divides its logits by {decoder.width_ratio:g}"
         raise uncomputed(family.HUB, why)
-    job = ExportJob(
+    imported = workdir / IMPORTED  # facts of an imported run
+    facts = json.loads(imported.read_text()) if imported.is_file() else {}
+    job = export_formats.ExportJob(
         opened=opened,
         family=family,
         tensors=layout(decoder, family.HUB),
-        dtype=DTYPES[options.dtype or _imported(options.workdir).get("dtype", "float32")],
-        workdir=options.workdir,
-        shard_bytes=options.shard_bytes,
+        dtype=export_formats.DTYPES[dtype or facts.get("dtype", "float32")],
+        workdir=workdir,
+        shard_bytes=shard_bytes,
         say=say,
     )
-    format_ = FORMATS[options.to](job)
-    partial = options.out.with_name(f"{options.out.name}.partial")
+    format_ = FORMATS[to](job)
+    partial = out.with_name(f"{out.name}.partial")
     try:
         files = format_.write(partial)
     except OSError as error:
         raise cannot_write("the export", partial, error, fix="--out=another/place") from error
-    report = parity.compare_logits(format_.read(partial), opened, job.dtype, format_.held)
+    report = compare_logits(format_.read(partial), opened, job.dtype, format_.held)
     answer = {
-        "out": str(options.out),
+        "out": str(out),
         "architecture": family.HUB.architecture,
         "step": opened.step,
         "dtype": job.dtype.name,
@@ -99,39 +109,128 @@ def export_model(options: ExportOptions, say: Log = lambda _: None) -> dict[str,
         "parity": report,
     }
     format_.finish(partial, answer)
-    parity.check(report, partial)
-    os.replace(partial, options.out)
+    check(report, partial)
+    os.replace(partial, out)
     return answer
 
 
-def _without_heads(opened: LoadedRun, say: Log) -> LoadedRun:
+def _without_heads(opened: load.LoadedRun, say: Log) -> load.LoadedRun:
     """Return the model without its multi-token-prediction heads."""
     heads = opened.model.blueprint.config.heads
     if not heads:
         return opened
     say(f"left out: {len(heads)} heads for later tokens; the format has no names for them")
     run = dataclasses.replace(opened.run, objective=Causal())
-    vocab = opened.model.blueprint.config.vocab
-    return dataclasses.replace(
-        opened,
-        run=run,
-        model=setup.build_sharded_model(run, vocab, opened.model.mesh),
-        params={name: part for name, part in opened.params.items() if name != "heads"},
-    )
+    params = {name: part for name, part in opened.params.items() if name != "heads"}
+    return _rebuilt(dataclasses.replace(opened, params=params), run)
 
 
-def _without_capacity(opened: LoadedRun, say: Log) -> LoadedRun:
+def _without_capacity(opened: load.LoadedRun, say: Log) -> load.LoadedRun:
     """Return the model whose experts accept every token, as in other programs."""
     if getattr(opened.run.model, "capacity", None) is None:
         return opened
     say("left out: model.capacity; training dropped tokens, the export drops none")
-    run = opened.run.changed({"model.capacity": None})
-    vocab = opened.model.blueprint.config.vocab
-    model = setup.build_sharded_model(run, vocab, opened.model.mesh)
+    return _rebuilt(opened, opened.run.changed({"model.capacity": None}))
+
+
+def _rebuilt(opened: load.LoadedRun, run: Run) -> load.LoadedRun:
+    """Return the run with another config, and the model of that config."""
+    model = setup.build_sharded_model(run, opened.model.blueprint.config.vocab, opened.model.mesh)
     return dataclasses.replace(opened, run=run, model=model)
 
 
-def _imported(workdir: Path) -> dict[str, Any]:
-    """Return the facts of an imported run; empty for other runs."""
-    path = workdir / IMPORTED
-    return json.loads(path.read_text()) if path.is_file() else {}
+def compare_logits(
+    source: ModelSource,
+    opened: load.LoadedRun,
+    dtype: np.dtype,
+    held: export_formats.ExportedParams,
+) -> dict[str, Any]:
+    """Return the largest difference between the logits of the export and of the run, on real text.
+
+    The export's model is built from its own config.json. The run's parameters are first rounded as
+    the format rounds them; the effect of the rounding is reported separately. They are freed leaf
+    by leaf as the export is read, so that memory holds one model and one leaf; the run is unusable
+    afterwards. `held` is the rounding of each leaf.
+    """
+    model = opened.model
+    family, _ = hub_architecture.read_family(source, lambda _: None)
+    described = dataclasses.replace(opened.run, model=family)
+    written = setup.build_sharded_model(described, model.blueprint.config.vocab, model.mesh)
+    tokens, positions = _text(opened)
+    is_paired = opened.run.architecture == "encoder-decoder"
+
+    def logits(
+        blueprint: Blueprint, params: Any, tokens: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        merged = blueprint.merge(params)
+        inputs = {"source": tokens} if is_paired else {}
+        return merged.logits(merged(tokens, positions=positions, **inputs).values)
+
+    of_run = jax.jit(functools.partial(logits, model.blueprint))
+    of_export = jax.jit(functools.partial(logits, written.blueprint))
+    is_identical = []
+
+    def rounded(path: str, leaf: jax.Array) -> jax.Array:
+        result = held[path](leaf)
+        if result is not leaf:
+            leaf.delete()
+        return result
+
+    with source.opened() as fetch, jax.set_mesh(model.mesh):
+        exact = np.asarray(of_run(opened.params, tokens, positions))
+        rounded_params = tree.map_with_path(rounded, opened.params)
+        rounded_logits = np.asarray(of_run(rounded_params, tokens, positions))
+        remaining = tree.leaves(rounded_params)
+        tensors = layout(family.build(), family.HUB)
+        tensors = hub_architecture.in_folder_names(tensors, source, family.HUB)
+        read = import_model.leaf_reader(tensors, fetch)
+
+        def taken(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+            leaf = read(path, like)
+            is_identical.append(np.array_equal(leaf, remaining[path]))
+            remaining[path].delete()
+            return leaf
+
+        read_params = tree.map_with_path(taken, setup.abstract_params(written))
+        read_back = np.asarray(of_export(read_params, tokens, positions))
+    return {
+        "tokens": int(tokens.size),
+        "largest_difference": float(np.abs(rounded_logits - read_back).max()),
+        "tolerance": TOLERANCE * float(np.abs(rounded_logits).max()),
+        "is_bit_identical": all(is_identical),
+        "largest_difference_by_rounding": float(np.abs(rounded_logits - exact).max()),
+        "dtype": dtype.name,
+    }
+
+
+def check(parity: dict[str, Any], partial: Path) -> None:
+    """Raise ParityError if the export differs from the run."""
+    fix = "the export is kept for inspection; this is a bug of jaxlm: please report it"
+    difference, tolerance = parity["largest_difference"], parity["tolerance"]
+    if not math.isfinite(difference):
+        what = "the export gives logits that are not finite"
+        why = f"weights of the run are not finite, or exceed the range of {parity['dtype']}"
+        is_narrow = parity["dtype"] == "float16"
+        earlier = "export an earlier --step, whose weights are finite"
+        fix = "--dtype=bfloat16" if is_narrow else earlier
+    elif difference > tolerance:
+        what = "the export gives other logits than the run"
+        why = f"they differ by {difference:.3g}, the tolerance is {tolerance:.3g}"
+    elif not parity["is_bit_identical"]:
+        what = "the export holds other weights than the run"
+        why = "the logits of the tested text agree, but that text does not use every weight"
+    else:
+        return
+    raise ParityError(what, where=str(partial), why=why, fix=fix)
+
+
+def _text(opened: load.LoadedRun) -> tuple[jax.Array, jax.Array]:
+    """Return rows of ids of a text that is always available: Python's json package."""
+    max_length = min(MAX_LENGTH, opened.run.model.context)
+    text = Path(json.__file__).read_text()
+    ids = opened.tokenizer.encode(text)
+    rows = max(2, rules.split(opened.model.mesh, "batch"))
+    length = min(max_length, len(ids) // rows)
+    tokens = np.array(ids[: rows * length], np.int32).reshape(rows, length)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    return jnp.asarray(tokens), jnp.asarray(positions)

@@ -53,12 +53,9 @@ def check_free(workdir: Path, flag: str, what: str) -> None:
     """Raise CommandError if the directory contains a run; leftovers of a killed import are none."""
     has_steps = any((workdir / "checkpoints").glob("[0-9]*"))
     if (workdir / "config.json").exists() or (has_steps and not (workdir / IMPORTED).exists()):
-        raise CommandError(
-            "the directory already contains a run",
-            where=f"{flag}={workdir}",
-            why=f"{what} needs an empty directory",
-            fix=f"{flag}={workdir}-2",
-        )
+        where, why = f"{flag}={workdir}", f"{what} needs an empty directory"
+        exists = "the directory already contains a run"
+        raise CommandError(exists, where=where, why=why, fix=f"{where}-2")
 
 
 def write(
@@ -72,26 +69,20 @@ def write(
 ) -> None:
     """Commit the weights as step 0 of a run; config.json, which makes it a run, is written last.
 
+    Raises SaveFailed if the checkpoint cannot be written.
+
     Args:
       directory: the run directory.
       run: the config.
       params: the weights.
       tokenizer: bytes of the tokenizer file.
       facts: contents of the file that marks an imported run.
-      is_frugal: if the checkpoint is written with little memory.
-
-    Raises:
-      SaveFailed: if the checkpoint cannot be written.
+      low_memory: if the checkpoint is written with little memory.
     """
     directory.write_json(IMPORTED, facts)
     directory.write_bytes("tokenizer", tokenizer)
-    store = Store(
-        directory.checkpoints,
-        CheckpointConfig(),
-        owner=directory.lock.fence,
-        is_owner=directory.lock.is_owner,
-        low_memory=low_memory,
-    )
+    owner: Any = {"owner": directory.lock.fence, "is_owner": directory.lock.is_owner}
+    store = Store(directory.checkpoints, CheckpointConfig(), low_memory=low_memory, **owner)
     for step in store.steps():
         store.quarantine(step, "committed by a command that was killed before config.json")
     meta = {
@@ -120,19 +111,14 @@ class Options:
 
 
 def import_model(
-    options: Options,
-    say: Log = lambda _: None,
-    show: OnProgress = lambda what, done, total: None,
+    options: Options, say: Log = lambda _: None, show: OnProgress = lambda what, done, total: None
 ) -> dict[str, Any]:
     """Make a run whose step 0 has a model's weights; each tensor is read straight to its shards.
 
     Before the first number is read, everything that can be wrong is checked: unknown attributes of
     config.json; tensors that are missing, left over, or of another shape or dtype; wrong sha256.
     Every parameter is loaded. Files of the hub are downloaded first; `show` receives their
-    progress.
-
-    Raises:
-      JaxlmError: with the whole list of problems.
+    progress. Raises JaxlmError with the whole list of problems.
     """
     check_free(options.workdir, "--workdir", "an import")
     folder, origin = _open_source(options.source, say, show)
@@ -140,12 +126,10 @@ def import_model(
     tokenizer = read_tokenizer(folder, say)
     known, rows = tokenizer.size, family.vocab
     if known > rows:
-        raise DataError(
-            f"the tokenizer has {known:,} ids and the embedding {rows:,} rows",
-            where=str(options.source),
-            why="an id without a row cannot be read",
-            fix="download the folder again: its tokenizer and its weights are of different models",
-        )
+        what = f"the tokenizer has {known:,} ids and the embedding {rows:,} rows"
+        why = "an id without a row cannot be read"
+        fix = "download the folder again: its tokenizer and its weights are of different models"
+        raise DataError(what, where=str(options.source), why=why, fix=fix)
     tokenizer = add_tokens(tokenizer, options.add_tokens)
     run = _run(dataclasses.replace(family, vocab=max(rows, tokenizer.size)), options)
     decoder = run.model.build()
@@ -188,9 +172,8 @@ def import_model(
 def _open_source(source: Path | str, say: Log, show: OnProgress) -> tuple[ModelSource, str]:
     """Open the source; returns it and the name to record."""
     if str(source).startswith(PREFIX):
-        download = fetch_model(
-            str(source), COMPANION_FILES, check=hub_architecture.family_of, say=say, show=show
-        )
+        check = hub_architecture.family_of
+        download = fetch_model(str(source), COMPANION_FILES, check=check, say=say, show=show)
         return Folder(download.path), download.origin
     path = Path(source)
     return Gguf(path) if path.suffix == ".gguf" else Folder(path), path.name
@@ -222,10 +205,10 @@ def leaf_reader(
     reader = plain if mean_from is None else MeanInitRows(plain, mean_from)
 
     def leaf(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        dtype = np.dtype(like.dtype)
-        return host.by_parts(
-            like.shape, like.sharding, lambda within: reader.leaf(path, like.shape, within, dtype)
-        )
+        def part(within: Slices) -> np.ndarray:
+            return reader.leaf(path, like.shape, within, np.dtype(like.dtype))
+
+        return host.by_parts(like.shape, like.sharding, part)
 
     return leaf
 
@@ -237,14 +220,9 @@ def _run(family: Any, options: Options) -> Run:
         objective = Masked()
     elif isinstance(family, EncoderDecoderFamily):
         objective = Span()
-    raw = {
-        "model": config.to_json(family),
-        "objective": config.to_json(objective),
-        "data": {
-            "tokenizer": str(options.workdir / "tokenizer"),
-            "sequence": min(family.context, MAX_SEQUENCE),
-        },
-    }
+    sequence = min(family.context, MAX_SEQUENCE)
+    data = {"tokenizer": str(options.workdir / "tokenizer"), "sequence": sequence}
+    raw = {"model": config.to_json(family), "objective": config.to_json(objective), "data": data}
     return config.from_json(Run, raw, where=str(options.source), overrides=options.overrides)
 
 
@@ -274,22 +252,12 @@ def add_tokens(tokenizer: ImportedTokenizer, tokens: Sequence[str]) -> ImportedT
     built = tokenizers.Tokenizer.from_buffer(tokenizer.content)
     for number, token in enumerate(tokens):
         if not token or token in tokens[:number] or built.token_to_id(token) is not None:
-            raise CommandError(
-                f"{token!r} is not a new token",
-                where=f"--add_token={token}",
-                why="it is empty"
-                if not token
-                else "the tokenizer has it, or the command names it twice",
-                fix="leave it out",
-            )
+            why = "the tokenizer has it, or the command names it twice" if token else "it is empty"
+            what, where = f"{token!r} is not a new token", f"--add_token={token}"
+            raise CommandError(what, where=where, why=why, fix="leave it out")
     built.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in tokens])
-    return ImportedTokenizer(
-        built.to_str().encode(),
-        before=tokenizer.before,
-        after=tokenizer.after,
-        ends=tokenizer.ends,
-        where="--add_token",
-    )
+    around = {name: getattr(tokenizer, name) for name in ("before", "after", "ends")}
+    return ImportedTokenizer(built.to_str().encode(), **around, where="--add_token")
 
 
 @dataclasses.dataclass

@@ -27,9 +27,8 @@ def with_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -
 
     def of(block: BlockConfig) -> BlockConfig:
         kernel = _plan(run, block.attention, sizes, target).kernel
-        return dataclasses.replace(
-            block, attention=dataclasses.replace(block.attention, kernel=kernel)
-        )
+        attention = dataclasses.replace(block.attention, kernel=kernel)
+        return dataclasses.replace(block, attention=attention)
 
     return decoder.map_blocks(of)
 
@@ -55,50 +54,37 @@ def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
     kinds = dict.fromkeys(layer.attention for layer in decoder.layers)
     plans = [(attention, _plan(run, attention, sizes, target)) for attention in kinds]
     if any(attention.dropout and plan.kernel == "ring" for attention, plan in plans):
-        raise ConfigError(
-            "ring attention does not support attention dropout",
-            where="mesh.context_keys",
-            why="model.dropout or regularisation.attention_dropout drops attention weights",
-            fix="--config.mesh.context_keys=gather\n--config.regularisation.attention_dropout=0",
-        )
+        what = "ring attention does not support attention dropout"
+        why = "model.dropout or regularisation.attention_dropout drops attention weights"
+        fix = "--config.mesh.context_keys=gather\n--config.regularisation.attention_dropout=0"
+        raise ConfigError(what, where="mesh.context_keys", why=why, fix=fix)
     for stage in run.pace.phases[:-1]:
         short = run.at(stage)
         for attention, plan in plans:
             if plan.kernel == "ring":
                 continue
             work = _work(short, attention, sizes)
-            for misfit in kernels.misfits(plan.kernel, target, work):
-                raise ConfigError(
-                    f"{plan.kernel} attention cannot compute warm-up rows of {stage.length} tokens",
-                    where="data.sequence_warmup",
-                    why=misfit.why,
-                    fix="--config.train.attention=reference\n'--config.data.sequence_warmup=()'",
-                )
+            if misfit := next(iter(kernels.misfits(plan.kernel, target, work)), None):
+                what = f"attention cannot compute warm-up rows of {stage.length} tokens"
+                what, where = f"{plan.kernel} {what}", "data.sequence_warmup"
+                fix = "--config.train.attention=reference\n'--config.data.sequence_warmup=()'"
+                raise ConfigError(what, where=where, why=misfit.why, fix=fix)
     named = run.train.attention
     if named not in ("auto", "reference") and logical.ways(sizes, "length") > 1:
-        raise ConfigError(
-            f"{named} attention needs whole rows",
-            where="train.attention",
-            why=f"mesh {format_mesh(sizes)} splits them",
-            fix="--config.train.attention=auto\n--config.mesh.context=1",
-        )
+        what, why = f"{named} attention needs whole rows", f"mesh {format_mesh(sizes)} splits them"
+        fix = "--config.train.attention=auto\n--config.mesh.context=1"
+        raise ConfigError(what, where="train.attention", why=why, fix=fix)
     if named == "auto":
         return
     works = dict.fromkeys(_work(run, attention, sizes) for attention in kinds)
-    wrong = dict.fromkeys(
-        misfit for work in works for misfit in kernels.misfits(named, target, work)
-    )
-    if wrong:
+    misfits = (misfit for work in works for misfit in kernels.misfits(named, target, work))
+    if wrong := dict.fromkeys(misfits):
         # The setting is a complete fix only if nothing else is wrong.
         extra_fixes = [misfit.fix for misfit in wrong if misfit.fix and len(wrong) == 1]
-        raise ConfigError(
-            f"{named} attention cannot compute this run",
-            where=f"train.attention={named}",
-            why="\n".join(misfit.why for misfit in wrong),
-            fix="\n".join(
-                f"--config.{setting}" for setting in ("train.attention=auto", *extra_fixes)
-            ),
-        )
+        fixes = [f"--config.{setting}" for setting in ("train.attention=auto", *extra_fixes)]
+        what, where = f"{named} attention cannot compute this run", f"train.attention={named}"
+        why = "\n".join(misfit.why for misfit in wrong)
+        raise ConfigError(what, where=where, why=why, fix="\n".join(fixes))
 
 
 def check_length(sizes: Sizes, decoder: ModelConfig, length: int, *, flag: str) -> None:
@@ -109,14 +95,11 @@ def check_length(sizes: Sizes, decoder: ModelConfig, length: int, *, flag: str) 
         return
     longest = decoder.positions or length + unit
     candidates = (length // unit * unit, -(-length // unit) * unit)
-    raise ConfigError(
-        f"rows of {length} tokens do not divide over {parts} devices",
-        where=flag,
-        why=f"mesh {format_mesh(sizes)} needs a multiple of {unit}"
-        + (", two chunks for each device of the ring" if decoder.has_ring else ""),
-        fix="\n".join(f"{flag}={size}" for size in candidates if 0 < size <= longest)
-        or "--config.mesh.context=1",
-    )
+    fixes = [f"{flag}={size}" for size in candidates if 0 < size <= longest]
+    what = f"rows of {length} tokens do not divide over {parts} devices"
+    chunks = ", two chunks for each device of the ring" if decoder.has_ring else ""
+    why = f"mesh {format_mesh(sizes)} needs a multiple of {unit}{chunks}"
+    raise ConfigError(what, where=flag, why=why, fix="\n".join(fixes) or "--config.mesh.context=1")
 
 
 def _plan(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) -> KernelPlan:
@@ -127,9 +110,8 @@ def _plan(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) ->
     keys, reason = _keys(run, attention, sizes)
     if keys == "gather":
         return KernelPlan("reference", f"keys gathered from {parts} devices: {reason}")
-    return KernelPlan(
-        "ring", f"keys in a ring of {parts} devices, zigzag over {2 * parts} chunks: {reason}"
-    )
+    ring = f"keys in a ring of {parts} devices, zigzag over {2 * parts} chunks"
+    return KernelPlan("ring", f"{ring}: {reason}")
 
 
 def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> AttentionWork:

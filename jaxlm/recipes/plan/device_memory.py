@@ -1,6 +1,7 @@
 """Predicted bytes of a run on each device, by component. Free of JAX."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -33,16 +34,16 @@ def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]
     trainable = [each for each in leaves if each.path not in frozen]
     numbers = sum(_part(each, sizes, is_split=zero == 3) for each in leaves)
     average = {} if isinstance(run.average, NoAverage) else {"average": 4.0 * numbers}
+    gradients = sum(_part(each, sizes, is_split=zero >= 2) for each in trainable)
+    optimizer = sum(
+        _size(buffer.shape, buffer.axes, sizes) * (buffer.item_bytes or moment)
+        for each in trainable
+        for buffer in run.optim.state(each.shape, each.axes, sizes)
+    )
     return {
         "parameters": numbers * item,
-        "gradients": sum(_part(each, sizes, is_split=zero >= 2) for each in trainable)
-        * ITEM_BYTES[run.precision.reduce],
-        "optimizer": sum(
-            _size(buffer.shape, buffer.axes, sizes) * (buffer.item_bytes or moment)
-            for each in trainable
-            for buffer in run.optim.state(each.shape, each.axes, sizes)
-        )
-        * (0 if "optimizer" in run.train.offload else 1),
+        "gradients": gradients * ITEM_BYTES[run.precision.reduce],
+        "optimizer": optimizer * (0 if "optimizer" in run.train.offload else 1),
     } | average
 
 
@@ -82,10 +83,7 @@ def sharding(decoder: ModelConfig, sizes: Sizes, zero: int) -> list[dict[str, An
 
 
 def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> DeviceShare:
-    """Return a device's share of the rows of a micro-batch, on `cpu`, `gpu` or `tpu`.
-
-    Activations on a CPU are float32 in every compute dtype.
-    """
+    """Return a device's share of the rows of a micro-batch, on `cpu`, `gpu` or `tpu`."""
     length = run.data.sequence
     kernels = {block.attention.kernel for block in decoder.layers}
     compute = ITEM_BYTES[run.precision.compute]
@@ -94,7 +92,7 @@ def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Dev
         length=length // logical.ways(sizes, "length"),
         keys=length if "reference" in kernels else min(BLOCK, length),
         sizes=sizes,
-        stream_bytes=4 if platform == "cpu" else compute,
+        stream_bytes=4 if platform == "cpu" else compute,  # a CPU has float32 in every dtype
         compute_bytes=compute,
         is_dense=model_cost.is_dense_ragged(platform),
     )
@@ -120,8 +118,7 @@ def temporary_bytes(
 ) -> dict[str, float]:
     """Return bytes per device of the buffers that exist only during a step.
 
-    They are the saved activations, and the larger of the loss's buffers and one layer's backward
-    pass.
+    These are saved activations, and the larger of the loss's buffers and a layer's backward pass.
 
     Args:
       run: the run.
@@ -142,25 +139,20 @@ def temporary_bytes(
         layers = list(zip(stack.layers, itertools.cycle(policies), strict=False))
         # A block that repeats is the same object in all its layers.
         kinds = {(id(block), policy): block for block, policy in layers}
-        saved_by_kind = {
-            kind: activations.saved_bytes(stack, block, stack_share, kind[1])
-            for kind, block in kinds.items()
-        }
+        saved_of = functools.partial(activations.saved_bytes, stack, share=stack_share)
+        saved_by_kind = {kind: saved_of(block, policy=kind[1]) for kind, block in kinds.items()}
         saved += activations.relative_bias(stack, stack_share) + sum(
             saved_by_kind[id(block), policy] * (passes / stages if number >= first else 1)
             for number, (block, policy) in enumerate(layers)
         )
-        saved += sum(
-            activations.saved_bytes(stack, block, stack_share, policies[0]) for block in stack.heads
-        )
+        saved += sum(saved_of(block, policy=policies[0]) for block in stack.heads)
         # Gradients are as large as the saved activations; recomputed ones are made first.
         largest = max(
-            2 * activations.saved_bytes(stack, block, stack_share, "none") - saved_by_kind[kind]
+            2 * saved_of(block, policy="none") - saved_by_kind[kind]
             for kind, block in kinds.items()
         )
-        extra = activations.attention_workspace(stack, stack_share) + activations.padded_operands(
-            stack, stack_share
-        )
+        extra = activations.attention_workspace(stack, stack_share)
+        extra += activations.padded_operands(stack, stack_share)
         layer = max(layer, largest + extra)
     predicted = stack_share.tokens  # of the last stack; after a pipeline, of all micro-batches
     predicted *= run.train.microbatches if schedule else 1

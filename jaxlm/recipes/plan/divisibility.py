@@ -80,12 +80,10 @@ def check(run: Run, count: int, slices: int = 1) -> None:
     room = LINES - len(fixes)
     if len(why) > room:
         why[room - 1 :] = ["; ".join(why[room - 1 :])]
-    raise ConfigError(
-        f"the run does not fit {count} device{'s' if count > 1 else ''}",
-        where="mesh " + (format_mesh(sizes) if sizes else _show_requested(requested)),
-        why="\n".join(why),
-        fix="\n".join(fixes),
-    )
+    what = f"the run does not fit {count} device{'s' if count > 1 else ''}"
+    cut = " x ".join(f"{axis}={size}" for axis, size in requested.items() if size != 1)
+    where = f"mesh {format_mesh(sizes) if sizes else cut or 'of one'}"
+    raise ConfigError(what, where=where, why="\n".join(why), fix="\n".join(fixes))
 
 
 def schedule(run: Run, sizes: Sizes) -> Schedule | None:
@@ -96,20 +94,16 @@ def schedule(run: Run, sizes: Sizes) -> Schedule | None:
 
 def unscaled(run: Run) -> ConfigError:
     """Return the error for a command that cannot resize the run's model."""
-    return ConfigError(
-        f"model.family={run.model.family} cannot be resized",
-        where="model.family",
-        why="an encoder-decoder has no rule for other widths and depths",
-        fix="train it: a first step shows whether it fits",
-    )
+    what = f"model.family={run.model.family} cannot be resized"
+    why = "an encoder-decoder has no rule for other widths and depths"
+    fix = "train it: a first step shows whether it fits"
+    return ConfigError(what, where="model.family", why=why, fix=fix)
 
 
 def find_indivisible(run: Run, sizes: Sizes) -> Iterator[Indivisible]:
     """Yield every number of the run that does not divide on a mesh of these sizes."""
-    decoder = dataclasses.replace(
-        run.model,
-        vocab=logical.ways(sizes, "vocab") if run.model.vocab == "auto" else run.model.vocab,
-    ).build()
+    vocab = logical.ways(sizes, "vocab") if run.model.vocab == "auto" else run.model.vocab
+    decoder = dataclasses.replace(run.model, vocab=vocab).build()
     yield from _model(run, decoder, sizes)
     yield from _rows(run, decoder, sizes)
     yield from _warmups(run, decoder, sizes)
@@ -134,10 +128,9 @@ def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible
         ways = logical.ways(sizes, name)
         if size % ways:
             # The dense layers of a mixture of experts have their own setting.
-            field = next(
-                (each for each in (field, "dense_hidden") if getattr(run.model, each, 0) == size),
-                field,
-            )
+            is_own = getattr(run.model, field, 0) == size
+            if not is_own and getattr(run.model, "dense_hidden", 0) == size:
+                field = "dense_hidden"
             step = math.lcm(ways, _width_unit(run, block)) if field == "width" else ways
             axes = logical.RULES[name]
             yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, axes, step=step)
@@ -178,14 +171,13 @@ def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible]
         why = f"microbatches = {parts} cannot fill {stages} stages (pipe)"
         parts = min(counts, default=stages)
         yield Indivisible(f"{why}, {parts} would", "train.microbatches", (parts,))
+    axes = logical.RULES["batch"]
     if batch % (rows * parts):
-        misfit = _misfit(
-            f"batch = {batch}", "train.batch", batch, rows * parts, logical.RULES["batch"]
-        )
+        misfit = _misfit(f"batch = {batch}", "train.batch", batch, rows * parts, axes)
         devices = f"{rows} devices x {parts} micro-batches" if parts > 1 else f"{rows} devices"
         yield misfit._replace(why=f"{misfit.why}: {devices}")
     if run.eval.batch != "auto" and run.eval.batch % rows:
-        size, axes = run.eval.batch, logical.RULES["batch"]
+        size = run.eval.batch
         yield _misfit(f"eval.batch = {size}", "eval.batch", size, rows, axes)
 
 
@@ -216,18 +208,15 @@ def _misfit(
     values = tuple(offset + value for value in sorted(values, key=lambda value: abs(value - size)))
     over = " x ".join((axes,) if isinstance(axes, str) else axes)
     suggested = " or ".join(map(str, values))
-    return Indivisible(
-        f"{named} does not divide by {unit} ({over}), {suggested} would", path, values
-    )
+    why = f"{named} does not divide by {unit} ({over}), {suggested} would"
+    return Indivisible(why, path, values)
 
 
 def _meshes_with_settings(
     run: Run, near: Mapping[str, Any], layouts: list[dict[str, int]], requested: Mapping[str, Any]
 ) -> list[str]:
-    """Return the nearest meshes, each with the settings that it needs.
-
-    Meshes of replicas alone are tried last, as they suit every model.
-    """
+    """Return the nearest meshes, each with the settings that it needs."""
+    # Meshes of replicas alone are tried last, as they suit every model.
     replicas = [fit for fit in layouts[MESHES_TRIED:] if fit["data"] == math.prod(fit.values())]
 
     def line(fit: Sizes) -> str:
@@ -269,25 +258,13 @@ def _changes(run: Run, sizes: Sizes, misfits: list[Indivisible]) -> dict[str, An
 
 
 def _suits(run: Run, sizes: Sizes, changes: Mapping[str, Any]) -> bool:
-    """Return True if other settings fit the mesh and their sections agree.
-
-    Ranges are not checked, as that takes long.
-    """
-    sections: dict[str, dict[str, Any]] = {}
+    """Return True if settings fit the mesh and agree. Ranges are not checked: that takes long."""
+    sections: dict[str, Any] = {}
     for path, value in changes.items():
         section, _, name = path.partition(".")
-        sections.setdefault(section, {})[name] = value
-    changed = dataclasses.replace(
-        run,
-        **{
-            section: dataclasses.replace(getattr(run, section), **values)
-            for section, values in sections.items()
-        },
-    )
-    parts = [changed, *(getattr(changed, section) for section in sections)]
+        known = sections.get(section, getattr(run, section))
+        sections[section] = dataclasses.replace(known, **{name: value})
+    changed = dataclasses.replace(run, **sections)
+    parts = [changed, *sections.values()]
     is_sound = not any(any(part.problems()) for part in parts if hasattr(part, "problems"))
     return is_sound and not any(find_indivisible(changed, sizes))
-
-
-def _show_requested(requested: Mapping[str, Any]) -> str:
-    return " x ".join(f"{axis}={size}" for axis, size in requested.items() if size != 1) or "of one"

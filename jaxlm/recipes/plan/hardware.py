@@ -21,9 +21,12 @@ MAX_STATE_SHARE = 0.7  # of the memory; gathered layers, activations and logits 
 def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> Layout:
     """Return the mesh and the micro-batches for `hardware` from the table of a config file.
 
-    Raises:
-      ConfigError: if the table has none; reports if the state of `c`, the file's ConfigDict, would
-        fit, and the nearest layouts.
+    Raises ConfigError if the table has none; the error reports if the state of `c`, the file's
+    ConfigDict, would fit, and the nearest layouts.
+
+    Example:
+      >>> layout({"8gpu": ({"fsdp": 8}, 1)}, "8gpu", config.new(Run), "configs/mine.py")
+      ({'fsdp': 8}, 1)
     """
     if hardware in layouts:
         return layouts[hardware]
@@ -33,24 +36,20 @@ def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> L
         near = nearest_word(hardware, layouts)
         offered = [near] if near else list(layouts)
     else:
-        needed = STATE_BYTES * model_cost.parameters(
-            config.from_json(Run, c.to_dict(), file).model.build()
-        )
-        why = (
-            f"weights, gradients and moments take {needed / 1e9:,.0f} GB; "
-            f"{hardware} has {available / 1e9:,.0f} GB"
-        )
-        why += (
-            ", and activations need some too"
-            if MAX_STATE_SHARE * available < needed
-            else ": it fits, with --config.mesh settings"
-        )
+        decoder = config.from_json(Run, c.to_dict(), file).model.build()
+        needed = STATE_BYTES * model_cost.parameters(decoder)
+        state = f"weights, gradients and moments take {needed / 1e9:,.0f} GB"
+        verdict = ": it fits, with --config.mesh settings"
+        if MAX_STATE_SHARE * available < needed:
+            verdict = ", and activations need some too"
+        why = f"{state}; {hardware} has {available / 1e9:,.0f} GB{verdict}"
         offered = sorted(layouts, key=lambda name: _distance(name, hardware))
+    named = short(file)
     raise ConfigError(
-        f"{short(file)} has no layout for {hardware}",
-        where=f"--config={short(file)}:{hardware}",
+        f"{named} has no layout for {hardware}",
+        where=f"--config={named}:{hardware}",
         why=f"{why}\nthe file has layouts for {', '.join(layouts)}",
-        fix="\n".join(f"--config={short(file)}:{each}" for each in offered[:4]),
+        fix="\n".join(f"--config={named}:{each}" for each in offered[:4]),
     )
 
 

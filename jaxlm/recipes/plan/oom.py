@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -74,35 +75,25 @@ def oom_error(
     forecast: Forecast | None, needed: float | None, available: float | None, *, when: str
 ) -> OutOfMemory:
     """Return the error for a run that does not fit; each line of its fix can be pasted."""
+    show = formatting.size
     if forecast is None:
-        return OutOfMemory(
-            "the run does not fit the device",
-            where=when,
-            why=f"it needs {formatting.size(needed)} of {formatting.size(available)}",
-            fix="--config.train.microbatches=2\n--config.train.remat=dots",
-        )
+        why = f"it needs {show(needed)} of {show(available)}"
+        fix = "--config.train.microbatches=2\n--config.train.remat=dots"
+        return OutOfMemory("the run does not fit the device", where=when, why=why, fix=fix)
     planned = forecast.bytes_per_device["total"]
     at_least = "" if needed is not None else "more than "
     needed = max(planned, available or 0.0) if needed is None else needed
-    parts = sorted(
-        ((size, name) for name, size in forecast.bytes_per_device.items() if name != "total"),
-        reverse=True,
-    )
-    biggest = " · ".join(f"{name} {formatting.size(size)}" for size, name in parts[:4])
+    held = [(size, name) for name, size in forecast.bytes_per_device.items() if name != "total"]
+    biggest = " · ".join(f"{name} {show(size)}" for size, name in sorted(held, reverse=True)[:4])
     lines = [
-        f"{flags}    # {formatting.size(size)} per device, {slower}"
+        f"{flags}    # {show(size)} per device, {slower}"
         for flags, size, slower in _remedies(forecast, needed / planned, available)
     ]
     if not lines:
         smaller = search.smaller(forecast.run, forecast.machine)
         lines = [smaller.flags if smaller else "a smaller model\nmore devices"]
-    return OutOfMemory(
-        f"this run needs {at_least}{formatting.size(needed)} per device, "
-        f"{formatting.size(available)} is available",
-        where=when,
-        why=f"biggest: {biggest}",
-        fix="\n".join(lines),
-    )
+    needs = f"this run needs {at_least}{show(needed)} per device, {show(available)} is available"
+    return OutOfMemory(needs, where=when, why=f"biggest: {biggest}", fix="\n".join(lines))
 
 
 def _remedies(
@@ -114,7 +105,9 @@ def _remedies(
     """
     tried = []
     now = sum(forecast.seconds)
-    for changes in _combinations():
+    singles = [(path, value) for path, values in REMEDIES for value in values]
+    pairs = [pair for pair in itertools.combinations(singles, 2) if pair[0][0] != pair[1][0]]
+    for changes in [*((single,) for single in singles), *pairs]:
         changed = _changed(forecast, changes)
         if changed is None:
             continue
@@ -127,13 +120,6 @@ def _remedies(
     for *_, flags, size, seconds in sorted(tried)[:MAX_REMEDIES]:
         slower = seconds / now - 1
         yield flags, size, "about as fast" if slower < 0.01 else f"about {slower:.0%} slower"
-
-
-def _combinations() -> Iterator[tuple[tuple[str, str], ...]]:
-    singles = [(path, value) for path, values in REMEDIES for value in values]
-    yield from ((single,) for single in singles)
-    for number, first in enumerate(singles):
-        yield from ((first, second) for second in singles[number + 1 :] if first[0] != second[0])
 
 
 def _changed(forecast: Forecast, changes: tuple[tuple[str, str], ...]) -> Forecast | None:

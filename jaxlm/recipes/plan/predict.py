@@ -1,4 +1,12 @@
-"""Predicted memory, time and communication of a run, by arithmetic alone. Free of JAX."""
+"""Predicted memory, time and communication of a run, by arithmetic alone. Free of JAX.
+
+Example:
+  >>> from jaxlm.monitor.chips import machine
+  >>> run = config.load(Run, None, [("model.vocab", "4096")]).value
+  >>> plan = forecast(run, machine("h100x8", flag="--on"))
+  >>> plan.fits, dict(plan.sizes)["fsdp"]
+  (True, 1)
+"""
 
 import dataclasses
 import os
@@ -69,7 +77,9 @@ class Forecast:
         hours = [steps * seconds / 3600 for seconds in self.seconds]
         peak = self.peak_flops * self.machine.devices
         chip = self.machine.chip
-        is_timed = chip.is_known
+        is_timed, is_priced = chip.is_known, chip.is_known and price is not None
+        mfu = [model_flops / (seconds * peak) for seconds in (high, low)]
+        cost = [(price or 0) * self.machine.devices * each for each in hours]
         return {
             "on": self.machine.name,
             "devices": self.machine.devices,
@@ -83,13 +93,9 @@ class Forecast:
             "flops_per_step": model_flops,
             "step_seconds": [low, high] if is_timed else None,
             "tokens_per_second": [tokens / high, tokens / low] if is_timed else None,
-            "mfu": [model_flops / (seconds * peak) for seconds in (high, low)]
-            if is_timed and chip.name != "cpu"
-            else None,
+            "mfu": mfu if is_timed and chip.name != "cpu" else None,
             "hours": hours if is_timed else None,
-            "cost": [price * self.machine.devices * each for each in hours]
-            if is_timed and price is not None
-            else None,
+            "cost": cost if is_priced else None,
             "tokens": steps * tokens,
             "sent_bytes_per_device": self.sent_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
@@ -105,9 +111,8 @@ class Forecast:
 def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Forecast:
     """Return the plan of `run` on `machine`.
 
-    Raises:
-      ConfigError: if the run does not divide over the devices, or the requested kernel cannot
-        compute its attention there.
+    Raises ConfigError if the run does not divide over the devices, or the requested kernel cannot
+    compute its attention there.
     """
     assumed = [] if assumed is None else list(assumed)
     divisibility.check(run, machine.devices)
@@ -127,17 +132,16 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     if teacher is not None:
         taught = teacher.decoder(vocab)
         used["teacher"] = device_memory.teacher_bytes(run, teacher, taught, share, sizes)
-        length = run.data.sequence
-        teacher_flops = model_cost.flops_per_token(taught, length, causal=True) / 3  # forward only
+        whole = model_cost.flops_per_token(taught, run.data.sequence, causal=True)
+        teacher_flops = whole / 3  # forward only
     if is_cpu:
         # Activations are freed before the update: the larger of the two counts.
         coming = held["gradients"] + sum(used.values()) - sum(held.values())
         used["update"] = max(_written(run, held) - coming, 0.0)
     used["total"] = sum(used.values())
     peak = peak_flops(run.precision.compute, machine.chip, assumed)
-    model_flops = model_cost.flops_per_token(
-        decoder, run.data.sequence, causal=True, targets=targets
-    )
+    length = run.data.sequence
+    model_flops = model_cost.flops_per_token(decoder, length, causal=True, targets=targets)
     hardware = _hardware_flops(run, decoder, share) + teacher_flops
     hardware *= run.tokens_per_step
     sent = _sent(run, decoder, sizes, share)
@@ -152,15 +156,10 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     # Every step reads and writes the state; no product hides that.
     update = 2 * sum(held.values()) / machine.chip.memory_speed
     moved = sum(sent.values()) / machine.chip.link_speed
-    if machine.chip.is_known:
-        assumed.append(
-            f"products reach between {low_share:.0%} and {high_share:.0%}"
-            f" of {peak / 1e12:.3g} TFLOP/s"
-        )
-    else:
-        assumed.append(
-            f"the speed of {machine.chip.name} is unknown: no times; --fit ranks by an A100's"
-        )
+    unknown = f"the speed of {machine.chip.name} is unknown: no times; --fit ranks by an A100's"
+    reached = f"products reach between {low_share:.0%} and {high_share:.0%}"
+    timed = f"{reached} of {peak / 1e12:.3g} TFLOP/s"
+    assumed.append(timed if machine.chip.is_known else unknown)
     if not machine.chip.is_tpu and machine.devices > HOST:
         assumed.append(f"links between hosts are as fast as those within a host of {HOST}")
     if sent:
@@ -184,18 +183,14 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
 
 
 def _teacher(run: Run, assumed: list[str]) -> Run | None:
-    """Return the run of the objective's teacher; None without one.
-
-    If its directory is not on this machine, the teacher is assumed to be as large as the model.
-    """
+    """Return the run of the teacher, or None; if it is not here, assume one as large as `run`."""
     ref = run.objective.teacher
     if ref is None:
         return None
     path, at_sign, _ = ref.rpartition("@")
     workdir = Path(path if at_sign else ref)
     if (workdir / "config.json").exists():
-        file = str(workdir / "config.json")
-        return config.from_json(Run, read_json(workdir, "config.json"), where=file)
+        return config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
     assumed.append(f"a teacher as large as the model: {workdir} is not on this machine")
     return run
 
@@ -228,9 +223,8 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     known = 320 if kind == "bytes" else int(size) if size.isdigit() else 4096
     unit = VOCAB_MULTIPLE * logical.ways(sizes, "vocab")
     vocab = -(-known // unit) * unit
-    assumed.append(
-        f"a vocabulary of {vocab:,}: model.vocab is auto, the tokenizer {run.data.tokenizer}"
-    )
+    why = f"model.vocab is auto, the tokenizer {run.data.tokenizer}"
+    assumed.append(f"a vocabulary of {vocab:,}: {why}")
     return vocab
 
 
@@ -247,10 +241,8 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     head = 2 * unembedding
     layers = once / 3 - head
     policies = run.train.remat.split("/")
-    products = 2 * (
-        model_cost.matmul_parameters_per_token(decoder, sequence, targets) - unembedding
-    )
-    recomputed = {"none": 0.0, "dots": layers - products}
+    parameters = model_cost.matmul_parameters_per_token(decoder, sequence, targets)
+    recomputed = {"none": 0.0, "dots": layers - 2 * (parameters - unembedding)}
     extra = sum(recomputed.get(policy, layers) for policy in policies) / len(policies)
     whole = once + extra + (head if run.loss.chunk else 0.0)
     passes = 3 + sum(policy != "none" for policy in policies) / len(policies)
@@ -265,9 +257,8 @@ def _idle_flops(decoder: ModelConfig, share: DeviceShare) -> float:
     idle = 0.0
     for block in (*decoder.layers, *decoder.heads):
         if isinstance(block.mlp, MoeConfig):
-            multiple = model_cost.expert_flops_ratio(
-                block.mlp, share.length, share.sizes, is_dense=share.is_dense
-            )
+            rows = (share.length, share.sizes)
+            multiple = model_cost.expert_flops_ratio(block.mlp, *rows, is_dense=share.is_dense)
             idle += 2 * (multiple - 1) * model_cost.routed_parameters(block, decoder.width)
     return idle
 
@@ -314,10 +305,9 @@ def memory_bytes(machine: Machine, assumed: list[str]) -> float:
     """Return the bytes of a device's memory that a program gets."""
     if machine.chip.is_tpu or machine.chip.name == "cpu":
         return machine.chip.memory_bytes
-    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
-    assumed.append(
-        f"JAX takes {share:.0%} of a GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION, or its default)"
-    )
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    share = float(os.environ.get(name, "0.75"))
+    assumed.append(f"JAX takes {share:.0%} of a GPU's memory ({name}, or its default)")
     return share * machine.chip.memory_bytes
 
 
@@ -332,25 +322,21 @@ def _saved(run: Run, decoder: ModelConfig) -> float:
 
 def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> Iterator[str]:
     """Yield warnings that follow from the chip and from experience of training."""
-    if run.precision.compute == "bfloat16" and "bfloat16" not in machine.chip.flops:
-        other = "float16" if "float16" in machine.chip.flops else "float32"
-        yield f"{machine.chip.name} has no bfloat16: --config.precision.compute={other}"
-    products, chip = run.precision.products, machine.chip
+    compute, products, chip = run.precision.compute, run.precision.products, machine.chip
+    if compute == "bfloat16" and "bfloat16" not in chip.flops:
+        other = "float16" if "float16" in chip.flops else "float32"
+        yield f"{chip.name} has no bfloat16: --config.precision.compute={other}"
     if products != "compute" and products not in chip.flops and chip.is_known:
-        yield f"{machine.chip.name} has no unit for {products}: rounding makes products slower"
-    if run.precision.compute == "float16":
-        yield (
-            "float16 has a small range: steps whose scaled gradients overflow are not applied; "
-            "bfloat16 has no such steps"
-        )
-    yield from dropless_warnings(run, decoder, sizes, _target(machine.chip).platform)
+        yield f"{chip.name} has no unit for {products}: rounding makes products slower"
+    if compute == "float16":
+        overflow = "steps whose scaled gradients overflow are not applied"
+        yield f"float16 has a small range: {overflow}; bfloat16 has no such steps"
+    yield from dropless_warnings(run, decoder, sizes, _target(chip).platform)
     tokens = run.pace.tokens(run.train.steps)
     ratio = tokens / model_cost.active_parameters(decoder)
     if ratio < 5:
-        yield (
-            f"{tokens:,} tokens are {ratio:.2g} per parameter: about 20 are best for the compute "
-            "(arXiv:2203.15556)"
-        )
+        best = "about 20 are best for the compute (arXiv:2203.15556)"
+        yield f"{tokens:,} tokens are {ratio:.2g} per parameter: {best}"
     if run.train.steps < 100:
         yield f"{run.train.steps} steps are too few for most schedules"
 
@@ -370,9 +356,8 @@ def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: st
         if isinstance(mlp, MoeConfig) and mlp.capacity is None:
             multiple = model_cost.expert_flops_ratio(mlp, length, sizes, is_dense=True)
             widest = max(decoder.width, mlp.hidden // logical.ways(sizes, "mlp"))
-            copies = model_cost.experts_per_device(mlp, sizes) * model_cost.expert_rows(
-                mlp, length, sizes
-            )
+            copies: float = model_cost.experts_per_device(mlp, sizes)
+            copies *= model_cost.expert_rows(mlp, length, sizes)
             size = rows * length * copies * widest * ITEM_BYTES[run.precision.compute]
             cost_of[mlp] = multiple, size
     for mlp, (multiple, size) in cost_of.items():

@@ -33,44 +33,33 @@ class SearchResult:
 
     best: Forecast | None
     settings: dict[str, str]
+    flags: str  # the settings, to paste
     tried: int
     fitting: int
     smallest: Forecast  # in memory, for runs that do not fit
-
-    @property
-    def flags(self) -> str:
-        """Return the flags to paste."""
-        return divisibility.config_flags(self.settings)
 
 
 def search(run: Run, machine: Machine, assumed: list[str]) -> SearchResult:
     """Try every combination of mesh, micro-batches, remat and loss chunk.
 
-    The batch, the model, and the axes of stages, experts and tokens stay as they are.
-
-    Raises:
-      ConfigError: if the run divides over the devices in none of them.
+    The batch, the model, and the axes of stages, experts and tokens stay as they are. Raises
+    ConfigError if the run divides over the devices in none of them.
     """
-    best: tuple[float, Forecast] | None = None
-    smallest: Forecast | None = None
-    tried = fitting = 0
-    for changed in _candidates(run, machine.devices, REMATS, CHUNKS):
-        plan = forecast(changed, machine, assumed)
-        tried += 1
-        if smallest is None or plan.bytes_per_device["total"] < smallest.bytes_per_device["total"]:
-            smallest = plan
-        if plan.bytes_per_device["total"] <= MAX_SHARE * plan.memory_bytes:
-            fitting += 1
-            seconds = sum(plan.seconds)
-            if best is None or seconds < best[0]:
-                best = seconds, plan
-    if smallest is None:
+    changes = _candidates(run, machine.devices, REMATS, CHUNKS)
+    plans = [forecast(changed, machine, assumed) for changed in changes]
+    if not plans:
         divisibility.check(run, machine.devices)
         raise AssertionError("a run that fits its mesh has a candidate")
-    chosen = best[1] if best else smallest
-    return SearchResult(
-        best[1] if best else None, _settings(run, chosen.run), tried, fitting, smallest
-    )
+    fitting = [plan for plan in plans if _has_room(plan)]
+    smallest = min(plans, key=lambda plan: plan.bytes_per_device["total"])
+    best = min(fitting, key=lambda plan: sum(plan.seconds), default=None)
+    settings = _settings(run, (best or smallest).run)
+    flags = divisibility.config_flags(settings)
+    return SearchResult(best, settings, flags, len(plans), len(fitting), smallest)
+
+
+def _has_room(plan: Forecast) -> bool:
+    return plan.bytes_per_device["total"] <= MAX_SHARE * plan.memory_bytes
 
 
 class Nearest(NamedTuple):
@@ -104,9 +93,8 @@ def smaller(run: Run, machine: Machine) -> Nearest | None:
             except ConfigError:
                 continue
             if fitting:
-                return fitting._replace(
-                    flags=f"{divisibility.config_flags(sizes)} {fitting.flags}".strip()
-                )
+                flags = f"{divisibility.config_flags(sizes)} {fitting.flags}"
+                return fitting._replace(flags=flags.strip())
     return None
 
 
@@ -118,7 +106,7 @@ def _fitting(run: Run, machine: Machine) -> Nearest | None:
         weights = model_cost.parameters(plan.decoder) * ITEM_BYTES[run.precision.params]
         if weights > machine.devices * plan.memory_bytes:
             return None  # no other layout fits either
-        if plan.bytes_per_device["total"] <= MAX_SHARE * plan.memory_bytes:
+        if _has_room(plan):
             best = search(run, machine, [])
             return Nearest(best.best, best.flags) if best.best else None
     return None
@@ -147,25 +135,18 @@ def _candidates(
         if sizes["tensor"] > MAX_TENSOR or any(sizes[axis] != fixed[axis] for axis in fixed):
             continue
         mesh = dataclasses.replace(run.mesh, **sizes)  # type: ignore[arg-type]
-        rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-        if run.train.batch % rows:
+        per_device, left = divmod(run.train.batch, sizes["data"] * sizes["fsdp"] * sizes["expert"])
+        if left:
             continue
-        counts = (
-            [run.train.microbatches] if sizes["pipe"] > 1 else divisors(run.train.batch // rows)
-        )
-        laid_out = dataclasses.replace(run, mesh=mesh)
-        for number in counts:
+        for number in [run.train.microbatches] if sizes["pipe"] > 1 else divisors(per_device):
             train = dataclasses.replace(run.train, microbatches=number)
-            if any(
-                divisibility.find_indivisible(dataclasses.replace(laid_out, train=train), sizes)
-            ):
+            laid_out = dataclasses.replace(run, mesh=mesh, train=train)
+            if any(divisibility.find_indivisible(laid_out, sizes)):
                 continue
             for remat, chunk in itertools.product(remats, chunks):
-                yield dataclasses.replace(
-                    laid_out,
-                    train=dataclasses.replace(train, remat=remat),
-                    loss=dataclasses.replace(run.loss, chunk=chunk),
-                )
+                changed = dataclasses.replace(train, remat=remat)
+                loss = dataclasses.replace(run.loss, chunk=chunk)
+                yield dataclasses.replace(laid_out, train=changed, loss=loss)
 
 
 def _settings(old: Run, new: Run) -> dict[str, str]:

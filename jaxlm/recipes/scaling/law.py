@@ -15,18 +15,8 @@ from jaxlm.models.cost import model_cost
 from jaxlm.monitor import sinks
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
-from jaxlm.recipes.scaling import resize_model
-from jaxlm.recipes.scaling.loss_law import (
-    MIN_RUNS,
-    MIN_SIZES,
-    PUBLISHED,
-    PUBLISHED_FLOPS,
-    Law,
-    Points,
-    fit,
-    noise,
-    resample,
-)
+from jaxlm.recipes.scaling import loss_law, resize_model
+from jaxlm.recipes.scaling.loss_law import MIN_RUNS, MIN_SIZES, Law, Points
 
 DRAWS = 200
 SHARE = 0.8  # of the draws are within an interval
@@ -77,23 +67,16 @@ def published() -> LawSource:
 
     The replication agrees with the other two approaches of the original.
     """
-    (name, law), *others = PUBLISHED.items()
-    return LawSource(
-        law=law, name=name, others=[law, *(each for _, each in others)], flops=PUBLISHED_FLOPS
-    )
+    name, laws = next(iter(loss_law.PUBLISHED)), list(loss_law.PUBLISHED.values())
+    return LawSource(law=laws[0], name=name, others=laws, flops=loss_law.PUBLISHED_FLOPS)
 
 
 def fitted(runs: Sequence[FinishedRun]) -> LawSource:
     """Return a law fitted to finished runs."""
-    arrays = points(runs)
-    law = fit(arrays)
-    flops = [each.flops for each in runs]
-    return LawSource(
-        law=law,
-        name=f"{len(runs)} runs",
-        others=resample(arrays, law, DRAWS),
-        flops=(min(flops), max(flops)),
-    )
+    arrays, flops = points(runs), [each.flops for each in runs]
+    law = loss_law.fit(arrays)
+    others, ends = loss_law.resample(arrays, law, DRAWS), (min(flops), max(flops))
+    return LawSource(law=law, name=f"{len(runs)} runs", others=others, flops=ends)
 
 
 def self_check(runs: Sequence[FinishedRun]) -> dict[str, Any] | None:
@@ -105,11 +88,10 @@ def self_check(runs: Sequence[FinishedRun]) -> dict[str, Any] | None:
     size = (largest.parameters, largest.tokens)
     predicted = float(source.law.loss(*size))
     # The run itself deviates from the law, by as much as the others do.
-    spread = noise(source.law, points(others))
+    spread = loss_law.noise(source.law, points(others))
     noises = np.exp(spread * np.random.default_rng(0).standard_normal(DRAWS))
-    drawn = [
-        float(law.loss(*size)) * factor for law, factor in zip(source.others, noises, strict=True)
-    ]
+    pairs = zip(source.others, noises, strict=True)
+    drawn = [float(law.loss(*size)) * factor for law, factor in pairs]
     return {
         "run": str(largest.path),
         "from_runs": len(others),
@@ -129,20 +111,15 @@ def quantiles(values: Sequence[float], share: float) -> list[float]:
 def read(pattern: str, flag: str) -> tuple[list[FinishedRun], list[str]]:
     """Return the finished runs that match a glob, by rising FLOPs, and why others are left out.
 
-    Raises:
-      InputMissing: if it matches no run directory, or too few finished runs for a law.
-      ConfigError: if two runs cannot be compared.
-      DataError: if a file of a run is damaged.
+    Raises InputMissing if it matches no run directory, or too few finished runs for a law,
+    ConfigError if two runs cannot be compared, and DataError if a file of a run is damaged.
     """
+    where = f"{flag}={pattern}"
     folders = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
     folders = [folder for folder in folders if (folder / "config.json").is_file()]
     if not folders:
-        raise InputMissing(
-            "the pattern matches no run directory",
-            where=f"{flag}={pattern}",
-            why="no matching folder contains a config.json",
-            fix="find . -name metrics.jsonl",
-        )
+        why, fix = "no matching folder contains a config.json", "find . -name metrics.jsonl"
+        raise InputMissing("the pattern matches no run directory", where=where, why=why, fix=fix)
     runs, left_out = [], []
     for folder in folders:
         one = _read(folder)
@@ -153,29 +130,17 @@ def read(pattern: str, flag: str) -> tuple[list[FinishedRun], list[str]]:
     runs.sort(key=lambda each: each.flops)
     if runs:
         _check_comparable(runs)
-    check_enough(runs, left_out, f"{flag}={pattern}", folders[0])
-    return runs, left_out
-
-
-def check_enough(
-    runs: Sequence[FinishedRun], left_out: Sequence[str], where: str, example: Path
-) -> None:
-    """Raise InputMissing, with commands for the missing runs, if they are too few for a law."""
-    arrays = points(runs)
-    if arrays.suffice:
-        return
-    sizes = arrays.sizes
+    if points(runs).suffice:
+        return runs, left_out
+    sizes = points(runs).sizes
     counted = f"{len(runs)} finished, of {sizes} size{'' if sizes == 1 else 's'}"
-    why = [f"{counted}; a law needs {MIN_RUNS} of {MIN_SIZES}", *left_out[:2]]
+    reasons = [f"{counted}; a law needs {MIN_RUNS} of {MIN_SIZES}", *left_out[:2]]
     if len(left_out) > 2:
-        why[-1] += f"; and {len(left_out) - 2} more"
-    raise InputMissing(
-        "the finished runs are too few for a law",
-        where=where,
-        why="\n".join(why),
-        fix="\n".join(_missing(runs))
-        or f"jaxlm scale --budget=1e18 --sweep --config={example}/config.json --workdir=runs/scale",
-    )
+        reasons[-1] += f"; and {len(left_out) - 2} more"
+    what, file = "the finished runs are too few for a law", f"{folders[0]}/config.json"
+    sweep = f"jaxlm scale --budget=1e18 --sweep --config={file} --workdir=runs/scale"
+    fix = "\n".join(_missing(runs)) or sweep
+    raise InputMissing(what, where=where, why="\n".join(reasons), fix=fix)
 
 
 def _missing(runs: Sequence[FinishedRun]) -> list[str]:
@@ -185,9 +150,8 @@ def _missing(runs: Sequence[FinishedRun]) -> list[str]:
     largest = max(runs, key=lambda each: each.parameters)
     full, steps = largest.run.model.width, largest.run.train.steps
     known = {each.run.model.width for each in runs}
-    narrower = [
-        round(full * share / resize_model.UNIT) * resize_model.UNIT for share in (0.5, 0.75, 0.25)
-    ]
+    unit = resize_model.UNIT
+    narrower = [round(full * share / unit) * unit for share in (0.5, 0.75, 0.25)]
     widths = [width for width in dict.fromkeys(narrower) if width and width not in known]
     missing_sizes = max(0, MIN_SIZES - points(runs).sizes)
     planned = [(width, steps) for width in widths[:missing_sizes]]
@@ -209,8 +173,7 @@ def _read(folder: Path) -> FinishedRun | str:
     from jaxlm.recipes.train import resume
     from jaxlm.training.rundir import read_json
 
-    where = str(folder / "config.json")
-    run: Run = config.from_json(Run, read_json(folder, "config.json"), where=where)
+    run: Run = config.from_json(Run, read_json(folder, "config.json"), f"{folder}/config.json")
     records, steps = sinks.read(folder / "metrics.jsonl"), run.train.steps
     trained = [record for record in records if record.get("split", "train") == "train"]
     last = trained[-1]["step"] if trained else 0
@@ -246,15 +209,12 @@ def _check_comparable(runs: Sequence[FinishedRun]) -> None:
         identity = _identity(other)
         names = [name for name in expected | identity if expected.get(name) != identity.get(name)]
         if names:
-            raise ConfigError(
-                "the losses of these runs cannot be compared",
-                where=f"{first.path} and {other.path}",
-                why="\n".join(
-                    f"{name}: {_short(expected.get(name))} and {_short(identity.get(name))}"
-                    for name in names[:4]
-                ),
-                fix="give --runs a pattern that matches one kind of run",
-            )
+            pairs = [(name, expected.get(name), identity.get(name)) for name in names[:4]]
+            why = [f"{name}: {_short(one)} and {_short(two)}" for name, one, two in pairs]
+            what = "the losses of these runs cannot be compared"
+            fix = "give --runs a pattern that matches one kind of run"
+            where = f"{first.path} and {other.path}"
+            raise ConfigError(what, where=where, why="\n".join(why), fix=fix)
 
 
 def _identity(one: FinishedRun) -> dict[str, Any]:

@@ -56,6 +56,11 @@ class Law:
 
     Embeddings are included in N.
 
+    Example:
+      >>> best = PUBLISHED["arXiv:2404.10102"].optimum(5.76e23)
+      >>> f"{best.parameters:.3g} parameters, {best.tokens:.3g} tokens, {best.loss_nats:.3f} nats"
+      '7.22e+10 parameters, 1.33e+12 tokens, 1.974 nats'
+
     Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.3, equation 2.
     """
 
@@ -142,15 +147,13 @@ def noise(law: Law, points: Points) -> float:
     """Return the standard deviation of log loss by the median distance to a law, at least 0.001."""
     distances = np.abs(np.log(law.loss(points.parameters, points.tokens) / points.losses))
     count = len(distances)
-    return max(
-        HUBER, 1.4826 * float(np.median(distances)) * float(np.sqrt(count / max(count - 5, 1)))
-    )
+    freedom = float(np.sqrt(count / max(count - 5, 1)))
+    return max(HUBER, 1.4826 * float(np.median(distances)) * freedom)
 
 
 def _fit(points: Points, scale: float) -> Law:
-    objective = _Objective(
-        points, np.ones((1, len(points.losses))), scale, _prior_center(points)[None]
-    )
+    counts = np.ones((1, len(points.losses)))
+    objective = _Objective(points, counts, scale, _prior_center(points)[None])
     states, values = _descend(_starts(points), objective)
     return _law(states[int(np.argmin(values))], points)
 
@@ -158,8 +161,7 @@ def _fit(points: Points, scale: float) -> Law:
 def resample(points: Points, law: Law, draws: int, seed: int = 0) -> list[Law]:
     """Return laws of runs drawn with replacement, each fitted from `law`.
 
-    The center of the prior is drawn from the prior: constants that no run determines stay
-    uncertain.
+    The center of the prior is drawn from it: constants that no run determines stay uncertain.
 
     Source: Efron 1979, Annals of Statistics 7(1); Bardsley et al. 2014, SIAM Journal on Scientific
     Computing 36(4).
@@ -168,7 +170,10 @@ def resample(points: Points, law: Law, draws: int, seed: int = 0) -> list[Law]:
     counts = random.multinomial(runs, [1 / runs] * runs, size=draws).astype(np.float64)
     centers = _prior_center(points) + SPREADS * random.standard_normal((draws, 3))
     centers[:, 1:] = np.maximum(centers[:, 1:], MIN_EXPONENT)
-    starts = np.repeat(_theta(law, points)[None], draws, axis=0)
+    size = np.log(law.A) - law.alpha * np.log(points.parameters).mean()
+    data = np.log(law.B) - law.beta * np.log(points.tokens).mean()
+    theta = np.array([np.log(law.E), size, data, law.alpha, law.beta])
+    starts = np.repeat(theta[None], draws, axis=0)
     states, _ = _descend(starts, _Objective(points, counts, noise(law, points), centers))
     return [_law(theta, points) for theta in states]
 
@@ -267,9 +272,3 @@ def _law(theta: np.ndarray, points: Points) -> Law:
         alpha=alpha,
         beta=beta,
     )
-
-
-def _theta(law: Law, points: Points) -> np.ndarray:
-    size = np.log(law.A) - law.alpha * np.log(points.parameters).mean()
-    data = np.log(law.B) - law.beta * np.log(points.tokens).mean()
-    return np.array([np.log(law.E), size, data, law.alpha, law.beta])

@@ -15,17 +15,9 @@ from jaxlm.monitor.chips import Dtype, Machine
 from jaxlm.parallel.config import AXES
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import predict
+from jaxlm.recipes.scaling import law as laws
 from jaxlm.recipes.scaling import resize_model
-from jaxlm.recipes.scaling.law import (
-    DRAWS,
-    SHARE,
-    FinishedRun,
-    LawSource,
-    fitted,
-    published,
-    quantiles,
-    self_check,
-)
+from jaxlm.recipes.scaling.law import DRAWS, SHARE, FinishedRun, LawSource
 from jaxlm.recipes.scaling.loss_law import PUBLISHED, Costs, Law, Optimum
 
 STATE_BYTES = 16  # per parameter: float32 weights, gradients, and two moments
@@ -43,28 +35,22 @@ def _spend(
     """Return days of training (None if unknown), and the nearest machine with enough memory."""
     peak = on.devices * predict.peak_flops(dtype, on.chip, assumed)
     low, high = predict.REACHED["cpu" if on.chip.name == "cpu" else "accelerator"]
+    days = [flops / (peak * share) / 86400 for share in (high, low)]
     if on.chip.is_known:
-        assumed.append(
-            f"training reaches an MFU between {low:.0%} and {high:.0%}"
-            f" of {peak / 1e12:.3g} TFLOP/s in {dtype}"
-        )
+        reached = f"training reaches an MFU between {low:.0%} and {high:.0%}"
+        assumed.append(f"{reached} of {peak / 1e12:.3g} TFLOP/s in {dtype}")
     available = on.devices * predict.memory_bytes(on, assumed)
     needed = STATE_BYTES * parameters
-    assumed.append(
-        f"{STATE_BYTES} bytes per parameter, split over all devices: float32 weights, gradients "
-        "and two moments; activations come on top"
-    )
+    state = "float32 weights, gradients and two moments; activations come on top"
+    assumed.append(f"{STATE_BYTES} bytes per parameter, split over all devices: {state}")
     nearest = None if needed <= available else _larger_machine(on, needed)
     if nearest:
-        risks.append(
-            f"{formatting.size(needed)} of state do not fit {on.name}: --on={nearest} has room"
-        )
+        state = f"{formatting.size(needed)} of state do not fit {on.name}"
+        risks.append(f"{state}: --on={nearest} has room")
     return {
         "on": on.name,
         "devices": on.devices,
-        "days": [flops / (peak * share) / 86400 for share in (high, low)]
-        if on.chip.is_known
-        else None,
+        "days": days if on.chip.is_known else None,
         "state_bytes": needed,
         "memory_bytes": available,
         "fits": needed <= available,
@@ -92,12 +78,9 @@ def budget(text: str) -> float:
         value = math.nan
     if MIN_BUDGET <= value <= MAX_BUDGET:
         return value
-    raise CommandError(
-        f"the budget {text} is not a number in range",
-        where=f"--budget={text}",
-        why=f"a budget is a number of FLOPs from {MIN_BUDGET:g} to {MAX_BUDGET:g}",
-        fix="jaxlm scale --help",
-    )
+    what, where = f"the budget {text} is not a number in range", f"--budget={text}"
+    why = f"a budget is a number of FLOPs from {MIN_BUDGET:g} to {MAX_BUDGET:g}"
+    raise CommandError(what, where=where, why=why, fix="jaxlm scale --help")
 
 
 def answer(
@@ -116,46 +99,44 @@ def answer(
       runs: finished runs to fit a law to; without any the published constants are used.
       on: machine to train on.
       assumed: assumptions made so far.
+
+    Example:
+      >>> f"{answer(1e20)['parameters']:.2e}"
+      '8.53e+08'
     """
     lines, risks = list(assumed), list[str]()
-    source = fitted(runs) if runs else published()
+    source = laws.fitted(runs) if runs else laws.published()
     table, vocab = None, 0
     if run is not None:
         vocab = predict.vocabulary(run, dict.fromkeys(AXES, 1), lines)
         table = resize_model.costs(run, vocab)
     best = source.law.optimum(flops, table)
-    band = [law.optimum(flops, table) for law in source.others]
-    check = self_check(runs) if runs else None
+    check = laws.self_check(runs) if runs else None
     lines += _assumed(run, runs, source)
     risks += _risks(flops, best, source, table, runs, check)
-    ends = _band(band, SHARE if runs else 1.0)
+    optima, share = [law.optimum(flops, table) for law in source.others], SHARE if runs else 1.0
+    values = zip(Optimum._fields, zip(*optima, strict=True), strict=True)
+    ends = {name: laws.quantiles(each, share) for name, each in values}
+    of_runs = f"{SHARE:.0%} of {DRAWS} fits to runs drawn with replacement"
     if not ends["parameters"][0] <= best.parameters <= ends["parameters"][1]:
-        risks.append(
-            "the size is outside its own range: one or two runs determine the law; "
-            "train more runs, of more sizes and steps"
-        )
+        why = "one or two runs determine the law; train more runs, of more sizes and steps"
+        risks.append(f"the size is outside its own range: {why}")
     machine = None
     if on is not None:
         dtype = "bfloat16" if run is None else run.precision.compute
         machine = _spend(on, flops, best.parameters, dtype, lines, risks)
+    published = {
+        name: dataclasses.asdict(law) | law.optimum(flops, table)._asdict()
+        for name, law in PUBLISHED.items()
+    }
     return {
         "budget_flops": flops,
         **best._asdict(),
         "tokens_per_parameter": best.tokens / best.parameters,
-        "band": {
-            "of": f"{SHARE:.0%} of {DRAWS} fits to runs drawn with replacement"
-            if runs
-            else "the published laws",
-            **ends,
-        },
+        "band": {"of": of_runs if runs else "the published laws", **ends},
         "flops_per_token": flops / best.tokens,
         "law": dataclasses.asdict(source.law) | {"source": source.name},
-        "published": {
-            name: dataclasses.asdict(law) | law.optimum(flops, table)._asdict()
-            for name, law in PUBLISHED.items()
-        }
-        if not runs
-        else None,
+        "published": None if runs else published,
         "shape": None if run is None else _shape(run, vocab, best, flops),
         "machine": machine,
         "runs": [_row(each, source.law) for each in runs],
@@ -165,21 +146,10 @@ def answer(
     }
 
 
-def _band(optima: Sequence[Optimum], share: float) -> dict[str, list[float]]:
-    return {
-        name: quantiles([getattr(each, name) for each in optima], share) for name in Optimum._fields
-    }
-
-
 def _row(one: FinishedRun, law: Law) -> dict[str, Any]:
-    return {
-        "run": str(one.path),
-        "parameters": one.parameters,
-        "tokens": one.tokens,
-        "flops": one.flops,
-        "loss_nats": one.loss_nats,
-        "fitted_nats": float(law.loss(one.parameters, one.tokens)),
-    }
+    names = ("parameters", "tokens", "flops", "loss_nats")
+    known = {"run": str(one.path)} | {name: getattr(one, name) for name in names}
+    return known | {"fitted_nats": float(law.loss(one.parameters, one.tokens))}
 
 
 def _shape(run: Run, vocab: int, best: Optimum, flops: float) -> dict[str, Any]:
@@ -201,31 +171,23 @@ def _shape(run: Run, vocab: int, best: Optimum, flops: float) -> dict[str, Any]:
 
 
 def _assumed(run: Run | None, runs: Sequence[FinishedRun], source: LawSource) -> Iterator[str]:
-    yield (
-        "a token costs 6 FLOPs per parameter"
-        if run is None
-        else "FLOPs per token: 6 x (parameters of matrix products)"
-        " + 12 x heads x head_dim x (sequence + 1) / 2 per layer"
-    )
+    products = "6 x (parameters of matrix products)"
+    scores = "12 x heads x head_dim x (sequence + 1) / 2 per layer"
+    known = f"FLOPs per token: {products} + {scores}"
+    yield "a token costs 6 FLOPs per parameter" if run is None else known
     yield (
         "parameters are the active ones, embeddings included, as in arXiv:2203.15556: "
         "without embeddings small models look too good (arXiv:2406.12907)"
     )
     if not runs:
-        yield (
-            f"the law of {source.name}; its losses are of another text and tokenizer than yours: "
-            "take N and D, not the loss"
-        )
+        why = "its losses are of another text and tokenizer than yours: take N and D, not the loss"
+        yield f"the law of {source.name}; {why}"
         return
     first = runs[0].run
-    yield (
-        "unless the runs determine them: both exponents 0.35 +- 0.15, "
-        "and E about a third of the lowest loss"
-    )
-    yield (
-        f"every size is trained with {first.optim.name} as in its config; "
-        "a learning rate that suits one size may not suit another"
-    )
+    prior = "both exponents 0.35 +- 0.15, and E about a third of the lowest loss"
+    yield f"unless the runs determine them: {prior}"
+    rates = "a learning rate that suits one size may not suit another"
+    yield f"every size is trained with {first.optim.name} as in its config; {rates}"
     if first.schedule.name == "constant":
         yield "the plan's run has a constant learning rate too: decay would end lower"
 
@@ -246,10 +208,8 @@ def _risks(
     if best.parameters < MIN_PARAMETERS:
         yield f"{best.parameters:.0f} parameters: no law was fitted below {MIN_PARAMETERS:g}"
     if table is not None and best.parameters <= 1.01 * table.parameters[0]:
-        yield (
-            "the narrowest model with this vocabulary is larger than the optimum: "
-            "use a smaller --config.model.vocab"
-        )
+        why = "the narrowest model with this vocabulary is larger than the optimum"
+        yield f"{why}: use a smaller --config.model.vocab"
     if not runs:
         return
     if check is None:
@@ -260,10 +220,9 @@ def _risks(
     if known and max(each.tokens for each in runs) > MANY_EPOCHS * known:
         yield f"runs read their {formatting.count(known)} tokens more than {MANY_EPOCHS:g} times"
     if known and best.tokens > MANY_EPOCHS * known:
-        yield (
-            f"{formatting.count(best.tokens)} tokens are {best.tokens / known:.3g} times those of "
-            "data.train; the law counts repeated tokens as new (arXiv:2305.16264)"
-        )
+        times = f"{formatting.count(best.tokens)} tokens are {best.tokens / known:.3g} times those"
+        repeated = "the law counts repeated tokens as new (arXiv:2305.16264)"
+        yield f"{times} of data.train; {repeated}"
 
 
 def draw(answer: dict[str, Any], runs: Sequence[FinishedRun], folder: Path) -> Path:
@@ -276,12 +235,10 @@ def draw(answer: dict[str, Any], runs: Sequence[FinishedRun], folder: Path) -> P
     for size in sorted({each.parameters for each in runs}):
         pairs = [(each.flops, each.loss_nats) for each in runs if each.parameters == size]
         flops = np.geomspace(min(pairs)[0] / 2, max(pairs)[0] * 2, POINTS)
-        curve = law.loss(size, flops / costs.at(float(size)))
-        sizes.append(
-            plots.Size(formatting.count(size), pairs, list(zip(flops, curve, strict=True)))
-        )
-    ends = (runs[0].flops, max(runs[-1].flops, answer["budget_flops"]))
-    budgets = np.geomspace(*ends, POINTS)
+        curve = zip(flops, law.loss(size, flops / costs.at(float(size))), strict=True)
+        sizes.append(plots.Size(formatting.count(size), pairs, list(curve)))
+    most = max(runs[-1].flops, answer["budget_flops"])
+    budgets = np.geomspace(runs[0].flops, most, POINTS)
     best = [(each, law.optimum(each, costs).loss_nats) for each in map(float, budgets)]
     target = folder / FILE
     spent = (answer["budget_flops"], answer["loss_nats"], answer["band"]["loss_nats"])

@@ -1,4 +1,9 @@
-"""Settings and decoder of a run's model at another width of its family. Free of JAX."""
+"""Settings and decoder of a run's model at another width of its family. Free of JAX.
+
+Example:
+  >>> settings_at_width(Run(), 2 * Run().model.width)
+  {'model.width': 1024, 'model.depth': 16, 'model.heads': 16, 'model.kv_heads': 16}
+"""
 
 import dataclasses
 import functools
@@ -61,20 +66,14 @@ def costs(run: Run, vocab: int) -> Costs:
     """Return active parameters and training FLOPs per token over all widths of the family."""
     powers = [UNIT * 2**power for power in range((MAX_WIDTH // UNIT).bit_length())]
     widths = sorted({*powers, *(3 * width // 2 for width in powers[1:])})
-    shapes = [decoder(run, vocab, width) for width in widths]
-    return Costs(
-        np.array([model_cost.active_parameters(each) for each in shapes], np.float64),
-        np.array(
-            [model_cost.flops_per_token(each, run.data.sequence, causal=True) for each in shapes]
-        ),
-    )
+    shapes, length = [decoder(run, vocab, width) for width in widths], run.data.sequence
+    parameters = [model_cost.active_parameters(each) for each in shapes]
+    flops = [model_cost.flops_per_token(each, length, causal=True) for each in shapes]
+    return Costs(np.array(parameters, np.float64), np.array(flops))
 
 
 def nearest(run: Run, vocab: int, parameters: float) -> int:
-    """Return the width whose model has about `parameters`.
-
-    A multiple of the head size, or of 8 if the model is narrow.
-    """
+    """Return the width, a multiple of head size, or of 8 if narrow, with about `parameters`."""
     head = run.model.width // run.model.heads
 
     def size(width: int) -> int:

@@ -1,6 +1,5 @@
 """Train a ladder of small runs of one config for a scaling law: several widths and step counts."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +20,6 @@ STEPS = (0.25, 0.5, 1.0)
 Settings = list[tuple[str, str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Rung:
-    """One run of a ladder: its directory name and its settings."""
-
-    name: str
-    settings: Settings
-
-
 def sweep(
     file: str,
     overrides: Settings,
@@ -41,7 +32,8 @@ def sweep(
     """Train each rung, the cheapest first, in `workdir`/NAME; complete rungs are skipped.
 
     Interrupted rungs resume. Each run has its own schedule, which ends with it: losses in the
-    middle of a longer run would be higher, as its learning rate has not decayed yet.
+    middle of a longer run would be higher, as its learning rate has not decayed yet. Raises
+    JaxlmError as a training run does, and if the ladder is too short for a law.
 
     Args:
       file: the config.
@@ -51,78 +43,60 @@ def sweep(
       steps: step counts with commas between; None for shares of the config's steps.
       `say`: receives log lines.
 
-    Raises:
-      JaxlmError: as a training run does, and if the ladder is too short for a law.
-
     Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.1 and appendix B.
     """
     ladder = rungs(config.load(Run, file, overrides).value, widths, steps)
-    for number, rung in enumerate(ladder, 1):
-        settings = [*overrides, *rung.settings]
-        rung_dir = workdir / rung.name
+    for number, (name, changed) in enumerate(ladder.items(), 1):
+        settings, rung_dir = [*overrides, *changed], workdir / name
         say(f"run {number} of {len(ladder)}: {rung_dir}")
         flags = [f"--config.{path}={value}" for path, value in settings]
-        summary = run_training(
-            config.load(Run, file, settings),
-            StartOptions(
-                workdir=rung_dir,
-                arguments=["train", f"--config={file}", *flags, f"--workdir={rung_dir}"],
-                resume=ResumeOptions(),
-                process=ProcessSpec(),
-                quiet=True,
-            ),
+        options = StartOptions(
+            workdir=rung_dir,
+            arguments=["train", f"--config={file}", *flags, f"--workdir={rung_dir}"],
+            resume=ResumeOptions(),
+            process=ProcessSpec(),
+            quiet=True,
         )
+        summary = run_training(config.load(Run, file, settings), options)
         say(f"  {summary['loss_nats']:.4f} nats after {summary['step']} steps")
 
 
-def rungs(run: Run, widths: str | None = None, steps: str | None = None) -> list[Rung]:
-    """Return the runs of a ladder by rising cost: each width with each number of steps.
+def rungs(run: Run, widths: str | None = None, steps: str | None = None) -> dict[str, Settings]:
+    """Return the settings of the runs of a ladder by name: each width with each number of steps.
 
     The default is a quarter, half, three quarters and all of the config's width, and a quarter,
-    half and all of its steps: together less than three times the cost of the config's own run.
+    half and all of its steps: together less than three times the cost of the config's own run. The
+    cheapest run is the first.
     """
     if not run.data.validation:
-        raise ConfigError(
-            "a law needs a validation set",
-            where="data.validation",
-            why="a law is fitted to the validation loss",
-            fix="--config.data.validation=5%",
-        )
+        what, why = "a law needs a validation set", "a law is fitted to the validation loss"
+        fix = "--config.data.validation=5%"
+        raise ConfigError(what, where="data.validation", why=why, fix=fix)
     unit, full = resize_model.UNIT, run.model.width
     sizes = _numbers(widths, "--widths", [max(unit, round(s * full / unit) * unit) for s in WIDTHS])
     counts = _numbers(steps, "--steps", [max(1, round(s * run.train.steps)) for s in STEPS])
     if wrong := [size for size in sizes if size % unit]:
-        raise CommandError(
-            f"the width {wrong[0]} is not a multiple of {unit}",
-            where=f"--widths={widths}",
-            why=f"widths are multiples of {unit}",
-            fix="--widths=" + ",".join(str(math.ceil(size / unit) * unit) for size in sizes),
-        )
+        what = f"the width {wrong[0]} is not a multiple of {unit}"
+        where, why = f"--widths={widths}", f"widths are multiples of {unit}"
+        fix = "--widths=" + ",".join(str(math.ceil(size / unit) * unit) for size in sizes)
+        raise CommandError(what, where=where, why=why, fix=fix)
     fewest = MIN_RUNS + 1  # one is predicted from the others
     if len(sizes) < MIN_SIZES or len(sizes) * len(counts) < fewest:
         widest = max(sizes)
         wide = sorted({max(unit, widest * part // 4 // unit * unit) for part in (1, 2, 3, 4)})
         wide = wide if len(wide) >= MIN_SIZES else [unit, 2 * unit, 3 * unit]
-        raise CommandError(
-            f"{len(sizes)} widths times {len(counts)} step counts are too few runs for a law",
-            where=f"--widths={','.join(map(str, sizes))} --steps={','.join(map(str, counts))}",
-            why=f"a law needs {fewest} runs of {MIN_SIZES} widths: five constants, a run to "
-            "predict",
-            fix=f"--widths={','.join(map(str, wide))} --steps={max(counts) * 2},{max(counts)}",
-        )
-    whole = _complete_schedule(run)
+        what = f"{len(sizes)} widths times {len(counts)} step counts are too few runs for a law"
+        where = f"--widths={','.join(map(str, sizes))} --steps={','.join(map(str, counts))}"
+        why = f"a law needs {fewest} runs of {MIN_SIZES} widths: five constants, a run to predict"
+        fix = f"--widths={','.join(map(str, wide))} --steps={max(counts) * 2},{max(counts)}"
+        raise CommandError(what, where=where, why=why, fix=fix)
+    whole, ladder = _complete_schedule(run), {}
     pairs = sorted(((s, n) for s in sizes for n in counts), key=lambda pair: pair[0] ** 2 * pair[1])
-    return [
-        Rung(
-            f"w{size}-s{count}",
-            [
-                (path, str(value))
-                for path, value in resize_model.settings_at_width(run, size).items()
-            ]
-            + [("train.steps", str(count)), *whole],
-        )
-        for size, count in pairs
-    ]
+    for size, count in pairs:
+        resized = resize_model.settings_at_width(run, size) | {"train.steps": count}
+        settings = [(path, str(value)) for path, value in resized.items()]
+        ladder[f"w{size}-s{count}"] = [*settings, *whole]
+    return ladder
 
 
 def _complete_schedule(run: Run) -> Settings:
@@ -145,10 +119,7 @@ def _numbers(text: str | None, flag: str, default: Sequence[int]) -> list[int]:
         return sorted(set(default))
     parts = text.split(",")
     if not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
-        raise CommandError(
-            f"{flag} needs integers with commas between",
-            where=f"{flag}={text}",
-            why="each is a positive integer below 2^31",
-            fix=f"{flag}={','.join(map(str, sorted(set(default))))}",
-        )
+        what, why = "needs integers with commas between", "each is a positive integer below 2^31"
+        fix = f"{flag}={','.join(map(str, sorted(set(default))))}"
+        raise CommandError(f"{flag} {what}", where=f"{flag}={text}", why=why, fix=fix)
     return sorted(set(map(int, parts)))

@@ -40,10 +40,7 @@ def average(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     """Make a run whose step 0 has the mean of the parameters of several checkpoints.
 
     One leaf at a time is in memory besides the result. Other shapes, dtypes, models or tokenizers
-    are refused before any leaf is read.
-
-    Raises:
-      JaxlmError: if an input is missing, damaged, or of another model.
+    are refused before any leaf is read: raises JaxlmError for an input that is missing or damaged.
 
     Source: Wortsman et al. 2022, arXiv:2203.05482, section 2 (uniform, of runs that began equal).
     """
@@ -65,12 +62,10 @@ def average(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
         for folder in folders:
             node = node.setdefault(folder, {})
         node[name] = np.asarray(mean).astype(np.dtype(layout.partition("[")[0]))
+    of = [{"run": str(each.workdir), "step": each.step} for each in origins]
     answer = {
         "workdir": str(options.out),
-        "of": [
-            {"run": str(each.workdir), "step": each.step, "share": share / total}
-            for each, share in zip(origins, proportions, strict=True)
-        ],
+        "of": [row | {"share": share / total} for row, share in zip(of, proportions, strict=True)],
         "parameters": tree.count(params),
         "tensors": len(leaves),
         "accumulated_in": options.accumulate,
@@ -85,8 +80,7 @@ def average(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
 def _origins(options: Options, say: Log) -> list[InitSource]:
     """Return the checkpoints in the order of the proportions."""
     workdir = options.workdir
-    where = str(workdir / "config.json")
-    run = config.from_json(Run, read_json(workdir, "config.json"), where=where)
+    run = config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     steps = options.steps
     if not steps:
@@ -117,12 +111,10 @@ def _origins(options: Options, say: Log) -> list[InitSource]:
 def _proportions(options: Options, count: int) -> tuple[float, ...]:
     proportions = options.proportions or (1.0,) * count
     if len(proportions) != count or min(proportions) < 0 or not 0 < sum(proportions) < float("inf"):
-        raise CommandError(
-            f"{count} checkpoints need {count} proportions, at least zero and not all zero",
-            where=f"--proportions={','.join(f'{each:g}' for each in proportions)}",
-            why=f"the command gives {len(proportions)}",
-            fix="jaxlm average --help",
-        )
+        what = f"{count} checkpoints need {count} proportions, at least zero and not all zero"
+        where = f"--proportions={','.join(f'{each:g}' for each in proportions)}"
+        why, fix = f"the command gives {len(proportions)}", "jaxlm average --help"
+        raise CommandError(what, where=where, why=why, fix=fix)
     return proportions
 
 
@@ -141,12 +133,9 @@ def _agreed(origins: list[InitSource]) -> dict[str, str]:
         if tokenizer_file.read(each.workdir / "tokenizer").digest != digest:
             why.append("its tokenizer gives other ids")
         if why:
-            raise DataError(
-                f"{each} is of another model than {first}",
-                where=str(each.workdir),
-                why="\n".join(why[:4]),
-                fix="average checkpoints of one run\naverage runs that began with the same weights",
-            )
+            what, where = f"{each} is of another model than {first}", str(each.workdir)
+            fix = "average checkpoints of one run\naverage runs that began with the same weights"
+            raise DataError(what, where=where, why="\n".join(why[:4]), fix=fix)
     return {path.removeprefix(PART): layout for path, layout in expected.items()}
 
 

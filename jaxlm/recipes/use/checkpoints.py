@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.record import Record
+from jaxlm.checkpoint.record import StepRecord
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
@@ -38,11 +38,14 @@ def inspect(workdir: Path, step: int | None = None) -> dict[str, Any]:
     store = _open(workdir)
     step = _named(store, step)
     record = _sound(store, step)
-    leaves = [_leaf(path, layout) for path, layout in store.layout(step).items()]
-    groups: dict[str, int] = {}
-    for leaf in leaves:
-        group = leaf["path"].partition("/")[0]
-        groups[group] = groups.get(group, 0) + leaf["bytes"]
+    leaves, groups = [], dict[str, int]()
+    for path, layout in store.layout(step).items():
+        name, _, sizes = layout.partition("[")
+        shape = json.loads(f"[{sizes}")
+        size = int(np.prod(shape)) * jnp.dtype(name).itemsize  # NumPy has no bfloat16
+        leaves.append({"path": path, "dtype": name, "shape": shape, "bytes": size})
+        group = path.partition("/")[0]
+        groups[group] = groups.get(group, 0) + size
     meta = record.meta
     canonical = json.dumps(meta["config"], sort_keys=True).encode()
     return {
@@ -61,12 +64,10 @@ def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str,
     """Compare the state and the config of two steps, perhaps of two runs."""
     store, other_store = _open(workdir), _open(other_workdir)
     step, other_step = _named(store, step), _named(other_store, other)
-    configs = [
-        config.from_json(
-            Run, _sound(store, number).meta["config"], where=f"config of step {number}"
-        )
-        for store, number in ((store, step), (other_store, other_step))
-    ]
+    configs = []
+    for each, number in ((store, step), (other_store, other_step)):
+        raw = _sound(each, number).meta["config"]
+        configs.append(config.from_json(Run, raw, where=f"config of step {number}"))
     layout, other_layout = store.layout(step), other_store.layout(other_step)
     shared = [path for path in layout if layout[path] == other_layout.get(path)]
     arrays = store.arrays(step), other_store.arrays(other_step)
@@ -80,6 +81,10 @@ def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str,
         for path in layout | other_layout
         if layout.get(path) != other_layout.get(path)
     ]
+    changes = [
+        {"path": change.path, "old": _plain(change.old), "new": _plain(change.new)}
+        for change in config.diff(*configs)
+    ]
     return {
         "old": {"workdir": str(workdir), "step": step},
         "new": {"workdir": str(other_workdir), "step": other_step},
@@ -87,10 +92,7 @@ def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str,
         "identical": len(shared) - len(different),
         "different": different,
         "layouts": layouts,
-        "config": [
-            {"path": change.path, "old": _plain(change.old), "new": _plain(change.new)}
-            for change in config.diff(*configs)
-        ],
+        "config": changes,
     }
 
 
@@ -117,12 +119,8 @@ def verify(workdir: Path, step: int | None = None, say: Log = lambda _: None) ->
 def _open(workdir: Path, say: Log = lambda text: None) -> Store:
     folder = workdir / "checkpoints"
     if not folder.is_dir():
-        raise InputMissing(
-            "the run has no checkpoints",
-            where=str(folder),
-            why="a run stores them in checkpoints/",
-            fix="find . -name checkpoints",
-        )
+        why, fix = "a run stores them in checkpoints/", "find . -name checkpoints"
+        raise InputMissing("the run has no checkpoints", where=str(folder), why=why, fix=fix)
     return Store(folder, CheckpointConfig(), read_only=True, verifier=Verifier(say=say))
 
 
@@ -135,7 +133,7 @@ def _named(store: Store, step: int | None) -> int:
     return load.committed_step(store, step)
 
 
-def _sound(store: Store, step: int) -> Record:
+def _sound(store: Store, step: int) -> StepRecord:
     """Return the record of an undamaged step; Orbax may read a damaged one without an error."""
     record = store.record(step)
     load.check_undamaged(store, step)
@@ -161,23 +159,12 @@ def _row(store: Store, step: int) -> dict[str, Any]:
 
 def _quarantine(workdir: Path) -> list[dict[str, Any]]:
     """Return the quarantined checkpoints, each with the reason in the file next to it."""
-    folder = workdir / "quarantine"
-    folders = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    reasons = [path.with_name(f"{path.name}.reason.txt") for path in folders]
-    return [
-        {
-            "path": str(path),
-            "reason": reason.read_text(errors="replace").strip() if reason.exists() else None,
-        }
-        for path, reason in zip(folders, reasons, strict=True)
-    ]
-
-
-def _leaf(path: str, layout: str) -> dict[str, Any]:
-    name, _, sizes = layout.partition("[")
-    shape = json.loads(f"[{sizes}")
-    size = int(np.prod(shape)) * jnp.dtype(name).itemsize  # NumPy has no bfloat16
-    return {"path": path, "dtype": name, "shape": shape, "bytes": size}
+    rows: list[dict[str, Any]] = []
+    for folder in sorted(path for path in workdir.glob("quarantine/*") if path.is_dir()):
+        file = folder.with_name(f"{folder.name}.reason.txt")
+        reason = file.read_text(errors="replace").strip() if file.exists() else None
+        rows.append({"path": str(folder), "reason": reason})
+    return rows
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:

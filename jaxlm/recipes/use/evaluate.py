@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError
 from jaxlm.corpus.config import Perplexity
 from jaxlm.corpus.filters.models import Scorer
@@ -19,67 +20,53 @@ from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.data.mixture_config import Temperature
 from jaxlm.evals import loss
-from jaxlm.evals import loss as evals
 from jaxlm.objectives import build as objectives
 from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.recipes.use import load
-from jaxlm.recipes.use.load import LoadedRun, Weights
+from jaxlm.recipes.use.load import LoadedRun
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The run, its step, and the text to evaluate on."""
-
-    workdir: Path
-    step: int | None = None
-    best: bool = False
-    weights: Weights = "raw"
-    text: tuple[str, ...] = ()  # globs; () means the run's own validation sets
-    sequence: int | None = None
-    batch: int | None = None
-    cpu_devices: int | None = None
-
-
-def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
+def evaluate(
+    workdir: Path,
+    *,
+    text: Sequence[str] = (),
+    sequence: int | None = None,
+    batch: int | None = None,
+    say: Log = lambda _: None,
+    **selection: Any,
+) -> dict[str, Any]:
     """Return metrics by set under `sets`; those of the ranking set also at the top level.
 
     Totals are exact: every token counts once. The objective of the run decides what is predicted,
     see `objectives.objective`.
+
+    Args:
+      workdir: the run.
+      text: globs of the text to evaluate on; () means the run's own validation sets.
+      sequence: length of the rows; None for the run's own.
+      batch: rows of a step; None for the run's own.
+      `say`: receives log lines.
+      selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
-    opened = load.load_run(
-        options.workdir,
-        step=options.step,
-        best=options.best,
-        weights=options.weights,
-        sequence=options.sequence,
-        cpu_devices=options.cpu_devices,
-        say=say,
-    )
-    run = opened.run
-    sequence = options.sequence or run.data.sequence
-    limit = opened.model.blueprint.config.positions or sequence
+    opened = load.load_run(workdir, sequence=sequence, say=say, **selection)
+    run, decoder = opened.run, opened.model.blueprint.config
+    sequence = sequence or run.data.sequence
+    limit = decoder.positions or sequence
     if sequence > limit:
-        raise ConfigError(
-            f"rows of {sequence} tokens are longer than the model's position table",
-            where="--sequence",
-            why=f"the model has {limit} positions",
-            fix=f"--sequence={limit}",
-        )
-    attention_kernels.check_length(
-        opened.model.mesh.shape, opened.model.blueprint.config, sequence, flag="--sequence"
-    )
-    loaders = _loaders(opened, options, sequence, say)
-    sets = measure(opened, loaders, options.batch or run.train.batch)
-    first = next(iter(sets)) if options.text else setup.ranking_set(run, sets)
+        what = f"rows of {sequence} tokens are longer than the model's position table"
+        why, fix = f"the model has {limit} positions", f"--sequence={limit}"
+        raise ConfigError(what, where="--sequence", why=why, fix=fix)
+    attention_kernels.check_length(opened.model.mesh.shape, decoder, sequence, flag="--sequence")
+    loaders = _loaders(opened, text, sequence, say)
+    sets = measure(opened, loaders, batch or run.train.batch)
+    first = next(iter(sets)) if text else setup.ranking_set(run, sets)
     assert first is not None  # there is at least one set
     return {"step": opened.step, "sequence": sequence, **sets[first], "sets": sets}
 
 
-def measure(
-    opened: LoadedRun, loaders: Mapping[str, Loader], batch: int
-) -> dict[str, dict[str, Any]]:
+def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dict[str, Any]:
     """Return metrics by set over every token of each, once.
 
     The batch has at least `batch` rows: as many as the devices share evenly.
@@ -92,62 +79,49 @@ def measure(
         table = setup.token_bytes(opened.model, opened.tokenizer)
         chunk = opened.run.loss.chunk
         prefix = setup.prefix(opened.tokenizer)
-        step = jax.jit(evals.build(opened.model.blueprint.merge, table, chunk=chunk, prefix=prefix))
+        step = jax.jit(loss.build(opened.model.blueprint.merge, table, chunk=chunk, prefix=prefix))
         rows, put = host.host_rows(mesh, batch), functools.partial(host.put, mesh)
         for name, loader in loaders.items():
             batches = loader.evaluation(batch=batch, rows=rows)
-            result = evals.evaluate(functools.partial(step, opened.params), batches, put)
+            result = loss.evaluate(functools.partial(step, opened.params), batches, put)
             sets[name] = result.record() | {"reliability": dataclasses.asdict(result.reliability)}
     return sets
 
 
-def _loaders(opened: LoadedRun, options: Options, sequence: int, say: Any) -> dict[str, Loader]:
+def _loaders(opened: LoadedRun, text: Sequence[str], sequence: int, say: Log) -> dict[str, Loader]:
     run = opened.run
-    if options.text:
-        corpus = Corpus.find(options.text, run.data.text_key, "--text")
+    if text:
+        corpus = Corpus.find(tuple(text), run.data.text_key, "--text")
         read = objectives.build(run.objective, run.loss, run.architecture).prepare
         return dataset.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
     # Mixture weights do not matter for validation sets, and other lengths change the row counts.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())
     opened_data = setup.open_data(dataclasses.replace(run, data=data), say=say, warn=say)
+    fix = "name the text to evaluate on with --text"
     if opened_data.tokenizer.digest != opened.tokenizer.digest:
-        raise ConfigError(
-            "the run's data now gives another tokenizer than the one it was trained with",
-            where="data.tokenizer",
-            why="files behind data.train have changed since then",
-            fix="name the text to evaluate on with --text",
-        )
+        what = "the run's data now gives another tokenizer than the one it was trained with"
+        why = "files behind data.train have changed since then"
+        raise ConfigError(what, where="data.tokenizer", why=why, fix=fix)
     if not opened_data.validation:
-        raise ConfigError(
-            "the run has no validation set",
-            where="data.validation",
-            why="it was trained with data.validation = ()",
-            fix="name the text to evaluate on with --text",
-        )
+        what, why = "the run has no validation set", "it was trained with data.validation = ()"
+        raise ConfigError(what, where="data.validation", why=why, fix=fix)
     return opened_data.validation
 
 
-# Perplexity of texts under a trained run, as a filter of a data recipe.
-
-
 def scorer(config: Perplexity) -> Scorer:
-    """Return a function: exp of the mean of -log p over the first tokens of a text, in rows.
+    """Return a function for a filter of a data recipe: the perplexity of a text under a run.
 
-    A row holds as many tokens as the run's own; each token is predicted from those before it in its
-    row. The scores are the same in every process on one kind of device.
-
-    Raises:
-      InputMissing: if the run has no checkpoint.
-      ConfigError: if its model is bidirectional, and so has no perplexity.
+    Perplexity is exp of the mean of -log p over the first tokens of the text, in rows. A row holds
+    as many tokens as the run's own; each token is predicted from those before it in its row. The
+    scores are the same in every process on one kind of device. Raises InputMissing if the run has
+    no checkpoint, ConfigError if its model is bidirectional, and so has no perplexity.
     """
     opened = load.load_run(Path(config.run))
     if opened.run.objective.prompts == "none" or opened.run.architecture == "encoder-decoder":
-        raise ConfigError(
-            "a bidirectional model has no perplexity",
-            where=f"perplexity.run={config.run}",
-            why=f"its objective.name is {opened.run.objective.name}",
-            fix="name a run whose objective.name is causal",
-        )
+        what, where = "a bidirectional model has no perplexity", f"perplexity.run={config.run}"
+        why = f"its objective.name is {opened.run.objective.name}"
+        fix = "name a run whose objective.name is causal"
+        raise ConfigError(what, where=where, why=why, fix=fix)
     mesh = opened.model.mesh
     batch, length = rules.split(mesh, "batch"), opened.run.data.sequence
     table = setup.token_bytes(opened.model, opened.tokenizer)
@@ -177,11 +151,9 @@ def _rows(ids: np.ndarray, *, batch: int, length: int, pad: int) -> list[Tokens]
         tokens, targets = np.full(size, pad, np.int32), np.full(size, pad, np.int32)
         tokens[:filled] = ids[begin : begin + filled]
         targets[:filled] = ids[begin + 1 : begin + filled + 1]
-        is_filled = np.arange(size) < filled
-        fields = (
-            *(tokens, targets, is_filled.astype(np.float32), is_filled.astype(np.int32)),
-            np.tile(np.arange(length, dtype=np.int32), batch),
-        )
+        is_filled, slots = np.arange(size) < filled, np.tile(np.arange(length), batch)
+        weights, segments = is_filled.astype(np.float32), is_filled.astype(np.int32)
+        fields = (tokens, targets, weights, segments, slots.astype(np.int32))
         # NumPy until it is placed on devices.
         shaped: Any = (field.reshape(batch, length) for field in fields)
         batches.append(Tokens(*shaped))

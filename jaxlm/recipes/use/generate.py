@@ -15,58 +15,42 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.recipes.sampler import Sampler
 from jaxlm.recipes.use import load
-from jaxlm.recipes.use.load import Weights
 
 
 def generate(
     workdir: Path,
     settings: GenerateConfig,
     *,
-    step: int | None = None,
-    best: bool = False,
-    weights: Weights = "raw",
-    cpu_devices: int | None = None,
     is_chat: bool = False,
     say: Log = lambda _: None,
     on_text: OnText | None = None,
+    **selection: Any,
 ) -> dict[str, Any]:
     """Return `samples`: prompt, new ids, log-probabilities, text and finish reason of each prompt.
 
     Log-probabilities are the model's own, before temperature, penalties and cuts. `finish_reason`
-    is `length`, `eos_token` or `stop_sequence`.
+    is `length`, `eos_token` or `stop_sequence`. Raises ConfigError if a prompt and its continuation
+    do not fit the position table, or the model cannot continue text.
 
     Args:
       workdir: the run.
       settings: prompts and sampling settings.
-      step: the step to load; None for the newest.
-      best: load the best step instead.
-      weights: `raw` parameters or their average.
-      cpu_devices: number of devices to split the CPU into.
       is_chat: wrap each prompt as a user turn with the model's chat template.
       `say`: receives log lines.
       on_text: receives text as it is generated, see `Sampler.write`.
-
-    Raises:
-      ConfigError: if a prompt and its continuation do not fit the position table, or the model
-        cannot continue text.
+      selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
-    opened = load.load_run(
-        workdir, step=step, best=best, weights=weights, cpu_devices=cpu_devices, say=say
-    )
+    opened = load.load_run(workdir, say=say, **selection)
     if opened.run.objective.prompts == "none":
-        raise ConfigError(
-            "this model cannot continue a text",
-            where=f"objective.name={opened.run.objective.name}",
-            why="it predicts masked tokens from those before and after them",
-            fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do",
-        )
+        where = f"objective.name={opened.run.objective.name}"
+        why = "it predicts masked tokens from those before and after them"
+        fix = f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do"
+        raise ConfigError("this model cannot continue a text", where=where, why=why, fix=fix)
     if is_chat and opened.run.architecture == "encoder-decoder":
-        raise ConfigError(
-            "an encoder-decoder does not support --chat",
-            where="--chat",
-            why=f"{opened.run.model.family} does not continue its input",
-            fix="without --chat a prompt is read as it is",
-        )
+        what = "an encoder-decoder does not support --chat"
+        fix = "without --chat a prompt is read as it is"
+        why = f"{opened.run.model.family} does not continue its input"
+        raise ConfigError(what, where="--chat", why=why, fix=fix)
     tokenizer: Tokenizer = opened.tokenizer
     if is_chat:
         tokenizer = ChatTokenizer(tokenizer, template_of(workdir))
@@ -87,11 +71,8 @@ def template_of(workdir: Path) -> ChatTemplate:
     """Return the chat template of a run. Raises ConfigError without one, DataError."""
     template = chat_templates.of_folder(workdir / chat_templates.HUB)
     if template is None:
-        raise ConfigError(
-            "this run has no chat template",
-            where=str(workdir),
-            why="a template comes with an imported model, in chat_template.jinja, "
-            "tokenizer_config.json or a GGUF, or with training on conversations",
-            fix="without --chat a prompt is continued as it is",
-        )
+        places = "chat_template.jinja, tokenizer_config.json or a GGUF"
+        why = f"a template comes with training on conversations, or an imported model: in {places}"
+        fix = "without --chat a prompt is continued as it is"
+        raise ConfigError("this run has no chat template", where=str(workdir), why=why, fix=fix)
     return template

@@ -22,7 +22,6 @@ from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
-from jaxlm.recipes.setup import ShardedModel
 from jaxlm.training.rundir import read_json
 
 Weights = Literal["raw", "ema", "swa"]
@@ -34,7 +33,7 @@ class LoadedRun:
 
     run: Run
     step: int
-    model: ShardedModel
+    model: setup.ShardedModel
     params: Any
     tokenizer: Tokenizer
 
@@ -52,7 +51,8 @@ def load_run(
     """Load the newest step of a run, the best one, or the named one.
 
     If the kernel of the training cannot compute attention on these devices and rows, another is
-    chosen and logged.
+    chosen and logged. Raises InputMissing without the run or the step, DataError if the step is
+    damaged, and CommandError if the run stores no such average.
 
     Args:
       workdir: the run.
@@ -62,44 +62,36 @@ def load_run(
       sequence: length of the rows; None for the run's own.
       cpu_devices: number of devices to split the CPU into.
       `say`: receives log lines.
-
-    Raises:
-      InputMissing: if the run or the step does not exist.
-      DataError: if the step is damaged.
-      CommandError: if the run stores no such average.
     """
-    run = config.from_json(
-        Run, read_json(workdir, "config.json"), where=str(workdir / "config.json")
-    )
+    run = config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
     encoder = tokenizer_file.read(workdir / "tokenizer")
     if weights not in ("raw", run.average.name):
-        raise CommandError(
-            f"the run stores no {weights} average of its parameters",
-            where=f"--weights={weights}",
-            why=f"its average.name is {run.average.name}",
-            fix=f"--weights={'raw' if isinstance(run.average, NoAverage) else run.average.name}",
-        )
+        what = f"the run stores no {weights} average of its parameters"
+        fix = f"--weights={'raw' if isinstance(run.average, NoAverage) else run.average.name}"
+        why = f"its average.name is {run.average.name}"
+        raise CommandError(what, where=f"--weights={weights}", why=why, fix=fix)
     jax_setup.start(cpu_devices)
     verifier = Verifier(say=say)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
     chosen = select_step(store, step, best, say)
-    mesh = jax_setup.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
+    mesh_config = run.mesh
+    try:
+        mesh_config.sizes(jax.device_count())
+    except ConfigError:  # runs of a pod are inspected on laptops too
+        mesh_config = MeshConfig()
+    mesh = jax_setup.build_mesh(mesh_config)
     vocab = setup.vocabulary(run, encoder.size)
-    model = setup.build_sharded_model(
-        _adapted_to_mesh(run, vocab, mesh, sequence, say), vocab, mesh
-    )
-    params = _restored(store, chosen, setup.abstract_params(model), weights)
-    return LoadedRun(run, chosen, model, params, encoder)
-
-
-def _restored(store: Store, step: int, abstract: Any, weights: Weights) -> Any:
+    adapted = _adapted_to_mesh(run, vocab, mesh, sequence, say)
+    model = setup.build_sharded_model(adapted, vocab, mesh)
+    abstract = setup.abstract_params(model)
     if weights == "raw":
-        return store.restore_part(step, "params", abstract)
-    layout = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), abstract
-    )
-    average = store.restore_part(step, "average", layout)
-    return jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, abstract)
+        params = store.restore_part(chosen, "params", abstract)
+    else:
+        shape = jax.ShapeDtypeStruct
+        layout = jax.tree.map(lambda a: shape(a.shape, jnp.float32, sharding=a.sharding), abstract)
+        average = store.restore_part(chosen, "average", layout)
+        params = jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, abstract)
+    return LoadedRun(run, chosen, model, params, encoder)
 
 
 def select_step(store: Store, step: int | None, best: bool, say: Log) -> int:
@@ -120,16 +112,11 @@ def committed_step(store: Store, step: int | None) -> int:
     committed = store.steps()
     if step is not None and step in committed:
         return step
-    raise InputMissing(
-        "the run has no checkpoint yet"
-        if step is None
-        else f"the run has no checkpoint of step {step}",
-        where=str(store.directory),
-        why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
-        fix=f"--step={committed[-1]}"
-        if committed
-        else f"jaxlm train --workdir={shlex.quote(str(store.directory.parent))}",
-    )
+    what = f"the run has no checkpoint {'yet' if step is None else f'of step {step}'}"
+    why = f"committed steps: {', '.join(map(str, committed)) or 'none'}"
+    fix = f"jaxlm train --workdir={shlex.quote(str(store.directory.parent))}"
+    fix = f"--step={committed[-1]}" if committed else fix
+    raise InputMissing(what, where=str(store.directory), why=why, fix=fix)
 
 
 def check_undamaged(store: Store, step: int) -> None:
@@ -154,18 +141,7 @@ def _adapted_to_mesh(run: Run, vocab: int, mesh: Mesh, sequence: int | None, say
     try:
         attention_kernels.check(run, decoder, mesh.shape, target)
     except ConfigError as error:
-        say(
-            f"{error.what} here: "
-            f"{attention_kernels.describe_kernels(free, decoder, mesh.shape, target)}"
-        )
+        chosen = attention_kernels.describe_kernels(free, decoder, mesh.shape, target)
+        say(f"{error.what} here: {chosen}")
         return free
     return run
-
-
-def _fits(mesh: MeshConfig) -> bool:
-    """Return True if the run's mesh fits here; runs of a pod are inspected on laptops too."""
-    try:
-        mesh.sizes(jax.device_count())
-    except ConfigError:
-        return False
-    return True

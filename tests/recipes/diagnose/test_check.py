@@ -55,10 +55,10 @@ def sharded_only(monkeypatch):
     """Without the steps on one device: what is sent does not depend on them."""
     real = checks._try
 
-    def tried(small, grid):
+    def tried(run, grid):
         if grid.size > 1:
-            return dataclasses.replace(real(small, grid), gradient={"x": np.zeros(1)})
-        nothing = [0.0] * small.run.train.steps
+            return dataclasses.replace(real(run, grid), gradient={"x": np.zeros(1)})
+        nothing = [0.0] * run.train.steps
         return checks.TrialResult(nothing, nothing, {"x": np.zeros(1)}, {}, "")
 
     monkeypatch.setattr(checks, "_try", tried)
@@ -97,8 +97,8 @@ def test_a_sound_config_passes_and_shows_what_it_sends(file, capsys):
 def test_one_leaf_whose_gradient_has_another_sign_is_named_though_losses_and_norms_agree(
     file, capsys, monkeypatch
 ):
-    def tried(small, grid):
-        same = [1.0] * small.run.train.steps
+    def tried(run, grid):
+        same = [1.0] * run.train.steps
         leaf = np.array([0.5, -0.25], np.float32)
         gradient = {"good": leaf, "keys/bias": leaf * 1e-9 * grid.size, "turned": leaf}
         if grid.size > 1:

@@ -286,19 +286,19 @@ def test_a_ladder_ends_each_run_at_its_own_end():
     run = configs.load(Run, "configs/quickstart.py", [*settings.items(), ("train.steps", "1000")])
     ladder = sweep.rungs(run.value)
     assert len(ladder) == 12
-    assert ladder[0].name == "w64-s250"
-    assert ladder[-1].name == "w256-s1000"
-    for rung in ladder:
+    assert next(iter(ladder)) == "w64-s250"
+    assert [*ladder][-1] == "w256-s1000"
+    for changed in ladder.values():
         assert {
             ("schedule.end", "100%"),
             ("schedule.warmup", "10%"),
             ("train.patience", "None"),
-        } <= set(rung.settings)
-        own = configs.load(Run, "configs/quickstart.py", rung.settings).value
+        } <= set(changed)
+        own = configs.load(Run, "configs/quickstart.py", changed).value
         assert own.schedule.end.steps(own.train.steps, own.tokens_per_step) == own.train.steps
     quickstart = configs.load(Run, "configs/quickstart.py").value
-    plain = sweep.rungs(quickstart)[-1]
-    assert plain.settings == [
+    plain = [*sweep.rungs(quickstart).values()][-1]
+    assert plain == [
         ("train.steps", str(quickstart.train.steps)),
         ("sample.prompts", "()"),
     ]
@@ -350,9 +350,7 @@ def test_an_interrupted_sweep_goes_on_with_the_runs_that_are_left(tmp_path, monk
     assert len(list((tmp_path / "sweep").iterdir())) == 2
     code, answer = scale(capsys, "--budget=1e12", "--sweep", *words)
     assert (code, len(answer.get("runs", answer))) == (0, 6), answer
-    assert begun[3:] == [rung.name for rung in sweep.rungs(
-        configs.load(Run, file).value, "16,24,32", "6,12"
-    )]  # fmt: skip
+    assert begun[3:] == [*sweep.rungs(configs.load(Run, file).value, "16,24,32", "6,12")]
 
 
 @pytest.mark.slow
