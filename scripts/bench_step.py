@@ -35,7 +35,8 @@ from jaxlm.models.families.qwen import Qwen3
 from jaxlm.monitor import sinks
 from jaxlm.monitor.clock import Clock
 from jaxlm.optim.config import AdamW
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training.loop import LoopLimits, Progress, TrainLoop
@@ -80,7 +81,7 @@ Timed = Callable[[int], tuple[float, float]]  # steps -> (seconds, last loss)
 
 def ours(run: Run, data: dataset.Data, folder: Path) -> tuple[Any, Timed]:
     """The parameters that both start from, and `jaxlm train` from its loader to metrics.jsonl."""
-    mesh = jax_setup.build_mesh(run.mesh)
+    mesh = meshes.build(run.mesh)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):
         engine = TrainPrograms(run, data, model)
@@ -300,7 +301,7 @@ def _flat(params: Any, model: Any) -> dict[str, Any]:
 
 def measure(size: str, rounds: int, count: int) -> dict[str, Any]:
     """Tokens a second of both, by round, and the median of their ratio."""
-    jax_setup.start()
+    setup.start()
     run: Run = config.load(
         Run, str(ROOT / "configs/quickstart.py"), [*SIZES[size].items(), ("train.steps", "1000000")]
     ).value

@@ -18,7 +18,7 @@ import numpy as np
 from jaxlm.core import config
 from jaxlm.data.batch import Tokens
 from jaxlm.parallel import host
-from jaxlm.recipes import jax_setup
+from jaxlm.parallel import mesh as meshes
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.programs import TrainPrograms, without_data
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     run: Run = config.load(Run, options.config, []).value
-    grid = jax_setup.build_mesh(run.mesh)
+    grid = meshes.build(run.mesh)
     vocab = VOCAB if run.model.vocab == "auto" else run.model.vocab
     with jax.set_mesh(grid):
         plain = without_data(run, grid, vocab)

@@ -20,7 +20,8 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, Diverged
 from jaxlm.core.sections import show
 from jaxlm.monitor import sinks
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import lr_find
 from jaxlm.recipes.train.programs import TrainPrograms
@@ -265,10 +266,10 @@ def step_seconds(runs: Mapping[str, Run]) -> dict[str, float]:
 
     What else runs on the machine only adds to a window: the least is nearest to what the step takes by itself.
     """
-    jax_setup.start()
+    setup.start()
     windows: dict[str, list[float]] = {name: [] for name in runs}
     first = next(iter(runs.values()))
-    mesh = jax_setup.build_mesh(first.mesh)
+    mesh = meshes.build(first.mesh)
     with jax.set_mesh(mesh):
         going: dict[str, tuple[TrainPrograms, Generator[Any, None, None]]] = {}
         states: dict[str, Any] = {}

@@ -13,7 +13,8 @@ from jaxlm.monitor import host_machine, profiling
 from jaxlm.monitor.config import ProfileConfig
 from jaxlm.monitor.profiling import Trace
 from jaxlm.parallel import hlo, host
-from jaxlm.recipes import jax_setup
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
 from jaxlm.recipes.train.programs import without_data
 
 
@@ -21,9 +22,9 @@ class Arm:
     """A model in training, on rows that lie on the device."""
 
     def __init__(self, size: Size, precision: str, overrides: Sequence[tuple[str, str]]):
-        jax_setup.start()
+        setup.start()
         run = run_of(size, precision, overrides)
-        self._grid = jax_setup.build_mesh(run.mesh)
+        self._grid = meshes.build(run.mesh)
         engine = without_data(run, self._grid, size.vocab)
         ids, targets = batch(size)
         fields: Any = {

@@ -48,8 +48,7 @@ def run(args: Any, out: Output) -> int:
         loaded = config.load(Run, file, args.overrides)
         _refuse_secrets(args.words)
 
-    from jaxlm.recipes.train.api import train
-    from jaxlm.recipes.train.context import ResumeOptions
+    from jaxlm.recipes.train.api import ResumeOptions, train
 
     flags = selection(args, "init_from", "stop_at", "cpu_devices", "quiet")
     allowed = tuple(name for name in args.allow_change.split(",") if name)

@@ -36,12 +36,14 @@ class OptimizerBase:
       follows_width: a step has the size of the learning rate, so muP's rates by width apply.
       reads_whole_matrices: updates need a whole matrix, so shards are gathered.
       averages_parameters: the parameters are an average, and the gradient is taken elsewhere.
+      further_rates: settings that are learning rates besides `lr`, and scale with it.
     """
 
     moment_count: ClassVar[int] = 1
     follows_width: ClassVar[bool] = False
     reads_whole_matrices: ClassVar[bool] = False
     averages_parameters: ClassVar[bool] = False
+    further_rates: ClassVar[tuple[str, ...]] = ()
 
     clip_norm: float | None = setting(
         1.0, "largest global norm of the gradient; None does not clip", above=0
@@ -286,6 +288,7 @@ class Muon(OptimizerBase):
     weight_decay: float = setting(0.0, DECAY, low=0)
 
     reads_whole_matrices: ClassVar[bool] = True
+    further_rates: ClassVar[tuple[str, ...]] = ("adam_lr",)
 
     def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
         """Return the momentum of a block's matrix, and two moments of other parameters."""

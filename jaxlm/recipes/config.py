@@ -1,4 +1,11 @@
-"""Config of a run: all sections, and the checks that involve several of them."""
+"""Config of a run: all sections, and the checks that involve several of them.
+
+Example:
+  >>> from jaxlm.recipes.config import Run
+  >>> run = Run().changed({"train.batch": 16, "data.sequence": 128})
+  >>> run.tokens_per_step
+  2048
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -37,95 +44,49 @@ from jaxlm.training.config import GuardConfig, TrainConfig
 VOCAB_MULTIPLE = 64  # `model.vocab=auto` rounds up to it, so that the vocabulary can be sharded
 
 
+# Names that other trainers use for the same setting in the same unit.
+_OTHER_NAMES = {
+    "optim.lr": "learning_rate peak_lr max_lr",
+    "optim.weight_decay": "wd",
+    "optim.b1": "beta1 adam_beta1",
+    "optim.b2": "beta2 adam_beta2",
+    "optim.eps": "adam_epsilon epsilon",
+    "optim.clip_norm": "grad_clip clip_grad clip_grad_norm max_grad_norm gradient_clipping",
+    "optim.name": "optimizer",
+    "schedule.name": "lr_schedule lr_scheduler lr_scheduler_type",
+    "schedule.warmup": "warmup_steps num_warmup_steps warmup_iters",
+    "train.steps": "max_steps num_steps num_train_steps total_steps train_steps training_steps "
+    "max_iters iterations",
+    "train.batch": "batch_size global_batch_size train_batch_size",
+    "train.microbatches": "gradient_accumulation gradient_accumulation_steps grad_accum "
+    "grad_accum_steps accumulate_grad_batches",
+    "data.sequence": "seq_len seq_length sequence_length max_seq_len max_seq_length block_size",
+    "data.train": "dataset train_data train_files",
+    "data.validation": "val_data validation_files",
+    "model.depth": "n_layer n_layers num_layers num_hidden_layers",
+    "model.width": "n_embd d_model hidden_size",
+    "model.heads": "n_head n_heads num_heads num_attention_heads",
+    "model.kv_heads": "n_kv_heads num_key_value_heads",
+    "model.hidden": "d_ff intermediate_size",
+    "model.vocab": "vocab_size",
+    "precision.compute": "dtype",
+    "precision.params": "param_dtype",
+    "checkpoint.every": "save_every save_steps save_interval",
+    "eval.every": "eval_every eval_steps eval_interval",
+    "log.every": "log_every logging_steps log_interval",
+    "mesh.tensor": "tp tensor_parallel tensor_parallel_size",
+    "mesh.pipe": "pp pipeline_parallel",
+    "mesh.context": "context_parallel",
+    "mesh.expert": "expert_parallel",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """All settings of a run, as a value that can be printed, compared, saved and run again."""
 
-    # Names that other trainers use for the same setting in the same unit.
     ALIASES: ClassVar[Mapping[str, str]] = {
-        "learning_rate": "optim.lr",
-        "peak_lr": "optim.lr",
-        "max_lr": "optim.lr",
-        "wd": "optim.weight_decay",
-        "beta1": "optim.b1",
-        "beta2": "optim.b2",
-        "adam_beta1": "optim.b1",
-        "adam_beta2": "optim.b2",
-        "adam_epsilon": "optim.eps",
-        "epsilon": "optim.eps",
-        "grad_clip": "optim.clip_norm",
-        "clip_grad": "optim.clip_norm",
-        "clip_grad_norm": "optim.clip_norm",
-        "max_grad_norm": "optim.clip_norm",
-        "gradient_clipping": "optim.clip_norm",
-        "optimizer": "optim.name",
-        "lr_schedule": "schedule.name",
-        "lr_scheduler": "schedule.name",
-        "lr_scheduler_type": "schedule.name",
-        "warmup_steps": "schedule.warmup",
-        "num_warmup_steps": "schedule.warmup",
-        "warmup_iters": "schedule.warmup",
-        "max_steps": "train.steps",
-        "num_steps": "train.steps",
-        "num_train_steps": "train.steps",
-        "total_steps": "train.steps",
-        "train_steps": "train.steps",
-        "training_steps": "train.steps",
-        "max_iters": "train.steps",
-        "iterations": "train.steps",
-        "batch_size": "train.batch",
-        "global_batch_size": "train.batch",
-        "train_batch_size": "train.batch",
-        "gradient_accumulation": "train.microbatches",
-        "gradient_accumulation_steps": "train.microbatches",
-        "grad_accum": "train.microbatches",
-        "grad_accum_steps": "train.microbatches",
-        "accumulate_grad_batches": "train.microbatches",
-        "seq_len": "data.sequence",
-        "seq_length": "data.sequence",
-        "sequence_length": "data.sequence",
-        "max_seq_len": "data.sequence",
-        "max_seq_length": "data.sequence",
-        "block_size": "data.sequence",
-        "dataset": "data.train",
-        "train_data": "data.train",
-        "train_files": "data.train",
-        "val_data": "data.validation",
-        "validation_files": "data.validation",
-        "n_layer": "model.depth",
-        "n_layers": "model.depth",
-        "num_layers": "model.depth",
-        "num_hidden_layers": "model.depth",
-        "n_embd": "model.width",
-        "d_model": "model.width",
-        "hidden_size": "model.width",
-        "n_head": "model.heads",
-        "n_heads": "model.heads",
-        "num_heads": "model.heads",
-        "num_attention_heads": "model.heads",
-        "n_kv_heads": "model.kv_heads",
-        "num_key_value_heads": "model.kv_heads",
-        "d_ff": "model.hidden",
-        "intermediate_size": "model.hidden",
-        "vocab_size": "model.vocab",
-        "dtype": "precision.compute",
-        "param_dtype": "precision.params",
-        "save_every": "checkpoint.every",
-        "save_steps": "checkpoint.every",
-        "save_interval": "checkpoint.every",
-        "eval_every": "eval.every",
-        "eval_steps": "eval.every",
-        "eval_interval": "eval.every",
-        "log_every": "log.every",
-        "logging_steps": "log.every",
-        "log_interval": "log.every",
-        "tp": "mesh.tensor",
-        "tensor_parallel": "mesh.tensor",
-        "tensor_parallel_size": "mesh.tensor",
-        "pp": "mesh.pipe",
-        "pipeline_parallel": "mesh.pipe",
-        "context_parallel": "mesh.context",
-        "expert_parallel": "mesh.expert",
+        name: path for path, names in _OTHER_NAMES.items() for name in names.split()
     }
 
     seed: int = setting(
@@ -186,19 +147,16 @@ class Run:
                 f"{', '.join(sets) or 'none'}",
                 f"--config.eval.follow={nearest_word(followed, sets) or 'auto'}",
             )
+        no_clip = "--config.regularisation.qk_clip=None"
         if self.regularisation.qk_clip is not None and self.optim.averages_parameters:
-            yield (
-                "regularisation.qk_clip",
+            why = (
                 "schedule_free trains on an average of its iterates, and QK-clip would scale only "
-                "the average",
-                "--config.regularisation.qk_clip=None",
+                "the average"
             )
+            yield "regularisation.qk_clip", why, no_clip
         if self.regularisation.qk_clip is not None and self.architecture == "encoder-decoder":
-            yield (
-                "regularisation.qk_clip",
-                f"{self.model.family} has cross-attention, whose logits are not measured",
-                "--config.regularisation.qk_clip=None",
-            )
+            why = f"{self.model.family} has cross-attention, whose logits are not measured"
+            yield "regularisation.qk_clip", why, no_clip
         yield from self._mup_problems()
         if self.data.sequence_warmup and not self.objective.keeps_rows:
             yield (
@@ -207,12 +165,9 @@ class Run:
                 "and mtp can",
                 "'--config.data.sequence_warmup=()'",
             )
+        is_uneven = self.log.layers and self.train.batch_warmup
         for name in ("every", "layers_every"):
-            if (
-                self.log.layers
-                and self.train.batch_warmup
-                and getattr(self.log, name).unit == "token"
-            ):
+            if is_uneven and getattr(self.log, name).unit == "token":
                 yield (
                     f"log.{name}",
                     "statistics of layers need a fixed interval of steps, and tokens are no fixed "
@@ -288,9 +243,7 @@ class Run:
         built = dataclasses.replace(self.model, vocab=vocab).build()
         if isinstance(built, DecoderConfig):
             built = dataclasses.replace(
-                built,
-                inner_positions=self.objective.block_positions,
-                mtp=mtp_heads(self.objective),
+                built, inner_positions=self.objective.block_positions, mtp=mtp_heads(self.objective)
             )
             built = self.mup.applied(built)
         return self.regularisation.applied(built)

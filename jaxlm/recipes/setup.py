@@ -1,22 +1,31 @@
-"""Sharded model and data of a run, for training, evaluation and generation."""
+"""Setup of a run: the start of JAX, the mesh, the sharded model, the data."""
 
 import dataclasses
+import errno
 import functools
+import importlib.metadata
 import math
+import os
+import platform
 import re
+import stat
+import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax._src import lru_cache
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
+from jaxlm.core import backend
 from jaxlm.core.callbacks import Log, OnProgress
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import CommandError, ConfigError, NotWritable
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.precision import Precision
-from jaxlm.data import dataset
+from jaxlm.data import cache, dataset
 from jaxlm.data.config import HELD_OUT, DataConfig
 from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Tokenizer
@@ -24,13 +33,106 @@ from jaxlm.evals.loss import TokenizerPrefix
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.union import TabledFamily
 from jaxlm.objectives.build import build as build_objective
+from jaxlm.ops.kernels import Target
 from jaxlm.optim import groups
+from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel import rules
-from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 from jaxlm.recipes.plan import attention_kernels, divisibility
+from jaxlm.training import state as states
 
+MAX_HELD_OUT = 50  # percent, in the fix line of an error
+_put_in_place = lru_cache.LRUCache.put
 _SCALED = re.compile(r"/attention/(query|key)/")  # weights that QK-clip scales
+
+
+def start(cpu_devices: int | None = None) -> None:
+    """Configure JAX before it initializes its devices.
+
+    `cpu_devices` splits this machine's CPU into that many devices, to try a mesh without the
+    hardware. The cache folder stores compiled programs, so the second start of a run does not
+    compile again. Raises CommandError if JAX has started with another number of devices.
+    """
+    if cpu_devices is not None:
+        try:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
+        except RuntimeError as error:
+            raise CommandError(
+                "the number of CPU devices cannot change once JAX has started",
+                where=f"--cpu_devices={cpu_devices}",
+                why=str(error),
+                fix="set it in the first command of the process",
+            ) from error
+    # On a CPU, asynchronous dispatch gains no parallelism; and core/backend.py keeps freed memory
+    # only for programs that the main thread runs.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(compile_cache()))
+    lru_cache.LRUCache.put = _put  # type: ignore[assignment]
+
+
+def _put(store: lru_cache.LRUCache, key: str, value: bytes) -> None:
+    """Store a compiled program atomically.
+
+    JAX writes the file in place and never again: a process that is killed while writing leaves a
+    file that every later start fails to read, and a concurrent reader gets an incomplete file.
+    """
+    if store.eviction_enabled:  # under a lock of its own
+        return _put_in_place(store, key, value)
+    target = store.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+    if not target.exists():
+        partial = store.path / f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
+        partial.write_bytes(value)
+        partial.replace(target)
+
+
+def compile_cache() -> Path:
+    """Return a folder for compiled programs; only this user can write it, since they are executed.
+
+    Its name depends on the user, the compiler and the features of the processor: a program for
+    another processor may crash.
+    """
+    folder = cache.folder(
+        cache.default(),
+        "compiled",
+        user=os.getuid(),
+        jax=jax.__version__,
+        jaxlib=importlib.metadata.version("jaxlib"),
+        processor=_processor(),
+    )
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        folder.chmod(0o700)
+    except OSError as error:
+        raise NotWritable(
+            "the folder for compiled programs cannot be used",
+            where=str(folder),
+            why=f"{type(error).__name__}: {error.strerror}",
+            fix="export JAXLM_CACHE=~/jaxlm-cache",
+        ) from error
+    return folder
+
+
+def _processor() -> str:
+    """Return the model and the features of this machine's processor."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    facts = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join([platform.machine(), *facts])
+
+
+def target(mesh: Mesh | AbstractMesh) -> Target:
+    """Return the compilation target of a mesh; without devices, the platform of the trace."""
+    if isinstance(mesh, AbstractMesh):
+        return Target(backend.name())
+    device = mesh.devices.flat[0]
+    # On AMD the capability is a name.
+    capability = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
+    return Target(device.platform, float(capability[0]) if capability else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +153,14 @@ class ShardedModel:
 def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
     """Build the model of `run` with a vocabulary of `vocab` ids, sharded on `mesh`.
 
-    Raises:
-      ConfigError: if a dimension does not divide by its mesh axes, or the configured kernel does
-        not support the attention of this model on this mesh.
+    Raises ConfigError if a dimension does not divide by its mesh axes, or the configured kernel
+    does not support the attention of this model on this mesh.
     """
     precision = Precision.of(run.precision)
     decoder = run.decoder(vocab)
-    target = jax_setup.target(mesh)
-    attention_kernels.check(run, decoder, mesh.shape, target)
-    decoder = attention_kernels.with_kernels(run, decoder, mesh.shape, target)
+    hardware = target(mesh)
+    attention_kernels.check(run, decoder, mesh.shape, hardware)
+    decoder = attention_kernels.with_kernels(run, decoder, mesh.shape, hardware)
     build = functools.partial(
         Blueprint,
         decoder,
@@ -80,44 +181,35 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
 
 def _check_qk_clip(run: Run, blueprint: Blueprint, mesh: Mesh) -> None:
     """Raise ConfigError if QK-clip cannot scale the heads."""
+    fix = "--config.regularisation.qk_clip=None"
     scaled = [path for path in groups.unmoved(run.optim, blueprint.axes) if _SCALED.search(path)]
     if scaled:
-        raise ConfigError(
-            "QK-clip cannot scale frozen queries and keys",
-            where="regularisation.qk_clip",
-            why=f"it scales {min(scaled)}, which optim.freeze or optim.lr_scale keeps constant",
-            fix="--config.regularisation.qk_clip=None",
-        )
-    if any(layer.attention.qk_norm is not None for layer in blueprint.config.layers):
-        raise ConfigError(
-            "QK-clip does not support normalized queries and keys",
-            where="regularisation.qk_clip",
-            why="the norm cancels a scale of their weights, and already bounds the logits",
-            fix="--config.regularisation.qk_clip=None",
-        )
-    if rules.split(mesh, "stages") > 1:
-        raise ConfigError(
-            "QK-clip does not support a pipeline",
-            where="regularisation.qk_clip",
-            why="pipeline stages do not return their largest logits",
-            fix="--config.regularisation.qk_clip=None\n--config.mesh.pipe=1",
-        )
+        what = "QK-clip cannot scale frozen queries and keys"
+        why = f"it scales {min(scaled)}, which optim.freeze or optim.lr_scale keeps constant"
+    elif any(layer.attention.qk_norm is not None for layer in blueprint.config.layers):
+        what = "QK-clip does not support normalized queries and keys"
+        why = "the norm cancels a scale of their weights, and already bounds the logits"
+    elif rules.split(mesh, "stages") > 1:
+        what = "QK-clip does not support a pipeline"
+        why = "pipeline stages do not return their largest logits"
+        fix += "\n--config.mesh.pipe=1"
+    else:
+        return
+    raise ConfigError(what, where="regularisation.qk_clip", why=why, fix=fix)
 
 
 def observer_model(run: Run, model: ShardedModel) -> Blueprint:
     """Return the training model without a pipeline, in which statistics would mix micro-batches."""
     if model.trained.schedule is None:
         return model.trained
-    return Blueprint(
-        model.trained.config, model.precision, layers=run.train.stack, remat=run.train.remat
-    )
+    layers, remat = run.train.stack, run.train.remat
+    return Blueprint(model.trained.config, model.precision, layers=layers, remat=remat)
 
 
 def taught_run(teacher: Run, run: Run) -> Run:
     """Return the run of a frozen teacher, laid out as `run` is and reading rows of its length.
 
-    Raises:
-      ConfigError: if the teacher has fewer positions than a row of `run`.
+    Raises ConfigError if the teacher has fewer positions than a row of `run`.
     """
     sequence = run.data.sequence
     if isinstance(teacher.model, TabledFamily) and teacher.model.context < sequence:
@@ -133,11 +225,8 @@ def taught_run(teacher: Run, run: Run) -> Run:
 
 def vocabulary(run: Run, tokens: int) -> int:
     """Return `model.vocab`; for `auto` the tokenizer's size, rounded up."""
-    return (
-        -(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        if run.model.vocab == "auto"
-        else run.model.vocab
-    )
+    padded = -(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return padded if run.model.vocab == "auto" else run.model.vocab
 
 
 def token_bytes(model: ShardedModel, tokenizer: Tokenizer) -> Int[np.ndarray, "V"]:
@@ -159,11 +248,10 @@ def prefix(tokenizer: Tokenizer) -> TokenizerPrefix | None:
 def build_mesh_for(run: Run) -> Mesh:
     """Build the mesh of a run over all devices, before any data is read or compiled.
 
-    Raises:
-      ConfigError: if devices are missing, or a dimension does not divide by its mesh axes.
+    Raises ConfigError if devices are missing, or a dimension does not divide by its mesh axes.
     """
-    divisibility.check(run, len(jax.devices()), jax_setup.slices())
-    mesh = jax_setup.build_mesh(run.mesh)
+    divisibility.check(run, len(jax.devices()), meshes.slices(jax.devices()))
+    mesh = meshes.build(run.mesh)
     check_fit(run, mesh)
     return mesh
 
@@ -180,14 +268,7 @@ def check_fit(run: Run, mesh: Mesh) -> None:
 
 def abstract_params(model: ShardedModel) -> Any:
     """Return shapes, dtypes and shardings of the parameters, the target of a restore."""
-    return jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-        model.blueprint.shapes,
-        model.shardings,
-    )
-
-
-MAX_HELD_OUT = 50  # percent, in the fix line of an error
+    return states.abstract(model.blueprint.shapes, model.shardings)
 
 
 def open_data(
@@ -199,8 +280,7 @@ def open_data(
 ) -> Data:
     """Open the data of the run for its objective, see `dataset.open_data`.
 
-    Raises:
-      JaxlmError: if the data is missing, damaged or empty, or does not fit the objective.
+    Raises JaxlmError if the data is missing, damaged or empty, or does not fit the objective.
     """
     return dataset.open_data(
         run.data,
@@ -236,8 +316,7 @@ def check_held_out(config: DataConfig, data: Data) -> None:
 def ranking_set(run: Run, names: Iterable[str]) -> str | None:
     """Return the validation set whose loss ranks checkpoints; None without validation sets.
 
-    Raises:
-      ConfigError: if the set that `eval.follow` names does not exist.
+    Raises ConfigError if the set that `eval.follow` names does not exist.
     """
     known, followed = list(names), run.eval.follow
     if followed in known or (followed == "auto" and not known):

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,7 @@ class Options:
     features: Features = dataclasses.field(default_factory=Features)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Examples:
+class _Examples(NamedTuple):
     texts: list[str]
     labels: np.ndarray  # i32[examples]
     held_out: np.ndarray  # bool[examples]
@@ -100,15 +99,11 @@ def measured(
     truth = labels[rows]
     probabilities = np.array([model.probabilities(texts[row]) for row in rows])
     best = probabilities.argmax(axis=1)
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {}
     for number, label in enumerate(model.labels):
-        is_it = truth == number
-        figures[label] = {
-            **_figures(best == number, is_it),
-            "thresholds": {
-                f"{t:g}": _figures(probabilities[:, number] >= t, is_it) for t in THRESHOLDS
-            },
-        }
+        is_it, likely = truth == number, probabilities[:, number]
+        thresholds = {f"{t:g}": _figures(likely >= t, is_it) for t in THRESHOLDS}
+        figures[label] = {**_figures(best == number, is_it), "thresholds": thresholds}
     return {"accuracy": float((best == truth).mean()), "labels": figures}
 
 
@@ -133,12 +128,10 @@ def _read(options: Options, counts: Counter[str]) -> _Examples:
         counts["under two labels"] += 1
         del labels[text]
     texts = list(labels)
-    drawn = [
-        hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest() for text in texts
-    ]
-    held_out = np.array(
-        [int.from_bytes(d, "little") < options.held_out * 2**64 for d in drawn], bool
-    )
+    encoded = [text.encode(errors="replace") for text in texts]
+    drawn = [hashlib.blake2b(each, digest_size=8).digest() for each in encoded]
+    below = options.held_out * 2**64
+    held_out = np.array([int.from_bytes(d, "little") < below for d in drawn], bool)
     examples = _Examples(texts, np.array(list(labels.values()), np.int32), held_out)
     for number, label in enumerate(options.examples):
         for side, name in ((held_out, "held out"), (~held_out, "to learn from")):

@@ -1,4 +1,11 @@
-"""Cadence of an action, such as a save, in steps, tokens or seconds."""
+"""Cadence of an action, such as a save, in steps, tokens or seconds.
+
+Example:
+  >>> from jaxlm.core.config import Span
+  >>> every = Cadence(Span.parse("25%"), total=8, tokens_per_step=1024)
+  >>> [step for step in range(1, 9) if every.is_due(step)]
+  [2, 4, 6, 8]
+"""
 
 import time
 from collections.abc import Callable

@@ -155,10 +155,7 @@ class GuardConfig:
         high=2.0**24,
     )
     loss_scale_growth: int = setting(
-        2000,
-        "steps without an overflow after which the loss scale doubles",
-        unit="steps",
-        low=1,
+        2000, "steps without an overflow after which the loss scale doubles", unit="steps", low=1
     )
     reach: int = setting(
         100,

@@ -2,8 +2,13 @@
 
 `{"lr": 1e-4}` in control.json sets the peak learning rate from the next update on and keeps the
 shape of the schedule. `null` restores the rate of the config.
+
+Example:
+  >>> lr_scale([Change(step=100, lr=1e-4)], step=150, lr=4e-4)
+  0.25
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -43,20 +48,11 @@ SHAPE: Shape = {"step": sinks.is_step, "lr": _is_rate}
 class Control:
     """Changes of a run. A change takes effect after a step, also if the step is repeated.
 
-    Args:
-      directory: the run directory.
-      lr: `optim.lr` of the config.
-      changes: earlier changes, in the order of their steps.
-      log: receives each change and each error of control.json.
+    `lr` is `optim.lr` of the config; `changes` are earlier ones in the order of their steps; `log`
+    receives each change and each error of control.json.
     """
 
-    def __init__(
-        self,
-        directory: RunDir,
-        lr: float,
-        changes: Iterable[Change],
-        log: Log,
-    ):
+    def __init__(self, directory: RunDir, lr: float, changes: Iterable[Change], log: Log):
         self._directory, self._lr, self._log = directory, lr, log
         self._refused = ""  # the last logged error of control.json, which is logged once
         self._changes = [*changes]
@@ -70,11 +66,8 @@ class Control:
         change = Change(step, request["lr"])
         self._changes = [*(each for each in self._changes if each.step < step), change]
         if self._directory.is_writer:
-            sink = self._directory.journal(JOURNAL)
-            try:
+            with contextlib.closing(self._directory.journal(JOURNAL)) as sink:
                 sink.write(dataclasses.asdict(change))
-            finally:
-                sink.close()
         self._log(
             f"after step {step} the peak learning rate is "
             f"{self._lr if change.lr is None else change.lr:g} ({REQUEST}); it was "
@@ -118,10 +111,8 @@ def load_changes(
 def read_changes(workdir: Path) -> list[Change]:
     """Read the changes of a run in the order of their steps.
 
-    A record that was written later cancels the changes at its step and after it.
-
-    Raises:
-      DataError: if the file is damaged.
+    A record that was written later cancels the changes at its step and after it. Raises DataError
+    if the file is damaged.
     """
     changes: list[Change] = []
     for record in sinks.read(workdir / JOURNAL, SHAPE):

@@ -1,4 +1,10 @@
-"""Detection of a diverged run: its loss is above that of coders that need no model."""
+"""Detection of a diverged run: its loss is above that of coders that need no model.
+
+Example:
+  >>> judge = Divergence(steps=1000, uniform=5.5, unigram=lambda: 4.5, first=5.6)
+  >>> judge.evaluated(600, 4.0), judge.evaluated(700, 5.0), judge.evaluated(800, 6.0)
+  (None, 'unigram', 'uniform')
+"""
 
 import collections
 import math

@@ -1,19 +1,20 @@
-"""The mean gradient of a batch, summed over its micro-batches: gradient accumulation."""
+"""The mean gradient of a batch by gradient accumulation; estimates of the loss's curvature."""
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxlm.core import tree
+from jaxlm.core import random, tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.nn import intermediates
 from jaxlm.nn.intermediates import Intermediates, Kind
 from jaxlm.objectives.loss import Loss
+from jaxlm.optim.sophia import CurvatureEstimate
 from jaxlm.parallel import logical, pipeline
 
 LossOfParams = Callable[[Any, Tokens, Array], Loss]
@@ -23,22 +24,15 @@ SQUARE = "gradient_square"  # the sum over micro-batches of |their mean gradient
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientSpec:
-    """Everything that determines the gradient of a batch.
+    """Everything that determines the gradient of a batch."""
 
-    Args:
-      loss: the function (params, batch, key) -> `Loss`, a sum and a weight.
-      precision: dtypes; in float16 the loss is scaled.
-      axes: the parameters' tree of logical axis names; None for no names.
-      shardings: shardings of the gradients and of their sums; None leaves them to the compiler.
-      microbatches: parts of the batch, computed one after the other.
-      frozen: paths of parameters that have no gradient; they are not in the gradient's tree.
-    """
-
-    loss: LossOfParams
-    precision: Precision
-    axes: Any = None
+    loss: LossOfParams  # the function (params, batch, key) -> `Loss`, a sum and a weight
+    precision: Precision  # dtypes; in float16 the loss is scaled
+    axes: Any = None  # the parameters' tree of logical axis names; None for no names
+    # Shardings of the gradients and of their sums; None leaves them to the compiler.
     shardings: Any = None
-    microbatches: int = 1
+    microbatches: int = 1  # parts of the batch, computed one after the other
+    # Paths of parameters that have no gradient; they are not in the gradient's tree.
     frozen: frozenset[str] = frozenset()
 
 
@@ -57,10 +51,7 @@ def build_gradient(
     the mean times the scale: one scale fits batches of any size. The gradient is divided by it in
     float32.
 
-    Args:
-      spec: the loss and its parameters.
-      capture: kinds of intermediates that layers record.
-      squares: record `SQUARE` among the intermediates.
+    `capture` names the kinds of intermediates that layers record; `squares` adds `SQUARE` to them.
     """
     precision, frozen, microbatches = spec.precision, spec.frozen, spec.microbatches
     is_scaled = precision.is_scaled
@@ -133,12 +124,8 @@ def reduce_dtype_grads(grads: Any, precision: Precision, axes: Any) -> Any:
 
     The optimizer reads only the sign of a router bias's gradient (`optim.build`), which is 2^-30
     times a difference of counts (`nn.moe`). In float16 a difference of some hundreds of tokens
-    becomes 0, and the bias stops.
-
-    Args:
-      grads: tree of gradients.
-      precision: dtypes of the run.
-      axes: tree of logical axis names, in which router biases have `balance`; None for no names.
+    becomes 0, and the bias stops. In `axes`, the tree of logical axis names or None, router biases
+    have `balance`.
     """
     names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
 
@@ -174,3 +161,50 @@ def norms_by_layer(values: Any, axes: Any) -> dict[str, Array]:
         path: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), rest(path, x)))
         for path, x in tree.leaves(values).items()
     }
+
+
+class Curvature(NamedTuple):
+    """The loss of sampled labels, and the number of updates between two estimates."""
+
+    loss: LossOfParams
+    every: int
+
+
+Estimator = Callable[[Any, Any, Tokens, Array, Array, Array], dict[str, CurvatureEstimate]]
+
+
+def build_estimator(curvature: Curvature | None, spec: GradientSpec) -> Estimator:
+    """Return the function (params, grads, batch, key, scale, updates) -> {"curvature": estimate}.
+
+    The optimizer gets it with the gradient. Without a `curvature` the dictionary is empty. Every
+    `every` updates the estimate is B g^2, with the mean gradient g of labels that the model samples
+    and their number B.
+
+    Source: Liu et al. 2023, arXiv:2305.14342, algorithm 2 (Gauss-Newton-Bartlett).
+    """
+    if curvature is None:
+        return lambda *_: {}
+    every = curvature.every
+    gradient = build_gradient(dataclasses.replace(spec, loss=curvature.loss))
+    constrained = constrain_grads(spec.shardings, spec.frozen)
+
+    def estimator(
+        params: Any, grads: Any, batch: Tokens, key: Array, scale: Array, updates: Array
+    ) -> dict[str, CurvatureEstimate]:
+        # After the gradient: else XLA starts before it is done and holds the activations of both.
+        params, _ = jax.lax.optimization_barrier((params, grads))
+        is_due = updates % every == 0
+
+        def estimate() -> Any:
+            draws = jax.random.bits(random.stream(key, "curvature"), batch.targets.shape) >> 1
+            sampled = batch._replace(targets=draws.astype(jnp.int32))
+            grads, part, _ = gradient(params, sampled, key, scale)
+            weight = part.objective.weight
+            return jax.tree.map(lambda g: weight.astype(g.dtype) * jnp.square(g), grads)
+
+        shapes = jax.eval_shape(estimate)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        diagonal = jax.lax.cond(is_due, estimate, lambda: constrained(zeros))
+        return {"curvature": CurvatureEstimate(is_due, constrained(diagonal))}
+
+    return estimator

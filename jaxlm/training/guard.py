@@ -27,9 +27,8 @@ DESCRIPTIONS = {
     OVERFLOW: "gradient too large for the loss scale",
 }
 
-NORMAL_CONSISTENT = (
-    1.4826  # median absolute deviation of a normal distribution -> its standard deviation
-)
+# Median absolute deviation of a normal distribution -> its standard deviation.
+NORMAL_CONSISTENT = 1.4826
 # Shares of the median: in a window of nearly equal values not every value is a spike. With 2% or
 # 10% for norms, 7 and 6 of 2,000 steps of a healthy run were skipped, at 1.7 times the median of an
 # earlier level.

@@ -69,13 +69,9 @@ class WorkerGroup:
     def __enter__(self) -> Self:
         address = f"127.0.0.1:{free_port()}"
         for rank in range(self._count):
-            words = [
-                f"--coordinator={address}",
-                f"--num_processes={self._count}",
-                f"--process_id={rank}",
-            ]
+            count = f"--num_processes={self._count}"
             process = subprocess.Popen(
-                [*self._command, *words],
+                [*self._command, f"--coordinator={address}", count, f"--process_id={rank}"],
                 env=os.environ | {LAUNCH_FOLDER: str(self._folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -144,13 +140,9 @@ class WorkerGroup:
             with contextlib.suppress(ValueError):
                 reason = json.loads(self._file(rank, "end"))
                 self._reported.add(rank)
-                failure = WorkerFailure(
-                    rank=reason["rank"],
-                    code=reason["code"],
-                    cause=reason["cause"],
-                    is_consequence=reason["code"] == PeerLost.code,
-                )
-                self._failures.append(failure)
+                facts = {name: reason[name] for name in ("rank", "code", "cause")}
+                lost = reason["code"] == PeerLost.code
+                self._failures.append(WorkerFailure(**facts, is_consequence=lost))
         for rank, code in ended.items():
             if code > 0 and code != ABORTED and rank not in self._reported:
                 failure = WorkerFailure(rank=rank, code=code, cause=self._last.get(rank, ""))
@@ -306,9 +298,7 @@ class ElasticJob:
                     why=f"rank {failure.rank}, exit code {failure.code}: {failure.cause}",
                     fix="repair the cause; then the same command resumes the run",
                 )
-            if self.started > self._restarts:
-                return failure
-            if not self._wait(failure, tries):
+            if self.started > self._restarts or not self._wait(failure, tries):
                 return failure
 
     def _wait(self, failure: WorkerFailure, tries: int) -> bool:

@@ -1,19 +1,73 @@
-"""The training loop: take a batch, step, evaluate, sample, save."""
+"""The training loop: take a batch, step, evaluate, sample, save. Completion times of steps."""
 
 import abc
 import dataclasses
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
+
+import jax
 
 from jaxlm.core import faults
 from jaxlm.core.errors import Preempted
 from jaxlm.parallel import host
 from jaxlm.training import guard
-from jaxlm.training.completion import Completion, Completions
 from jaxlm.training.signals import Interrupted, StopRequest
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Metrics, Step
+
+PATIENCE = 1.0  # seconds for a step under way, if the loop ends by an error: it may never complete
+
+
+class Completion:
+    """A dispatched step, and the time of its completion; None while it is computed."""
+
+    completed_at: float | None = None
+
+
+class Completions:
+    """Notes the completion time of each dispatched step, in a thread.
+
+    The loop fetches the metrics of a step after it has dispatched the next one, or earlier if an
+    evaluation or a save comes first. The time of the fetch therefore is not the duration of a step;
+    with a synchronous backend, such as a CPU, it is one step late. `now` is a monotonic clock, in
+    seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]):
+        self._now = now
+        self._queue: queue.SimpleQueue[tuple[Completion, Any] | None] = queue.SimpleQueue()
+        # A daemon: a device that hangs must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="completions", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._queue.put(None)
+        self._thread.join(None if error is None else PATIENCE)
+
+    def observe(self, result: Any) -> Completion:
+        """Return the completion of the step that has just been dispatched and computes `result`."""
+        completion = Completion()
+        if result.is_ready():  # as on a synchronous backend
+            completion.completed_at = self._now()
+        else:
+            self._queue.put((completion, result))
+        return completion
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            completion, result = item
+            try:
+                jax.block_until_ready(result)
+            except Exception:  # the loop raises this error when it fetches the metrics
+                return
+            completion.completed_at = self._now()
+            del item, completion, result  # do not hold the array while waiting for the next one
 
 
 @dataclasses.dataclass
@@ -53,23 +107,15 @@ class BudgetSpent(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopLimits:
-    """Start of a loop and the limits that end it.
+    """Start of a loop and the limits that end it."""
 
-    Args:
-      start: completed steps at the start.
-      steps: completed steps at the end of the run.
-      stop_at: completed steps at which this loop ends.
-      patience: evaluations in a row without a lower loss that end the run; None for no limit.
-      keep_best: save each step with the lowest loss so far.
-      budget: steps in a row that may not be applied.
-    """
-
-    start: int
-    steps: int
-    stop_at: int
+    start: int  # completed steps at the start
+    steps: int  # completed steps at the end of the run
+    stop_at: int  # completed steps at which this loop ends
+    # Evaluations in a row without a lower loss that end the run; None for no limit.
     patience: int | None
-    keep_best: bool
-    budget: int
+    keep_best: bool  # save each step with the lowest loss so far
+    budget: int  # steps in a row that may not be applied
 
 
 class TrainLoop(abc.ABC):
@@ -245,9 +291,8 @@ class TrainLoop(abc.ABC):
         """Fetch and count the metrics of a step, and log them if that is due."""
         layers = metrics.pop("layers")
         values = {name: float(value) for name, value in metrics.items()}
-        done_at = (
-            now() if completion.completed_at is None else completion.completed_at
-        )  # the thread may be late
+        # The thread may be late.
+        done_at = now() if completion.completed_at is None else completion.completed_at
         self.progress.tokens += round(values["tokens"])
         self.count(values, waited, done_at)
         if values["verdict"]:

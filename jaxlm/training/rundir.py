@@ -75,9 +75,7 @@ class RunDir:
             except OSError as error:
                 raise cannot_keep("exit.json", last, error) from error
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.write_exit(_code(error), self.outcome if error is None else cause(error))
             if error is not None:

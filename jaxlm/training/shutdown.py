@@ -58,10 +58,8 @@ class Shutdown:
     As a context manager it polls the signs of the peers in a thread; with peers, an exception in
     the body causes the immediate exit.
 
-    Args:
-      peers: the ranks of the run.
-      stacks: file for the stack of each thread if the run stalls.
-      report: file with the exit reason for the launcher that started this process.
+    `stacks` is the file for the stack of each thread if the run stalls, `report` the file with the
+    exit reason for the launcher that started this process.
 
     Attributes:
       write_exit: writes exit.json; set once this process owns a run directory.
@@ -134,11 +132,8 @@ class Shutdown:
 
     def exit(self, code: int, cause: str, text: str = "") -> NoReturn:
         """Exit with a code that the peers exit with too."""
-        self._end(
-            ExitReason(
-                rank=self.peers.rank, code=code, cause=cause, text=text[-MAX_SIGN_CHARACTERS:]
-            )
-        )
+        text = text[-MAX_SIGN_CHARACTERS:]
+        self._end(ExitReason(rank=self.peers.rank, code=code, cause=cause, text=text))
 
     def _listen(self) -> None:
         while not self._over.wait(POLL_SECONDS):
@@ -170,17 +165,14 @@ class Shutdown:
         if is_from_peer:
             text = f"rank {reason.rank} has ended this run with exit code {reason.code}:\n{text}"
         run_with_timeout(lambda: _write(text))
-        if self.write_exit:
-            write_exit = self.write_exit
+        written = json.dumps(dataclasses.asdict(reason))
+        if write_exit := self.write_exit:
             run_with_timeout(lambda: write_exit(reason.code, reason.cause))
-        if self._report:
-            report = self._report
-            run_with_timeout(lambda: report.write_text(json.dumps(dataclasses.asdict(reason))))
+        if report := self._report:
+            run_with_timeout(lambda: report.write_text(written))
         if peers.count > 1:
             if not is_from_peer:
-                run_with_timeout(
-                    lambda: peers.sign("abort", json.dumps(dataclasses.asdict(reason)))
-                )
+                run_with_timeout(lambda: peers.sign("abort", written))
             run_with_timeout(lambda: peers.sign(f"gone/{peers.rank}", ""))
         if reason.code in REPORTED_CODES:
             run_with_timeout(self.write_report, REPORT_SECONDS)

@@ -7,19 +7,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Self
+
+from jaxlm.parallel.peers import Peers
 
 CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
-
-
-class Signs(Protocol):
-    """Short texts under names, which every rank of a run can read."""
-
-    rank: int
-    count: int
-
-    def sign(self, name: str, text: str) -> bool:
-        """Set a sign; return whether it was set."""
 
 
 class Interrupted(Exception):
@@ -39,14 +31,12 @@ class StopRequest:
     them, which no rank has entered. The thread that polls the signs publishes the iteration, so a
     rank that waits in a step for the others delays no rank.
 
-    Args:
-      peers: the ranks of the run; None for one process.
-      exit_now: ends the process on the second signal; receives the exit code and the cause.
+    `exit_now` ends the process on the second signal; it receives the exit code and the cause.
     """
 
     def __init__(
         self,
-        peers: Signs | None = None,
+        peers: Peers | None = None,
         exit_now: Callable[[int, str], Any] = lambda code, _: os._exit(code),
     ) -> None:
         self.reason = ""

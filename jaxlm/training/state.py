@@ -33,10 +33,7 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-    params: Any,
-    optimizer: optax.GradientTransformation,
-    guard: GuardConfig,
-    average: Any = None,
+    params: Any, optimizer: optax.GradientTransformation, guard: GuardConfig, average: Any = None
 ) -> TrainState:
     """Return the state before the first update."""
     return TrainState(
@@ -44,7 +41,7 @@ def init_state(
     )
 
 
-def abstract(shapes: TrainState, shardings: TrainState) -> TrainState:
+def abstract(shapes: Any, shardings: Any) -> Any:
     """Return shapes and dtypes with shardings, the target of a restore."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -16,8 +16,7 @@ from jaxlm.optim import rounding
 from jaxlm.training import gradient as gradients
 from jaxlm.training import guard as guards
 from jaxlm.training.config import GuardConfig
-from jaxlm.training.curvature import Curvature, build_estimator
-from jaxlm.training.gradient import GradientSpec
+from jaxlm.training.gradient import Curvature, GradientSpec, build_estimator
 from jaxlm.training.state import TrainState
 
 Metrics = dict[str, Any]
@@ -26,32 +25,25 @@ Step = Callable[..., tuple[TrainState, Metrics]]  # of the state, the batch, and
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec(GradientSpec):
-    """Everything that determines a training step. The observer of layers reads the same spec.
+    """Everything that determines a training step. The observer of layers reads the same spec."""
 
-    Args:
-      optimizer: transformation from the mean gradient to the update of the parameters.
-      schedule: learning rate by the number of applied updates.
-      key: root of the step's random numbers.
-      guard: limits beyond which a step is not applied.
-      gradient_point: the function (params, opt_state) -> parameters at which the gradient is taken;
-        None takes it at the parameters.
-      curvature: loss of sampled labels, for optimizers that use an estimate of the curvature.
-      average: the function (average, params, updates) -> average after that many applied updates.
-      capture: kinds of intermediates that layers record for `post_update`.
-      post_update: the function (params, intermediates) -> (params, metrics) after each update.
-      is_measured: the function (completed steps) -> whether the norms of parameters and update are
-        computed, each a pass over all parameters; NaN in other steps. None computes them in all.
-    """
-
+    # Transformation from the mean gradient to the update of the parameters.
     optimizer: optax.GradientTransformation
-    schedule: Callable[[Array], Array]
-    key: Array
-    guard: GuardConfig
+    schedule: Callable[[Array], Array]  # learning rate by the number of applied updates
+    key: Array  # root of the step's random numbers
+    guard: GuardConfig  # limits beyond which a step is not applied
+    # The function (params, opt_state) -> parameters at which the gradient is taken; None takes
+    # it at the parameters.
     gradient_point: Callable[[Any, Any], Any] | None = None
+    # Loss of sampled labels, for optimizers that use an estimate of the curvature.
     curvature: Curvature | None = None
+    # The function (average, params, updates) -> average after that many applied updates.
     average: Callable[[Any, Any, Array], Any] | None = None
-    capture: Collection[Kind] = ()
+    capture: Collection[Kind] = ()  # kinds of intermediates that layers record for `post_update`
+    # The function (params, intermediates) -> (params, metrics) after each update.
     post_update: Callable[[Any, Intermediates], tuple[Any, dict[str, Array]]] | None = None
+    # The function (completed steps) -> whether the norms of parameters and update are
+    # computed, each a pass over all parameters; NaN in other steps. None computes them in all.
     is_measured: Callable[[Array], Array] | None = None
 
     def point(self, state: TrainState) -> Any:

@@ -124,8 +124,8 @@ def _is_installed(name: str) -> bool:
 
 COMPILING = """
 import json, sys
-from jaxlm.recipes import jax_setup
-jax_setup.start()
+from jaxlm.recipes import setup
+setup.start()
 import jax, jax.numpy as jnp
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -175,31 +175,31 @@ def test_s15_s1_the_compile_cache_is_private_and_a_garbage_entry_or_a_pickle_is_
 
 
 def test_s15_another_user_compiler_or_processor_has_another_folder(tmp_path, monkeypatch):
-    from jaxlm.recipes import jax_setup
+    from jaxlm.recipes import setup
 
     monkeypatch.setenv("JAXLM_CACHE", str(tmp_path))
-    folders = {jax_setup.compile_cache()}
-    monkeypatch.setattr(jax_setup, "_processor", lambda: "x86_64\nflags: avx512f")
-    folders.add(jax_setup.compile_cache())
-    monkeypatch.setattr(jax_setup.importlib.metadata, "version", lambda name: "0.0.1")
-    folders.add(jax_setup.compile_cache())
+    folders = {setup.compile_cache()}
+    monkeypatch.setattr(setup, "_processor", lambda: "x86_64\nflags: avx512f")
+    folders.add(setup.compile_cache())
+    monkeypatch.setattr(setup.importlib.metadata, "version", lambda name: "0.0.1")
+    folders.add(setup.compile_cache())
     mine = os.getuid()
-    monkeypatch.setattr(jax_setup.os, "getuid", lambda: mine + 1)
+    monkeypatch.setattr(setup.os, "getuid", lambda: mine + 1)
     with pytest.raises(JaxlmError) as caught:  # the folder of that user, made by this one
-        jax_setup.compile_cache()
+        setup.compile_cache()
     assert caught.value.code == 73
     assert len(folders) == 3
     assert len(list((tmp_path / "compiled").iterdir())) == 4
 
 
 def test_s15_a_link_in_place_of_the_folder_is_refused(tmp_path, monkeypatch):
-    from jaxlm.recipes import jax_setup
+    from jaxlm.recipes import setup
 
     monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
-    folder = jax_setup.compile_cache()
+    folder = setup.compile_cache()
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(JaxlmError) as caught:
-        jax_setup.compile_cache()
+        setup.compile_cache()
     assert caught.value.code == 73

@@ -13,7 +13,7 @@ from etils import epath
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import ModelInfo
 
-from jaxlm.recipes import jax_setup
+from jaxlm.recipes import setup
 from jaxlm.training.lock import Lock
 from tests.house.situation import CONFIG, ROOT, RUN, Situation
 
@@ -67,7 +67,7 @@ def has_little_memory(patch: pytest.MonkeyPatch) -> None:
     def start(*args, **kwargs):
         raise MemoryError("cannot allocate 64 GiB")
 
-    patch.setattr(jax_setup, "start", start)
+    patch.setattr(setup, "start", start)
 
 
 def sets(**variables: str):
@@ -107,8 +107,8 @@ def is_in_use(patch: pytest.MonkeyPatch) -> None:
 
 def has_no_cache_folder(patch: pytest.MonkeyPatch) -> None:
     """A file is in the place of the folder; the tests keep compiled programs in another one."""
-    patch.setattr(jax_setup.cache, "folder", lambda *args, **kwargs: Path("c.py").absolute())
-    patch.setattr(jax_setup, "start", lambda _: jax_setup.compile_cache())
+    patch.setattr(setup.cache, "folder", lambda *args, **kwargs: Path("c.py").absolute())
+    patch.setattr(setup, "start", lambda _: setup.compile_cache())
 
 
 SITUATIONS: dict[str, Situation] = {

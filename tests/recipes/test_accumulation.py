@@ -31,7 +31,6 @@ from jaxlm.optim.config import Optimizer, Sgd
 from jaxlm.parallel import hlo
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.train.programs import without_data
@@ -218,7 +217,7 @@ def test_what_watches_a_step_sums_in_float32(program):
 
 
 def test_a_tpu_sums_in_float32(monkeypatch):
-    monkeypatch.setattr(jax_setup, "target", lambda mesh: Target("tpu"))
+    monkeypatch.setattr(setup, "target", lambda mesh: Target("tpu"))
     for family in ("gpt2", "gemma2"):
         assert not forbidden(sums(family, {"train.attention": "splash"}, platform="tpu"))
 

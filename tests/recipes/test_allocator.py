@@ -13,17 +13,18 @@ import jax, numpy as np
 from jaxlm.core import config
 from jaxlm.data.batch import Tokens
 from jaxlm.parallel import host
-from jaxlm.recipes import jax_setup
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.programs import without_data
 
-jax_setup.start()
+setup.start()
 small = {"depth": 2, "width": 64, "heads": 2, "kv_heads": 2, "head_dim": "auto", "hidden": "auto"}
 overrides = [(f"model.{name}", str(value)) for name, value in small.items()]
 overrides += [("data.sequence", "256"), ("train.batch", "8"), ("train.microbatches", "1")]
 overrides += [("train.remat", "none"), ("loss.chunk", "None")]
 run = config.load(Run, "configs/quickstart.py", overrides).value
-grid = jax_setup.build_mesh(run.mesh)
+grid = meshes.build(run.mesh)
 engine = without_data(run, grid, 8192)
 ids = np.zeros((8, 256), np.int32)
 with jax.set_mesh(grid):

@@ -1,12 +1,12 @@
 import pytest
 from jax._src.lru_cache import LRUCache
 
-from jaxlm.recipes import jax_setup
+from jaxlm.recipes import setup
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 20], ids=["endless", "limited"])
 def test_a_compiled_program_comes_back_from_the_cache(tmp_path, size):
-    jax_setup.start()
+    setup.start()
     store = LRUCache(str(tmp_path), max_size=size)
     store.put("a", b"program")
     assert store.get("a") == b"program"
@@ -14,7 +14,7 @@ def test_a_compiled_program_comes_back_from_the_cache(tmp_path, size):
 
 
 def test_a_write_that_is_cut_leaves_no_program(tmp_path, monkeypatch):
-    jax_setup.start()
+    setup.start()
     store = LRUCache(str(tmp_path), max_size=-1)
     with monkeypatch.context() as patch:
         patch.setattr(type(store.path), "replace", None)  # as far as a process comes that is killed

@@ -9,7 +9,7 @@ import pytest
 from jaxlm.core import config as configs
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import resume
-from jaxlm.recipes.train.context import ResumeOptions
+from jaxlm.recipes.train.api import ResumeOptions
 from tests.faults import harness
 from tests.recipes.test_pretrain import SETTINGS, records, train
 

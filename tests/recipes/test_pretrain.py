@@ -23,7 +23,7 @@ from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.train import run as training
-from jaxlm.recipes.train.context import ResumeOptions, StartOptions
+from jaxlm.recipes.train.api import ResumeOptions, StartOptions
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")

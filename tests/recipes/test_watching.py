@@ -13,7 +13,7 @@ from jaxlm.monitor.config import LogConfig
 from jaxlm.nn.intermediates import Intermediates
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import programs
-from jaxlm.training import figures
+from jaxlm.training import observe
 from jaxlm.training.config import TrainConfig
 from jaxlm.training.gradient import SQUARE
 from jaxlm.training.observe import Observed
@@ -118,7 +118,7 @@ def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a
         return [seen.take(step + 1) for step in steps]
 
     whole = told(programs.LayerStatsCollector(run, {}, ()), range(30))
-    each = [figures.noise(one, 4) for one in taken]
+    each = [observe.gradient_noise(one, 4) for one in taken]
     for step, record in enumerate(whole):
         assert (record["gradient_square"], record["gradient_noise"]) == each[step]
         squares, traces = np.mean(each[max(0, step - 19) : step + 1], axis=0)
@@ -153,7 +153,9 @@ def test_the_noise_scale_of_a_known_problem_is_found():
         means = each.reshape(parts, -1, 3).mean(1)
         square = (means.mean(0) ** 2).sum()
         notes = Intermediates({SQUARE: np.float64((means**2).sum())}, {})
-        estimates.append(figures.noise(Observed({}, notes, square, np.float64(tokens)), parts))
+        estimates.append(
+            observe.gradient_noise(Observed({}, notes, square, np.float64(tokens)), parts)
+        )
     found = np.mean(estimates, axis=0)
     np.testing.assert_allclose(found[0], (true**2).sum(), rtol=0.03)
     np.testing.assert_allclose(found[1], (deviations**2).sum(), rtol=0.03)

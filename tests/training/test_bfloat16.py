@@ -20,7 +20,7 @@ from jaxlm.optim.config import Adafactor, AdamW, Muon, Optimizer, ScheduleFree, 
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig
-from jaxlm.training.curvature import Curvature
+from jaxlm.training.gradient import Curvature
 from jaxlm.training.step import StepSpec
 
 AXES = {"weight": ("embed", "mlp"), "scale": ("embed",)}

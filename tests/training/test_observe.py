@@ -20,7 +20,7 @@ from jaxlm.optim.config import AdamW
 from jaxlm.optim.schedule_config import Constant
 from jaxlm.parallel import host, mesh, rules
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.training import figures, observe
+from jaxlm.training import observe
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.step import StepSpec
@@ -107,12 +107,12 @@ def noted(pieces, state, batch):
             pieces.loss(params, batch, None)
         return observe.Observed({}, notes, 0.0, 0.0)
 
-    return figures.layer_metrics(jax.device_get(jax.jit(forward)(state.params, batch)))
+    return observe.layer_metrics(jax.device_get(jax.jit(forward)(state.params, batch)))
 
 
 @pytest.fixture(scope="module")
 def record(pieces, state, batch):
-    return figures.layer_metrics(jax.device_get(jax.jit(pieces.observer())(state, batch)))
+    return observe.layer_metrics(jax.device_get(jax.jit(pieces.observer())(state, batch)))
 
 
 def own(params, number):
@@ -255,7 +255,7 @@ def test_figures_are_those_of_one_device_and_one_batch(
         rest = jax.device_put(jax.device_get(state), states.replicated(grid))
         placed = rest._replace(params=jax.device_put(state.params, layout))
         observed = jax.jit(observer)(placed, host.put(grid, batch))
-    metrics = figures.layer_metrics(jax.device_get(observed))
+    metrics = observe.layer_metrics(jax.device_get(observed))
     assert metrics.keys() == record.keys()
     for name, value in record.items():
         np.testing.assert_allclose(metrics[name], value, rtol=2e-3, atol=1e-5, err_msg=name)

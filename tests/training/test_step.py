@@ -32,8 +32,7 @@ from jaxlm.training import guard as guards
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig
-from jaxlm.training.curvature import Curvature
-from jaxlm.training.gradient import GradientSpec
+from jaxlm.training.gradient import Curvature, GradientSpec
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import StepSpec
 

@@ -18,7 +18,8 @@ from jaxlm.data.batch import Tokens
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
 from jaxlm.parallel import host
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility, oom
 from jaxlm.recipes.train import programs
@@ -65,7 +66,7 @@ def measure(
     `overrides` apply to all sizes. The batch is multiplied by the number of devices. Raises
     ConfigError or OutOfMemory if a size does not fit with these settings.
     """
-    jax_setup.start()
+    setup.start()
     for name in names:
         say(f"{name}: compiling the step")
         settings = SIZES[name] | {"precision.compute": "bfloat16"}
@@ -75,8 +76,8 @@ def measure(
 
 
 def _measured(run: Run, seconds: float) -> dict[str, Any]:
-    divisibility.check(run, jax.device_count(), jax_setup.slices())
-    grid = jax_setup.build_mesh(run.mesh)
+    divisibility.check(run, jax.device_count(), meshes.slices(jax.devices()))
+    grid = meshes.build(run.mesh)
     vocab = setup.vocabulary(run, 0)
     engine = programs.without_data(run, grid, vocab)
     model = engine.model

@@ -21,7 +21,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.ops.kernels import Target
 from jaxlm.parallel import hlo, host, logical, mesh
 from jaxlm.parallel.config import AXES, MeshConfig, format_mesh
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import attention_kernels, divisibility
@@ -204,7 +204,7 @@ def check(
     # Compiled programs carry the source lines of this code.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     try:
-        jax_setup.start(count)
+        setup.start(count)
     except CommandError:  # JAX has started; it may have enough devices
         if len(jax.devices()) < count:
             raise

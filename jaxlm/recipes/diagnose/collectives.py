@@ -19,7 +19,7 @@ from jaxlm.parallel import hlo, host, mesh
 from jaxlm.parallel.config import format_mesh
 from jaxlm.parallel.hlo import Collective, HloResult, Shape
 from jaxlm.parallel.logical import mesh_axes, ways
-from jaxlm.recipes import jax_setup
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
 from jaxlm.recipes.plan.predict import decoder_tokens
@@ -285,7 +285,7 @@ def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any
 
 def compile_here(run: Run, count: int, say: Log = lambda _: None) -> dict[str, Any]:
     """Compile a step for `count` CPU devices: bytes per device. Raises ConfigError for a misfit."""
-    jax_setup.start(count)
+    setup.start(count)
     divisibility.check(run, count)
     grid = mesh.build(run.mesh, jax.devices()[:count])
     say(f"{format_mesh(grid.shape)} on this CPU; compiling the step")

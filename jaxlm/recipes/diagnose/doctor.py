@@ -169,10 +169,10 @@ def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckR
     """Check JAX: its devices, and their arithmetic."""
     import jax
 
-    from jaxlm.recipes import jax_setup
+    from jaxlm.recipes import setup
     from jaxlm.recipes.diagnose import device_checks
 
-    jax_setup.start()
+    setup.start()
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -189,7 +189,7 @@ def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckR
     if len(devices) > 1:
         yield device_checks.sum_over_devices(REDUCED)
     try:
-        yield CheckResult("compile cache", "ok", str(jax_setup.compile_cache()))
+        yield CheckResult("compile cache", "ok", str(setup.compile_cache()))
     except JaxlmError as error:
         yield CheckResult("compile cache", "problem", f"{error.what}: {error.why}", error.fix)
 

@@ -14,9 +14,8 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, Diverged, NotWritable
 from jaxlm.data import parts
 from jaxlm.monitor import plots, sinks
-from jaxlm.optim.config import Muon
 from jaxlm.optim.schedules import LearningRate
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose.schedule_plot import make_folder
 from jaxlm.recipes.train import resume
@@ -81,7 +80,7 @@ def lr_find(run: Run, options: Options, say: Log = lambda _: None) -> dict[str, 
             why="a test never overwrites",
             fix=f"--out={options.out}-2",
         )
-    jax_setup.start(options.cpu_devices)
+    setup.start(options.cpu_devices)
     mesh = setup.build_mesh_for(run)
     data = setup.open_data(run, say=say, warn=say)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
@@ -175,11 +174,10 @@ def lowest(curve: Sequence[Point]) -> Point:
 
 
 def scaled(run: Run, rate: float) -> list[str]:
-    """Return the flags that set a rate; Muon's `adam_lr` scales with it."""
-    flags = [f"--config.optim.lr={rate:.2g}"]
-    if isinstance(run.optim, Muon):
-        flags.append(f"--config.optim.adam_lr={rate * run.optim.adam_lr / run.optim.lr:.2g}")
-    return flags
+    """Return the flags that set a rate, and with it all rates of the optimizer."""
+    optim = run.optim
+    rates = {name: rate * getattr(optim, name) / optim.lr for name in optim.further_rates}
+    return [f"--config.optim.{name}={value:.2g}" for name, value in ({"lr": rate} | rates).items()]
 
 
 def _width(steps: int) -> int:

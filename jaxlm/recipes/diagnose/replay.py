@@ -20,11 +20,12 @@ from jaxlm.data.batch import Tokens
 from jaxlm.monitor import sinks
 from jaxlm.objectives.loss import score
 from jaxlm.parallel import host
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import records, resume
+from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
-from jaxlm.recipes.train.context import ResumeOptions
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training import control
 from jaxlm.training.rundir import RunDir, read_json
@@ -72,14 +73,14 @@ def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
         why = "the file has no line of a start before that step"
         raise DataError(what, where=file, why=why, fix="restore the file from a copy of the run")
     run: Run = config.from_json(Run, lineage[-1].config, file, options.overrides)
-    jax_setup.start(options.cpu_devices)
+    setup.start(options.cpu_devices)
     store = Store(directory.checkpoints, run.checkpoint, read_only=True, verifier=Verifier(say=say))
     shared = min((each.step for each in starts if each.rewinds > known), default=step)
     start = _start(store, rewinds, known, shared, step, say)
     resume_options = _resume_options(lineage, start, step)
     rewinds.made = rewinds.made[:known]
 
-    mesh = jax_setup.build_mesh(run.mesh)
+    mesh = meshes.build(run.mesh)
     host.check_rows(mesh, run.train.batch, run.train.microbatches)
     data = setup.open_data(run, say=say, warn=say)
     teacher = resume.find_teacher(run, data, say)

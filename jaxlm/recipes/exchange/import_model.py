@@ -26,7 +26,8 @@ from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily
 from jaxlm.monitor import formatting
 from jaxlm.objectives.config import Causal, Masked, Objective, Span
 from jaxlm.parallel import host
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.training.loop import Progress
 from jaxlm.training.rundir import IMPORTED, RunDir
@@ -138,8 +139,8 @@ def import_model(
     tensors = hub_architecture.in_folder_names(layout(theirs, hub), folder, hub)
     ignored = hub_architecture.compare(tensors, folder, hub, is_tied=decoder.tied)
     _verify(folder, say)
-    jax_setup.start(options.cpu_devices)
-    mesh = jax_setup.build_mesh(run.mesh)
+    setup.start(options.cpu_devices)
+    mesh = meshes.build(run.mesh)
     assembled = setup.build_sharded_model(run, decoder.vocab, mesh)
     with RunDir(options.workdir) as directory:
         with folder.opened() as fetch:

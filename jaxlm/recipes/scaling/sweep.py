@@ -12,7 +12,7 @@ from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.loss_law import MIN_RUNS, MIN_SIZES
-from jaxlm.recipes.train.context import ResumeOptions, StartOptions
+from jaxlm.recipes.train.api import ResumeOptions, StartOptions
 from jaxlm.recipes.train.run import run_training
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0)  # of the config's width

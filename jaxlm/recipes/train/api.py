@@ -1,10 +1,18 @@
-"""Training as a function, for notebooks and for the command line."""
+"""Training as a function, for notebooks and for the command line, and the options of a start.
+
+Example:
+  >>> from jaxlm.recipes.train.api import ResumeOptions
+  >>> str(ResumeOptions(start_at=500, force=True))
+  '--start_at=500 --force'
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import config as configs
 from jaxlm.core.config import Loaded
@@ -14,24 +22,80 @@ from jaxlm.monitor.sinks import Callback, Callbacks
 from jaxlm.parallel import cluster
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.context import ResumeOptions, StartOptions
 from jaxlm.training import lock
+
+if TYPE_CHECKING:
+    from jaxlm.checkpoint.store import Store
+    from jaxlm.monitor.console import Console
+    from jaxlm.recipes.train.checkpointing import Rewinds
+    from jaxlm.training.processes import ProcessGroup
+    from jaxlm.training.rundir import RunDir
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Options of a resumed run beyond its config."""
+
+    start_at: int | None = None  # committed step to resume from; by default the newest
+    force: bool = False  # abandon the steps after `start_at`
+    reset_optimizer: bool = False  # keep the parameters and reset the optimizer state
+    cast: bool = False  # convert stored arrays to the dtypes of this config
+    allow_change: tuple[str, ...] = ()  # settings that may differ from those of the run
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """Settings, or whole sections, that may differ."""
+        reset = ("optim", "schedule") if self.reset_optimizer else ()
+        return (*self.allow_change, *reset, *(("precision",) if self.cast else ()))
+
+    def __str__(self) -> str:
+        """Return the flags of these options; empty for the defaults."""
+        flags = {
+            f"--start_at={self.start_at}": self.start_at is not None,
+            "--force": self.force,
+            "--reset_optimizer": self.reset_optimizer,
+            "--cast": self.cast,
+            f"--allow_change={','.join(self.allow_change)}": bool(self.allow_change),
+        }
+        return " ".join(flag for flag, is_set in flags.items() if is_set)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """Options of one start of a run beyond its config."""
+
+    workdir: Path
+    arguments: list[str]  # the words after `jaxlm`, for command.sh
+    resume: ResumeOptions
+    process: ProcessSpec
+    init_from: str | None = None  # RUN[@STEP] whose weights a new run starts from
+    stop_at: int | None = None  # completed steps at which this start ends
+    cpu_devices: int | None = None  # number of devices that the CPU is split into
+    quiet: bool = False  # print no rows on stderr
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The run around its compiled programs, shared by the trainer and its parts."""
+
+    run: Run
+    options: StartOptions
+    processes: ProcessGroup  # the processes of the run, with watchdog and stop request
+    directory: RunDir
+    console: Console
+    store: Store
+    rewinds: Rewinds  # returns to earlier steps so far
+    callbacks: Callbacks
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Result of a run.
-
-    Args:
-      workdir: the run directory.
-      step: completed steps.
-      complete: whether these are all steps of the run.
-      metrics: figures of the newest evaluation, and the other keys of `jaxlm train --json`.
-    """
+    """Result of a run."""
 
     workdir: Path
-    step: int
-    complete: bool
+    step: int  # completed steps
+    complete: bool  # whether these are all steps of the run
+    # figures of the newest evaluation, and the other keys of `jaxlm train --json`.
     metrics: dict[str, Any]
 
 
@@ -70,8 +134,7 @@ def train(
       process: this process among several; by default, from the environment.
       arguments: the words after `jaxlm` for command.sh; by default, made from the arguments.
 
-    Raises:
-      JaxlmError: for every problem that a user can cause; also what a callback raised.
+    Raises JaxlmError for every problem that a user can cause; also what a callback raised.
     """
     check_local(workdir, "workdir")
     process = process or cluster.process_spec(os.environ)

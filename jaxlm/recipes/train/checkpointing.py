@@ -12,7 +12,7 @@ from jaxlm.core.errors import DataError, Diverged, NotWritable, SaveFailed
 from jaxlm.data import loader
 from jaxlm.monitor import formatting
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.context import RunContext
+from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training import guard as guards
 from jaxlm.training.config import GuardConfig
@@ -21,27 +21,17 @@ from jaxlm.training.loop import BudgetSpent, Progress
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
 
-# Rewinds: the run returns to a healthy checkpoint and skips the batches that damaged it.
-
-
 REWINDS_FILE = "rewinds.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewind:
-    """One return to an earlier step.
+    """One return to a healthy checkpoint, without the batches that damaged the run."""
 
-    Args:
-      first_bad: the first step that was not applied.
-      to: the step that the run returned to.
-      low: number in the stream of the first batch that is left out.
-      high: number of the first batch after those.
-    """
-
-    first_bad: int
-    to: int
-    low: int
-    high: int
+    first_bad: int  # the first step that was not applied
+    to: int  # the step that the run returned to
+    low: int  # number in the stream of the first batch that is left out
+    high: int  # number of the first batch after those
 
 
 class Rewinds:
@@ -79,11 +69,7 @@ class Rewinds:
     ) -> Rewind:
         """Return one more rewind after steps that could not be applied; the first process chooses.
 
-        Args:
-          spent: the steps that were not applied.
-          store: checkpoints of the run.
-          guard: limits of rewinds.
-          note: called with a line for each damaged checkpoint that is passed over.
+        `note` gets a line for each damaged checkpoint that is passed over.
 
         Raises:
           Diverged: if `guard.rewinds` are used up.
@@ -262,8 +248,7 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait for the save in flight. If it failed, its space on the disk is freed.
 
-        Raises:
-          SaveFailed: if it failed, and the one before it.
+        Raises SaveFailed if it failed, and the one before it.
         """
         try:
             self._store.wait()
@@ -305,15 +290,8 @@ class CheckpointSaver:
 def check_disk_space(programs: TrainPrograms, committed: int, directory: RunDir) -> None:
     """Compare the free space with that of the kept steps, and one more while it is written.
 
-    Arrays are counted at their size; compression saves a little of it.
-
-    Args:
-      programs: the programs of the run.
-      committed: steps of the run that are on the disk already.
-      directory: the run directory.
-
-    Raises:
-      NotWritable: if they do not fit, with both numbers.
+    Arrays are counted at their size; compression saves a little of it. `committed` is the number of
+    steps on the disk already. Raises NotWritable if they do not fit, with both numbers.
     """
     config = programs.run.checkpoint
     if config.space == "ignore":

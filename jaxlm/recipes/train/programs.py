@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from jaxlm.evals import loss as evals
 from jaxlm.models import config as configs
 from jaxlm.models.build import Blueprint
 from jaxlm.monitor import sinks
-from jaxlm.nn.intermediates import Intermediates, Kind
+from jaxlm.nn.intermediates import Kind
 from jaxlm.objectives.build import build as build_objective
 from jaxlm.optim import average, groups, schedules
 from jaxlm.optim import build as optimizers
@@ -39,13 +39,11 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import oom
 from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.setup import ShardedModel
-from jaxlm.recipes.train.context import RunContext
-from jaxlm.training import figures
+from jaxlm.recipes.train.api import RunContext
 from jaxlm.training import gradient as gradients
 from jaxlm.training import state as states
-from jaxlm.training.curvature import Curvature
-from jaxlm.training.figures import Noise
-from jaxlm.training.observe import Observed, build_observer
+from jaxlm.training.gradient import Curvature
+from jaxlm.training.observe import Noise, Observed, build_observer, gradient_noise, layer_metrics
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Metrics, StepSpec, build_step
 
@@ -76,8 +74,7 @@ class TrainPrograms:
       schedule: learning rate instead of `run.schedule`, for measurements that are no training run.
       teacher: the frozen model that `run.objective.teacher` names.
 
-    Raises:
-      ConfigError: if the objective has a teacher and `teacher` is None.
+    Raises ConfigError if the objective has a teacher and `teacher` is None.
     """
 
     def __init__(
@@ -116,7 +113,8 @@ class TrainPrograms:
         self._layout = self._shardings()
         self._frozen = groups.frozen(run.optim, blueprint.axes)
         self.objective = build_objective(run.objective, run.loss, run.architecture)
-        captured: tuple[Kind, ...] = () if run.regularisation.qk_clip is None else ("logits",)
+        largest = run.regularisation.qk_clip  # logit
+        captured: tuple[Kind, ...] = () if largest is None else ("logits",)
         spec = StepSpec(
             loss=self._loss(model.trained, None),
             optimizer=self.optimizer,
@@ -133,7 +131,9 @@ class TrainPrograms:
             curvature=self._curvature(),
             average=average.build(run.average, **length),
             capture=captured,
-            post_update=_qk_clip(run),
+            post_update=None
+            if largest is None
+            else lambda params, captured: qk_clip(params, captured.peaks, largest),
             is_measured=_is_logged(run),
         )
         self.spec = spec
@@ -225,10 +225,8 @@ class TrainPrograms:
     ) -> Generator[Tokens, None, None]:
         """Yield the global batches of the steps after `start`, on the devices, without end.
 
-        Args:
-          start: completed steps.
-          skips: ranges of batches that are left out.
-          warn: called with a description of data that cannot be read.
+        `skips` are ranges of batches that are left out; `warn` is called with a description of data
+        that cannot be read.
         """
         stream = self.data.train.batches(
             start, batch=self.pace, rows=self._rows, skips=skips, warn=warn
@@ -244,9 +242,7 @@ class TrainPrograms:
     def evaluate(self, params: Any, *, limit: int | None) -> dict[str, dict[str, Any]]:
         """Return the figures of each validation set, and the `share` of its rows that was read.
 
-        Args:
-          params: parameters of the model.
-          limit: number of batches of randomly chosen rows; None reads the whole set.
+        `limit` is a number of batches of randomly chosen rows; None reads the whole set.
         """
         run = self.run
         size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
@@ -355,21 +351,10 @@ def without_data(run: Run, mesh: Mesh, vocab: int) -> TrainPrograms:
 
 
 def with_state_on_device(
-    program: Callable[..., Any],
-    layout: TrainState,
-    state: TrainState,
-    *inputs: Any,
-    **extra: Any,
+    program: Callable[..., Any], layout: TrainState, state: TrainState, *inputs: Any, **extra: Any
 ) -> Any:
     """Call a program with a state that is offloaded; `jax.jit` places its outputs."""
     return program(jax.device_put(state, layout), *inputs, **extra)
-
-
-def _qk_clip(run: Run) -> Callable[[Any, Intermediates], tuple[Any, dict[str, jax.Array]]] | None:
-    largest = run.regularisation.qk_clip
-    if largest is None:
-        return None
-    return lambda params, captured: qk_clip(params, captured.peaks, largest)
 
 
 def _is_logged(run: Run) -> Callable[[jax.Array], jax.Array] | None:
@@ -392,9 +377,6 @@ def inject_faults(batch: Tokens, number: int) -> Tokens:
         if fault.is_at(number):
             batch = batch._replace(weights=batch.weights * float("nan"))
     return batch
-
-
-# The compiled step.
 
 
 class CompiledStep:
@@ -478,13 +460,14 @@ class CompiledStep:
         self._on_compiled(self._steps[shape])
 
     def _compare_replicas(self, state: TrainState) -> None:
-        if differences := self._programs.replicas.differences(state.params):
-            raise Diverged(
-                f"copies of the parameters differ between devices in {len(differences)} leaves",
-                where=f"before step {self.completed + 1}",
-                why="\n".join(differences[:4]),
-                fix=RERUN,
-            )
+        differences = self._programs.replicas.differences(state.params)
+        what = "copies of the parameters differ between devices"
+        self._refuse(what, f"before step {self.completed + 1}", differences)
+
+    def _refuse(self, what: str, where: str, differences: Sequence[str]) -> None:
+        if differences:
+            what, why = f"{what} in {len(differences)} leaves", "\n".join(differences[:4])
+            raise Diverged(what, where=where, why=why, fix=RERUN)
 
     def _repeated(
         self, step: jax.stages.Compiled, state: TrainState, inputs: tuple[Any, ...]
@@ -493,14 +476,9 @@ class CompiledStep:
         extra = self._programs.extra_inputs
         second, _ = step(jax.tree.map(jnp.copy, state), *inputs, **extra)
         first, metrics = step(state, *inputs, **extra)
-        if differences := self._programs.replicas.changes(second.params, first.params):
-            raise Diverged(
-                f"step {self.completed + 1} gave another result when it was repeated,"
-                f" in {len(differences)} leaves",
-                where=f"step {self.completed + 1}",
-                why="\n".join(differences[:4]),
-                fix=RERUN,
-            )
+        differences = self._programs.replicas.changes(second.params, first.params)
+        number = f"step {self.completed + 1}"
+        self._refuse(f"{number} gave another result when it was repeated,", number, differences)
         return first, metrics
 
 
@@ -516,14 +494,10 @@ def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
     return parts | {"total": sum(parts.values())}
 
 
-# Statistics of layers.
-
-
 def microbatches_for_noise(run: Run, sizes: Sizes) -> int:
     """Return the micro-batches of the observer: the step's, or enough to measure gradient noise.
 
-    Raises:
-      ConfigError: if gradient noise is to be measured and a device has one row.
+    Raises ConfigError if gradient noise is to be measured and a device has one row.
     """
     microbatches = run.train.microbatches
     if "noise" not in run.log.layers or microbatches > 1:
@@ -532,27 +506,20 @@ def microbatches_for_noise(run: Run, sizes: Sizes) -> int:
     rows = math.gcd(*(phase.rows for phase in run.pace.phases))
     parts = max(n for n in divisors(max(rows // ways, 1)) if n <= MAX_NOISE_PARTS)
     if parts == 1:
+        entries = [entry.partition("@") for entry in run.train.batch_warmup]
+        doubled = ",".join(f"{2 * int(rows)}@{span}" for rows, _, span in entries)
+        warmup = f" --config.train.batch_warmup={doubled}" if doubled else ""
+        rest = ",".join(name for name in run.log.layers if name != "noise")
+        without = f"--config.log.layers={rest}" if rest else "'--config.log.layers=()'"
         raise ConfigError(
             "log.layers cannot measure the noise of the gradient",
             where="log.layers",
             why=f"noise is the difference between the gradients of equal parts of a batch, and"
             f" {rows} rows on {ways} devices do not divide into parts of whole rows",
-            fix=f"{_twice_the_rows(run)}\n{_without_noise(run)}    # does not measure the noise",
+            fix=f"--config.train.batch={2 * run.train.batch}{warmup}\n"
+            f"{without}    # does not measure the noise",
         )
     return parts
-
-
-def _twice_the_rows(run: Run) -> str:
-    """Return the flags that double the rows of every batch."""
-    entries = [entry.partition("@") for entry in run.train.batch_warmup]
-    doubled = ",".join(f"{2 * int(rows)}@{span}" for rows, _, span in entries)
-    warmup = f" --config.train.batch_warmup={doubled}" if doubled else ""
-    return f"--config.train.batch={2 * run.train.batch}{warmup}"
-
-
-def _without_noise(run: Run) -> str:
-    rest = ",".join(name for name in run.log.layers if name != "noise")
-    return f"--config.log.layers={rest}" if rest else "'--config.log.layers=()'"
 
 
 def is_observed(run: Run, step: int) -> bool:
@@ -570,10 +537,7 @@ def is_observed(run: Run, step: int) -> bool:
 class LayerStatsCollector:
     """Observes the steps that are due, and keeps their statistics until they are logged.
 
-    Args:
-      run: the config of the run.
-      sizes: sizes of the mesh axes.
-      records: earlier records of the run, with estimates of its gradient noise.
+    `records` are earlier ones of the run, with estimates of its gradient noise.
     """
 
     def __init__(self, run: Run, sizes: Sizes, records: Iterable[Mapping[str, Any]]):
@@ -595,9 +559,9 @@ class LayerStatsCollector:
         if step not in self._observed:
             return {}
         observed = host.fetch(self._observed.pop(step))
-        record = figures.layer_metrics(observed)
+        record = layer_metrics(observed)
         if "noise" in self._run.log.layers:
-            self._noises.append(figures.noise(observed, self._parts))
+            self._noises.append(gradient_noise(observed, self._parts))
             last = self._noises[-1]
             square, trace = (sum(part) for part in zip(*self._noises[-NOISE_WINDOW:], strict=True))
             record |= {"gradient_square": last.square, "gradient_noise": last.trace}

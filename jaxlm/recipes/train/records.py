@@ -1,37 +1,48 @@
-"""Records of a run: metrics, samples, spikes, warnings, the verdict on a loss that is too high."""
+"""Records of a run: header, metrics, samples, spikes, verdict on too high a loss, summary."""
 
 import contextlib
 import functools
 import math
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxlm.core import config
+from jaxlm.core import config, tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import Diverged, JaxlmError
-from jaxlm.data import baselines, loader
-from jaxlm.monitor import formatting, profiling, sinks, trackers
+from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.data import baselines, loader, peek
+from jaxlm.data.mixture import MixtureLoader
+from jaxlm.generate.sampler import Continuation
+from jaxlm.models.cost import model_cost
+from jaxlm.monitor import formatting, plots, profiling, report, sinks, trackers
 from jaxlm.monitor.sinks import Sink
 from jaxlm.parallel import hlo
+from jaxlm.parallel import mesh as meshes
+from jaxlm.parallel.config import format_mesh
+from jaxlm.recipes import setup
+from jaxlm.recipes.plan import attention_kernels
 from jaxlm.recipes.plan.predict import Forecast
-from jaxlm.recipes.sampler import Continuation
+from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.checkpointing import Rewind
-from jaxlm.recipes.train.context import RunContext
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.training import guard
 from jaxlm.training.divergence import MARGIN, Coder, Divergence
 from jaxlm.training.loop import BudgetSpent, Progress
 
+if TYPE_CHECKING:
+    from jaxlm.recipes.train.trainer import Trainer
+
 PREVIEW_TOKENS = 24  # of a document in a record of spikes.jsonl
 MAX_DOCUMENTS = 256  # in such a record
 COUNTS = ("skipped_total", "overflows_total")  # metrics that are whole numbers
 INTERNAL = ("verdict", "skipped_in_a_row")  # metrics that are recorded in other forms
+PREVIEW = 150  # characters of the example row in the header
 DIVERGENCE_FILE = "divergence.json"
 
 
@@ -39,12 +50,8 @@ class MetricsLogger:
     """Writes the records of a run to its files, the console, the trackers and the callbacks.
 
     Only the process that writes the run directory opens files and calls callbacks; in the others
-    nothing is written. Close it at the end.
-
-    Args:
-      context: the run around its programs.
-      programs: the programs of the run.
-      warn: called with a message if a tracker accepts no more records.
+    nothing is written. Close it at the end. `warn` gets a message if a tracker accepts no more
+    records.
     """
 
     def __init__(self, context: RunContext, programs: TrainPrograms, warn: Log):
@@ -63,7 +70,6 @@ class MetricsLogger:
         self.close()
         if not self._directory.is_writer:
             return
-        path = self._directory.path
 
         def opened(name: str, keep_through: int | None) -> Sink:
             sink = self._directory.journal(name, keep_through=keep_through)
@@ -72,15 +78,14 @@ class MetricsLogger:
         self._metrics = opened("metrics.jsonl", through)
         self._samples = opened("samples.jsonl", through)
         self._spikes = opened("spikes.jsonl", None)
-        others = self._trackers(path, through)
-        for sink in others:
-            self._open.callback(sink.close)
+        others = [self._open.enter_context(contextlib.closing(s)) for s in self._trackers(through)]
         self._sinks = [self._metrics, self._console, *others, self._context.callbacks]
 
-    def _trackers(self, path: Path, through: int) -> list[Sink]:
+    def _trackers(self, through: int) -> list[Sink]:
         """Return TensorBoard and the trackers that the config names."""
+        path = self._directory.path
         makers: dict[str, Callable[[], Sink]] = {
-            "tensorboard": lambda: sinks.TensorBoard(path / "events", keep_through=through),
+            "tensorboard": lambda: sinks.TensorBoard(path / "events", keep_through=through)
         }
         settings = config.flatten(self._context.run)
         for name in trackers.MODULES:
@@ -259,9 +264,6 @@ def _documents(programs: TrainPrograms, number: int) -> tuple[list[dict[str, Any
     return documents[:MAX_DOCUMENTS], max(len(documents) - MAX_DOCUMENTS, 0)
 
 
-# Divergence: a loss that is worse than that of coders without a model.
-
-
 class DivergenceAlarm:
     """Judges the losses of a run; warns, or ends the run, by `guard.divergence`.
 
@@ -342,8 +344,7 @@ class DivergenceAlarm:
     def _report(self, step: int, split: str, loss: float) -> None:
         """Report that the loss became worse than a coder, or better again.
 
-        Raises:
-          Diverged: if the loss is worse than uniform, and `guard.divergence` is "stop".
+        Raises Diverged if the loss is worse than uniform, and `guard.divergence` is "stop".
         """
         worse = self._divergence.worse
         if worse == self._reported and (worse or not self.verdict):
@@ -422,3 +423,284 @@ class DivergenceAlarm:
             return baselines.unigram_nats(data.train.shards, validation.shards)
         except JaxlmError:  # a damaged shard, which the loader handles
             return None
+
+
+# The header before the first step, and the summary after the last.
+
+
+def print_header(trainer: "Trainer", held_out: str = "") -> None:
+    """Print the model, the data and the devices of a run.
+
+    `held_out` is why a part of the training text is the validation set; empty if the user chose it.
+    """
+    run, data, model = trainer.run_config, trainer.programs.data, trainer.programs.model
+    mesh, decoder = model.mesh, model.blueprint.config
+    train = data.train.shards.manifest
+    kind = mesh.devices.flat[0].device_kind
+    parameters = formatting.count(model_cost.parameters(decoder))
+    if isinstance(data.train, MixtureLoader):
+        amount = f"{len(data.train.sources)} sources"
+        sources = [*data.train.describe(run.pace, run.train.steps)]  # what each will have read
+    else:
+        amount, sources = f"{data.train.epochs(run.rows):.2f} epochs", []
+    facts = [
+        ("processes", _processes(trainer)),
+        ("devices", f"{mesh.devices.size} x {kind}, mesh {format_mesh(mesh.shape)}"),
+        (
+            "model",
+            f"{run.model.family}, {parameters} parameters: {decoder.depth} layers,"
+            f" {decoder.width} wide, {decoder.vocab} ids ({data.tokenizer.size} in use)",
+        ),
+        (
+            "data",
+            f"{formatting.count(train.documents)} documents, {formatting.count(train.tokens)}"
+            f" tokens, {formatting.size(train.bytes)}; {amount}",
+        ),
+        *(("source", line) for line in sources),
+        ("", _example(trainer)),
+        ("memory", _memory(trainer)),
+        (
+            "run",
+            f"{run.train.steps} steps of {run.train.batch} rows x {run.data.sequence} tokens,"
+            f" {run.optim.name} at {run.optim.lr:g}, {run.schedule.name},"
+            f" {_arithmetic(run.precision)}",
+        ),
+        *(("stage", line) for line in _phases(trainer)),
+        ("plan", _plan(trainer)),
+        ("checks", _checks(trainer)),
+        (
+            "attention",
+            attention_kernels.describe_kernels(run, decoder, mesh.shape, setup.target(mesh)),
+        ),
+    ]
+    if data.validation:
+        sets = _validation(trainer)
+        facts.append(("validation", f"{sets}; {held_out}" if held_out else sets))
+    if run.objective.name != "causal":
+        facts.append(("objective", _objective(trainer)))
+    if schedule := model.blueprint.schedule:
+        facts.append(("pipeline", f"{schedule}: each stage idles {schedule.bubble:.0%} of ticks"))
+    if trainer.start:
+        facts.append(("resumed", f"after step {trainer.start}"))
+    facts += [("changed", str(change)) for change in trainer.changes]
+    if flags := str(trainer.context.options.resume):
+        facts.append(("by", flags))
+    trainer.context.console.block(f"jaxlm train, {trainer.context.directory.path}", facts)
+
+
+def _objective(trainer: "Trainer") -> str:
+    """Return the objective, the slots that it adds to rows, and how validation sets are read."""
+    run, validation = trainer.run_config, trainer.programs.data.validation
+    corruption = trainer.programs.data.train.corruption
+    room = corruption.reserved_slots if corruption else 0
+    parts: list[str] = [run.objective.name]
+    if run.objective.teacher is not None:
+        parts.append(f"teacher {run.objective.teacher}")
+    if room:
+        length = run.data.sequence - room
+        parts.append(f"rows have {length} tokens of text, and {room} slots for added tokens")
+    if any(loader.corruption is None for loader in validation.values()):
+        parts.append("evaluated as causal")
+    if run.sample.prompts and not trainer.evaluator.has_samples:
+        parts.append("no samples: the model does not learn to continue a prompt")
+    return "; ".join(parts)
+
+
+def _phases(trainer: "Trainer") -> Iterator[str]:
+    """Yield the phases of a warm-up of the batch size or the sequence length."""
+    phases, last = trainer.programs.pace.phases, trainer.run_config.train.steps
+    for phase, end in zip(phases, [*(each.first for each in phases[1:]), last], strict=True):
+        rows = phase.rows * trainer.run_config.data.sequence // phase.length
+        first = phase.first + 1
+        span = f"steps {first} to {end}" if end > first else f"step {end}"
+        if len(phases) > 1:
+            yield (
+                f"{span}: {rows} rows x {phase.length} tokens, "
+                f"{rows * phase.length:,} a step, compiled once"
+            )
+
+
+def _validation(trainer: "Trainer") -> str:
+    """Return the validation sets, and the one that ranks checkpoints if there are several."""
+    sets = [
+        f"{name} ({formatting.count(loader.shards.manifest.tokens)} tokens)"
+        for name, loader in trainer.programs.data.validation.items()
+    ]
+    ranking = f"; {trainer.evaluator.ranking_set} ranks checkpoints" if len(sets) > 1 else ""
+    return ", ".join(sets) + ranking
+
+
+def _arithmetic(precision: PrecisionConfig) -> str:
+    """Return the dtype of products, and the dtypes and rounding of everything else."""
+    parts = [str(precision.compute)]
+    if precision.products != "compute":
+        parts.append(f"projections in {precision.products}")
+    if precision.params != "float32":
+        parts.append(
+            f"parameters in {precision.params} with stochastically rounded updates, "
+            f"moments in {precision.moments}"
+        )
+    elif precision.moments != "float32":
+        parts.append(f"moments in {precision.moments}, stochastically rounded")
+    return ", ".join(parts)
+
+
+def _processes(trainer: "Trainer") -> str:
+    """Return the number of processes and its origin, and the mesh axes that cross slices."""
+    process, mesh = trainer.context.options.process, trainer.programs.model.mesh
+    slices = meshes.slices(list(mesh.devices.flat))
+    crossing = format_mesh(meshes.axis_crossings(dict(mesh.shape), slices)) if slices > 1 else ""
+    groups = f"; {slices} groups of devices, between them {crossing}" if crossing else ""
+    return f"{process.count or 1}: {process.source}{groups}"
+
+
+def _memory(trainer: "Trainer") -> str:
+    """Return the memory of the state on a device by its layout, without activations."""
+    programs, run = trainer.programs, trainer.run_config
+    whole = formatting.size(tree.size_bytes(programs.shapes))
+    parts = " + ".join(
+        f"{formatting.size(size)} of {name}" for name, size in programs.bytes_per_device().items()
+    )
+    offloaded = ", the optimizer state on the host between steps" if run.train.offload else ""
+    return (
+        f"{whole} of weights and optimizer state; each device has {parts}"
+        f" (zero={run.mesh.zero}){offloaded}"
+    )
+
+
+def _plan(trainer: "Trainer") -> str:
+    """Return the forecast of `jaxlm plan` for this run on these devices."""
+    forecast, steps = trainer.forecast, trainer.run_config.train.steps
+    if forecast is None:
+        return "none: this chip is in no table"
+    low, high = forecast.seconds
+    return (
+        f"{formatting.size(forecast.bytes_per_device['total'])} of"
+        f" {formatting.size(forecast.memory_bytes)} a device; {formatting.duration(low)} to"
+        f" {formatting.duration(high)} a step, {formatting.duration(steps * low)} to"
+        f" {formatting.duration(steps * high)} for {steps:,} steps"
+    )
+
+
+def _checks(trainer: "Trainer") -> str:
+    """Return the checks that passed; memory is checked when the step is compiled."""
+    checks = ["settings", "sizes on the mesh", "data", "ids of the tokenizer"]
+    if trainer.start:
+        checks.append("the checkpoint by its digests")
+    if trainer.run_config.checkpoint.space != "ignore":
+        checks.append("space for checkpoints")
+    if trainer.context.processes.peers.count > 1:
+        checks.append("the same on all processes")
+    return f"{', '.join(checks)}: ok"
+
+
+def _example(trainer: "Trainer") -> str:
+    """Return the start of one row, with its trained tokens marked."""
+    data, pace = trainer.programs.data, trainer.programs.pace
+    row = data.train.at(trainer.start, batch=pace, rows=slice(0, 1))
+    text = peek.render_segments(row, data.tokenizer, 0)[0].replace("\n", "\\n")
+    return text[:PREVIEW] + (" ..." if len(text) > PREVIEW else "")
+
+
+def write_partial_report(path: Path) -> None:
+    """Write the report of a run that did not reach its end: at once, and again with its plots.
+
+    Raises JaxlmError if a file of the run is damaged, or one cannot be written.
+    """
+    report.write(path)
+    plots.draw(path)
+    report.write(path)
+
+
+def print_summary(trainer: "Trainer") -> dict[str, Any]:
+    """Print the closing block, write plots and report, and return the result of the run."""
+    directory, evaluation = trainer.context.directory, trainer.evaluation
+    path = directory.path
+    result = (evaluation or {}) | {
+        "step": directory.step,
+        "complete": directory.step >= trainer.run_config.train.steps,
+        "workdir": str(path),
+    }
+    if not directory.is_writer:
+        return result
+    result |= _compare_with_baselines(trainer)
+    trainer.alarm.write()
+    verdict = trainer.alarm.verdict
+    if verdict:
+        result["divergence"] = verdict
+    plots.draw(path)
+    result["report"] = str(report.write(path))
+    facts = [("best", _best(trainer))]
+    if verdict:
+        facts = [
+            ("verdict", f"{verdict['message']}, since step {verdict['step']}"),
+            ("cause", f"likely, {verdict['cause']}"),
+            *facts,
+        ]
+    if advice := report.batch_advice(sinks.read(path / "metrics.jsonl")):
+        facts.append(("batch", advice))
+    facts.append(("report", str(path / "report.html")))
+    if commands := _next_commands(trainer, verdict):
+        facts.append(("next", commands))
+    title = f"done at step {directory.step}, {formatting.count(trainer.progress.tokens)} tokens"
+    trainer.context.console.block(
+        f"{title}: {verdict['outcome']}" if verdict else title,
+        facts,
+        style="bold red" if verdict else "bold",
+        alarm="verdict",
+    )
+    return result
+
+
+def _compare_with_baselines(trainer: "Trainer") -> dict[str, Any]:
+    """Print bits per byte of the run and of coders without a model, and return the latter.
+
+    Empty if the objective predicts a part of the text, or reads more of it: then the figures cannot
+    be compared.
+    """
+    ranking_set, evaluation = trainer.evaluator.ranking_set, trainer.evaluation
+    loader = trainer.programs.data.validation[ranking_set] if ranking_set else None
+    if loader is None or loader.corruption is not None or not evaluation:
+        return {}
+    directory = trainer.context.directory
+    text = baselines.stored_text(loader.shards)
+    coders = baselines.bits_per_byte(text)
+    directory.write_json("baselines.json", coders)
+    name = "this run" + formatting.evaluation_suffix(evaluation, directory.step)
+    rows = [*coders.items(), (name, evaluation["bits_per_byte"] or math.nan)]
+    title = f"validation set {ranking_set}, bits per byte"
+    if len(text) == baselines.MEASURED_BYTES:
+        title += f"; of the compressors on its first {formatting.size(len(text))}"
+    trainer.context.console.block(
+        title,
+        [
+            (coder, f"{bits:.4f}" + (" <" if coder == name else ""))
+            for coder, bits in sorted(rows, key=lambda row: -row[1])
+        ],
+    )
+    return {"baselines": coders}
+
+
+def _best(trainer: "Trainer") -> str:
+    """Return the best evaluation."""
+    progress, batches = trainer.progress, trainer.run_config.eval.batches
+    loss = progress.best_loss
+    if loss is None:
+        return "no evaluation"
+    sample = "" if batches == "all" else f", {batches} batches of it"
+    warning = ", worse than uniform" if trainer.alarm.is_worse_than_uniform(loss) else ""
+    ranking_set = trainer.evaluator.ranking_set
+    return f"step {progress.best_step}, {loss:.4f} nats on {ranking_set}{sample}{warning}"
+
+
+def _next_commands(trainer: "Trainer", verdict: dict[str, Any] | None) -> str:
+    """Return commands that use this run: none that its objective or data refuse.
+
+    The first one is that of the `verdict` of a run that diverged.
+    """
+    workdir = shlex.quote(str(trainer.context.directory.path))
+    lines = [verdict["command"]] if verdict else []
+    lines += [f"jaxlm eval --workdir={workdir}"] if trainer.programs.data.validation else []
+    if trainer.run_config.objective.prompts != "none":
+        lines.append(f"jaxlm generate --workdir={workdir} --prompt='...'")
+    return "\n".join(lines)

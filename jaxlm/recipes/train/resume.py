@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
@@ -27,13 +28,13 @@ from jaxlm.data.dataset import Data
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
 from jaxlm.optim import average
-from jaxlm.optim.schedule_config import Schedule, spans
+from jaxlm.optim.schedule_config import spans
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange.import_model import FOLDER
 from jaxlm.recipes.setup import ShardedModel
+from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
-from jaxlm.recipes.train.context import ResumeOptions
 from jaxlm.recipes.train.programs import Teacher, TrainPrograms
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import RunDir, read_json
@@ -53,25 +54,14 @@ MODEL_FREE = ("model.dropout", "model.init", "model.init_std")  # weights keep t
 LINES = 4  # of an error, for differences
 
 
-# The first state.
-
-
 def restored_state(
     programs: TrainPrograms, store: Store, step: int, options: ResumeOptions
 ) -> TrainState:
     """Return the state of a step on this run's mesh.
 
     An average that the step does not have starts at its parameters; one that the run does not keep
-    is left out.
-
-    Args:
-      programs: the programs of the run.
-      store: its checkpoints.
-      step: a committed step.
-      options: whether the optimizer state is reset, and arrays cast.
-
-    Raises:
-      DataError: if the step does not fit the model, or has other dtypes and `options.cast` is off.
+    is left out. The options reset the optimizer state, and cast arrays. Raises DataError if the
+    step does not fit the model, or has other dtypes and `options.cast` is off.
     """
     target, layout = programs.abstract(), store.layout(step)
     stored = _in_stored_dtypes(target, layout) if options.cast else target
@@ -137,8 +127,7 @@ def first_state(programs: TrainPrograms, store: Store) -> TrainState:
 def state_from(programs: TrainPrograms, source: "InitSource") -> TrainState:
     """Return a fresh state with the parameters of another run, in this run's dtypes and shardings.
 
-    Raises:
-      DataError: if they do not fit the model.
+    Raises DataError if they do not fit the model.
     """
     fresh, target = programs.init_state(), programs.abstract()
     stored = _in_stored_dtypes(target, source.store.layout(source.step))
@@ -168,9 +157,6 @@ def _in_stored_dtypes(target: TrainState, layout: dict[str, str]) -> TrainState:
     return tree.map_with_path(stored, target)
 
 
-# Weights of another run.
-
-
 @dataclasses.dataclass(frozen=True)
 class InitSource:
     """A committed step of another run."""
@@ -197,13 +183,8 @@ class InitSource:
 def find_init_source(ref: str, run: Run, warn: Log, verifier: Verifier) -> InitSource:
     """Return the run and step of --init_from=RUN[@STEP]; without a step, the newest.
 
-    All processes of `verifier` must call it; the first one chooses the step.
-
-    Raises:
-      CommandError: if STEP is not a number.
-      InputMissing: if there is no such run or step.
-      DataError: if the step is damaged.
-      ConfigError: if the model of the run differs from that of `run`.
+    All processes of `verifier` must call it; the first one chooses the step. Raises as
+    `open_run_ref`, and ConfigError if the model of the run differs from that of `run`.
     """
     source = open_run_ref(ref, "--init_from", warn, verifier)
     if changes := model_differences(source.run, run):
@@ -220,11 +201,9 @@ def find_init_source(ref: str, run: Run, warn: Log, verifier: Verifier) -> InitS
 def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = None) -> InitSource:
     """Return the run and step of RUN[@STEP]; without a step, the newest.
 
-    Args:
-      ref: RUN or RUN@STEP.
-      flag: the flag or setting that names it, for errors.
-      warn: called with a line for each damaged step that is passed over.
-      verifier: compares the step with its record; None for this process alone.
+    `flag` is the flag or setting that names it, for errors. `warn` is called with a line for each
+    damaged step that is passed over. The verifier compares the step with its record; None does so
+    in this process alone.
 
     Raises:
       CommandError: if STEP is not a number.
@@ -287,24 +266,12 @@ def keep_template(template: ChatTemplate, workdir: Path, warn: Log) -> None:
         disk.replace(folder / name, content)
 
 
-# The teacher of an objective.
-
-
 def find_teacher(
     run: Run, data: Data, warn: Log, verifier: Verifier | None = None
 ) -> InitSource | None:
     """Return the run and step of the frozen model that the objective reads; None without one.
 
-    Args:
-      run: the run that is trained.
-      data: its data.
-      warn: called with a line for each damaged step that is passed over.
-      verifier: compares the step with its record; None for this process alone.
-
-    Raises:
-      InputMissing: if there is no such run or step.
-      DataError: if the step is damaged.
-      ConfigError: if its tokenizer differs.
+    Raises as `open_run_ref`, and ConfigError if its tokenizer differs from that of the data.
     """
     if run.objective.teacher is None:
         return None
@@ -324,8 +291,7 @@ def with_teacher(data: Data, source: InitSource | None) -> Data:
 def load_teacher(run: Run, source: InitSource | None, model: ShardedModel) -> Teacher | None:
     """Return the frozen model on the mesh of `model`; None without one.
 
-    Raises:
-      ConfigError: if its vocabulary differs, or it has too few positions.
+    Raises ConfigError if its vocabulary differs, or it has too few positions.
     """
     if source is None:
         return None
@@ -341,9 +307,6 @@ def load_teacher(run: Run, source: InitSource | None, model: ShardedModel) -> Te
     taught = setup.build_sharded_model(setup.taught_run(source.run, run), vocab, model.mesh)
     params = source.store.restore_part(source.step, "params", setup.abstract_params(taught))
     return Teacher(taught.blueprint, params)
-
-
-# Changes of a run's config and data.
 
 
 def with_own_validation(loaded: Loaded, workdir: Path) -> tuple[Loaded, list[str]]:
@@ -378,17 +341,9 @@ def with_own_validation(loaded: Loaded, workdir: Path) -> tuple[Loaded, list[str
 def check(saved: Run, run: Run, options: ResumeOptions, completed: int) -> list[Change]:
     """Return the changes of a config with which a run is resumed.
 
-    Logging, checkpoints and layout may change, and `train.steps` if the schedule does not depend
-    on it. Other changes need to be allowed, setting by setting.
-
-    Args:
-      saved: the config of the checkpoint.
-      run: the config to resume with.
-      options: allowed changes.
-      completed: completed steps.
-
-    Raises:
-      ConfigError: if a change is not allowed; it lists all of them.
+    Logging, checkpoints and layout may change, and `train.steps` if the schedule does not depend on
+    it. Other changes need to be allowed, setting by setting. Raises ConfigError if a change is not
+    allowed; it lists all of them.
     """
     changes = config.diff(saved, run)
     refused = [
@@ -410,8 +365,7 @@ def load_resume_record(
 ) -> tuple[dict[str, Any] | None, list[Change]]:
     """Return the metadata of a step and the config changes since; (None, []) for a new run.
 
-    Raises:
-      ConfigError: if a change is not allowed.
+    Raises ConfigError if a change is not allowed.
     """
     if step is None:
         return None, []
@@ -431,8 +385,7 @@ def check_data(
 ) -> list[Change]:
     """Return the changes of the data's fingerprint with which a run is resumed.
 
-    Raises:
-      ConfigError: if the data differs and that is not allowed; it lists all changes.
+    Raises ConfigError if the data differs and that is not allowed; it lists all changes.
     """
 
     def shown(value: Any) -> str:
@@ -452,11 +405,6 @@ def check_data(
             "--allow_change=data    # resumes on the new data, from the same step",
         )
     return changes
-
-
-def is_absolute(schedule: Schedule) -> bool:
-    """Return whether the learning rate of a step is independent of the number of steps."""
-    return all(span.unit != "share" for span in spans(schedule).values())
 
 
 def _flags_that_allow(refused: list[Change]) -> str:
@@ -479,44 +427,50 @@ def _is_free(change: Change, run: Run, allowed: tuple[str, ...], completed: int)
         return True
     if change.path == "train.steps" and run.train.steps >= completed:
         warmups = (*run.train.batch_warmup, *run.data.sequence_warmup)
-        moving = [
+        moving = [  # a share depends on the number of steps
+            *spans(run.schedule).values(),
             *mixture_config.change_spans(run.data.mixture),
             *(batch_schedule.parse(entry)[1] for entry in warmups),
         ]
-        if all(span.unit != "share" for span in moving) and is_absolute(run.schedule):
+        if all(span.unit != "share" for span in moving):
             return True
     return is_in(allowed)
 
 
-# The checkpoint to resume from. Selection only reads: a refused start changes nothing.
-
-
-class SetAside(NamedTuple):
-    """A step that the run is resumed without: its problem for the log, and the stored reason."""
-
-    step: int
-    problem: str
-    reason: str
-
-
 class Selection(NamedTuple):
-    """The step to resume from, None for a new run, and the steps to quarantine."""
+    """The step to resume from, None for a new run, and the steps to quarantine.
+
+    Selection only reads: a refused start changes nothing.
+    """
 
     step: int | None
-    aside: list[SetAside]
+    aside: dict[int, tuple[str, str]]  # the problem for the log, and the stored reason
 
     def clear(self, store: Store, warn: Log) -> None:
         """Move the steps to the quarantine. Raise NotWritable."""
-        for each in self.aside:
-            folder = store.quarantine(each.step, each.reason)
-            warn(f"checkpoint {each.step} {each.problem}; it is in {folder}")
+        for step, (problem, reason) in self.aside.items():
+            warn(f"checkpoint {step} {problem}; it is in {store.quarantine(step, reason)}")
+
+
+@dataclasses.dataclass
+class ResumePoint:
+    """The checkpoint that a run resumes from, and the mesh."""
+
+    meta: dict[str, Any] | None  # metadata of the checkpoint; None for a new run
+    changes: list[Change]  # of config, data and versions since the checkpoint
+    selection: Selection | None = None  # None in all processes but the first
+    mesh: Mesh | None = None  # of the run, if it was built
+
+    @property
+    def start(self) -> int:
+        """Completed steps."""
+        return self.meta["step"] if self.meta else 0
 
 
 def peek_latest(store: Store, options: ResumeOptions, rewinds: Rewinds) -> int | None:
     """Return the step that `select` will choose unless it is damaged; its arrays are not read.
 
-    Raises:
-      CommandError: if the step of --start_at does not exist.
+    Raises CommandError if the step of --start_at does not exist.
     """
     abandoned = rewinds.abandoned_steps(store)
     steps = [step for step in store.steps() if step not in abandoned]
@@ -545,13 +499,9 @@ def select(store: Store, options: ResumeOptions, rewinds: Rewinds) -> Selection:
     abandoned = rewinds.abandoned_steps(store)
     damaged: dict[int, list[str]] = {}
     newest = store.latest_valid(damaged.__setitem__, without=abandoned)
-    aside = [
-        SetAside(step, "was abandoned by a rewind", reason) for step, reason in abandoned.items()
-    ]
-    aside += [
-        SetAside(step, f"is damaged ({lines[0]})", "\n".join(lines))
-        for step, lines in damaged.items()
-    ]
+    aside = {step: ("was abandoned by a rewind", reason) for step, reason in abandoned.items()}
+    for step, lines in damaged.items():
+        aside[step] = (f"is damaged ({lines[0]})", "\n".join(lines))
     start_at = options.start_at
     if newest is None or start_at is None or start_at == newest:
         return Selection(newest, aside)
@@ -572,13 +522,8 @@ def select(store: Store, options: ResumeOptions, rewinds: Rewinds) -> Selection:
             fix=f"jaxlm checkpoint list --workdir={workdir}",
         )
     reason = f"abandoned: the run was resumed from step {start_at}"
-    listed_steps = {each.step for each in aside}
-    aside += [
-        SetAside(step, "was abandoned", reason)
-        for step in store.steps()
-        if step > start_at and step not in listed_steps
-    ]
-    return Selection(start_at, aside)
+    later = {step: ("was abandoned", reason) for step in store.steps() if step > start_at}
+    return Selection(start_at, aside | {step: later[step] for step in later if step not in aside})
 
 
 # The history: each start of a run is kept for good. A step is replayed under the start that made
@@ -590,25 +535,15 @@ STARTS_FILE = "starts.jsonl"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartRecord:
-    """One start of a run.
+    """One start of a run."""
 
-    Args:
-      step: completed updates; later ones belong to this start.
-      rewinds: rewinds that had been made.
-      reset_optimizer: whether the optimizer state was reset at this step.
-      cast: whether arrays were cast at this step.
-      config: the resolved config.
-      data: the fingerprint of the data.
-      versions: versions of packages, and digests of the packages of jaxlm.
-    """
-
-    step: int
-    rewinds: int
-    reset_optimizer: bool
-    cast: bool
+    step: int  # completed updates; later ones belong to this start
+    rewinds: int  # rewinds that had been made
+    reset_optimizer: bool  # whether the optimizer state was reset at this step
+    cast: bool  # whether arrays were cast at this step
     config: dict[str, Any]
-    data: dict[str, Any]
-    versions: dict[str, str]
+    data: dict[str, Any]  # the fingerprint of the data
+    versions: dict[str, str]  # versions of packages, and digests of the packages of jaxlm
 
     @property
     def options(self) -> ResumeOptions:
@@ -631,18 +566,14 @@ def append_start(directory: RunDir, start: StartRecord) -> None:
 
 def read_starts(workdir: Path) -> list[StartRecord]:
     """Return the starts of a run, newest last. Raise DataError if the file is damaged."""
-    names = [field.name for field in dataclasses.fields(StartRecord)]
-    return [
-        StartRecord(**{name: record[name] for name in names})
-        for record in sinks.read(workdir / STARTS_FILE, SHAPE)
-    ]
+    records = sinks.read(workdir / STARTS_FILE, SHAPE)
+    return [StartRecord(**{name: record[name] for name in SHAPE}) for record in records]
 
 
 def version_changes(workdir: Path, versions: dict[str, str]) -> list[Change]:
     """Return the packages whose version changed since the last start.
 
-    Raises:
-      DataError: if the file of starts is damaged.
+    Raises DataError if the file of starts is damaged.
     """
     if not (workdir / STARTS_FILE).exists():
         return []
@@ -661,15 +592,15 @@ def lineage(starts: Sequence[StartRecord], rewinds: Sequence[Rewind]) -> list[St
     """
     counted = [start for start in starts if start.rewinds <= len(rewinds)]
     path: list[StartRecord] = []
+
+    def before(step: int) -> list[StartRecord]:
+        return [start for start in path if start.step < step]
+
     for start, following in zip(counted, [*counted[1:], None], strict=True):
-        path = [*_before(path, start.step), start]
+        path = [*before(start.step), start]
         for rewind in rewinds[start.rewinds : following.rewinds if following else None]:
             restart = dataclasses.replace(start, step=rewind.to)
             if rewind.to > start.step:  # a checkpoint of this very start
                 restart = dataclasses.replace(restart, reset_optimizer=False, cast=False)
-            path = [*_before(path, rewind.to), restart]
+            path = [*before(rewind.to), restart]
     return path
-
-
-def _before(starts: Sequence[StartRecord], step: int) -> list[StartRecord]:
-    return [start for start in starts if start.step < step]

@@ -2,6 +2,19 @@
 
 config -> processes -> run directory -> checkpoint to resume from -> mesh -> data -> model ->
 compiled programs -> training -> summary
+
+Files of `jaxlm/recipes` between `jaxlm train` and the first step, in the order of a run:
+
+- `recipes/train/api.py`: the call, the options of a start, the context of a run
+- `recipes/config.py`: the settings, and the checks that involve several sections
+- `recipes/train/run.py`: this file
+- `recipes/train/resume.py`: checkpoint to resume from, allowed changes, first state, history
+- `recipes/setup.py`: JAX, mesh, sharded model, data
+- `plan`: kernels, divisibility, and the memory that the compiled step is compared with
+- `recipes/train/programs.py`: step, observer, gradient and evaluation, and their compilation
+- `recipes/train/trainer.py`: the loop's state and what is due in it
+- `recipes/train/checkpointing.py`: saves and rewinds
+- `recipes/train/records.py`: header, metrics, verdict, summary
 """
 
 import contextlib
@@ -9,10 +22,9 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
@@ -26,16 +38,16 @@ from jaxlm.monitor.console import Console
 from jaxlm.monitor.formatting import ProgressLines
 from jaxlm.monitor.sinks import Callbacks
 from jaxlm.parallel import rendezvous
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels, predict
 from jaxlm.recipes.setup import ShardedModel
-from jaxlm.recipes.train import checkpointing, resume, summary
+from jaxlm.recipes.train import checkpointing, records, resume
+from jaxlm.recipes.train.api import ResumeOptions, RunContext, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
-from jaxlm.recipes.train.context import ResumeOptions, RunContext, StartOptions
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.train.resume import InitSource, Selection, StartRecord
-from jaxlm.recipes.train.trainer import ResumePoint, Trainer
+from jaxlm.recipes.train.resume import InitSource, ResumePoint, StartRecord
+from jaxlm.recipes.train.trainer import Trainer
 from jaxlm.training.processes import ProcessGroup
 from jaxlm.training.rundir import IMPORTED, RunDir
 from jaxlm.training.signals import Interrupted, StopRequest
@@ -50,11 +62,6 @@ def run_training(
 ) -> dict[str, Any]:
     """Train in a run directory, or resume there, and return the last evaluation and the result.
 
-    Args:
-      loaded: the config with the origin of each value.
-      options: options of this start.
-      callbacks: functions of the caller, called with each record.
-
     Raises:
       JaxlmError: for every problem that a user can cause, before compilation if it can be found.
     """
@@ -65,13 +72,16 @@ def run_training(
     with contextlib.ExitStack() as stack:
         context = _open(stack, loaded, options, callbacks or Callbacks())
         stop = stack.enter_context(context.processes.stop)
-        resumed = _resume_point(context, stop)
-        if resumed.answer is not None:
-            return resumed.answer
-        point, selection = resumed.point, resumed.selection
-        mesh = resumed.mesh or setup.build_mesh_for(run)
-        notices = [*_cautions(run), *notices]
-        held_out = _held_out(loaded)
+        point = _resume_point(context, stop)
+        if point.meta and resume.is_complete(point.meta, run, point.changes):
+            return _answer_complete(context, point.meta)
+        selection, mesh = point.selection, point.mesh or setup.build_mesh_for(run)
+        cautions = [
+            f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()
+        ]
+        notices = [*cautions, *notices]
+        origin = loaded.provenance["data.validation"]
+        held_out = origin.where if origin.kind == "default" else ""  # else the user chose the set
         notices += [f"validation: {held_out}; {OTHER_VALIDATION}"] if held_out else []
         source = _init_source(context, stop, point, notices.append)
         if context.processes.peers.is_first and context.directory.is_new:
@@ -85,7 +95,7 @@ def run_training(
         if source:
             resume.check_tokenizer(source, data.tokenizer.digest)
         model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
-        platform = jax_setup.target(mesh).platform
+        platform = setup.target(mesh).platform
         notices += predict.dropless_warnings(run, model.blueprint.config, mesh.shape, platform)
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
@@ -113,14 +123,14 @@ def run_training(
             for line in notices:
                 context.console.warn(line, step=point.start)
             context.processes.barrier("begin")
-            summary.print_header(trainer, held_out)
+            records.print_header(trainer, held_out)
             try:
                 trainer.train(stop, options.stop_at)
             except Preempted:
                 context.processes.finish()
                 raise
         context.processes.finish()
-        answer = summary.print_summary(trainer)
+        answer = records.print_summary(trainer)
         context.directory.outcome = _outcome(answer, trainer.alarm.verdict)
         return answer
 
@@ -136,7 +146,7 @@ def _check_cheaply(run: Run, options: StartOptions) -> None:
         )
     trackers.check(run.log.sinks)
     parts.find_parts(run.data)
-    jax_setup.start(options.cpu_devices)
+    setup.start(options.cpu_devices)
 
 
 def _open(
@@ -152,7 +162,7 @@ def _open(
     directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
     processes.shutdown.write_exit = directory.write_exit
     processes.shutdown.write_report = directory.write_report
-    directory.report = functools.partial(summary.write_partial_report, directory.path)
+    directory.report = functools.partial(records.write_partial_report, directory.path)
     processes.barrier("run directory")
     is_shown = is_first and not options.quiet and "console" in run.log.sinks
     console = stack.enter_context(Console(sys.stderr if is_shown else None, total=run.train.steps))
@@ -180,27 +190,11 @@ def _open(
     )
 
 
-class _Resumed(NamedTuple):
-    """The checkpoint that a run resumes from, and the mesh.
-
-    Args:
-      point: the checkpoint and the changes since.
-      selection: the checkpoint and those to quarantine; None in all processes but the first.
-      mesh: the mesh of the run, if it was built.
-      answer: the result of a run that is already complete, else None.
-    """
-
-    point: ResumePoint
-    selection: Selection | None
-    mesh: Mesh | None = None
-    answer: dict[str, Any] | None = None
-
-
-def _resume_point(context: RunContext, stop: StopRequest) -> _Resumed:
-    """Select the checkpoint to resume from."""
+def _resume_point(context: RunContext, stop: StopRequest) -> ResumePoint:
+    """Select the checkpoint to resume from, and build the mesh unless the run is complete."""
     run, store, directory = context.run, context.store, context.directory
     options = context.options.resume
-    selection: Selection | None = None
+    point = ResumePoint(None, [])
     # The record is read before the arrays: a refusal must not wait minutes for them.
     is_first = context.processes.peers.is_first
     latest = context.processes.share(
@@ -208,41 +202,29 @@ def _resume_point(context: RunContext, stop: StopRequest) -> _Resumed:
     )
     meta, changes = resume.load_resume_record(store, latest, run, options)
     directory.step = latest or 0
-    mesh = None if resume.is_complete(meta, run, changes) else setup.build_mesh_for(run)
+    if not resume.is_complete(meta, run, changes):
+        point.mesh = setup.build_mesh_for(run)
 
     def choose() -> int | None:
-        nonlocal selection
-        selection = resume.select(store, options, context.rewinds)
-        return selection.step
+        point.selection = resume.select(store, options, context.rewinds)
+        return point.selection.step
 
     with _interruptible(stop, context.options, "the checkpoints were verified"):
         step = store.verifier.decide(choose)
-    meta, changes = resume.load_resume_record(store, step, run, options)
-    point = ResumePoint(meta, changes)
+    point.meta, point.changes = resume.load_resume_record(store, step, run, options)
     directory.step = point.start
-    if meta is None or not resume.is_complete(meta, run, changes):
-        return _Resumed(point, selection, mesh)
+    return point
+
+
+def _answer_complete(context: RunContext, meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a run that was already complete."""
     context.processes.finish()
-    answer = (meta["evaluation"] or {}) | {
-        "step": point.start,
-        "complete": True,
-        "already": True,
-        "workdir": str(context.options.workdir),
-    }
+    workdir = str(context.options.workdir)
+    answer = {"step": meta["step"], "complete": True, "already": True, "workdir": workdir}
     if verdict := meta["progress"].get("divergence"):
-        directory.outcome = f"finished, {verdict['outcome']}: {verdict['message']}"
+        context.directory.outcome = _outcome(answer, verdict)
         answer["divergence"] = verdict
-    return _Resumed(point, selection, answer=answer)
-
-
-def _cautions(run: Run) -> list[str]:
-    return [f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()]
-
-
-def _held_out(loaded: Loaded) -> str:
-    """Return why a part of the training text is held out; empty if the user chose the set."""
-    origin = loaded.provenance["data.validation"]
-    return origin.where if origin.kind == "default" else ""
+    return (meta["evaluation"] or {}) | answer
 
 
 def _init_source(
@@ -359,7 +341,7 @@ def _describe(context: RunContext, loaded: Loaded, data: Data, model: ShardedMod
     provenance = {name: str(origin) for name, origin in loaded.provenance.items()}
     directory.write_json("provenance.json", provenance)
     kernels = attention_kernels.describe_kernels(
-        loaded.value, model.blueprint.config, model.mesh.shape, jax_setup.target(model.mesh)
+        loaded.value, model.blueprint.config, model.mesh.shape, setup.target(model.mesh)
     )
     facts = {"cluster": options.process.as_json(), "attention": kernels}
     directory.write_json("environment.json", environment.facts() | facts)

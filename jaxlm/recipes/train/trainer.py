@@ -10,12 +10,12 @@ import jax
 
 from jaxlm.core import faults
 from jaxlm.core.batch_schedule import Phase
-from jaxlm.core.config import Change
 from jaxlm.core.errors import Preempted
 from jaxlm.core.span import Span
 from jaxlm.data import loader
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.evals.config import EvalConfig
+from jaxlm.generate.sampler import Sampler
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips, host_machine
 from jaxlm.monitor.clock import Clock
@@ -23,13 +23,12 @@ from jaxlm.monitor.profiling import Trace
 from jaxlm.optim.average_config import NoAverage, first_averaged_update
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import oom
-from jaxlm.recipes.sampler import Sampler
 from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.checkpointing import CheckpointSaver, SaveRequest
-from jaxlm.recipes.train.context import ResumeOptions, RunContext
 from jaxlm.recipes.train.programs import CompiledStep, Skips, TrainPrograms, compiled_memory
 from jaxlm.recipes.train.records import DivergenceAlarm, MetricsLogger
-from jaxlm.recipes.train.resume import InitSource
+from jaxlm.recipes.train.resume import InitSource, ResumePoint
 from jaxlm.training import control
 from jaxlm.training.cadence import Cadence
 from jaxlm.training.control import Control
@@ -38,32 +37,10 @@ from jaxlm.training.signals import StopRequest
 from jaxlm.training.state import TrainState
 
 
-@dataclasses.dataclass
-class ResumePoint:
-    """The checkpoint that a run resumes from.
-
-    Args:
-      meta: metadata of the checkpoint; None for a new run.
-      changes: changes of config, data and versions since the checkpoint.
-    """
-
-    meta: dict[str, Any] | None
-    changes: list[Change]
-
-    @property
-    def start(self) -> int:
-        """Completed steps."""
-        return self.meta["step"] if self.meta else 0
-
-
 class Trainer(TrainLoop):
     """Trains a run: owns its state, step, clock, evaluator, saver and records.
 
-    Args:
-      context: the run around its programs.
-      programs: the compiled programs.
-      point: the checkpoint to resume from.
-      source: the run whose weights a new run starts from; None for fresh weights.
+    `source` is the run whose weights a new run starts from; None for fresh weights.
     """
 
     def __init__(
@@ -291,8 +268,7 @@ class Trainer(TrainLoop):
     def _rewind(self, spent: BudgetSpent) -> None:
         """Return to a healthy checkpoint, without the batches around the first bad one.
 
-        Raises:
-          Diverged: if no rewind is left.
+        Raises Diverged if no rewind is left.
         """
         self._saver.abandon()
         warn = functools.partial(self.context.console.warn, step=spent.step)
@@ -324,9 +300,8 @@ class Evaluator:
       ranking_set: the validation set whose loss ranks checkpoints; None without one.
       has_samples: whether the run writes samples.
 
-    Raises:
-      ConfigError: if `eval.follow` names a set that does not exist, or prompts do not fit the
-        positions of the model.
+    Raises ConfigError if `eval.follow` names a set that does not exist, or prompts do not fit the
+    positions of the model.
     """
 
     def __init__(self, programs: TrainPrograms, logger: MetricsLogger):
@@ -351,12 +326,8 @@ class Evaluator:
 
         Figures of all sets are recorded, those of the average as SET.ema or SET.swa. At the start
         and the end of the run they are of whole sets, else of `eval.batches`. The ranking loss is
-        always of `eval.batches`.
-
-        Args:
-          state: the state to evaluate.
-          step: completed steps.
-          judge: the function (step, loss) -> further fields of the ranking set's record.
+        always of `eval.batches`. `judge` is the function (step, loss) -> further fields of the
+        ranking set's record.
         """
         run, programs = self._programs.run, self._programs
         partial = None if run.eval.batches == "all" else run.eval.batches
@@ -423,15 +394,8 @@ def _flops_per_token(programs: TrainPrograms, length: int) -> tuple[float, float
 def count_sources(programs: TrainPrograms, number: int, read: dict[str, list[int]]) -> list[str]:
     """Add rows and tokens of a whole batch to the counts by source of a mixture.
 
-    The counts are exact and the same on every host.
-
-    Args:
-      programs: the programs of the run.
-      number: number of the batch.
-      read: rows and tokens by source, changed in place.
-
-    Returns:
-      Names of the sources that reached their most epochs with this batch.
+    The counts, which change in place, are exact and the same on every host. Return the names of the
+    sources that reached their most epochs with this batch.
     """
     train, pace = programs.data.train, programs.pace
     if not isinstance(train, MixtureLoader):
@@ -450,12 +414,6 @@ def source_metrics(
 
     Tokens are those of text, also if an objective predicts only some. Batches that a rewind left
     out are not counted.
-
-    Args:
-      programs: the programs of the run.
-      step: completed steps.
-      read: rows and tokens by source.
-      skips: ranges of batches that the run leaves out.
     """
     train = programs.data.train
     if not isinstance(train, MixtureLoader):

@@ -13,7 +13,7 @@ from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.recipes.sampler import Sampler
+from jaxlm.generate.sampler import Sampler
 from jaxlm.recipes.use import load
 
 

@@ -18,8 +18,9 @@ from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
 from jaxlm.data import tokenizer_file
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.optim.average_config import NoAverage
+from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.training.rundir import read_json
@@ -70,7 +71,7 @@ def load_run(
         fix = f"--weights={'raw' if isinstance(run.average, NoAverage) else run.average.name}"
         why = f"its average.name is {run.average.name}"
         raise CommandError(what, where=f"--weights={weights}", why=why, fix=fix)
-    jax_setup.start(cpu_devices)
+    setup.start(cpu_devices)
     verifier = Verifier(say=say)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
     chosen = select_step(store, step, best, say)
@@ -79,7 +80,7 @@ def load_run(
         mesh_config.sizes(jax.device_count())
     except ConfigError:  # runs of a pod are inspected on laptops too
         mesh_config = MeshConfig()
-    mesh = jax_setup.build_mesh(mesh_config)
+    mesh = meshes.build(mesh_config)
     vocab = setup.vocabulary(run, encoder.size)
     adapted = _adapted_to_mesh(run, vocab, mesh, sequence, say)
     model = setup.build_sharded_model(adapted, vocab, mesh)
@@ -137,7 +138,7 @@ def _adapted_to_mesh(run: Run, vocab: int, mesh: Mesh, sequence: int | None, say
     run = dataclasses.replace(run, data=data)
     decoder = run.decoder(vocab)
     free = dataclasses.replace(run, train=dataclasses.replace(run.train, attention="auto"))
-    target = jax_setup.target(mesh)
+    target = setup.target(mesh)
     try:
         attention_kernels.check(run, decoder, mesh.shape, target)
     except ConfigError as error:

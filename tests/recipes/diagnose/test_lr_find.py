@@ -12,7 +12,8 @@ from jaxlm.cli.main import main
 from jaxlm.core import config as configs
 from jaxlm.data import dataset
 from jaxlm.optim.config import Muon
-from jaxlm.recipes import jax_setup, setup
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose.lr_find import Point, scaled, smooth, suggest
 from jaxlm.recipes.train.programs import TrainPrograms
@@ -127,7 +128,7 @@ def test_on_the_quickstart_it_finds_a_rate_within_three_of_the_best_of_a_grid(
     code, answer = find(capsys, "configs/quickstart.py", tmp_path / "out", *words)
     assert code == 0
     run = configs.load(Run, "configs/quickstart.py", list(small.items())).value
-    mesh = jax_setup.build_mesh(run.mesh)
+    mesh = meshes.build(run.mesh)
     data = dataset.open_data(run.data, seed=run.seed)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     ends = {}

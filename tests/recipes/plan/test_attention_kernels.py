@@ -20,7 +20,7 @@ from jaxlm.monitor.chips import machine
 from jaxlm.ops.kernels import Target
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import jax_setup
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels, predict
 from jaxlm.recipes.use import load
@@ -165,13 +165,13 @@ def test_the_target_of_a_mesh_is_its_devices():
     def device(**facts):
         return SimpleNamespace(devices=np.array([SimpleNamespace(**facts)]))
 
-    assert jax_setup.target(device(platform="tpu")) == TPU
-    assert jax_setup.target(device(platform="gpu", compute_capability="9.0")) == H100
-    assert jax_setup.target(device(platform="gpu", compute_capability="gfx942")) == Target("gpu")
-    assert jax_setup.target(mesh.build(MeshConfig(), jax.devices())) == CPU
+    assert setup.target(device(platform="tpu")) == TPU
+    assert setup.target(device(platform="gpu", compute_capability="9.0")) == H100
+    assert setup.target(device(platform="gpu", compute_capability="gfx942")) == Target("gpu")
+    assert setup.target(mesh.build(MeshConfig(), jax.devices())) == CPU
     sizes = AbstractMesh((2,), ("data",))
     with backend.compiling_for("tpu"):
-        assert jax_setup.target(sizes) == TPU
+        assert setup.target(sizes) == TPU
 
 
 @pytest.mark.parametrize(

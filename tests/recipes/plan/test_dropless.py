@@ -8,7 +8,6 @@ from jaxlm.cli.main import main
 from jaxlm.models.cost import model_cost
 from jaxlm.nn.config import MoeConfig
 from jaxlm.ops.kernels import Target
-from jaxlm.recipes import jax_setup
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -49,7 +48,7 @@ def test_training_without_a_capacity_is_cautioned_on_gpus_alone(
     config, tmp_path, monkeypatch, platform
 ):
     """Compiled for the CPU of this machine, which is said to be another device."""
-    monkeypatch.setattr(jax_setup, "target", lambda mesh: Target(platform))
+    monkeypatch.setattr(setup, "target", lambda mesh: Target(platform))
     run = tmp_path / "run"
     assert main(harness.words(config, run, "--config.model.capacity=None")) == 0
     log = (run / "log.txt").read_text()
