@@ -16,7 +16,7 @@ FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 TODAY = datetime.date(2024, 7, 26)  # for templates by today's date, as the fallback of Llama 3
 TODAY_CALL = re.compile(r"""strftime_now\s*\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
 TODAY_USE = re.compile(r"strftime_now(?!\s+is\s)")
-CHATML = """{%- if BOS %}{{- BOS }}{% endif %}
+CHATML = """{{- BOS }}
 {%- if tools %}
     {{- START + 'system\\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}

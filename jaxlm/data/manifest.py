@@ -67,6 +67,11 @@ class Manifest:
     figures: dict[str, int] = dataclasses.field(default_factory=dict)  # turns, trained tokens
 
     @property
+    def trained(self) -> int:
+        """Number of tokens with a loss weight: of a text all but the first of each document."""
+        return self.figures.get("trained_tokens", self.tokens - self.documents)
+
+    @property
     def digests(self) -> list[str]:
         """sha256 of ids, documents and weights of each shard, which identify the shards."""
         files = [

@@ -374,6 +374,7 @@ def _sum(manifests: list[Manifest]) -> Manifest:
         left_out.update(each.left_out)
         figures.update(each.figures)
     if figures:
+        figures["trained_tokens"] = sum(each.trained for each in manifests)
         figures["longest"] = max(each.figures.get("longest", 0) for each in manifests)
     names = "".join(manifest.files_sha256 for manifest in manifests)
     return dataclasses.replace(
