@@ -45,7 +45,7 @@ class DataConfig:
         (AUTO,),
         "globs, or NAME=GLOB; or a held-out part of train: 5% of its documents, or tail:10%, the "
         "end of each document (one set for each source); auto is stdlib:validation for "
-        "stdlib:train, else tail:5%",
+        "stdlib:train, 5% of conversations, else tail:5%",
         derived_from="train",
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
