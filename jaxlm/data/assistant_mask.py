@@ -10,7 +10,6 @@ A trained turn starts behind the generation prompt and ends with the token that 
 """
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -44,15 +43,20 @@ class MaskRenderer:
         self._control = control
         self._has_marks = "endgeneration" in template.source
         self._renderer = Renderer(template, (BEGINS, ENDS))
-        self._ending = ""  # text behind an answer up to the token that ends the turn
+        self._tail, self._asking = "", 0  # text behind a last answer; length of what asks for one
+        # White space and the control tokens behind it, and places where a header may end.
+        self._run = re.compile(f"\\s*(?:{control.pattern.pattern})+")
+        self._border = re.compile(f"{control.pattern.pattern}|[>\n]")
 
     def __enter__(self) -> "MaskRenderer":
         self._renderer.__enter__()
-        ((text,),) = self._renderer.render([Item(PROBE, {}, [(2, False)])])
+        stops = [(2, False), (1, False), (1, True)]
+        ((text, *prompts),) = self._renderer.render([Item(PROBE, {}, stops)])
+        unasked, asked = map(_plain, prompts)
+        if isinstance(unasked, str) and isinstance(asked, str) and asked.startswith(unasked):
+            self._asking = len(asked) - len(unasked)
         if isinstance(text, str) and f"b{CLOSES}" in text:
-            rest = MARKS.sub("", text.partition(f"b{CLOSES}")[2])
-            match = self._control.pattern.search(rest)
-            self._ending = rest[: match.end()] if match else rest
+            self._tail = MARKS.sub("", text.partition(f"b{CLOSES}")[2])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,7 +65,7 @@ class MaskRenderer:
     @property
     def ending(self) -> str | None:
         """Return the control token that ends an answer; None without one."""
-        match = self._control.pattern.search(self._ending)
+        match = self._control.pattern.search(self._tail)
         return match[0] if match else None
 
     def render(self, conversations: Sequence[Conversation]) -> list[Rendered | Rejected]:
@@ -126,12 +130,40 @@ class MaskRenderer:
         spans: list[Span] = []
         stop = 0
         for (_, message, weight), prompt, place in zip(trained, prompts, places, strict=True):
-            start, close = _start(message, prompt, whole, stop, place), place[1]
+            start, close = self._start(message, prompt, whole, stop, place), place[1]
             if start is None:
                 return None
             stop = self._stop(whole, close)
             spans.append(Span(start, stop, weight))
         return self._rendered(conversation, whole, spans)
+
+    def _start(
+        self,
+        message: Message,
+        prompt: str | Refusal,
+        whole: str,
+        least: int,
+        place: tuple[int | None, int],
+    ) -> int | None:
+        """Return the start of a trained turn: behind the generation prompt, or the content's own.
+
+        If the template cut the start of the content, the generation prompt may end with what was
+        cut; then the turn starts behind the last token or line of the prompt that is in the text.
+        """
+        opened, close = place
+        most = close if opened is None else opened
+        same = 0
+        if message["role"] == "assistant" and isinstance(prompt, str):
+            same = _common(prompt, whole)
+            if same == len(prompt) and least <= same <= most:
+                return same
+        if opened is None and same >= len(prompt) - self._asking:
+            places = self._border.finditer(whole, least, min(same, most))
+            return max((match.end() for match in places), default=None)
+        if opened is None:
+            return None
+        lead = message["content"][: -len(message["content"].lstrip())]
+        return opened - len(lead) if whole.endswith(lead, 0, opened) else opened
 
     def _marked(self, conversation: Conversation, marked: str) -> Rendered | None:
         """Return the text and the spans that the template marks; None if turns are ambiguous."""
@@ -162,18 +194,25 @@ class MaskRenderer:
         A marked turn, which starts at `start`, may contain that token already.
         """
         if start is not None:
-            *_, last = [
-                start,
-                *(m.end() for m in self._control.pattern.finditer(text, start, close)),
-            ]
+            last = self._last(text, start, close)
             if last > start and not text[last:close].strip():
                 return close
-        place = text.find(self._ending, close)
-        if self._ending and place >= 0 and not text[close:place].strip():
-            return place + len(self._ending)
+        rest = text[close:]
+        for white in range(len(rest) - len(rest.lstrip()) + 1):  # a content may end with it
+            begin = close + white
+            same = begin + _common(text[begin : begin + len(self._tail)], self._tail)
+            if match := self._run.match(text, begin, same):
+                return match.end()
+            if self.ending is None and same > begin:
+                return same
         match = self._control.pattern.search(text, close)
         is_next = match is not None and not text[close : match.start()].strip()
         return match.end() if match is not None and is_next else close
+
+    def _last(self, text: str, start: int, stop: int) -> int:
+        """Return the end of the last control token from `start` to `stop`; `start` without one."""
+        ends = (match.end() for match in self._control.pattern.finditer(text, start, stop))
+        return max(ends, default=start)
 
     def _subtracted(
         self, conversation: Conversation, answers: list[str | Refusal]
@@ -195,10 +234,7 @@ class MaskRenderer:
         spans = []
         for number, (_, _, weight) in enumerate(_trained(conversation)):
             start, stop = (len(text) for text in beginnings[2 * number : 2 * number + 2])
-            *_, last = [
-                start,
-                *(m.end() for m in self._control.pattern.finditer(whole, start, stop)),
-            ]
+            last = self._last(whole, start, stop)
             is_end = last > start and not whole[last:stop].strip()
             spans.append(Span(start, last if is_end else stop, weight))
         return self._rendered(conversation, whole, spans)
@@ -244,21 +280,6 @@ def _places(enclosed: str) -> Iterator[tuple[int | None, int]]:
             opened = None
 
 
-def _start(
-    message: Message, prompt: str | Refusal, whole: str, least: int, place: tuple[int | None, int]
-) -> int | None:
-    """Return the start of a trained turn: behind the generation prompt, or the content's own."""
-    opened, close = place
-    is_prompt = message["role"] == "assistant" and isinstance(prompt, str)
-    most = close if opened is None else opened
-    if is_prompt and least <= len(prompt) <= most and whole.startswith(str(prompt)):
-        return len(prompt)
-    if opened is None:
-        return None
-    lead = message["content"][: -len(message["content"].lstrip())]
-    return opened - len(lead) if whole.endswith(lead, 0, opened) else opened
-
-
 def _differences(conversation: Conversation) -> Item:
     """Return the item of the whole text, and of the text before and up to each trained turn."""
     stops = [(len(conversation.messages), False)]
@@ -268,9 +289,16 @@ def _differences(conversation: Conversation) -> Item:
     return Item(conversation.messages, more, stops)
 
 
+def _common(one: str, other: str) -> int:
+    """Return the number of first characters that two texts share."""
+    size = min(len(one), len(other))
+    if one[:size] == other[:size]:
+        return size
+    return next(n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+
+
 def _difference(text: str, whole: str) -> str:
     """Return the first characters at which a rendered beginning leaves the whole text."""
-    pairs = itertools.zip_longest(text, whole)
-    place = next(n for n, (one, other) in enumerate(pairs) if one != other)
+    place = _common(text, whole)
     first, second = (each[place : place + SHOWN] for each in (text, whole))
     return f"at character {place} a beginning has {first!r}, and the whole conversation {second!r}"

@@ -150,6 +150,24 @@ def test_a_template_that_reads_the_start_of_a_content_is_solved_by_differences()
     assert runs(encoder, each) == ["b<|im_end|>", "d<|im_end|>"]
 
 
+def test_all_control_tokens_that_end_a_turn_are_trained():
+    """Cohere's second Command closes the response and then the turn; Phi closes the text too."""
+    source = MARK.sub("", CHATML.template).replace(
+        "m.content + '<|im_end|>'", "m.content + '<|im_end|><|im_start|>'"
+    ) + "{{ '<|im_end|>' }}"  # fmt: skip
+    encoder, (each,) = weighed(CHATML, [turns("a", "b", "c", "d")], source=source)
+    assert runs(encoder, each) == ["b<|im_end|><|im_start|>", "d<|im_end|><|im_start|>"]
+
+
+def test_thoughts_that_the_template_cuts_are_no_part_of_the_answer():
+    """The generation prompt opens thoughts, and the answers in the text have none."""
+    source = "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content }}{% else %}{{ '<|im_end|>' + m.content.split('</think>')[-1] + '<|im_start|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_end|><think>\n' }}{% endif %}"
+    conversations = [CONVERSATIONS[3], turns("a\n<", "<b>")]
+    encoder, (thought, plain) = weighed(CHATML, conversations, source=source)
+    assert runs(encoder, thought) == ["\n\nBecause.<|im_start|>", "\n\nSo.<|im_start|>"]
+    assert runs(encoder, plain) == ["<b><|im_start|>"]
+
+
 def test_what_cannot_be_located_is_refused_with_the_first_difference():
     control = ControlTokens(tokenizer(CHATML))
     source = "{{ messages | length }}{% for m in messages %}{{ m.content | length }}{% endfor %}"
