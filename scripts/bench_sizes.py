@@ -107,7 +107,7 @@ def run_of(size: Size, precision: str, overrides: Sequence[tuple[str, str]] = ()
         "model.kv_heads": size.kv_heads,
         "model.hidden": size.hidden,
         "model.vocab": size.vocab,
-        "model.context": size.length,
+        "model.max_positions": size.length,
         "model.tied": True,
         "model.norm_eps": size.norm_eps,
         "data.sequence": size.length,

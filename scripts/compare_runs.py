@@ -33,7 +33,7 @@ FILE = "configs/quickstart.py"
 SMALL: Mapping[str, Any] = {
     "model.width": 64,
     "model.depth": 2,
-    "model.context": 128,
+    "model.max_positions": 128,
     "data.sequence": 128,
     "train.batch": 16,
     "eval.every": "100%",

@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = config.new(Recipe)
     c.source = ("stdlib:train", "stdlib:validation")
     c.unit_bytes = 2**22
-    c.stages = ("normalise", "length", "code", "pii")
+    c.stages = ("normalize", "length", "code", "pii")
     c.dedup = ("exact", "near")
     c.pii.kinds = (
         "email",

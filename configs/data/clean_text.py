@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.source = ("texts/*.jsonl",)
     c.stages = (
         "mojibake",
-        "normalise",
+        "normalize",
         "length",
         "language",
         "gopher",

@@ -363,7 +363,7 @@ def _classified(folder: str, answer: dict[str, Any]) -> list[str]:
         *columns(rows, "<"),
         *(f"{count:,} {what}" for what, count in answer["left_out"].items()),
         f"accuracy on held-out examples: {answer['accuracy']:.2%}",
-        "next: --config.stages=normalise,length,quality "
+        "next: --config.stages=normalize,length,quality "
         f"--config.quality.model={shlex.quote(str(folder))} "
         f"--config.quality.label={shlex.quote(first)}    # of jaxlm data run",
     ]

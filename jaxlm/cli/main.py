@@ -7,13 +7,16 @@ import os
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from jaxlm.cli.arguments import Parser, check_taken, extract
 from jaxlm.cli.output import Output, abandon, write
 from jaxlm.core.disk import check_local
 from jaxlm.core.errors import CommandError, JaxlmError, in_our_words
 from jaxlm.core.nearest import nearest_word
+from jaxlm.core.problems import RenamedSetting
 from jaxlm.core.quoting import safe
 
 
@@ -84,8 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
     Only a bug in jaxlm shows a traceback, unless `--trace` is set.
+
+    Example:
+      >>> main(["--version"])
+      jaxlm ...
+      0
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    warnings.formatwarning = _format_warning
     ours = words[: words.index("--")] if "--" in words else words
     out = Output(as_json="--json" in ours, quiet="--quiet" in ours)
     try:
@@ -105,6 +114,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             write(sys.stderr, "\n".join(map(safe, traceback.format_exc().splitlines())))
         out.error(known or _bug(error))
         return known.code if known else 70
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
+) -> str:
+    """Format a warning to users as one line of text, any other one with its place in the code."""
+    is_for_users = issubclass(category, RenamedSetting)
+    place = "caution" if is_for_users else f"{filename}:{lineno}: {category.__name__}"
+    return f"{place}: {message}\n"
 
 
 def dispatch(words: list[str], out: Output) -> int:

@@ -4,6 +4,13 @@ A section is a frozen, keyword-only dataclass whose fields are `setting`s, other
 union of sections. The arms of a union have a tag, `name: Literal["adamw"] = "adamw"`; so the union
 is the registry. A section may define `problems(self) -> Iterator[(field, why, fix)]` for
 constraints that types and ranges cannot express.
+
+Example:
+  >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+  ... class Sampling:
+  ...     temperature: float = setting(1.0, "divisor of the logits", above=0)
+  >>> load(Sampling, None, [("temperature", "0.7")]).value
+  Sampling(temperature=0.7)
 """
 
 import dataclasses

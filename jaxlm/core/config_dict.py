@@ -88,6 +88,7 @@ class SchemaConfigDict(ConfigDict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         origin = caller(lambda file: file.startswith(_OURS))
+        key, value = self._current(key, value)
         known = sections.fields(self._arm).get(key)
         if known is None:
             raise self._unknown(key, value, origin)
@@ -109,9 +110,17 @@ class SchemaConfigDict(ConfigDict):
                 self._fields[key] = value
             self._origins[key] = origin
 
+    def _current(self, key: str, value: Any = None) -> tuple[str, Any]:
+        """Return the current name and value of a setting; a former name gives a warning."""
+        path = sections.join(self._path, str(key))
+        new, value = sections.current(self._root._arm, path, value)
+        if new != path:
+            problems.warn_renamed(path, new)
+        return new.rpartition(".")[2], value
+
     def __getitem__(self, key: str) -> Any:
         try:
-            return super().__getitem__(key)
+            return super().__getitem__(self._current(key)[0])
         except KeyError:
             raise self._unknown(key, None, caller(lambda file: file.startswith(_OURS))) from None
 

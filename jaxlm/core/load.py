@@ -157,6 +157,9 @@ def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
       overrides: dotted paths and texts, as on the command line, in any order.
     """
     raw, origins = read_file(file) if file is not None else ({}, {})
+    raw = sections.current_names(schema, raw)
+    origins = {sections.current(schema, path)[0]: origin for path, origin in origins.items()}
+    overrides = _current_overrides(schema, overrides)
     resolver = _apply(schema, raw, origins, overrides)
     return _loaded(resolver, _corrections(resolver, raw, origins, overrides))
 
@@ -241,7 +244,21 @@ def from_json(
 
 def loaded_json(schema: type, data: Any, where: str, overrides: Overrides = ()) -> Loaded:
     """Return the section as `from_json` does, with the origin of each of its values."""
+    if isinstance(data, dict):
+        data = sections.current_names(schema, data)
+    overrides = _current_overrides(schema, overrides)
     return _loaded(_apply(schema, data, {"": Origin("file", where)}, overrides))
+
+
+def _current_overrides(schema: type, overrides: Overrides) -> list[tuple[str, str]]:
+    """Return overrides under the current names of their settings, with a warning for others."""
+    result = []
+    for path, text in overrides:
+        new, values = sections.current(schema, path, tuple(text.split(",")))
+        if new != path:
+            problems.warn_renamed(path, new)
+        result.append((new, ",".join(map(sections.show, values))))
+    return result
 
 
 def _arms_first(schema: type, overrides: Overrides) -> list[tuple[str, str]]:

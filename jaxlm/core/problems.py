@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -39,6 +40,16 @@ class Origin:
 DEFAULT = Origin("default")
 Origins = dict[str, Origin]  # of values by dotted path
 Raw = dict[str, Any]  # a config as nested dicts
+
+
+class RenamedSetting(FutureWarning):
+    """Warning about a setting whose former name is read for one release."""
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn that a config or a command line uses the former name of a setting."""
+    text = f"the setting {old} is now named {new}; the old name stops working in the next release"
+    warnings.warn(text, RenamedSetting, stacklevel=2)
 
 
 def short(path: str | os.PathLike[str]) -> str:

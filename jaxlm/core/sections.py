@@ -36,6 +36,7 @@ def setting(
     below: float | None = None,
     named: Mapping[str, Any] | None = None,
     derived_from: str = "",
+    formerly: str | tuple[str, Mapping[Any, Any]] = "",
 ) -> Any:
     """Return a dataclass field that is a setting of a section.
 
@@ -50,9 +51,13 @@ def setting(
       named: published sections by name, as in `--config.model=llama3-8b`.
       derived_from: setting of the same section from which the default is derived. The section's
         `derived()` yields (field, value, reason); an override of that setting recomputes the value.
+      formerly: name of the setting in the last release, which is still read; with it, if values
+        changed too, a mapping of former to current values.
     """
     meta = {"doc": doc, "unit": unit, "low": low, "high": high, "above": above, "below": below}
+    old_name, values = (formerly, {}) if isinstance(formerly, str) else formerly
     more = {"named": named or {}, "derived_from": derived_from}
+    more |= {"former_name": old_name, "former_values": values}
     return dataclasses.field(default=default, metadata=meta | more)
 
 
@@ -71,6 +76,8 @@ class Setting:
     below: float | None = None
     named: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     derived_from: str = ""
+    former_name: str = ""
+    former_values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def arms(self) -> tuple[type, ...]:
@@ -198,6 +205,45 @@ def settings(schema: type, raw: dict[str, Any], *, every_arm: bool = False) -> d
                 visit(arm, below, inner_path)
 
     visit(schema, raw, "")
+    return result
+
+
+@functools.cache
+def _former_settings(schema: type) -> dict[str, tuple[str, Mapping[Any, Any]]]:
+    """Return the path and the changed values of each renamed setting, by its former path."""
+    return {
+        join(path.rpartition(".")[0], known.former_name): (path, known.former_values)
+        for path, known in settings(schema, {}, every_arm=True).items()
+        if known.former_name
+    }
+
+
+def current(schema: type, path: str, value: Any = None) -> tuple[str, Any]:
+    """Return path and value of a setting that may have the names of the last release."""
+    former = _former_settings(schema)
+    head, tail = path, ""
+    while head and head not in former:
+        head, _, name = head.rpartition(".")
+        tail = join(name, tail) if tail else name
+    if not head:
+        return path, value
+    path, values = former[head]
+    if tail:
+        return join(path, tail), value
+    if isinstance(value, (tuple, list)):
+        return path, type(value)(values.get(item, item) for item in value)
+    return path, values.get(value, value) if isinstance(value, str) else value
+
+
+def current_names(schema: type, raw: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return nested dicts with the current names; a setting that has both is left as it is."""
+    result = {}
+    for name, value in raw.items():
+        inner, value = current(schema, join(path, str(name)), value)
+        new = inner.rpartition(".")[2]
+        if isinstance(value, dict):
+            value = current_names(schema, value, inner)
+        result[name if new != name and new in raw else new] = value
     return result
 
 

@@ -223,7 +223,7 @@ class Substrings:
 
 StageName = Literal[
     "mojibake",
-    "normalise",
+    "normalize",
     "length",
     "urls",
     "language",
@@ -282,7 +282,9 @@ class Recipe:
     )
     reading: ReadLimits = setting(ReadLimits(), "limits of input files")
     stages: tuple[StageName, ...] = setting(
-        ("normalise", "length"), "stages that each document passes, in this order"
+        ("normalize", "length"),
+        "stages that each document passes, in this order",
+        formerly=("stages", {"normalise": "normalize"}),
     )
     dedup: tuple[DedupName, ...] = setting(
         ("exact",), "kinds of duplicates removed among all documents that the stages keep"

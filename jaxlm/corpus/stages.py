@@ -14,7 +14,7 @@ from jaxlm.corpus.filters.pii import pii
 # A stage loads its lists, models and evaluation sets when it is made.
 MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
     "mojibake": lambda recipe, _: mojibake(),
-    "normalise": lambda recipe, _: normalize(),
+    "normalize": lambda recipe, _: normalize(),
     "length": lambda recipe, _: length(recipe.length),
     "urls": lambda recipe, _: urls(recipe.urls),
     "language": lambda recipe, _: language(recipe.language),

@@ -80,7 +80,7 @@ class DecoderConfig(BackboneConfig):
     tied: bool = True
     embed_scale: float = 1.0
     logit_scale: float = 1.0
-    logit_cap: float | None = None  # logits z become cap * tanh(z / cap)
+    logit_softcap: float | None = None  # logits z become cap * tanh(z / cap)
 
     @property
     def heads(self) -> tuple[BlockConfig, ...]:

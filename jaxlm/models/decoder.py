@@ -135,7 +135,7 @@ class Decoder(Backbone, Unembedder):
             out = out / self.config.width_ratio
         if self.config.logit_scale != 1:
             out = out * self.config.logit_scale
-        cap = self.config.logit_cap
+        cap = self.config.logit_softcap
         return out if cap is None else cap * jnp.tanh(out / cap)
 
     def relayout_for_decode(self) -> Self:

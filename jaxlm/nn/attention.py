@@ -116,7 +116,7 @@ class AttentionBase(nnx.Module):
             mask,
             precision,
             scale=self.config.score_scale,
-            cap=self.config.cap,
+            softcap=self.config.softcap,
             dropout=self.config.dropout,
             dropout_key=key,
             kernel=kernel,
@@ -144,7 +144,7 @@ class AttentionBase(nnx.Module):
             mask,
             self.precision.compute,
             scale=self.config.score_scale,
-            cap=self.config.cap,
+            softcap=self.config.softcap,
             entropy=entropy,
         )
         intermediates.record_peak("logit_max", peak)
@@ -334,14 +334,14 @@ def bucket(distance: Int[Array, "..."], config: RelativeBias) -> Int[Array, "...
     """Return the bucket of each distance, key minus query.
 
     Of n buckets for one direction, a distance d below n / 2 has its own; larger ones share
-    floor(n/2 + n/2 log(d / (n/2)) / log(farthest / (n/2))), at most n - 1. With `both_ways` each
-    direction has half of the buckets; otherwise a key after its query counts as distance 0.
+    floor(n/2 + n/2 log(d / (n/2)) / log(max_distance / (n/2))), at most n - 1. With `both_ways`
+    each direction has half of the buckets; otherwise a key after its query counts as distance 0.
     """
     count = config.buckets // 2 if config.both_ways else config.buckets
     first = jnp.where(distance > 0, count, 0) if config.both_ways else jnp.zeros_like(distance)
     distance = jnp.abs(distance) if config.both_ways else jnp.maximum(-distance, 0)
     exact = count // 2
     share = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact)
-    share = share / math.log(config.farthest / exact) * (count - exact)
+    share = share / math.log(config.max_distance / exact) * (count - exact)
     shared = jnp.minimum(exact + share.astype(jnp.int32), count - 1)
     return first + jnp.where(distance < exact, distance, shared)

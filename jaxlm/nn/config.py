@@ -50,7 +50,7 @@ class RelativeBias:
     """Bias of attention scores by the distance of key and query, see `RelativePositions`."""
 
     buckets: int
-    farthest: int  # all distances from this one on share the last bucket
+    max_distance: int  # all distances from this one on share the last bucket
     both_ways: bool
 
 
@@ -79,7 +79,7 @@ class AttentionConfig:
     qk_norm: NormConfig | None = None
     qk_norm_over: Literal["head", "heads"] = "head"  # each head alone, or all heads of a token
     scale: float | None = None  # head_dim ** -0.5 if None
-    cap: float | None = None  # softcap: scores become cap * tanh(scores / cap)
+    softcap: float | None = None  # softcap: scores become softcap * tanh(scores / softcap)
     bias: bool = False  # of queries, keys and values
     out_bias: bool = False
     dropout: float = 0.0  # of the attention weights
@@ -136,7 +136,7 @@ class MoeConfig:
     shared: int = 0  # hidden size of all shared experts together
     activation: Activation = "silu"
     router: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True  # the weights of a token's experts sum to `scale`
+    normalize_top_k: bool = True  # the weights of a token's experts sum to `scale`
     scale: float = 1.0
     balance: float = 0.0  # weight of the balance loss, a mean over all tokens but padding
     router_z: float = 0.0  # weight of the mean squared log normalizer of the router

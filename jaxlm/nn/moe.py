@@ -85,7 +85,7 @@ class Moe(nnx.Module):
             None if self.bias is None else jax.lax.stop_gradient(self.bias[...]),
             top_k=config.top_k,
             router=config.router,
-            normalized=config.normalised,
+            normalized=config.normalize_top_k,
             scale=config.scale,
             groups=config.groups,
             top_groups=config.top_groups,

@@ -38,12 +38,12 @@ def attention(
     precision: Precision,
     *,
     scale: float,
-    cap: float | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
     kernel: Kernel = "reference",
 ) -> Float[Array, "B T N U"]:
-    """Return softmax(cap(scale x Q K^T) + bias + mask) V; a key head serves N / K query heads.
+    """Return softmax(softcap(scale x Q K^T) + bias + mask) V; a key head serves N / K query heads.
 
     Scores and softmax are float32.
 
@@ -51,7 +51,7 @@ def attention(
       mask: visibility of the keys, and the bias.
       precision: the operands of both products are in its `compute`.
       scale: of the scores.
-      cap: softcap: scores become cap tanh(scores / cap).
+      softcap: softcap: scores become softcap tanh(scores / softcap).
       dropout: rate for the attention weights.
       dropout_key: None disables dropout.
       kernel: reference builds the [B, N, T, S] scores: 4 B N T S bytes and 2 B T S N (H + U)
@@ -77,18 +77,18 @@ def attention(
         raise ValueError(f"{kernel} attention does not run on a {backend.name()}")
     low = precision.compute
     if is_split and kernel == "ring":
-        return ring_attention(query, key, value, mask, low, scale=scale, cap=cap)
+        return ring_attention(query, key, value, mask, low, scale=scale, softcap=softcap)
     if is_split:
         key, value = (constrain(x, "batch", None, "kv_heads", "head_dim") for x in (key, value))
     elif kernel == "blockwise":
-        return blockwise(query, key, value, mask, low, scale=scale, cap=cap)
+        return blockwise(query, key, value, mask, low, scale=scale, softcap=softcap)
     elif kernel in PLATFORMS:
         q, k, v = _pad_heads(query, key, value)
         if kernel == "splash":
             from jaxlm.ops.splash import splash  # importing Pallas takes a tenth of a second
 
-            out = splash(q, k, v, mask, low, scale=scale, cap=cap)
-        elif cap is not None:
+            out = splash(q, k, v, mask, low, scale=scale, softcap=softcap)
+        elif softcap is not None:
             raise ValueError("cudnn attention has no softcap")
         else:
             out = cudnn(q, k, v, mask, low, scale=scale)
@@ -96,8 +96,8 @@ def attention(
     q_bkgth = by_head((query * scale).astype(low), key)
     k_bksh, v_bksu = (jnp.swapaxes(x, 1, 2).astype(low) for x in (key, value))
     scores_bkgts = _product(q_bkgth, transposed(k_bksh))
-    if cap is not None:
-        scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
+    if softcap is not None:
+        scores_bkgts = softcap * jnp.tanh(scores_bkgts / softcap)
     if mask.bias is not None:
         rows = mask.bias.shape[0]
         scores_bkgts = scores_bkgts + mask.bias.reshape(rows, *scores_bkgts.shape[1:])
@@ -164,7 +164,7 @@ def attention_figures(
     compute: jnp.dtype,
     *,
     scale: float,
-    cap: float | None = None,
+    softcap: float | None = None,
     entropy: bool = True,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"] | None, Float[Array, ""]]:
     """Measure how sharp attention is: largest score and entropy of each head, number of queries.
@@ -201,8 +201,8 @@ def attention_figures(
         scored = jnp.where(visible & is_query[..., None], scores_bkgts, -jnp.inf)
         peak = jnp.maximum(peak, scored.max((0, 3, 4)))
         if entropy:
-            if cap is not None:
-                scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
+            if softcap is not None:
+                scores_bkgts = softcap * jnp.tanh(scores_bkgts / softcap)
             if bias_btns is not None:
                 rows = bias_btns.shape[0]
                 bias = jnp.moveaxis(bias_btns, 1, 2)

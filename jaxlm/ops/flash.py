@@ -31,7 +31,7 @@ class StaticArgs(NamedTuple):
     is_zigzag: bool
     compute: jnp.dtype  # of the products' operands
     scale: float
-    cap: float | None
+    softcap: float | None
     block: int = 0  # tokens of a block; 0 runs the ring
 
 
@@ -163,9 +163,9 @@ def _scores(static: StaticArgs, queries: Queries, keys: Keys) -> tuple[Array, Ar
     """Return scores after softcap and mask, and the slope of the softcap."""
     scores = product("bkgth,bskh->bkgts", queries.q, keys.k)
     slope: Array | float = 1.0
-    if static.cap is not None:
-        capped = jnp.tanh(scores / static.cap)
-        scores, slope = static.cap * capped, 1.0 - jnp.square(capped)
+    if static.softcap is not None:
+        capped = jnp.tanh(scores / static.softcap)
+        scores, slope = static.softcap * capped, 1.0 - jnp.square(capped)
     mask = Mask(
         query_index=queries.indices[:, 0, 0],
         key_index=keys.indices,
@@ -225,10 +225,10 @@ def blockwise(
     compute: jnp.dtype,
     *,
     scale: float,
-    cap: float | None = None,
+    softcap: float | None = None,
     block: int = BLOCK,
 ) -> Float[Array, "B T N U"]:
-    """Return softmax(cap(scale x Q K^T) + mask) V over blocks of `block` queries and keys.
+    """Return softmax(softcap(scale x Q K^T) + mask) V over blocks of `block` queries and keys.
 
     At most B N block^2 scores exist at a time, so memory grows with the row, not with its square.
     Blocks hidden by causality or a window are skipped: half of the products of a causal row. With
@@ -247,7 +247,7 @@ def blockwise(
     length = query.shape[1]
     block = min(block, length)
     count = -(-length // block)
-    static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, cap, block)
+    static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, softcap, block)
     index = jnp.arange(count * block, dtype=jnp.int32)[None]
 
     segments = mask.query_segments
@@ -340,9 +340,9 @@ def ring_attention(
     compute: jnp.dtype,
     *,
     scale: float,
-    cap: float | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N U"]:
-    """Return softmax(cap(scale x Q K^T) + mask) V; each of C devices sees one device's keys a hop.
+    """Return softmax(softcap(scale x Q K^T) + mask) V; each device sees one other's keys a hop.
 
     Keys take C - 1 hops forward, and again backward together with their float32 gradients. So a
     device holds the keys of T / C slots and (T / C)^2 scores for any C. In zigzag order under a
@@ -359,7 +359,7 @@ def ring_attention(
     """
     if query.shape[1] % (parts := context.context_size()):
         raise ValueError(f"{query.shape[1]} slots do not divide over {parts} devices")
-    static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, cap)
+    static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, softcap)
     query_meta = (mask.query_index, mask.query_segments, mask.visible_until)
     return _flash(static, query, key, value, query_meta, (mask.key_index, mask.key_segments))
 

@@ -35,7 +35,7 @@ class AttentionWork:
     length: int
     head_dim: int  # the larger one if keys and values differ in size
     compute: Float  # dtype of the products' operands
-    cap: float | None = None
+    softcap: float | None = None
     dropout: float = 0.0  # of the attention weights
     stages: int = 1  # of a pipeline, over which the layers are mapped
     has_bias: bool = False  # of the scores
@@ -90,7 +90,7 @@ def misfits(kernel: Kernel, target: Target, work: AttentionWork) -> Iterator[Mis
         yield Misfit(f"it is for a {platform}, and this is a {target.platform}")
     if kernel != "reference" and work.dropout:
         why = f"it has no attention dropout, and the rate is {work.dropout:g}"
-        yield Misfit(why, "regularisation.attention_dropout=0")
+        yield Misfit(why, "regularization.attention_dropout=0")
     if kernel != "reference" and work.has_bias:
         yield Misfit("it adds no bias to scores, and this model has relative positions")
     if kernel == "splash":
@@ -145,8 +145,8 @@ def _cudnn_misfits(target: Target, work: AttentionWork) -> Iterator[Misfit]:
     most = 256 if target.capability >= HOPPER else 128
     if work.head_dim % 8 or work.head_dim > most:
         yield Misfit(f"heads of {work.head_dim} are not a multiple of 8 up to {most}")
-    if work.cap is not None:
-        yield Misfit(f"it has no softcap, and this model caps scores at {work.cap:g}")
+    if work.softcap is not None:
+        yield Misfit(f"it has no softcap, and this model caps scores at {work.softcap:g}")
     if work.stages > 1:
         why = "JAX 0.12 cannot map its mask over pipeline stages"
         yield Misfit(f"{why}, and mesh.pipe = {work.stages}")

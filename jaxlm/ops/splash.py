@@ -24,10 +24,10 @@ def splash(
     compute: jnp.dtype,
     *,
     scale: float,
-    cap: float | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Return softmax(cap(scale x Q K^T) + mask) V, in blocks that stay in a core's own memory.
+    """Return softmax(softcap(scale x Q K^T) + mask) V, in blocks that stay in a core's own memory.
 
     The kernel computes causality and windows, skips the blocks that they hide, and compares
     segments. Scores and softmax are float32. On the ambient mesh each device computes its own rows
@@ -46,7 +46,7 @@ def splash(
         raise ValueError("splash attention has no bidirectional segments")
     if query.shape[1] % LANES:
         raise ValueError(f"splash attention of {query.shape[1]} tokens, no multiple of {LANES}")
-    options: dict[str, Any] = {"attn_logits_soft_cap": cap, "interpret": interpret}
+    options: dict[str, Any] = {"attn_logits_soft_cap": softcap, "interpret": interpret}
     run = functools.partial(_local_rows, mask=mask, **options)
     low = ((query * scale).astype(compute), key.astype(compute), value.astype(compute))
     out = context.of_rows(run)(*low, mask.query_segments)

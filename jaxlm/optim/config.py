@@ -306,7 +306,9 @@ class Soap(AdamLike):
         0.95, "decay of the running means of squares, and of Shampoo's matrices", low=0, below=1
     )
     every: int = setting(10, "updates between two eigendecompositions", low=1)
-    longest: int = setting(10_000, "longest side of a matrix that has a basis", low=1)
+    max_dim: int = setting(
+        10_000, "longest side of a matrix that has a basis", low=1, formerly="longest"
+    )
     weight_decay: float = setting(0.01, DECAY, low=0)
 
     follows_width: ClassVar[bool] = False
@@ -314,7 +316,7 @@ class Soap(AdamLike):
 
     def state(self, shape: Shape, axes: LogicalAxes, mesh: Sizes = ONE_DEVICE) -> list[StateArray]:
         """Return two moments, and for a block's matrix also Shampoo's matrices and bases."""
-        return moments.basis_moments(shape, axes, self.longest)
+        return moments.basis_moments(shape, axes, self.max_dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

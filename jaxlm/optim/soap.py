@@ -16,7 +16,7 @@ from jaxlm.optim.moments import sides
 class Bases(NamedTuple):
     """Running means of G G^T and G^T G of each matrix, and an eigenbasis of each mean.
 
-    None for leaves that are no matrix, and for sides longer than `longest`.
+    None for leaves that are no matrix, and for sides longer than `max_dim`.
     """
 
     left: Array | None
@@ -46,7 +46,7 @@ def scale_by_soap(config: Soap, axes: Any) -> optax.GradientTransformation:
 
     The first update leaves the matrices unchanged: it computes the first bases, the eigenvectors of
     L and R by descending eigenvalue. After every `every` more updates P <- qr(L P), and Q likewise.
-    The basis of a side longer than `longest` is the identity. Each layer of a stack is a matrix of
+    The basis of a side longer than `max_dim` is the identity. Each layer of a stack is a matrix of
     its own, and the heads of attention are columns of one matrix.
 
     State: 8 + 8 (ins / outs + outs / ins) bytes for each number of a matrix, 8 for the others.
@@ -60,7 +60,7 @@ def scale_by_soap(config: Soap, axes: Any) -> optax.GradientTransformation:
 
     def init(params: Any) -> SoapState:
         def square(layers: tuple[int, ...], size: int) -> Array | None:
-            return None if size > config.longest else jnp.zeros((*layers, size, size))
+            return None if size > config.max_dim else jnp.zeros((*layers, size, size))
 
         def empty(path: str, param: Array) -> Bases:
             matrix = sides(param.shape, names[path])

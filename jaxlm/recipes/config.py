@@ -96,8 +96,10 @@ class Run:
     data: DataConfig = setting(DataConfig(), "input files and their processing")
     objective: Objective = setting(Causal(), "training objective")
     loss: LossConfig = setting(LossConfig(), "computation of the loss")
-    regularisation: RegularizationConfig = setting(
-        RegularizationConfig(), "regularization and stabilization of training"
+    regularization: RegularizationConfig = setting(
+        RegularizationConfig(),
+        "regularization and stabilization of training",
+        formerly="regularisation",
     )
     optim: Optimizer = setting(AdamW(), "optimizer")
     mup: MupConfig = setting(MupConfig(), "scaling of settings with the model width (muP)")
@@ -131,12 +133,12 @@ class Run:
                 f"{self.model.family} cannot be trained by {self.objective.name}: {why}",
                 "\n".join([*fixes, "--config.model.family=gpt2"]),
             )
-        if isinstance(self.model, TabledFamily) and self.data.sequence > self.model.context:
+        if isinstance(self.model, TabledFamily) and self.data.sequence > self.model.max_positions:
             yield (
                 "data.sequence",
                 f"rows of {self.data.sequence} tokens need as many positions, and the model has "
-                f"{self.model.context}",
-                f"--config.model.context={self.data.sequence}",
+                f"{self.model.max_positions}",
+                f"--config.model.max_positions={self.data.sequence}",
             )
         sets, followed = self.data.validation_names, self.eval.follow
         # The suffix that an objective adds to a set's name depends on its tokenizer.
@@ -147,16 +149,16 @@ class Run:
                 f"{', '.join(sets) or 'none'}",
                 f"--config.eval.follow={nearest_word(followed, sets) or 'auto'}",
             )
-        no_clip = "--config.regularisation.qk_clip=None"
-        if self.regularisation.qk_clip is not None and self.optim.averages_parameters:
+        no_clip = "--config.regularization.qk_clip=None"
+        if self.regularization.qk_clip is not None and self.optim.averages_parameters:
             why = (
                 "schedule_free trains on an average of its iterates, and QK-clip would scale only "
                 "the average"
             )
-            yield "regularisation.qk_clip", why, no_clip
-        if self.regularisation.qk_clip is not None and self.architecture == "encoder-decoder":
+            yield "regularization.qk_clip", why, no_clip
+        if self.regularization.qk_clip is not None and self.architecture == "encoder-decoder":
             why = f"{self.model.family} has cross-attention, whose logits are not measured"
-            yield "regularisation.qk_clip", why, no_clip
+            yield "regularization.qk_clip", why, no_clip
         yield from self._mup_problems()
         if self.data.sequence_warmup and not self.objective.keeps_rows:
             yield (
@@ -246,7 +248,7 @@ class Run:
                 built, inner_positions=self.objective.block_positions, mtp=mtp_heads(self.objective)
             )
             built = self.mup.applied(built)
-        return self.regularisation.applied(built)
+        return self.regularization.applied(built)
 
     @property
     def rows(self) -> int:

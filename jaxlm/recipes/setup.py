@@ -169,7 +169,7 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
         schedule=divisibility.schedule(run, mesh.shape),
     )
     blueprint = build(precision=precision.exact)
-    if run.regularisation.qk_clip is not None:
+    if run.regularization.qk_clip is not None:
         _check_qk_clip(run, blueprint, mesh)
     trained = blueprint if precision == precision.exact else build(precision=precision)
     layout = functools.partial(rules.shardings, mesh, blueprint.axes, blueprint.shapes)
@@ -181,7 +181,7 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
 
 def _check_qk_clip(run: Run, blueprint: Blueprint, mesh: Mesh) -> None:
     """Raise ConfigError if QK-clip cannot scale the heads."""
-    fix = "--config.regularisation.qk_clip=None"
+    fix = "--config.regularization.qk_clip=None"
     scaled = [path for path in groups.unmoved(run.optim, blueprint.axes) if _SCALED.search(path)]
     if scaled:
         what = "QK-clip cannot scale frozen queries and keys"
@@ -195,7 +195,7 @@ def _check_qk_clip(run: Run, blueprint: Blueprint, mesh: Mesh) -> None:
         fix += "\n--config.mesh.pipe=1"
     else:
         return
-    raise ConfigError(what, where="regularisation.qk_clip", why=why, fix=fix)
+    raise ConfigError(what, where="regularization.qk_clip", why=why, fix=fix)
 
 
 def observer_model(run: Run, model: ShardedModel) -> Blueprint:
@@ -212,12 +212,12 @@ def taught_run(teacher: Run, run: Run) -> Run:
     Raises ConfigError if the teacher has fewer positions than a row of `run`.
     """
     sequence = run.data.sequence
-    if isinstance(teacher.model, TabledFamily) and teacher.model.context < sequence:
+    if isinstance(teacher.model, TabledFamily) and teacher.model.max_positions < sequence:
         raise ConfigError(
             f"rows of {sequence} tokens are too long for the teacher",
             where="objective.teacher",
-            why=f"the teacher has {teacher.model.context} positions",
-            fix=f"--config.data.sequence={teacher.model.context}",
+            why=f"the teacher has {teacher.model.max_positions} positions",
+            fix=f"--config.data.sequence={teacher.model.max_positions}",
         )
     data = dataclasses.replace(teacher.data, sequence=sequence, sequence_warmup=())
     return dataclasses.replace(teacher, data=data, train=run.train, mesh=run.mesh)

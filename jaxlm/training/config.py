@@ -157,11 +157,12 @@ class GuardConfig:
     loss_scale_growth: int = setting(
         2000, "steps without an overflow after which the loss scale doubles", unit="steps", low=1
     )
-    reach: int = setting(
+    rewind_steps: int = setting(
         100,
         "minimal distance of a rewind, which restores a healthy checkpoint",
         unit="steps",
         low=0,
+        formerly="reach",
     )
     compare_every: int | None = setting(
         100,

@@ -80,7 +80,7 @@ def tensors(family) -> dict[str, np.ndarray]:
 def settings(writer: gguf.GGUFWriter, family) -> None:
     """The metadata of a model, as llama.cpp's conversion writes it."""
     writer.add_name("a test")
-    writer.add_context_length(family.context)
+    writer.add_context_length(family.max_positions)
     writer.add_embedding_length(family.width)
     writer.add_block_count(family.depth)
     writer.add_feed_forward_length(family.size_of_hidden)
@@ -107,10 +107,10 @@ def settings(writer: gguf.GGUFWriter, family) -> None:
         writer.add_expert_feed_forward_length(family.hidden)
     if isinstance(family, Gemma2):
         writer.add_sliding_window(family.window)
-        if family.attention_cap is not None:
-            writer.add_attn_logit_softcapping(family.attention_cap)
-        if family.logit_cap is not None:
-            writer.add_final_logit_softcapping(family.logit_cap)
+        if family.attention_softcap is not None:
+            writer.add_attn_logit_softcapping(family.attention_softcap)
+        if family.logit_softcap is not None:
+            writer.add_final_logit_softcapping(family.logit_softcap)
 
 
 def frequencies(family) -> np.ndarray:

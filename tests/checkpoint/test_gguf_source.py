@@ -22,7 +22,7 @@ FAMILIES = {
     if type(family) in ggufs.NAMES and name != "qwen3_moe"  # which sums to one, in llama.cpp
 } | {
     "gemma2": Gemma2(
-        **weights.GROUPED | dict(vocab=VOCAB), head_dim=12, window=5, query_scale=12, attention_cap=2.0, logit_cap=3.0
+        **weights.GROUPED | dict(vocab=VOCAB), head_dim=12, window=5, query_scale=12, attention_softcap=2.0, logit_softcap=3.0
     ),
     "gemma3": Gemma3(**weights.GROUPED | dict(vocab=VOCAB, depth=7), head_dim=12, window=5, query_scale=12),
 }  # fmt: skip

@@ -258,12 +258,12 @@ def test_a_published_size_in_a_config_file(capsys):
     Path("sized.py").write_text(
         "from jaxlm.core import config\nfrom jaxlm.recipes.config import Run\n\n\n"
         "def get_config():\n    c = config.new(Run)\n    c.model = 'llama3.2-1b'\n"
-        "    c.model.context = 4096\n    return c\n"
+        "    c.model.max_positions = 4096\n    return c\n"
     )
     found, origins = shown(capsys, "--config=sized.py")
     wanted = config.to_json(union.SIZES["llama3.2-1b"])
-    assert found == wanted | {"context": 4096}
-    assert (origins["model.width"], origins["model.context"]) == ("sized.py:7", "sized.py:8")
+    assert found == wanted | {"max_positions": 4096}
+    assert (origins["model.width"], origins["model.max_positions"]) == ("sized.py:7", "sized.py:8")
 
 
 def test_published_sizes_are_listed_and_one_that_is_misspelt_names_the_nearest(capsys):

@@ -28,13 +28,13 @@ from tests.faults import harness
 from tests.parity import weights
 
 VOCAB = 320
-SIZES = dict(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48, context=64)
+SIZES = dict(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48, max_positions=64)
 FAMILIES = {
     "llama": Llama(**SIZES),
     "gemma3": Gemma3(**SIZES | dict(depth=7), window=8),
     "qwen3_moe": Qwen3Moe(**SIZES, experts=4, top_k=2),
     "deepseek_v3": DeepSeekV3(
-        vocab=VOCAB, width=32, depth=2, heads=4, context=64, query_rank=16, kv_rank=24, nope_dim=6, rope_dim=4,
+        vocab=VOCAB, width=32, depth=2, heads=4, max_positions=64, query_rank=16, kv_rank=24, nope_dim=6, rope_dim=4,
         value_dim=8, experts=4, top_k=2, groups=2, top_groups=1, hidden=24, shared=48, dense_depth=1, dense_hidden=48,
     ),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from tests.data.vocabularies.test_gguf_tokens import of_byte_pairs
 from tests.parity import weights
 
 VOCAB = 512
-SIZES = dict(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48, context=64)
+SIZES = dict(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48, max_positions=64)
 FAMILIES = {
     "llama": Llama(**SIZES, tied=True, rope_theta=5e5),
     "llama, scaling of 3.1": Llama(**SIZES, rope_scaling=Llama3Scaling(factor=8.0, original=32)),
@@ -35,7 +35,7 @@ FAMILIES = {
     "qwen3": Qwen3(**SIZES, head_dim=16),
     "qwen3_moe": Qwen3Moe(**SIZES, experts=4, top_k=2),
     "gemma": Gemma(**SIZES, head_dim=16),
-    "gemma2": Gemma2(**SIZES, window=8, attention_cap=20.0, logit_cap=10.0),
+    "gemma2": Gemma2(**SIZES, window=8, attention_softcap=20.0, logit_softcap=10.0),
     "gemma3": Gemma3(**SIZES | dict(depth=7), window=8),
 }
 ODD = Llama3Scaling(factor=8.0, original=32, high=7.0)
@@ -135,12 +135,12 @@ def test_what_is_imported_again_says_and_computes_the_same(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        (GPT2(vocab=VOCAB, width=32, depth=2, heads=4, context=64), "it is a gpt2"),
+        (GPT2(vocab=VOCAB, width=32, depth=2, heads=4, max_positions=64), "it is a gpt2"),
         (Mistral(**SIZES, window=8), "sliding_window = 8 is read back as None"),
         (Llama(**SIZES, activation="gelu"), "hidden_act"),
         (Llama(**SIZES, head_dim=16, rope_theta=50.0, rope_scaling=ODD), "not Llama 3.1's scaling"),
         (Gemma2(**SIZES, window=8, query_scale=20), "query_pre_attn_scalar = 20"),
-        (Qwen3Moe(**SIZES, experts=4, top_k=2, normalised=False), "norm_topk_prob = False"),
+        (Qwen3Moe(**SIZES, experts=4, top_k=2, normalize_top_k=False), "norm_topk_prob = False"),
     ],
 )
 def test_a_model_that_no_file_can_say_is_refused_before_anything_is_written(

@@ -14,7 +14,7 @@ from tests.checkpoint import ggufs
 from tests.cli.test_exchange import call
 from tests.parity import weights
 
-LLAMA = Llama(vocab=300, width=64, depth=2, heads=4, kv_heads=2, hidden=96, context=64)
+LLAMA = Llama(vocab=300, width=64, depth=2, heads=4, kv_heads=2, hidden=96, max_positions=64)
 TEXT = "ab cd aab \u6f22\U0001f600 efgh"
 
 
@@ -75,7 +75,12 @@ def test_a_quantised_file_comes_in_with_its_tokenizer(capsys, tmp_path):
     assert (code, answer["family"], answer["dtype"]) == (0, "llama", "float32")
     assert answer["tensors"] == len(weights.tensors(LLAMA))
     config = json.loads((run / "config.json").read_text())
-    assert config["model"] == {**config["model"], "width": 64, "norm_eps": 1e-5, "context": 64}
+    assert config["model"] == {
+        **config["model"],
+        "width": 64,
+        "norm_eps": 1e-5,
+        "max_positions": 64,
+    }
     code, shown, _ = call(capsys, "tokenizer", "show", str(run / "tokenizer"), f"--text={TEXT}")
     kept = tokenizers.Tokenizer.from_file(str(run / "hub/tokenizer.json"))
     assert shown["ids"] == kept.encode(TEXT, add_special_tokens=False).ids

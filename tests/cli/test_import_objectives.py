@@ -25,7 +25,7 @@ def write_model(folder, family, special, **sizes):
     """A model of a byte-level tokenizer whose special tokens are behind the 256 bytes."""
     folder.mkdir()
     vocab = 256 + len(special)
-    model = family(vocab=vocab, width=32, depth=2, heads=4, hidden=48, context=128, **sizes)
+    model = family(vocab=vocab, width=32, depth=2, heads=4, hidden=48, max_positions=128, **sizes)
     weights.write(folder, model, "float32")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     built = tokenizers.Tokenizer(

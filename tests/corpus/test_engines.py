@@ -23,7 +23,7 @@ from tests.corpus.recipes import RECIPE, prose, run, tree, write_lines
 ROOT = Path(__file__).parents[2]
 SETTINGS = [
     "--config.source=in/*.jsonl",
-    "--config.stages=normalise,length,gopher,repetition,pii",
+    "--config.stages=normalize,length,gopher,repetition,pii",
     "--config.dedup=exact,near,spans",
     "--config.unit_bytes=4000",
 ]

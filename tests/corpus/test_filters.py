@@ -19,7 +19,7 @@ def reasons(capsys, texts, *words, **fields):
 
 def test_normalised_text_has_one_form(capsys):
     text = "cafe\u0301\r\nnext \t\u2028last\u200b\x07\n\n\n\n\n\nend\n\n\n"
-    assert reasons(capsys, [text, "as it is"], "--config.stages=normalise") == ["kept", "kept"]
+    assert reasons(capsys, [text, "as it is"], "--config.stages=normalize") == ["kept", "kept"]
     assert kept() == ["caf\u00e9\nnext\nlast\n\n\nend\n", "as it is"]
 
 

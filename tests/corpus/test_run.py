@@ -28,7 +28,7 @@ from tests.corpus.recipes import (
 ROOT = Path(__file__).parents[2]
 ALL = [
     "--config.source=in/*.jsonl",
-    "--config.stages=normalise,length,gopher,repetition,pii",
+    "--config.stages=normalize,length,gopher,repetition,pii",
     "--config.dedup=exact,near,spans",
     "--config.unit_bytes=4000",
 ]
@@ -66,7 +66,7 @@ def test_every_document_is_kept_removed_or_broken_and_the_files_hold_what_the_co
     assert sum(map(len, kept())) == answer["characters"]["kept"]
     funnel = answer["funnel"]
     assert [row["stage"] for row in funnel] == [
-        *("read", "normalise", "length", "gopher", "repetition", "pii", "exact", "near", "spans")
+        *("read", "normalize", "length", "gopher", "repetition", "pii", "exact", "near", "spans")
     ]
     assert all(before["out"] == after["in"] for before, after in itertools.pairwise(funnel))
     assert funnel[-1]["out"] == answer["kept"]

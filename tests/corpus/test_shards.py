@@ -24,7 +24,7 @@ def get_config():
     c = config.new(Recipe)
     c.source = ("crawl/**/*.jsonl", "crawl/**/*.txt")
     c.parts = ("web=crawl/web/*", "books=*.txt")
-    c.stages = ("normalise", "length", "decontaminate", "pii")
+    c.stages = ("normalize", "length", "decontaminate", "pii")
     c.dedup = ("exact", "near")
     c.decontaminate.against = ("sets/*.jsonl",)
     c.unit_bytes = 6000

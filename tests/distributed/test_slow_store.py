@@ -20,7 +20,7 @@ SAVE_SECONDS = 1234
 FLAGS = (
     *("--config.train.steps=16", "--config.mesh.data=1", "--config.mesh.fsdp=4"),
     *("--config.checkpoint.every=2", "--config.checkpoint.keep_last=9"),
-    *("--config.guard.budget=2", "--config.guard.reach=4", "--config.guard.skip=4"),
+    *("--config.guard.budget=2", "--config.guard.rewind_steps=4", "--config.guard.skip=4"),
     "--config.model.dropout=0",
     "--config.model.kv_heads=4",
 )

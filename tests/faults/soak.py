@@ -36,7 +36,7 @@ ALL_RANKS = ("step.before", "step.after", "data.next", "eval", "save.begin")  # 
 # Without an end: how far two cores come in the time given is seen when it is over.
 RUN = (
     *("--config.train.steps=1000000", "--config.eval.every=40", "--config.checkpoint.keep_last=4"),
-    *("--config.guard.budget=3", "--config.guard.reach=6", "--config.guard.skip=8"),
+    *("--config.guard.budget=3", "--config.guard.rewind_steps=6", "--config.guard.skip=8"),
     *("--config.guard.window=16", "--config.guard.rewinds=99"),
 )
 MOMENTS = 8  # seconds of training until a fault from outside, at most: starting takes as long

@@ -283,8 +283,8 @@ def fill(place, free):
             file.write(bytes(4096))
 
 
-def filling(name, step=None):
-    point(name, step)
+def filling(name, step=None, size=None):
+    point(name, step, size)
     if name == "save.begin":
         saves.append(step)
         if len(saves) == 2:
@@ -703,8 +703,8 @@ def test_b10_a_process_that_lost_its_lock_commits_and_removes_nothing(tmp_path, 
         owner[:] = ["another"]
         return found
 
-    def lost_at_last(name, step=None):
-        point(name, step)
+    def lost_at_last(name, step=None, size=None):
+        point(name, step, size)
         if name == "save.commit":
             owner[:] = ["another"]
 
@@ -737,10 +737,10 @@ def test_b13_the_name_of_a_step_is_on_the_disk_before_anything_follows(tmp_path,
         if path.is_dir():
             synced[path.name] = {each.name for each in path.iterdir()}
 
-    def seen(name, step=None):
+    def seen(name, step=None, size=None):
         if name == "save.retire":
             retired[step] = set(synced["checkpoints"])
-        point(name, step)
+        point(name, step, size)
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(faults, "point", seen)

@@ -164,7 +164,7 @@ from jaxlm.recipes.config import Run
 def get_config():
     c = config.new(Run)
     c.model.family = "gpt2"
-    c.model.context = 64
+    c.model.max_positions = 64
     c.train.batch = "many"
     c.model.dropout = 1.5
     c.optim.b1 = 1.0
@@ -221,7 +221,7 @@ def test_f2_the_fix_mends_all_of_it(tmp_path):
         config.load(Run, f"{tmp_path}/x.py", [("data.sequence", "128")])
     flags = [word.removeprefix("--config.").partition("=")[::2] for word in caught.value.fix.split()]  # fmt: skip
     assert {path for path, _ in flags} == {
-        *("train.batch", "model.dropout", "optim.b1", "model.heads", "model.context")
+        *("train.batch", "model.dropout", "optim.b1", "model.heads", "model.max_positions")
     }
     run = config.load(Run, f"{tmp_path}/x.py", [("data.sequence", "128"), *flags]).value
     assert (run.train.batch, run.model.dropout, run.optim.b1) == (2000, 0.15, 0.9)

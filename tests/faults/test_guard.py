@@ -31,7 +31,7 @@ NEVER = "grads:nan@999"
 NEITHER = f"{NEVER},loss:nan@999"
 STEPS = ("--config.train.steps=40", "--config.guard.window=16")
 # Fewer steps are kept than a rewind goes back.
-LIMITS = ("--config.guard.budget=3", "--config.guard.reach=6", "--config.guard.skip=8", "--config.checkpoint.keep_last=1")  # fmt: skip
+LIMITS = ("--config.guard.budget=3", "--config.guard.rewind_steps=6", "--config.guard.skip=8", "--config.checkpoint.keep_last=1")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ SOURCES = sorted((ROOT / "jaxlm").rglob("*.py"))
 
 
 def bounds() -> dict[str, str]:
-    """What pyproject.toml asks for, by normalised name; extras included."""
+    """What pyproject.toml asks for, by normalize_top_k name; extras included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],

@@ -236,8 +236,8 @@ def ends(*args, **kw):
     return made[-1]
 
 
-def noted(name, number=None):
-    point(name, number)
+def noted(name, number=None, size=None):
+    point(name, number, size)
     if name == "restore.read":
         jax.make_array_from_single_device_arrays = ends
 
@@ -283,7 +283,7 @@ def ends(*args, **kw):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def noted(name, number=None):
+def noted(name, number=None, size=None):
     if (name, number) == ("save.retire", step):
         (retired,) = Path(sys.argv[3]).glob(f"{step}.*")
         print(sum(path.is_file() for path in retired.rglob("*")), flush=True)
@@ -292,7 +292,7 @@ def noted(name, number=None):
         os.unlink = ends
     if name == "save.commit" and os.unlink is ends:
         time.sleep(60)
-    point(name, number)
+    point(name, number, size)
 
 
 faults.point = noted
@@ -457,12 +457,12 @@ def late_saves(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     begun, held, written, overlapped = list[int](), set[int](), set[int](), set[int]()
     point, save, open_array = faults.point, CheckpointSaver.save, tensorstore.open
 
-    def noted(name, step=None):
+    def noted(name, step=None, size=None):
         if name == "save.begin":
             begun.append(step)
         if name == "save.digest":  # comes once the arrays are on the disk
             written.add(step)
-        point(name, step)
+        point(name, step, size)
 
     def open_late(*words, **more):
         if begun[-1] not in held and threading.current_thread() is not threading.main_thread():

@@ -82,7 +82,7 @@ def hostile_template(writer: gguf.GGUFWriter) -> None:
 
 @pytest.mark.slow
 def test_s7_a_hostile_chat_template_is_not_run_by_an_import(tmp_path, capsys):
-    llama = Llama(vocab=300, width=32, depth=1, heads=2, kv_heads=2, hidden=32, context=32)
+    llama = Llama(vocab=300, width=32, depth=1, heads=2, kv_heads=2, hidden=32, max_positions=32)
     ggufs.write(tmp_path / "model.gguf", llama, change=hostile_template)
     run = tmp_path / "run"
     assert main(["import", f"--from={tmp_path / 'model.gguf'}", f"--workdir={run}"]) == 0

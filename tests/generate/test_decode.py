@@ -24,13 +24,13 @@ PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [20, 21, 22]]
 
 FAMILIES = {
     "llama": Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2),
-    "gpt2": GPT2(vocab=VOCAB, width=32, depth=2, heads=4, context=64),
+    "gpt2": GPT2(vocab=VOCAB, width=32, depth=2, heads=4, max_positions=64),
 }
 # Rings, positions up to the last that there is, biases by distance beside an encoder, latent attention.
 SMALL = {"vocab": VOCAB, "width": 32, "depth": 2, "heads": 4}
 GUESSING = FAMILIES | {
     "mistral": Mistral(**SMALL, kv_heads=2, window=4),
-    "gpt2, full": GPT2(**SMALL, context=5 + 24),
+    "gpt2, full": GPT2(**SMALL, max_positions=5 + 24),
     "t5": T5(**SMALL),
     "deepseek_v2": DeepSeekV2(
         **SMALL, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8, experts=4, top_k=2, shared=32

@@ -9,7 +9,7 @@ from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.plan import oom
 from tests.house.situation import CONFIG, RUN, Situation
 
-SMALL = "--config.model.width=32 --config.model.heads=4 --config.model.depth=1 --config.model.context=64"
+SMALL = "--config.model.width=32 --config.model.heads=4 --config.model.depth=1 --config.model.max_positions=64"
 FLIP = (
     "python3 -c 'import pathlib, sys; "
     'p = max(pathlib.Path(sys.argv[1]).rglob("*"), key=lambda f: f.is_file() and f.stat().st_size); '

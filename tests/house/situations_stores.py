@@ -23,7 +23,7 @@ ONE = "$(find runs/a/checkpoints/1 -type f ! -name digests.json | sort | head -1
 TWO = ONE.replace("/1", "/2")
 HUB = "import --from=hf:me/tiny --workdir=new"
 GGUF = "from pathlib import Path; from tests.checkpoint import ggufs; from tests.cli.test_import_gguf import LLAMA; ggufs.write(Path('tiny.gguf'), LLAMA)"
-CLIP = "--config.regularisation.qk_clip=50"
+CLIP = "--config.regularization.qk_clip=50"
 
 
 def refuses_removal(patch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def has_no_cache_folder(patch: pytest.MonkeyPatch) -> None:
 
 SITUATIONS: dict[str, Situation] = {
     # checkpoints
-    "an old checkpoint that stays": Situation(f"train --config=c.py {RUN} --config.train.steps=7 --allow_change=train.steps --config.checkpoint.keep_last=1 --config.guard.reach=1", prepare=refuses_removal),
+    "an old checkpoint that stays": Situation(f"train --config=c.py {RUN} --config.train.steps=7 --allow_change=train.steps --config.checkpoint.keep_last=1 --config.guard.rewind_steps=1", prepare=refuses_removal),
     "a checkpoint that takes too long": Situation(f"train {CONFIG} --config.watch.save=1s", prepare=is_slow_to_commit),
     "a checkpoint of another shape": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --config.model.width=64 --allow_change=model,train.steps"),
     "all checkpoints damaged": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps", f"{FLIP} {ONE}; {FLIP} {TWO}"),
@@ -150,10 +150,10 @@ SITUATIONS: dict[str, Situation] = {
     # attention and QK-clip
     "qk_clip of frozen heads": Situation(f"train {CONFIG} {CLIP} --config.optim.freeze=*/query/*"),
     "qk_clip of normed heads": Situation(f"train {CONFIG} {CLIP} --config.model.family=qwen3 --config.model.head_dim=8"),
-    "dropout and keys in a ring": Situation("plan --config=c.py --on=cpu --devices=2 --config.mesh.context=2 --config.mesh.context_keys=ring --config.regularisation.attention_dropout=0.1"),
+    "dropout and keys in a ring": Situation("plan --config=c.py --on=cpu --devices=2 --config.mesh.context=2 --config.mesh.context_keys=ring --config.regularization.attention_dropout=0.1"),
     "splash of split rows": Situation("plan --config=c.py --on=v5e-4 --config.mesh.context=4 --config.train.attention=splash"),
     "splash on a processor": Situation("plan --config=c.py --on=cpu --config.train.attention=splash"),
-    "splash of a warm-up": Situation("plan --config=c.py --on=v5e-4 --config.train.attention=splash --config.data.sequence=1024 --config.data.sequence_warmup=64@50% --config.model.context=1024 --config.train.steps=4"),
+    "splash of a warm-up": Situation("plan --config=c.py --on=v5e-4 --config.train.attention=splash --config.data.sequence=1024 --config.data.sequence_warmup=64@50% --config.model.max_positions=1024 --config.train.steps=4"),
 }  # fmt: skip
 
 

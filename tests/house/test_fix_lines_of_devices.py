@@ -64,7 +64,7 @@ def test_a_replay_on_too_many_devices_is_mended_by_fewer_and_not_by_another_batc
 
 def test_qk_clip_in_a_pipeline_is_mended_by_leaving_either_out(config, tmp_path):
     flags = (
-        "--config.regularisation.qk_clip=50",
+        "--config.regularization.qk_clip=50",
         "--config.mesh.pipe=2",
         "--config.model.dropout=0",
     )

@@ -16,7 +16,7 @@ from jaxlm.parallel.config import MeshConfig
 
 FAMILIES = {
     "llama": Llama(vocab=64, width=16, depth=2, heads=4, kv_heads=2, hidden=24),
-    "gpt2": GPT2(vocab=64, width=16, depth=2, heads=4, context=16),
+    "gpt2": GPT2(vocab=64, width=16, depth=2, heads=4, max_positions=16),
 }
 MESHES = {
     "fsdp": MeshConfig(data=1, fsdp=4, tensor=1),

@@ -116,7 +116,7 @@ def test_the_closed_form_counts_every_parameter_and_product(built):
     assert {each.path: (each.shape, each.axes) for each in tensors(CONFIG)} == {
         path: (leaf.shape, axes[path]) for path, leaf in tree.leaves(params).items()
     }
-    whole = BERT(vocab=VOCAB, width=16, depth=2, heads=2, context=LENGTH).build()
+    whole = BERT(vocab=VOCAB, width=16, depth=2, heads=2, max_positions=LENGTH).build()
     blueprint = Blueprint(whole, Precision.float32())
 
     def logits(params, tokens, positions):

@@ -19,7 +19,7 @@ from tests.models.test_laws import dot_flops
 
 LENGTH, READ, VOCAB = 7, 9, 50
 CONFIG = T5(
-    vocab=VOCAB, width=16, depth=2, decoder_depth=1, heads=2, buckets=8, farthest=12, gated=True
+    vocab=VOCAB, width=16, depth=2, decoder_depth=1, heads=2, buckets=8, max_distance=12, gated=True
 ).build()
 
 
@@ -114,7 +114,7 @@ def test_a_decoder_that_attends_to_no_encoder_and_mixed_biases_are_refused():
 
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_a_bucket_is_that_of_the_paper(both_ways):
-    config = RelativeBias(buckets=32, farthest=128, both_ways=both_ways)
+    config = RelativeBias(buckets=32, max_distance=128, both_ways=both_ways)
     actual = bucket(jnp.arange(-300, 301), config)
     count, first = (16, 16) if both_ways else (32, 0)
     for distance, number in zip(range(-300, 301), actual.tolist(), strict=True):

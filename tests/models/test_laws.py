@@ -30,9 +30,9 @@ FAMILIES = {
     "llama": Llama(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48),
     "qwen3, tied": Qwen3(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=1, tied=True),
     "cohere": Cohere(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48),
-    "gpt2": GPT2(vocab=VOCAB, width=32, depth=3, heads=4, context=16),
+    "gpt2": GPT2(vocab=VOCAB, width=32, depth=3, heads=4, max_positions=16),
     "gpt2, no biases": GPT2(
-        vocab=VOCAB, width=32, depth=2, heads=4, context=16, bias=False, tied=False
+        vocab=VOCAB, width=32, depth=2, heads=4, max_positions=16, bias=False, tied=False
     ),
     "mixtral": Mixtral(
         vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, experts=4, hidden=24, balance_bias=0.1,
@@ -57,11 +57,11 @@ def patterned():
         block, attention=dataclasses.replace(block.attention, window=4), residual="sandwich"
     )
     first = dataclasses.replace(
-        block, residual="parallel", attention=dataclasses.replace(block.attention, cap=5.0)
+        block, residual="parallel", attention=dataclasses.replace(block.attention, softcap=5.0)
     )
     post = dataclasses.replace(block, residual="post", norm=NormConfig(kind="layer", bias=True))
     return dataclasses.replace(
-        base, depth=6, prefix=(first,), pattern=(local, post), logit_cap=10.0
+        base, depth=6, prefix=(first,), pattern=(local, post), logit_softcap=10.0
     )
 
 

@@ -80,8 +80,8 @@ def attention(x, params, config, positions):
         shared = head * config.kv_heads // config.heads
         first = 0 if config.window is None else max(0, t + 1 - config.window)
         scores = scale * key[row, first : t + 1, shared] @ query[row, t, head]
-        if config.cap is not None:
-            scores = config.cap * np.tanh(scores / config.cap)
+        if config.softcap is not None:
+            scores = config.softcap * np.tanh(scores / config.softcap)
         weights = np.exp(scores - scores.max())
         out[row, t, head] = weights @ value[row, first : t + 1, shared] / weights.sum()
     return linear(out, params["out"], 2)

@@ -26,7 +26,7 @@ KINDS = {
         CONFIG,
         latent=dataclasses.replace(LATENT, query_rank=None),
         window=4,
-        cap=1.5,
+        softcap=1.5,
         scale=0.6,
         rotary=Rope(theta=100.0),
     ),

@@ -69,7 +69,7 @@ def test_scan_and_unroll_pass_by_the_same_layers(whole):
 
 def test_embeddings_are_dropped_at_their_rate_and_the_mean_stays():
     """Seen behind a block that adds nothing."""
-    plain = GPT2(vocab=64, width=32, depth=1, heads=2, context=16, dropout=0.0).build()
+    plain = GPT2(vocab=64, width=32, depth=1, heads=2, max_positions=16, dropout=0.0).build()
     model = RegularizationConfig(embedding_dropout=0.3).applied(plain)
     blueprint = Blueprint(model, Precision.float32())
     params = jax.jit(blueprint.init)(jax.random.key(0))
@@ -90,7 +90,7 @@ def test_embeddings_are_dropped_at_their_rate_and_the_mean_stays():
 
 
 def test_each_kind_of_dropout_has_its_rate_and_depth_has_its_line():
-    model = GPT2(vocab=64, width=WIDTH, depth=4, heads=2, context=LENGTH, dropout=0.1).build()
+    model = GPT2(vocab=64, width=WIDTH, depth=4, heads=2, max_positions=LENGTH, dropout=0.1).build()
     assert RegularizationConfig().applied(model) == model
     own = RegularizationConfig(attention_dropout=0.0, residual_dropout=0.2, embedding_dropout=0.3)
     found = own.applied(model)

@@ -55,7 +55,7 @@ def test_each_scheme_draws_with_its_own_deviation(scheme):
 
 
 def test_gpt2_starts_as_its_paper_says():
-    leaves = initial(GPT2(vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, context=200))
+    leaves = initial(GPT2(vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, max_positions=200))
     for name in ("embedding/table", "positions/table", "stack/0/mlp/up/weight"):
         np.testing.assert_allclose(leaves[name].std(), 0.02, rtol=0.05)
     for name in ON_RESIDUAL:

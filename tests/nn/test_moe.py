@@ -20,7 +20,7 @@ ROWS, LENGTH, WIDTH = 2, 10, 6
 SOFTMAX = MoeConfig(experts=5, top_k=2, hidden=7, balance=0.3, router_z=0.05)
 KINDS = {
     "softmax": SOFTMAX,
-    "one expert a token": dataclasses.replace(SOFTMAX, top_k=1, normalised=False),
+    "one expert a token": dataclasses.replace(SOFTMAX, top_k=1, normalize_top_k=False),
     "sigmoid, shared, scaled, biased": dataclasses.replace(
         SOFTMAX, router="sigmoid", shared=4, scale=2.5, bias_rate=0.5
     ),
@@ -69,7 +69,7 @@ def reference(x, params, config):
             allowed = [e for e in range(config.experts) if e // size in order]
             best = sorted(allowed, key=lambda e: -ranked[e])[: config.top_k]
             shares = {e: s[e] for e in best}
-            whole = sum(shares.values()) if config.normalised else 1.0
+            whole = sum(shares.values()) if config.normalize_top_k else 1.0
             for e in best:
                 chosen[e] += counts
                 if config.capacity is not None and (not counts or taken[e] >= places):

@@ -33,7 +33,7 @@ def reach_of(length):
     return np.array(rows, np.int32)
 
 
-def exact(query, key, value, weights, *, causal, window, cap, segments, reach=None):
+def exact(query, key, value, weights, *, causal, window, softcap, segments, reach=None):
     """sum(out x weights) and its gradients by q, k and v, in float64, from the formulas, row by row and head by head."""
     out = np.zeros(query.shape)
     grads = [np.zeros(x.shape) for x in (query, key, value)]
@@ -49,8 +49,8 @@ def exact(query, key, value, weights, *, causal, window, cap, segments, reach=No
             seen = seen & (segments[row][:, None] == segments[row][None])
         q, k, v = query[row, :, head], key[row, :, head // groups], value[row, :, head // groups]
         scores, slope = SCALE * q @ k.T, 1.0
-        if cap is not None:
-            scores, slope = cap * np.tanh(scores / cap), 1 - np.tanh(scores / cap) ** 2
+        if softcap is not None:
+            scores, slope = softcap * np.tanh(scores / softcap), 1 - np.tanh(scores / softcap) ** 2
         scores = np.where(seen, scores, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)

@@ -14,7 +14,7 @@ ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 9, 4, 2, 6
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 0, 0, 0]], np.int32)
 
 
-def reference(query, key, value, *, scale, window, cap, segments):
+def reference(query, key, value, *, scale, window, softcap, segments):
     """One row, one head and one query at a time, over the keys that it may see."""
     out = np.zeros(query.shape)
     for row, head, t in np.ndindex(ROWS, HEADS, LENGTH):
@@ -28,15 +28,15 @@ def reference(query, key, value, *, scale, window, cap, segments):
             continue
         shared = head * KV_HEADS // HEADS
         scores = scale * key[row, seen, shared] @ query[row, t, head]
-        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
         out[row, t, head] = weights / weights.sum() @ value[row, seen, shared]
     return out
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 2.0), (1, 0.5)])
-def test_attention_is_what_it_says_query_by_query(window, cap, segments):
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (1, 0.5)])
+def test_attention_is_what_it_says_query_by_query(window, softcap, segments):
     keys = jax.random.split(jax.random.key(0), 3)
     query = 3 * jax.random.normal(keys[0], (ROWS, LENGTH, HEADS, SIZE))
     key = jax.random.normal(keys[1], (ROWS, LENGTH, KV_HEADS, SIZE))
@@ -49,9 +49,13 @@ def test_attention_is_what_it_says_query_by_query(window, cap, segments):
         key_segments=segments,
         window=window,
     )
-    got = attention(query, key, value, mask, Precision.float32(), scale=0.7, cap=cap)
+    got = attention(query, key, value, mask, Precision.float32(), scale=0.7, softcap=softcap)
     expected = reference(
-        *map(np.asarray, (query, key, value)), scale=0.7, window=window, cap=cap, segments=segments
+        *map(np.asarray, (query, key, value)),
+        scale=0.7,
+        window=window,
+        softcap=softcap,
+        segments=segments,
     )
     assert np.isfinite(got).all()
     real = np.ones((ROWS, LENGTH), bool) if segments is None else segments > 0

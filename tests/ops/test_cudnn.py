@@ -50,7 +50,7 @@ def test_the_arguments_of_the_call_mean_the_same_in_float64(
 ):
     segments = segments_of(length) if is_packed else None
     given = operands(length, heads, kv_heads)
-    expected = exact(*given, causal=True, window=window, cap=None, segments=segments)
+    expected = exact(*given, causal=True, window=window, softcap=None, segments=segments)
     mask = dataclasses.replace(masks.causal(length, segments), window=window)
     got = computed(mask, jnp.float32, [jnp.asarray(x, jnp.float32) for x in given])
     for one, other in zip(expected, got, strict=True):
@@ -64,7 +64,7 @@ def test_queries_may_see_what_comes_after_them(window, is_packed, reach):
     segments = segments_of(16) if is_packed else None
     given = operands(16, 2, 1)
     terms = dict(causal=reach is not None, window=window)
-    expected = exact(*given, **terms, cap=None, segments=segments, reach=reach)
+    expected = exact(*given, **terms, softcap=None, segments=segments, reach=reach)
     mask = dataclasses.replace(masks.causal(16, segments, reach), **terms)
     got = computed(mask, jnp.float32, [jnp.asarray(x, jnp.float32) for x in given])
     for one, other in zip(expected, got, strict=True):
@@ -73,7 +73,7 @@ def test_queries_may_see_what_comes_after_them(window, is_packed, reach):
 
 def test_operands_are_in_the_compute_dtype():
     given = operands(24, 4, 2)
-    expected = exact(*given, causal=True, window=None, cap=None, segments=segments_of(24))
+    expected = exact(*given, causal=True, window=None, softcap=None, segments=segments_of(24))
     mask = masks.causal(24, segments_of(24))
     got = computed(mask, LOW.compute, [jnp.asarray(x, jnp.float32) for x in given])
     for exactly, low in zip(expected, got, strict=True):
@@ -201,6 +201,6 @@ def test_what_it_cannot_do_is_refused():
         with pytest.raises(ValueError, match="needs a mask of whole rows"):
             call(query, key, value, cache)
         with pytest.raises(ValueError, match="no softcap"):
-            call(query, key, value, masks.causal(16), cap=2.0)
+            call(query, key, value, masks.causal(16), softcap=2.0)
         with pytest.raises(ValueError, match="cudnn has no attention dropout"):
             call(query, key, value, masks.causal(16), dropout=0.1, dropout_key=jax.random.key(0))

@@ -21,14 +21,14 @@ FULL = Precision.float32()
 
 
 def by_blocks(
-    length, heads, kv_heads, *, causal, window, cap, segments, reach=None, precision=FULL
+    length, heads, kv_heads, *, causal, window, softcap, segments, reach=None, precision=FULL
 ):
     query, key, value, weights = operands(length, heads, kv_heads)
     mask = dataclasses.replace(masks.causal(length, segments, reach), causal=causal, window=window)
 
     def weighed(query, key, value):
         out = flash.blockwise(
-            query, key, value, mask, precision.compute, scale=SCALE, cap=cap, block=BLOCK
+            query, key, value, mask, precision.compute, scale=SCALE, softcap=softcap, block=BLOCK
         )
         return (out * weights).sum(), out
 
@@ -38,7 +38,7 @@ def by_blocks(
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "kv_heads", "causal", "window", "cap", "is_packed"),
+    ("length", "heads", "kv_heads", "causal", "window", "softcap", "is_packed"),
     [
         (8, 1, 1, True, None, None, False),  # one block
         (24, 4, 2, True, None, None, True),
@@ -51,10 +51,10 @@ def by_blocks(
     ],
 )
 def test_outputs_and_gradients_are_those_of_float64(
-    length, heads, kv_heads, causal, window, cap, is_packed
+    length, heads, kv_heads, causal, window, softcap, is_packed
 ):
     segments = segments_of(length) if is_packed else None
-    terms = dict(causal=causal, window=window, cap=cap, segments=segments)
+    terms = dict(causal=causal, window=window, softcap=softcap, segments=segments)
     expected = exact(*operands(length, heads, kv_heads), **terms)
     got = by_blocks(length, heads, kv_heads, **terms)
     for one, other in zip(expected, got, strict=True):
@@ -80,11 +80,11 @@ def test_values_may_be_of_another_size_than_keys():
 
 
 @pytest.mark.parametrize(
-    ("length", "window", "cap", "is_packed"), [(29, None, 2.0, True), (24, 5, None, False)]
+    ("length", "window", "softcap", "is_packed"), [(29, None, 2.0, True), (24, 5, None, False)]
 )
-def test_queries_with_a_reach_see_what_comes_after_them(length, window, cap, is_packed):
+def test_queries_with_a_reach_see_what_comes_after_them(length, window, softcap, is_packed):
     segments = segments_of(length) if is_packed else None
-    terms = dict(causal=True, window=window, cap=cap, segments=segments, reach=reach_of(length))
+    terms = dict(causal=True, window=window, softcap=softcap, segments=segments, reach=reach_of(length))
     expected = exact(*operands(length, 4, 2), **terms)
     got = by_blocks(length, 4, 2, **terms)
     for one, other in zip(expected, got, strict=True):
@@ -93,7 +93,7 @@ def test_queries_with_a_reach_see_what_comes_after_them(length, window, cap, is_
 
 def test_in_low_precision_it_is_as_near_to_float64_as_the_reference():
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
-    terms = dict(causal=True, window=None, cap=None, segments=None)
+    terms = dict(causal=True, window=None, softcap=None, segments=None)
     expected = exact(*operands(40, 4, 2), **terms)
     near = by_blocks(40, 4, 2, precision=precision, **terms)
     query, key, value, weights = (jnp.asarray(x, jnp.float32) for x in operands(40, 4, 2))

@@ -32,24 +32,24 @@ def grid_of(**sizes):
     return mesh.build(MeshConfig(**{"data": 1} | sizes), jax.devices()[:count])
 
 
-def weighed(parts, keys, window, cap, segments, reach, precision, operands):
+def weighed(parts, keys, window, softcap, segments, reach, precision, operands):
     """sum of out x weights, with its slots dealt out and put back; and what it is a sum of."""
     query, key, value, weights = context.zigzag_shard(operands, parts) if parts > 1 else operands
     dealt = context.zigzag_shard(jax.tree.map(jnp.asarray, (segments, reach)), parts)
     mask = dataclasses.replace(masks.causal(LENGTH, *dealt, parts=parts), window=window)
-    out = attention(query, key, value, mask, precision, scale=0.7, cap=cap, kernel=keys)
+    out = attention(query, key, value, mask, precision, scale=0.7, softcap=softcap, kernel=keys)
     return (out * weights).sum(), context.zigzag_unshard(out, parts)
 
 
-def computed(parts, keys, window=None, cap=None, segments=SEGMENTS, reach=None, precision=None):
+def computed(parts, keys, window=None, softcap=None, segments=SEGMENTS, reach=None, precision=None):
     function = functools.partial(
-        weighed, parts, keys, window, cap, segments, reach, precision or Precision.float32()
+        weighed, parts, keys, window, softcap, segments, reach, precision or Precision.float32()
     )
     (_, out), gradients = jax.jit(jax.value_and_grad(function, has_aux=True))(OPERANDS)
     return [np.asarray(leaf) for leaf in (out, *gradients)]
 
 
-# dealt, way, mesh, window, cap, segments, reach
+# dealt, way, mesh, window, softcap, segments, reach
 CASES = {
     "gathered": (False, "reference", {"context": 4}, 5, 2.0, SEGMENTS, None),
     "ring": (False, "ring", {"context": 4}, None, None, None, None),
@@ -84,16 +84,16 @@ def test_values_may_be_of_another_size_than_keys(keys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 5, 16])
-@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(
     "sizes", [{"context": 2}, {"context": 4, "fsdp": 2}, {"context": 8}, {"data": 2, "context": 2, "tensor": 2}], ids=str
 )  # fmt: skip
-def test_every_mask_in_every_ring(sizes, cap, window, segments):
-    alone = computed(1, "reference", window, cap, segments)
+def test_every_mask_in_every_ring(sizes, softcap, window, segments):
+    alone = computed(1, "reference", window, softcap, segments)
     with jax.set_mesh(grid_of(**sizes)):
         for parts in (1, sizes["context"]):
             for one, other in zip(
-                alone, computed(parts, "ring", window, cap, segments), strict=True
+                alone, computed(parts, "ring", window, softcap, segments), strict=True
             ):
                 np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
 

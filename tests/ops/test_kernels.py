@@ -37,7 +37,7 @@ def test_a_kernel_that_is_named_is_taken(name):
     ("target", "work", "kernel", "reason"),
     [
         (TPU, LONG, "splash", "the kernel for a tpu"),
-        (TPU, of(length=128, cap=30.0, compute="float32"), "splash", "the kernel for a tpu"),
+        (TPU, of(length=128, softcap=30.0, compute="float32"), "splash", "the kernel for a tpu"),
         (TPU, of(length=1000), "blockwise", "splash not: rows of 1000 tokens are not a multiple of 128"),
         (TPU, of(dropout=0.1), "reference", "splash not: it has no attention dropout"),
         (TPU, of(both_ways=True), "blockwise", "splash not: its mask is the same for all rows"),
@@ -49,7 +49,7 @@ def test_a_kernel_that_is_named_is_taken(name):
         (A100, of(head_dim=256), "blockwise", "heads of 256 are not a multiple of 8 up to 128"),
         (H100, of(head_dim=20), "blockwise", "heads of 20 are not a multiple of 8 up to 256"),
         (H100, of(compute="float32"), "blockwise", "cudnn not: it does not compute in float32"),
-        (H100, of(cap=30.0), "blockwise", "it has no softcap, and this model caps scores at 30"),
+        (H100, of(softcap=30.0), "blockwise", "it has no softcap, and this model caps scores at 30"),
         (H100, of(stages=2), "blockwise", "JAX 0.12 cannot map its mask over pipeline stages, and mesh.pipe = 2"),
         (TPU, of(stages=2), "splash", "the kernel for a tpu"),
         (H100, of(length=4095), "blockwise", "rows of 4095 tokens are odd"),
@@ -88,7 +88,7 @@ def test_what_mends_a_misfit_does():
     ):
         (misfit,) = kernels.misfits(kernel, target, work)
         path, _, value = misfit.fix.partition("=")
-        name = {"data.sequence": "length", "regularisation.attention_dropout": "dropout"}.get(
+        name = {"data.sequence": "length", "regularization.attention_dropout": "dropout"}.get(
             path, "compute"
         )
         mended = value if name == "compute" else type(getattr(work, name))(value)

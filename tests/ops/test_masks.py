@@ -83,8 +83,8 @@ def test_segments_of_one_side_alone_are_refused():
             Mask(query_index=INDEX, key_index=INDEX, **{side: SEGMENTS})
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
-def test_padding_sees_only_padding_and_every_query_sees_itself(cap):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_padding_sees_only_padding_and_every_query_sees_itself(softcap):
     mask = masks.causal(LENGTH, SEGMENTS)
     seen = np.asarray(mask.materialize())
     assert np.diagonal(seen, axis1=1, axis2=2).all()
@@ -93,7 +93,7 @@ def test_padding_sees_only_padding_and_every_query_sees_itself(cap):
     operands = tuple(jax.random.normal(key, (ROWS, LENGTH, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))  # fmt: skip
 
     def loss(operands, weights):
-        out = attention(*operands, mask, Precision.float32(), scale=0.5, cap=cap)
+        out = attention(*operands, mask, Precision.float32(), scale=0.5, softcap=softcap)
         return (jnp.square(out) * weights[..., None, None]).sum()
 
     real = jax.grad(loss)(operands, jnp.asarray(~padding, jnp.float32))

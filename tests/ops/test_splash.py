@@ -23,27 +23,27 @@ LOW = Precision.of(PrecisionConfig(compute="bfloat16"))
 interpreted = functools.partial(splash, interpret=True)
 
 
-def weighed(kernel, mask, compute, cap, query, key, value, weights):
+def weighed(kernel, mask, compute, softcap, query, key, value, weights):
     """sum of out x weights, and what it is a sum of."""
-    out = kernel(query, key, value, mask, compute, scale=SCALE, cap=cap)
+    out = kernel(query, key, value, mask, compute, scale=SCALE, softcap=softcap)
     return (out * weights).sum(), out
 
 
-def graded(kernel, mask, compute, cap, given):
+def graded(kernel, mask, compute, softcap, given):
     """The result and its gradients by queries, keys and values."""
-    run = functools.partial(weighed, kernel, mask, compute, cap)
+    run = functools.partial(weighed, kernel, mask, compute, softcap)
     differentiated = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
     (_, out), grads = differentiated(*given)
     return out, *grads
 
 
-def plain(query, key, value, mask, compute, *, scale, cap):
+def plain(query, key, value, mask, compute, *, scale, softcap):
     precision = dataclasses.replace(FULL, compute=compute)
-    return attention(query, key, value, mask, precision, scale=scale, cap=cap)
+    return attention(query, key, value, mask, precision, scale=scale, softcap=softcap)
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "kv_heads", "size", "causal", "window", "cap", "is_packed"),
+    ("length", "heads", "kv_heads", "size", "causal", "window", "softcap", "is_packed"),
     [
         (128, 2, 2, 8, True, None, None, False),
         (128, 4, 2, 8, True, None, None, True),
@@ -55,14 +55,14 @@ def plain(query, key, value, mask, compute, *, scale, cap):
     ],
 )
 def test_outputs_and_gradients_are_those_of_float64(
-    length, heads, kv_heads, size, causal, window, cap, is_packed
+    length, heads, kv_heads, size, causal, window, softcap, is_packed
 ):
     segments = segments_of(length) if is_packed else None
     given = operands(length, heads, kv_heads, size=size)
-    expected = exact(*given, causal=causal, window=window, cap=cap, segments=segments)
+    expected = exact(*given, causal=causal, window=window, softcap=softcap, segments=segments)
     mask = dataclasses.replace(masks.causal(length, segments), causal=causal, window=window)
     low = [jnp.asarray(x, jnp.float32) for x in given]
-    got = graded(interpreted, mask, jnp.float32, cap, low)
+    got = graded(interpreted, mask, jnp.float32, softcap, low)
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
 
@@ -71,7 +71,7 @@ def test_outputs_and_gradients_are_those_of_float64(
 def test_in_low_precision_it_is_as_near_to_float64_as_the_reference(window, is_packed):
     segments = segments_of(256) if is_packed else None
     given = operands(256, 4, 2, size=8)
-    expected = exact(*given, causal=True, window=window, cap=None, segments=segments)
+    expected = exact(*given, causal=True, window=window, softcap=None, segments=segments)
     mask = dataclasses.replace(masks.causal(256, segments), window=window)
     # As activations are on a TPU; the weights only sum.
     low = [jnp.asarray(x, jnp.bfloat16) for x in given[:3]] + [jnp.asarray(given[3], jnp.float32)]

@@ -214,9 +214,9 @@ def soap(c, leaf, g, t):
         u = bases[0] @ (bases[0].T @ m @ bases[1] / (np.sqrt(v) + c.eps)) @ bases[1].T
     for side, square in enumerate(squares):
         mean = leaf.mean(f"square {side}", c.b2, square)
-        if len(square) <= c.longest and t == 1:
+        if len(square) <= c.max_dim and t == 1:
             bases[side] = np.linalg.eigh(mean)[1][:, ::-1]
-        elif len(square) <= c.longest and (t - 1) % c.every == 0:
+        elif len(square) <= c.max_dim and (t - 1) % c.every == 0:
             bases[side] = np.linalg.qr(mean @ bases[side])[0]
     seen["bases"] = bases
     return u.reshape(g.shape)
@@ -273,6 +273,6 @@ ARMS = {
     Adafactor: Arm(Adafactor(factor_from=4, weight_decay=0.3), adafactor, 4 / 512 + 4 / 2048),
     Muon: Arm(Muon(newton_schulz_dtype="float32", adam_lr=0.005, weight_decay=0.3), muon, 4),
     # The first gradient does not determine the basis of a side that is longer by two.
-    Soap: Arm(Soap(longest=4, weight_decay=0.3), soap, 8 + 8 * (512 / 2048 + 2048 / 512)),
+    Soap: Arm(Soap(max_dim=4, weight_decay=0.3), soap, 8 + 8 * (512 / 2048 + 2048 / 512)),
     Sophia: Arm(Sophia(every=3, gamma=0.5), sophia, 8),
 }

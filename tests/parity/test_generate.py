@@ -61,7 +61,7 @@ def test_beams_find_what_its_search_finds(tmp_path, beams, penalty):
     import torch
     import transformers
 
-    family = Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48, context=64)
+    family = Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48, max_positions=64)
     weights.write(tmp_path, family)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     out = model.generate(
@@ -87,7 +87,14 @@ def test_beams_of_an_encoder_decoder_find_what_its_search_finds(tmp_path, beams,
     import transformers
 
     family = T5(
-        vocab=VOCAB, width=32, depth=2, decoder_depth=1, heads=4, hidden=48, buckets=8, farthest=12
+        vocab=VOCAB,
+        width=32,
+        depth=2,
+        decoder_depth=1,
+        heads=4,
+        hidden=48,
+        buckets=8,
+        max_distance=12,
     )
     weights.write(tmp_path, family)
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float32)

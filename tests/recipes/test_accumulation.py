@@ -31,6 +31,7 @@ from jaxlm.optim.config import Optimizer, Sgd
 from jaxlm.parallel import hlo
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.train.programs import without_data
@@ -197,10 +198,10 @@ VARIANTS = {
     "blockwise latents": ("deepseek_v3", LONG),
     "dropped": (
         "gpt2",
-        {f"regularisation.{part}_dropout": 0.1 for part in ("embedding", "attention", "residual")}
-        | {"regularisation.layer_drop": 0.1, "regularisation.embedding_noise": 5.0},
+        {f"regularization.{part}_dropout": 0.1 for part in ("embedding", "attention", "residual")}
+        | {"regularization.layer_drop": 0.1, "regularization.embedding_noise": 5.0},
     ),
-    "QK-clip": ("deepseek_v3", {"regularisation.qk_clip": 100.0}),
+    "QK-clip": ("deepseek_v3", {"regularization.qk_clip": 100.0}),
 }
 
 

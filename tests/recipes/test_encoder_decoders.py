@@ -145,7 +145,7 @@ def test_what_an_encoder_decoder_cannot_do_is_refused_with_what_can(config, caps
     code, answer = call(capsys, "config", "validate", *flags, *mixture)
     assert code == 2
     assert "trained by mixture: an encoder-decoder needs pairs" in answer["error"]["why"]
-    for setting in ("mup.base_width=16", "regularisation.qk_clip=10"):
+    for setting in ("mup.base_width=16", "regularization.qk_clip=10"):
         code, answer = call(capsys, "config", "validate", *flags, *SPANS, f"--config.{setting}")
         assert code == 2
         assert setting.partition("=")[0] in answer["error"]["where"]
@@ -165,7 +165,7 @@ def test_both_sides_are_watched_layer_by_layer_and_regularised(config, tmp_path)
     watch = "--config.log.layers=('norms','activations','attention','noise')"
     more = ["--config.log.every=2", "--config.train.steps=2", "--config.average.name=ema"]
     drops = [
-        f"--config.regularisation.{name}=0.3"
+        f"--config.regularization.{name}=0.3"
         for name in ("attention_dropout", "layer_drop", "embedding_noise")
     ]
     run = tmp_path / "run"

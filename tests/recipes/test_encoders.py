@@ -18,7 +18,7 @@ SMALL = [
     "--config.model.depth=2",
     "--config.model.heads=4",
     "--config.model.hidden=48",
-    "--config.model.context=64",
+    "--config.model.max_positions=64",
 ]
 MASKED = ["--config.objective.name=masked", "--config.objective.rate=0.3"]
 SETTINGS = {"train.steps": 4, "eval.batches": 1, "checkpoint.every": "100%", "data.sequence": 48}

@@ -13,7 +13,7 @@ from jaxlm.core.errors import DataError
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.training.config import GuardConfig
 
-GUARD = GuardConfig(reach=4, skip=2)
+GUARD = GuardConfig(rewind_steps=4, skip=2)
 SPENT = SimpleNamespace(first=11, step=12, values={})
 
 

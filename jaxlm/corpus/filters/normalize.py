@@ -28,10 +28,10 @@ def normalize() -> Stage:
         text = _EMPTY_LINES.sub("\n\n\n", _TRAILING.sub("", text)).lstrip("\n")
         text = _LAST_LINES.sub("\n", text)
         if hidden:
-            counts["normalise: invisible characters"] += hidden
+            counts["normalize: invisible characters"] += hidden
         if text == document.text:
             return document
-        counts["normalise: documents changed"] += 1
+        counts["normalize: documents changed"] += 1
         return document.with_text(text)
 
     return stage

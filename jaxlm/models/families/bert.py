@@ -55,10 +55,10 @@ class BERT(PlainSettings):
     RESIDUAL = "post"
     ATTRIBUTES = {
         **SIZE_ATTRIBUTES,
-        "context": ConfigKey(
+        "max_positions": ConfigKey(
             "max_position_embeddings",
             512,
-            value=lambda family: family.first_position + family.context,
+            value=lambda family: family.first_position + family.max_positions,
         ),
         "token_types": ConfigKey("type_vocab_size", 2),
         "activation": ConfigKey("hidden_act", "gelu", words=ACTIVATIONS),
@@ -111,7 +111,7 @@ class BERT(PlainSettings):
             **self.backbone(),
             pattern=(self.block(self.heads, dropout=self.dropout),),
             head=HeadConfig(activation=self.activation, norm=self.norm),
-            positions=self.context,
+            positions=self.max_positions,
             first_position=self.first_position,
             token_types=self.token_types,
             embedding_norm=self.norm,
@@ -159,5 +159,5 @@ class RoBERTa(BERT):
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
         """Return the settings that a config.json describes."""
         settings = super().hub_settings(attributes)
-        rows = settings["context"] - settings["padding"] - 1
-        return settings | {"context": max(rows, 1)}
+        rows = settings["max_positions"] - settings["padding"] - 1
+        return settings | {"max_positions": max(rows, 1)}

@@ -2,6 +2,10 @@
 
 One layer norm without bias feeds both parts; rotary positions are interleaved, and logits scaled.
 Command-R+ also has norms of queries and keys with a scale per head, which are refused.
+
+Example:
+  >>> Cohere(vocab=64, width=64, heads=4, kv_heads=2).build().logit_scale
+  0.0625
 """
 
 import dataclasses
@@ -30,7 +34,7 @@ class Cohere(LlamaLike):
         "norm_eps": ConfigKey("layer_norm_eps", 1e-5, kind=float),
         "logit_scale": ConfigKey("logit_scale", 0.0625, kind=float),
     }
-    HF_DEFAULTS = {"context": 8192, "tied": True, "rope_theta": 5e5}
+    HF_DEFAULTS = {"max_positions": 8192, "tied": True, "rope_theta": 5e5}
     CONSTANTS = {"attention_bias": False, "use_qk_norm": False}
     RESIDUAL = "parallel"
     ROPE_INTERLEAVED = True
@@ -46,7 +50,7 @@ class Cohere(LlamaLike):
         buffer_suffixes=("rotary_emb.inv_freq",),
     )
     SIZES = size_table(
-        "vocab context depth width heads kv_heads hidden",
+        "vocab max_positions depth width heads kv_heads hidden",
         {"command-r-v01": (256_000, 131_072, 40, 8192, 64, 64, 22_528, {"rope_theta": 8e6})},
     )
 
@@ -63,4 +67,5 @@ class Cohere(LlamaLike):
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
         """Return the settings of a config.json; `model_max_length` is the trained context."""
         settings = super().hub_settings(attributes)
-        return settings | {"context": attributes.get("model_max_length", settings["context"])}
+        length = attributes.get("model_max_length", settings["max_positions"])
+        return settings | {"max_positions": length}

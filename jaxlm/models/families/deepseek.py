@@ -21,7 +21,7 @@ BUFFERS = ("rotary_emb.inv_freq",)
 COMPRESSED = "attention/query_latent/weight"
 # YaRN of the published models, trained on for rows of 160k tokens.
 YARN = YarnScaling(factor=40.0, original=4096, magnitude=1.0)
-STRETCHED: dict[str, Any] = dict(context=163_840, norm_eps=1e-6, rope_scaling=YARN)
+STRETCHED: dict[str, Any] = dict(max_positions=163_840, norm_eps=1e-6, rope_scaling=YARN)
 
 
 def _mapping(name: str, *paths: str, **more: Any) -> TensorMapping:
@@ -83,7 +83,7 @@ class DeepSeekV2(Experts):
     groups: int = setting(1, **setting_docs.GROUPS)
     top_groups: int = setting(1, **setting_docs.TOP_GROUPS)
     dense_depth: int = setting(1, **setting_docs.DENSE_DEPTH)
-    normalised: bool = setting(False, **setting_docs.NORMALIZED)
+    normalize_top_k: bool = setting(False, **setting_docs.NORMALIZED)
 
     ATTRIBUTES = {
         **GatedDecoder.ATTRIBUTES,
@@ -116,7 +116,9 @@ class DeepSeekV2(Experts):
         "router_aux_loss_coef",
     )
     ROPE_INTERLEAVED = True
-    COMPUTED: ClassVar[dict[str, Any]] = dict(router="softmax", normalised=False, balance_bias=0.0)
+    COMPUTED: ClassVar[dict[str, Any]] = dict(
+        router="softmax", normalize_top_k=False, balance_bias=0.0
+    )
     SHARED_DEFAULT = 2  # transformers' default of n_shared_experts
     HUB = Hub("deepseek_v2", "DeepseekV2ForCausalLM", ROWS, buffer_suffixes=BUFFERS)
     SIZES = size_table(
@@ -232,8 +234,10 @@ class DeepSeekV3(DeepSeekV2):
     """
 
     family: Literal["deepseek_v3"] = "deepseek_v3"  # type: ignore[assignment]
-    pairs: Literal["neighbours", "halves"] = setting(
-        "neighbours", "features of a head that are rotated together"
+    interleaved: bool = setting(
+        True,
+        "rotate features (2i, 2i + 1) of a head together, instead of (i, i + half)",
+        formerly=("pairs", {"neighbours": True, "halves": False}),
     )
     experts: int = setting(256, **setting_docs.EXPERTS)
     top_k: int = setting(8, **setting_docs.TOP_K)
@@ -241,15 +245,15 @@ class DeepSeekV3(DeepSeekV2):
     groups: int = setting(8, **setting_docs.GROUPS)
     top_groups: int = setting(4, **setting_docs.TOP_GROUPS)
     router: Literal["softmax", "sigmoid"] = setting("sigmoid", **setting_docs.ROUTER)
-    normalised: bool = setting(True, **setting_docs.NORMALIZED)
+    normalize_top_k: bool = setting(True, **setting_docs.NORMALIZED)
     scale: float = setting(2.5, **setting_docs.EXPERT_SCALE)
     balance_loss: float = setting(1e-4, **setting_docs.BALANCE_LOSS)
     balance_bias: float = setting(0.001, **setting_docs.BALANCE_BIAS)
 
     ATTRIBUTES = {**DeepSeekV2.ATTRIBUTES} | dict(
-        normalised=ConfigKey("norm_topk_prob", True, kind=bool)
+        normalize_top_k=ConfigKey("norm_topk_prob", True, kind=bool)
     )
-    HF_DEFAULTS = {"context": 4096, "hidden": 2048, "groups": 8, "top_groups": 4}
+    HF_DEFAULTS = {"max_positions": 4096, "hidden": 2048, "groups": 8, "top_groups": 4}
     CONSTANTS = {
         "attention_bias": False,
         "moe_layer_freq": 1,
@@ -282,7 +286,7 @@ class DeepSeekV3(DeepSeekV2):
     @property
     def rotary(self) -> Rope:
         """Rotary position embedding of the rotated features."""
-        return dataclasses.replace(super().rotary, interleaved=self.pairs != "halves")
+        return dataclasses.replace(super().rotary, interleaved=self.interleaved)
 
     def mixture(self) -> MoeConfig:
         """Return the experts of a layer."""
@@ -291,14 +295,13 @@ class DeepSeekV3(DeepSeekV2):
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
         """Return the settings that a config.json describes."""
-        is_interleaved = attributes.get("rope_interleave", True, kind=bool)
-        pairs = "neighbours" if is_interleaved else "halves"
-        return super().hub_settings(attributes) | {"pairs": pairs}
+        interleaved = attributes.get("rope_interleave", True, kind=bool)
+        return super().hub_settings(attributes) | {"interleaved": interleaved}
 
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
         return super().to_hub() | {
             "topk_method": "noaux_tc",
-            "rope_interleave": self.pairs == "neighbours",
+            "rope_interleave": self.interleaved,
             "num_nextn_predict_layers": 0,
         }

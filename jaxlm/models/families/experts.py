@@ -23,7 +23,7 @@ class Experts(GatedDecoder):
     dense_depth: int = setting(0, **setting_docs.DENSE_DEPTH)
     dense_hidden: int = setting(4096, "hidden units of the dense layers", low=1)
     router: Literal["softmax", "sigmoid"] = setting("softmax", **setting_docs.ROUTER)
-    normalised: bool = setting(True, **setting_docs.NORMALIZED)
+    normalize_top_k: bool = setting(True, **setting_docs.NORMALIZED)
     scale: float = setting(1.0, **setting_docs.EXPERT_SCALE)
     balance_loss: float = setting(0.01, **setting_docs.BALANCE_LOSS)
     balance_bias: float = setting(0.0, **setting_docs.BALANCE_BIAS)
@@ -64,7 +64,7 @@ class Experts(GatedDecoder):
             shared=self.shared,
             activation=self.activation,
             router=self.router,
-            normalised=self.normalised,
+            normalize_top_k=self.normalize_top_k,
             scale=self.scale,
             balance=self.balance_loss,
             router_z=self.router_z,

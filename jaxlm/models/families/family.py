@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, nn.Activation] = {
 }
 SIZE_ATTRIBUTES: Table = {
     "vocab": ConfigKey("vocab_size"),
-    "context": ConfigKey("max_position_embeddings", 2048),
+    "max_positions": ConfigKey("max_position_embeddings", 2048),
     "depth": ConfigKey("num_hidden_layers", most=hub.MAX_NESTING),
     "width": ConfigKey("hidden_size"),
     "heads": ConfigKey("num_attention_heads"),
@@ -74,7 +74,7 @@ class FamilySettings:
 
     family: str = ""
     vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
-    context: int = setting(2048, **setting_docs.CONTEXT)
+    max_positions: int = setting(2048, **setting_docs.MAX_POSITIONS)
     depth: int = setting(8, **setting_docs.DEPTH)
     width: int = setting(512, **setting_docs.WIDTH)
     heads: int = setting(8, **setting_docs.HEADS)
@@ -156,7 +156,7 @@ class FamilySettings:
 class PlainSettings(FamilySettings):
     """Settings of families with layer norms, biases, and an MLP without a gate."""
 
-    context: int = setting(512, **setting_docs.POSITION_ROWS)
+    max_positions: int = setting(512, **setting_docs.POSITION_ROWS)
     depth: int = setting(12, **setting_docs.DEPTH)
     width: int = setting(768, **setting_docs.WIDTH)
     heads: int = setting(12, **setting_docs.HEADS)

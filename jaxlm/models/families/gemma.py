@@ -21,7 +21,7 @@ SANDWICH = norms(
 )
 MAPPINGS = (*llama_like.STREAM, *SANDWICH, *llama_like.ATTENTION, *llama_like.MLP)
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # transformers' names of kinds of layers
-COLUMNS = "context depth width heads kv_heads head_dim hidden"
+COLUMNS = "max_positions depth width heads kv_heads head_dim hidden"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Gemma(LlamaLike):
     norm_eps: float = setting(1e-6, **setting_docs.RMS_NORM_EPS)
     tied: bool = setting(True, **setting_docs.TIED)
 
-    HF_DEFAULTS = {"context": 8192, "tied": True, "head_dim": 256}
+    HF_DEFAULTS = {"max_positions": 8192, "tied": True, "head_dim": 256}
     EXPECTED = {"attention_bias": (False,), "use_bidirectional_attention": (False, None)}
     HUB = Hub("gemma", "GemmaForCausalLM", LLAMA)
     SIZES = size_table(
@@ -82,8 +82,8 @@ class Gemma2(Gemma):
     query_scale: int | None = setting(
         None, "scores are divided by the square root of this (None: the size of a head)", low=1
     )
-    attention_cap: float | None = setting(50.0, **setting_docs.ATTENTION_CAP)
-    logit_cap: float | None = setting(30.0, **setting_docs.LOGIT_CAP)
+    attention_softcap: float | None = setting(50.0, **setting_docs.ATTENTION_SOFTCAP)
+    logit_softcap: float | None = setting(30.0, **setting_docs.LOGIT_SOFTCAP)
 
     ATTRIBUTES = {
         **Gemma.ATTRIBUTES,
@@ -93,8 +93,8 @@ class Gemma2(Gemma):
             256,
             value=lambda family: family.query_scale or family.size_of_head,
         ),
-        "attention_cap": ConfigKey("attn_logit_softcapping", None, kind=float),
-        "logit_cap": ConfigKey("final_logit_softcapping", None, kind=float),
+        "attention_softcap": ConfigKey("attn_logit_softcapping", None, kind=float),
+        "logit_softcap": ConfigKey("final_logit_softcapping", None, kind=float),
     }
     IGNORED = ("sliding_window_pattern", "_sliding_window_pattern")
     RESIDUAL = "sandwich"
@@ -113,7 +113,7 @@ class Gemma2(Gemma):
     def attention(self) -> AttentionConfig:
         """Return the attention of a global layer."""
         scale = None if self.query_scale is None else self.query_scale**-0.5
-        return dataclasses.replace(super().attention(), scale=scale, cap=self.attention_cap)
+        return dataclasses.replace(super().attention(), scale=scale, softcap=self.attention_softcap)
 
     def local_attention(self) -> AttentionConfig:
         """Return the attention of a local layer."""
@@ -127,7 +127,7 @@ class Gemma2(Gemma):
 
     def build(self) -> DecoderConfig:
         """Return the model's config, with the softcap of the logits."""
-        return dataclasses.replace(super().build(), logit_cap=self.logit_cap)
+        return dataclasses.replace(super().build(), logit_softcap=self.logit_softcap)
 
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
@@ -150,14 +150,14 @@ class Gemma3(Gemma2):
     rope_theta: float = setting(1e6, **setting_docs.GLOBAL_ROPE_THETA)
     local_rope_theta: float = setting(10_000.0, **setting_docs.LOCAL_ROPE_THETA)
     window: int = setting(1024, **setting_docs.LOCAL_WINDOW)
-    attention_cap: float | None = setting(None, **setting_docs.ATTENTION_CAP)
-    logit_cap: float | None = setting(None, **setting_docs.LOGIT_CAP)
+    attention_softcap: float | None = setting(None, **setting_docs.ATTENTION_SOFTCAP)
+    logit_softcap: float | None = setting(None, **setting_docs.LOGIT_SOFTCAP)
 
     ATTRIBUTES = {
         **Gemma2.ATTRIBUTES,
         "local_rope_theta": ConfigKey("rope_local_base_freq", 10_000.0, kind=float),
     }
-    HF_DEFAULTS = {"context": 131_072, "tied": True, "head_dim": 256, "rope_theta": 1e6}
+    HF_DEFAULTS = {"max_positions": 131_072, "tied": True, "head_dim": 256, "rope_theta": 1e6}
     PATTERN_LENGTH = 6
     QK_NORM = "head"
     HUB = Hub(

@@ -19,13 +19,13 @@ class GPT2(PlainDecoder):
     """A GPT-2-style decoder."""
 
     family: Literal["gpt2"] = "gpt2"
-    context: int = setting(1024, **setting_docs.POSITION_ROWS)
+    max_positions: int = setting(1024, **setting_docs.POSITION_ROWS)
     activation: Activation = setting("gelu_tanh", **setting_docs.PLAIN_ACTIVATION)
     bias: bool = setting(True, "biases in projections and norms")
 
     ATTRIBUTES = {
         "vocab": ConfigKey("vocab_size"),
-        "context": ConfigKey("n_positions", 1024),
+        "max_positions": ConfigKey("n_positions", 1024),
         "depth": ConfigKey("n_layer", most=MAX_NESTING),
         "width": ConfigKey("n_embd"),
         "heads": ConfigKey("n_head"),
@@ -94,7 +94,7 @@ class GPT2(PlainDecoder):
 
     def build(self) -> DecoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
-        return self.decoder(positions=self.context, dropout=self.dropout)
+        return self.decoder(positions=self.max_positions, dropout=self.dropout)
 
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""

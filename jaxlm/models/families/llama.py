@@ -45,7 +45,7 @@ class Llama(LlamaLike):
         "rope_interleaved": (False,),
     }
     SIZES = size_table(
-        "vocab context depth width heads kv_heads hidden",
+        "vocab max_positions depth width heads kv_heads hidden",
         {
             "tinyllama-1.1b": (32_000, 2048, 22, 2048, 32, 4, 5632),
             "llama-7b": (32_000, 2048, 32, 4096, 32, 32, 11_008, EPS_1),
@@ -72,7 +72,7 @@ class Llama(LlamaLike):
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
         """Return the settings that a config.json describes."""
         settings = super().hub_settings(attributes)
-        attributes.expect("max_sequence_length", settings["context"])  # in the first files
+        attributes.expect("max_sequence_length", settings["max_positions"])  # in the first files
         return settings
 
 
@@ -96,7 +96,7 @@ class OLMo2(LlamaLike):
             "olmo-2-32b": (64, 5120, 40, 8, 27_648),
         },
         vocab=100_352,
-        context=4096,
+        max_positions=4096,
         rope_theta=5e5,
         norm_eps=1e-6,
     )
@@ -109,11 +109,11 @@ class SmolLM3(UnusedWindow, LlamaLike):
     family: Literal["smollm3"] = "smollm3"
     nope_every: int = setting(4, "period of layers; the last of each has no positions", low=2)
 
-    HF_DEFAULTS = {"context": 32_768, "tied": True, "rope_theta": 2e6}
+    HF_DEFAULTS = {"max_positions": 32_768, "tied": True, "rope_theta": 2e6}
     EXPECTED = {"attention_bias": (False,), "mlp_bias": (False,)}
     HUB = Hub("smollm3", "SmolLM3ForCausalLM", LLAMA)
     SIZES = size_table(
-        "vocab context depth width heads kv_heads hidden",
+        "vocab max_positions depth width heads kv_heads hidden",
         {"smollm3-3b": (128_256, 65_536, 36, 2048, 16, 4, 11_008)},
         rope_theta=5e6,
         norm_eps=1e-6,

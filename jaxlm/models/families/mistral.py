@@ -18,7 +18,7 @@ class Mistral(Windowed):
 
     HUB = Hub(model_type="mistral", architecture="MistralForCausalLM", mappings=LLAMA)
     SIZES = size_table(
-        "vocab context depth width heads kv_heads hidden",
+        "vocab max_positions depth width heads kv_heads hidden",
         {
             "mistral-7b-v0.1": (32_000, 32_768, 32, 4096, 32, 8, 14_336, {"window": 4096}),
             "mistral-7b-v0.3": (32_768, 32_768, 32, 4096, 32, 8, 14_336, {"rope_theta": 1e6}),
@@ -44,11 +44,11 @@ class Mixtral(Experts, LlamaLike):
         "experts": ConfigKey("num_local_experts", 8),
         "top_k": ConfigKey("num_experts_per_tok", 2),
     }
-    HF_DEFAULTS = {"context": 131_072, "norm_eps": 1e-5, "rope_theta": 1e6}
+    HF_DEFAULTS = {"max_positions": 131_072, "norm_eps": 1e-5, "rope_theta": 1e6}
     CONSTANTS = {"sliding_window": None}
     # transformers' balance loss has another scale, and matters in training only.
     IGNORED: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef",)
-    COMPUTED: ClassVar[dict[str, Any]] = dict(normalised=True) | Experts.COMPUTED
+    COMPUTED: ClassVar[dict[str, Any]] = dict(normalize_top_k=True) | Experts.COMPUTED
     HUB = Hub(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
@@ -72,7 +72,7 @@ class Mixtral(Experts, LlamaLike):
         ),
     )
     SIZES = size_table(
-        "vocab context depth width heads kv_heads experts top_k hidden",
+        "vocab max_positions depth width heads kv_heads experts top_k hidden",
         {
             # The published balance losses, 0.02 and 0.001, pool all layers and are top_k at an even
             # load; ours is 1 there, in each layer.
@@ -86,7 +86,7 @@ class Mixtral(Experts, LlamaLike):
             ),
             "deepseek-moe-16b": (
                 *(102_400, 4096, 28, 2048, 16, 16, 64, 6, 1408),
-                dict(shared=2816, dense_depth=1, dense_hidden=10_944, normalised=False)
+                dict(shared=2816, dense_depth=1, dense_hidden=10_944, normalize_top_k=False)
                 | dict(balance_loss=0.001, norm_eps=1e-6),
             ),
         },

@@ -20,7 +20,7 @@ class ModernBERT(FamilySettings):
     """A ModernBERT-style encoder: the first of every `global_every` layers is global."""
 
     family: Literal["modernbert"] = "modernbert"
-    context: int = setting(8192, **setting_docs.CONTEXT)
+    max_positions: int = setting(8192, **setting_docs.MAX_POSITIONS)
     depth: int = setting(22, "layers", low=2)
     width: int = setting(768, **setting_docs.WIDTH)
     heads: int = setting(12, **setting_docs.HEADS)
@@ -45,7 +45,7 @@ class ModernBERT(FamilySettings):
         "tied": ConfigKey("tie_word_embeddings", True, kind=bool),
     }
     IS_GATED = True
-    HF_DEFAULTS = {"context": 8192}
+    HF_DEFAULTS = {"max_positions": 8192}
     CONSTANTS = {
         "norm_bias": False,
         "attention_bias": False,

@@ -18,13 +18,13 @@ class NeoX(PlainDecoder):
     """A GPT-NeoX-style decoder."""
 
     family: Literal["neox"] = "neox"
-    context: int = setting(2048, **setting_docs.CONTEXT)
+    max_positions: int = setting(2048, **setting_docs.MAX_POSITIONS)
     depth: int = setting(6, **setting_docs.DEPTH)
     width: int = setting(512, **setting_docs.WIDTH)
     heads: int = setting(8, **setting_docs.HEADS)
     parallel: bool = setting(True, "attention and MLP read the same stream; else in sequence")
     rope_theta: float = setting(10_000.0, **setting_docs.ROPE_THETA)
-    rope_share: float = setting(0.25, **setting_docs.ROPE_SHARE)
+    rotary_fraction: float = setting(0.25, **setting_docs.ROTARY_FRACTION)
     rope_scaling: Scaling = setting(NoScaling(), **setting_docs.ROPE_SCALING)
     tied: bool = setting(False, **setting_docs.TIED)
     dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
@@ -34,7 +34,7 @@ class NeoX(PlainDecoder):
         "activation": ConfigKey("hidden_act", "gelu", words=ACTIVATIONS),
         "parallel": ConfigKey("use_parallel_residual", True, kind=bool),
         "rope_theta": ConfigKey("rotary_emb_base", 10_000.0, kind=float),
-        "rope_share": ConfigKey("rotary_pct", 0.25, kind=float),
+        "rotary_fraction": ConfigKey("rotary_pct", 0.25, kind=float),
         "norm_eps": ConfigKey("layer_norm_eps", 1e-5, kind=float),
         "tied": ConfigKey("tie_word_embeddings", False, kind=bool),
     }
@@ -91,12 +91,12 @@ class NeoX(PlainDecoder):
         size, dims = self.size_of_head, self.rotary.dims(self.size_of_head)
         if not self.width % self.heads and (dims < 2 or dims % 2):
             why = f"{dims} of {size} features of a head cannot be rotated in pairs"
-            yield families.problem("rope_share", why, 0.5)
+            yield families.problem("rotary_fraction", why, 0.5)
 
     @property
     def rotary(self) -> Rope:
         """Rotary position embedding of queries and keys."""
-        return Rope(theta=self.rope_theta, share=self.rope_share, scaling=self.rope_scaling)
+        return Rope(theta=self.rope_theta, share=self.rotary_fraction, scaling=self.rope_scaling)
 
     def build(self) -> DecoderConfig:
         """Return the model's config. `vocab` must be resolved by now."""
@@ -108,9 +108,9 @@ class NeoX(PlainDecoder):
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
         """Return the settings that a config.json describes."""
         settings = super().hub_settings(attributes)
-        theta, share = settings["rope_theta"], settings["rope_share"]
+        theta, share = settings["rope_theta"], settings["rotary_fraction"]
         rotary = rope.read(attributes, theta=theta, share=share)
-        read = {"rope_theta": rotary.theta, "rope_share": rotary.share}
+        read = {"rope_theta": rotary.theta, "rotary_fraction": rotary.share}
         return settings | read | {"rope_scaling": rotary.scaling}
 
     def to_hub(self) -> dict[str, Any]:

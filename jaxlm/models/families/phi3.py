@@ -35,12 +35,12 @@ class Phi3(Windowed):
     """A Phi-3-style decoder."""
 
     family: Literal["phi3"] = "phi3"
-    rope_share: float = setting(1.0, **setting_docs.ROPE_SHARE)
+    rotary_fraction: float = setting(1.0, **setting_docs.ROTARY_FRACTION)
     rope_scaling: Scaling | LongScaling = setting(  # type: ignore[assignment]
         NoScaling(), **setting_docs.ROPE_SCALING
     )
 
-    HF_DEFAULTS = {"context": 4096, "norm_eps": 1e-5}
+    HF_DEFAULTS = {"max_positions": 4096, "norm_eps": 1e-5}
     EXPECTED = {
         "attention_bias": (False,),
         "mlp_bias": (False,),
@@ -55,7 +55,7 @@ class Phi3(Windowed):
         "depth width heads kv_heads hidden",
         {"phi-3-mini-4k": (32, 3072, 32, 32, 8192), "phi-3-medium-4k": (40, 5120, 40, 10, 17_920)},
         vocab=32_064,
-        context=4096,
+        max_positions=4096,
         window=2047,
     )
 
@@ -73,14 +73,14 @@ class Phi3(Windowed):
     @property
     def rotary(self) -> Rope:
         """Rotary position embedding of queries and keys."""
-        return dataclasses.replace(super().rotary, share=self.rope_share)
+        return dataclasses.replace(super().rotary, share=self.rotary_fraction)
 
     @classmethod
     def rotary_settings(cls, rotary: Rope, attributes: Attributes) -> dict[str, Any]:
         """Return the settings of the rotary position embedding."""
         whole = dataclasses.replace(rotary, share=1.0)
-        return super().rotary_settings(whole, attributes) | {"rope_share": rotary.share}
+        return super().rotary_settings(whole, attributes) | {"rotary_fraction": rotary.share}
 
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json."""
-        return super().to_hub() | {"partial_rotary_factor": self.rope_share}
+        return super().to_hub() | {"partial_rotary_factor": self.rotary_fraction}

@@ -14,7 +14,7 @@ from jaxlm.models.families.mistral import Mixtral
 SMALL = {"vocab": 151_936, "norm_eps": 1e-6, "tied": True}
 MAPPINGS = (*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *QK_NORMS, *ROUTED)
 QWEN3: dict[str, Any] = dict(
-    vocab=151_936, context=40_960, head_dim=128, rope_theta=1e6, norm_eps=1e-6
+    vocab=151_936, max_positions=40_960, head_dim=128, rope_theta=1e6, norm_eps=1e-6
 )
 
 
@@ -25,11 +25,11 @@ class Qwen2(UnusedWindow, LlamaLike):
     family: Literal["qwen2"] = "qwen2"
 
     QKV_BIAS = True
-    HF_DEFAULTS = {"context": 32_768}
+    HF_DEFAULTS = {"max_positions": 32_768}
     EXPECTED = {"use_mrope": (False,)}
     HUB = Hub(model_type="qwen2", architecture="Qwen2ForCausalLM", mappings=LLAMA)
     SIZES = size_table(
-        "context depth width heads kv_heads hidden",
+        "max_positions depth width heads kv_heads hidden",
         {
             "qwen2.5-0.5b": (32_768, 24, 896, 14, 2, 4864, SMALL),
             "qwen2.5-1.5b": (131_072, 28, 1536, 12, 2, 8960, SMALL),
@@ -51,7 +51,7 @@ class Qwen3(UnusedWindow, LlamaLike):
     family: Literal["qwen3"] = "qwen3"
 
     QK_NORM = "head"
-    HF_DEFAULTS = {"context": 32_768, "head_dim": 128}
+    HF_DEFAULTS = {"max_positions": 32_768, "head_dim": 128}
     EXPECTED = {"attention_bias": (False,)}
     HUB = Hub(model_type="qwen3", architecture="Qwen3ForCausalLM", mappings=(*LLAMA, *QK_NORMS))
     SIZES = size_table(
@@ -83,9 +83,9 @@ class Qwen3Moe(UnusedWindow, Mixtral):
         **LlamaLike.ATTRIBUTES,
         "hidden": ConfigKey("moe_intermediate_size", 768),
         "top_k": ConfigKey("num_experts_per_tok", 8),
-    } | dict(normalised=ConfigKey("norm_topk_prob", False, kind=bool))
+    } | dict(normalize_top_k=ConfigKey("norm_topk_prob", False, kind=bool))
     COMPUTED = Experts.COMPUTED
-    HF_DEFAULTS = {"context": 32_768}
+    HF_DEFAULTS = {"max_positions": 32_768}
     CONSTANTS = {**UnusedWindow.CONSTANTS, "decoder_sparse_step": 1}
     EXPECTED = {"attention_bias": (False,), "mlp_only_layers": ([], None)}
     IGNORED = ("router_aux_loss_coef", *UnusedWindow.IGNORED)

@@ -72,11 +72,11 @@ def scaling_of(
         inner.expect("rope_type", *kinds)
         inner.expect("type", *kinds)
         return NoScaling()
-    context = attributes.get("max_position_embeddings", 2048)
+    max_positions = attributes.get("max_position_embeddings", 2048)
     if kind == "longrope":
-        return _long(inner, attributes, context)
+        return _long(inner, attributes, max_positions)
     make, table = TABLES[kind]
-    settings = read_settings(inner, table, {"original": context})
+    settings = read_settings(inner, table, {"original": max_positions})
     if kind == "yarn":
         names = ("mscale", "mscale_all_dim")
         scale, all_dims = (inner.get(name, None, kind=float) for name in names)
@@ -86,7 +86,7 @@ def scaling_of(
     return make(**settings | {"factor": float(settings["factor"])})
 
 
-def _long(inner: Attributes, attributes: Attributes, context: int) -> LongScaling:
+def _long(inner: Attributes, attributes: Attributes, max_positions: int) -> LongScaling:
     original = inner.get(ORIGINAL, attributes.get(ORIGINAL, 4096), least=2)
     factors: dict[str, Any] = {}
     for part in ("short", "long"):
@@ -97,7 +97,7 @@ def _long(inner: Attributes, attributes: Attributes, context: int) -> LongScalin
         if isinstance(numbers, list) and not is_valid:
             inner.reject(f"{part}_factor", "a list of numbers above 0")
         factors[part] = tuple(map(float, numbers)) if is_valid else ()
-    scaling = LongScaling(**factors, original=original, factor=max(1.0, context / original))
+    scaling = LongScaling(**factors, original=original, factor=max(1.0, max_positions / original))
     inner.expect("factor", None, scaling.factor)
     inner.expect("attention_factor", None, scaling.amplitude)
     return scaling

@@ -54,7 +54,7 @@ class T5(FamilySettings):
     """A T5-style encoder-decoder."""
 
     family: Literal["t5"] = "t5"
-    context: int = setting(512, **setting_docs.CONTEXT)
+    max_positions: int = setting(512, **setting_docs.MAX_POSITIONS)
     depth: int = setting(6, "layers of the encoder", low=1)
     decoder_depth: int | Literal["auto"] = setting(
         "auto", "layers of the decoder; auto is as many as of the encoder", low=1
@@ -65,8 +65,12 @@ class T5(FamilySettings):
     activation: Activation = setting("relu", **setting_docs.PLAIN_ACTIVATION)
     gated: bool = setting(False, "gated MLP: the activation is multiplied by a third projection")
     buckets: int = setting(32, "buckets of relative distances, each with a bias per head", low=4)
-    farthest: int = setting(
-        128, "maximum distance: this and larger ones share a bucket", unit="tokens", low=2
+    max_distance: int = setting(
+        128,
+        "maximum distance: this and larger ones share a bucket",
+        unit="tokens",
+        low=2,
+        formerly="farthest",
     )
     norm_eps: float = setting(1e-6, **setting_docs.RMS_NORM_EPS)
     tied: bool = setting(
@@ -81,7 +85,7 @@ class T5(FamilySettings):
 
     ATTRIBUTES = {
         "vocab": ConfigKey("vocab_size"),
-        "context": ConfigKey("n_positions", 512),
+        "max_positions": ConfigKey("n_positions", 512),
         "depth": ConfigKey("num_layers", most=hub.MAX_NESTING),
         "decoder_depth": ConfigKey(
             "num_decoder_layers",
@@ -94,7 +98,7 @@ class T5(FamilySettings):
         "head_dim": ConfigKey("d_kv", value=lambda family: family.size_of_head),
         "hidden": ConfigKey("d_ff", value=lambda family: family.size_of_hidden),
         "buckets": ConfigKey("relative_attention_num_buckets", 32),
-        "farthest": ConfigKey("relative_attention_max_distance", 128),
+        "max_distance": ConfigKey("relative_attention_max_distance", 128),
         "norm_eps": ConfigKey("layer_norm_epsilon", 1e-6, kind=float),
         "tied": ConfigKey("tie_word_embeddings", True, kind=bool),
     }
@@ -143,9 +147,9 @@ class T5(FamilySettings):
         if self.buckets % 4:
             why = f"{self.buckets} buckets do not divide by 4: by direction, then into near and far"
             yield problem("buckets", why, -(-self.buckets // 4) * 4)
-        if self.farthest <= self.buckets // 2:
+        if self.max_distance <= self.buckets // 2:
             why = f"{self.buckets // 2} buckets hold one distance each"
-            yield problem("farthest", why, 4 * self.buckets)
+            yield problem("max_distance", why, 4 * self.buckets)
 
     @property
     def depth_of_decoder(self) -> int:
@@ -165,7 +169,9 @@ class T5(FamilySettings):
         )
 
         def side(depth: int, *, is_encoder: bool) -> BackboneConfig:
-            bias = RelativeBias(buckets=self.buckets, farthest=self.farthest, both_ways=is_encoder)
+            bias = RelativeBias(
+                buckets=self.buckets, max_distance=self.max_distance, both_ways=is_encoder
+            )
             block = BlockConfig(
                 attention=dataclasses.replace(cross, relative=bias),
                 mlp=dataclasses.replace(self.mlp, gated=self.gated),

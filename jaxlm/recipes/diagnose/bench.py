@@ -31,11 +31,11 @@ SIZES: dict[str, dict[str, str]] = {
     name: dict(setting.split("=") for setting in settings.split())
     for name, settings in {
         "0.8M": "model.family=gpt2 model.vocab=128 model.depth=4 model.width=128 model.heads=4 "
-        "model.context=64 data.sequence=64 train.batch=16",
+        "model.max_positions=64 data.sequence=64 train.batch=16",
         "4M": "model.family=llama model.vocab=2048 model.depth=4 model.width=256 model.heads=4 "
         "model.kv_heads=2 data.sequence=256 train.batch=8",
         "124M": "model.family=gpt2 model.vocab=50304 model.depth=12 model.width=768 "
-        "model.heads=12 model.context=1024 data.sequence=1024 train.batch=8 loss.chunk=2048",
+        "model.heads=12 model.max_positions=1024 data.sequence=1024 train.batch=8 loss.chunk=2048",
         "1B": "model.family=llama model.vocab=128256 model.depth=16 model.width=2048 "
         "model.heads=32 model.kv_heads=8 model.hidden=8192 model.tied=True data.sequence=2048 "
         "train.batch=8 train.remat=full loss.chunk=2048",

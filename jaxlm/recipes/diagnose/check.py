@@ -106,7 +106,7 @@ def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
     raw["mesh"] |= mesh
     if getattr(run.model, "dropout", 0):
         raw["model"]["dropout"] = 0.0
-    raw["regularisation"] |= {name: 0.0 for name in RATES if raw["regularisation"][name]}
+    raw["regularization"] |= {name: 0.0 for name in RATES if raw["regularization"][name]}
     kernels = _kernels(run, mesh)
     if mesh["context"] > 1:
         raw["mesh"]["context_keys"] = "ring" if "ring" in kernels else "gather"
@@ -274,7 +274,7 @@ def step_of(small: ReducedRun) -> collectives.StepShapes:
         gathers=2 * layers * passes * gradients,
         has_ring=run.mesh.context_keys == "ring",
         has_places=getattr(run.model, "capacity", None) is not None,
-        figures=0 if run.regularisation.qk_clip is None else figures,
+        figures=0 if run.regularization.qk_clip is None else figures,
         has_groups=schedule is not None and schedule.repeats > 1,
         has_whole_matrices=run.optim.reads_whole_matrices,
     )

@@ -226,7 +226,7 @@ def check(parity: dict[str, Any], partial: Path) -> None:
 
 def _text(opened: load.LoadedRun) -> tuple[jax.Array, jax.Array]:
     """Return rows of ids of a text that is always available: Python's json package."""
-    max_length = min(MAX_LENGTH, opened.run.model.context)
+    max_length = min(MAX_LENGTH, opened.run.model.max_positions)
     text = Path(json.__file__).read_text()
     ids = opened.tokenizer.encode(text)
     rows = max(2, rules.split(opened.model.mesh, "batch"))

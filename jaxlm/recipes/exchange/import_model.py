@@ -221,7 +221,7 @@ def _run(family: Any, options: Options) -> Run:
         objective = Masked()
     elif isinstance(family, EncoderDecoderFamily):
         objective = Span()
-    sequence = min(family.context, MAX_SEQUENCE)
+    sequence = min(family.max_positions, MAX_SEQUENCE)
     data = {"tokenizer": str(options.workdir / "tokenizer"), "sequence": sequence}
     raw = {"model": config.to_json(family), "objective": config.to_json(objective), "data": data}
     return config.from_json(Run, raw, where=str(options.source), overrides=options.overrides)

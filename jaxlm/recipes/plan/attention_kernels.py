@@ -55,8 +55,8 @@ def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
     plans = [(attention, _plan(run, attention, sizes, target)) for attention in kinds]
     if any(attention.dropout and plan.kernel == "ring" for attention, plan in plans):
         what = "ring attention does not support attention dropout"
-        why = "model.dropout or regularisation.attention_dropout drops attention weights"
-        fix = "--config.mesh.context_keys=gather\n--config.regularisation.attention_dropout=0"
+        why = "model.dropout or regularization.attention_dropout drops attention weights"
+        fix = "--config.mesh.context_keys=gather\n--config.regularization.attention_dropout=0"
         raise ConfigError(what, where="mesh.context_keys", why=why, fix=fix)
     for stage in run.pace.phases[:-1]:
         short = run.at(stage)
@@ -120,7 +120,7 @@ def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> AttentionWork:
         length=run.data.sequence,
         head_dim=max(attention.head_dim, attention.value_dim),
         compute=run.precision.compute,
-        cap=attention.cap,
+        softcap=attention.softcap,
         dropout=attention.dropout,
         has_bias=attention.relative is not None,
         stages=logical.ways(sizes, "stages"),

@@ -102,8 +102,8 @@ class Rewinds:
     ) -> Rewind:
         """Choose the step to return to and the batches to leave out, and quarantine later steps.
 
-        The run returns to the newest healthy checkpoint at least `guard.reach` steps before the
-        first bad one; else to the oldest healthy one, or to the start. Only the chosen step is
+        The run returns to the newest healthy checkpoint at least `guard.rewind_steps` steps before
+        the first bad one; else to the oldest healthy one, or to the start. Only the chosen step is
         verified. If it is damaged, it is quarantined too, and the next one is chosen.
         """
         to, damaged = self._target(first_bad, store, guard)
@@ -127,7 +127,7 @@ class Rewinds:
         healthy = [step for step in store.steps() if step < first_bad and _is_healthy(store, step)]
         damaged: dict[int, list[str]] = {}
         while healthy:
-            far = [step for step in healthy if step <= first_bad - guard.reach]
+            far = [step for step in healthy if step <= first_bad - guard.rewind_steps]
             to = far[-1] if far else healthy[0]
             if not (lines := store.problems(to)):
                 return to, damaged

@@ -113,7 +113,7 @@ class TrainPrograms:
         self._layout = self._shardings()
         self._frozen = groups.frozen(run.optim, blueprint.axes)
         self.objective = build_objective(run.objective, run.loss, run.architecture)
-        largest = run.regularisation.qk_clip  # logit
+        largest = run.regularization.qk_clip  # logit
         captured: tuple[Kind, ...] = () if largest is None else ("logits",)
         spec = StepSpec(
             loss=self._loss(model.trained, None),

@@ -44,7 +44,7 @@ from jaxlm.training.state import TrainState
 FREE = (
     *("log", "eval", "sample", "checkpoint", "profile", "watch", "mesh"),
     *("data.workers", "data.damaged", "data.prefetch", "loss.chunk"),
-    *("guard.budget", "guard.rewinds", "guard.reach", "guard.skip"),
+    *("guard.budget", "guard.rewinds", "guard.rewind_steps", "guard.skip"),
     *("guard.compare_every", "guard.divergence"),
     *("train.stack", "train.attention", "train.remat", "train.pipeline"),
     *("train.pipeline_repeats", "train.offload", "train.patience", "train.control"),

@@ -169,7 +169,7 @@ def _open(
     store = Store(
         directory.checkpoints,
         run.checkpoint,
-        rewind_steps=run.guard.reach,
+        rewind_steps=run.guard.rewind_steps,
         owner=directory.lock.fence,
         is_owner=directory.lock.is_owner,
         peers=processes.peers,

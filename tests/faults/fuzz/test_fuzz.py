@@ -307,7 +307,9 @@ def sound(kind: str, folder: Path) -> Any:
         case "attributes":
             return weights.FAMILIES["gemma3"].to_hub() | {"model_type": "gemma3_text"}
         case "gguf":
-            family = Llama(vocab=280, width=32, depth=1, heads=2, kv_heads=2, hidden=32, context=32)
+            family = Llama(
+                vocab=280, width=32, depth=1, heads=2, kv_heads=2, hidden=32, max_positions=32
+            )
             ggufs.write(folder / "sound.gguf", family, storage="Q8_0")
             return (folder / "sound.gguf").read_bytes()
         case "ranks":

@@ -263,7 +263,7 @@ def test_matrices_that_their_own_axis_does_not_split_are_found(
             "--config.mesh.pipe=2",
             "--config.mesh.fsdp=1",
             "--config.model.dropout=0.1",
-            "--config.regularisation.embedding_noise=5",
+            "--config.regularization.embedding_noise=5",
         ),
     ],
     ids=lambda flags: " ".join(flag.removeprefix("--config.") for flag in flags),
@@ -341,8 +341,8 @@ def test_a_shrunk_run_has_a_mark_in_its_tokens_that_no_parameter_has():
     assert small.run.precision.compute == "float32"
     table = config.load(Run, None, [("model.family", "gpt2"), ("optim.name", "muon")]).value
     small = reduced_run(table, 3, 8)
-    assert small.run.model.context >= small.run.data.sequence
-    assert small.run.model.context % small.mark, "a table of positions is no activation"
+    assert small.run.model.max_positions >= small.run.data.sequence
+    assert small.run.model.max_positions % small.mark, "a table of positions is no activation"
     assert small.run.optim.newton_schulz_dtype == "float32"
 
 
@@ -350,9 +350,9 @@ def test_a_shrunk_run_drops_nothing_as_other_meshes_draw_other_numbers():
     settings = {
         "model.family": "gpt2",
         "model.dropout": "0.1",
-        "regularisation.attention_dropout": "0.2",
-        "regularisation.layer_drop": "0.3",
-        "regularisation.embedding_noise": "5",
+        "regularization.attention_dropout": "0.2",
+        "regularization.layer_drop": "0.3",
+        "regularization.embedding_noise": "5",
         "mesh.pipe": "2",
     }
     small = reduced_run(config.load(Run, None, list(settings.items())).value, 3, 8)

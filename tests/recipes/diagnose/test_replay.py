@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 BAD_BATCH = 8  # by its number in the stream
 FAULTS = f"batch:nan@{BAD_BATCH}-{BAD_BATCH + 1}"
-GUARD = ("--config.guard.budget=2", "--config.guard.reach=2", "--config.guard.skip=4")
+GUARD = ("--config.guard.budget=2", "--config.guard.rewind_steps=2", "--config.guard.skip=4")
 
 
 @pytest.fixture(scope="module", autouse=True)

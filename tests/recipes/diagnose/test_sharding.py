@@ -51,7 +51,7 @@ SLOW = ARMS | {
     "zero 2 of micro-batches": (*BOTH, "mesh.zero=2", "train.microbatches=2"),
     "zero 3 of micro-batches": (*BOTH, "train.microbatches=2"),
     "an average": (*BOTH, "average.name=ema"),
-    "clipped logits of attention": (*BOTH, "regularisation.qk_clip=100"),
+    "clipped logits of attention": (*BOTH, "regularization.qk_clip=100"),
     "prefix": (*BOTH, "objective.name=prefix"),
     "blank": (*BOTH, "objective.name=blank"),
     "span": (*BOTH, "objective.name=span"),

@@ -23,7 +23,9 @@ from jaxlm.models.families.llama import Llama
 from tests.cli.test_exchange import SIZES, write, write_tokenizer
 
 ROOT = Path(__file__).parents[3]
-FAMILY = Llama(vocab=8192, width=2048, depth=20, heads=16, kv_heads=16, hidden=5632, context=512)
+FAMILY = Llama(
+    vocab=8192, width=2048, depth=20, heads=16, kv_heads=16, hidden=5632, max_positions=512
+)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 

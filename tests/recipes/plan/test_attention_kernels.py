@@ -93,7 +93,7 @@ def test_blocks_are_chosen_for_long_rows_and_refused_where_they_cannot_be():
     attention_kernels.check(named, model.build(), WHOLE, CPU)
     with pytest.raises(ConfigError, match="needs whole rows"):
         attention_kernels.check(named, model.build(), GRID, CPU)
-    dropping = GPT2(**SIZES, context=1024, dropout=0.1)
+    dropping = GPT2(**SIZES, max_positions=1024, dropout=0.1)
     assert attention_kernels.describe_kernels(run, dropping.build(), WHOLE, CPU).startswith(
         "reference: no other kernel has"
     )
@@ -128,19 +128,19 @@ def test_each_platform_has_its_kernel_and_says_why_not():
         ("splash", H100, {}, "it is for a tpu, and this is a gpu"),
         ("cudnn", TPU, {}, "it is for a gpu, and this is a tpu"),
         ("splash", TPU, {"data.sequence": 1000}, "not a multiple of 128"),
-        ("splash", TPU, {"regularisation.attention_dropout": 0.1}, "it has no attention dropout"),
+        ("splash", TPU, {"regularization.attention_dropout": 0.1}, "it has no attention dropout"),
         ("splash", TPU, {"objective.name": "prefix"}, "these have bidirectional parts"),
         ("cudnn", H100, {"precision.compute": "float32"}, "it does not compute in float32"),
         (
             "cudnn",
             H100,
-            {"regularisation.attention_dropout": 0.1, "data.sequence": 999},
+            {"regularization.attention_dropout": 0.1, "data.sequence": 999},
             "tokens are odd",
         ),
     ],
 )
 def test_a_kernel_that_cannot_is_refused_with_what_would(name, target, changed, why):
-    model = GPT2(**SIZES, context=1024)
+    model = GPT2(**SIZES, max_positions=1024)
     settings = {
         "data.sequence": 512,
         "precision.compute": "bfloat16",
@@ -221,7 +221,7 @@ def test_rows_of_another_length_are_refused_with_the_nearest_that_divide():
         with pytest.raises(ConfigError, match=f"rows of {length} tokens") as caught:
             attention_kernels.check_length(GRID, ring, length, flag="--sequence")
         assert caught.value.fix.splitlines() == [f"--sequence={fix}" for fix in fixes]
-    learned = GPT2(**SIZES, context=38).build()
+    learned = GPT2(**SIZES, max_positions=38).build()
     with pytest.raises(ConfigError) as caught:
         attention_kernels.check_length(GRID, learned, 38, flag="--sequence")
     assert caught.value.fix == "--sequence=36"

@@ -234,7 +234,7 @@ def sized(name, settings):
         for field, value in zip(FIELDS, MODELS[name], strict=True)
         if value is not None
     }
-    context = {"model.context": sizes["data.sequence"]}
+    context = {"model.max_positions": sizes["data.sequence"]}
     return config.load(
         Run, None, list((sizes | context | {"mesh.data": "1"} | settings).items())
     ).value

@@ -20,27 +20,27 @@ SETTINGS = {
     "train.steps": 6,
     "checkpoint.every": 3,
     "data.validation": (),
-    "regularisation.layer_drop": 0.4,
-    "regularisation.embedding_noise": 5.0,
-    "regularisation.embedding_dropout": 0.2,
-    "regularisation.attention_dropout": 0.1,
-    "regularisation.qk_clip": 0.003,
+    "regularization.layer_drop": 0.4,
+    "regularization.embedding_noise": 5.0,
+    "regularization.embedding_dropout": 0.2,
+    "regularization.attention_dropout": 0.1,
+    "regularization.qk_clip": 0.003,
 }
 
 
 def test_where_heads_cannot_be_scaled_back_it_is_said_before_compiling():
-    normed = Run(model=Qwen3(vocab=64, width=32, depth=2, heads=4), regularisation=CLIPPED)
+    normed = Run(model=Qwen3(vocab=64, width=32, depth=2, heads=4), regularization=CLIPPED)
     with pytest.raises(ConfigError, match="normalized"):
         setup.build_sharded_model(normed, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
-    staged = Run(mesh=MeshConfig(data=1, pipe=2), regularisation=CLIPPED)
+    staged = Run(mesh=MeshConfig(data=1, pipe=2), regularization=CLIPPED)
     with pytest.raises(ConfigError, match="pipeline"):
         setup.build_sharded_model(staged, 64, mesh.build(staged.mesh, jax.devices()[:2]))
     for kept in (AdamW(freeze=("*/attention/query/*",)), AdamW(lr_scale=("*/key/weight=0",))):
-        held = Run(optim=kept, regularisation=CLIPPED)
+        held = Run(optim=kept, regularization=CLIPPED)
         with pytest.raises(ConfigError, match="frozen"):
             setup.build_sharded_model(held, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
-    averaged = Run(optim=ScheduleFree(), regularisation=CLIPPED)
-    assert "regularisation.qk_clip" in [path for path, _, _ in averaged.problems()]
+    averaged = Run(optim=ScheduleFree(), regularization=CLIPPED)
+    assert "regularization.qk_clip" in [path for path, _, _ in averaged.problems()]
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_all_of_it_together_goes_on_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_heads_come_back_alike_in_micro_batches_and_over_a_mesh(tmp_path):
     """The largest logit of a step is that of all of its rows and heads, wherever they are computed."""
-    plain = {"model.dropout": 0.0, "regularisation.qk_clip": 0.003, "data.validation": ()}
+    plain = {"model.dropout": 0.0, "regularization.qk_clip": 0.003, "data.validation": ()}
     config = harness.write_config(tmp_path, plain | {"train.steps": 3, "checkpoint.every": 3})
     ways = {
         "whole": ("--cpu_devices=1",),
