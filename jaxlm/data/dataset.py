@@ -29,6 +29,7 @@ from jaxlm.data.loader import Loader
 from jaxlm.data.manifest import Manifest
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.data.parts import Part, SplitSide
+from jaxlm.data.prompt_overlap import refuse_shared_prompts
 from jaxlm.data.records import MENDED
 from jaxlm.data.shards import AnyShards, TokenShards, join, open_folders
 from jaxlm.data.text_digest import TextDigests
@@ -95,6 +96,7 @@ def open_data(
         train = mixture.mix_loaders(sources, joined, config, row_at=row_at, rows=rows)
     if config.damaged == "skip":
         train = dataclasses.replace(train, max_lost=config.max_dropped)
+    refuse_shared_prompts(train_parts, validation_parts, digests)
     held_out = {part.name: opener.shards(part) for part in validation_parts}
     template = train.shards.template
     fingerprint: dict[str, str | int] = {

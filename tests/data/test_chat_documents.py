@@ -126,6 +126,18 @@ def test_equal_prompts_are_on_one_side_of_a_split(tmp_path):
     assert not prompts[0] & prompts[1]
 
 
+def test_a_prompt_of_a_validation_file_that_is_trained_on_is_refused(tmp_path):
+    train = write(tmp_path / "chat.jsonl", [pair(f"q{n}", "a") for n in range(20)])
+    others = [pair(f"other {n}", "a") for n in range(9)]
+    held = write(tmp_path / "held.jsonl", [*others, pair("q7", "another answer")])
+    with pytest.raises(DataError, match="prompts that are trained on") as caught:
+        opened(tmp_path, train, validation=(held,))
+    assert caught.value.where == f"{held}, record 9"
+    assert "1 of 10 conversations" in caught.value.why
+    data = opened(tmp_path, train, validation=(held,), max_dropped=0.1)
+    assert len(trained(data, rows(data, data.validation["val"]))) == 10
+
+
 def test_prompts_and_completions_are_joined_as_text(tmp_path):
     path = tmp_path / "pairs.jsonl"
     records = [{"prompt": "1+1=", "completion": "2"}, {"prompt": pair("a", "b"), "completion": "c"}]
