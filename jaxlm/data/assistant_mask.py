@@ -43,7 +43,10 @@ class MaskRenderer:
         self._control = control
         self._has_marks = "endgeneration" in template.source
         self._renderer = Renderer(template, (BEGINS, ENDS))
-        self._tail, self._asking = "", 0  # text behind a last answer; length of what asks for one
+        self._tail, self._asking = (
+            "",
+            0,
+        )  # text behind a last answer; length of the generation prompt
         # White space and the control tokens behind it, and places where a header may end.
         self._run = re.compile(f"\\s*(?:{control.pattern.pattern})+")
         self._border = re.compile(f"{control.pattern.pattern}|[>\n]")
