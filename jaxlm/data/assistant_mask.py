@@ -9,7 +9,6 @@ A trained turn starts behind the generation prompt and ends with the token that 
    must be beginnings of the whole text.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -76,14 +75,7 @@ class MaskRenderer:
 
         Raise DataError if the template is invalid or exceeds a limit.
         """
-        guarded = [
-            dataclasses.replace(
-                each,
-                messages=self._control.guarded(each.messages),
-                tools=self._control.guarded(each.tools),
-            )
-            for each in conversations
-        ]
+        guarded = [each.mapped(self._control.guarded) for each in conversations]
         items = [item for each in guarded for item in self._items(each)]
         texts = iter(self._renderer.render(items))
         located = [

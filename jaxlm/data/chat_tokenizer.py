@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jaxlm.data.assistant_mask import MaskRenderer
 from jaxlm.data.chat import ChatTemplate, Message, render_chat
 from jaxlm.data.control_tokens import ControlTokens
+from jaxlm.data.conversations import map_strings
 from jaxlm.data.tokenizer import Tokenizer
 
 
@@ -31,7 +32,8 @@ class ChatTokenizer(Tokenizer):
 
     def encode_chats(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Return the ids of each conversation. Raise DataError if the template refuses one."""
-        texts = render_chat(self._control.guarded(conversations), self._template)
+        guarded = map_strings(conversations, self._control.guarded)
+        texts = render_chat(guarded, self._template)
         encoded = self._control.encode([(text, ()) for text in texts])
         return [each.ids.tolist() for each in encoded]
 

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.conversations import map_strings
 from jaxlm.data.hub_tokenizer import ImportedTokenizer, library_errors
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -59,9 +58,9 @@ class ControlTokens:
             self._renamed = {n: f"{NAME}{i}{NAME}" for n, i in tokenizer.specials.items()}
             self._library = _library(tokenizer, self._renamed)
 
-    def guarded(self, value: Any) -> Any:
-        """Return a JSON value in whose texts each spelled control token has a guard."""
-        return map_strings(value, lambda text: self._spelt.sub(GUARD, RESERVED.sub("", text)))
+    def guarded(self, text: str) -> str:
+        """Return a text in which each spelled control token has a guard."""
+        return self._spelt.sub(GUARD, RESERVED.sub("", text))
 
     def encode(self, texts: Sequence[tuple[str, Sequence[Span]]]) -> list[WeightedIds]:
         """Return the ids of guarded texts and their weights, from one encoding of each text.

@@ -19,6 +19,7 @@ SHAREGPT = {
     "function": "tool",
 }
 OWN_KEYS = {"from", "value", "train", "weight"}  # of a turn, not for the template
+MAX_DEPTH = 64  # of the JSON of tools and tool calls
 
 # Records of another form; a share of data.max_dropped is tolerated.
 NO_MESSAGES = "without messages"
@@ -67,6 +68,11 @@ class Conversation:
     weights: Sequence[float]
     tools: Sequence[Any] | None = None
     is_plain: bool = False
+
+    def mapped(self, change: Callable[[str], str]) -> "Conversation":
+        """Return the conversation with each of its texts changed."""
+        messages, tools = (map_strings(each, change) for each in (self.messages, self.tools))
+        return dataclasses.replace(self, messages=messages, tools=tools)
 
     @property
     def text(self) -> str:
@@ -181,7 +187,9 @@ def _message(turn: Any, number: int) -> Message:
         raise Rejected(OTHER_FORM, why)
     # Rows of Parquet have every field of the schema, None where a turn has none.
     further = {k: v for k, v in turn.items() if k not in OWN_KEYS and v is not None}
-    return {**further, "role": role, "content": content}
+    message = {**further, "role": role, "content": content}
+    _check_depth(message, f"turn {number}")
+    return message
 
 
 def _text_of(part: Any, number: int) -> str:
@@ -226,7 +234,16 @@ def _tools(tools: Any) -> list[Any] | None:
             raise Rejected(OTHER_FORM, f"tools is text that is not JSON: {error}") from error
     if tools is not None and not isinstance(tools, list):
         raise Rejected(OTHER_FORM, f"tools is a {type(tools).__name__}, not a list")
+    _check_depth(tools, "tools")
     return tools or None
+
+
+def _check_depth(value: Any, name: str, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise Rejected(OTHER_FORM, f"{name} is nested deeper than {MAX_DEPTH}")
+    for each in value.values() if isinstance(value, dict) else value or ():
+        if isinstance(each, dict | list):
+            _check_depth(each, name, depth + 1)
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:

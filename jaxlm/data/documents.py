@@ -126,7 +126,11 @@ class Corpus:
                 if dropped > most_dropped or (is_early and dropped >= most_dropped):
                     raise self._too_many(first, dropped, seen)
                 continue
-            text = records.mended(record.text, counts)
+            text, chat = records.mended(record.text, counts), record.conversation
+            if chat is not None:
+                record = record._replace(
+                    conversation=chat.mapped(lambda each: records.mended(each, Counter()))
+                )
             if not text or text.isspace():
                 counts[records.BLANK if text else records.EMPTY] += 1
             else:

@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from jaxlm.core.errors import ConfigError, DataError
@@ -147,6 +149,17 @@ def test_prompts_and_completions_are_joined_as_text(tmp_path):
     texts = peek.render_segments(batch, data.tokenizer, 0)
     assert "<|bos|>1+1=\u00ab2<|eos|>\u00bb" in texts
     assert trained(data, batch) == ["c<|eos|>", "2<|eos|>"]
+
+
+def test_parquet_and_lone_surrogates_are_read(tmp_path):
+    table = pyarrow.Table.from_pylist([{"messages": pair("q", "a"), "tools": None}] * 3)
+    pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
+    data = opened(tmp_path, str(tmp_path / "chat.parquet"))
+    assert trained(data, rows(data)) == ["a<|eos|>"] * 3
+    said = []
+    data = opened(tmp_path, write(tmp_path / "chat.jsonl", [pair("\ud800", "a\udfff")]), said)
+    assert trained(data, rows(data)) == ["a\ufffd<|eos|>"]
+    assert "in train: 1 with a lone surrogate, replaced" in said
 
 
 def test_what_is_left_out_is_counted_by_reason(tmp_path):

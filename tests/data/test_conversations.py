@@ -1,5 +1,7 @@
 """Records become conversations, or the reason and the fix are named."""
 
+import json
+
 import pytest
 
 from jaxlm.data.conversations import (
@@ -17,6 +19,7 @@ from jaxlm.data.conversations import (
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 PAIR = [USER, ANSWER]
+DEEP = json.loads("[" * 500 + "]" * 500)
 
 
 def read(record, kind="chat", roles=("assistant",)):
@@ -99,6 +102,9 @@ def test_conversations_with_one_prompt_have_the_same_prompt():
         ({"messages": [USER, {**ANSWER, "train": 1}]}, BAD_WEIGHT, "train is 1"),
         ({"messages": [USER, {**ANSWER, "weight": float("nan")}]}, BAD_WEIGHT, "weight is nan"),
         ({"messages": [USER, {**ANSWER, "weight": -1}]}, BAD_WEIGHT, "weight is -1"),
+        ({"messages": [{**USER, "content": [[[]]]}]}, NO_TEXT_PART, "a part of turn 0 is 'list'"),
+        ({"messages": PAIR, "tools": [DEEP]}, OTHER_FORM, "tools is nested deeper than 64"),
+        ({"messages": [{**USER, "x": DEEP}]}, OTHER_FORM, "turn 0 is nested deeper than 64"),
         ({"messages": []}, NO_ANSWER, "its roles are"),
         ({"messages": [USER]}, NO_ANSWER, "its roles are user"),
         ({"messages": [USER, {**ANSWER, "train": False}]}, UNTRAINED, "every turn has weight 0"),
