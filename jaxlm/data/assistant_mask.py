@@ -18,7 +18,10 @@ from jaxlm.data.control_tokens import BEGINS, CLOSES, ENDS, OPENS, ControlTokens
 from jaxlm.data.conversations import NO_MASK, REFUSED, Conversation, Rejected
 
 ENCLOSING, MARKS = re.compile(f"[{OPENS}{CLOSES}]"), re.compile(f"[{BEGINS}{ENDS}]")
-PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": f"{OPENS}b{CLOSES}"})
+PROBE = [
+    {"role": role, "content": f"{OPENS}{text}{CLOSES}"}
+    for role, text in (("user", "a"), ("assistant", "b"))
+]
 SHOWN = 40  # characters of a difference in an error
 
 
@@ -42,23 +45,18 @@ class MaskRenderer:
         self._control = control
         self._has_marks = "endgeneration" in template.source
         self._renderer = Renderer(template, (BEGINS, ENDS))
-        self._tail, self._asking = (
-            "",
-            0,
-        )  # text behind a last answer; length of the generation prompt
+        self._tail, self._asking = "", ""  # text behind an answer, and from a prompt to its answer
         # White space and the control tokens behind it, and places where a header may end.
         self._run = re.compile(f"\\s*(?:{control.pattern.pattern})+")
         self._border = re.compile(f"{control.pattern.pattern}|[>\n]")
 
     def __enter__(self) -> "MaskRenderer":
         self._renderer.__enter__()
-        stops = [(2, False), (1, False), (1, True)]
-        ((text, *prompts),) = self._renderer.render([Item(PROBE, {}, stops)])
-        unasked, asked = map(_plain, prompts)
-        if isinstance(unasked, str) and isinstance(asked, str) and asked.startswith(unasked):
-            self._asking = len(asked) - len(unasked)
-        if isinstance(text, str) and f"b{CLOSES}" in text:
-            self._tail = MARKS.sub("", text.partition(f"b{CLOSES}")[2])
+        ((answered, asked),) = self._renderer.render([Item(PROBE, {}, [(2, False), (1, True)])])
+        self._tail, self._asking = (
+            _plain(text.partition(mark)[2]) if isinstance(text, str) else ""
+            for text, mark in ((answered, f"b{CLOSES}"), (asked, f"a{CLOSES}"))
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,55 +74,68 @@ class MaskRenderer:
         Raise DataError if the template is invalid or exceeds a limit.
         """
         guarded = [each.mapped(self._control.guarded) for each in conversations]
-        items = [item for each in guarded for item in self._items(each)]
-        texts = iter(self._renderer.render(items))
+        texts = self._renderer.render([item for each in guarded for item in self._items(each)])
+        remaining = iter(texts)
+        answers = [[next(remaining)[0] for _ in self._items(each)] for each in guarded]
         located = [
-            self._located(each, [next(texts) for _ in self._items(each)]) for each in guarded
+            self._located(each, (), *texts) for each, texts in zip(guarded, answers, strict=True)
         ]
-        unclear = [n for n, each in enumerate(located) if each is None]
+        unclear = [number for number, each in enumerate(located) if each is None]
+        items = [_prompts(guarded[number]) for number in unclear]
+        for number, prompts in zip(unclear, self._renderer.render(items), strict=True):
+            located[number] = self._located(guarded[number], prompts, *answers[number])
+        unclear = [number for number in unclear if located[number] is None]
         items = [_differences(guarded[number]) for number in unclear]
-        for number, answers in zip(unclear, self._renderer.render(items), strict=True):
-            located[number] = self._subtracted(guarded[number], answers)
+        for number, beginnings in zip(unclear, self._renderer.render(items), strict=True):
+            located[number] = self._subtracted(guarded[number], beginnings)
         return located  # type: ignore[return-value]
 
     def _items(self, conversation: Conversation) -> list[Item]:
         """Return what is rendered first: the conversation, and without marks its enclosed form."""
         messages, weights = conversation.messages, conversation.weights
-        more = {"tools": conversation.tools} if conversation.tools else {}
-        whole = (len(messages), False)
+        whole = _item(conversation, [(len(messages), False)])
         if self._reads_marks(conversation):
-            return [Item(messages, more, [whole])]
+            return [whole]
         enclosed = [
             _enclosed(message) if weight else message
             for message, weight in zip(messages, weights, strict=True)
         ]
-        prompts = [(turn, True) for turn, _, _ in _trained(conversation)]
-        return [Item(messages, more, [whole, *prompts]), Item(enclosed, more, [whole])]
+        return [whole, whole._replace(messages=enclosed)]
 
     def _reads_marks(self, conversation: Conversation) -> bool:
         roles = {message["role"] for _, message, _ in _trained(conversation)}
         return self._has_marks and roles == {"assistant"}
 
     def _located(
-        self, conversation: Conversation, answers: list[list[str | Refusal]]
+        self,
+        conversation: Conversation,
+        prompts: Sequence[str | Refusal],
+        whole: str | Refusal,
+        enclosed: str | Refusal = "",
     ) -> Rendered | Rejected | None:
-        """Return the text and its spans; None if only differences can locate them."""
-        whole = answers[0][0]
+        """Return the text and its spans; None if only more renderings can locate them.
+
+        Args:
+          conversation: the guarded conversation.
+          prompts: the generation prompts of its trained turns; empty if not rendered.
+          whole: its text.
+          enclosed: its text with enclosed contents.
+        """
         if isinstance(whole, Refusal):
             return Rejected(REFUSED, whole.why)
         if self._reads_marks(conversation):
             return self._marked(conversation, whole)
-        whole = MARKS.sub("", whole)
-        enclosed, *prompts = map(_plain, (answers[1][0], *answers[0][1:]))
-        if isinstance(enclosed, Refusal) or ENCLOSING.sub("", enclosed) != whole:
+        whole = _plain(whole)
+        if isinstance(enclosed, Refusal) or ENCLOSING.sub("", _plain(enclosed)) != whole:
             return None
-        places = list(_places(enclosed))
+        places = list(_places(_plain(enclosed)))
         trained = list(_trained(conversation))
         if len(places) != len(trained):
             return None
         spans: list[Span] = []
         stop = 0
-        for (_, message, weight), prompt, place in zip(trained, prompts, places, strict=True):
+        for number, ((_, message, weight), place) in enumerate(zip(trained, places, strict=True)):
+            prompt = prompts[number] if prompts else None
             start, close = self._start(message, prompt, whole, stop, place), place[1]
             if start is None:
                 return None
@@ -135,7 +146,7 @@ class MaskRenderer:
     def _start(
         self,
         message: Message,
-        prompt: str | Refusal,
+        prompt: str | Refusal | None,
         whole: str,
         least: int,
         place: tuple[int | None, int],
@@ -146,19 +157,24 @@ class MaskRenderer:
         cut; then the turn starts behind the last token or line of the prompt that is in the text.
         """
         opened, close = place
+        if opened is not None:
+            lead = message["content"][: -len(message["content"].lstrip())]
+            opened -= len(lead) if whole.endswith(lead, 0, opened) else 0
+            is_asked = bool(self._asking) and whole.endswith(self._asking, 0, opened)
+            if is_asked or message["role"] != "assistant":
+                return opened
+        if prompt is None:
+            return None
+        if isinstance(prompt, Refusal):
+            return opened
         most = close if opened is None else opened
-        same = 0
-        if message["role"] == "assistant" and isinstance(prompt, str):
-            same = _common(prompt, whole)
-            if same == len(prompt) and least <= same <= most:
-                return same
-        if opened is None and same >= len(prompt) - self._asking:
+        same = _common(_plain(prompt), whole)
+        if same == len(_plain(prompt)) and least <= same <= most:
+            return same
+        if opened is None and same >= len(_plain(prompt)) - len(self._asking):
             places = self._border.finditer(whole, least, min(same, most))
             return max((match.end() for match in places), default=None)
-        if opened is None:
-            return None
-        lead = message["content"][: -len(message["content"].lstrip())]
-        return opened - len(lead) if whole.endswith(lead, 0, opened) else opened
+        return opened
 
     def _marked(self, conversation: Conversation, marked: str) -> Rendered | None:
         """Return the text and the spans that the template marks; None if turns are ambiguous."""
@@ -241,9 +257,19 @@ class MaskRenderer:
         return Rendered(text, spans, is_open)
 
 
-def _plain(text: str | Refusal) -> str | Refusal:
+def _plain(text: str) -> str:
     """Return a text without the marks of its template."""
-    return MARKS.sub("", text) if isinstance(text, str) else text
+    return MARKS.sub("", text)
+
+
+def _item(conversation: Conversation, stops: Sequence[tuple[int, bool]]) -> Item:
+    more = {"tools": conversation.tools} if conversation.tools else {}
+    return Item(conversation.messages, more, stops)
+
+
+def _prompts(conversation: Conversation) -> Item:
+    """Return the item of the generation prompt of each trained turn."""
+    return _item(conversation, [(turn, True) for turn, _, _ in _trained(conversation)])
 
 
 def _trained(conversation: Conversation) -> Iterator[tuple[int, Message, float]]:
@@ -280,8 +306,7 @@ def _differences(conversation: Conversation) -> Item:
     stops = [(len(conversation.messages), False)]
     for turn, message, _ in _trained(conversation):
         stops += [(turn, message["role"] == "assistant"), (turn + 1, False)]
-    more = {"tools": conversation.tools} if conversation.tools else {}
-    return Item(conversation.messages, more, stops)
+    return _item(conversation, stops)
 
 
 def _common(one: str, other: str) -> int:

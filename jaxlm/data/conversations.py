@@ -69,6 +69,11 @@ class Conversation:
     tools: Sequence[Any] | None = None
     is_plain: bool = False
 
+    @property
+    def has_more(self) -> bool:
+        """If it has tools, or messages have more than role and content."""
+        return bool(self.tools) or any(len(message) > 2 for message in self.messages)
+
     def mapped(self, change: Callable[[str], str]) -> "Conversation":
         """Return the conversation with each of its texts changed."""
         messages, tools = (map_strings(each, change) for each in (self.messages, self.tools))

@@ -127,7 +127,7 @@ class Corpus:
                     raise self._too_many(first, dropped, seen)
                 continue
             text, chat = records.mended(record.text, counts), record.conversation
-            if chat is not None:
+            if chat is not None and (text != record.text or chat.has_more):
                 record = record._replace(
                     conversation=chat.mapped(lambda each: records.mended(each, Counter()))
                 )

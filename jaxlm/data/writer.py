@@ -84,7 +84,7 @@ class _Writer:
     ):
         self.folder, self.tokenizer, self.chat = folder, tokenizer, chat
         self.figures = Counter[str]()
-        self.weights: dict[float, int] = {} if chat is None else {0.0: 0}  # number of each
+        self.weights: dict[float, int] = {} if chat is None else {0.0: 0, 1.0: 1}  # numbers
         self.dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
         self.files = {name: number for number, name in enumerate(files)}
         self.shards: list[Shard] = []
@@ -138,6 +138,8 @@ class _Writer:
 
     def _numbers(self, document: Document, weights: np.ndarray) -> np.ndarray:
         """Return the number of each weight in the manifest's list."""
+        if not (weights % 1).any() and weights.max() <= 1:
+            return weights.astype(np.uint8)
         values, places = np.unique(weights, return_inverse=True)
         numbers = [self.weights.setdefault(v, len(self.weights)) for v in values.tolist()]
         if len(self.weights) > manifest.MAX_WEIGHTS:
