@@ -9,6 +9,7 @@ A trained turn starts behind the generation prompt and ends with the token that 
    must be beginnings of the whole text.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,6 +23,9 @@ PROBE = [
     {"role": role, "content": f"{OPENS}{text}{CLOSES}"}
     for role, text in (("user", "a"), ("assistant", "b"))
 ]
+FIX = (
+    "--config.data.max_dropped=1    # leaves such conversations out\n--config.data.template=chatml"
+)
 SHOWN = 40  # characters of a difference in an error
 
 
@@ -51,8 +55,11 @@ class MaskRenderer:
         self._border = re.compile(f"{control.pattern.pattern}|[>\n]")
 
     def __enter__(self) -> "MaskRenderer":
-        self._renderer.__enter__()
-        ((answered, asked),) = self._renderer.render([Item(PROBE, {}, [(2, False), (1, True)])])
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._renderer)
+            stops = [(2, False), (1, True)]
+            ((answered, asked),) = self._renderer.render([Item(PROBE, {}, stops)])
+            stack.pop_all()  # the process ends with this context
         self._tail, self._asking = (
             _plain(text.partition(mark)[2]) if isinstance(text, str) else ""
             for text, mark in ((answered, f"b{CLOSES}"), (asked, f"a{CLOSES}"))
@@ -122,7 +129,7 @@ class MaskRenderer:
           enclosed: its text with enclosed contents.
         """
         if isinstance(whole, Refusal):
-            return Rejected(REFUSED, whole.why)
+            return Rejected(REFUSED, whole.why, FIX)
         if self._reads_marks(conversation):
             return self._marked(conversation, whole)
         whole = _plain(whole)
@@ -232,7 +239,7 @@ class MaskRenderer:
         texts = []
         for answer in answers:
             if isinstance(answer, Refusal):
-                return Rejected(NO_MASK, f"a beginning is refused: {answer.why}")
+                return Rejected(NO_MASK, f"a beginning is refused: {answer.why}", FIX)
             texts.append(MARKS.sub("", answer))
         whole, *beginnings = texts
         for text in beginnings:
@@ -240,7 +247,7 @@ class MaskRenderer:
                 return Rejected(
                     NO_MASK,
                     _difference(text, whole),
-                    "mark answers in the template by {% generation %}",
+                    f"mark answers in the template by {{% generation %}}\n{FIX}",
                 )
         spans = []
         for number, (_, _, weight) in enumerate(_trained(conversation)):

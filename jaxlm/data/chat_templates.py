@@ -64,7 +64,7 @@ def choose(setting: str, tokenizer: Tokenizer, folders: tuple[Path, ...]) -> Cha
         template = ChatTemplate(path.read_text(errors="replace"), tokens, setting)
     elif setting == "chatml" or template is None:
         template = chatml(tokenizer)
-    fix = "--config.data.template=chatml\n--config.data.template=template.jinja    # your own"
+    fix = "--config.data.template=chatml"
     return ChatTemplate(dated(template), template.tokens, template.where, fix=fix)
 
 

@@ -303,11 +303,13 @@ class JoinedShards(_Numbered):
         templates = {part.manifest.template: part for part in parts if part.manifest.template}
         if len(templates) > 1:
             one, other, *_ = templates.values()
-            what = "folders of token shards have different chat templates"
-            where = f"{one.folder} and {other.folder}"
-            fix = "write the shards again with one --config.data.template"
-            why = f"the digests are {one.manifest.template[:12]} and {other.manifest.template[:12]}"
-            raise ConfigError(what, where=where, why=why, fix=fix)
+            raise ConfigError(
+                "folders of token shards have different chat templates",
+                where=f"{one.folder} and {other.folder}",
+                why=f"the digests are {one.manifest.template[:12]} and "
+                f"{other.manifest.template[:12]}",
+                fix="write the shards again with one --config.data.template",
+            )
         for part in parts[1:]:
             if part.manifest.tokenizer != first.manifest.tokenizer:
                 raise ConfigError(

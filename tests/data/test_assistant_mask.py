@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxlm.core.errors import DataError
 from jaxlm.data.assistant_mask import MaskRenderer, Rendered
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.control_tokens import ControlTokens
@@ -204,3 +205,10 @@ def test_real_answers_are_trained_as_they_are_written(name):
     for record, each in zip(records, encoded, strict=True):
         (text,) = runs(encoder, each)
         assert text.removesuffix(family.end).strip() == record["answer"].strip()
+
+
+def test_a_template_that_is_no_template_leaves_no_process():
+    renderer = MaskRenderer(ChatTemplate("{% for %}", {}), ControlTokens(tokenizer(CHATML)))
+    with pytest.raises(DataError, match="cannot be rendered"), renderer:
+        pass
+    assert renderer._renderer._process.poll() is not None
