@@ -14,6 +14,7 @@ from typing import Literal
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import manifest
 from jaxlm.data.config import DataConfig
+from jaxlm.data.conversations import ONE_A_LINE
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
 from jaxlm.data.records import Document, ReadBudget
 
@@ -271,4 +272,5 @@ def _probe(corpus: Corpus, setting: str, most: int) -> None:
             f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, "
             f"{f'records: {reasons}' if reasons else 'all empty'}: {', '.join(corpus.names[:3])}"
         )
-        raise DataError(what, where=setting, why=why, fix=f"ls -l {shlex.join(corpus.names[:3])}")
+        fix = f"ls -l {shlex.join(corpus.names[:3])}" if corpus.chat is None else ONE_A_LINE
+        raise DataError(what, where=setting, why=why, fix=fix)
