@@ -348,9 +348,9 @@ def test_a7_a_sigterm_in_any_phase_saves_and_says_75(
         assert main([*words, "--stop_at=6"]) == 0
     sent, strike = [], faults._strike
 
-    def noted(fault):
+    def noted(fault, size):
         sent.append(time.monotonic())
-        strike(fault)
+        strike(fault, size)
 
     def nobody(number, _):
         raise AssertionError("nobody took the signal")

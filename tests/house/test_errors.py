@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "jaxlm").rglob("*.py"))}
 PARTS = {"where", "why", "fix"}
 COMMAND_LINE = "".join(path.read_text() for path in (ROOT / "jaxlm/cli").rglob("*.py"))
-WORDS = main.VERBS.keys() | set(re.findall(r'add_parser\(\s*"([\w-]+)"', COMMAND_LINE))
+WORDS = main.VERBS.keys() | set(re.findall(r'add_action\(\s*"([\w-]+)"', COMMAND_LINE))
 
 
 def kinds() -> set[str]:
@@ -133,7 +133,7 @@ def test_a_fix_has_one_way_out_a_line_so_that_it_can_be_pasted():
             seen += line.startswith(("--", "jaxlm"))
             assert not has_two_ways_out(line), f"{path.name}: {line}"
             assert not has_prose(line), f"{path.name}: {line}"
-    assert seen > 120, "the fixes were found"
+    assert seen > 110, "the fixes were found"
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,13 @@ OPTIONS = {
     "window": {"window": 3},
     "normed queries": {"qk_norm": NormConfig(eps=1e-3)},
     "queries normed together": {"qk_norm": NormConfig(offset=1.0), "qk_norm_over": "heads"},
-    "cap": {"cap": 0.5},
+    "softcap": {"softcap": 0.5},
     "scale": {"scale": 2.0},
     "all at once": {
         "rotary": Rope(),
         "window": 4,
         "qk_norm": NormConfig(kind="layer", bias=True),
-        "cap": 2.0,
+        "softcap": 2.0,
         "scale": 1.5,
         "bias": True,
         "out_bias": True,
@@ -65,7 +65,7 @@ def test_every_option_is_what_it_says(option):
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("option", ["rotary", "window", "cap", "scale"])
+@pytest.mark.parametrize("option", ["rotary", "window", "softcap", "scale"])
 def test_an_option_changes_what_comes_out(option):
     plain, _ = outputs(PLAIN)
     changed, _ = outputs(dataclasses.replace(PLAIN, **OPTIONS[option]))

@@ -74,8 +74,8 @@ def expected(config, params):
             for t in range(LENGTH):
                 first = 0 if config.window is None else max(0, t - config.window + 1)
                 scores = scale * keys[first : t + 1] @ asked[t]
-                if config.cap is not None:
-                    scores = config.cap * np.tanh(scores / config.cap)
+                if config.softcap is not None:
+                    scores = config.softcap * np.tanh(scores / config.softcap)
                 weights = np.exp(scores - scores.max())
                 found = weights / weights.sum() @ values[first : t + 1]
                 out[row, t] += found @ params["out"]["weight"][head]

@@ -8,6 +8,7 @@ from jaxlm.cli.main import main
 from jaxlm.models.cost import model_cost
 from jaxlm.nn.config import MoeConfig
 from jaxlm.ops.kernels import Target
+from jaxlm.recipes import setup
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
