@@ -140,6 +140,16 @@ def _stats(args: Any, out: Output) -> int:
         cells = (f"{row[c]:,.3f}" if isinstance(row[c], float) else f"{row[c]:,}" for c in names)
         lines.append(f"{part:<12}" + "".join(f"{cell:>16}" for cell in cells))
         lines += [f"{'':<12}{count:,} {reason}" for reason, count in row["left_out"].items()]
+        if chat := row.get("chat"):
+            lines.append(
+                f"{'':<12}{chat['trained_tokens']:,} trained tokens, {chat['trained_share']:.1%} "
+                f"of all, in {chat['trained_turns']:,} of {chat['turns']:,} turns; the longest "
+                f"conversation has {chat['longest']:,} tokens"
+            )
+            if count := chat["answers_in_prompt_token"]:
+                lines.append(f"{'':<12}{count:,} answers start inside a token of their prompt")
+            if count := chat.get("turns_cut"):
+                lines.append(f"{'':<12}{count:,} first turns of longer conversations left out")
     tokenizer = {"size": data.tokenizer.size, "sha256": data.tokenizer.digest}
     lines += [*mixture, _tokenizer_line(tokenizer)]
     return out.result({"tokenizer": tokenizer, "parts": answer}, lines)
@@ -148,12 +158,16 @@ def _stats(args: Any, out: Output) -> int:
 def _described(loader: Any) -> dict[str, Any]:
     manifest = loader.shards.manifest
     slots = loader.plan.rows * loader.sequence
+    chat = manifest.figures and {
+        "chat": manifest.figures | {"trained_share": manifest.trained / manifest.tokens}
+    }
     return {
         **{name: getattr(manifest, name) for name in ("documents", "tokens", "bytes")},
         "bytes_per_token": manifest.bytes / max(1, manifest.tokens - 2 * manifest.documents),
         "rows": loader.plan.rows,
         "padding": 1 - (manifest.tokens - manifest.documents) / slots,
         "left_out": manifest.left_out,
+        **chat,
     }
 
 

@@ -10,14 +10,15 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlm.core.errors import DataError
 
 MAX_CHARACTERS = 2**20  # of a template, twenty times the largest in use
-SECONDS = 10  # of CPU time for one call
+SECONDS = 10  # of CPU time for one request
 MEMORY = 2**30  # bytes of the rendering process
 WORKER = Path(__file__).with_name("chat_worker.py")
 Message = Mapping[str, Any]  # with at least `role` and `content`
@@ -31,10 +32,113 @@ class ChatTemplate:
     tokens: Mapping[str, str]  # texts of the model's named tokens, such as `bos_token`
     where: str = "chat template"  # file name in errors
     is_trusted: bool = False  # render in this process; not for templates that come with a model
+    fix: str = "leave out --chat"  # in errors
 
     def __post_init__(self) -> None:
         if len(self.source) > MAX_CHARACTERS:
             raise _refused(self, f"it has {len(self.source):,} characters")
+
+
+class Item(NamedTuple):
+    """Messages to render: whole and their beginnings."""
+
+    messages: Sequence[Message]
+    variables: Mapping[str, Any]
+    stops: Sequence[tuple[int, bool]]  # number of messages, and add_generation_prompt
+
+
+class Refusal(NamedTuple):
+    """The reason for which a template did not render a text."""
+
+    why: str
+
+
+class Renderer:
+    """A template in a process of its own, which renders request after request.
+
+    Args:
+      template: jinja2's immutable sandbox renders it in every case. One that is not trusted runs in
+        another process, with `SECONDS` of CPU time a request and `MEMORY`.
+      marks: texts that are written around `{% generation %}`.
+      variables: more variables of the template, as JSON values.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, marks: tuple[str, str] = ("", ""), **variables: Any
+    ) -> None:
+        self._template, self._marks = template, marks
+        self._variables = {"tools": None, "documents": None, **template.tokens, **variables}
+        self._process: subprocess.Popen[bytes] | None = None
+        head = {
+            "template": template.source,
+            "variables": self._variables,
+            "marks": marks,
+            "seconds": SECONDS,
+            "bytes": MEMORY,
+        }
+        self._head = json.dumps(head).encode() + b"\n"
+
+    def __enter__(self) -> "Renderer":
+        if self._template.is_trusted:
+            return self
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def render(self, items: Sequence[Item]) -> list[list[str | Refusal]]:
+        """Return the texts of each item.
+
+        Raise DataError if the template is invalid or exceeds a limit.
+        """
+        answer = self._rendered(items) if self._process is None else self._received(items)
+        if isinstance(answer, dict):
+            raise _refused(self._template, answer["error"])
+        return [[t if isinstance(t, str) else Refusal(*t) for t in texts] for texts in answer]
+
+    def _rendered(self, items: Sequence[Item]) -> Any:
+        from jaxlm.data import chat_worker
+
+        try:
+            render = chat_worker.compiled(self._template.source, self._variables, self._marks)
+            return [render(item) for item in items]
+        except Exception as error:  # a template may raise anything
+            return {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+    def _received(self, items: Sequence[Item]) -> Any:
+        process, head = self._process, b""
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if self._head:
+            head, self._head = self._head, b""
+        # A busy machine gives less than a whole processor.
+        limit = threading.Timer(6 * SECONDS, process.kill)
+        limit.start()
+        try:
+            process.stdin.write(head + json.dumps(items).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # it ended before it read all
+            line = b""
+        finally:
+            limit.cancel()
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        code = process.wait()
+        if code < 0:
+            return {"error": f"it needs more than {SECONDS} seconds or {MEMORY / 2**30:g} GiB"}
+        assert process.stderr is not None
+        last = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+        return {"error": f"its process ended with {code}: {''.join(last)}"}
 
 
 def render_chat(
@@ -44,10 +148,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     **variables: Any,
 ) -> list[str]:
-    """Return the text of each conversation; the only entry to chat templates.
-
-    jinja2's immutable sandbox renders in every case. A template that is not trusted runs in a
-    process of its own with `SECONDS` of CPU time and `MEMORY`, once for all conversations.
+    """Return the text of each conversation.
 
     Args:
       add_generation_prompt: end with the header of the assistant's next message.
@@ -57,39 +158,16 @@ def render_chat(
       DataError: if the template is invalid, refuses a conversation, leaves the sandbox or exceeds a
         limit.
     """
-    defaults = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-    variables = {**defaults, **template.tokens, **variables}
-    if template.is_trusted:
-        from jaxlm.data import chat_worker
-
-        try:
-            return chat_worker.render(template.source, conversations, variables)
-        except Exception as error:  # a template may raise anything
-            raise _refused(template, f"{type(error).__name__}: {error}"[:1000]) from error
-    request: dict[str, Any] = {"template": template.source, "conversations": conversations}
-    request |= {"variables": variables, "seconds": SECONDS, "bytes": MEMORY}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", str(WORKER)],
-            input=json.dumps(request).encode(),
-            capture_output=True,
-            timeout=6 * SECONDS,  # a busy machine gives less than a whole processor
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _refused(template, f"it did not finish in {6 * SECONDS} seconds") from error
-    if done.returncode < 0:
-        why = f"it needs more than {SECONDS} seconds or {MEMORY / 2**30:g} GiB"
-        raise _refused(template, why)
-    if done.returncode or not done.stdout:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise _refused(template, f"its process ended with {done.returncode}: {''.join(last)}")
-    answer = json.loads(done.stdout)
-    if "error" in answer:
-        raise _refused(template, answer["error"])
-    return answer["texts"]
+    with Renderer(template, **variables) as renderer:
+        items = [Item(each, {}, [(len(each), add_generation_prompt)]) for each in conversations]
+        texts = [text for texts in renderer.render(items) for text in texts]
+    for text in texts:
+        if isinstance(text, Refusal):
+            raise _refused(template, text.why)
+    return texts  # type: ignore[return-value]
 
 
 def _refused(template: ChatTemplate, why: str) -> DataError:
     return DataError(
-        "a chat template cannot be rendered", where=template.where, why=why, fix="leave out --chat"
+        "a chat template cannot be rendered", where=template.where, why=why, fix=template.fix
     )

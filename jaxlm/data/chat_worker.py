@@ -1,8 +1,9 @@
 """Sandbox of chat templates, and the worker process that renders one under limits.
 
-As a script it takes one JSON request on stdin and gives one JSON answer on stdout, and imports
-nothing of jaxlm. The jinja2 sandbox keeps a template from changing its inputs and from reaching
-Python's internals; the operating system limits CPU time and memory.
+As a script it takes JSON lines on stdin, the template first and then requests, and gives one JSON
+line for each request on stdout; it imports nothing of jaxlm. The jinja2 sandbox keeps a template
+from changing its inputs and from reaching Python's internals; the operating system limits CPU time
+and memory.
 """
 
 import contextlib
@@ -10,27 +11,39 @@ import datetime
 import json
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.ext
+from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Messages, more variables, and (messages that are read, add_generation_prompt) of each text.
+Item = tuple[Sequence[Any], Mapping[str, Any], Sequence[tuple[int, bool]]]
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks assistant text; the rendered text is unchanged."""
+    """`{% generation %}`, which marks assistant text; `marks` are written around it."""
 
     tags = {"generation"}
+    marks = ("", "")
 
     def parse(self, parser: Any) -> Any:
         """Return the statements up to `{% endgeneration %}`."""
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        opens, closes = (nodes.Output([nodes.TemplateData(mark)]) for mark in self.marks)
+        return [opens, *body, closes]
 
 
-def render(template: str, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[str]:
-    """Render conversations in the environment of transformers, without limits."""
+def compiled(
+    template: str, variables: Mapping[str, Any], marks: tuple[str, str] = ("", "")
+) -> Callable[[Item], list[Any]]:
+    """Return the renderer of a template in the environment of transformers, without limits.
+
+    It returns the texts of an item; a text that the template refuses is [why].
+    """
 
     def as_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
@@ -38,29 +51,47 @@ def render(template: str, conversations: Sequence[Any], variables: Mapping[str, 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    generation = type("Generation", (Generation,), {"marks": marks})
     sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[generation, "jinja2.ext.loopcontrols"]
     )
     sandbox.filters["tojson"] = as_json
     sandbox.globals["raise_exception"] = raise_exception
     sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    compiled = sandbox.from_string(template)
-    return [compiled.render(messages=messages, **variables) for messages in conversations]
+    source = sandbox.from_string(template)
+
+    def text(messages: Sequence[Any], asks: bool, more: Mapping[str, Any]) -> Any:
+        context = {**variables, **more, "messages": messages, "add_generation_prompt": asks}
+        try:
+            return source.render(context)
+        except Exception as error:  # a template may raise anything
+            return [f"{type(error).__name__}: {error}"[:1000]]
+
+    def render(item: Item) -> list[Any]:
+        messages, more, stops = item
+        return [text(messages[:stop], asks, more) for stop, asks in stops]
+
+    return render
 
 
 def main() -> None:
-    """Answer one request with `texts` or `error`."""
-    request = json.load(sys.stdin)
-    limits = {resource.RLIMIT_CPU: request["seconds"], resource.RLIMIT_AS: request["bytes"]}
-    for kind, most in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # not every system has each
-            resource.setrlimit(kind, (most, most))
-    try:
-        texts = render(request["template"], request["conversations"], request["variables"])
-        answer = json.dumps({"texts": texts})
-    except Exception as error:  # a template may raise anything
-        answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})
-    sys.stdout.write(answer)
+    """Answer each request, a list of items, with their texts or with one error for all."""
+    head = json.loads(sys.stdin.readline())
+    with contextlib.suppress(ValueError, OSError):  # not every system has it
+        resource.setrlimit(resource.RLIMIT_AS, (head["bytes"], head["bytes"]))
+    render = None
+    for line in sys.stdin:
+        with contextlib.suppress(ValueError, OSError):
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            most = int(used.ru_utime + used.ru_stime) + 1 + head["seconds"]
+            resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+        try:
+            render = render or compiled(head["template"], head["variables"], tuple(head["marks"]))
+            answer = json.dumps([render(item) for item in json.loads(line)])
+        except Exception as error:  # of the template itself
+            answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})
+        sys.stdout.write(f"{answer}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

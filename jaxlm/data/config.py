@@ -15,6 +15,7 @@ from jaxlm.core import batch_schedule
 from jaxlm.core.config import setting
 from jaxlm.core.nearest import nearest_word
 from jaxlm.data import mixture_config
+from jaxlm.data.conversations import ROLES, ChatFields, Kind
 from jaxlm.data.mixture_config import MixtureConfig, Temperature
 
 TOKENIZERS = (
@@ -25,6 +26,7 @@ SIZED = ("sentencepiece", "unigram", "bpe", "wordpiece")
 TOKENIZER_FILES = (".model", ".json", "/tokenizer")
 AUTO = "auto"
 HELD_OUT = "tail:5%"  # share of data.train, if data.validation is not set
+HELD_OUT_CHATS = "5%"  # of conversations, which are never cut
 FIND_TOKENIZERS = "find . -name '*.model' -o -name tokenizer -o -name tokenizer.json"
 NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")  # NAME=GLOB in an entry of data.train or data.validation
 
@@ -43,10 +45,29 @@ class DataConfig:
         (AUTO,),
         "globs, or NAME=GLOB; or a held-out part of train: 5% of its documents, or tail:10%, the "
         "end of each document (one set for each source); auto is stdlib:validation for "
-        "stdlib:train, else tail:5%",
+        "stdlib:train, 5% of conversations, else tail:5%",
         derived_from="train",
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
+    kind: Kind = setting(
+        "text",
+        "text of each record; chat: messages of role and content, or ShareGPT's conversations of "
+        "from and value, with tools; completion: prompt and completion, texts or messages. A turn "
+        "may have train: false or a weight. Conversations are packed whole",
+    )
+    roles: tuple[str, ...] = setting(
+        ("assistant",), f"roles whose turns are trained: {', '.join(ROLES)}"
+    )
+    template: str = setting(
+        AUTO,
+        "chat template: auto is that of the model in the folder of data.tokenizer, else chatml; "
+        "chatml; or a Jinja file",
+    )
+    overlong: Literal["drop", "left", "error"] = setting(
+        "drop",
+        "conversations longer than a row: drop leaves them out and counts them; left leaves their "
+        "first turns out until they fit; error ends the run",
+    )
     text_key: str = setting("text", "field of a record with its text")
     max_dropped: float = setting(
         0.001,
@@ -102,14 +123,42 @@ class DataConfig:
         """
         if self.validation != (AUTO,):
             return
-        if self.train == ("stdlib:train",):
+        if self.kind != "text":
+            reason = f"{HELD_OUT_CHATS} held out of data.train, as data.validation is not set"
+            yield "validation", (HELD_OUT_CHATS,), reason
+        elif self.train == ("stdlib:train",):
             yield "validation", ("stdlib:validation",), ""
         else:
             reason = f"{HELD_OUT} held out of data.train, as data.validation is not set"
             yield "validation", (HELD_OUT,), reason
 
+    @property
+    def chat(self) -> ChatFields | None:
+        """Form of the records if these are conversations."""
+        return None if self.kind == "text" else ChatFields(self.kind, self.roles)
+
+    def _chat_problems(self) -> Iterator[tuple[str, str, str]]:
+        """Yield a problem for each setting that conversations exclude."""
+        if unknown := [role for role in self.roles if role not in ROLES]:
+            why = f"{unknown[0]!r} is none of: {', '.join(ROLES)}"
+            yield "roles", why, "--config.data.roles=assistant"
+        elif not self.roles:
+            yield "roles", "no role is trained", "--config.data.roles=assistant"
+        if self.kind == "text":
+            return
+        if self.train == ("stdlib:train",):
+            why = f"stdlib:train is text, and data.kind is {self.kind}"
+            yield "train", why, "--config.data.train=chat.jsonl\n--config.data.kind=text"
+        if any("tail:" in entry for entry in self.validation):
+            why = "the end of a conversation is no conversation"
+            yield "validation", why, f"--config.data.validation={HELD_OUT_CHATS}"
+        if self.sequence_warmup:
+            why = "shorter rows would cut conversations"
+            yield "sequence_warmup", why, "'--config.data.sequence_warmup=()'"
+
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield (setting, why, fix) for each invalid setting."""
+        yield from self._chat_problems()
         kind, _, size = self.tokenizer.partition(":")
         if kind in SIZED and not (size.isdigit() and int(size) >= 512):
             why = f"{self.tokenizer!r} needs a vocabulary of at least 512"

@@ -4,13 +4,24 @@ import dataclasses
 import hashlib
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError, DataError, JaxlmError
-from jaxlm.data import cache, manifest, mixture, packing, parts, tokenizer_file, writer
+from jaxlm.data import (
+    cache,
+    chat_templates,
+    manifest,
+    mixture,
+    packing,
+    parts,
+    tokenizer_file,
+    writer,
+)
+from jaxlm.data.chat import ChatTemplate
+from jaxlm.data.chat_documents import ChatEncoder
 from jaxlm.data.config import TOKENIZER_FILES, DataConfig
 from jaxlm.data.corrupt.rows import RowChange, RowChanges
 from jaxlm.data.documents import Corpus
@@ -18,6 +29,7 @@ from jaxlm.data.loader import Loader
 from jaxlm.data.manifest import Manifest
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.data.parts import Part, SplitSide
+from jaxlm.data.prompt_overlap import refuse_shared_prompts
 from jaxlm.data.records import MENDED
 from jaxlm.data.shards import AnyShards, TokenShards, join, open_folders
 from jaxlm.data.text_digest import TextDigests
@@ -36,6 +48,7 @@ class Data:
     validation: dict[str, Loader]
     # Runs with equal fingerprints read the same rows in the same order.
     fingerprint: dict[str, str | int]
+    template: ChatTemplate | None = None  # of conversations
 
 
 def open_data(
@@ -71,17 +84,21 @@ def open_data(
     digests = TextDigests(root, progress, log)
     encoder = _tokenizer(config, train_parts, digests)
     changes = prepare(encoder, config.sequence)
+    opener = _Opener(encoder, _chat_encoder(config, encoder), digests, warn)
+    opened = {part.source: opener.shards(part) for part in train_parts}
+    _check_changes(opened.values(), changes)
     sources = {}
-    for part in train_parts:
-        shards = _shards(part, encoder, digests, warn)
-        sources[part.source] = _loader(shards, config, root, seed, changes.train)
+    for name, shards in opened.items():
+        sources[name] = _loader(shards, config, root, seed, changes.train)
     train = sources.get(parts.TRAIN)
     if train is None:
         joined = join([loader.shards for loader in sources.values()])
         train = mixture.mix_loaders(sources, joined, config, row_at=row_at, rows=rows)
     if config.damaged == "skip":
         train = dataclasses.replace(train, max_lost=config.max_dropped)
-    held_out = {part.name: _shards(part, encoder, digests, warn) for part in validation_parts}
+    refuse_shared_prompts(train_parts, validation_parts, digests)
+    held_out = {part.name: opener.shards(part) for part in validation_parts}
+    template = train.shards.template
     fingerprint: dict[str, str | int] = {
         "tokenizer": encoder.digest,
         "sequence": config.sequence,
@@ -98,7 +115,33 @@ def open_data(
         fingerprint[name] = hashlib.sha256("".join(shards.manifest.digests).encode()).hexdigest()
         fingerprint[f"{name}.documents"] = shards.documents
         fingerprint[f"{name}.tokens"] = shards.manifest.tokens
-    return Data(encoder, train, _evaluations(held_out, config, root, changes), fingerprint)
+    if template is not None:
+        fingerprint["template"] = train.shards.manifest.template
+    validation = _evaluations(held_out, config, root, changes)
+    return Data(encoder, train, validation, fingerprint, template)
+
+
+def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | None:
+    """Return the encoding of conversations; None for text."""
+    if config.kind == "text":
+        return None
+    path = Path(config.tokenizer).parent
+    folders = (
+        (path / chat_templates.HUB, path) if config.tokenizer.endswith(TOKENIZER_FILES) else ()
+    )
+    template = chat_templates.choose(config.template, tokenizer, folders)
+    return ChatEncoder(tokenizer, template, config.sequence, config.overlong, config.max_dropped)
+
+
+def _check_changes(opened: Iterable[AnyShards], changes: RowChanges) -> None:
+    """Raise ConfigError if an objective that changes rows would read conversations."""
+    if changes.train is not None and any(shards.manifest.weights for shards in opened):
+        raise ConfigError(
+            "the objective does not train on conversations",
+            where="objective.name",
+            why="it chooses the predicted tokens itself, and conversations have a weight for each",
+            fix="--config.objective.name=causal",
+        )
 
 
 def _loader(
@@ -106,9 +149,16 @@ def _loader(
 ) -> Loader:
     """Return the loader of some shards, planned with the slots that `change` reserves."""
     length = config.sequence - (change.reserved_slots if change else 0)
-    made_from = {"shards": shards.manifest.digests, "sequence": length, "packing": config.packing}
+    figures = shards.manifest.figures
+    packed: packing.Packing = "first_fit" if figures else config.packing  # conversations stay whole
+    if (longest := figures.get("longest", 0)) - 1 > length:
+        where = str(shards.folder)
+        why = f"the longest has {longest} tokens, and rows of {length} hold {length + 1}"
+        fix = f"--config.data.sequence={longest - 1}"
+        raise DataError("a conversation is longer than a row", where=where, why=why, fix=fix)
+    made_from = {"shards": shards.manifest.digests, "sequence": length, "packing": packed}
     folder = cache.folder(root, "plans", version=packing.VERSION, seed=seed, **made_from)
-    plan = packing.open_plan(shards, length, config.packing, seed, folder)
+    plan = packing.open_plan(shards, length, packed, seed, folder)
     options = config.sequence, seed, config.workers, config.prefetch
     return Loader(shards, plan, *options, corruption=change)
 
@@ -127,6 +177,7 @@ def tokenize(
     """Write each side of the data as a folder of token shards under `out`."""
     train, validation = parts.find_parts(config)
     encoder = _tokenizer(config, train, TextDigests(cache.default(), progress, log))
+    chat = _chat_encoder(config, encoder)
     written = {}
     for part in (*train, *validation):
         if part.corpus is None:
@@ -140,7 +191,7 @@ def tokenize(
             why = "shards are never overwritten"
             raise DataError(what, where=str(target), why=why, fix=f"--out={out}-2")
         with cache.writing(target, fix="choose a writable --out folder on a disk with free space"):
-            written[part.name] = _written(target, part, encoder, progress)
+            written[part.name] = _written(target, part, encoder, chat, progress)
         for line in _losses(part.name, written[part.name].manifest):
             log(line)
     return written
@@ -155,7 +206,8 @@ def text_loaders(
       prepare: makes the objective's changes of rows.
     """
     part = Part("text", corpus, SplitSide())
-    sets = {part.name: _shards(part, encoder, TextDigests(root, log=log), log)}
+    opener = _Opener(encoder, None, TextDigests(root, log=log), log)
+    sets = {part.name: opener.shards(part)}
     return _evaluations(sets, DataConfig(sequence=sequence), root, prepare(encoder, sequence))
 
 
@@ -241,45 +293,57 @@ def _losses(name: str, manifest: Manifest) -> Iterator[str]:
         yield f"{n} characters of {name} are not in the tokenizer; they became <|unk|>"
 
 
-def _shards(part: Part, encoder: Tokenizer, digests: TextDigests, warn: Log) -> AnyShards:
-    """Open the shards of a part, from folders or the cache; report its losses."""
-    if part.folders:
-        shards = open_folders(part.folders)
-        if shards.manifest.tokenizer != encoder.digest:
-            raise ConfigError(
-                "token shards have another tokenizer than the training data",
-                where=f"{part.setting} = {shards.folder}",
-                why=f"the digest is {shards.manifest.tokenizer[:12]}, that of the run "
-                f"{encoder.digest[:12]}",
-                fix="'--config.data.validation=()'    # no evaluation",
-            )
-    else:
-        shards = _cached(part, encoder, digests, warn)
-    for line in _losses(part.name, shards.manifest):
-        warn(line)
-    return shards
+@dataclasses.dataclass(frozen=True)
+class _Opener:
+    """Opens the shards of parts, from folders or the cache, with the encoding of a run."""
 
+    encoder: Tokenizer
+    chat: ChatEncoder | None
+    digests: TextDigests
+    warn: Log
 
-def _cached(part: Part, encoder: Tokenizer, digests: TextDigests, warn: Log) -> TokenShards:
-    assert part.corpus is not None
-    made_from = {
-        "corpus": digests.of(part.corpus),
-        "selection": dataclasses.asdict(part.selection),
-        "max_dropped": part.corpus.max_dropped,
-        "tokenizer": encoder.digest,
-        "version": manifest.FORMAT_VERSION,
-        "encoding": writer.ENCODING,
-    }
-    folder = cache.folder(digests.root, "shards", **made_from)
-    if folder.exists():
-        try:
-            return TokenShards.open(folder)
-        except JaxlmError as error:
-            warn(f"rebuilding the cached tokens of {part.name}: {error.what}, {error.why}")
-    count = len(part.corpus.files)
-    digests.log(f"tokenizing {part.name}: {count} file{'s' if count != 1 else ''}")
-    with cache.writing(folder):
-        return _written(folder, part, encoder, digests.progress, _is_whole)
+    def shards(self, part: Part) -> AnyShards:
+        """Open the shards of a part; report its losses."""
+        if part.folders:
+            shards = open_folders(part.folders)
+            if shards.manifest.tokenizer != self.encoder.digest:
+                raise ConfigError(
+                    "token shards have another tokenizer than the training data",
+                    where=f"{part.setting} = {shards.folder}",
+                    why=f"the digest is {shards.manifest.tokenizer[:12]}, that of the run "
+                    f"{self.encoder.digest[:12]}",
+                    fix="'--config.data.validation=()'    # no evaluation",
+                )
+        else:
+            shards = self._cached(part)
+        for line in _losses(part.name, shards.manifest):
+            self.warn(line)
+        return shards
+
+    def _cached(self, part: Part) -> TokenShards:
+        assert part.corpus is not None
+        made_from = {
+            "corpus": self.digests.of(part.corpus),
+            "selection": dataclasses.asdict(part.selection),
+            "max_dropped": part.corpus.max_dropped,
+            "tokenizer": self.encoder.digest,
+            "version": manifest.FORMAT_VERSION,
+            "encoding": writer.ENCODING,
+        }
+        if self.chat is not None:
+            made_from["chat"] = self.chat.key
+        folder = cache.folder(self.digests.root, "shards", **made_from)
+        if folder.exists():
+            try:
+                return TokenShards.open(folder)
+            except JaxlmError as error:
+                line = f"rebuilding the cached tokens of {part.name}: {error.what}, {error.why}"
+                self.warn(line)
+        count = len(part.corpus.files)
+        self.digests.log(f"tokenizing {part.name}: {count} file{'s' if count != 1 else ''}")
+        with cache.writing(folder):
+            progress = self.digests.progress
+            return _written(folder, part, self.encoder, self.chat, progress, _is_whole)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -294,12 +358,13 @@ def _written(
     folder: Path,
     part: Part,
     encoder: Tokenizer,
+    chat: ChatEncoder | None,
     progress: OnProgress,
     is_whole: Callable[[Path], bool] = lambda folder: True,
 ) -> TokenShards:
     assert part.corpus is not None
     counts, total, title = Counter[str](), part.corpus.size, f"tokenizing {part.name}"
     stream = folder, part.documents(counts), encoder, counts, lambda n: progress(title, n, total)
-    written = writer.write(*stream, name=part.setting, is_whole=is_whole)
+    written = writer.write(*stream, name=part.setting, is_whole=is_whole, chat=chat)
     progress(title, total, total)  # documents of the other side may follow the last one
     return written

@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.core.nearest import nearest_word
 from jaxlm.data import records
+from jaxlm.data.conversations import ChatFields
 from jaxlm.data.manifest import NAME as MANIFEST
 from jaxlm.data.records import Broken, Document, ReadBudget, ending, looks_like_text
 
@@ -43,6 +44,7 @@ class Corpus:
     text_key: str
     max_dropped: float = MAX_DROPPED
     other_encoding: int = 0  # files of Python's library that are left out
+    chat: ChatFields | None = None  # of conversations
 
     @classmethod
     def find(
@@ -52,6 +54,7 @@ class Corpus:
         setting: str,
         max_dropped: float = MAX_DROPPED,
         entries: tuple[str, ...] = (),
+        chat: ChatFields | None = None,
     ) -> "Corpus":
         """Return every file that a pattern matches.
 
@@ -61,6 +64,7 @@ class Corpus:
           setting: path of the setting, or flag, of the patterns.
           max_dropped: share of the records that may be broken.
           entries: the whole setting if the patterns are one source of several, as NAME=PATTERN.
+          chat: form of the records if these are conversations.
 
         Raises:
           InputMissing: if a pattern matches no file; the fix keeps all other entries.
@@ -81,7 +85,8 @@ class Corpus:
                     if before != name or path in names:
                         raise _listed_twice(before, name, pattern, setting)
             names |= files
-        return cls(tuple(names), tuple(names.values()), text_key, max_dropped, other_encoding)
+        shown = tuple(names.values())
+        return cls(tuple(names), shown, text_key, max_dropped, other_encoding, chat)
 
     def named(self) -> Iterator[tuple[Path, str]]:
         """Yield files that the user named, without Python's library, and their names."""
@@ -110,16 +115,22 @@ class Corpus:
         for record, before in self._records(counts, start):
             seen += 1
             if isinstance(record, Broken):
+                counts[record.reason] += 1
+                if record.error is None:
+                    continue
                 dropped += 1
                 first = first or record
-                counts[record.reason] += 1
                 # A single broken record among the first few would exceed the share.
                 most_dropped = self.max_dropped * max(seen, least)
-                is_early = record.reason == records.NO_TEXT and seen <= PROBED_RECORDS
+                is_early = record.reason in records.OTHER_FIELDS and seen <= PROBED_RECORDS
                 if dropped > most_dropped or (is_early and dropped >= most_dropped):
                     raise self._too_many(first, dropped, seen)
                 continue
-            text = records.mended(record.text, counts)
+            text, chat = records.mended(record.text, counts), record.conversation
+            if chat is not None and (text != record.text or chat.has_more):
+                record = record._replace(
+                    conversation=chat.mapped(lambda each: records.mended(each, Counter()))
+                )
             if not text or text.isspace():
                 counts[records.BLANK if text else records.EMPTY] += 1
             else:
@@ -134,7 +145,7 @@ class Corpus:
         """Yield every record that `start` covers, with the bytes on disk of the files before."""
         before = 0
         for path, name in zip(self.files, self.names, strict=True):
-            for record in records.read(path, name, self.text_key, counts, start):
+            for record in records.read(path, name, self.text_key, counts, start, chat=self.chat):
                 yield record, before
                 if start is not None:
                     start.records -= 1
@@ -144,6 +155,7 @@ class Corpus:
 
     def _too_many(self, first: Broken, dropped: int, read: int) -> DataError:
         error = first.error
+        assert error is not None
         why = (
             f"{error.why}; {dropped} of the {read} records so far "
             f"{'are' if dropped > 1 else 'is'} broken, data.max_dropped = {self.max_dropped:g} of "

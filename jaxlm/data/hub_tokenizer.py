@@ -68,8 +68,17 @@ class HuggingFace(Tokenizer):
         """Return the ids of each text, without special ids. Raise DataError if encoding fails."""
         with library_errors("a tokenizer.json failed to encode a text", self._where):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._shifted(one.ids) for one in encoded]
+
+    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Return the ids of each text, and the character at which each id starts."""
+        with library_errors("a tokenizer.json failed to encode a text", self._where):
+            encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(self._shifted(one.ids), [start for start, _ in one.offsets]) for one in encoded]
+
+    def _shifted(self, ids: Sequence[int]) -> list[int]:
         special, unk, shift = self._special, self.unk, self.shift
-        return [[unk if i in special else i + shift for i in one.ids] for one in encoded]
+        return [unk if i in special else i + shift for i in ids]
 
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
@@ -142,15 +151,6 @@ class ImportedTokenizer(HuggingFace):
         tokens = self._tokenizer.get_added_tokens_decoder()
         self.reserved = {tokens[number].content: number for number in sorted(tokens)}
         self.specials = {name: i for name, i in self.reserved.items() if i in self._special}
-
-    def encode_with_specials(self, text: str) -> list[int]:
-        """Return the ids of chat text; spelled special tokens become special ids."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with library_errors("a tokenizer.json failed to encode a text", self._where):
-                return self._tokenizer.encode(text, add_special_tokens=False).ids
-        finally:
-            self._tokenizer.encode_special_tokens = True
 
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""

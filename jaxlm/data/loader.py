@@ -49,6 +49,11 @@ class Loader:
     max_lost: float | None = None  # share of the tokens that may be unreadable, with weight 0
     corruption: RowChange | None = None  # the objective's change of each row, by row and epoch
 
+    @property
+    def predicts_all(self) -> bool:
+        """If each token is predicted from those before it: not for parts of conversations."""
+        return self.corruption is None and not self.shards.manifest.figures
+
     def batches(
         self,
         start: int,
@@ -202,7 +207,8 @@ class Loader:
                 segments[here], positions[here] = segment, np.arange(length)
                 try:
                     ids = self.shards.read(document, start, start + length + 1)
-                    tokens[here], targets[here], weights[here] = ids[:-1], ids[1:], 1
+                    tokens[here], targets[here] = ids[:-1], ids[1:]
+                    weights[here] = self.shards.weights(document, start + 1, start + length + 1)
                 except DamagedShard:
                     if self.max_lost is None:
                         raise

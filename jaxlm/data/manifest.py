@@ -1,13 +1,15 @@
 """The manifest of a folder of token shards: contents, digests of all files and of itself.
 
 The numbered files have no header: tokens-N.bin holds the ids of the documents in order, and
-documents-N.bin a row (end, file, record) for each document. They can be mapped into memory; jaxlm
-reads them with checks (`data.blocks`).
+documents-N.bin a row (end, file, record) for each document. Shards of conversations have
+weights-N.bin, a byte for each id, the number of its weight in the manifest's list. The files can be
+mapped into memory; jaxlm reads them with checks (`data.blocks`).
 """
 
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,16 @@ from jaxlm.data.blocks import BLOCK
 
 FORMAT_VERSION = 2
 NAME, TOKENIZER, FILES = "manifest.json", "tokenizer", "files.json"
+TEMPLATE = "chat_template.json"
 DTYPES = "uint16", "uint32"
 DOCUMENT_BYTES = 3 * 8  # end of the document, number of its file, number of its record
 MAX_COUNT = 2**48  # limit of every count
-# Names of the files of a shard by its number: ids, ends and origins of documents, block checks.
+MAX_WEIGHTS = 2**8  # different weights of a folder
+# Names of the files of a shard by its number: ids, ends and origins of documents, weights of
+# conversations, block checks.
 tokens_name = "tokens-{:05d}.bin".format
 documents_name = "documents-{:05d}.bin".format
+weights_name = "weights-{:05d}.bin".format
 checks_name = "checks-{:05d}.bin".format
 
 
@@ -38,6 +44,7 @@ class Shard:
     tokens_sha256: str
     documents_sha256: str
     checks_sha256: str
+    weights_sha256: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,22 +62,36 @@ class Manifest:
     files_sha256: str
     shards: tuple[Shard, ...]
     format_version: int = FORMAT_VERSION
+    weights: tuple[float, ...] = ()  # the loss weights of conversations; empty for text
+    template: str = ""  # sha256 of the chat template
+    figures: dict[str, int] = dataclasses.field(default_factory=dict)  # turns, trained tokens
+
+    @property
+    def trained(self) -> int:
+        """Number of tokens with a loss weight: of a text all but the first of each document."""
+        return self.figures.get("trained_tokens", self.tokens - self.documents)
 
     @property
     def digests(self) -> list[str]:
-        """sha256 of the ids and of the documents of each shard, which identify the shards."""
-        return [d for shard in self.shards for d in (shard.tokens_sha256, shard.documents_sha256)]
+        """sha256 of ids, documents and weights of each shard, which identify the shards."""
+        files = [
+            (each.tokens_sha256, each.documents_sha256, each.weights_sha256) for each in self.shards
+        ]
+        weights = [str(weight) for weight in self.weights]
+        return [digest for each in files for digest in each if digest] + weights
 
     def files(self, number: int) -> dict[str, tuple[int, str]]:
         """Return the size in bytes and sha256 of each file of a shard, by name."""
         shard = self.shards[number]
-        sizes = (shard.tokens * np.dtype(self.dtype).itemsize, shard.documents * DOCUMENT_BYTES)
-        blocks = sum(-(-size // BLOCK) for size in sizes)
-        return {
-            tokens_name(number): (sizes[0], shard.tokens_sha256),
-            documents_name(number): (sizes[1], shard.documents_sha256),
-            checks_name(number): (4 * blocks, shard.checks_sha256),
+        width = np.dtype(self.dtype).itemsize
+        files = {
+            tokens_name(number): (shard.tokens * width, shard.tokens_sha256),
+            documents_name(number): (shard.documents * DOCUMENT_BYTES, shard.documents_sha256),
         }
+        if self.weights:
+            files[weights_name(number)] = (shard.tokens, shard.weights_sha256)
+        blocks = sum(-(-size // BLOCK) for size, _ in files.values())
+        return files | {checks_name(number): (4 * blocks, shard.checks_sha256)}
 
     def write(self, folder: Path) -> None:
         """Write the manifest, with its own digest as the last field."""
@@ -108,7 +129,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     if content.pop("sha256") != _digest(content):
         raise ValueError("its sha256 differs: it changed after writing")
     shards = tuple(Shard(**entry) for entry in content.pop("shards"))
-    manifest = Manifest(shards=shards, **content)
+    weights = tuple(map(float, content.pop("weights", ())))
+    manifest = Manifest(shards=shards, weights=weights, **content)
     sections: tuple[Manifest | Shard, ...] = (manifest, *shards)
     for section in sections:
         for field in dataclasses.fields(section):
@@ -117,8 +139,11 @@ def _parsed(content: dict[str, Any]) -> Manifest:
                 raise ValueError(f"{field.name} is {value!r}")
             if field.type is str and not isinstance(value, str):
                 raise TypeError(f"{field.name} is {value!r}")
-    if any(type(count) is not int for count in manifest.left_out.values()):
-        raise ValueError(f"left_out is {manifest.left_out!r}")
+    for counts in (manifest.left_out, manifest.figures):
+        if any(type(count) is not int for count in counts.values()):
+            raise ValueError(f"a count of {counts!r} is no integer")
+    if len(weights) > MAX_WEIGHTS or not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"its weights are {weights[:3]}")
     if manifest.dtype not in DTYPES:
         raise ValueError(f"dtype {manifest.dtype!r} is none of {', '.join(DTYPES)}")
     for name in ("documents", "tokens"):

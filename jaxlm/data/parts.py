@@ -14,6 +14,7 @@ from typing import Literal
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import manifest
 from jaxlm.data.config import DataConfig
+from jaxlm.data.conversations import ONE_A_LINE
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
 from jaxlm.data.records import Document, ReadBudget
 
@@ -92,8 +93,11 @@ class Part:
         """Yield the documents of this side; count those of the other."""
         assert self.corpus is not None
         for document in self.corpus.documents(counts):
-            if text := self.selection.take(document.text):
-                yield document._replace(text=text)
+            # Conversations with one prompt stay together and whole.
+            chat = document.conversation
+            key = document.text if chat is None else chat.prompt
+            if text := self.selection.take(key):
+                yield document._replace(text=text if chat is None else document.text)
             else:
                 counts[ELSEWHERE[self.selection.held_out]] += 1
 
@@ -158,7 +162,9 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
         _refuse_twice(stored, setting)
         return Part(name, None, SplitSide(), tuple(stored))
     entries = config.train if setting == "data.train" else config.validation
-    corpus = Corpus.find(tuple(texts), config.text_key, setting, config.max_dropped, entries)
+    corpus = Corpus.find(
+        tuple(texts), config.text_key, setting, config.max_dropped, entries, config.chat
+    )
     if stored:
         what = "one set cannot mix text and token shards"
         why = f"{stored[0]} holds token shards, {corpus.names[0]} is a file"
@@ -255,11 +261,16 @@ def _probe(corpus: Corpus, setting: str, most: int) -> None:
     probed = dataclasses.replace(corpus, files=files, names=names)
     documents = len(corpus.files) - len(user_files)  # files of Python's library are not read again
     start = ReadBudget(PROBED_RECORDS, most)
-    documents += sum(1 for _ in probed.documents(Counter(), start))
+    counts = Counter[str]()
+    documents += sum(1 for _ in probed.documents(counts, start))
     if not documents and not start.is_read:
         what = "the data contains no text"
+        if corpus.chat is not None:
+            what = "no conversation has an answer"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
         why = (
-            f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, all empty: "
-            f"{', '.join(corpus.names[:3])}"
+            f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, "
+            f"{f'records: {reasons}' if reasons else 'all empty'}: {', '.join(corpus.names[:3])}"
         )
-        raise DataError(what, where=setting, why=why, fix=f"ls -l {shlex.join(corpus.names[:3])}")
+        fix = f"ls -l {shlex.join(corpus.names[:3])}" if corpus.chat is None else ONE_A_LINE
+        raise DataError(what, where=setting, why=why, fix=fix)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import formats
+from jaxlm.data import conversations, formats
+from jaxlm.data.conversations import NO_MESSAGES, ChatFields, Conversation, Rejected
 from jaxlm.data.formats import BYTE_ORDER_MARK, NOT_JSON, NOT_UTF8, Fault, is_packed, unpacked
 
 # Kinds of broken records, like NOT_UTF8 and NOT_JSON; only a small share of them is tolerated.
 NO_TEXT, OTHER_TYPE = "without the text key", "with a text of another type"
+OTHER_FIELDS = NO_TEXT, NO_MESSAGES  # probably of all records
 # Kinds of records without content; any number of them may be dropped.
 EMPTY, BLANK = "empty", "only white space"
 # Changes to a document, or oddities of one that is kept unchanged.
@@ -33,19 +35,23 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Document(NamedTuple):
-    """A text and its origin."""
+    """A text and its origin; the text of a conversation is that of its contents."""
 
     text: str
     file: str
     record: int
     place: int = 0  # bytes of the file on disk that were read up to here
+    conversation: Conversation | None = None
 
 
 class Broken(NamedTuple):
-    """A record that cannot be used: why, and the error to raise if there are too many."""
+    """A record that cannot be used: why, and the error to raise if there are too many.
+
+    Any number may be left out without an error.
+    """
 
     reason: str
-    error: DataError
+    error: DataError | None
 
 
 @dataclasses.dataclass
@@ -62,7 +68,13 @@ class ReadBudget:
 
 
 def read(
-    path: Path, name: str, text_key: str, counts: Counter[str], start: ReadBudget | None = None
+    path: Path,
+    name: str,
+    text_key: str,
+    counts: Counter[str],
+    start: ReadBudget | None = None,
+    *,
+    chat: ChatFields | None = None,
 ) -> Iterator[Document | Broken]:
     """Yield every record of a file, as a text or as what is wrong with it.
 
@@ -73,10 +85,15 @@ def read(
       counts: counts of oddities of the file.
       start: the budget, reduced by the bytes read. Where it ends, a text ends and a record that it
         cuts is dropped.
+      chat: reads conversations instead of texts.
 
     Raises:
       DataError: the rest of the file cannot be read.
     """
+    if is_text(path) and chat is not None:
+        rejected = Rejected(NO_MESSAGES, "its name is that of a text")
+        yield Broken(NO_MESSAGES, not_a_conversation(rejected, name, 0))
+        return
     if is_text(path):
         yield _text(path, name, counts, start)
         return
@@ -91,21 +108,39 @@ def read(
                 stream = cast(IO[bytes], lines)
             elif stream.peek(3).startswith(BYTE_ORDER_MARK):  # type: ignore[attr-defined]
                 counts[MARK] += 1
-        records = format.read(stream, formats.ReadOptions(name, column=text_key))
+        column = text_key if chat is None else None
+        records = format.read(stream, formats.ReadOptions(name, column=column))
         for number, (line, value, share) in enumerate(records):
             if isinstance(value, Fault):
                 yield _broken(value, name, line)
                 continue
-            text = value.get(text_key) if isinstance(value, dict) else None
-            if isinstance(text, str):
+            document = _document(value, name, number, text_key, chat)
+            if isinstance(document, Document):
                 if start is not None and not format.is_lines:
-                    start.bytes = max(start.bytes - len(text), 0)
+                    start.bytes = max(start.bytes - len(document.text), 0)
                 place = file.tell() if share is None else int(size * share)
-                yield Document(text, name, number, place)
-            else:
-                is_there = isinstance(value, dict) and text_key in value
-                kind = OTHER_TYPE if is_there else NO_TEXT
-                yield Broken(kind, _no_text(value, name, number, text_key))
+                document = document._replace(place=place)
+            yield document
+
+
+def _document(
+    value: Any, name: str, number: int, text_key: str, chat: ChatFields | None
+) -> Document | Broken:
+    """Return the text or the conversation of a record."""
+    if chat is None:
+        text = value.get(text_key) if isinstance(value, dict) else None
+        if isinstance(text, str):
+            return Document(text, name, number)
+        is_there = isinstance(value, dict) and text_key in value
+        kind = OTHER_TYPE if is_there else NO_TEXT
+        return Broken(kind, _no_text(value, name, number, text_key))
+    try:
+        conversation = conversations.parse(value, chat.kind, chat.roles)
+    except Rejected as rejected:
+        is_broken = rejected.reason in conversations.BROKEN
+        error = not_a_conversation(rejected, name, number) if is_broken else None
+        return Broken(rejected.reason, error)
+    return Document(conversation.text, name, number, conversation=conversation)
 
 
 @dataclasses.dataclass
@@ -255,6 +290,15 @@ def _damage_named(name: str) -> Iterator[None]:
         ) from error
 
 
+def not_a_conversation(rejected: Rejected, name: str, number: int) -> DataError:
+    """Return the error of a record that is no usable conversation."""
+    what = f"a record {rejected.reason} is no conversation"
+    if rejected.reason in (conversations.REFUSED, conversations.NO_MASK):
+        what = f"a conversation is {rejected.reason}"
+    where = f"{name}, record {number}"
+    return DataError(what, where=where, why=rejected.why, fix=rejected.fix)
+
+
 def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
     is_object = isinstance(record, dict)
     keys = [k for k, value in record.items() if isinstance(value, str)] if is_object else []
@@ -266,5 +310,7 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
         else f"it is a {type(record).__name__}, not an object",
         fix=f"--config.data.text_key={keys[0]}"
         if keys
+        else "--config.data.kind=chat"
+        if is_object and not record.keys().isdisjoint(("messages", "conversations"))
         else "one JSON object a line, with its text in one field",
     )

@@ -3,7 +3,8 @@
 A folder holds `tokens-00000.bin` (ids, uint16 or uint32, every document as bos, tokens, eos),
 `documents-00000.bin` (int64 rows: end of the document in its shard, number of its file, number of
 its record), `checks-00000.bin` (CRC-32 of each block of the first, then of the second),
-`files.json`, the tokenizer file, and `manifest.json`, which is written last.
+`files.json`, the tokenizer file, and `manifest.json`, which is written last. Conversations have
+`weights-00000.bin` (a byte for each id, checked behind the documents) and their template too.
 """
 
 import abc
@@ -21,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import manifest, tokenizer_file
+from jaxlm.data import chat_templates, manifest, tokenizer_file
 from jaxlm.data.blocks import BLOCK, BlockReader, Damage
+from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.manifest import Manifest
 from jaxlm.data.tokenizer import Tokenizer
 
-OPEN_SHARDS = 200  # two open files each; the default limit of a process is 1024
+OPEN_SHARDS = 200  # two or three open files each; the default limit of a process is 1024
 DOCUMENT_COLUMNS = manifest.DOCUMENT_BYTES // 8
 SUMMED = "documents", "tokens", "bytes", "unknown"  # counts of a manifest
 REPAIR = "restore the file\nremove the folder and write the shards again"
@@ -75,6 +77,8 @@ class TokenShards(_Numbered):
     def __init__(self, folder: Path, manifest: Manifest):
         super().__init__(folder, manifest, [shard.documents for shard in manifest.shards])
         self._dtype = np.dtype(manifest.dtype)
+        # A damaged byte is found by its check; 256 entries take every value.
+        self._weights = np.resize(np.array([*manifest.weights, 0.0], np.float32), 256)
         self._readers = functools.lru_cache(OPEN_SHARDS)(self._opened)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,6 +114,8 @@ class TokenShards(_Numbered):
             opened._checks(number)
         opened._content(manifest.FILES, content.files_sha256)
         opened._content(manifest.TOKENIZER, content.tokenizer)
+        if content.template:
+            opened._content(manifest.TEMPLATE, content.template)
         return opened
 
     def verify(self) -> None:
@@ -135,6 +141,14 @@ class TokenShards(_Numbered):
             raise DataError(what, where=where, why=why, fix="write the shards again")
         return tokenizer
 
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The template of conversations; None for text."""
+        if not self.manifest.template:
+            return None
+        content = self._content(manifest.TEMPLATE, self.manifest.template)
+        return chat_templates.parsed(content, str(self.folder / manifest.TEMPLATE))
+
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Return the ids `start` to `stop` of a document, read-only.
 
@@ -144,10 +158,8 @@ class TokenShards(_Numbered):
         shard, row = self._locate(document)
         width = self._dtype.itemsize
         try:
-            tokens, documents = self._readers(shard)
-            before = (row - 1) * manifest.DOCUMENT_BYTES
-            first = int.from_bytes(documents.read(before, before + 8), "little") if row else 0
-            data = tokens.read((first + start) * width, (first + stop) * width)
+            first = self._first_id(shard, row)
+            data = self._readers(shard)[0].read((first + start) * width, (first + stop) * width)
         except Damage as damage:
             raise self._damaged(damage, document, row) from damage
         ids = np.frombuffer(data, self._dtype)
@@ -163,6 +175,21 @@ class TokenShards(_Numbered):
                 fix="write the shards again with the tokenizer that the model uses",
             )
         return ids
+
+    def weights(self, document: int, start: int, stop: int) -> np.ndarray | float:
+        """Return the loss weights of the ids `start` to `stop` of a document; 1 for text.
+
+        Raise Damaged if the bytes differ from what was written.
+        """
+        if not self.manifest.weights:
+            return 1.0
+        shard, row = self._locate(document)
+        try:
+            first = self._first_id(shard, row)
+            data = self._readers(shard)[2].read(first + start, first + stop)
+        except Damage as damage:
+            raise self._damaged(damage, document, row) from damage
+        return self._weights[np.frombuffer(data, np.uint8)]
 
     def origin(self, document: int) -> tuple[str, int]:
         """Return the file of a document and its record number there.
@@ -233,14 +260,22 @@ class TokenShards(_Numbered):
         data = self._readers(shard)[1].read(low * width, high * width)
         return np.frombuffer(data, "<i8").reshape(-1, DOCUMENT_COLUMNS)
 
-    def _opened(self, shard: int) -> tuple[BlockReader, BlockReader]:
+    def _first_id(self, shard: int, row: int) -> int:
+        """Return the place of a document's first id in its shard."""
+        before = (row - 1) * manifest.DOCUMENT_BYTES
+        documents = self._readers(shard)[1]
+        return int.from_bytes(documents.read(before, before + 8), "little") if row else 0
+
+    def _opened(self, shard: int) -> list[BlockReader]:
+        """Open the files of a shard: ids, documents, and weights of conversations."""
         checks = self._checks(shard)
-        (tokens, (size, _)), (documents, (length, _)), _ = self.manifest.files(shard).items()
-        cut = -(-size // BLOCK)
-        return (
-            BlockReader(self.folder / tokens, size, checks[:cut]),
-            BlockReader(self.folder / documents, length, checks[cut:]),
-        )
+        readers, cut = [], 0
+        *files, _ = self.manifest.files(shard).items()
+        for name, (size, _) in files:
+            blocks = -(-size // BLOCK)
+            readers.append(BlockReader(self.folder / name, size, checks[cut : cut + blocks]))
+            cut += blocks
+        return readers
 
     def _checks(self, shard: int) -> np.ndarray:
         name = manifest.checks_name(shard)
@@ -265,6 +300,16 @@ class JoinedShards(_Numbered):
     def __init__(self, parts: tuple[TokenShards, ...]):
         self.parts = parts
         first = parts[0]
+        templates = {part.manifest.template: part for part in parts if part.manifest.template}
+        if len(templates) > 1:
+            one, other, *_ = templates.values()
+            raise ConfigError(
+                "folders of token shards have different chat templates",
+                where=f"{one.folder} and {other.folder}",
+                why=f"the digests are {one.manifest.template[:12]} and "
+                f"{other.manifest.template[:12]}",
+                fix="write the shards again with one --config.data.template",
+            )
         for part in parts[1:]:
             if part.manifest.tokenizer != first.manifest.tokenizer:
                 raise ConfigError(
@@ -283,10 +328,20 @@ class JoinedShards(_Numbered):
         """The tokenizer that made the ids."""
         return self.parts[0].tokenizer
 
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The template of the first folder with conversations; None for text alone."""
+        return next((part.template for part in self.parts if part.manifest.template), None)
+
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Return ids of a document, like `TokenShards.read`."""
         part, inner = self._locate(document)
         return self.parts[part].read(inner, start, stop)
+
+    def weights(self, document: int, start: int, stop: int) -> np.ndarray | float:
+        """Return loss weights of a document, like `TokenShards.weights`."""
+        part, inner = self._locate(document)
+        return self.parts[part].weights(inner, start, stop)
 
     def origin(self, document: int) -> tuple[str, int]:
         """Return the file and record of a document, like `TokenShards.origin`."""
@@ -316,14 +371,21 @@ def join(sets: Sequence[AnyShards]) -> JoinedShards:
 
 
 def _sum(manifests: list[Manifest]) -> Manifest:
-    left_out: Counter[str] = Counter()
+    left_out, figures = Counter[str](), Counter[str]()
     for each in manifests:
         left_out.update(each.left_out)
+        figures.update(each.figures)
+    if figures:
+        figures["trained_tokens"] = sum(each.trained for each in manifests)
+        figures["longest"] = max(each.figures.get("longest", 0) for each in manifests)
     names = "".join(manifest.files_sha256 for manifest in manifests)
     return dataclasses.replace(
         manifests[0],
         **{name: sum(getattr(each, name) for each in manifests) for name in SUMMED},
         left_out=dict(left_out),
+        weights=tuple(dict.fromkeys(w for manifest in manifests for w in manifest.weights)),
+        template=next((each.template for each in manifests if each.template), ""),
+        figures=dict(figures),
         files_sha256=hashlib.sha256(names.encode()).hexdigest(),
         shards=tuple(shard for manifest in manifests for shard in manifest.shards),
     )

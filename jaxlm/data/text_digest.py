@@ -43,6 +43,8 @@ class TextDigests:
         """Return the sha256 over name and contents of every file; each is read at most once."""
         if corpus not in self._made:
             total = hashlib.sha256(corpus.text_key.encode())
+            if corpus.chat is not None:
+                total.update(repr(tuple(corpus.chat)).encode())
             for name, digest in zip(corpus.names, self._files(corpus), strict=True):
                 total.update(f"\0{name}\0{digest}".encode())
             self._made[corpus] = total.hexdigest()

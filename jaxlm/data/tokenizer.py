@@ -98,9 +98,27 @@ class Tokenizer(abc.ABC):
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special ids."""
 
+    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Return the ids of each text, and the character at which each id starts."""
+        encodings = self.encode_many(texts)
+        starts = []
+        for text, ids in zip(texts, encodings, strict=True):
+            lengths = self.token_bytes[ids]
+            starts.append(_characters_at(text, np.cumsum(lengths) - lengths - len(self.lead)))
+        return list(zip(encodings, starts, strict=True))
+
     @abc.abstractmethod
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
+
+
+def _characters_at(text: str, places: np.ndarray) -> list[int]:
+    """Return the character that each byte of a text belongs to."""
+    places = np.maximum(places, 0)
+    if text.isascii():
+        return places.tolist()
+    is_first = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
+    return (np.cumsum(is_first)[places] - 1).tolist()
 
 
 class StreamDecoder:
@@ -145,6 +163,9 @@ class Characters(Tokenizer):
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [[self._ids.get(character, self.unk) for character in text] for text in texts]
+
+    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        return [(ids, list(range(len(ids)))) for ids in self.encode_many(texts)]
 
     def serialize(self) -> bytes:
         return json.dumps({"kind": "characters", "characters": self._characters}).encode()
@@ -242,6 +263,22 @@ class SentencePiece(Tokenizer):
                 ids += self._spelt + part
             out.append(ids)
         return out
+
+    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        if self._spells_space:
+            return super().encode_with_starts(texts)
+        from sentencepiece import sentencepiece_pb2
+
+        encodings = []
+        for text in texts:
+            proto = sentencepiece_pb2.SentencePieceText()  # type: ignore[attr-defined]
+            proto.ParseFromString(self._processor.encode(text, out_type="serialized_proto"))
+            places = np.array([piece.begin for piece in proto.pieces], np.int64)
+            is_inside = np.minimum(places, len(text.encode()) - 1)
+            encodings.append(
+                ([piece.id for piece in proto.pieces], _characters_at(text, is_inside))
+            )
+        return encodings
 
     def serialize(self) -> bytes:
         return self._model

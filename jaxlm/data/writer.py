@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxlm.core.errors import DataError
-from jaxlm.data import cache, long_text, manifest
+from jaxlm.data import cache, chat_templates, long_text, manifest
 from jaxlm.data.blocks import BlockWriter
+from jaxlm.data.chat_documents import ChatEncoder, Encoded
 from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.manifest import Manifest, Shard
 from jaxlm.data.records import Document
@@ -19,6 +20,11 @@ from jaxlm.data.tokenizer import Tokenizer
 
 SHARD_TOKENS = 2**28
 PROGRESS_BYTES = 2**20  # bytes of input between two calls of `progress`
+EMPTY_TEXT = "--config.data.validation=tail:10%    # the end of each text\nname more files"
+EMPTY_CHAT = (
+    "'--config.data.validation=()'    # if too few are held out\n"
+    "--config.data.sequence=4096    # if conversations are too long\nname more files"
+)
 ENCODING = 2  # version of the encoding; cached tokens of another version are made again
 
 
@@ -32,16 +38,18 @@ def write(
     name: str = "",
     files: Sequence[str] = (),
     is_whole: Callable[[Path], bool] = lambda folder: True,
+    chat: ChatEncoder | None = None,
 ) -> TokenShards:
     """Encode documents into a new folder, which appears complete or not at all.
 
     Args:
-      documents: the text.
+      documents: the text, or conversations.
       left_out: counts of documents left out, filled while `documents` is read.
       progress: called now and then with the `place` of the last document.
       name: name of the documents in errors.
       files: file names that are numbered first, so that folders written separately agree.
       is_whole: returns if an existing folder may be returned; otherwise it is replaced.
+      chat: the encoding of conversations; None for text.
 
     Raises:
       DataError: if there is no document, or the tokenizer gives an id outside its table.
@@ -50,55 +58,61 @@ def write(
     with cache.built(folder, is_whole) as partial:
         if partial is None:
             return TokenShards.open(folder)
-        writer = _Writer(partial, tokenizer, files)
+        writer = _Writer(partial, tokenizer, files, chat)
         try:
-            writer.add(documents, progress)
+            encoded = (
+                encode_texts(tokenizer, documents)
+                if chat is None
+                else chat.encode(documents, left_out, writer.figures)
+            )
+            writer.add(encoded, progress)
         finally:
             writer.close()
         if not any(shard.documents for shard in writer.shards):
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
             what = "the data contains no document"
             why = f"left out: {reasons or 'none, the files are empty'}"
-            fix = "--config.data.validation=tail:10%    # the end of each text\nname more files"
+            fix = EMPTY_TEXT if chat is None else EMPTY_CHAT
             raise DataError(what, where=name or str(folder), why=why, fix=fix)
         writer.finish(left_out)
     return TokenShards.open(folder)
 
 
 class _Writer:
-    def __init__(self, folder: Path, tokenizer: Tokenizer, files: Sequence[str]):
-        self.folder, self.tokenizer = folder, tokenizer
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, files: Sequence[str], chat: ChatEncoder | None
+    ):
+        self.folder, self.tokenizer, self.chat = folder, tokenizer, chat
+        self.figures = Counter[str]()
+        self.weights: dict[float, int] = {} if chat is None else {0.0: 0, 1.0: 1}  # numbers
         self.dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
         self.files = {name: number for number, name in enumerate(files)}
         self.shards: list[Shard] = []
         self.totals = Counter[str]()
-        self._before, self._after = (
-            np.array(ids, self.dtype) for ids in (tokenizer.before, tokenizer.after)
-        )
-        self._around = max((*tokenizer.before, *tokenizer.after))
+        around = ((), ()) if chat is not None else (tokenizer.before, tokenizer.after)
+        self._before, self._after = (np.array(ids, self.dtype) for ids in around)
+        self._around = max((*around[0], *around[1]), default=0)
         self._open()
 
     def _open(self) -> None:
         number = len(self.shards)
         self._tokens = BlockWriter(self.folder / manifest.tokens_name(number))
         self._documents = BlockWriter(self.folder / manifest.documents_name(number))
+        self._columns = [self._tokens, self._documents]
+        if self.chat is not None:
+            self._columns.append(BlockWriter(self.folder / manifest.weights_name(number)))
         self._counts = Counter[str]()
         self._largest_id = 0
 
-    def add(self, documents: Iterable[Document], progress: Callable[[int], None]) -> None:
-        """Encode documents and write them."""
+    def add(self, encoded: Iterable[Encoded], progress: Callable[[int], None]) -> None:
+        """Write encoded documents."""
         reported = place = 0
-        waiting = deque[Document]()
-
-        def texts() -> Iterator[str]:
-            for document in documents:
-                waiting.append(document)
-                yield document.text
-
-        for parts in long_text.encode(self.tokenizer, texts()):
-            document = waiting.popleft()
+        for each in encoded:
+            document = each.document
             self.totals["bytes"] += _bytes(document.text)
-            self._write(document, [self._checked(document, ids) for ids in parts])
+            self._write(document, [self._checked(document, ids) for ids in each.ids])
+            if each.weights is not None:
+                self._columns[2].write(self._numbers(document, each.weights))
             place = document.place
             if place - reported >= PROGRESS_BYTES:
                 reported = place
@@ -116,9 +130,24 @@ class _Writer:
         self._largest_id = max(self._largest_id, self._around, *largest)
         self._counts["tokens"] += count
         self._counts["documents"] += 1
+        self.figures["longest"] = max(self.figures["longest"], count)
         file = self.files.setdefault(document.file, len(self.files))
         self._documents.write(np.array([self._counts["tokens"], file, document.record], "<i8"))
-        self.totals["unknown"] += sum(int((part == self.tokenizer.unk).sum()) for part in parts)
+        if self.tokenizer.unk not in self.tokenizer.after:
+            self.totals["unknown"] += sum(int((part == self.tokenizer.unk).sum()) for part in parts)
+
+    def _numbers(self, document: Document, weights: np.ndarray) -> np.ndarray:
+        """Return the number of each weight in the manifest's list."""
+        if not (weights % 1).any() and weights.max() <= 1:
+            return weights.astype(np.uint8)
+        values, places = np.unique(weights, return_inverse=True)
+        numbers = [self.weights.setdefault(v, len(self.weights)) for v in values.tolist()]
+        if len(self.weights) > manifest.MAX_WEIGHTS:
+            what = f"the data has more than {manifest.MAX_WEIGHTS} different weights of turns"
+            where = f"{document.file}, record {document.record}"
+            why = "a shard stores the number of each weight in one byte"
+            raise DataError(what, where=where, why=why, fix="round the weights to two digits")
+        return np.array(numbers, np.uint8)[places]
 
     def _checked(self, document: Document, array: np.ndarray) -> np.ndarray:
         if len(array) and (array.max() >= self.tokenizer.size or array.min() < 0):
@@ -130,9 +159,9 @@ class _Writer:
 
     def close(self) -> None:
         """Finish the current shard."""
-        for stream in (self._tokens, self._documents):
+        for stream in self._columns:
             stream.close()
-        checks = np.concatenate((self._tokens.checks, self._documents.checks)).tobytes()
+        checks = np.concatenate([stream.checks for stream in self._columns]).tobytes()
         (self.folder / manifest.checks_name(len(self.shards))).write_bytes(checks)
         self.shards.append(
             Shard(
@@ -142,6 +171,7 @@ class _Writer:
                 tokens_sha256=self._tokens.sha256,
                 documents_sha256=self._documents.sha256,
                 checks_sha256=hashlib.sha256(checks).hexdigest(),
+                weights_sha256="" if self.chat is None else self._columns[2].sha256,
             )
         )
 
@@ -150,6 +180,9 @@ class _Writer:
         files = json.dumps(list(self.files)).encode()
         (self.folder / manifest.FILES).write_bytes(files)
         (self.folder / manifest.TOKENIZER).write_bytes(self.tokenizer.serialize())
+        template = b"" if self.chat is None else chat_templates.serialized(self.chat.template)
+        if template:
+            (self.folder / manifest.TEMPLATE).write_bytes(template)
         Manifest(
             tokenizer=self.tokenizer.digest,
             vocab=self.tokenizer.size,
@@ -161,7 +194,23 @@ class _Writer:
             unknown=self.totals["unknown"],
             files_sha256=hashlib.sha256(files).hexdigest(),
             shards=tuple(self.shards),
+            weights=tuple(self.weights),
+            template=hashlib.sha256(template).hexdigest() if template else "",
+            figures={} if self.chat is None else dict(self.figures),
         ).write(self.folder)
+
+
+def encode_texts(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[Encoded]:
+    """Yield the ids of each text."""
+    waiting = deque[Document]()
+
+    def texts() -> Iterator[str]:
+        for document in documents:
+            waiting.append(document)
+            yield document.text
+
+    for parts in long_text.encode(tokenizer, texts()):
+        yield Encoded(waiting.popleft(), parts)
 
 
 def _bytes(text: str) -> int:

@@ -20,14 +20,14 @@ from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import tokenizer_json
+from jaxlm.data import chat_templates, tokenizer_json
+from jaxlm.data.chat_tokenizer import ends as chat_ends
 from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.vocabularies import gguf_tokens
 from jaxlm.data.vocabularies.gguf_tokens import PREFIX
 from jaxlm.models.families.hub import IGNORED_ATTRIBUTES, uncomputed
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.use.generate import template_source
 from jaxlm.recipes.use.load import LoadedRun
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -111,14 +111,17 @@ class HFExport:
         tokenizer, known = self._job.opened.tokenizer, self._attributes
         ids = {name: known[name] for name in known if name in GENERATION}
         ids = {name: id_ for name, id_ in ids.items() if id_ is not None}
-        if len(ends := tokenizer.ends) > 1:
+        folder = self._job.workdir / chat_templates.HUB
+        ends, template = tokenizer.ends, chat_templates.of_folder(folder)
+        if template is not None and self._job.opened.run.data.kind != "text":
+            ends = chat_ends(tokenizer, template)
+        if len(ends) > 1:
             ids["eos_token_id"] = list(ends)
         write_json(place / "generation_config.json", ids)
-        hub_folder = self._job.workdir / import_model.FOLDER
-        if hub_folder.is_dir():
-            for name in import_model.COMPANION_FILES:
-                if name != "config.json" and (hub_folder / name).is_file():
-                    shutil.copyfile(hub_folder / name, place / name)
+        for name in import_model.COMPANION_FILES:
+            if name != "config.json" and (folder / name).is_file():
+                shutil.copyfile(folder / name, place / name)
+        if isinstance(tokenizer, ImportedTokenizer):
             return
         content = tokenizer_json.as_json(tokenizer)
         if content is None:
@@ -189,8 +192,8 @@ class GGUFExport:
         rows = attributes["vocab_size"]
         known = gguf_tokens.metadata(content, rows, str(job.workdir))
         self._tokenizer = known | _special_ids(tokenizer)
-        if (template := template_source(job.workdir)[0]) is not None:
-            self._tokenizer["tokenizer.chat_template"] = template
+        if (template := chat_templates.of_folder(job.workdir / chat_templates.HUB)) is not None:
+            self._tokenizer["tokenizer.chat_template"] = template.source
 
     def write(self, place: Path) -> int:
         """Write the file; returns the number of files, 1. Raises OSError."""

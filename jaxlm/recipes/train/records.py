@@ -417,7 +417,7 @@ class DivergenceAlarm:
         """Return the nats of the unigram coder on the ranking set; None unless it is plain text."""
         data = self._programs.data
         validation = data.validation.get(self._ranking_set or "")
-        if validation is None or validation.corruption is not None:
+        if validation is None or not validation.predicts_all:
             return None
         try:
             return baselines.unigram_nats(data.train.shards, validation.shards)
@@ -443,6 +443,8 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
         sources = [*data.train.describe(run.pace, run.train.steps)]  # what each will have read
     else:
         amount, sources = f"{data.train.epochs(run.rows):.2f} epochs", []
+    if train.figures:
+        amount += f"; {train.trained / train.tokens:.1%} of the tokens are trained"
     facts = [
         ("processes", _processes(trainer)),
         ("devices", f"{mesh.devices.size} x {kind}, mesh {format_mesh(mesh.shape)}"),
@@ -660,7 +662,7 @@ def _compare_with_baselines(trainer: "Trainer") -> dict[str, Any]:
     """
     ranking_set, evaluation = trainer.evaluator.ranking_set, trainer.evaluation
     loader = trainer.programs.data.validation[ranking_set] if ranking_set else None
-    if loader is None or loader.corruption is not None or not evaluation:
+    if loader is None or not loader.predicts_all or not evaluation:
         return {}
     directory = trainer.context.directory
     text = baselines.stored_text(loader.shards)
@@ -702,5 +704,6 @@ def _next_commands(trainer: "Trainer", verdict: dict[str, Any] | None) -> str:
     lines = [verdict["command"]] if verdict else []
     lines += [f"jaxlm eval --workdir={workdir}"] if trainer.programs.data.validation else []
     if trainer.run_config.objective.prompts != "none":
-        lines.append(f"jaxlm generate --workdir={workdir} --prompt='...'")
+        chat = "" if trainer.programs.data.template is None else " --chat"
+        lines.append(f"jaxlm generate --workdir={workdir} --prompt='...'{chat}")
     return "\n".join(lines)

@@ -16,12 +16,13 @@ from jax.sharding import Mesh
 from jaxlm.checkpoint.hub_download import PREFIX
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
-from jaxlm.core import batch_schedule, config, tree
+from jaxlm.core import batch_schedule, config, disk, tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import ABSENT, Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, DataError, listed
 from jaxlm.core.problems import short
-from jaxlm.data import mixture_config, tokenizer_file
+from jaxlm.data import chat_templates, mixture_config, tokenizer_file
+from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.dataset import Data
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
@@ -265,6 +266,17 @@ def copy_hub_files(source: Path, workdir: Path) -> None:
     folder = source / FOLDER
     if folder.is_dir():
         shutil.copytree(folder, workdir / FOLDER, dirs_exist_ok=True)
+
+
+def keep_template(template: ChatTemplate, workdir: Path, warn: Log) -> None:
+    """Write the template of the conversations, for generation and exports of this run."""
+    folder = workdir / FOLDER
+    folder.mkdir(exist_ok=True)
+    known = chat_templates.of_folder(folder)
+    if known is not None and chat_templates.dated(known) != template.source:
+        warn(f"the chat template, {template.where}, differs from that of the model: {known.where}")
+    for name, content in chat_templates.keep(template, folder).items():
+        disk.replace(folder / name, content)
 
 
 def find_teacher(

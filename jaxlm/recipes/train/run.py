@@ -130,6 +130,8 @@ def run_training(
                     resume.copy_hub_files(source.workdir, context.directory.path)
                 if source and base is not None:
                     context.directory.write_json(BASE, source.record())
+                if data.template is not None:
+                    resume.keep_template(data.template, context.directory.path, notices.append)
                 _describe(context, loaded, data, model)
             for line in notices:
                 context.console.warn(line, step=point.start)

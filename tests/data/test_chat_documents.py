@@ -1,0 +1,246 @@
+"""Conversations in files become rows: weights, lengths, splits, mixtures, and what is left out."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data import chat_templates, dataset, peek
+from jaxlm.data.config import DataConfig
+from jaxlm.data.corrupt.rows import Corruption, RowChanges, causal
+from jaxlm.data.tokenizer import Bytes
+
+END = Bytes().eos
+
+
+def pair(asked, answered, **more):
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered, **more}]
+
+
+def write(path, conversations, key="messages"):
+    path.write_text("".join(json.dumps({key: each}) + "\n" for each in conversations))
+    return str(path)
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """Sixty conversations of one to three exchanges."""
+    names = [[f"{n} {k}" for k in range(n % 3 + 1)] for n in range(60)]
+    turns = [[turn for k in each for turn in pair(f"q{k}", f"a{k}")] for each in names]
+    return write(tmp_path / "chat.jsonl", turns)
+
+
+def opened(tmp_path, train, said=None, **settings):
+    config = {"kind": "chat", "validation": (), "tokenizer": "bytes", "sequence": 128} | settings
+    train = (train,) if isinstance(train, str) else train
+    root, said = tmp_path / "cache", [] if said is None else said
+    return dataset.open_data(
+        DataConfig(train=train, **config), seed=0, root=root, log=said.append, warn=said.append
+    )
+
+
+def rows(data, loader=None):
+    loader = loader or data.train
+    return next(loader.evaluation(batch=loader.plan.rows))
+
+
+def trained(data, batch):
+    """The texts that a batch is trained on."""
+    texts = []
+    for row in range(len(batch.tokens)):
+        for text in peek.render_segments(batch, data.tokenizer, row):
+            texts += [part.partition("\u00bb")[0] for part in text.split("\u00ab")[1:]]
+    return texts
+
+
+def test_rows_hold_whole_conversations_and_train_their_answers(chats, tmp_path):
+    data = opened(tmp_path, chats)
+    batch = rows(data)
+    answers = [f"a{n} {k}<|eos|>" for n in range(60) for k in range(n % 3 + 1)]
+    assert sorted(trained(data, batch)) == sorted(answers)
+    figures = data.train.shards.manifest.figures
+    assert figures["trained_tokens"] == batch.weights.sum() == (batch.weights > 0).sum()
+    assert (figures["turns"], figures["trained_turns"]) == (240, 120)
+    firsts = batch.tokens[(batch.positions == 0) & (batch.segments > 0)]
+    assert len(firsts) == 60  # none is cut
+    assert set(firsts.tolist()) == {1}
+    assert (batch.tokens == 1).sum() == 60
+    weights = np.where(batch.targets == END, batch.weights, -1)
+    assert (weights == 1).sum() == 120
+
+
+def test_a_set_is_prepared_once_for_each_template_length_and_form(chats, tmp_path):
+    said = []
+    for settings in (
+        {},
+        {"template": "chatml"},  # which auto is here
+        {"sequence": 200},
+        {"roles": ("user", "assistant")},
+        {"overlong": "left"},
+    ):
+        opened(tmp_path, chats, said, **settings)
+        opened(tmp_path, chats, said, **settings)
+    assert [line for line in said if "tokenizing" in line] == ["tokenizing train: 1 file"] * 4
+
+
+def test_weights_are_kept_exactly_and_travel_with_mixtures(tmp_path):
+    one = write(tmp_path / "one.jsonl", [pair("a", "b", weight=0.3), pair("c", "d")] * 4)
+    two = write(tmp_path / "two.jsonl", [pair("e", "f", weight=7)] * 4)
+    data = opened(tmp_path, (f"one={one}", f"two={two}"), sequence=64)
+    assert set(rows(data).weights.ravel().tolist()) == {0.0, float(np.float32(0.3)), 1.0, 7.0}
+    assert data.train.shards.manifest.trained == 12 * 2
+    batches = data.train.batches(0, batch=2)
+    seen = np.concatenate([next(batches).weights for _ in range(6)])
+    assert {0.0, 1.0, 7.0} < set(seen.ravel().tolist())
+
+
+def test_conversations_too_long_for_a_row_are_dropped_cut_or_an_error(tmp_path):
+    turns = [{"role": "system", "content": "s"}, *pair("first", "one"), *pair("second", "two")]
+    train = write(tmp_path / "chat.jsonl", [turns, pair("a", "b"), pair("a", "x" * 100)])
+    said = []
+    data = opened(tmp_path, train, said, sequence=60)
+    assert trained(data, rows(data)) == ["b<|eos|>"]
+    assert "left out of train: 2 longer than a row" in said
+    data = opened(tmp_path, train, said, sequence=60, overlong="left")
+    assert sorted(trained(data, rows(data))) == ["b<|eos|>", "two<|eos|>"]
+    manifest = data.train.shards.manifest
+    assert (manifest.figures["turns_cut"], manifest.left_out) == (2, {"longer than a row": 1})
+    text = peek.render_segments(rows(data), data.tokenizer, 0)[0]
+    assert "system\ns" in text
+    assert "first" not in text
+    with pytest.raises(DataError, match="longer than a row") as caught:
+        opened(tmp_path, train, sequence=60, overlong="error")
+    assert caught.value.where == f"{train}, record 0"
+    assert caught.value.fix.startswith("--config.data.sequence=")
+
+
+def test_equal_prompts_are_on_one_side_of_a_split(tmp_path):
+    asked = [f"q{n % 20}" for n in range(200)]
+    turns = [pair(each, f"a{n}") for n, each in enumerate(asked)]
+    data = opened(tmp_path, write(tmp_path / "chat.jsonl", turns), validation=("20%",))
+    sides = [trained(data, rows(data, each)) for each in (data.train, data.validation["val"])]
+    prompts = [{asked[int(a.removesuffix("<|eos|>")[1:])] for a in side} for side in sides]
+    assert sum(map(len, sides)) == 200
+    assert min(map(len, sides)) > 0
+    assert not prompts[0] & prompts[1]
+
+
+def test_a_prompt_of_a_validation_file_that_is_trained_on_is_refused(tmp_path):
+    train = write(tmp_path / "chat.jsonl", [pair(f"q{n}", "a") for n in range(20)])
+    others = [pair(f"other {n}", "a") for n in range(9)]
+    held = write(tmp_path / "held.jsonl", [*others, pair("q7", "another answer")])
+    with pytest.raises(DataError, match="prompts that are trained on") as caught:
+        opened(tmp_path, train, validation=(held,))
+    assert caught.value.where == f"{held}, record 9"
+    assert "1 of 10 conversations" in caught.value.why
+    data = opened(tmp_path, train, validation=(held,), max_dropped=0.1)
+    assert len(trained(data, rows(data, data.validation["val"]))) == 10
+
+
+def test_prompts_and_completions_are_joined_as_text(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    records = [{"prompt": "1+1=", "completion": "2"}, {"prompt": pair("a", "b"), "completion": "c"}]
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    data = opened(tmp_path, str(path), kind="completion")
+    batch = rows(data)
+    texts = peek.render_segments(batch, data.tokenizer, 0)
+    assert "<|bos|>1+1=\u00ab2<|eos|>\u00bb" in texts
+    assert trained(data, batch) == ["c<|eos|>", "2<|eos|>"]
+
+
+def test_parquet_and_lone_surrogates_are_read(tmp_path):
+    table = pyarrow.Table.from_pylist([{"messages": pair("q", "a"), "tools": None}] * 3)
+    pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
+    data = opened(tmp_path, str(tmp_path / "chat.parquet"))
+    assert trained(data, rows(data)) == ["a<|eos|>"] * 3
+    said = []
+    data = opened(tmp_path, write(tmp_path / "chat.jsonl", [pair("\ud800", "a\udfff")]), said)
+    assert trained(data, rows(data)) == ["a\ufffd<|eos|>"]
+    assert "in train: 1 with a lone surrogate, replaced" in said
+
+
+def test_what_is_left_out_is_counted_by_reason(tmp_path):
+    turns = [pair("a", "b")] * 3 + [pair("a", "b")[:1], pair("a", " "), pair("a", "b", train=False)]
+    said = []
+    opened(tmp_path, write(tmp_path / "chat.jsonl", turns), said)
+    reasons = "1 with an empty turn, 1 without a trained turn, 1 without an assistant turn"
+    assert f"left out of train: {reasons}" in said
+    with pytest.raises(DataError, match="no conversation has an answer") as caught:
+        opened(tmp_path, write(tmp_path / "none.jsonl", turns[3:]))
+    assert "1 without an assistant turn" in caught.value.why
+
+
+def test_a_broken_record_has_its_line_and_its_fix(tmp_path):
+    turns = [pair("a", "b"), [{"role": "bot", "content": "x"}]]
+    with pytest.raises(DataError, match="a record with an unknown role") as caught:
+        opened(tmp_path, write(tmp_path / "chat.jsonl", turns))
+    assert caught.value.where.endswith("chat.jsonl, record 1")
+    assert "'bot'" in caught.value.why
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n' * 5)
+    with pytest.raises(DataError, match="without messages") as caught:
+        opened(tmp_path, str(tmp_path / "text.jsonl"))
+    assert caught.value.fix == "--config.data.kind=text"
+    with pytest.raises(DataError, match="no text under 'text'") as caught:
+        opened(tmp_path, write(tmp_path / "chat.jsonl", turns), kind="text")
+    assert caught.value.fix == "--config.data.kind=chat"
+    (tmp_path / "text.txt").write_text("a")
+    with pytest.raises(DataError, match="without messages"):
+        opened(tmp_path, str(tmp_path / "text.txt"))
+
+
+def test_a_conversation_that_the_template_refuses_ends_the_run_or_is_counted(tmp_path):
+    source = (
+        "{% if messages[0].content == 'no' %}{{ raise_exception('roles alternate') }}{% endif %}"
+    )
+    (tmp_path / "own.jinja").write_text(
+        source + "{% for m in messages %}{{ m.content + '<|eos|>' }}{% endfor %}"
+    )
+    train = write(tmp_path / "chat.jsonl", [pair("a", "b")] * 9 + [pair("no", "b")])
+    settings = {"template": str(tmp_path / "own.jinja")}
+    with pytest.raises(DataError, match="refused by the chat template") as caught:
+        opened(tmp_path, train, **settings)
+    assert "roles alternate; 1 of the 10 conversations" in caught.value.why
+    assert caught.value.where.endswith("record 9")
+    said = []
+    opened(tmp_path, train, said, max_dropped=0.1, **settings)
+    assert "left out of train: 1 refused by the chat template" in said
+
+
+def test_token_shards_of_conversations_keep_weights_and_template(chats, tmp_path):
+    config = DataConfig(train=(chats,), validation=(), kind="chat", tokenizer="bytes", sequence=128)
+    written = dataset.tokenize(config, tmp_path / "out", lambda _: None, lambda *_: None)
+    written["train"].verify()
+    direct = opened(tmp_path, chats)
+    stored = opened(tmp_path, str(tmp_path / "out/train"), kind="text")
+    for one, other in zip(rows(direct), rows(stored), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert chat_templates.digest(direct.template) == chat_templates.digest(stored.template)
+    assert direct.fingerprint["template"] == stored.fingerprint["template"]
+    with pytest.raises(DataError, match="longer than a row"):
+        opened(tmp_path, str(tmp_path / "out/train"), sequence=16)
+    damaged = tmp_path / "out/train/weights-00000.bin"
+    damaged.write_bytes(bytes([1]) + damaged.read_bytes()[1:])
+    with pytest.raises(DataError, match="damaged"):
+        rows(opened(tmp_path, str(tmp_path / "out/train")))
+
+
+def test_an_objective_that_changes_rows_is_refused(chats, tmp_path):
+    config = DataConfig(train=(chats,), validation=(), kind="chat", tokenizer="bytes")
+    changes = RowChanges(Corruption(causal), {})
+    with pytest.raises(ConfigError, match="does not train on conversations"):
+        dataset.open_data(config, seed=0, prepare=lambda *_: changes, root=tmp_path / "cache")
+
+
+def test_settings_that_would_cut_conversations_are_refused():
+    config = DataConfig(
+        train=("x",),
+        kind="chat",
+        roles=("bot",),
+        validation=("tail:5%",),
+        sequence_warmup=("64@1%",),
+    )
+    assert [name for name, _, _ in config.problems()] == ["roles", "validation", "sequence_warmup"]
+    assert next(DataConfig(train=("x",), kind="chat").derived())[:2] == ("validation", ("5%",))

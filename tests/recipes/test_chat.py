@@ -1,0 +1,113 @@
+"""Training on conversations through the front door: loss, resuming, answers, and what is refused."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.data import chat_templates, dataset
+from jaxlm.data.chat_tokenizer import ChatTokenizer
+from jaxlm.data.config import DataConfig
+from jaxlm.recipes.use import generate
+from tests.faults import harness
+from tests.recipes.test_pretrain import final_state
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def conversations():
+    """Sums of digits, and a second exchange that is always the same."""
+    draw = random.Random(0)
+    for number in range(200):
+        a, b = draw.randrange(5), draw.randrange(5)
+        turns = [("user", f"{a}+{b}?"), ("assistant", str(a + b)), ("user", "Sure? \u20ac")]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        answer = {"role": "assistant", "content": "Yes.", "weight": 0.5}
+        yield [*messages, answer] if number % 3 else messages[:2]
+
+
+def write(path, turns):
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chats")
+    settings = {
+        "data.train": (write(folder / "chat.jsonl", conversations()),),
+        "data.kind": "chat",
+        "data.sequence": 96,
+        "data.packing": "concat",
+        "optim.lr": 1e-2,
+        "train.steps": 40,
+        "checkpoint.every": 20,
+        "model.dropout": 0.0,
+    }
+    return harness.write_config(folder, settings)
+
+
+@pytest.fixture(scope="module")
+def unbroken(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "unbroken"
+    assert main(harness.words(config, workdir)) == 0
+    return workdir
+
+
+def test_the_loss_of_answers_falls_and_a_resumed_run_is_the_same(config, unbroken, tmp_path):
+    losses = [r["loss_nats"] for r in harness.records(unbroken) if r["split"] == "train"]
+    assert losses[-1] < 0.4 * losses[0]
+    workdir = tmp_path / "broken"
+    assert main(harness.words(config, workdir, "--stop_at=25")) == 0
+    assert main(harness.words(config, workdir)) == 0
+    assert harness.losses(workdir) == harness.losses(unbroken)
+    one, other = final_state(workdir), final_state(unbroken)
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name])
+
+
+def test_the_ids_of_a_prompt_are_a_prefix_of_those_trained_on(config, unbroken):
+    settings = json.loads((unbroken / "config.json").read_text())["data"]
+    names = ("train", "kind", "tokenizer", "sequence")
+    data = dataset.open_data(
+        DataConfig(**{n: tuple(v) if isinstance(v := settings[n], list) else v for n in names}),
+        seed=0,
+    )
+    template = generate.template_of(unbroken)
+    assert chat_templates.digest(template) == chat_templates.digest(data.template)
+    tokenizer = ChatTokenizer(data.tokenizer, template)
+    assert tokenizer.ends == (2,)
+    shards = data.train.shards
+    asked = list(conversations())
+    for document in range(20):
+        (length,) = shards.lengths(document, document + 1)
+        ids = shards.read(document, 0, length).tolist()
+        messages = asked[shards.origin(document)[1]]
+        prompt = tokenizer.encode(messages[0]["content"])
+        assert ids[: len(prompt)] == prompt
+        trained = shards.weights(document, 0, length) > 0
+        assert trained.argmax() == len(prompt)
+
+
+def test_a_trained_model_answers_and_ends_by_itself(unbroken, capsys):
+    words = ["generate", f"--workdir={unbroken}", "--chat", "--prompt=Sure? \u20ac", "--json"]
+    assert main([*words, "--temperature=0", "--max_tokens=12"]) == 0
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]
+    assert sample["finish_reason"] == "eos_token"
+
+
+def test_conversations_without_an_answer_end_before_the_first_step(config, tmp_path, capsys):
+    turns = [[{"role": "user", "content": "a"}]] * 5
+    train = write(tmp_path / "none.jsonl", turns)
+    assert main(harness.words(config, tmp_path / "run", f"--config.data.train={train}")) == 65
+    told = capsys.readouterr().err
+    assert "no conversation has an answer" in told
+    assert not (tmp_path / "run/checkpoints").exists()
+    turns = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 500}]] * 5
+    train = write(tmp_path / "long.jsonl", turns)
+    flags = (f"--config.data.train={train}", "--config.data.validation=()")
+    assert main(harness.words(config, tmp_path / "run", *flags)) == 65
+    assert "5 longer than a row" in capsys.readouterr().err
