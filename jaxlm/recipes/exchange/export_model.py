@@ -79,7 +79,7 @@ def export_model(
             "a bottleneck cannot be merged into its base",
             where=f"tune.name = {opened.run.tune.name}",
             why="it is no linear map, and the format has no place for it",
-            fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt='...'",
+            fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
         )
     opened = _without_capacity(_without_heads(opened, say), say)
     decoder = opened.model.blueprint.config

@@ -127,7 +127,7 @@ def find_base(
             f"tune.name = {run.tune.name} needs the weights of a model",
             where="--init_from",
             why="an adapter changes a model that was trained before",
-            fix="--init_from=runs/base    # a run, or a folder with a Hugging Face model\n"
+            fix="--init_from=runs/base    # a run or a folder of transformers\n"
             "--config.tune.name=full",
         )
     ref = ref or f"{record['run']}@{record['step']}"
@@ -136,7 +136,7 @@ def find_base(
     except InputMissing as error:
         if not record:
             raise
-        fix = "--init_from=PLACE    # where the model is now"
+        fix = "--init_from=runs/base    # the new place of the model"
         why = f"{file} names {ref}: {error.what}"
         raise InputMissing(
             "the adapter's base is gone", where=str(file), why=why, fix=fix
@@ -154,7 +154,7 @@ def find_base(
             "the adapter's base changed since the run began",
             where=str(file),
             why=f"sha256 of {source} is {source.digest[:16]}..., not {record['sha256'][:16]}...",
-            fix="--init_from=RUN@STEP    # a copy of the model that the run began with",
+            fix="--init_from=runs/base    # a copy of the model that the run began with",
         )
     return source
 

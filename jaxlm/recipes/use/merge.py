@@ -59,7 +59,7 @@ def merge(
             "a bottleneck cannot be merged",
             where=f"tune.name = {adapted.run.tune.name}",
             why="it is no linear map, and the base's layers are",
-            fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt='...'",
+            fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
         )
     merged = load.load_run(workdir, say=say, **(selection | {"cpu_devices": None}))
     differences = _differences(adapted, merged, say)
