@@ -158,6 +158,7 @@ LEAST = [
     "import --from=D",
     "launch --processes=2",
     "lr-find",
+    "merge --out=O",
     "plan",
     "replay --step=1",
     "report",

@@ -7,6 +7,8 @@ the prose names of them, flags and extras, is there.
 
 import argparse
 import importlib.util
+import itertools
+import json
 import os
 import re
 import shlex
@@ -49,6 +51,14 @@ TINY = {
 }
 
 
+TUNED = {
+    "--config.train.steps": "2",
+    "--config.train.batch": "4",
+    "--config.data.sequence": "128",
+    "--config.eval.batches": "1",
+}
+
+
 # Of these the last one given counts: steps of a shorter run, and a tokenizer that is a file of SentencePiece.
 SHORTER = {
     "--stop_at": "--stop_at=2",
@@ -60,6 +70,8 @@ SHORTER = {
 def shortened(command: str) -> str:
     """The command with what TINY and SHORTER add to it."""
     words = shlex.split(command)
+    if any(word.startswith("--config=configs/finetune/") for word in words):
+        return f"{command} {shlex.join(f'{name}={value}' for name, value in TUNED.items())}"
     if "--config=configs/quickstart.py" not in words:
         return command
     given = {word.partition("=")[0] for word in words}
@@ -76,6 +88,11 @@ def checkout(tmp_path_factory):
     (folder / "texts").mkdir()
     for number, path in enumerate(sorted((ROOT / "jaxlm/core").glob("*.py"))):
         (folder / "texts" / f"{number}.txt").write_text(path.read_text())
+    with (folder / "chat.jsonl").open("w") as file:
+        for a, b in itertools.product(range(10), range(10)):
+            turns = [("user", f"{a}+{b}?"), ("assistant", str(a + b))]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").write_text("")
     jaxlm = folder / ".venv/bin/jaxlm"

@@ -31,9 +31,11 @@ from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.checkpointing import Rewind
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
+from jaxlm.recipes.use.load import BASE
 from jaxlm.training import guard
 from jaxlm.training.divergence import MARGIN, Coder, Divergence
 from jaxlm.training.loop import BudgetSpent, Progress
+from jaxlm.training.rundir import read_json
 
 if TYPE_CHECKING:
     from jaxlm.recipes.train.trainer import Trainer
@@ -453,6 +455,7 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
             f"{run.model.family}, {parameters} parameters: {decoder.depth} layers,"
             f" {decoder.width} wide, {decoder.vocab} ids ({data.tokenizer.size} in use)",
         ),
+        *_adapter(trainer),
         (
             "data",
             f"{formatting.count(train.documents)} documents, {formatting.count(train.tokens)}"
@@ -594,6 +597,19 @@ def _checks(trainer: "Trainer") -> str:
     if trainer.context.processes.peers.count > 1:
         checks.append("the same on all processes")
     return f"{', '.join(checks)}: ok"
+
+
+def _adapter(trainer: "Trainer") -> list[tuple[str, str]]:
+    """Return the line about an adapter: its parameters, and the base."""
+    run, programs = trainer.run_config, trainer.programs
+    if programs.base is None:
+        return []
+    trained, whole = tree.count(programs.shapes.params), tree.count(programs.base)
+    base = read_json(trainer.context.directory.path, BASE)
+    line = (
+        f"{run.tune.name}, {formatting.count(trained)} trained parameters ({trained / whole:.2%})"
+    )
+    return [("tune", f"{line}; base {base['run']}, step {base['step']}")]
 
 
 def _example(trainer: "Trainer") -> str:
