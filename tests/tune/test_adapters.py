@@ -164,9 +164,9 @@ def test_the_leaves_in_closed_form_are_those_of_the_model(arm, family):
 def layer(name):
     """Return an adapted layer [6] -> [2, 4] with a bias and moved leaves, and its leaves."""
     kind, settings, path = FLAT[name]
-    init = Initializer("normal", std=0.5, depth=1, dtype=jnp.dtype(jnp.float32))
+    init = Initializer("normal", std=0.5, depth=1, precision=FULL)
     ins, outs = {"embed": 6}, {"heads": 2, "head_dim": 4}
-    base = Linear(ins, outs, key=jax.random.key(0), init=init, precision=FULL, bias=True)
+    base = Linear(ins, outs, key=jax.random.key(0), init=init, bias=True)
     made = kind(base, settings, path, jax.random.key(1))
     draw = np.random.default_rng(5)
     for field in ("bias", "lora_a", "lora_b", "magnitude", "ia3", "adapter_down", "adapter_up"):
