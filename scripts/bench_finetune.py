@@ -1,0 +1,141 @@
+"""Seconds and bytes of a fine-tuning step: each adapter against the step of all weights.
+
+    taskset -c 0 python scripts/bench_finetune.py --size=quickstart
+    taskset -c 0 python scripts/bench_finetune.py --size=100m --arms=lora --json
+
+All steps run in this process, on the same rows, in turns. `chat` is the step of all weights on rows
+of which half of the tokens are trained. The ratio is the median over rounds of an arm's seconds
+over those of `full`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.core import config, tree
+from jaxlm.data.batch import Tokens
+from jaxlm.parallel import mesh as meshes
+from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.train.programs import TrainPrograms
+
+ROOT = Path(__file__).parents[1]
+PLAIN = {
+    "precision.compute": "float32",
+    "optim.name": "adamw",
+    "schedule.name": "constant",
+    "schedule.warmup": "0",
+    "train.microbatches": "1",
+    "train.remat": "none",
+    "model.vocab": "2048",
+}
+SIZES = {
+    "quickstart": PLAIN,
+    "100m": PLAIN
+    | {
+        "model.depth": "12",
+        "model.width": "768",
+        "model.heads": "12",
+        "model.kv_heads": "12",
+        "model.head_dim": "auto",
+        "model.hidden": "auto",
+        "model.vocab": "16384",
+        "model.tied": "True",
+        "data.sequence": "256",
+        "train.batch": "8",
+    },
+}
+ARMS = ("full", "chat", "lora", "dora", "ia3", "bottleneck")
+
+
+class Side:
+    """The step of one arm, with its state."""
+
+    def __init__(self, size: str, arm: str):
+        tune = "full" if arm == "chat" else arm
+        settings = [*SIZES[size].items(), ("tune.name", tune)]
+        self.run: Run = config.load(Run, str(ROOT / "configs/quickstart.py"), settings).value
+        vocab = int(self.run.model.vocab)
+        mesh = meshes.build(self.run.mesh)
+        model = setup.build_sharded_model(self.run, vocab, mesh)
+        data: Any = SimpleNamespace(
+            tokenizer=SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="")
+        )
+        base = jax.jit(model.plain.init)(jax.random.key(0)) if model.base else None
+        self.engine = TrainPrograms(self.run, data, model, base=base)
+        self.state = self.engine.init_state()
+        self.batch = self._batch(vocab, is_chat=arm == "chat")
+        self.parameters = tree.count(self.state.params)
+        self.bytes = tree.size_bytes((self.state.params, self.state.opt_state))
+
+    def _batch(self, vocab: int, *, is_chat: bool) -> Tokens:
+        draw, shape = np.random.default_rng(0), (self.run.train.batch, self.run.data.sequence)
+        tokens = draw.integers(0, vocab, shape).astype(np.int32)
+        positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+        weights = np.ones(shape, np.float32)
+        if is_chat:
+            weights[:, : shape[1] // 2] = 0.0
+        fields = tokens, np.roll(tokens, -1, 1), weights, np.ones_like(tokens), positions
+        return Tokens(*map(jnp.asarray, fields))
+
+    def seconds(self, steps: int) -> float:
+        """Return the seconds of a step, the mean over `steps`."""
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self.state, _ = self.engine.step(self.state, self.batch, **self.engine.extra_inputs)
+        jax.block_until_ready(self.state)
+        return (time.perf_counter() - begun) / steps
+
+
+def measure(size: str, arms: list[str], rounds: int, steps: int) -> dict[str, Any]:
+    """Return seconds by round, and parameters and bytes of the state, of each arm."""
+    setup.start()
+    sides = {arm: Side(size, arm) for arm in dict.fromkeys(("full", *arms))}
+    times: dict[str, list[float]] = {arm: [] for arm in sides}
+    for side in sides.values():
+        side.seconds(2)
+    for _ in range(rounds):
+        for arm, side in sides.items():
+            times[arm].append(side.seconds(steps))
+    full = times["full"]
+    return {
+        arm: {
+            "parameters": side.parameters,
+            "state_bytes": side.bytes,
+            "seconds": statistics.median(times[arm]),
+            "ratio": statistics.median(a / b for a, b in zip(times[arm], full, strict=True)),
+        }
+        for arm, side in sides.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="quickstart")
+    parser.add_argument("--arms", default=",".join(ARMS[1:]), help="arms, separated by commas")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="of each arm in a round; 5, or 1 at 100m")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    steps = args.steps or (1 if args.size == "100m" else 5)
+    result = measure(args.size, args.arms.split(","), args.rounds, steps)
+    if args.json:
+        print(json.dumps({"size": args.size, "arms": result}))
+        return
+    for arm, each in result.items():
+        print(
+            f"{arm:<11} {each['parameters']:>12,} parameters  {each['state_bytes'] / 2**20:8.2f} MiB"
+            f"  {each['seconds'] * 1000:9.1f} ms  {each['ratio']:.3f} of full"
+        )
+
+
+if __name__ == "__main__":
+    main()
