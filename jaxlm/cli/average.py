@@ -23,9 +23,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     workdir, target = Path(needed_run(args)), Path(args.out)
 
-    from jaxlm.recipes.use.average import Options, average
+    from jaxlm.recipes.use.average import AverageOptions, average
 
-    options = Options(
+    options = AverageOptions(
         workdir=workdir,
         out=target,
         steps=_numbers("steps", args.steps, int),

@@ -338,11 +338,11 @@ def _train(args: Any, out: Output) -> int:
     examples = _examples(args.examples)
 
     from jaxlm.corpus.filters.linear import Features
-    from jaxlm.recipes.train_classifier import Options, train
+    from jaxlm.recipes.train_classifier import ClassifierOptions, train
 
     features = Features(buckets=args.buckets, run=args.run)
     flags = selection(args, "text_key", "epochs", "seed") | {"held_out": held_out}
-    options = Options(examples=examples, out=Path(args.out), features=features, **flags)
+    options = ClassifierOptions(examples=examples, out=Path(args.out), features=features, **flags)
     answer = train(options, out.log)
     return out.result({"out": args.out, **answer}, _classified(args.out, answer))
 

@@ -29,10 +29,10 @@ def run(args: Any, out: Output) -> int:
     workdir = Path(needed(args, "workdir"))
 
     from jaxlm.recipes.config import Run
-    from jaxlm.recipes.exchange.import_model import Options, import_model
+    from jaxlm.recipes.exchange.import_model import ImportOptions, import_model
 
     flags = selection(args, "source", "overrides", "cpu_devices")
-    options = Options(workdir=workdir, add_tokens=args.add_token, **flags)
+    options = ImportOptions(workdir=workdir, add_tokens=args.add_token, **flags)
     with progress_bars(out, "fetching ") as show:
         answer = import_model(options, out.log, show)
     lines = [f"{workdir}: {answer['family']}, {answer['parameters']:,} parameters"]

@@ -29,10 +29,10 @@ def run(args: Any, out: Output) -> int:
 
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
 
-    from jaxlm.recipes.diagnose.lr_find import Options, lr_find
+    from jaxlm.recipes.diagnose.lr_find import LrFindOptions, lr_find
 
     flags = selection(args, "low", "high", "steps", "cpu_devices")
-    answer = lr_find(loaded.value, Options(out=Path(args.out), **flags), out.log)
+    answer = lr_find(loaded.value, LrFindOptions(out=Path(args.out), **flags), out.log)
     return out.result(answer, _text(answer), 0 if answer["flags"] else 1)
 
 

@@ -25,10 +25,10 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
 
-    from jaxlm.recipes.diagnose.replay import Options, replay
+    from jaxlm.recipes.diagnose.replay import ReplayOptions, replay
 
     flags = selection(args, "step", "rewinds", "cpu_devices")
-    options = Options(workdir=workdir, overrides=tuple(args.overrides), **flags)
+    options = ReplayOptions(workdir=workdir, overrides=tuple(args.overrides), **flags)
     answer = replay(options, out.log)
     return out.result(answer, _text(answer))
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxlm.data.chat import ChatTemplate, Item, Message, Refusal, Renderer
-from jaxlm.data.control_tokens import BEGINS, CLOSES, ENDS, OPENS, ControlTokens, Span
+from jaxlm.data.control_tokens import BEGINS, CLOSES, ENDS, OPENS, ControlTokens, WeightedSpan
 from jaxlm.data.conversations import NO_MASK, REFUSED, Conversation, Rejected
 
 ENCLOSING, MARKS = re.compile(f"[{OPENS}{CLOSES}]"), re.compile(f"[{BEGINS}{ENDS}]")
@@ -33,7 +33,7 @@ class Rendered(NamedTuple):
     """The guarded text of a conversation, its trained spans, and if the end of text follows."""
 
     text: str
-    spans: list[Span]
+    spans: list[WeightedSpan]
     is_open: bool
 
 
@@ -139,7 +139,7 @@ class MaskRenderer:
         trained = list(_trained(conversation))
         if len(places) != len(trained):
             return None
-        spans: list[Span] = []
+        spans: list[WeightedSpan] = []
         stop = 0
         for number, ((_, message, weight), place) in enumerate(zip(trained, places, strict=True)):
             prompt = prompts[number] if prompts else None
@@ -147,7 +147,7 @@ class MaskRenderer:
             if start is None:
                 return None
             stop = self._stop(whole, close)
-            spans.append(Span(start, stop, weight))
+            spans.append(WeightedSpan(start, stop, weight))
         return self._rendered(conversation, whole, spans)
 
     def _start(
@@ -201,7 +201,9 @@ class MaskRenderer:
         for number, part in enumerate(parts):
             if number % 2 and answers[number // 2]:
                 spans.append(
-                    Span(place, self._stop(text, place + len(part), place), answers[number // 2])
+                    WeightedSpan(
+                        place, self._stop(text, place + len(part), place), answers[number // 2]
+                    )
                 )
             place += len(part)
         return self._rendered(conversation, text, spans)
@@ -254,10 +256,12 @@ class MaskRenderer:
             start, stop = (len(text) for text in beginnings[2 * number : 2 * number + 2])
             last = self._last(whole, start, stop)
             is_end = last > start and not whole[last:stop].strip()
-            spans.append(Span(start, last if is_end else stop, weight))
+            spans.append(WeightedSpan(start, last if is_end else stop, weight))
         return self._rendered(conversation, whole, spans)
 
-    def _rendered(self, conversation: Conversation, text: str, spans: list[Span]) -> Rendered:
+    def _rendered(
+        self, conversation: Conversation, text: str, spans: list[WeightedSpan]
+    ) -> Rendered:
         """Return the result; the end of text ends a last turn that no control token ends."""
         is_last = bool(conversation.weights[-1]) and bool(spans)
         is_open = is_last and not self._control.pattern.search(text, spans[-1].start)

@@ -14,7 +14,7 @@ from jaxlm.core.errors import DataError
 from jaxlm.data import chat_templates
 from jaxlm.data.assistant_mask import MaskRenderer, Rendered
 from jaxlm.data.chat import ChatTemplate
-from jaxlm.data.control_tokens import ControlTokens, Span, WeightedIds
+from jaxlm.data.control_tokens import ControlTokens, WeightedIds, WeightedSpan
 from jaxlm.data.conversations import TOO_LONG, UNTRAINED, Conversation, Rejected
 from jaxlm.data.records import Document, not_a_conversation
 from jaxlm.data.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ class _Batches(contextlib.ExitStack):
             self._control.guarded(message["content"]) for message in conversation.messages
         )
         start = len(begin) + len(prompt)
-        span = Span(start, start + len(completion), conversation.weights[-1])
+        span = WeightedSpan(start, start + len(completion), conversation.weights[-1])
         return Rendered(begin + prompt + completion, [span], is_open=True)
 
     def _usable(

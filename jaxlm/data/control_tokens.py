@@ -24,7 +24,7 @@ GUARD, NAME = "\ufdd4", "\ufdd5"
 RESERVED = re.compile("[\ufdd0-\ufdef]")
 
 
-class Span(NamedTuple):
+class WeightedSpan(NamedTuple):
     """Trained characters of a text, start <= place < stop, and their weight."""
 
     start: int
@@ -62,7 +62,7 @@ class ControlTokens:
         """Return a text in which each spelled control token has a guard."""
         return self._spelt.sub(GUARD, RESERVED.sub("", text))
 
-    def encode(self, texts: Sequence[tuple[str, Sequence[Span]]]) -> list[WeightedIds]:
+    def encode(self, texts: Sequence[tuple[str, Sequence[WeightedSpan]]]) -> list[WeightedIds]:
         """Return the ids of guarded texts and their weights, from one encoding of each text.
 
         A token that starts before a span belongs to the prompt.
@@ -70,7 +70,10 @@ class ControlTokens:
         laid = [_Laid(self._separator, text, self._renamed) for text, _ in texts]
         encoded = self._whole(laid) if self._renamed else self._parts(laid)
         return [
-            _weighted(*each, [Span(lay.place(s.start), lay.place(s.stop), s.weight) for s in spans])
+            _weighted(
+                *each,
+                [WeightedSpan(lay.place(s.start), lay.place(s.stop), s.weight) for s in spans],
+            )
             for lay, each, (_, spans) in zip(laid, encoded, texts, strict=True)
         ]
 
@@ -128,7 +131,7 @@ class _Laid:
         return self._after[nearest] + place - self._before[nearest]
 
 
-def _weighted(ids: list[int], starts: list[int], spans: Sequence[Span]) -> WeightedIds:
+def _weighted(ids: list[int], starts: list[int], spans: Sequence[WeightedSpan]) -> WeightedIds:
     begins = np.maximum.accumulate(np.array(starts, np.int64))
     weights, crossed = np.zeros(len(ids), np.float32), 0
     for start, stop, weight in spans:

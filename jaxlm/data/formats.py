@@ -31,7 +31,7 @@ class TooLarge(Exception):
     """A document, a line or an archive exceeds its limit."""
 
 
-class Fault(NamedTuple):
+class RecordFault(NamedTuple):
     """The kind of damage to a record, and the error that revealed it."""
 
     kind: str
@@ -42,7 +42,7 @@ class Record(NamedTuple):
     """A value of a line or row, counted from 1, or what is wrong with it."""
 
     number: int
-    value: Any  # or a Fault
+    value: Any  # or a RecordFault
     share: float | None = None  # of the file read so far, if the format can compute it
 
 
@@ -80,7 +80,7 @@ def json_lines(stream: IO[bytes], options: ReadOptions) -> Iterator[Record]:
             for _ in rest(stream, line, number):
                 pass
             error = TooLarge(f"a line of more than {limit:,} bytes")
-            yield Record(number, Fault(TOO_LARGE, error))
+            yield Record(number, RecordFault(TOO_LARGE, error))
             continue
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
@@ -90,9 +90,9 @@ def json_lines(stream: IO[bytes], options: ReadOptions) -> Iterator[Record]:
             text, line = line.decode(), b""  # a line may be long and is not held three times
             value, text = json.loads(text), ""
         except UnicodeDecodeError as error:
-            value = Fault(NOT_UTF8, error)
+            value = RecordFault(NOT_UTF8, error)
         except (ValueError, RecursionError) as error:
-            value = Fault(NOT_JSON, error)
+            value = RecordFault(NOT_JSON, error)
         yield Record(number, value)
 
 

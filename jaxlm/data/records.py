@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple, cast
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import conversations, formats
 from jaxlm.data.conversations import NO_MESSAGES, ChatFields, Conversation, Rejected
-from jaxlm.data.formats import BYTE_ORDER_MARK, NOT_JSON, NOT_UTF8, Fault, is_packed, unpacked
+from jaxlm.data.formats import BYTE_ORDER_MARK, NOT_JSON, NOT_UTF8, RecordFault, is_packed, unpacked
 
 # Kinds of broken records, like NOT_UTF8 and NOT_JSON; only a small share of them is tolerated.
 NO_TEXT, OTHER_TYPE = "without the text key", "with a text of another type"
@@ -111,7 +111,7 @@ def read(
         column = text_key if chat is None else None
         records = format.read(stream, formats.ReadOptions(name, column=column))
         for number, (line, value, share) in enumerate(records):
-            if isinstance(value, Fault):
+            if isinstance(value, RecordFault):
                 yield _broken(value, name, line)
                 continue
             document = _document(value, name, number, text_key, chat)
@@ -229,7 +229,7 @@ def _text(
         return Broken(NOT_UTF8, _not_utf8(name, error, "byte"))
 
 
-def _broken(fault: Fault, name: str, line: int) -> Broken:
+def _broken(fault: RecordFault, name: str, line: int) -> Broken:
     if isinstance(fault.error, UnicodeDecodeError):
         return Broken(NOT_UTF8, _not_utf8(name, fault.error, f"line {line}, byte"))
     damage = DataError(

@@ -20,7 +20,7 @@ def build(
     """
     if isinstance(settings, config.Mixture):
         members = tuple(build(part, loss, architecture) for part, _ in settings.parts)
-        return objective.Mixture(settings, loss, architecture, members)
+        return objective.MixtureObjective(settings, loss, architecture, members)
     return _class_of(settings)(settings, loss, architecture)
 
 

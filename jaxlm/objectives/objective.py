@@ -261,7 +261,7 @@ class FillInTheMiddle(Objective[config.FIM]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture(Objective[config.Mixture]):
+class MixtureObjective(Objective[config.Mixture]):
     """One of several objectives for each row."""
 
     members: tuple[Objective[config.Objective], ...] = ()

@@ -28,7 +28,7 @@ MIN_EXAMPLES = 10  # of each label, to train and to measure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class ClassifierOptions:
     """Examples and training settings of a classifier."""
 
     examples: dict[str, tuple[str, ...]]  # globs of files by label
@@ -48,7 +48,7 @@ class _Examples(NamedTuple):
     held_out: np.ndarray  # bool[examples]
 
 
-def train(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
+def train(options: ClassifierOptions, say: Log = lambda _: None) -> dict[str, Any]:
     """Train, measure and write a classifier; returns counts and metrics.
 
     Labels weigh the same, regardless of their number of examples: probabilities assume equal
@@ -116,7 +116,7 @@ def _figures(predicted: np.ndarray, actual: np.ndarray) -> dict[str, float | Non
     }
 
 
-def _read(options: Options, counts: Counter[str]) -> _Examples:
+def _read(options: ClassifierOptions, counts: Counter[str]) -> _Examples:
     """Return every example once; the hash of a text decides if it is held out."""
     labels: dict[str, int] = {}
     ambiguous = set[str]()
@@ -161,12 +161,12 @@ def _texts(
                 yield record.text
 
 
-def _by_label(options: Options, labels: np.ndarray) -> dict[str, int]:
+def _by_label(options: ClassifierOptions, labels: np.ndarray) -> dict[str, int]:
     counted = np.bincount(labels, minlength=len(options.examples)).tolist()
     return dict(zip(options.examples, counted, strict=True))
 
 
-def _fitted(options: Options, examples: _Examples) -> LinearClassifier:
+def _fitted(options: ClassifierOptions, examples: _Examples) -> LinearClassifier:
     """Minimize with Adam the mean over labels of the mean -log probability of the right label."""
     chosen = np.flatnonzero(~examples.held_out)
     features = [options.features.of(examples.texts[index]) for index in chosen]

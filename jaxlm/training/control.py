@@ -4,7 +4,7 @@
 shape of the schedule. `null` restores the rate of the config.
 
 Example:
-  >>> lr_scale([Change(step=100, lr=1e-4)], step=150, lr=4e-4)
+  >>> lr_scale([RateChange(step=100, lr=1e-4)], step=150, lr=4e-4)
   0.25
 """
 
@@ -30,7 +30,7 @@ MAX_BYTES = 4096  # of control.json
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class RateChange:
     """Peak learning rate of the updates after `step` completed ones; of the config if None."""
 
     step: int
@@ -52,7 +52,7 @@ class Control:
     receives each change and each error of control.json.
     """
 
-    def __init__(self, directory: RunDir, lr: float, changes: Iterable[Change], log: Log):
+    def __init__(self, directory: RunDir, lr: float, changes: Iterable[RateChange], log: Log):
         self._directory, self._lr, self._log = directory, lr, log
         self._refused = ""  # the last logged error of control.json, which is logged once
         self._changes = [*changes]
@@ -63,7 +63,7 @@ class Control:
         newest = self._changes[-1].lr if self._changes else None
         if request is None or request["lr"] == newest:
             return
-        change = Change(step, request["lr"])
+        change = RateChange(step, request["lr"])
         self._changes = [*(each for each in self._changes if each.step < step), change]
         if self._directory.is_writer:
             with contextlib.closing(self._directory.journal(JOURNAL)) as sink:
@@ -100,28 +100,28 @@ class Control:
 
 def load_changes(
     workdir: Path, meta: dict[str, Any], share: Callable[[str, Any], Any]
-) -> list[Change]:
+) -> list[RateChange]:
     """Return the first process's changes: of the journal, or of the checkpoint's `meta` if lost."""
     records = [dataclasses.asdict(each) for each in read_changes(workdir)] or meta.get(
         "control", []
     )
-    return [Change(**values) for values in share("changes", records)]
+    return [RateChange(**values) for values in share("changes", records)]
 
 
-def read_changes(workdir: Path) -> list[Change]:
+def read_changes(workdir: Path) -> list[RateChange]:
     """Read the changes of a run in the order of their steps.
 
     A record that was written later cancels the changes at its step and after it. Raises DataError
     if the file is damaged.
     """
-    changes: list[Change] = []
+    changes: list[RateChange] = []
     for record in sinks.read(workdir / JOURNAL, SHAPE):
-        change = Change(record["step"], record["lr"])
+        change = RateChange(record["step"], record["lr"])
         changes = [*(each for each in changes if each.step < change.step), change]
     return changes
 
 
-def lr_scale(changes: Iterable[Change], step: int, lr: float) -> float:
+def lr_scale(changes: Iterable[RateChange], step: int, lr: float) -> float:
     """Ratio of the learning rate to a schedule with the peak `lr`, after `step` updates."""
     made = [each for each in changes if each.step <= step]
     return made[-1].lr / lr if made and made[-1].lr is not None else 1.0

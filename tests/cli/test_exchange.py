@@ -579,7 +579,7 @@ def exported(tmp_path_factory):
     """A folder that an export wrote, in several files."""
     folder = tmp_path_factory.mktemp("exported")
     source, run = write(folder / "source"), folder / "run"
-    import_model.import_model(import_model.Options(source=source, workdir=run))
+    import_model.import_model(import_model.ImportOptions(source=source, workdir=run))
     export_model.export_model(run, folder / "out", shard_bytes=20_000)
     return folder / "out"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tokenizers as hf
 
-from jaxlm.data.control_tokens import ControlTokens, Span
+from jaxlm.data.control_tokens import ControlTokens, WeightedSpan
 from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from tests.data import tokenizer_kinds
 
@@ -27,7 +27,9 @@ def test_ids_have_the_weight_of_their_first_character(kind):
         for cut in range(1, len(text)):
             ((ids, starts),) = tokenizer.encode_with_starts([text])
             assert ids == tokenizer.encode(text)
-            (encoded,) = ControlTokens(tokenizer).encode([(text, [Span(cut, len(text), 0.5)])])
+            (encoded,) = ControlTokens(tokenizer).encode(
+                [(text, [WeightedSpan(cut, len(text), 0.5)])]
+            )
             expected = np.where(np.array(starts) >= cut, 0.5, 0)
             np.testing.assert_array_equal(encoded.weights, expected)
             assert encoded.crossed == (cut not in starts and starts[-1] > cut)
@@ -39,7 +41,7 @@ def test_ids_of_trained_spans_spell_them(kind):
     control = ControlTokens(tokenizer)
     begin, end = "<|bos|>user\n", "<|eos|>"
     text = begin + TEXT + end + TEXT
-    (encoded,) = control.encode([(text, [Span(len(begin), len(begin + TEXT + end), 1)])])
+    (encoded,) = control.encode([(text, [WeightedSpan(len(begin), len(begin + TEXT + end), 1)])])
     trained = encoded.ids[encoded.weights > 0].tolist()
     assert trained == [*tokenizer.encode(TEXT), 2]
     assert encoded.ids[0] == 1

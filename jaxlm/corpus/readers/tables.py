@@ -18,9 +18,9 @@ from jaxlm.data.formats import (
     BYTE_ORDER_MARK,
     NOT_UTF8,
     TOO_LARGE,
-    Fault,
     Format,
     ReadOptions,
+    RecordFault,
     rest,
 )
 from jaxlm.data.records import NO_TEXT, OTHER_TYPE, mended
@@ -47,7 +47,7 @@ def records(stream: IO[bytes], file: RawFile, *, format: Format) -> Records:
     is_in = functools.partial(file.is_in, file.name)
     options = ReadOptions(file.name, max_line=file.most, before=before, groups=groups, is_in=is_in)
     for number, value, _ in format.read(stream, options):
-        if isinstance(value, Fault):
+        if isinstance(value, RecordFault):
             error = value.error
             detail = str(error)[:200]
             if isinstance(error, UnicodeDecodeError):

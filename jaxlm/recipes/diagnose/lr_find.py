@@ -33,7 +33,7 @@ RECORD, PLOT = "lr-find.json", "lr-find.png"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class LrFindOptions:
     """Range of rates, number of steps, and output folder."""
 
     low: float
@@ -51,7 +51,7 @@ class Point(NamedTuple):
     smoothed: float
 
 
-def lr_find(run: Run, options: Options, say: Log = lambda _: None) -> dict[str, Any]:
+def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict[str, Any]:
     """Train from fresh parameters at rising rates; suggest a third of the rate of lowest loss.
 
     `suggested_lr` is None if the loss does not fall. Step i of n has the rate
@@ -126,7 +126,7 @@ def lr_find(run: Run, options: Options, say: Log = lambda _: None) -> dict[str, 
     return answer
 
 
-def growing(options: Options) -> LearningRate:
+def growing(options: LrFindOptions) -> LearningRate:
     """Return the rate as a function of completed steps."""
     ratio = math.log(options.high / options.low) / (options.steps - 1)
     return lambda step: options.low * jnp.exp(jnp.asarray(step, jnp.float32) * ratio)
@@ -184,7 +184,7 @@ def _width(steps: int) -> int:
     return max(1, round(steps * WINDOW))
 
 
-def _check(options: Options) -> None:
+def _check(options: LrFindOptions) -> None:
     low, high, steps = options.low, options.high, options.steps
     if not 0 < low < high < math.inf:
         raise CommandError(

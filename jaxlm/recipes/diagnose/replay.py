@@ -36,7 +36,7 @@ MAX_ROWS = 5  # to report, the highest loss first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class ReplayOptions:
     """The run, the step, and the settings to override."""
 
     workdir: Path
@@ -46,7 +46,7 @@ class Options:
     cpu_devices: int | None = None
 
 
-def replay(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
+def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
     """Repeat a step from the newest undamaged checkpoint before it; the run stays unchanged.
 
     On the mesh of the run every bit is reproduced. `is_as_logged` compares the loss with the logged

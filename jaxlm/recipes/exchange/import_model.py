@@ -101,7 +101,7 @@ def write(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class ImportOptions:
     """The model to import and the new run directory."""
 
     source: Path | str  # a folder, a GGUF, or hf:ORG/NAME[@REVISION] of the Hugging Face Hub
@@ -112,7 +112,9 @@ class Options:
 
 
 def import_model(
-    options: Options, say: Log = lambda _: None, show: OnProgress = lambda what, done, total: None
+    options: ImportOptions,
+    say: Log = lambda _: None,
+    show: OnProgress = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Make a run whose step 0 has a model's weights; each tensor is read straight to its shards.
 
@@ -214,7 +216,7 @@ def leaf_reader(
     return leaf
 
 
-def _run(family: Any, options: Options) -> Run:
+def _run(family: Any, options: ImportOptions) -> Run:
     """Return the run: the family, the model's tokenizer and sequence length, and the overrides."""
     objective: Objective = Causal()
     if isinstance(family, EncoderFamily):

@@ -30,7 +30,7 @@ from jaxlm.optim import average
 from jaxlm.optim.schedule_config import spans
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.exchange.import_model import FOLDER, Options, import_model
+from jaxlm.recipes.exchange.import_model import FOLDER, ImportOptions, import_model
 from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train.api import ResumeOptions, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
@@ -209,7 +209,9 @@ def with_imported_source(options: StartOptions) -> StartOptions:
                 print(text, file=sys.stderr)
 
         say(f"importing {ref} to {target}")
-        import_model(Options(source=ref, workdir=target, cpu_devices=options.cpu_devices), say)
+        import_model(
+            ImportOptions(source=ref, workdir=target, cpu_devices=options.cpu_devices), say
+        )
     return dataclasses.replace(options, init_from=str(target))
 
 

@@ -26,7 +26,7 @@ PART = "params/"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class AverageOptions:
     """Checkpoints to average, and the new run directory."""
 
     workdir: Path
@@ -38,7 +38,7 @@ class Options:
     accumulate: Literal["float32", "float64"] = "float64"
 
 
-def average(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
+def average(options: AverageOptions, say: Log = lambda _: None) -> dict[str, Any]:
     """Make a run whose step 0 has the mean of the parameters of several checkpoints.
 
     One leaf at a time is in memory besides the result. Other shapes, dtypes, models or tokenizers
@@ -79,7 +79,7 @@ def average(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
     return answer
 
 
-def _origins(options: Options, say: Log) -> list[InitSource]:
+def _origins(options: AverageOptions, say: Log) -> list[InitSource]:
     """Return the checkpoints in the order of the proportions."""
     workdir = options.workdir
     run = config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
@@ -110,7 +110,7 @@ def _origins(options: Options, say: Log) -> list[InitSource]:
     return origins
 
 
-def _proportions(options: Options, count: int) -> tuple[float, ...]:
+def _proportions(options: AverageOptions, count: int) -> tuple[float, ...]:
     proportions = options.proportions or (1.0,) * count
     if len(proportions) != count or min(proportions) < 0 or not 0 < sum(proportions) < float("inf"):
         what = f"{count} checkpoints need {count} proportions, at least zero and not all zero"
