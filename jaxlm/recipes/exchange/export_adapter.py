@@ -80,6 +80,7 @@ def export_adapter(
     if decoder.width_ratio != 1:
         why = f"mup.base_width divides its logits by {decoder.width_ratio:g}"
         raise uncomputed(family.HUB, why)
+    family.to_hub()  # refuses a base that transformers does not compute
     tensors, leaves = layout(decoder, family.HUB), tree.leaves(opened.params)
     new = set(leaves) - set(tree.leaves(opened.model.plain.shapes))
     whole = set(leaves) - opened.model.base - new

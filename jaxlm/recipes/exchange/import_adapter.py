@@ -374,37 +374,38 @@ class Contents:
         """Return the trained leaves; those that the file lacks keep their initial values."""
         leaves = {path: np.array(leaf, np.float32) for path, leaf in initial.items()}
 
-        def put(path: str, part: MappedSlice, value: np.ndarray, rows: int | None = None) -> None:
-            place = leaves[path][part.lead] if part.lead else leaves[path]
-            (place if rows is None else place[:rows])[...] = value
+        def of_layer(part: MappedSlice, name: str = "") -> np.ndarray:
+            leaf = leaves[adapter_places.leaf(part, name) if name else part.path]
+            return leaf[part.lead] if part.lead else leaf
 
-        for each in self._whole.values():
+        for key, each in self._whole.items():
             for number, part in enumerate(each.parts):
-                put(part.path, part, self._part(each, number))
+                of_layer(part)[...] = _part(each, number, self.arrays[key])
         for place in self._adapted.values():
             for number, part in enumerate(place.weight.parts):
-                path = functools.partial(adapter_places.leaf, part)
                 if self._settings.kind == "IA3":
-                    array = self.arrays[place.key(IA3)].reshape(-1)
-                    is_input = self._scales_inputs(place)
-                    shape = part.shape[: part.ins] if is_input else None
-                    tensor = place.outputs(IA3)
-                    value = array.reshape(shape) if is_input else self._part(tensor, number, array)
-                    put(path("ia3"), part, value)
+                    factors = self.arrays[place.key(IA3)].reshape(-1)
+                    of_layer(part, "ia3")[...] = (
+                        factors.reshape(part.shape[: part.ins])
+                        if self._scales_inputs(place)
+                        else _part(place.outputs(IA3), number, factors)
+                    )
                     continue
-                a = self.arrays[place.key(LORA_A)].astype(np.float32).T
+                a = self.arrays[place.key(LORA_A)].T
                 rank = a.shape[1]
+                b = _part(place.outputs(LORA_B, rank), number, self.arrays[place.key(LORA_B)])
                 ratio = np.float32(self._settings.scale(place.name) / tune.factor)
-                b = self._part(place.outputs(LORA_B, rank), number) * ratio
-                whole = leaves[path("lora_a")][part.lead] if part.lead else leaves[path("lora_a")]
-                whole[..., :rank] = a.reshape(*part.shape[: part.ins], rank)
-                put(path("lora_b"), part, b, rank)
+                of_layer(part, "lora_a")[..., :rank] = a.reshape(*part.shape[: part.ins], rank)
+                of_layer(part, "lora_b")[:rank] = b * ratio
                 if self._settings.is_dora:
-                    put(path("magnitude"), part, self._part(place.outputs(MAGNITUDE), number))
+                    norms = self.arrays[place.key(MAGNITUDE)]
+                    of_layer(part, "magnitude")[...] = _part(
+                        place.outputs(MAGNITUDE), number, norms
+                    )
         return leaves
 
-    def _part(self, tensor: HFTensor, number: int, array: np.ndarray | None = None) -> np.ndarray:
-        """Return a part of a tensor in the order of our leaf, as float32."""
-        whole = self.arrays[tensor.name] if array is None else array
-        within = tuple(slice(0, size) for size in tensor.parts[number].shape)
-        return tensor.part(number, lambda _, cut: whole[cut], within).astype(np.float32)
+
+def _part(tensor: HFTensor, number: int, array: np.ndarray) -> np.ndarray:
+    """Return a part of a tensor in the order of our leaf, as float32."""
+    within = tuple(slice(0, size) for size in tensor.parts[number].shape)
+    return tensor.part(number, lambda _, cut: array[cut], within).astype(np.float32)
