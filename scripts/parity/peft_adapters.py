@@ -120,7 +120,7 @@ def compare(peft_python: str, family: str, arm: str, folder: Path) -> dict[str, 
         *("train", f"--config={folder / 'config.json'}", f"--init_from={base}"),
         *(f"--workdir={trained}", f"--config.data.train={folder / 'text.txt'}"),
         *("--config.train.steps=8", "--config.train.batch=4", "--config.data.sequence=32"),
-        *("--config.optim.lr=0.02", "--config.schedule.name=constant", "--config.eval.batches=1"),
+        *("--config.optim.lr=0.005", "--config.schedule.name=constant", "--config.eval.batches=1"),
         *("--config.data.validation=tail:20%", "--config.sample.prompts=()"),
     )
     call("export", f"--workdir={trained}", "--to=peft", f"--out={folder / 'ours'}")
