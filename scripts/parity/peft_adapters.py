@@ -15,11 +15,13 @@ largest logit.
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +62,8 @@ def main() -> int:
     parser.add_argument("--only", help="family/arm")
     args = parser.parse_args()
     if args.make:
-        make(*args.make, args.out)
+        family, arm = args.make
+        make(family, arm, args.out)
         return 0
     if args.logits:
         np.savez(args.out, logits=peft_logits(*args.logits))
@@ -142,7 +145,7 @@ def logits(workdir: Path, *, is_merged: bool = True) -> np.ndarray:
     positions = np.broadcast_to(np.arange(IDS.shape[1]), IDS.shape)
 
     @jax.jit
-    def computed(params, tokens):
+    def computed(params: Any, tokens: jax.Array) -> jax.Array:
         model = opened.model.blueprint.merge(params)
         return model.logits(model(tokens, positions=positions).values)
 
@@ -152,10 +155,10 @@ def logits(workdir: Path, *, is_merged: bool = True) -> np.ndarray:
 
 def make(family: str, arm: str, folder: Path) -> None:
     """Write a random model, a random adapter of PEFT, and the logits of both together."""
-    import peft
     import torch
     import transformers
 
+    peft = importlib.import_module("peft")
     torch.manual_seed(0)
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // 2}
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
@@ -208,11 +211,11 @@ def make(family: str, arm: str, folder: Path) -> None:
 
 def peft_logits(base: str, adapter: str) -> np.ndarray:
     """Return the logits of an adapter that PEFT loads; each of its keys must be of the model."""
-    import peft
     import torch
     import transformers
     from safetensors.torch import load_file
 
+    peft = importlib.import_module("peft")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(model, adapter).eval()
     state = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)

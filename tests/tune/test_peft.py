@@ -153,7 +153,7 @@ def test_adapters_of_a_fused_projection_are_stacked(fused, tmp_path, arm, capsys
         assert (settings["r"], settings["rank_pattern"]) == (2, {"c_attn": 6})
         assert settings["alpha_pattern"] == {"c_attn": 96}
     if arm == "dora":  # the query alone: keys and values have the norms of the base
-        assert tensors[f"{place}lora_magnitude_vector"].shape == (64,)
+        assert tensors[f"{place}lora_magnitude_vector"].shape == (96,)
         assert not tensors[f"{place}lora_B.weight"][32:].any()
     if arm == "ia3":
         assert (tensors[f"{place}ia3_l"][:32] == 1).all()

@@ -233,9 +233,11 @@ class _Writer:
             each is not None and self._scales_inputs(part)
             for each, part in zip(vectors, place.weight.parts, strict=True)
         ]
-        if all(is_input) and all(np.array_equal(each, vectors[0]) for each in vectors):
-            assert vectors[0] is not None
-            return vectors[0].reshape(1, -1)
+        first = next(each for each in vectors if each is not None)
+        if all(is_input) and all(
+            np.array_equal(first, each) for each in vectors if each is not None
+        ):
+            return first.reshape(1, -1)
         if any(is_input):
             raise ConfigError(
                 "PEFT has one factor for each input of a fused projection",
