@@ -244,7 +244,7 @@ class _Writer:
                 where=f"tune.inputs: {place.name}",
                 why="its parts have factors of their own: "
                 + ", ".join(part.path for part in place.weight.parts),
-                fix="jaxlm export --to=hf    # with the adapter merged",
+                fix="--to=hf    # with the adapter merged",
             )
         remaining = iter(vectors)
 
@@ -283,7 +283,7 @@ def _unsupported(where: str, why: str) -> ConfigError:
         "PEFT cannot hold this adapter",
         where=where,
         why=why,
-        fix="jaxlm export --to=hf    # with the adapter merged",
+        fix="--to=hf    # with the adapter merged",
     )
 
 
