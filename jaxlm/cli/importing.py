@@ -1,7 +1,7 @@
 """Import a Hugging Face or GGUF model: a folder with config.json and safetensors, or a .gguf file.
 
 hf:ORG/NAME is downloaded from the Hugging Face Hub (safetensors, config and tokenizer) into the
-cache of huggingface_hub.
+cache of huggingface_hub. --adapter=DIR --init_from=RUN imports an adapter of PEFT for a model.
 """
 
 import shlex
@@ -12,6 +12,7 @@ from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, needed, selection
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
+from jaxlm.core.errors import CommandError
 
 
 def add_arguments(parser: Parser) -> None:
@@ -19,7 +20,11 @@ def add_arguments(parser: Parser) -> None:
     parser.withhold(why, "--config")
     places = "DIR|FILE.gguf|hf:ORG/NAME[@REVISION]"
     doc = "folder of save_pretrained, file of llama.cpp, or model name on the Hub"
-    add_flag(parser, "--from", places, str, doc, dest="source", required=True)
+    add_flag(parser, "--from", places, str, doc, dest="source")
+    doc = "folder of PEFT with the adapter, instead of --from"
+    add_flag(parser, "--adapter", "DIR", str, doc)
+    doc = "run with the model that the adapter changes"
+    add_flag(parser, "--init_from", "RUN[@STEP]", str, doc)
     doc = "token to append to the vocabulary; its rows start as the mean of the others; repeatable"
     add_flag(parser, "--add_token", "TEXT", [], doc)
     add_flag(parser, *CPU_DEVICES)
@@ -27,6 +32,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed(args, "workdir"))
+
+    _check_flags(args)
+    if args.adapter:
+        return _import_adapter(workdir, args, out)
 
     from jaxlm.recipes.config import Run
     from jaxlm.recipes.exchange.import_model import ImportOptions, import_model
@@ -40,3 +49,27 @@ def run(args: Any, out: Output) -> int:
         folder = shlex.quote(str(workdir))
         lines.append(f"next: jaxlm generate --workdir={folder} --prompt='...'")
     return out.result(answer, lines)
+
+
+def _check_flags(args: Any) -> None:
+    """Raise CommandError unless the flags name one model, or one adapter and its base."""
+    has_base, is_adapter = bool(args.init_from), bool(args.adapter)
+    if bool(args.source) != is_adapter == has_base and not (is_adapter and args.add_token):
+        return
+    raise CommandError(
+        "the flags name no model and no adapter with its base",
+        where=f"jaxlm {shlex.join(args.words)}",
+        why="import needs --from, or --adapter and --init_from, without --add_token",
+        fix="--from=DIR\n--adapter=DIR --init_from=runs/base",
+    )
+
+
+def _import_adapter(workdir: Path, args: Any, out: Output) -> int:
+    from jaxlm.recipes.exchange.import_adapter import Options, import_adapter
+
+    flags = selection(args, "init_from", "overrides", "cpu_devices")
+    answer = import_adapter(Options(adapter=Path(args.adapter), workdir=workdir, **flags), out.log)
+    base, folder = answer["base"], shlex.quote(str(workdir))
+    model = f"{workdir}: {answer['adapter']}, {answer['parameters']:,} parameters"
+    lines = [f"{model}, on step {base['step']} of {base['run']}"]
+    return out.result(answer, [*lines, f"next: jaxlm generate --workdir={folder} --prompt='...'"])

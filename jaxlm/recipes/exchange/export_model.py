@@ -69,10 +69,7 @@ def export_model(
       `say`: receives log lines.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
-    if out.exists():
-        what = f"the {'folder' if out.is_dir() else 'file'} already exists"
-        fix = f"--out={out.with_stem(f'{out.stem}-2')}"
-        raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
+    check_new(out)
     opened = load.load_run(workdir, say=say, **selection)
     if opened.model.base:
         raise ConfigError(
@@ -120,6 +117,14 @@ def export_model(
     check(report, partial)
     os.replace(partial, out)
     return answer
+
+
+def check_new(out: Path) -> None:
+    """Raise CommandError if the output exists."""
+    if out.exists():
+        what = f"the {'folder' if out.is_dir() else 'file'} already exists"
+        fix = f"--out={out.with_stem(f'{out.stem}-2')}"
+        raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
 
 
 def _without_heads(opened: load.LoadedRun, say: Log) -> load.LoadedRun:

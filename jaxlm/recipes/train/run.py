@@ -48,7 +48,7 @@ from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.train.resume import ResumePoint, StartRecord
 from jaxlm.recipes.train.trainer import Trainer
-from jaxlm.recipes.use.load import BASE, InitSource, load_base
+from jaxlm.recipes.use.load import BASE, InitSource, load_base, merge_command
 from jaxlm.training.processes import ProcessGroup
 from jaxlm.training.rundir import IMPORTED, RunDir
 from jaxlm.training.signals import Interrupted, StopRequest
@@ -151,11 +151,13 @@ def run_training(
 def _check_cheaply(run: Run, options: StartOptions) -> None:
     """Check everything that takes no time: a wrong setting must not cost a minute."""
     if (options.workdir / IMPORTED).exists():
+        start = f"--init_from={options.workdir} --workdir={options.workdir}-trained"
+        is_adapter = (options.workdir / BASE).exists()
         raise CommandError(
             "cannot resume from an imported model",
             where=f"--workdir={options.workdir}",
             why="it has weights and no optimizer state, and stays as it was imported",
-            fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
+            fix=merge_command(options.workdir) if is_adapter else start,
         )
     trackers.check(run.log.sinks)
     parts.find_parts(run.data)

@@ -141,14 +141,7 @@ def find_base(
         raise InputMissing(
             "the adapter's base is gone", where=str(file), why=why, fix=fix
         ) from error
-    if not isinstance(source.run.tune, Full):
-        raise ConfigError(
-            "the model to start from has an adapter of its own",
-            where=f"--init_from={ref}",
-            why="an adapter changes the weights of a plain model",
-            fix=f"jaxlm merge --workdir={shlex.quote(str(source.workdir))} "
-            f"--out={shlex.quote(f'{source.workdir}-merged')}",
-        )
+    check_plain(source)
     if record and source.digest != record["sha256"]:
         raise DataError(
             "the adapter's base changed since the run began",
@@ -157,6 +150,23 @@ def find_base(
             fix="--init_from=runs/base    # a copy of the model that the run began with",
         )
     return source
+
+
+def check_plain(source: InitSource) -> None:
+    """Raise ConfigError if the run has an adapter of its own."""
+    if not isinstance(source.run.tune, Full):
+        raise ConfigError(
+            "the model to start from has an adapter of its own",
+            where=f"--init_from={source.workdir}",
+            why="an adapter changes the weights of a plain model",
+            fix=merge_command(source.workdir),
+        )
+
+
+def merge_command(workdir: Path) -> str:
+    """Return the command that makes a plain model of a run with an adapter."""
+    merged = shlex.quote(f"{workdir}-merged")
+    return f"jaxlm merge --workdir={shlex.quote(str(workdir))} --out={merged}"
 
 
 def load_base(source: InitSource, model: setup.ShardedModel) -> Any:

@@ -1,0 +1,102 @@
+"""Tensors of PEFT's folder for the adapted layers of a model: names, layouts, patterns.
+
+PEFT stores A as [rank, inputs] and B as [outputs, rank], for GPT-2's transposed `Conv1D` too.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every key
+LORA_A, LORA_B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+IA3 = "ia3_l"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A linear map of transformers: its weight, and the weights of ours side by side in it."""
+
+    weight: HFTensor
+
+    @property
+    def name(self) -> str:
+        """Path of the module, as in `named_modules` of the transformers model."""
+        return self.weight.name.removesuffix(".weight")
+
+    @property
+    def inputs(self) -> int:
+        """Number of inputs, which all parts share."""
+        return self.weight.parts[0].sizes[0]
+
+    def key(self, suffix: str) -> str:
+        """Return the name of a tensor in PEFT's file."""
+        return f"{PREFIX}{self.name}.{suffix}"
+
+    def outputs(self, suffix: str, rank: int | None = None) -> HFTensor:
+        """Return the tensor [outputs, rank] in the order of the weight's outputs, or [outputs]."""
+        rows = () if rank is None else (rank,)
+        parts = tuple(
+            MappedSlice(part.path, part.lead, (*rows, *part.shape[part.ins :]), len(rows))
+            for part in self.weight.parts
+        )
+        layout = "by head" if self.weight.layout == "by head" else "transposed"
+        return HFTensor(self.key(suffix), layout, parts)
+
+
+def places(tensors: Iterable[HFTensor]) -> dict[str, Place]:
+    """Return the linear maps of a model by name; those of experts have no adapter.
+
+    Args:
+      tensors: result of `hub_tensors.layout`.
+    """
+    return {
+        place.name: place
+        for each in tensors
+        if each.parts[0].path.endswith("/weight") and len(each.parts[0].lead) < 2
+        for place in [Place(each)]
+    }
+
+
+def leaf(part: MappedSlice, name: str) -> str:
+    """Return the path of an adapter's leaf of the layer of a weight."""
+    return f"{part.path.removesuffix('weight')}{name}"
+
+
+def at(array: jax.Array | np.ndarray, part: MappedSlice) -> np.ndarray:
+    """Return the leaf of one layer, as float32."""
+    return np.asarray(array[part.lead] if part.lead else array, np.float32)
+
+
+def suffixes(selected: Collection[str], names: Collection[str]) -> list[str]:
+    """Return the shortest ends of module names that match those selected, and no other name."""
+    return sorted({_short(each, lambda name: name in selected, names, ".") for each in selected})
+
+
+def patterns(selected: Collection[str], paths: Collection[str]) -> tuple[str, ...]:
+    """Return patterns over paths of weights that match those selected, and no other path."""
+    ends = {_short(each, lambda path: path in selected, paths, "/") for each in selected}
+    return tuple(sorted(end if end in selected else f"*/{end}" for end in ends))
+
+
+def _short(
+    name: str, is_selected: Callable[[str], bool], names: Collection[str], separator: str
+) -> str:
+    parts = name.split(separator)
+    for count in range(1, len(parts)):
+        end = separator.join(parts[-count:])
+        if end == "weight":
+            continue
+        if all(is_selected(other) for other in names if other.endswith(end)):
+            return end
+    return name
+
+
+def as_written(number: float) -> Any:
+    """Return a whole number as an integer, as PEFT writes alpha."""
+    return int(number) if float(number).is_integer() else float(number)
