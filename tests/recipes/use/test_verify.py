@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 
@@ -84,8 +85,8 @@ def test_a_trained_model_answers_all_and_ends_by_itself(trained, folder, capsys)
 def test_the_number_of_rows_changes_no_answer(untrained, folder, capsys):
     words = [f"--workdir={untrained}", f"--text={folder / 'asked.jsonl'}", "--max_tokens=8"]
     words += ["--verify=exact", "--samples=3"]
-    results = [call(capsys, *words, f"--batch={rows}")[1]["answers"] for rows in (1, 4, 100)]
-    assert results[0] == results[1] == results[2]
+    results = [call(capsys, *words, f"--batch={rows}")[1]["answers"] for rows in (1, 4)]
+    assert results[0] == results[1]
     assert results[0]["greedy"]["exact_match"] < 0.2
     assert results[0]["sampled"]["samples"] == 3
 
@@ -122,7 +123,7 @@ def paste(capsys, words, part=0):
 
 def test_a_limit_that_no_prompt_leaves_is_refused(config, folder, capsys):
     run = folder / "gpt2"
-    flags = ["model.family=gpt2", "model.positions=96", "train.steps=1"]
+    flags = ["model.family=gpt2", "model.max_positions=96", "train.steps=1"]
     flags = [f"--config.{flag}" for flag in flags]
     assert main(harness.words(config, run, *flags)) == 0
     words = [f"--workdir={run}", "--verify=exact", "--max_tokens=50"]
@@ -155,3 +156,26 @@ def test_a_run_of_text_has_no_answers(tmp_path, capsys):
     for text in ((), (f"--text={write(tmp_path / 'chat.jsonl', ANSWERS)}",)):
         code, what, (again, _) = paste(capsys, [f"--workdir={run}", "--verify=exact", *text])
         assert (code, what, again) == (2, "this run has no answers to verify", 0)
+
+
+def test_a_run_without_conversations_is_asked_others_by_its_template(untrained, tmp_path, capsys):
+    """A model that was imported with its template is measured before it is tuned."""
+    run = tmp_path / "run"
+    shutil.copytree(untrained, run)
+    asked = f"--text={write(tmp_path / 'chat.jsonl', ANSWERS)}"
+    words = ["--verify=exact", "--max_tokens=4", "--prompts=2"]
+    expected = call(capsys, f"--workdir={run}", asked, *words)[1]["answers"]
+    settings = json.loads((run / "config.json").read_text())
+    settings["data"]["kind"] = "text"
+    (run / "config.json").write_text(json.dumps(settings))
+    assert call(capsys, f"--workdir={run}", asked, *words)[1]["answers"] == expected
+
+
+def test_another_template_than_that_of_the_run_is_refused(untrained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(untrained, run)
+    template = run / "hub/chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "model"))
+    code, found = call(capsys, f"--workdir={run}", "--verify=exact", "--max_tokens=2")
+    assert code == 65
+    assert "another chat template" in found["error"]["what"]
