@@ -72,7 +72,10 @@ def run(args: Any, out: Output) -> int:
 
 def _verified(sets: dict[str, Any]) -> list[str]:
     """Return the lines about generated answers; none without them."""
-    rows, left_out = [("set", "answers", "prompts", "exact match", "standard error", "ended")], []
+    rows: list[tuple[str, ...]] = [
+        ("set", "answers", "prompts", "exact match", "standard error", "ended")
+    ]
+    left_out = []
     for name, figures in sets.items():
         if (answers := figures.get("answers")) is None:
             continue

@@ -41,10 +41,42 @@ def test_a_number_is_read_as_gsm8k_writes_it(text, number):
 
 @pytest.mark.parametrize(
     "text",
-    ["", " \n", "no number", "1e5", "1E+5", "1.5e-5", "NaN", "inf", "-Infinity", "0x10", "1_000", "x2", "3rd", "12kg",
-     "1,23", "1234,567", ",", ".", "-", "1..2", "1.2.3", "1,000.5.1", "\u0663", "\uff15", "\u00bd", "5\u00b2", "\u2167",
-     "#### ", "__import__('os').getpid()", "\x00", "\U0001d7d8", "9" * (MAX_DIGITS + 1), "." + "9" * (MAX_DIGITS + 1)],
-)  # fmt: skip
+    [
+        "",
+        " \n",
+        "no number",
+        "1e5",
+        "1E+5",
+        "1.5e-5",
+        "NaN",
+        "inf",
+        "-Infinity",
+        "0x10",
+        "1_000",
+        "x2",
+        "3rd",
+        "12kg",
+        "1,23",
+        "1234,567",
+        ",",
+        ".",
+        "-",
+        "1..2",
+        "1.2.3",
+        "1,000.5.1",
+        "\u0663",
+        "\uff15",
+        "\u00bd",
+        "5\u00b2",
+        "\u2167",
+        "#### ",
+        "__import__('os').getpid()",
+        "\x00",
+        "\U0001d7d8",
+        "9" * (MAX_DIGITS + 1),
+        "." + "9" * (MAX_DIGITS + 1),
+    ],
+)
 def test_other_words_are_no_number(text):
     assert last_number(text) is None
     assert not is_match("number", text, text)
@@ -109,7 +141,7 @@ def test_turns_without_text_between_them_are_separate():
 
 def test_the_standard_error_is_that_of_the_means_by_prompt():
     matches = np.array([[True, True], [False, False], [True, False], [False, False]])
-    found = verify.score(matches, np.ones((4, 2), bool))
-    assert (found.exact_match, found.ended_share) == (0.375, 1.0)
-    assert math.isclose(found.standard_error, np.std([1, 0, 0.5, 0], ddof=1) / 2)
+    result = verify.score(matches, np.ones((4, 2), bool))
+    assert (result.exact_match, result.ended_share) == (0.375, 1.0)
+    assert math.isclose(result.standard_error, np.std([1, 0, 0.5, 0], ddof=1) / 2)
     assert verify.score(matches[:1], matches[:1]).standard_error is None

@@ -115,7 +115,12 @@ def open_loaders(
 ) -> dict[str, Loader]:
     """Return the validation sets of a run, or those of other text, in rows of a length.
 
-    With `chat` the other text are conversations, and it is their encoding.
+    Args:
+      opened: the run.
+      text: globs of other text; () means the run's own validation sets.
+      sequence: length of the rows.
+      `say`: receives log lines.
+      chat: the encoding of other text that is conversations; None for plain text.
     """
     run = opened.run
     if text:

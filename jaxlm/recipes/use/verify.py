@@ -78,7 +78,7 @@ def _without(workdir: Path) -> str:
 
 
 class AnswerVerifier:
-    """Asks a run the prompts of conversations; a prompt is a beginning of the ids trained on.
+    """Answers of a run to the prompts of conversations, each a beginning of the ids trained on.
 
     Args:
       opened: the run.
@@ -200,13 +200,13 @@ class AnswerVerifier:
         ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
         count = len(prompts) * samples
         batch = -(-min(batch, count) // ways) * ways
-        numbers = np.arange(len(prompts))
+        numbers = range(len(prompts))
         root = random.key(self._settings.seed, "sample")
         keys = jax.vmap(
             lambda number: jax.vmap(jax.random.fold_in, (None, 0))(
                 jax.random.fold_in(root, number), np.arange(samples)
             )
-        )(numbers).reshape(-1)
+        )(np.array(numbers)).reshape(-1)
         lengths = np.repeat([len(ids) for ids in prompts], samples)
         order = np.argsort(lengths, kind="stable")
         answers: dict[int, Continuation] = {}
@@ -214,7 +214,7 @@ class AnswerVerifier:
             # The last batch repeats a row, so that it has the shape of the others.
             rows = np.resize(order[first : first + batch], batch)
             drawn = sampler.continue_rows(
-                self._opened.params, [prompts[row // samples] for row in rows], keys[rows]
+                self._opened.params, [prompts[row // samples] for row in rows], list(keys[rows])
             )
             answers |= dict(zip(map(int, rows), drawn, strict=True))
         return [[answers[number * samples + each] for each in range(samples)] for number in numbers]

@@ -1,4 +1,4 @@
-"""`jaxlm eval --verify` through the front door: a model that learned its answers, and one without."""
+"""`jaxlm eval --verify` through the front door, of a model that learned its answers and others."""
 
 import json
 import shlex
@@ -69,17 +69,17 @@ def untrained(config, folder):
 
 def test_a_trained_model_answers_all_and_ends_by_itself(trained, folder, capsys):
     words = [f"--workdir={trained}", f"--text={folder / 'asked.jsonl'}", "--max_tokens=20"]
-    code, found = call(capsys, *words, "--verify=exact", "--samples=2")
+    code, result = call(capsys, *words, "--verify=exact", "--samples=2")
     assert code == 0
-    assert found["answers"]["prompts"] == 6
-    greedy = found["answers"]["greedy"]
+    assert result["answers"]["prompts"] == 6
+    greedy = result["answers"]["greedy"]
     assert (greedy["exact_match"], greedy["ended_share"]) == (1.0, 1.0)
-    assert found["answers"]["sampled"]["exact_match"] > 0.7
-    assert found["token_accuracy"] == 1.0
-    assert call(capsys, *words, "--verify=exact", "--samples=2")[1] == found
-    code, found = call(capsys, *words, "--verify=number", "--batch=2")
-    assert (found["answers"]["prompts"], found["answers"]["greedy"]["exact_match"]) == (3, 1.0)
-    assert found["answers"]["left_out"] == {verify.NO_NUMBER: 3}
+    assert result["answers"]["sampled"]["exact_match"] > 0.7
+    assert result["token_accuracy"] == 1.0
+    assert call(capsys, *words, "--verify=exact", "--samples=2")[1] == result
+    code, result = call(capsys, *words, "--verify=number", "--batch=2")
+    assert (result["answers"]["prompts"], result["answers"]["greedy"]["exact_match"]) == (3, 1.0)
+    assert result["answers"]["left_out"] == {verify.NO_NUMBER: 3}
 
 
 def test_the_number_of_rows_changes_no_answer(untrained, folder, capsys):
@@ -114,48 +114,55 @@ def paste(capsys, words, part=0):
     fix, _, _ = error["fix"].splitlines()[part].partition("    #")
     flags = shlex.split(fix)
     if flags[0] == "jaxlm":
-        again = flags[2:]
+        more = flags[2:]
     else:
         name = flags[0].partition("=")[0]
-        again = [*(word for word in words if word.partition("=")[0] != name), *flags]
-    return code, error["what"], call(capsys, *again)
+        more = [*(word for word in words if word.partition("=")[0] != name), *flags]
+    return code, error["what"], call(capsys, *more)
 
 
 def test_a_limit_that_no_prompt_leaves_is_refused(config, folder, capsys):
     run = folder / "gpt2"
-    flags = ["model.family=gpt2", "model.max_positions=96", "train.steps=1"]
+    flags = [
+        "model.family=gpt2",
+        "model.max_positions=96",
+        "model.width=32",
+        "model.depth=2",
+        "model.heads=4",
+        "train.steps=1",
+    ]
     flags = [f"--config.{flag}" for flag in flags]
     assert main(harness.words(config, run, *flags)) == 0
     words = [f"--workdir={run}", "--verify=exact", "--max_tokens=50"]
-    code, found = call(capsys, *words)
-    assert found["answers"]["left_out"] == {verify.TOO_LONG: 1}
-    code, what, (again, _) = paste(capsys, [*words[:2], "--max_tokens=96"])
+    code, result = call(capsys, *words)
+    assert result["answers"]["left_out"] == {verify.TOO_LONG: 1}
+    code, what, (repeated, _) = paste(capsys, [*words[:2], "--max_tokens=96"])
     assert (code, what) == (2, "no prompt of val and its answer fit in the context")
-    assert again == 0
+    assert repeated == 0
 
 
 def test_what_cannot_be_verified_has_a_fix_to_paste(untrained, folder, capsys):
     words = [f"--workdir={untrained}", "--max_tokens=2"]
-    code, what, (again, _) = paste(capsys, [*words, "--samples=2"])
-    assert (code, what, again) == (2, "--samples needs --verify", 0)
+    code, what, (repeated, _) = paste(capsys, [*words, "--samples=2"])
+    assert (code, what, repeated) == (2, "--samples needs --verify", 0)
     none = write(folder / "none.jsonl", {"a": "none"})
-    code, what, (again, _) = paste(capsys, [*words, f"--text={none}", "--verify=number"])
+    code, what, (repeated, _) = paste(capsys, [*words, f"--text={none}", "--verify=number"])
     assert (code, what) == (65, "no conversation of text has an answer to verify")
-    assert again == 0
+    assert repeated == 0
     long = write(folder / "long.jsonl", {"a": "b" * 100})
-    code, what, (again, _) = paste(capsys, [*words, f"--text={long}", "--verify=exact"])
-    assert (code, what, again) == (65, "the data contains no document", 0)
+    code, what, (repeated, _) = paste(capsys, [*words, f"--text={long}", "--verify=exact"])
+    assert (code, what, repeated) == (65, "the data contains no document", 0)
     (folder / "asked_only.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    code, found = call(capsys, *words, f"--text={folder / 'asked_only.jsonl'}", "--verify=exact")
-    assert (code, found["error"]["what"]) == (65, "no conversation has an answer")
+    code, result = call(capsys, *words, f"--text={folder / 'asked_only.jsonl'}", "--verify=exact")
+    assert (code, result["error"]["what"]) == (65, "no conversation has an answer")
 
 
 def test_a_run_of_text_has_no_answers(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(harness.words(harness.write_config(tmp_path), run, "--config.train.steps=2")) == 0
     for text in ((), (f"--text={write(tmp_path / 'chat.jsonl', ANSWERS)}",)):
-        code, what, (again, _) = paste(capsys, [f"--workdir={run}", "--verify=exact", *text])
-        assert (code, what, again) == (2, "this run has no answers to verify", 0)
+        code, what, (repeated, _) = paste(capsys, [f"--workdir={run}", "--verify=exact", *text])
+        assert (code, what, repeated) == (2, "this run has no answers to verify", 0)
 
 
 def test_a_run_without_conversations_is_asked_others_by_its_template(untrained, tmp_path, capsys):
@@ -176,6 +183,6 @@ def test_another_template_than_that_of_the_run_is_refused(untrained, tmp_path, c
     shutil.copytree(untrained, run)
     template = run / "hub/chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "model"))
-    code, found = call(capsys, f"--workdir={run}", "--verify=exact", "--max_tokens=2")
+    code, result = call(capsys, f"--workdir={run}", "--verify=exact", "--max_tokens=2")
     assert code == 65
-    assert "another chat template" in found["error"]["what"]
+    assert "another chat template" in result["error"]["what"]
