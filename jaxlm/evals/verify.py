@@ -1,9 +1,9 @@
 """Comparison of answers with references, as text or as numbers, without evaluating anything.
 
 Example:
-  >>> last_number("She pays $1,200.50.\n#### 1,200.50"), last_number("about 1e5")
+  >>> last_number("2 * 600.25 = 1200.5 #### $1,200.50"), last_number("about 1e5")
   (Decimal('1200.50'), None)
-  >>> is_match("number", "so it is 72.0", "60 + 12 = 72\n#### 72")
+  >>> is_match("number", "so it is 72.0", "60 + 12 = 72 #### 72")
   True
 """
 
