@@ -198,15 +198,22 @@ def tokenize(
 
 
 def text_loaders(
-    corpus: Corpus, encoder: Tokenizer, sequence: int, prepare: PrepareRows, root: Path, log: Log
+    corpus: Corpus,
+    encoder: Tokenizer,
+    sequence: int,
+    prepare: PrepareRows,
+    root: Path,
+    log: Log,
+    chat: ChatEncoder | None = None,
 ) -> dict[str, Loader]:
     """Return loaders of any text under a given tokenizer, one for each evaluation of an objective.
 
     Args:
       prepare: makes the objective's changes of rows.
+      chat: the encoding of conversations; None for text.
     """
     part = Part("text", corpus, SplitSide())
-    opener = _Opener(encoder, None, TextDigests(root, log=log), log)
+    opener = _Opener(encoder, chat, TextDigests(root, log=log), log)
     sets = {part.name: opener.shards(part)}
     return _evaluations(sets, DataConfig(sequence=sequence), root, prepare(encoder, sequence))
 

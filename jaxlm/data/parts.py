@@ -136,7 +136,7 @@ def find_parts(config: DataConfig) -> tuple[list[Part], list[Part]]:
     probed = [part for part in (*train, *validation) if not part.selection.held_out]
     texts = [(part.corpus, part.setting) for part in probed if part.corpus is not None]
     for corpus, setting in texts:
-        _probe(corpus, setting, PROBED_BYTES // len(texts))
+        probe(corpus, setting, PROBED_BYTES // len(texts))
     return train, validation
 
 
@@ -254,8 +254,11 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _probe(corpus: Corpus, setting: str, most: int) -> None:
-    """Read the first records of the user's files, at most `most` bytes, to report errors early."""
+def probe(corpus: Corpus, setting: str, most: int = PROBED_BYTES) -> None:
+    """Read the first records of the user's files, at most `most` bytes, to report errors early.
+
+    Raise DataError if nothing in them can be used.
+    """
     user_files = dict(corpus.named())
     files, names = tuple(user_files), tuple(user_files.values())
     probed = dataclasses.replace(corpus, files=files, names=names)

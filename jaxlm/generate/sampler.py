@@ -1,11 +1,13 @@
 """Text from a model: the same prompts with the same keys, at any step."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxlm.core import random
 from jaxlm.core.callbacks import OnText
@@ -135,24 +137,44 @@ class Sampler:
 
         `on_text` receives text while it is generated; beam search does not call it.
         """
+        rows = self._rows(self.config.prompts)
+        seeds = self.config.seed if len(self.config.seed) > 1 else self.config.seed * len(rows)
+        keys = [random.key(seed, "sample") for seed in seeds]
+        return self._continued(params, self.config.prompts, rows, keys, on_text)
+
+    def continue_rows(
+        self, params: Any, rows: Sequence[Sequence[int]], keys: Sequence[Array]
+    ) -> list[Continuation]:
+        """Return the continuation of each row of ids, drawn with the key of the row.
+
+        The prompts of the continuations are empty, and those of the config are not used.
+        """
+        return self._continued(params, [""] * len(rows), rows, keys, None)
+
+    def _continued(
+        self,
+        params: Any,
+        prompts: Sequence[str],
+        rows: Sequence[Sequence[int]],
+        keys: Sequence[Array],
+        on_text: OnText | None,
+    ) -> list[Continuation]:
         config, tokenizer = self.config, self.tokenizer
-        rows = self._rows(config.prompts)
-        seeds = config.seed if len(config.seed) > 1 else config.seed * len(rows)
         # Rows that fill the devices hold one token and are dropped.
         spare = -len(rows) % rules.split(jax.sharding.get_abstract_mesh(), "batch")
-        rows += [[tokenizer.eos]] * spare
+        rows = [*rows, *[[tokenizer.eos]] * spare]
         padded_length = max(MIN_PADDED, 1 << (max(map(len, rows)) - 1).bit_length())
         padded = np.full((len(rows), padded_length), tokenizer.pad, np.int32)
         for row, ids in zip(padded, rows, strict=True):
             row[: len(ids)] = ids
         lengths = np.array([len(ids) for ids in rows], np.int32)
-        keys = jnp.stack([random.key(seed, "sample") for seed in (*seeds, *(0,) * spare)])
-        inputs = (padded, lengths, keys)
+        stacked = jnp.stack([*keys, *[random.key(0, "sample")] * spare])
+        inputs = (padded, lengths, stacked)
         if config.beams > 1:
             out = host.fetch(self._search(params, *inputs))
         else:
             out = self._drawn(params, inputs, on_text)
-        return [self._written(prompt, row, out) for row, prompt in enumerate(config.prompts)]
+        return [self._written(prompt, row, out) for row, prompt in enumerate(prompts)]
 
     def _drawn(
         self, params: Any, inputs: tuple[Any, ...], on_text: OnText | None

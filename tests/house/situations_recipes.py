@@ -91,6 +91,7 @@ SITUATIONS: dict[str, Situation] = {
     "too large for a chip of no table": Situation(f"train {CONFIG}", prepare=unknown_chip),
     "too large for the memory": Situation(f"train {CONFIG} --config.train.memory_gib=0.001"),
     "a text of a model that writes none": Situation("generate --workdir=runs/bert --prompt=a", BERT),
+    "answers of a model that writes none": Situation("eval --workdir=runs/bert --verify=exact", BERT),
     "lr-find into a file": Situation("lr-find --config=c.py --out=c.py/found --steps=20"),
     "lr-find that is not finite": Situation("lr-find --config=c.py --out=found --steps=20 --config.precision.compute=float16", prepare=broken("grads:nan")),
     "perplexity by a model that reads both ways": Situation("data run --config=r.py --out=out --config.stages=perplexity --config.perplexity.run=runs/bert", BERT),
@@ -134,6 +135,7 @@ SLOW = {
     "eval of rows beyond the table",
     "weights beyond a dtype",
     "a text of a model that writes none",
+    "answers of a model that writes none",
     "perplexity by a model that reads both ways",
     "a GGUF of a model that it has no name for",
     "a GGUF of ids that are moved",
@@ -144,7 +146,10 @@ SLOW = {
 }
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
-ELSEWHERE: dict[str, str] = {}
+ELSEWHERE: dict[str, str] = {
+    "recipes/use/verify.py:_questions:1": "tests/recipes/use/test_verify.py::test_a_limit_that_no_prompt_leaves_is_refused",
+    "recipes/use/verify.py:_questions:2": "tests/recipes/use/test_verify.py::test_what_cannot_be_verified_has_a_fix_to_paste",
+}
 
 # Places that no test reaches yet.
 NOT_YET: set[str] = set()

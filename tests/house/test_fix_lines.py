@@ -231,6 +231,8 @@ SITUATIONS = {
     "no checkpoints": Situation("checkpoint list --workdir=texts"),
     "an average that is not kept": Situation(f"eval {RUN} --weights=ema"),
     "eval of no text": Situation(f"eval {RUN} --text=texts"),
+    "answers of a run of text": Situation(f"eval {RUN} --verify=exact"),
+    "samples without a comparison": Situation(f"eval {RUN} --samples=2"),
     "chat without a template": Situation(f"generate {RUN} --prompt=a --chat"),
     "another config in the workdir": Situation(f"train --config=c.py {RUN} --config.optim.lr=0.5"),
     "start_at of no step": Situation(f"train --config=c.py {RUN} --start_at=7"),

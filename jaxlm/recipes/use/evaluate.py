@@ -11,11 +11,13 @@ import jax
 import numpy as np
 
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.corpus.config import Perplexity
 from jaxlm.corpus.filters.models import Scorer
-from jaxlm.data import cache, dataset
+from jaxlm.data import cache, dataset, parts, writer
 from jaxlm.data.batch import Tokens
+from jaxlm.data.chat_documents import ChatEncoder
+from jaxlm.data.conversations import ChatFields
 from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.data.mixture_config import Temperature
@@ -25,6 +27,7 @@ from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.recipes.use import load
+from jaxlm.recipes.use import verify as answers
 from jaxlm.recipes.use.load import LoadedRun
 
 
@@ -34,6 +37,7 @@ def evaluate(
     text: Sequence[str] = (),
     sequence: int | None = None,
     batch: int | None = None,
+    verify: answers.VerifySettings | None = None,
     say: Log = lambda _: None,
     **selection: Any,
 ) -> dict[str, Any]:
@@ -47,9 +51,13 @@ def evaluate(
       text: globs of the text to evaluate on; () means the run's own validation sets.
       sequence: length of the rows; None for the run's own.
       batch: rows of a step; None for the run's own.
+      verify: also generate an answer to each conversation and compare it, under `answers` of a set.
+        Then `text` are conversations.
       `say`: receives log lines.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
+    if verify is not None:
+        answers.check_run(workdir, text)
     opened = load.load_run(workdir, sequence=sequence, say=say, **selection)
     run, decoder = opened.run, opened.model.blueprint.config
     sequence = sequence or run.data.sequence
@@ -59,8 +67,18 @@ def evaluate(
         why, fix = f"the model has {limit} positions", f"--sequence={limit}"
         raise ConfigError(what, where="--sequence", why=why, fix=fix)
     attention_kernels.check_length(opened.model.mesh.shape, decoder, sequence, flag="--sequence")
-    loaders = open_loaders(opened, text, sequence, say)
-    sets = measure(opened, loaders, batch or run.train.batch)
+    batch = batch or run.train.batch
+    if verify is None:
+        sets = measure(opened, open_loaders(opened, text, sequence, say), batch)
+    else:
+        verifier = answers.AnswerVerifier(opened, workdir, verify)
+        chat = verifier.encoder(sequence)
+        loaders = open_loaders(opened, text, sequence, say, chat)
+        asked = verifier.questions(loaders)
+        sets = measure(opened, loaders, batch)
+        for name, questions in asked.items():
+            say(f"answering {len(questions.prompts)} prompts of {name}")
+            sets[name]["answers"] = verifier.answer(questions, batch)
     first = next(iter(sets)) if text else setup.ranking_set(run, sets)
     assert first is not None  # there is at least one set
     return {"step": opened.step, "sequence": sequence, **sets[first], "sets": sets}
@@ -89,14 +107,35 @@ def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dic
 
 
 def open_loaders(
-    opened: LoadedRun, text: Sequence[str], sequence: int, say: Log
+    opened: LoadedRun,
+    text: Sequence[str],
+    sequence: int,
+    say: Log,
+    chat: ChatEncoder | None = None,
 ) -> dict[str, Loader]:
-    """Return the validation sets of a run, or those of other text, in rows of a length."""
+    """Return the validation sets of a run, or those of other text, in rows of a length.
+
+    Args:
+      opened: the run.
+      text: globs of other text; () means the run's own validation sets.
+      sequence: length of the rows.
+      `say`: receives log lines.
+      chat: the encoding of other text that is conversations; None for plain text.
+    """
     run = opened.run
     if text:
-        corpus = Corpus.find(tuple(text), run.data.text_key, "--text")
+        fields = None if chat is None else run.data.chat or ChatFields("chat")
+        corpus = Corpus.find(tuple(text), run.data.text_key, "--text", chat=fields)
+        if chat is not None:
+            parts.probe(corpus, "--text")
         read = objectives.build(run.objective, run.loss, run.architecture).prepare
-        return dataset.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
+        options = opened.tokenizer, sequence, read, cache.default(), say, chat
+        try:
+            return dataset.text_loaders(corpus, *options)
+        except DataError as error:
+            if error.fix == writer.EMPTY_CHAT:
+                error.fix = f"--sequence={2 * sequence}    # if they are longer than a row"
+            raise
     # Mixture weights do not matter for validation sets, and other lengths change the row counts.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())
     opened_data = setup.open_data(dataclasses.replace(run, data=data), say=say, warn=say)

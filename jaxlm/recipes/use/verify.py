@@ -1,0 +1,220 @@
+"""Answers of a run to the prompts of its conversations, compared with the references."""
+
+import dataclasses
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlm.core import config, random
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data import chat_templates, parts
+from jaxlm.data.chat_documents import ChatEncoder
+from jaxlm.data.chat_tokenizer import ChatTokenizer
+from jaxlm.data.loader import Loader
+from jaxlm.data.records import MENDED
+from jaxlm.evals import verify
+from jaxlm.generate.config import GenerateConfig
+from jaxlm.generate.sampler import Continuation, Sampler
+from jaxlm.parallel import rules
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.use.generate import template_of
+from jaxlm.recipes.use.load import LoadedRun
+from jaxlm.training.rundir import read_json
+
+# Reasons to leave a conversation out, besides those for which it has no tokens.
+TOO_LONG = "with a prompt longer than the context minus max_tokens"
+NO_TEXT = "without a prompt and an answer of text"
+NO_NUMBER = "without a number in the answer"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifySettings:
+    """Comparison of answers, and how they are drawn."""
+
+    check: verify.Check
+    samples: int = 0  # of each prompt, at temperature 1
+    prompts: int | None = None  # of each set; None for all
+    max_tokens: int = 256
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """Prompts of a set as ids, their references, and the conversations left out by reason."""
+
+    prompts: list[list[int]]
+    references: list[str]
+    left_out: Counter[str]
+
+
+def check_run(workdir: Path, text: Sequence[str]) -> None:
+    """Raise ConfigError if a run cannot answer, or has no conversations and no template for `text`.
+
+    Args:
+      workdir: the run.
+      text: globs of other conversations.
+    """
+    run = config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
+    what, fix = "this run has no answers to verify", _without(workdir)
+    if run.objective.prompts == "none" or run.architecture == "encoder-decoder":
+        where = f"objective.name={run.objective.name}"
+        why = f"{run.model.family} does not continue a conversation"
+        raise ConfigError(what, where=where, why=why, fix=fix)
+    has_template = chat_templates.of_folder(workdir / chat_templates.HUB) is not None
+    if run.data.kind == "text" and not (text and has_template):
+        why = "it was trained on text, not on conversations"
+        if text:
+            why = f"{why}, and has no chat template"
+        raise ConfigError(what, where="data.kind=text", why=why, fix=fix)
+
+
+def _without(workdir: Path) -> str:
+    return f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # without answers"
+
+
+class AnswerVerifier:
+    """Answers of a run to the prompts of conversations, each a beginning of the ids trained on.
+
+    Args:
+      opened: the run.
+      workdir: its directory.
+      settings: the comparison.
+    """
+
+    def __init__(self, opened: LoadedRun, workdir: Path, settings: VerifySettings):
+        self._opened, self._workdir, self._settings = opened, workdir, settings
+        self._template = template_of(workdir)
+        self._tokenizer = ChatTokenizer(opened.tokenizer, self._template)
+
+    def encoder(self, sequence: int) -> ChatEncoder:
+        """Return the encoding of other conversations, in rows of a length."""
+        data = self._opened.run.data
+        options = sequence, data.overlong, data.max_dropped
+        return ChatEncoder(self._opened.tokenizer, self._template, *options)
+
+    def questions(self, loaders: Mapping[str, Loader]) -> dict[str, Questions]:
+        """Return the prompts of each set.
+
+        Raises:
+          ConfigError: if every prompt of a set is too long.
+          DataError: if a set has no answers, or was encoded by another template.
+        """
+        return {name: self._questions(name, loader) for name, loader in loaders.items()}
+
+    def _questions(self, name: str, loader: Loader) -> Questions:
+        shards, settings = loader.shards, self._settings
+        if shards.manifest.template != chat_templates.digest(self._template):
+            raise DataError(
+                "the conversations have another chat template than the run",
+                where=str(shards.folder),
+                why=f"the run was trained with {self._template.where}",
+                fix="restore the file that data.template names",
+            )
+        known = {*parts.ELSEWHERE, *MENDED}
+        left_out = Counter({r: n for r, n in shards.manifest.left_out.items() if r not in known})
+        positions = self._opened.model.blueprint.config.positions
+        asked = Questions([], [], left_out)
+        shortest = None
+        documents = min(shards.documents, settings.prompts or shards.documents)
+        for document, length in enumerate(shards.lengths(0, documents)):
+            ids = shards.read(document, 0, int(length))
+            weights = np.broadcast_to(shards.weights(document, 0, int(length)), ids.shape)
+            start, text = verify.last_turn(
+                ids, weights, self._tokenizer.ends, self._tokenizer.table
+            )
+            if not start or not text:
+                left_out[NO_TEXT] += 1
+            elif settings.check == "number" and verify.last_number(text) is None:
+                left_out[NO_NUMBER] += 1
+            elif positions is not None and start > positions - settings.max_tokens:
+                left_out[TOO_LONG] += 1
+                shortest = min(start, shortest or start)
+            else:
+                asked.prompts.append(ids[:start].tolist())
+                asked.references.append(text)
+        if asked.prompts:
+            return asked
+        why = ", ".join(f"{number} {reason}" for reason, number in left_out.items())
+        if shortest is not None and positions is not None and shortest < positions:
+            raise ConfigError(
+                f"no prompt of {name} and its answer fit in the context",
+                where="--max_tokens",
+                why=f"the model has {positions} positions: {why}",
+                fix=f"--max_tokens={positions - shortest}",
+            )
+        raise DataError(
+            f"no conversation of {name} has an answer to verify",
+            where=f"--verify={settings.check}",
+            why=f"left out: {why}",
+            fix="--verify=exact" if settings.check == "number" else _without(self._workdir),
+        )
+
+    def answer(self, asked: Questions, batch: int) -> dict[str, Any]:
+        """Return the scores of greedy answers and of samples.
+
+        Args:
+          asked: the prompts of a set.
+          batch: rows of a step; it does not change the answers.
+        """
+        settings, count = self._settings, len(asked.prompts)
+        scores = {"greedy": self._score(asked, 1, 0.0, batch)._asdict(), "sampled": None}
+        if settings.samples:
+            sampled = self._score(asked, settings.samples, 1.0, batch)._asdict()
+            scores["sampled"] = {"samples": settings.samples, **sampled}
+        return {
+            "verify": settings.check,
+            "prompts": count,
+            "max_tokens": settings.max_tokens,
+            **scores,
+            "left_out": dict(asked.left_out),
+        }
+
+    def _score(
+        self, asked: Questions, samples: int, temperature: float, batch: int
+    ) -> verify.Score:
+        settings, opened = self._settings, self._opened
+        with jax.set_mesh(opened.model.mesh):
+            sampler = Sampler(
+                GenerateConfig(prompts=(), max_tokens=settings.max_tokens, temperature=temperature),
+                opened.model.blueprint,
+                self._tokenizer,
+                flag="--",
+            )
+            answers = self._answers(sampler, asked.prompts, samples, batch)
+        matches = [
+            [verify.is_match(settings.check, each.text, reference) for each in drawn]
+            for drawn, reference in zip(answers, asked.references, strict=True)
+        ]
+        ended = [[each.finish_reason == "eos_token" for each in drawn] for drawn in answers]
+        return verify.score(np.array(matches), np.array(ended))
+
+    def _answers(
+        self, sampler: Sampler, prompts: Sequence[Sequence[int]], samples: int, batch: int
+    ) -> list[list[Continuation]]:
+        """Return `samples` answers to each prompt; prompts of similar length share a batch."""
+        ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
+        count = len(prompts) * samples
+        batch = -(-min(batch, count) // ways) * ways
+        numbers = range(len(prompts))
+        root = random.key(self._settings.seed, "sample")
+        keys = jax.vmap(
+            lambda number: jax.vmap(jax.random.fold_in, (None, 0))(
+                jax.random.fold_in(root, number), np.arange(samples)
+            )
+        )(np.array(numbers)).reshape(-1)
+        lengths = np.repeat([len(ids) for ids in prompts], samples)
+        order = np.argsort(lengths, kind="stable")
+        answers: dict[int, Continuation] = {}
+        for first in range(0, count, batch):
+            # The last batch repeats a row, so that it has the shape of the others.
+            rows = np.resize(order[first : first + batch], batch)
+            drawn = sampler.continue_rows(
+                self._opened.params, [prompts[row // samples] for row in rows], list(keys[rows])
+            )
+            answers |= dict(zip(map(int, rows), drawn, strict=True))
+        return [[answers[number * samples + each] for each in range(samples)] for number in numbers]
