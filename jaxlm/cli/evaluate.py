@@ -45,7 +45,7 @@ def run(args: Any, out: Output) -> int:
     drawn = {
         name: value for name, value in selection(args, *VERIFYING).items() if value is not None
     }
-    at_least_one("jaxlm eval", args, *(drawn.keys() - {"seed"}))
+    at_least_one("jaxlm eval", args, *(name for name in drawn if name != "seed"))
     if drawn and args.verify is None:
         name, value = next(iter(drawn.items()))
         raise CommandError(
