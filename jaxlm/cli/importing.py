@@ -60,15 +60,17 @@ def _check_flags(args: Any) -> None:
         "the flags name no model and no adapter with its base",
         where=f"jaxlm {shlex.join(args.words)}",
         why="import needs --from, or --adapter and --init_from, without --add_token",
-        fix="--from=DIR\n--adapter=DIR --init_from=runs/base",
+        fix="--from=model\n--adapter=adapter --init_from=runs/base",
     )
 
 
 def _import_adapter(workdir: Path, args: Any, out: Output) -> int:
-    from jaxlm.recipes.exchange.import_adapter import Options, import_adapter
+    from jaxlm.recipes.exchange.import_adapter import AdapterOptions, import_adapter
 
     flags = selection(args, "init_from", "overrides", "cpu_devices")
-    answer = import_adapter(Options(adapter=Path(args.adapter), workdir=workdir, **flags), out.log)
+    answer = import_adapter(
+        AdapterOptions(adapter=Path(args.adapter), workdir=workdir, **flags), out.log
+    )
     base, folder = answer["base"], shlex.quote(str(workdir))
     model = f"{workdir}: {answer['adapter']}, {answer['parameters']:,} parameters"
     lines = [f"{model}, on step {base['step']} of {base['run']}"]

@@ -1,6 +1,7 @@
 """Replacement of linear layers by adapted ones, inside of a module that was just built."""
 
 import fnmatch
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,15 @@ def build(settings: config.Tune) -> Surgery | None:
             node = layers[path]
             if isinstance(node, GroupedLinear) or type(node) not in classes:
                 raise _not_supported(settings, name, node)
+            smaller = min(math.prod(node.ins), math.prod(node.outs))
+            if isinstance(settings, config.Lora) and settings.rank > smaller:
+                raise ConfigError(
+                    f"rank {settings.rank} is too large for {name}",
+                    where="tune.rank",
+                    why=f"its weight has {math.prod(node.ins)} inputs and {math.prod(node.outs)} "
+                    "outputs, and no update of it has a larger rank",
+                    fix=f"--config.tune.rank={smaller}",
+                )
             parent: Any = module
             for part in path[:-1]:
                 parent = getattr(parent, part) if isinstance(part, str) else parent[part]

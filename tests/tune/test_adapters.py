@@ -296,10 +296,11 @@ def test_dropout_draws_for_each_layer_and_only_with_a_key():
 @pytest.mark.parametrize(
     ("family", "settings", "where", "fix"),
     [
+        (LLAMA, config.Lora(rank=17), "tune.rank", "--config.tune.rank=8"),
         (LLAMA, config.Lora(at=("*/attn/*",)), "tune.at", "--config.tune.at=*/attention/*,*/mlp/*"),
         (
             Mixtral(vocab=64, width=16, depth=2, heads=4, kv_heads=2, experts=4, hidden=8),
-            config.Lora(),
+            config.Lora(rank=2),
             "tune.at",
             "'--config.tune.at=*/attention/*'",
         ),
@@ -310,7 +311,7 @@ def test_dropout_draws_for_each_layer_and_only_with_a_key():
             "--config.tune.name=lora",
         ),
     ],
-    ids=["no match", "experts", "latent"],
+    ids=["large rank", "no match", "experts", "latent"],
 )
 def test_a_place_that_cannot_be_adapted_is_an_error(family, settings, where, fix):
     with pytest.raises(ConfigError) as caught:

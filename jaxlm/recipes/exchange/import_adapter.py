@@ -42,7 +42,7 @@ ENDS = {"LORA": (LORA_A, LORA_B, MAGNITUDE), "IA3": (IA3,)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class AdapterOptions:
     """The adapter to import, its base, and the new run directory."""
 
     adapter: Path  # a folder of PEFT
@@ -52,7 +52,7 @@ class Options:
     cpu_devices: int | None = None
 
 
-def import_adapter(options: Options, say: Log = lambda _: None) -> dict[str, Any]:
+def import_adapter(options: AdapterOptions, say: Log = lambda _: None) -> dict[str, Any]:
     """Make a run whose step 0 has the adapter of a PEFT folder, for the base of another run.
 
     Each key of the file and each field of adapter_config.json is read or refused. An adapter of a
