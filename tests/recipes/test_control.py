@@ -8,7 +8,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.training import control
-from jaxlm.training.control import Change, Control
+from jaxlm.training.control import Control, RateChange
 from jaxlm.training.rundir import RunDir
 from tests.faults import harness
 
@@ -134,7 +134,7 @@ def test_a_later_change_gives_up_those_that_were_yet_to_come(made):
     (folder / "control.json").write_text('{"lr": null}')
     look(again, 3)
     assert [again.lr_scale(step) for step in range(7)] == [1, 1, 2, 1, 1, 1, 1]
-    assert control.read_changes(folder) == [Change(2, 6e-3), Change(3, None)]
+    assert control.read_changes(folder) == [RateChange(2, 6e-3), RateChange(3, None)]
 
 
 def test_processes_that_read_nothing_follow_the_first(made):
