@@ -35,7 +35,7 @@ FULL = BlockConfig(
 )
 NEAR = dataclasses.replace(
     FULL,
-    attention=dataclasses.replace(FULL.attention, window=3, cap=2.0),
+    attention=dataclasses.replace(FULL.attention, window=3, softcap=2.0),
     mlp=MlpConfig(hidden=12, activation="relu", gated=False),
 )
 EXPERTS = dataclasses.replace(FULL, mlp=MoeConfig(experts=4, top_k=2, hidden=8))
