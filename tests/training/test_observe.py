@@ -150,8 +150,8 @@ def attended(x, params, config, segments, counted):
         scores = key[row, seen, shared] @ query[row, t, head] / np.sqrt(config.head_dim)
         if counted[row, t]:
             peak[head] = max(peak[head], scores.max())
-        if config.cap is not None:
-            scores = config.cap * np.tanh(scores / config.cap)
+        if config.softcap is not None:
+            scores = config.softcap * np.tanh(scores / config.softcap)
         weights = np.exp(scores) / np.exp(scores).sum()
         out[row, t, head] = weights @ value[row, seen, shared]
         if counted[row, t]:
