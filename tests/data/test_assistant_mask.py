@@ -1,8 +1,14 @@
 """The trained tokens of a conversation, for the templates of each family."""
 
-import gzip
+import argparse
+import email.message
+import inspect
 import json
-from pathlib import Path
+import os
+import re
+import statistics
+import textwrap
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -15,7 +21,6 @@ from jaxlm.data.conversations import NO_MASK, REFUSED, Rejected, parse
 from tests.data.chat_families import FAMILIES, MARK, template, tokenizer
 
 CHATML = FAMILIES["chatml"]
-GSM8K = Path(__file__).parents[3] / "shared/data/evals/gsm8k_train.jsonl.gz"
 ODD = "Natalia\u2019s \u20ac5 \u2013 \u00bd\u00a0of 48 = <<48/2=24>>24\u2026\n#### 24 \U0001f600"
 
 
@@ -195,16 +200,23 @@ def test_a_template_without_control_tokens_ends_with_the_end_of_text():
     assert (ended.is_open, asked.is_open) == (True, False)
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="needs the evaluation sets")
+def documented():
+    """Questions about functions of Python's library, and their documentation as answers."""
+    for module in (argparse, email.message, json, os, re, statistics, textwrap, unittest.mock):
+        for name, value in sorted(vars(module).items()):
+            if callable(value) and (text := inspect.getdoc(value)):
+                yield f"What is {module.__name__}.{name}?", text
+
+
 @pytest.mark.parametrize("name", ["chatml", "llama 2", "llama 3"])
 def test_real_answers_are_trained_as_they_are_written(name):
-    with gzip.open(GSM8K, "rt") as file:
-        records = [json.loads(next(file)) for _ in range(300)]
+    records = list(documented())[:300]
+    assert len(records) > 200
     family = FAMILIES[name]
-    encoder, encoded = weighed(family, [turns(r["question"], r["answer"]) for r in records])
-    for record, each in zip(records, encoded, strict=True):
+    encoder, encoded = weighed(family, [turns(*record) for record in records])
+    for (_, answer), each in zip(records, encoded, strict=True):
         (text,) = runs(encoder, each)
-        assert text.removesuffix(family.end).strip() == record["answer"].strip()
+        assert text.removesuffix(family.end).strip() == answer.strip()
 
 
 def test_a_template_that_is_no_template_leaves_no_process():
