@@ -10,7 +10,7 @@ import platform
 import re
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -298,22 +298,17 @@ def abstract_base(model: ShardedModel) -> Any:
     return states.abstract(model.plain.shapes, tree.drop_leaves(model.shardings, new))
 
 
-def decoded_blueprint(model: ShardedModel) -> Blueprint:
-    """Return the model to decode with: without the adapter, if it can be merged.
+def decoding(model: ShardedModel) -> tuple[Blueprint, Callable[[Any], Any]]:
+    """Return the model to decode with, and the function of all parameters to those of that model.
 
-    A bottleneck cannot, so its layers run as they are trained.
+    It is the model without the adapter, which is merged. A bottleneck cannot be merged, so its
+    layers run as they are trained. The function compiles once.
     """
-    is_plain = not model.base or not merge.is_mergeable(model.blueprint)
-    return model.blueprint if is_plain else model.plain
-
-
-def decoded_params(model: ShardedModel, params: Any) -> Any:
-    """Return the parameters of `decoded_blueprint` from those of the model."""
-    if decoded_blueprint(model) is model.blueprint:
-        return params
+    if not model.base or not merge.is_mergeable(model.blueprint):
+        return model.blueprint, lambda params: params
     layout = jax.tree.map(lambda leaf: leaf.sharding, abstract_base(model))
     join = functools.partial(merge.merged_params, model.blueprint, model.plain)
-    return jax.jit(join, out_shardings=layout)(params)
+    return model.plain, jax.jit(join, out_shardings=layout)
 
 
 def open_data(

@@ -310,9 +310,10 @@ class Evaluator:
         self._programs, self._logger = programs, logger
         self.ranking_set = setup.ranking_set(run, programs.data.validation)
         self.has_samples = bool(run.sample.prompts) and run.objective.prompts != "none"
+        blueprint, self._decoded = setup.decoding(programs.model)
         self._sampler = Sampler(
             dataclasses.replace(run.sample.request, seed=(run.seed,)),
-            setup.decoded_blueprint(programs.model),
+            blueprint,
             programs.data.tokenizer,
             both_ways=run.objective.prompts == "both ways",
         )
@@ -350,8 +351,7 @@ class Evaluator:
 
     def sample(self, state: TrainState, step: int) -> None:
         """Write a continuation of each prompt."""
-        programs = self._programs
-        params = setup.decoded_params(programs.model, programs.whole(state.params))
+        params = self._decoded(self._programs.whole(state.params))
         self._logger.note_samples(step, self._sampler.write(params))
 
 

@@ -238,9 +238,10 @@ def load_run(
         params = jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, abstract)
     if model.base:
         params = tree.merge_leaves(load_base(find_base(workdir, run, None, say), model), params)
-        if is_merged and setup.decoded_blueprint(model) is model.plain:
+        blueprint, decoded = setup.decoding(model)
+        if is_merged and blueprint is model.plain:
             with jax.set_mesh(mesh):
-                params = setup.decoded_params(model, params)
+                params = decoded(params)
             run, adapted = (dataclasses.replace(each, tune=Full()) for each in (run, adapted))
             model = setup.build_sharded_model(adapted, vocab, mesh)
     return LoadedRun(run, chosen, model, params, encoder)

@@ -54,7 +54,7 @@ def merge(
             why="its checkpoints have all weights (tune.name = full)",
             fix=f"jaxlm export --workdir={shlex.quote(str(workdir))} --out=export",
         )
-    if setup.decoded_blueprint(adapted.model) is not adapted.model.plain:
+    if setup.decoding(adapted.model)[0] is not adapted.model.plain:
         raise ConfigError(
             "a bottleneck cannot be merged",
             where=f"tune.name = {adapted.run.tune.name}",
