@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_step import SIZES
 
 from jaxlm.core import config, tree
 from jaxlm.data.batch import Tokens
@@ -28,31 +29,6 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.programs import TrainPrograms
 
 ROOT = Path(__file__).parents[1]
-PLAIN = {
-    "precision.compute": "float32",
-    "optim.name": "adamw",
-    "schedule.name": "constant",
-    "schedule.warmup": "0",
-    "train.microbatches": "1",
-    "train.remat": "none",
-    "model.vocab": "2048",
-}
-SIZES = {
-    "quickstart": PLAIN,
-    "100m": PLAIN
-    | {
-        "model.depth": "12",
-        "model.width": "768",
-        "model.heads": "12",
-        "model.kv_heads": "12",
-        "model.head_dim": "auto",
-        "model.hidden": "auto",
-        "model.vocab": "16384",
-        "model.tied": "True",
-        "data.sequence": "256",
-        "train.batch": "8",
-    },
-}
 ARMS = ("full", "chat", "lora", "dora", "ia3", "bottleneck")
 
 

@@ -106,7 +106,7 @@ def _explained(args: Any, path: str) -> tuple[dict[str, Any], str]:
             rows["value"] = "not a setting of this config"
     text = [known.path, *(f"  {label:<8} {value}" for label, value in rows.items() if value)]
     inner = [f"  {_line(schema, loaded, name)}" for name in known.settings]
-    values = {name: _plain(getattr(known, name)) for name in ("default", "value")}
+    values = {name: config.json_value(getattr(known, name)) for name in ("default", "value")}
     answer = {"path": known.path, **facts, **values, "origin": str(known.origin)}
     answer |= {"settings": list(known.settings), "named": known.named}
     if known.named:
@@ -128,7 +128,13 @@ def _diff(args: Any, out: Output) -> int:
     width = max((len(each.path) for each in changes), default=0)
     for each in changes:
         lines.append(f"{each.path:<{width}}  {_shown(each.old)} -> {_shown(each.new)}")
-        records.append({"path": each.path, "old": _plain(each.old), "new": _plain(each.new)})
+        records.append(
+            {
+                "path": each.path,
+                "old": config.json_value(each.old),
+                "new": config.json_value(each.new),
+            }
+        )
     return out.result({"changes": records}, lines or "no difference")
 
 
@@ -146,12 +152,6 @@ def _plot(args: Any, out: Output) -> int:
 
 def _shown(value: Any) -> str:
     return "(absent)" if value is config.ABSENT else show(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, config.Span):
-        return value.plain()
-    return None if value is config.ABSENT else value
 
 
 def _load(args: Any) -> config.Loaded:

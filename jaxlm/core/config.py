@@ -34,6 +34,7 @@ __all__ = [
     "explain",
     "flatten",
     "from_json",
+    "json_value",
     "load",
     "loaded_json",
     "new",
@@ -78,6 +79,13 @@ class _Absent:
 
 
 ABSENT = _Absent()
+
+
+def json_value(value: Any) -> Any:
+    """Return a value of a `Change` or an `Explanation` as JSON holds it; None if it is absent."""
+    if isinstance(value, Span):
+        return value.plain()
+    return None if value is ABSENT else value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxlm.checkpoint.hub_download import PREFIX
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
-from jaxlm.core import batch_schedule, config, disk, tree
+from jaxlm.core import batch_schedule, config, disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import ABSENT, Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, DataError, listed
@@ -35,7 +35,7 @@ from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train.api import ResumeOptions, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
 from jaxlm.recipes.train.programs import Teacher, TrainPrograms
-from jaxlm.recipes.use.load import InitSource, find_base, open_run_ref
+from jaxlm.recipes.use.load import InitSource, find_base, in_stored_dtypes, open_run_ref
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
 from jaxlm.tune.config import Full
@@ -64,7 +64,7 @@ def restored_state(
     step does not fit the model, or has other dtypes and `options.cast` is off.
     """
     target, layout = programs.abstract(), store.layout(step)
-    stored = _in_stored_dtypes(target, layout) if options.cast else target
+    stored = in_stored_dtypes(target, layout) if options.cast else target
     has_average = any(path.startswith("average/") for path in layout)
     if not options.reset_optimizer and has_average == (target.average is not None):
         state = store.restore(step, stored)
@@ -103,7 +103,7 @@ def check_state(programs: TrainPrograms, store: Store, step: int, options: Resum
             trees["average"] = state.average
         return trees
 
-    store.check_layout(step, parts(_in_stored_dtypes(target, layout)))
+    store.check_layout(step, parts(in_stored_dtypes(target, layout)))
     if options.cast:
         return
     try:
@@ -132,7 +132,7 @@ def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
     if programs.base is not None:
         return programs.init_state()
     fresh, target = programs.init_state(), programs.abstract()
-    stored = _in_stored_dtypes(target, source.store.layout(source.step))
+    stored = in_stored_dtypes(target, source.store.layout(source.step))
     params = source.store.restore_part(source.step, "params", stored.params)
     params = _cast(params, target.params)
     if fresh.average is None:
@@ -147,16 +147,6 @@ def _cast(values: Any, target: Any) -> Any:
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target),
     )
     return cast(values)
-
-
-def _in_stored_dtypes(target: TrainState, layout: dict[str, str]) -> TrainState:
-    """Return the same shapes and shardings in the dtypes that are on the disk."""
-
-    def stored(path: str, leaf: Any) -> Any:
-        dtype = layout.get(path, leaf.dtype.name).partition("[")[0]
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding)
-
-    return tree.map_with_path(stored, target)
 
 
 def find_init_source(run: Run, options: StartOptions, warn: Log, verifier: Verifier) -> InitSource:

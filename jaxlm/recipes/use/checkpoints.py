@@ -82,7 +82,11 @@ def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str,
         if layout.get(path) != other_layout.get(path)
     ]
     changes = [
-        {"path": change.path, "old": _plain(change.old), "new": _plain(change.new)}
+        {
+            "path": change.path,
+            "old": config.json_value(change.old),
+            "new": config.json_value(change.new),
+        }
         for change in config.diff(*configs)
     ]
     return {
@@ -175,9 +179,3 @@ def _difference(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
     with np.errstate(invalid="ignore", over="ignore"):  # a diverged run has infinities
         gaps = np.abs(a.reshape(-1)[differs].astype(np.float64) - b.reshape(-1)[differs])
     return {"max_abs_difference": float(gaps.max()), "elements": len(gaps), "of": a.size}
-
-
-def _plain(value: Any) -> Any:
-    if value is config.ABSENT:
-        return None
-    return value.plain() if isinstance(value, config.Span) else value

@@ -169,16 +169,22 @@ def merge_command(workdir: Path) -> str:
     return f"jaxlm merge --workdir={shlex.quote(str(workdir))} --out={merged}"
 
 
-def load_base(source: InitSource, model: setup.ShardedModel) -> Any:
-    """Return the parameters of an adapter's base on the mesh, in the dtypes of the model."""
-    target, layout = setup.abstract_base(model), source.store.layout(source.step)
+def in_stored_dtypes(target: Any, layout: dict[str, str]) -> Any:
+    """Return the same shapes and shardings in the dtypes that are on the disk."""
 
     def stored(path: str, leaf: Any) -> Any:
-        dtype = layout.get(f"params/{path}", leaf.dtype.name).partition("[")[0]
+        dtype = layout.get(path, leaf.dtype.name).partition("[")[0]
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding)
 
-    params = source.store.restore_part(source.step, "params", tree.map_with_path(stored, target))
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, target)
+    return tree.map_with_path(stored, target)
+
+
+def load_base(source: InitSource, model: setup.ShardedModel) -> Any:
+    """Return the parameters of an adapter's base on the mesh, in the dtypes of the model."""
+    target = {"params": setup.abstract_base(model)}
+    stored = in_stored_dtypes(target, source.store.layout(source.step))
+    params = source.store.restore_part(source.step, "params", stored["params"])
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, target["params"])
 
 
 def load_run(
