@@ -88,11 +88,13 @@ def checkout(tmp_path_factory):
     (folder / "texts").mkdir()
     for number, path in enumerate(sorted((ROOT / "jaxlm/core").glob("*.py"))):
         (folder / "texts" / f"{number}.txt").write_text(path.read_text())
-    with (folder / "chat.jsonl").open("w") as file:
-        for a, b in itertools.product(range(10), range(10)):
-            turns = [("user", f"{a}+{b}?"), ("assistant", str(a + b))]
-            messages = [{"role": role, "content": content} for role, content in turns]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    conversations = []
+    for a, b in itertools.product(range(10), range(10)):
+        turns = [("user", f"{a}+{b}?"), ("assistant", str(a + b))]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        conversations.append(json.dumps({"messages": messages}) + "\n")
+    (folder / "chat.jsonl").write_text("".join(conversations))
+    (folder / "asked.jsonl").write_text("".join(conversations[:10]))
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").write_text("")
     jaxlm = folder / ".venv/bin/jaxlm"
