@@ -37,6 +37,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "launch": ("launch", "train with several processes and restart them"),
     },
     "Use a run": {
+        "runs": ("runs", "list the runs in a folder"),
         "eval": ("evaluate", "loss, bits per byte and calibration of a run"),
         "generate": ("generate", "generate text with a run"),
         "average": ("average", "average checkpoints into a new run"),

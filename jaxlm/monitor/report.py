@@ -57,7 +57,7 @@ def render(run: Path) -> str:
     train = [record for record in records if record.get("split") == "train"]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    environment = _json(run / "environment.json")
+    environment = read_object(run / "environment.json")
     return templates.get_template("report.html.jinja").render(
         title=f"jaxlm run {run.resolve().name}",
         style=markupsafe.Markup(STYLE),
@@ -118,14 +118,14 @@ def _summary(run: Path, records: Sequence[Record]) -> str:
         with contextlib.suppress(ValueError, OverflowError, OSError):  # not a valid time
             stamp = time.gmtime(last.get("time_unix") or 0)
             parts.append(time.strftime("%Y-%m-%d %H:%M UTC", stamp))
-    if end := _json(run / "exit.json", EXIT):
+    if end := read_object(run / "exit.json", EXIT):
         parts.append(f"ended with code {end['code']}: {end['cause']}")
     return " · ".join(parts)
 
 
 def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> dict[str, Any]:
     """Return the verdict, the last losses, losses before and after, and baselines."""
-    verdict = _json(run / "divergence.json")
+    verdict = read_object(run / "divergence.json")
     is_worse = bool(verdict.get("worse_than"))
     scored = [record for record in records if record.get("loss_nats") is not None]
     last = {record.get("split", "train"): record for record in scored}
@@ -134,7 +134,7 @@ def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> di
         for split, record in last.items()
     ]
     path = run / "baselines.json"
-    coders = _json(path)
+    coders = read_object(path)
     if wrong := [name for name, bits in coders.items() if not sinks.is_number(bits)]:
         raise _misshapen(path, f"has no number for {wrong[0]!r}")
     baselines = [(name, bits, "") for name, bits in coders.items()]
@@ -216,7 +216,7 @@ def _experts(train: Sequence[Record]) -> Rows:
 
 def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
     """Return the forecast, and the measured values."""
-    plan = _json(run / "forecast.json", FORECAST)
+    plan = read_object(run / "forecast.json", FORECAST)
     if not plan:
         return {"plan": [], "assumed": ""}
 
@@ -261,7 +261,7 @@ def _warnings(run: Path) -> list[str]:
 
 def _configuration(run: Path) -> dict[str, Any]:
     """Return all settings, those that differ from the default, and the command line."""
-    config, provenance = _json(run / "config.json"), _json(run / "provenance.json")
+    config, provenance = read_object(run / "config.json"), read_object(run / "provenance.json")
     rows = [[path, value, provenance.get(path, "")] for path, value in _rows(config)]
     command, last = run / "command.sh", None
     if config and command.exists():
@@ -272,13 +272,14 @@ def _configuration(run: Path) -> dict[str, Any]:
 
 
 def _rows(values: dict[str, Any]) -> Rows:
-    return [[path, json.dumps(value)] for path, value in _leaves(values) if values]
+    return [[path, json.dumps(value)] for path, value in leaves(values) if values]
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested JSON objects by dotted path."""
     if isinstance(value, dict) and value and path.count(".") < MAX_DEPTH:
         for key, child in value.items():
-            yield from _leaves(child, f"{path}.{key}" if path else key)
+            yield from leaves(child, f"{path}.{key}" if path else key)
     else:
         yield path, value
 
@@ -297,7 +298,7 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _json(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
+def read_object(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
     """Return the object in a JSON file of the run, {} without one. DataError at another shape."""
     if not path.exists():
         return {}

@@ -162,6 +162,7 @@ LEAST = [
     "plan",
     "replay --step=1",
     "report",
+    "runs",
     "scale --budget=1e20",
     "tokenizer compare bytes",
     "tokenizer show F",

@@ -329,6 +329,7 @@ SITUATIONS = {
     "other data in the workdir": Situation(f"train --config=c.py {RUN} --config.train.steps=3", "printf 'more text\\n' >> texts/1.txt"),
     "an export of no run": Situation("export --workdir=none --out=out"),
     "a model of no such type": Situation("import --from=odd --workdir=new", "cp -r exported odd; sed -i 's/llama/frobnicate/' odd/config.json"),
+    "a list of runs of no folder": Situation("runs none"),
     "an import of no folder": Situation("import --from=none --workdir=new"),
     "a rewind that is none": Situation(f"replay {RUN} --step=1 --rewinds=5"),
     # what comes next

@@ -23,6 +23,7 @@ LIGHT = sorted(
         "recipes/plan/device_memory.py",
         "recipes/plan/search.py",
         "recipes/diagnose/schedule_plot.py",
+        "recipes/compare/*.py",
         "recipes/scaling/plan.py",
         "recipes/scaling/law.py",
         "recipes/scaling/plan.py",
