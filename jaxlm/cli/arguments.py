@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxlm.core import config_file, load, problems
+from jaxlm.core import load, problems, shipped
 from jaxlm.core.errors import CommandError, JaxlmError
 from jaxlm.core.nearest import distance, nearest_word
 from jaxlm.core.sections import Setting, show
@@ -19,13 +19,11 @@ from jaxlm.core.sections import Setting, show
 RUN = "jaxlm.recipes.config:Run"  # schema of the settings on the command line
 RUNS = ("*", "*/*")  # folders that are searched for runs
 SHOWN = 4  # lines of a fix
-DEFAULTS = "defaults.json"  # a config that leaves every setting at its default
-WRITE_DEFAULTS = f"echo '{{}}' > {DEFAULTS}"
 SAVED_CONFIG = "the run uses the config that it was saved with"
 CPU_DEVICES = ("--cpu_devices", "N", int, "number of devices to split the CPU into")
 
 SHARED = {
-    "--config": ("FILE[:ARG]", "config file and argument of get_config, or resolved config.json"),
+    "--config": ("FILE|NAME[:ARG]", "config file, shipped config or published size; ARG of a file"),
     "--config.a.b": ("VALUE", "value of a setting; see `jaxlm config explain a.b`"),
     "--workdir": ("DIR", "run directory"),
     "--json": (None, "one JSON object on stdout, all other output on stderr"),
@@ -129,23 +127,16 @@ def needed_config(args: Any, schema: type, folder: str = "") -> str:
     if args.config:
         return str(args.config)
     flags = []
-    for path in config_file.shipped(folder):
+    for each in shipped.values(folder):
         try:
-            value = load.load(schema, str(path), args.overrides).value
+            value = load.load(schema, each, args.overrides).value
         except JaxlmError:
             continue
         # A recipe whose files are missing would fail at once.
         sources = [each for each in getattr(value, "source", ()) if ":" not in each]
         if all(glob.glob(each, recursive=True) for each in sources):
-            flags.append(f"--config={shlex.quote(str(path))}")
-    return needed(args, "config", fix="\n".join(flags[:SHOWN]) or _defaults())
-
-
-def _defaults() -> str:
-    """Return what to paste if no config is near: an installed package has none."""
-    if Path(DEFAULTS).exists():
-        return f"--config={DEFAULTS}"
-    return f"{WRITE_DEFAULTS}    # every setting at its default; then add --config={DEFAULTS}"
+            flags.append(f"--config={shlex.quote(each)}")
+    return needed(args, "config", fix="\n".join(flags[:SHOWN]) or _example("--config"))
 
 
 def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **options: Any) -> None:
@@ -184,11 +175,10 @@ def train_next(folder: str, data: dict[str, str], file: str | None = None) -> st
       data: settings by path. Without a validation set there is no evaluation.
       file: the config that the data was made with; by default the first shipped one.
     """
-    config = file or next(map(str, config_file.shipped()), None)
+    config = file or shipped.values()[0]
     flags = [f"--config.{path}={value or '()'}" for path, value in data.items()]
-    words = [f"--config={config or DEFAULTS}", f"--workdir=runs/{Path(folder).name}", *flags]
-    first = "" if config or Path(DEFAULTS).exists() else f"{WRITE_DEFAULTS} && "
-    return f"next: {first}jaxlm train {shlex.join(words)}"
+    words = [f"--config={config}", f"--workdir=runs/{Path(folder).name}", *flags]
+    return f"next: jaxlm train {shlex.join(words)}"
 
 
 def _for_setting(schema: type, name: str, value: str | None) -> str | None:
@@ -235,8 +225,7 @@ def _example(name: str) -> str:
         return problems.explain(name.removeprefix("--config."))
     if name == "--workdir":
         return "--workdir=runs/a"
-    path = next(iter(config_file.shipped()), None)
-    return f"--config={shlex.quote(str(path))}" if path else _defaults()
+    return f"--config={shlex.quote(shipped.values()[0])}"
 
 
 class Parser(argparse.ArgumentParser):

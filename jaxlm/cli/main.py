@@ -72,7 +72,7 @@ VERBS = {
 }
 
 USAGE = """\
-usage: jaxlm VERB [--config=FILE[:ARG]] [--config.a.b=VALUE ...] [--workdir=DIR]
+usage: jaxlm VERB [--config=FILE|NAME[:ARG]] [--config.a.b=VALUE ...] [--workdir=DIR]
                   [--json] [--quiet] [--trace]
 """
 

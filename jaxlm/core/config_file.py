@@ -10,29 +10,43 @@ import re
 import shlex
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from jaxlm.core import shipped
 from jaxlm.core.errors import ConfigError, InputMissing, JaxlmError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.problems import Origin, short
 from jaxlm.core.sections import flat, plain
 
 
-def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
-    """Return the settings of a config file as nested dicts, and their origins.
+def read_file(
+    text: str, published: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, Origin]]:
+    """Return the settings of a config as nested dicts, and their origins.
+
+    Args:
+      text: a file or a run directory; without such a file, the name of a shipped config. A program
+        may have an argument after a colon.
+      published: further names that --config takes, for the error of an unknown one.
 
     Raises:
-      InputMissing: if there is no such file.
+      InputMissing: if there is no such file, and no shipped config has the name.
       ConfigError: if it fails, or does not return a config.
     """
     match = re.fullmatch(r"(.+?\.py)(?::(.*))?", text, re.DOTALL)
     path = Path(match[1] if match else text)
-    if path.is_dir():
+    if (path / "config.json").is_file():
         path = path / "config.json"
     if not path.is_file():
-        raise _missing(path, match[2] if match else None)
+        name, colon, argument = text.partition(":")
+        if program := shipped.find(name):
+            return _from_program(program, argument if colon else None)
+        if path.is_dir():
+            path = path / "config.json"
+        raise _missing(path, match[2] if match else None, published)
     if match:
         return _from_program(path, match[2])
     if path.suffix != ".json":
@@ -48,16 +62,41 @@ def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
     return raw, {name: Origin("file", short(path)) for name in flat(raw)}
 
 
-def _missing(path: Path, argument: str | None) -> InputMissing:
+def _missing(path: Path, argument: str | None, published: Collection[str]) -> InputMissing:
     ending = f":{argument}" if argument is not None else ""
+    where = f"--config={path}{ending}"
+    if not re.fullmatch(r"\.[a-z]+", path.suffix) and shipped.is_folder(str(path.parent)):
+        return _unknown_name(str(path), published)
     why, fix = f"there is no folder {path.parent}", _list_folder(path)
     if path.parent.is_dir():
         names = sorted(each.name for each in path.parent.glob(f"*{path.suffix or '.py'}"))
         why = f"{path.parent} contains {', '.join(names[:6]) or 'no such files'}"
         if meant := nearest_word(path.name, names):
             fix = shlex.quote(f"--config={path.with_name(meant)}{ending}")
-    where = f"--config={path}{ending}"
+    inside = path.with_suffix("").as_posix().removeprefix("configs/")
+    if shipped.find(inside):
+        fix = shlex.quote(f"--config={inside}{ending}")
+        why += f"\njaxlm ships a config of the name {inside}"
     return InputMissing("the config file does not exist", where=where, why=why, fix=fix)
+
+
+def _unknown_name(text: str, published: Collection[str]) -> InputMissing:
+    """Return the error of a --config that is no file and no known name."""
+    name, colon, argument = text.partition(":")
+    names = shipped.every_name()
+    known = names + [each for each in published if shipped.find(each) is None]
+    offered = shipped.values()[:4]
+    if Path(f"{name}.py").is_file():
+        offered = [f"{name}.py"]
+    elif meant := nearest_word(name, known):
+        offered = [meant]
+    return InputMissing(
+        "no config has this name",
+        where=f"--config={text}",
+        why=f"there is no file {name}; jaxlm ships {', '.join(names)}"
+        + ("; or a published size: see `jaxlm config explain model`" if published else ""),
+        fix="\n".join(shlex.quote(f"--config={each}{colon}{argument}") for each in offered),
+    )
 
 
 def _not_resolved(path: Path, where: str, why: str) -> ConfigError:
@@ -69,17 +108,6 @@ def _list_folder(path: Path) -> str:
     """Return the command that lists the nearest existing folder."""
     folder = next((each for each in path.parents if each.is_dir()), Path())
     return f"ls {shlex.quote(str(folder))}"
-
-
-def shipped(folder: str = "") -> list[Path]:
-    """Return the files of `configs/` in the working directory, else in jaxlm's checkout.
-
-    The quickstart comes first: every machine can run it.
-    """
-    for root in (Path("configs"), Path(__file__).parents[2] / "configs"):
-        if paths := sorted((root / folder).glob("*.py")):
-            return sorted(paths, key=lambda path: path.stem != "quickstart")
-    return []
 
 
 def _strict_json(path: Path) -> Any:
@@ -157,7 +185,7 @@ def _run(path: Path, argument: str | None) -> Any:
                 f"get_config() {'takes no argument' if arguments else 'needs an argument'}",
                 where=f"{short(path)}:{get_config.__code__.co_firstlineno}",
                 why=f"its signature is get_config{signature}",
-                fix=f"{'' if arguments else more}--config={path}",
+                fix=f"{'' if arguments else more}--config={shipped.flag_value(path)}",
             ) from None
         return get_config(*arguments)
     except JaxlmError:

@@ -4,9 +4,10 @@ import copy
 import dataclasses
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from jaxlm.core import problems, sections
+from jaxlm.core import problems, sections, shipped
 from jaxlm.core.config_file import read_file
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.problems import DEFAULT, Origin, Origins, Problem
@@ -153,15 +154,36 @@ def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
     Args:
       schema: class of the section to build.
       file: `configs/x.py` or `configs/x.py:argument`, which is run; a resolved `config.json` or a
-        directory with one, which is only parsed; None for the defaults.
+        directory with one, which is only parsed; without such a file, the name of a shipped
+        config, or else of a published section such as `llama3-8b`, the only setting that is not
+        a default; None for the defaults.
       overrides: dotted paths and texts, as on the command line, in any order.
     """
-    raw, origins = read_file(file) if file is not None else ({}, {})
+    raw: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    if file is not None and (published := _published(schema, file)):
+        overrides = [published, *overrides]
+    elif file is not None:
+        raw, origins = read_file(file, [name for _, name in _every_published(schema)])
     raw = sections.current_names(schema, raw)
     origins = {sections.current(schema, path)[0]: origin for path, origin in origins.items()}
     overrides = _current_overrides(schema, overrides)
     resolver = _apply(schema, raw, origins, overrides)
     return _loaded(resolver, _corrections(resolver, raw, origins, overrides))
+
+
+def _every_published(schema: type) -> list[tuple[str, str]]:
+    """Return path and name of each published section."""
+    known = sections.fields(schema).items()
+    return [(path, name) for path, each in known for name in each.named]
+
+
+def _published(schema: type, text: str) -> tuple[str, str] | None:
+    """Return path and name of the published section that --config names; None for a config."""
+    if Path(text).exists() or shipped.find(text.partition(":")[0]):
+        return None
+    folded = {name.replace("_", "-"): (path, name) for path, name in _every_published(schema)}
+    return folded.get(text.replace("_", "-"))
 
 
 def _loaded(resolver: Resolver, fix: str = "") -> Loaded:

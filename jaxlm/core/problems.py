@@ -8,9 +8,10 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
-from jaxlm.core import sections
+from jaxlm.core import sections, shipped
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import SYNONYMS, distance, has_same_numbers, nearest_word, notations
 from jaxlm.core.quoting import without_secret
@@ -53,9 +54,13 @@ def warn_renamed(old: str, new: str) -> None:
 
 
 def short(path: str | os.PathLike[str]) -> str:
-    """Return a path, relative if it is below the working directory."""
+    """Return a path, relative if it is below the working directory, or a shipped config."""
     relative = os.path.relpath(path)
-    return os.fspath(path) if relative.startswith("..") else relative
+    if not relative.startswith(".."):
+        return relative
+    if (full := Path(path)).is_relative_to(shipped.FOLDER):
+        return f"jaxlm/configs/{full.relative_to(shipped.FOLDER)}"
+    return os.fspath(path)
 
 
 def caller(is_ours: Callable[[str], bool]) -> Origin:

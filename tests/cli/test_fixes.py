@@ -4,14 +4,13 @@ import decimal
 import json
 import re
 import shlex
-import subprocess
 import typing
 
 import pytest
 
 from jaxlm.cli.arguments import train_next
 from jaxlm.cli.main import main
-from jaxlm.core import config, config_file
+from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import SYNONYMS, distance
 from jaxlm.core.sections import choices, read, settings, show
@@ -228,35 +227,31 @@ def test_a_recipe_run_without_a_config_names_recipes_that_run_here(folder, sourc
     lines = refused(capsys, *words)["fix"].splitlines()
     assert len(lines) == (2 if source else 1)
     for number, line in enumerate(lines):
-        assert "configs/data/" in line
+        assert "--config=data/clean_" in line
         assert main([*words, line, "--sample=1%", f"--out=out{number}", "--quiet"]) == 0
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "first"),
     [
-        ["config", "validate", "--config"],
-        ["plan", "--config.train.steps=2"],
-        ["data", "run", "--out=out", "--config.source=mine/*.txt"],
+        (["config", "validate", "--config"], "quickstart"),
+        (["plan", "--config.train.steps=2"], "quickstart"),
+        (["data", "run", "--out=out", "--config.source=mine/*.txt"], "data/clean_text"),
     ],
 )
-def test_without_any_config_near_one_of_defaults_can_be_written(words, folder, capsys, monkeypatch):
-    monkeypatch.setattr(config_file, "shipped", lambda folder="": [])
-    fix = refused(capsys, *words)["fix"]
-    subprocess.run(["bash", "-c", fix], check=True)
-    assert json.loads((folder / "defaults.json").read_text()) == {}
-    (again,) = {refused(capsys, *words)["fix"], "--config=defaults.json"}
+def test_outside_of_a_checkout_the_fix_names_shipped_configs(words, first, folder, capsys):
+    fix = refused(capsys, *words)["fix"].splitlines()
+    assert f"--config={first}" in fix
     words = [word for word in words if word != "--config"]
-    assert main([*words, again, "--quiet"]) == 0
+    for line in fix:
+        assert main([*words, line, "--quiet", *(["--sample=1%"] if "run" in words else [])]) == 0
+        words = [word.replace("--out=out", "--out=out2") for word in words]
 
 
-def test_without_any_config_near_the_next_line_writes_one(folder, monkeypatch):
-    monkeypatch.setattr(config_file, "shipped", lambda folder="": [])
+def test_outside_of_a_checkout_the_next_line_names_a_shipped_config(folder):
     line = train_next("out", {"data.validation": ""}).removeprefix("next: ")
-    first, _, then = line.partition(" && ")
-    subprocess.run(["bash", "-c", first], check=True)
-    assert main(["config", "validate", *shlex.split(then)[2:]]) == 0
-    assert train_next("out", {"data.validation": ""}) == f"next: {then}"
+    assert shlex.split(line)[:3] == ["jaxlm", "train", "--config=quickstart"]
+    assert main(["config", "validate", *shlex.split(line)[2:]]) == 0
 
 
 @pytest.mark.parametrize("words", [["config", "diff", "a.py"], ["data", "tokenze", "--out=x"]])

@@ -8,7 +8,6 @@ import tempfile
 
 import pytest
 
-from jaxlm.core import config_file
 from tests.house.situation import RUN, SHORT, Situation
 
 DATA_RUN = "data run --config=r.py --out=out"
@@ -23,11 +22,6 @@ linear = LinearClassifier(("good", "bad"), features, numpy.zeros((8, 2), numpy.f
 pathlib.Path("classifier").mkdir()
 linear.write(pathlib.Path("classifier"), {{}})
 '"""
-
-
-def _no_configs(patch: pytest.MonkeyPatch) -> None:
-    """No config is shipped, as with an installed package outside of a checkout."""
-    patch.setattr(config_file, "shipped", lambda folder="": [])
 
 
 class _Lock:
@@ -63,9 +57,6 @@ SITUATIONS: dict[str, Situation] = {
     "steps that are no numbers": Situation(f"average {RUN} --steps=1,last --out=averaged"),
     "a bench to compare with that is not there": Situation("bench --sizes=0.8M --compare=b.json", more="--seconds=0.01"),
     "a bench to compare with that is none": Situation("bench --sizes=0.8M --compare=c.py", more="--seconds=0.01"),
-    "no config and none shipped": Situation("plan --on=a10", prepare=_no_configs),
-    "no recipe and none shipped": Situation("data run --out=out", prepare=_no_configs),
-    "--config without a value, and none shipped": Situation("config validate --config", prepare=_no_configs),
     "memory of no GPU": Situation("plan --config=c.py --memory=24GB"),
     "a tokenizer inside a file": Situation("tokenizer train --config=c.py --out=c.py/t"),
     # data run

@@ -1,7 +1,7 @@
 """Every command of README.md and of the manual runs, in order, in a folder like a fresh checkout.
 
 `jaxlm` is the one under test. The commands are the reader's; only what makes them long is cut: where a command names
-`configs/quickstart.py`, the settings of TINY that it does not give itself are added to it. Commands stand in blocks; what
+the quickstart, the settings of TINY that it does not give itself are added to it. Commands stand in blocks; what
 the prose names of them, flags and extras, is there.
 """
 
@@ -70,9 +70,12 @@ SHORTER = {
 def shortened(command: str) -> str:
     """The command with what TINY and SHORTER add to it."""
     words = shlex.split(command)
-    if any(word.startswith("--config=configs/finetune/") for word in words):
+    configs = [
+        re.sub(r"^--config=(configs/)?|\.py$", "", w) for w in words if w.startswith("--config=")
+    ]
+    if any(name.startswith("finetune/") for name in configs):
         return f"{command} {shlex.join(f'{name}={value}' for name, value in TUNED.items())}"
-    if "--config=configs/quickstart.py" not in words:
+    if "quickstart" not in configs:
         return command
     given = {word.partition("=")[0] for word in words}
     added = [f"{name}={value}" for name, value in TINY.items() if name not in given]
@@ -211,7 +214,7 @@ def test_every_flag_and_every_extra_that_the_prose_names_is_one():
         importlib.import_module(verb.module).add_arguments(parser)
         parser.add_shared()
         known |= set(flags_of(parser))
-    named = {flag for code in re.findall(r"`[^`\n]+`", prose) for flag in re.findall(r"--[a-z_]+", code)}  # fmt: skip
+    named = {flag for code in re.findall(r"`(?!pip )[^`\n]+`", prose) for flag in re.findall(r"--[a-z_]+", code)}  # fmt: skip
     assert {"--min_p", "--add_token", "--workers"} < named
     assert named - known - {"--config"} == set()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]  # fmt: skip

@@ -5,10 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.core import config
+from jaxlm.core import config, shipped
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import nearest_word
-from jaxlm.core.problems import short
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
 from jaxlm.recipes.config import Run
@@ -44,7 +43,7 @@ def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> L
             verdict = ", and activations need some too"
         why = f"{state}; {hardware} has {available / 1e9:,.0f} GB{verdict}"
         offered = sorted(layouts, key=lambda name: _distance(name, hardware))
-    named = short(file)
+    named = shipped.flag_value(file)
     raise ConfigError(
         f"{named} has no layout for {hardware}",
         where=f"--config={named}:{hardware}",
