@@ -6,6 +6,7 @@ of Unicode for internal use like this.
 """
 
 import bisect
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ class ControlTokens:
         self._tokenizer = tokenizer
         names = "|".join(map(re.escape, sorted(tokenizer.specials, key=len, reverse=True)))
         self._spelt = re.compile(f"(?={names or '(?!)'})")
+        firsts = "".join(re.escape(name[0]) for name in tokenizer.specials if name)
+        self._suspect = re.compile(f"[{firsts}\ufdd0-\ufdef]")  # first of what `guarded` changes
         self.pattern = re.compile(f"(?<!{GUARD})(?:{names or '(?!)'})")
         self._separator = re.compile(f"{GUARD}|(?<!{GUARD})(?:{names or '(?!)'})")
         self._renamed: dict[str, str] = {}
@@ -60,6 +63,8 @@ class ControlTokens:
 
     def guarded(self, text: str) -> str:
         """Return a text in which each spelled control token has a guard."""
+        if self._suspect.search(text) is None:
+            return text
         return self._spelt.sub(GUARD, RESERVED.sub("", text))
 
     def encode(self, texts: Sequence[tuple[str, Sequence[WeightedSpan]]]) -> list[WeightedIds]:
@@ -132,12 +137,12 @@ class _Laid:
 
 
 def _weighted(ids: list[int], starts: list[int], spans: Sequence[WeightedSpan]) -> WeightedIds:
-    begins = np.maximum.accumulate(np.array(starts, np.int64))
+    begins = list(itertools.accumulate(starts, max))
     weights, crossed = np.zeros(len(ids), np.float32), 0
     for start, stop, weight in spans:
-        first, end = np.searchsorted(begins, (start, stop))
+        first, end = (bisect.bisect_left(begins, place) for place in (start, stop))
         weights[first:end] = weight
-        crossed += int(weight > 0 and first < len(begins) and begins[first] > start)
+        crossed += weight > 0 and first < len(begins) and begins[first] > start
     return WeightedIds(np.array(ids, np.int64), weights, crossed)
 
 

@@ -76,8 +76,9 @@ class Conversation:
 
     def mapped(self, change: Callable[[str], str]) -> "Conversation":
         """Return the conversation with each of its texts changed."""
-        messages, tools = (map_strings(each, change) for each in (self.messages, self.tools))
-        return dataclasses.replace(self, messages=messages, tools=tools)
+        messages = [_mapped(message, change) for message in self.messages]
+        tools = map_strings(self.tools, change)
+        return Conversation(messages, self.weights, tools, self.is_plain)
 
     @property
     def text(self) -> str:
@@ -249,6 +250,13 @@ def _check_depth(value: Any, name: str, depth: int = 0) -> None:
     for each in value.values() if isinstance(value, dict) else value or ():
         if isinstance(each, dict | list):
             _check_depth(each, name, depth + 1)
+
+
+def _mapped(message: Message, change: Callable[[str], str]) -> Message:
+    """Return a message with each of its texts changed, but not its role."""
+    role, content = message["role"], message["content"]
+    more = map_strings(message, change) if len(message) > 2 else {}
+    return {**more, "role": role, "content": content and change(content)}
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
