@@ -16,9 +16,9 @@ TRL's copy of Qwen 2.5's template also marks the newline before each answer and 
 
 import argparse
 import hashlib
+import importlib
 import inspect
 import json
-import pkgutil
 import random
 import statistics
 import subprocess
@@ -51,7 +51,9 @@ def documented() -> list[tuple[str, str]]:
         except ImportError:
             continue
         for name, value in sorted(vars(loaded).items()):
-            text = inspect.getdoc(value) if inspect.isroutine(value) or inspect.isclass(value) else ""
+            text = (
+                inspect.getdoc(value) if inspect.isroutine(value) or inspect.isclass(value) else ""
+            )
             if text and not name.startswith("_"):
                 texts[f"{module}.{name}"] = text
     return list(texts.items())
@@ -82,10 +84,9 @@ def conversations(file: str | None, count: int) -> list[dict[str, Any]]:
 def make(family: str, folder: Path) -> None:
     """Write a fast tokenizer with a family's special tokens and template (the other interpreter)."""
     import tokenizers
-    import transformers
-    import trl
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    transformers, trl = (importlib.import_module(name) for name in ("transformers", "trl"))
     bos, eos, others = FAMILIES[family]
     built = tokenizers.Tokenizer(models.BPE())
     words = pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
@@ -97,8 +98,10 @@ def make(family: str, folder: Path) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
     )
-    built.train([str(path) for path in sorted(Path(json.__file__).parents[1].glob("*.py"))], trainer)
-    template = Path(trl.__file__).parent / f"chat_templates/{family}.jinja"
+    built.train(
+        [str(path) for path in sorted(Path(json.__file__).parents[1].glob("*.py"))], trainer
+    )
+    template = Path(str(trl.__file__)).parent / f"chat_templates/{family}.jinja"
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=built,
         bos_token=bos or None,
@@ -110,10 +113,7 @@ def make(family: str, folder: Path) -> None:
 
 def trl_side(folder: Path, workers: int | None, is_check: bool) -> dict[str, Any]:
     """Return seconds and figures of TRL's preparation (the other interpreter)."""
-    import datasets
-    import transformers
-    import trl
-
+    datasets, transformers, trl = map(importlib.import_module, ("datasets", "transformers", "trl"))
     datasets.disable_progress_bars()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     small = transformers.LlamaConfig(
@@ -139,7 +139,7 @@ def trl_side(folder: Path, workers: int | None, is_check: bool) -> dict[str, Any
         transformers.LlamaForCausalLM(small), config, train_dataset=data, processing_class=tokenizer
     )
     (rows,) = prepared
-    result = {"seconds": seconds[0], "rows": len(rows)}
+    result: dict[str, Any] = {"seconds": seconds[0], "rows": len(rows)}
     if is_check:
         masks = [[label != -100 for label in row["labels"]] for row in rows]
         result["digests"] = digests(zip(rows["input_ids"], masks, strict=True))
@@ -149,6 +149,8 @@ def trl_side(folder: Path, workers: int | None, is_check: bool) -> dict[str, Any
 def jaxlm_side(folder: Path, is_check: bool) -> dict[str, Any]:
     """Return seconds and figures of jaxlm's preparation, with an empty cache."""
     import tempfile
+
+    import numpy as np
 
     from jaxlm.data.config import DataConfig
     from jaxlm.data.dataset import open_data
@@ -162,11 +164,12 @@ def jaxlm_side(folder: Path, is_check: bool) -> dict[str, Any]:
         data = open_data(config, seed=0, root=Path(root))
         seconds = time.perf_counter() - begun
         shards = data.train.shards
-        result = {"seconds": seconds, "rows": data.train.plan.rows, **shards.manifest.figures}
+        result: dict[str, Any] = {"seconds": seconds, "rows": data.train.plan.rows}
+        result |= shards.manifest.figures
         if is_check:
             sizes = shards.lengths(0, shards.documents).tolist()
             result["digests"] = digests(
-                (shards.read(n, 0, size).tolist(), (shards.weights(n, 0, size) > 0).tolist())
+                (shards.read(n, 0, size).tolist(), np.greater(shards.weights(n, 0, size), 0))
                 for n, size in enumerate(sizes)
             )
     return result
@@ -208,12 +211,14 @@ def measured(python: str, folder: Path, side: str, *, is_check: bool = False) ->
 def compare(python: str, folder: Path, rounds: int) -> dict[str, list[float]]:
     """Compare ids and masks, then return the seconds of each side in each round."""
     ours, theirs = (
-        list(map(Counter, measured(python, folder, side, is_check=True)["digests"]))
+        [Counter[str](each) for each in measured(python, folder, side, is_check=True)["digests"]]
         for side in SIDES[:2]
     )
     same_ids, same = ((a & b).total() for a, b in zip(ours, theirs, strict=True))
     count = ours[0].total()
-    print(f"{folder.name}: ids of {same_ids} and masks of {same} of {count} conversations are equal")
+    print(
+        f"{folder.name}: ids of {same_ids} and masks of {same} of {count} conversations are equal"
+    )
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(rounds):
         for side in SIDES:
@@ -248,9 +253,7 @@ def main() -> None:
         convert(folder)
         times = compare(args.peft_python, folder, args.rounds)
         for side, seconds in times.items():
-            ratio = statistics.median(
-                a / b for a, b in zip(seconds, times["jaxlm"], strict=True)
-            )
+            ratio = statistics.median(a / b for a, b in zip(seconds, times["jaxlm"], strict=True))
             print(f"{family:8} {side:19} {statistics.median(seconds):6.2f} s  {ratio:.2f} of jaxlm")
 
 

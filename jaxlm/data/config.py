@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxlm.core import batch_schedule
 from jaxlm.core.config import setting
@@ -54,6 +54,11 @@ class DataConfig:
         "text of each record; chat: messages of role and content, or ShareGPT's conversations of "
         "from and value, with tools; completion: prompt and completion, texts or messages. A turn "
         "may have train: false or a weight. Conversations are packed whole",
+    )
+    kinds: tuple[str, ...] = setting(
+        (),
+        "NAME=KIND of a source of train, or of a validation set, of another kind than data.kind: "
+        "text and conversations in one mixture",
     )
     roles: tuple[str, ...] = setting(
         ("assistant",), f"roles whose turns are trained: {', '.join(ROLES)}"
@@ -123,7 +128,7 @@ class DataConfig:
         """
         if self.validation != (AUTO,):
             return
-        if self.kind != "text":
+        if any(self.of(name).chat for name in self.sources):
             reason = f"{HELD_OUT_CHATS} held out of data.train, as data.validation is not set"
             yield "validation", (HELD_OUT_CHATS,), reason
         elif self.train == ("stdlib:train",):
@@ -137,6 +142,35 @@ class DataConfig:
         """Form of the records if these are conversations."""
         return None if self.kind == "text" else ChatFields(self.kind, self.roles)
 
+    def of(self, name: str) -> "DataConfig":
+        """Return the section as it is for one source or validation set: with the kind of that."""
+        own = mixture_config.entries(self.kinds).get(name, self.kind)
+        return dataclasses.replace(self, kind=own)  # type: ignore[arg-type]
+
+    @property
+    def has_chats(self) -> bool:
+        """If a source or a validation set is conversations."""
+        return any(self.of(name).chat for name in (*self.sources, *self.validation_sets))
+
+    def _kind_problems(self) -> Iterator[tuple[str, str, str]]:
+        """Yield a problem for an entry of `kinds` that names no set, or no kind."""
+        names = [*self.sources, *self.validation_sets]
+        kinds = get_args(Kind)
+        by_name = mixture_config.entries(self.kinds)
+        for name, kind in by_name.items():
+            if name in names and kind in kinds and len(by_name) == len(self.kinds):
+                continue
+            why = f"{name}={kind} names no source; there is {', '.join(names)}"
+            if name in names:
+                why = f"{kind!r} of {name} is none of: {', '.join(kinds)}"
+            if len(by_name) < len(self.kinds):
+                why = "a source is named twice"
+            usable = {n: k for n, k in by_name.items() if n in names and k in kinds}
+            shown = ",".join(f"{n}={k}" for n, k in usable.items())
+            nearest = nearest_word(name, names) or names[0]
+            yield "kinds", why, f"--config.data.kinds={shown or f'{nearest}=text'}"
+            return
+
     def _chat_problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield a problem for each setting that conversations exclude."""
         if unknown := [role for role in self.roles if role not in ROLES]:
@@ -144,7 +178,8 @@ class DataConfig:
             yield "roles", why, "--config.data.roles=assistant"
         elif not self.roles:
             yield "roles", "no role is trained", "--config.data.roles=assistant"
-        if self.kind == "text":
+        yield from self._kind_problems()
+        if not self.has_chats:
             return
         if self.train == ("stdlib:train",):
             why = f"stdlib:train is text, and data.kind is {self.kind}"

@@ -123,7 +123,7 @@ def open_data(
 
 def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | None:
     """Return the encoding of conversations; None for text."""
-    if config.kind == "text":
+    if not config.has_chats:
         return None
     path = Path(config.tokenizer).parent
     folders = (
@@ -191,7 +191,8 @@ def tokenize(
             why = "shards are never overwritten"
             raise DataError(what, where=str(target), why=why, fix=f"--out={out}-2")
         with cache.writing(target, fix="choose a writable --out folder on a disk with free space"):
-            written[part.name] = _written(target, part, encoder, chat, progress)
+            form = chat if part.corpus.chat is not None else None
+            written[part.name] = _written(target, part, encoder, form, progress)
         for line in _losses(part.name, written[part.name].manifest):
             log(line)
     return written
@@ -337,8 +338,9 @@ class _Opener:
             "version": manifest.FORMAT_VERSION,
             "encoding": writer.ENCODING,
         }
-        if self.chat is not None:
-            made_from["chat"] = self.chat.key
+        chat = self.chat if part.corpus.chat is not None else None
+        if chat is not None:
+            made_from["chat"] = chat.key
         folder = cache.folder(self.digests.root, "shards", **made_from)
         if folder.exists():
             try:
@@ -350,7 +352,7 @@ class _Opener:
         self.digests.log(f"tokenizing {part.name}: {count} file{'s' if count != 1 else ''}")
         with cache.writing(folder):
             progress = self.digests.progress
-            return _written(folder, part, self.encoder, self.chat, progress, _is_whole)
+            return _written(folder, part, self.encoder, chat, progress, _is_whole)
 
 
 def _is_whole(folder: Path) -> bool:

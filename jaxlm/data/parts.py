@@ -162,6 +162,7 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
         _refuse_twice(stored, setting)
         return Part(name, None, SplitSide(), tuple(stored))
     entries = config.train if setting == "data.train" else config.validation
+    config = config.of(name.rpartition("/")[2])
     corpus = Corpus.find(
         tuple(texts), config.text_key, setting, config.max_dropped, entries, config.chat
     )

@@ -21,7 +21,7 @@ def refuse_shared_prompts(
     A prompt is what precedes the first answer. Files are read once, until one changes. A share that
     is held out of the training files has other prompts.
     """
-    corpora = [part.corpus for part in train if part.corpus is not None]
+    corpora = [part.corpus for part in train if part.corpus is not None and part.corpus.chat]
     for part in validation:
         if part.corpus is None or part.corpus.chat is None or part.selection.held_out:
             continue

@@ -1,5 +1,6 @@
 """Conversations in files become rows: weights, lengths, splits, mixtures, and what is left out."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -244,3 +245,48 @@ def test_settings_that_would_cut_conversations_are_refused():
     )
     assert [name for name, _, _ in config.problems()] == ["roles", "validation", "sequence_warmup"]
     assert next(DataConfig(train=("x",), kind="chat").derived())[:2] == ("validation", ("5%",))
+
+
+def test_text_and_conversations_are_mixed_with_the_weight_of_each_kind(chats, tmp_path):
+    texts = [f"a plain text with the number {n}" for n in range(60)]
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    train = (f"talk={chats}", f"web={text}")
+    mixed = {"kinds": ("web=text",), "validation": ("20%",), "packing": "first_fit"}
+    data = opened(tmp_path, train, **mixed)
+    talk, web = data.train.sources
+    assert (bool(talk.shards.template), bool(web.shards.template)) == (True, False)
+    alone = opened(tmp_path, chats, validation=("20%",))
+    for one, other in ((talk, alone.train), (data.validation["val_talk"], alone.validation["val"])):
+        for name in ("tokens", "targets", "weights"):
+            assert np.array_equal(getattr(rows(data, one), name), getattr(rows(alone, other), name))
+    batch = rows(data, web)
+    assert (batch.weights == (batch.segments > 0)).all()
+    assert not data.validation["val_web"].shards.manifest.template
+    assert data.template == alone.template
+    batches = data.train.batches(0, batch=4)
+    seen = [next(batches) for _ in range(12)]
+    again = data.train.batches(5, batch=4)
+    assert np.array_equal(next(again).weights, seen[5].weights)
+    weights, read = np.concatenate([each.weights for each in seen]), data.train.read(0, 48)
+    assert read["talk"][0] > 0 < read["web"][0]
+    assert (weights.mean(axis=1) > 0.85).sum() >= read["web"][0] - 2  # text, but for its last row
+    config = DataConfig(train=train, kind="text", kinds=("talk=chat",))
+    assert config.of("talk").chat is not None
+    assert config.of("web").chat is None
+    assert config.has_chats
+
+
+@pytest.mark.parametrize(
+    ("kinds", "why", "fix"),
+    [
+        (("wbe=text",), "wbe=text names no source; there is talk, web, val", "web=text"),
+        (("web=prose",), "'prose' of web is none of: text, chat, completion", "web=text"),
+        (("web=text", "web=chat"), "a source is named twice", "web=chat"),
+    ],
+)
+def test_a_kind_of_no_source_is_refused(kinds, why, fix):
+    config = DataConfig(train=("talk=a.jsonl", "web=b.txt"), kind="chat", kinds=kinds)
+    problems = {setting: rest for setting, *rest in config.problems()}
+    assert problems["kinds"] == [why, f"--config.data.kinds={fix}"]
+    assert not list(dataclasses.replace(config, kinds=(fix,)).problems())

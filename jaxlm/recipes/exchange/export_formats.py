@@ -113,7 +113,7 @@ class HFExport:
         ids = {name: id_ for name, id_ in ids.items() if id_ is not None}
         folder = self._job.workdir / chat_templates.HUB
         ends, template = tokenizer.ends, chat_templates.of_folder(folder)
-        if template is not None and self._job.opened.run.data.kind != "text":
+        if template is not None and self._job.opened.run.data.has_chats:
             ends = chat_ends(tokenizer, template)
         if len(ends) > 1:
             ids["eos_token_id"] = list(ends)

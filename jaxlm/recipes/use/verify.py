@@ -66,7 +66,7 @@ def check_run(workdir: Path, text: Sequence[str]) -> None:
         why = f"{run.model.family} does not continue a conversation"
         raise ConfigError(what, where=where, why=why, fix=fix)
     has_template = chat_templates.of_folder(workdir / chat_templates.HUB) is not None
-    if run.data.kind == "text" and not (text and has_template):
+    if not run.data.has_chats and not (text and has_template):
         why = "it was trained on text, not on conversations"
         if text:
             why = f"{why}, and has no chat template"
@@ -98,13 +98,14 @@ class AnswerVerifier:
         return ChatEncoder(self._opened.tokenizer, self._template, *options)
 
     def questions(self, loaders: Mapping[str, Loader]) -> dict[str, Questions]:
-        """Return the prompts of each set.
+        """Return the prompts of each set of conversations; text has none.
 
         Raises:
           ConfigError: if every prompt of a set is too long.
           DataError: if a set has no answers, or was encoded by another template.
         """
-        return {name: self._questions(name, loader) for name, loader in loaders.items()}
+        chats = {name: each for name, each in loaders.items() if each.shards.manifest.template}
+        return {name: self._questions(name, each) for name, each in (chats or loaders).items()}
 
     def _questions(self, name: str, loader: Loader) -> Questions:
         shards, settings = loader.shards, self._settings
