@@ -144,8 +144,8 @@ class DataConfig:
 
     def of(self, name: str) -> "DataConfig":
         """Return the section as it is for one source or validation set: with the kind of that."""
-        own = mixture_config.entries(self.kinds).get(name, self.kind)
-        return dataclasses.replace(self, kind=own)  # type: ignore[arg-type]
+        kind = mixture_config.entries(self.kinds).get(name, self.kind)
+        return dataclasses.replace(self, kind=kind)  # type: ignore[arg-type]
 
     @property
     def has_chats(self) -> bool:
