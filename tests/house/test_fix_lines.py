@@ -31,6 +31,7 @@ from tests.house import (
     situations_recipes,
     situations_stores,
     situations_texts,
+    situations_tuning,
 )
 from tests.house.situation import CONFIG, ROOT, RUN, SHORT, Situation
 
@@ -345,7 +346,13 @@ SITUATIONS = {
 }  # fmt: skip
 
 
-MORE = (situations_prepare, situations_recipes, situations_stores, situations_texts)
+MORE = (
+    situations_prepare,
+    situations_recipes,
+    situations_stores,
+    situations_texts,
+    situations_tuning,
+)
 for each in MORE:
     assert not SITUATIONS.keys() & each.SITUATIONS.keys()
     SITUATIONS |= each.SITUATIONS

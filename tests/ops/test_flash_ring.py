@@ -90,12 +90,14 @@ def test_values_may_be_of_another_size_than_keys(keys, monkeypatch):
 )  # fmt: skip
 def test_every_mask_in_every_ring(sizes, softcap, window, segments):
     alone = computed(1, "reference", window, softcap, segments)
+    # A window of one token has zeros for the gradients of queries and keys.
+    largest = max(np.abs(one).max() for one in alone)
     with jax.set_mesh(grid_of(**sizes)):
         for parts in (1, sizes["context"]):
             for one, other in zip(
                 alone, computed(parts, "ring", window, softcap, segments), strict=True
             ):
-                np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
+                np.testing.assert_allclose(other, one, atol=1e-5 * (np.abs(one).max() or largest))
 
 
 def test_a_ring_in_low_precision_is_as_near_to_float32_as_gathered_keys():

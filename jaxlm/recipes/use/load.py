@@ -130,14 +130,14 @@ def find_base(
             fix="--init_from=runs/base    # a run or a folder of transformers\n"
             "--config.tune.name=full",
         )
-    ref = ref or f"{record['run']}@{record['step']}"
+    recorded = "" if ref is not None else f"{record['run']}@{record['step']}"
     try:
-        source = open_run_ref(ref, "--init_from", warn, verifier)
+        source = open_run_ref(ref or recorded, "--init_from", warn, verifier)
     except InputMissing as error:
-        if not record:
+        if not recorded:
             raise
         fix = "--init_from=runs/base    # the new place of the model"
-        why = f"{file} names {ref}: {error.what}"
+        why = f"{file} names {recorded}: {error.what}"
         raise InputMissing(
             "the adapter's base is gone", where=str(file), why=why, fix=fix
         ) from error

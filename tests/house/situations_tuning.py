@@ -1,0 +1,75 @@
+"""Situations of adapters, whose fixes `test_fix_lines` pastes."""
+
+import sys
+
+import safetensors.numpy
+
+from tests.house.situation import CONFIG, RUN, Situation
+from tests.house.situations_recipes import GPT2, SMALL, trained
+
+LORA = "--config.tune.name=lora --config.tune.rank=2"
+TUNED = trained("tuned", f"{LORA} --init_from=runs/a")
+NECK = trained("neck", "--config.tune.name=bottleneck --config.tune.hidden=2 --init_from=runs/a")
+FACTORS = (
+    f"{GPT2}; "
+    + trained("factors", f"--config.model.family=gpt2 {SMALL} --config.tune.name=ia3 --init_from=runs/gpt2 '--config.tune.at=*/attention/query/*,*/attention/key/*' '--config.tune.inputs=*/attention/query/*'")
+)  # fmt: skip
+EXPERTS = trained("experts", "--config.model.family=mixtral --config.model.experts=2 --config.model.top_k=1 --config.model.hidden=32")  # fmt: skip
+PEFT = f"{TUNED}; {sys.executable} -m jaxlm export --workdir=runs/tuned --to=peft --out=peft --quiet >&2"  # fmt: skip
+EARLIER = 'sed -i \'s/"step": 2/"step": 1/\' runs/tuned/base.json'
+
+
+def full_library(patch):
+    """Make the library that writes tensors fail with an error of its own."""
+
+    def save_file(*_, **__):
+        raise safetensors.SafetensorError("no space left on device")
+
+    patch.setattr(safetensors.numpy, "save_file", save_file)
+
+
+SITUATIONS: dict[str, Situation] = {
+    "no place of an adapter": Situation(f"config validate --config=c.py {LORA} '--config.tune.at=()'"),
+    "an adapter of nothing": Situation(f"train {CONFIG} {LORA}"),
+    "an adapter of no layer": Situation(f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.at=frobnicate/*"),
+    "an adapter beside no parameter": Situation(f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.also=frobnicate/*"),
+    "a rank too large": Situation(f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.rank=99"),
+    "an adapter of experts": Situation(f"train {CONFIG} {LORA} --init_from=runs/experts --config.model.family=mixtral --config.model.experts=2 --config.model.top_k=1 --config.model.hidden=32", EXPERTS),
+    "an adapter of an adapted run": Situation(f"train {CONFIG} {LORA} --init_from=runs/tuned", TUNED),
+    "a base that is gone": Situation(f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 --allow_change=train", f"{TUNED}; sed -i 's#\"run\": \".*\"#\"run\": \"gone\"#' runs/tuned/base.json"),
+    "an evaluation on a base that is gone": Situation("eval --workdir=runs/tuned", f"{TUNED}; sed -i 's#\"run\": \".*\"#\"run\": \"gone\"#' runs/tuned/base.json"),
+    "a base that changed": Situation(f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 --allow_change=train", f"{TUNED}; {EARLIER}"),
+    "a merge of all weights": Situation(f"merge {RUN} --out=merged"),
+    "a merge of a bottleneck": Situation("merge --workdir=runs/neck --out=merged", NECK),
+    "all weights for PEFT": Situation(f"export {RUN} --to=peft --out=m"),
+    "a bottleneck for PEFT": Situation("export --workdir=runs/neck --to=peft --out=m", NECK),
+    "factors of a fused projection for PEFT": Situation("export --workdir=runs/factors --to=peft --out=m", FACTORS),
+    "an adapter of PEFT into a file": Situation("export --workdir=runs/tuned --to=peft --out=c.py/m", TUNED),
+    "an adapter of PEFT that the library cannot write": Situation("export --workdir=runs/tuned --to=peft --out=m", TUNED, prepare=full_library),
+    "an adapter of another base": Situation("import --adapter=peft --init_from=runs/gpt2 --workdir=new", f"{PEFT}; {GPT2}"),
+    "next of an imported adapter": Situation("import --adapter=peft --init_from=runs/a --workdir=new", PEFT, code=0),
+}  # fmt: skip
+
+# Each trains a model, or several.
+SLOW = {
+    "an adapter of nothing",
+    "an adapter of no layer",
+    "an adapter beside no parameter",
+    "a rank too large",
+    "an adapter of experts",
+    "an adapter of an adapted run",
+    "a base that is gone",
+    "an evaluation on a base that is gone",
+    "a base that changed",
+    "a merge of a bottleneck",
+    "a bottleneck for PEFT",
+    "factors of a fused projection for PEFT",
+    "an adapter of another base",
+    "next of an imported adapter",
+}
+
+# Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
+ELSEWHERE: dict[str, str] = {}
+
+# Places that no test reaches yet.
+NOT_YET: set[str] = set()
