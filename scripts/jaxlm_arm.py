@@ -21,29 +21,42 @@ from jaxlm.recipes.train.programs import without_data
 class Arm:
     """A model in training, on rows that lie on the device."""
 
-    def __init__(self, size: Size, precision: str, overrides: Sequence[tuple[str, str]]):
+    def __init__(
+        self,
+        size: Size,
+        precision: str,
+        overrides: Sequence[tuple[str, str]],
+        *,
+        is_chat: bool = False,
+    ):
         setup.start()
         run = run_of(size, precision, overrides)
         self._grid = meshes.build(run.mesh)
         engine = without_data(run, self._grid, size.vocab)
         ids, targets = batch(size)
+        weights = np.ones(ids.shape, np.float32)
+        if is_chat:
+            weights[:, : size.length // 2] = 0.0
         fields: Any = {
             "tokens": ids,
             "targets": targets,
-            "weights": np.ones(ids.shape, np.float32),
+            "weights": weights,
             "segments": np.ones(ids.shape, np.int32),
             "positions": np.broadcast_to(np.arange(size.length, dtype=np.int32), ids.shape),
         }
         with jax.set_mesh(self._grid):
+            if engine.model.base:
+                engine.base = jax.jit(engine.model.plain.init)(jax.random.key(0))
             self._state = engine.init_state()
             self._batch = host.put(self._grid, Tokens(**fields))
-            self._step = engine.step.lower(self._state, self._batch).compile()
+            self._extra = engine.extra_inputs
+            self._step = engine.step.lower(self._state, self._batch, **self._extra).compile()
 
     def steps(self, count: int) -> float:
         """Takes so many. Returns the loss of the last, before its update."""
         with jax.set_mesh(self._grid):
             for _ in range(count):
-                self._state, metrics = self._step(self._state, self._batch)
+                self._state, metrics = self._step(self._state, self._batch, **self._extra)
             return float(jax.block_until_ready((self._state, metrics))[1]["loss_nats"])
 
     def facts(self) -> dict[str, Any]:
@@ -62,7 +75,7 @@ class Arm:
             for number in range(count):
                 window.before(number)
                 window.enter("step")
-                self._state, _ = self._step(self._state, self._batch)
+                self._state, _ = self._step(self._state, self._batch, **self._extra)
             window.before(count)
         known = hlo.read_operations(self._step.as_text() or "")
 
