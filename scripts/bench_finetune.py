@@ -29,7 +29,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.programs import TrainPrograms
 
 ROOT = Path(__file__).parents[1]
-ARMS = ("full", "chat", "lora", "dora", "ia3", "bottleneck")
+ARMS = ("full", "chat", "lora", "qlora", "dora", "ia3", "bottleneck")
 
 
 class Side:
@@ -45,7 +45,7 @@ class Side:
         data: Any = SimpleNamespace(
             tokenizer=SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="")
         )
-        base = jax.jit(model.plain.init)(jax.random.key(0)) if model.base else None
+        base = jax.jit(model.stored.init)(jax.random.key(0)) if model.base else None
         self.engine = TrainPrograms(self.run, data, model, base=base)
         self.state = self.engine.init_state()
         self.batch = self._batch(vocab, is_chat=arm == "chat")

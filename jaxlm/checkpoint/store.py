@@ -267,10 +267,18 @@ class Store:
 
     def leaf(self, step: int, path: str) -> np.ndarray:
         """Return one array of the parameters by its path, whole, in host memory; read no other."""
-        item: Any = ocp.RestoreArgs(restore_type=np.ndarray)
-        for part in reversed(["params", *path.split("/")]):
-            item = {part: item}
-        return next(iter(leaves(self._read(step, item, item)).values()))
+        args = ocp.RestoreArgs(restore_type=np.ndarray)
+        return self._read_leaf(step, f"params/{path}", args, args)
+
+    def restore_leaf(self, step: int, path: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        """Return one array of the state on its sharding; read no other. See `check_layout`."""
+        args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        return self._read_leaf(step, path, abstract, args)
+
+    def _read_leaf(self, step: int, path: str, item: Any, args: Any) -> Any:
+        for part in reversed(path.split("/")):
+            item, args = {part: item}, {part: args}
+        return next(iter(leaves(self._read(step, item, args)).values()))
 
     def _read(self, step: int, item: Any, restore_args: Any) -> Any:
         """Read the leaves of `item`, a part of a step; all if it is None."""

@@ -61,8 +61,7 @@ class Linear(nnx.Module):
 
     def relayout_for_decode(self) -> None:
         """Cast the weight to the compute dtype, in the layout fastest for a few rows."""
-        flat = self.weight[...].reshape(math.prod(self.ins), math.prod(self.outs))
-        flat, self._side = decode_layout(flat.astype(self.precision.compute), 0)
+        flat, self._side = decode_layout(self._flat().astype(self.precision.compute), 0)
         self.weight = nnx.Param(flat)
 
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
@@ -71,13 +70,14 @@ class Linear(nnx.Module):
 
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         leading = x.shape[: x.ndim - len(self.ins)]
-        weight = self.weight[...]
-        if self._side == 0:
-            weight = weight.reshape(math.prod(self.ins), math.prod(self.outs))
+        weight = self.weight[...] if self._side else self._flat()
         if self._is_gathered:
             weight = constrain(weight, None, None)
         y = matmul(x.reshape(*leading, -1), weight, self.precision, self.result, self._side)
         return y.reshape(*leading, *self.outs)
+
+    def _flat(self) -> Float[Array, "I O"]:
+        return self.weight[...].reshape(math.prod(self.ins), math.prod(self.outs))
 
     def _with_bias(self, y: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         if self.bias is None:

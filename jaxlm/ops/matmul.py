@@ -1,6 +1,7 @@
 """The matrix product under every weight, and the memory layouts that make it fast on CPU."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -82,14 +83,18 @@ def _forward(
     return out, (x_low, weight)
 
 
+def _input_gradient(out_grad: Array, weight: Array, precision: Precision, side: Side) -> Array:
+    grad_low, weight_low = out_grad.astype(precision.compute), weight.astype(precision.compute)
+    formats = BACKWARD.get(precision.products)
+    return _dot(grad_low, weight_low, 0 if side else 1, precision.activations, formats)
+
+
 def _backward(
     precision: Precision, _result: Any, side: Side, residuals: tuple[Array, Array], out_grad: Array
 ) -> tuple[Array, Array]:
     x_low, weight = residuals
     grad_low = out_grad.astype(precision.compute)
-    formats = BACKWARD.get(precision.products)
-    weight_low = weight.astype(precision.compute)
-    x_grad = _dot(grad_low, weight_low, 0 if side else 1, precision.activations, formats)
+    x_grad = _input_gradient(out_grad, weight, precision, side)
     if _merges_rows():
         x_low = x_low.reshape(-1, x_low.shape[-1])
         grad_low = grad_low.reshape(-1, grad_low.shape[-1])
@@ -110,6 +115,42 @@ def _backward(
 
 
 matmul.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def stored_matmul(
+    x: Array,
+    stored: Any,
+    read: Callable[[Any], Array],
+    precision: Precision,
+    result: jnp.dtype | None = None,
+) -> Array:
+    """Return x[..., I] @ read(stored)[I, O] as `matmul`, of a weight that is not trained.
+
+    The backward pass reads the weight again: its values and x are not kept.
+
+    Args:
+      stored: arrays of the weight; their gradient is 0.
+      read: function of them to the weight.
+      precision: dtypes of operands (`compute`), sums and results.
+      result: dtype of the product; that of activations by default.
+    """
+    return _forward(x, read(stored), precision, result, 0)[0]
+
+
+def _stored_forward(
+    x: Array, stored: Any, read: Any, precision: Precision, result: jnp.dtype | None
+) -> tuple[Array, Any]:
+    return _forward(x, read(stored), precision, result, 0)[0], stored
+
+
+def _stored_backward(
+    read: Any, precision: Precision, _result: Any, stored: Any, out_grad: Array
+) -> tuple[Array, None]:
+    return _input_gradient(out_grad, read(stored), precision, 0), None
+
+
+stored_matmul.defvjp(_stored_forward, _stored_backward)
 
 
 def _dot(

@@ -25,6 +25,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "head_dim": None,
     "rank": None,  # shared by all heads: latents of queries, of keys and values; a rotated key
     "latent": "fsdp",  # the same, as the input of the heads' projections
+    "blocks": None,  # scales of a quantized weight, of blocks along its inputs
     "features": None,  # outputs of the dense layer in an encoder's head, stream width to itself
     "positions": None,
     "basis": "fsdp",  # rows of the square matrices of an optimizer for a side of a matrix

@@ -141,8 +141,9 @@ class ShardedModel:
     """A model's blueprint, and the shardings of its parameters and gradients.
 
     `trained` is the same model for training steps, which may round products (quantized training).
-    With an adapter, `plain` is the model without it, and `base` are the paths of the leaves that
-    are read from another run: no part of the state, and not trained.
+    With an adapter, `plain` is the model without it, `stored` is that model with the layers
+    quantized that the adapter quantizes, and `base` are the paths of the leaves of `stored` that
+    are no part of the state, and not trained.
     """
 
     mesh: Mesh
@@ -152,6 +153,8 @@ class ShardedModel:
     shardings: Any
     gradients: Any
     plain: Blueprint
+    stored: Blueprint
+    plain_shardings: Any
     base: frozenset[str] = frozenset()
 
     def own(self, leaves: Any) -> Any:
@@ -177,8 +180,10 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
         remat=run.train.remat,
         schedule=divisibility.schedule(run, mesh.shape),
     )
-    plain = blueprint = build(precision=precision.exact)
-    change = surgery.build(run.tune)
+    plain = stored = blueprint = build(precision=precision.exact)
+    quantize, change = surgery.quantization(run.tune), surgery.build(run.tune)
+    if quantize is not None:
+        stored = build(precision=precision.exact, surgery=quantize)
     if change is not None:
         blueprint = build(precision=precision.exact, surgery=change)
     if run.regularization.qk_clip is not None:
@@ -186,17 +191,22 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
     trained = blueprint
     if precision != precision.exact:
         trained = build(precision=precision, surgery=change)
-    layout = functools.partial(rules.shardings, mesh, blueprint.axes, blueprint.shapes)
-    zero = run.mesh.zero
+
+    def layout(blueprint: Blueprint, zero: int) -> Any:
+        is_split = run.mesh.zero >= zero
+        return rules.shardings(mesh, blueprint.axes, blueprint.shapes, is_split=is_split)
+
     return ShardedModel(
         mesh,
         precision,
         blueprint,
         trained,
-        layout(is_split=zero == 3),
-        layout(is_split=zero >= 2),
+        layout(blueprint, 3),
+        layout(blueprint, 2),
         plain,
-        surgery.base_paths(run.tune, plain),
+        stored,
+        layout(plain, 3),
+        surgery.base_paths(run.tune, stored),
     )
 
 
@@ -293,9 +303,9 @@ def abstract_params(model: ShardedModel) -> Any:
 
 
 def abstract_base(model: ShardedModel) -> Any:
-    """Return shapes, dtypes and shardings of the model without an adapter."""
-    new = frozenset(tree.leaves(model.shardings)) - frozenset(tree.leaves(model.plain.shapes))
-    return states.abstract(model.plain.shapes, tree.drop_leaves(model.shardings, new))
+    """Return shapes, dtypes and shardings of the model without an adapter, as it is stored."""
+    new = frozenset(tree.leaves(model.shardings)) - frozenset(tree.leaves(model.stored.shapes))
+    return states.abstract(model.stored.shapes, tree.drop_leaves(model.shardings, new))
 
 
 def decoding(model: ShardedModel) -> tuple[Blueprint, Callable[[Any], Any]]:
@@ -306,9 +316,8 @@ def decoding(model: ShardedModel) -> tuple[Blueprint, Callable[[Any], Any]]:
     """
     if not model.base or not merge.is_mergeable(model.blueprint):
         return model.blueprint, lambda params: params
-    layout = jax.tree.map(lambda leaf: leaf.sharding, abstract_base(model))
     join = functools.partial(merge.merged_params, model.blueprint, model.plain)
-    return model.plain, jax.jit(join, out_shardings=layout)
+    return model.plain, jax.jit(join, out_shardings=model.plain_shardings)
 
 
 def open_data(

@@ -12,16 +12,17 @@ from jaxtyping import Float
 
 from jaxlm.core import random
 from jaxlm.nn.dropout import dropout, layer_key
-from jaxlm.nn.linear import LOGICAL_AXES, HeadLinear, Linear
+from jaxlm.nn.linear import HeadLinear, Linear
 from jaxlm.ops.matmul import matmul
 from jaxlm.parallel.rules import constrain
 from jaxlm.tune import config
+from jaxlm.tune.quantized import QuantizedHeadLinear, QuantizedLinear, share_fields
 
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
 
 class Adapted(Linear):
-    """A linear layer that holds the weight and the bias of another, and leaves of its own.
+    """A linear layer that holds the leaves of another, and leaves of its own.
 
     It trains and evaluates. To decode, merge the model first, see `merge.merged_params`.
 
@@ -32,11 +33,11 @@ class Adapted(Linear):
       key: key of the model's initial values.
     """
 
+    axes: tuple[tuple[str, ...], tuple[str, ...]]
+    stack: tuple[int, ...]
+
     def __init__(self, base: Linear, settings: Any, path: str, key: Array):
-        self.ins, self.outs = base.ins, base.outs
-        self.precision, self.result = base.precision, base.result
-        self._is_gathered, self._side = base._is_gathered, base._side
-        self.weight, self.bias = base.weight, base.bias
+        share_fields(self, base)
         self.settings, self.path = settings, path
         self._add(random.stream(key, f"tune/{path}"))
 
@@ -48,24 +49,9 @@ class Adapted(Linear):
         """Return weight and bias with which a plain layer computes the same, of one layer."""
         raise NotImplementedError
 
-    @property
-    def _axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Logical axes of inputs and outputs."""
-        axes = self.weight.get_metadata()[LOGICAL_AXES]
-        return axes[: len(self.ins)], axes[len(self.ins) :]
-
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        """The first axis of a stack's leaves; empty for a layer by itself."""
-        shape = self.weight[...].shape
-        return shape[: len(shape) - len(self.ins) - len(self.outs)]
-
-    def _flat(self) -> Float[Array, "I O"]:
-        return self.weight[...].reshape(math.prod(self.ins), math.prod(self.outs))
-
     def _leaf(self, value: Array, *axes: str) -> nnx.Param:
         """Return a parameter in the dtype of the weight; a stack's axis of layers has no name."""
-        value = value.astype(self.weight[...].dtype)
+        value = value.astype(self.precision.params)
         return nnx.Param(value, logical_axes=axes)  # type: ignore[call-arg]
 
 
@@ -75,12 +61,12 @@ class LoraLinear(Adapted):
     settings: config.Lora
 
     def _add(self, key: Array) -> None:
-        rank, (ins, outs) = self.settings.rank, self._axes
+        rank, (ins, outs) = self.settings.rank, self.axes
         limit = 1 / math.sqrt(math.prod(self.ins))
-        shape = (*self._layers, *self.ins, rank)
+        shape = (*self.stack, *self.ins, rank)
         a = jax.random.uniform(key, shape, jnp.float32, -limit, limit)
         self.lora_a = self._leaf(a, *ins, "rank")
-        self.lora_b = self._leaf(jnp.zeros((*self._layers, rank, *self.outs)), "rank", *outs)
+        self.lora_b = self._leaf(jnp.zeros((*self.stack, rank, *self.outs)), "rank", *outs)
 
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Costs 2 rank (ins + outs) FLOPs a token more than the base."""
@@ -91,7 +77,7 @@ class LoraLinear(Adapted):
         """Return s (x A) B in float32; in training x has dropout."""
         leading, (a, b) = x.shape[: x.ndim - len(self.ins)], self._matrices()
         # Gathered over fsdp before the products, as XLA would split them over tensor too.
-        (first, *_), (last, *_) = self._axes
+        (first, *_), (last, *_) = self.axes
         a = constrain(a, None if first == "embed" else first, None)
         b = constrain(b, None, None if last == "embed" else last)
         key = layer_key()
@@ -115,6 +101,10 @@ class LoraLinear(Adapted):
         return {"weight": self._sum().reshape(*self.ins, *self.outs)}
 
 
+class QLoraLinear(LoraLinear, QuantizedLinear):
+    """LoRA of a quantized layer."""
+
+
 class DoraLinear(LoraLinear):
     """y = g (x W + s (x A) B) + b with g = m / |W + s A B|, one number for each output.
 
@@ -126,10 +116,10 @@ class DoraLinear(LoraLinear):
 
     def _add(self, key: Array) -> None:
         super()._add(key)
-        first = len(self._layers)
+        first = len(self.stack)
         inputs = tuple(range(first, first + len(self.ins)))
         square = jnp.sum(jnp.square(self.weight[...].astype(jnp.float32)), inputs)
-        self.magnitude = self._leaf(jnp.sqrt(square), *self._axes[1])
+        self.magnitude = self._leaf(jnp.sqrt(square), *self.axes[1])
 
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Costs 2 rank ins outs FLOPs a step, and those of LoRA, more than the base."""
@@ -162,9 +152,7 @@ class Ia3Linear(Adapted):
             fnmatch.fnmatchcase(f"{self.path}/weight", pattern) for pattern in self.settings.inputs
         )
         shape = self.ins if self.scales_inputs else self.outs
-        self.ia3 = self._leaf(
-            jnp.ones((*self._layers, *shape)), *self._axes[not self.scales_inputs]
-        )
+        self.ia3 = self._leaf(jnp.ones((*self.stack, *shape)), *self.axes[not self.scales_inputs])
 
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Costs one product for each output, or each input, more than the base."""
@@ -189,13 +177,13 @@ class BottleneckLinear(Adapted):
     settings: config.Bottleneck
 
     def _add(self, key: Array) -> None:
-        hidden, outs = self.settings.hidden, self._axes[1]
+        hidden, outs = self.settings.hidden, self.axes[1]
         limit = 1 / math.sqrt(math.prod(self.outs))
-        shape = (*self._layers, *self.outs, hidden)
+        shape = (*self.stack, *self.outs, hidden)
         down = jax.random.uniform(key, shape, jnp.float32, -limit, limit)
         self.adapter_down = self._leaf(down, *outs, "rank")
-        self.adapter_bias = self._leaf(jnp.zeros((*self._layers, hidden)), "rank")
-        self.adapter_up = self._leaf(jnp.zeros((*self._layers, hidden, *self.outs)), "rank", *outs)
+        self.adapter_bias = self._leaf(jnp.zeros((*self.stack, hidden)), "rank")
+        self.adapter_up = self._leaf(jnp.zeros((*self.stack, hidden, *self.outs)), "rank", *outs)
 
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Costs 4 hidden outs FLOPs a token more than the base."""
@@ -217,6 +205,10 @@ class LoraHeadLinear(LoraLinear, HeadLinear):
     """LoRA of a per-head projection of latent attention."""
 
 
+class QLoraHeadLinear(QLoraLinear, HeadLinear):
+    """LoRA of a quantized per-head projection of latent attention."""
+
+
 class DoraHeadLinear(DoraLinear, HeadLinear):
     """DoRA of a per-head projection of latent attention."""
 
@@ -228,6 +220,7 @@ def _as_row(factor: Array, like: Array) -> Array:
 
 LAYERS: dict[type, dict[type[Linear], type[Adapted]]] = {
     config.Lora: {Linear: LoraLinear, HeadLinear: LoraHeadLinear},
+    config.QLora: {QuantizedLinear: QLoraLinear, QuantizedHeadLinear: QLoraHeadLinear},
     config.Dora: {Linear: DoraLinear, HeadLinear: DoraHeadLinear},
     config.Ia3: {Linear: Ia3Linear},
     config.Bottleneck: {Linear: BottleneckLinear},

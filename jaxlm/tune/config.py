@@ -59,6 +59,29 @@ class Lora(AdapterConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QLora(Lora):
+    """LoRA on a base whose adapted layers are stored in four or eight bits.
+
+    Source: Dettmers et al. 2023, arXiv:2305.14314.
+    """
+
+    name: Literal["qlora"] = "qlora"  # type: ignore[assignment]
+    base: Literal["nf4", "nf4_double", "int8"] = setting(
+        "nf4_double",
+        "format of the base's adapted weights: NormalFloat of 4 bits, also with scales of 8 bits, "
+        "or integers of 8 bits",
+    )
+    block: int = setting(64, "inputs of one output that share a scale", low=2)
+
+    def unquantized(self) -> Lora:
+        """Return the same adapter of a base that is not quantized."""
+        fields = dataclasses.fields(Lora)
+        return Lora(
+            **{each.name: getattr(self, each.name) for each in fields if each.name != "name"}
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dora(Lora):
     """LoRA with a trained magnitude for each output: y = x m (W + s A B) / |W + s A B|.
 
@@ -103,7 +126,7 @@ class Bottleneck(AdapterConfig):
     activation: Literal["relu", "gelu", "silu"] = setting("gelu", "activation of the small MLP")
 
 
-Tune = Full | Lora | Dora | Ia3 | Bottleneck
+Tune = Full | Lora | QLora | Dora | Ia3 | Bottleneck
 
 
 def b_rates(tune: Any) -> tuple[str, ...]:

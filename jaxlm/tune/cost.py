@@ -1,11 +1,14 @@
 """Parameters of an adapter in closed form: path, shape and logical axes. Free of JAX."""
 
 import fnmatch
+import itertools
+import math
 from collections.abc import Iterable, Iterator
 
 from jaxlm.models.cost.tensors import Tensor
+from jaxlm.ops.kernels import SCALES_BLOCK
 from jaxlm.parallel.logical import LAYERS
-from jaxlm.tune.config import AdapterConfig, Bottleneck, Dora, Full, Ia3, Lora, Tune
+from jaxlm.tune.config import AdapterConfig, Bottleneck, Dora, Full, Ia3, Lora, QLora, Tune
 
 
 def split(tune: Tune, leaves: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -15,26 +18,68 @@ def split(tune: Tune, leaves: Iterable[Tensor]) -> tuple[list[Tensor], list[Tens
         return leaves, []
     whole = {path for each in tune.also for path in fnmatch.filter((x.path for x in leaves), each)}
     trained = [*new_tensors(tune, leaves), *(each for each in leaves if each.path in whole)]
-    return trained, [each for each in leaves if each.path not in whole]
+    base = [each for each in leaves if each.path not in whole]
+    if isinstance(tune, QLora):
+        places = {each.path for each in adapted_weights(tune, base)}
+        parts = (_codes(tune, each) if each.path in places else [each] for each in base)
+        base = list(itertools.chain.from_iterable(parts))
+    return trained, base
+
+
+def adapted_weights(tune: AdapterConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the weights that the patterns of `tune.at` match."""
+    for each in leaves:
+        if each.is_matrix and any(fnmatch.fnmatchcase(each.path, pattern) for pattern in tune.at):
+            yield each
 
 
 def new_tensors(tune: AdapterConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the parameters that an adapter adds to a model."""
-    for each in leaves:
-        if each.is_matrix and any(fnmatch.fnmatchcase(each.path, pattern) for pattern in tune.at):
-            yield from _of_layer(tune, each)
+    for each in adapted_weights(tune, leaves):
+        yield from _of_layer(tune, each)
 
 
-def _of_layer(tune: AdapterConfig, weight: Tensor) -> Iterator[Tensor]:
-    layer = weight.path.removesuffix("/weight")
+def _codes(tune: QLora, weight: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that store a quantized weight, see `ops.weight_codes`."""
+    stack, (in_axes, in_sizes), (out_axes, out_sizes) = _parts(weight)
+    inputs = math.prod(in_sizes)
+    blocks = -(-inputs // tune.block)
+    scales = blocks * math.prod(out_sizes)
+    outs = list(zip(out_axes, out_sizes, strict=True))
+    codes = inputs if tune.base == "int8" else -(-inputs // 2)
+    is_double = tune.base == "nf4_double"
+    parts = {
+        "codes": ([(in_axes[0], codes), *outs], 1),
+        "scales": ([("blocks", blocks), *outs], 1 if is_double else 4),
+    }
+    if is_double:
+        parts["scale_scales"] = [("blocks", -(-scales // SCALES_BLOCK))], 4
+        parts["scale_mean"] = [], 4
+    for name, (dims, item_bytes) in parts.items():
+        axes, shape = stack
+        axes, shape = (*axes, *(a for a, _ in dims)), (*shape, *(size for _, size in dims))
+        yield Tensor(f"{weight.path}_{name}", shape, axes, 0, item_bytes)
+
+
+Dims = tuple[tuple[str | None, ...], tuple[int, ...]]  # axes and sizes
+
+
+def _parts(weight: Tensor) -> tuple[Dims, Dims, Dims]:
+    """Return the dimensions of the stack, of the inputs and of the outputs of a weight."""
     first = int(weight.axes[0] in LAYERS)  # the axis of a stack
     middle = first + weight.ins
     stack, ins, outs = (
         (weight.axes[a:b], weight.shape[a:b])
         for a, b in ((0, first), (first, middle), (middle, None))
     )
+    return stack, ins, outs
 
-    def tensor(name: str, *parts: tuple[tuple[str | None, ...], tuple[int, ...]]) -> Tensor:
+
+def _of_layer(tune: AdapterConfig, weight: Tensor) -> Iterator[Tensor]:
+    layer = weight.path.removesuffix("/weight")
+    stack, ins, outs = _parts(weight)
+
+    def tensor(name: str, *parts: Dims) -> Tensor:
         axes, shapes = zip(stack, *parts, strict=True)
         return Tensor(f"{layer}/{name}", sum(shapes, ()), sum(axes, ()), 1)
 

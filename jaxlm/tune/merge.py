@@ -28,10 +28,9 @@ def merged_params(adapted: Blueprint, plain: Blueprint, params: Params) -> Param
     leaves = tree.leaves(params)
 
     def change(path: tuple[Any, ...], node: Adapted) -> dict[str, jax.Array]:
-        layers = node.weight[...].ndim - len(node.ins) - len(node.outs)
         graphdef, state = nnx.split(node)
         one = lambda state: nnx.merge(graphdef, state).merged()  # noqa: E731
-        made = jax.vmap(one)(state) if layers else one(state)
+        made = jax.vmap(one)(state) if node.stack else one(state)
         return {"/".join((*map(str, path), name)): value for name, value in made.items()}
 
     for path, node in nnx.iter_graph(adapted.merge(params)):

@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flax import nnx
@@ -14,27 +14,25 @@ from jaxlm.models.build import Blueprint, Params
 from jaxlm.nn.linear import GroupedLinear, Linear
 from jaxlm.tune import config
 from jaxlm.tune.adapters import LAYERS
+from jaxlm.tune.quantized import PREFIX, QUANTIZED, QuantizedLinear
 
 Surgery = Callable[[nnx.Module, Array], None]
 
 
 def build(settings: config.Tune) -> Surgery | None:
-    """Return the function (module, key) that adds an adapter in place; None for full tuning."""
+    """Return the function (module, key) that adds an adapter in place; None for full tuning.
+
+    A layer that the settings quantize is quantized first, if `quantization` has not done so.
+    """
     if isinstance(settings, config.Full):
         return None
     classes = LAYERS[type(settings)]
 
     def apply(module: nnx.Module, key: Array) -> None:
-        layers = {
-            path: node
-            for path, node in nnx.iter_graph(module)
-            if isinstance(node, (Linear, GroupedLinear))
-        }
-        names = {"/".join(map(str, path)): path for path in layers}
-        for name in adapted_layers(settings, list(names)):
-            path = names[name]
-            node = layers[path]
-            if isinstance(node, GroupedLinear) or type(node) not in classes:
+        for name, path, node in _matched_layers(settings, module):
+            if isinstance(settings, config.QLora) and type(node) in QUANTIZED:
+                node = QUANTIZED[type(node)](node, settings)
+            if type(node) not in classes:
                 raise _not_supported(settings, name, node)
             smaller = min(math.prod(node.ins), math.prod(node.outs))
             if isinstance(settings, config.Lora) and settings.rank > smaller:
@@ -45,24 +43,66 @@ def build(settings: config.Tune) -> Surgery | None:
                     "outputs, and no update of it has a larger rank",
                     fix=f"--config.tune.rank={smaller}",
                 )
-            parent: Any = module
-            for part in path[:-1]:
-                parent = getattr(parent, part) if isinstance(part, str) else parent[part]
-            setattr(parent, str(path[-1]), classes[type(node)](node, settings, name, key))
+            _replace(module, path, classes[type(node)](node, settings, name, key))
 
     return apply
 
 
-def adapted_params(plain: Blueprint, surgery: Surgery, base: Params, key: Array) -> Params:
+def quantization(settings: config.Tune) -> Surgery | None:
+    """Return the function (module, key) that quantizes the adapted layers; None if none are."""
+    if not isinstance(settings, config.QLora):
+        return None
+
+    def apply(module: nnx.Module, key: Array) -> None:
+        del key
+        for name, path, node in _matched_layers(settings, module):
+            if type(node) not in QUANTIZED:
+                raise _not_supported(settings, name, node)
+            _replace(module, path, QUANTIZED[type(node)](node, settings))
+
+    return apply
+
+
+def quantized_weights(base: Blueprint) -> dict[str, QuantizedLinear]:
+    """Return the quantized layers of a base by the paths of the weights that they store."""
+    module = base.merge(base.shapes)
+    nodes = ((path, node) for path, node in nnx.iter_graph(module))
+    return {
+        "/".join((*map(str, path), "weight")): node
+        for path, node in nodes
+        if isinstance(node, QuantizedLinear)
+    }
+
+
+def _matched_layers(
+    settings: config.AdapterConfig, module: nnx.Module
+) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    """Yield name, path and node of each layer that the patterns of `tune.at` match."""
+    layers = {
+        "/".join(map(str, path)): (path, node)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, (Linear, GroupedLinear))
+    }
+    for name in adapted_layers(settings, list(layers)):
+        yield name, *layers[name]
+
+
+def _replace(module: Any, path: tuple[Any, ...], node: nnx.Module) -> None:
+    for part in path[:-1]:
+        module = getattr(module, part) if isinstance(part, str) else module[part]
+    setattr(module, str(path[-1]), node)
+
+
+def adapted_params(stored: Blueprint, surgery: Surgery, base: Params, key: Array) -> Params:
     """Return all parameters of the adapted model: those of the base, and new initial ones.
 
     Args:
-      plain: the model without an adapter.
+      stored: the model without an adapter, quantized by `quantization`.
       surgery: result of `build`.
-      base: parameters of the plain model; DoRA's magnitudes begin at the norms of its weights.
+      base: parameters of this model; DoRA's magnitudes begin at the norms of its weights.
       key: key of the initial values.
     """
-    module = plain.merge(base)
+    module = stored.merge(base)
     surgery(module, key)
     return nnx.to_pure_dict(nnx.state(module))
 
@@ -89,15 +129,15 @@ def adapted_layers(settings: config.AdapterConfig, names: list[str]) -> list[str
     return list(matched)
 
 
-def base_paths(settings: config.Tune, plain: Blueprint) -> frozenset[str]:
-    """Return the paths of the leaves that are read from the base and not trained.
+def base_paths(settings: config.Tune, stored: Blueprint) -> frozenset[str]:
+    """Return the paths of the leaves of the base that are not trained.
 
     Raises:
-      ConfigError: if a pattern of `tune.also` matches no leaf of the base.
+      ConfigError: if a pattern of `tune.also` matches no leaf of the base, or a quantized one.
     """
     if isinstance(settings, config.Full):
         return frozenset()
-    base = list(tree.leaves(plain.shapes))
+    base = tree.leaves(stored.shapes)
     whole: set[str] = set()
     for pattern in settings.also:
         hits = fnmatch.filter(base, pattern)
@@ -105,10 +145,25 @@ def base_paths(settings: config.Tune, plain: Blueprint) -> frozenset[str]:
             raise ConfigError(
                 f"the pattern {pattern!r} matches no parameter",
                 where="tune.also",
-                why="parameters are " + ", ".join(base[:6]) + (" ..." if len(base) > 6 else ""),
+                why="parameters are "
+                + ", ".join(list(base)[:6])
+                + (" ..." if len(base) > 6 else ""),
                 fix="'--config.tune.also=()'",
             )
         whole |= set(hits)
+    layers = [path.removesuffix("weight") for path in quantized_weights(stored)]
+    codes = [
+        path
+        for path in sorted(whole)
+        if path.rpartition("/")[2].startswith(PREFIX) and path.startswith(tuple(layers))
+    ]
+    if codes:
+        raise ConfigError(
+            "quantized weights cannot be trained",
+            where="tune.also",
+            why=f"it matches {codes[0]}, which tune.base={getattr(settings, 'base', '')} rounds",
+            fix="'--config.tune.also=*norm/scale'",
+        )
     return frozenset(base) - whole
 
 

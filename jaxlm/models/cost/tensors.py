@@ -17,12 +17,14 @@ class Tensor:
     """One parameter; its path ends in `weight`, `bias`, `scale` or `table`.
 
     The last dimensions are `ins` input dimensions and then outputs; a vector has no inputs.
+    `item_bytes` are those of an element; None for the dtype of the parameters.
     """
 
     path: str
     shape: tuple[int, ...]
     axes: LogicalAxes
     ins: int = 0
+    item_bytes: int | None = None
 
     @property
     def size(self) -> int:

@@ -285,7 +285,7 @@ def _random_base(model: setup.ShardedModel) -> Any:
     if not model.base:
         return None
     layout = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_base(model))
-    return jax.jit(model.plain.init, out_shardings=layout)(jax.random.key(0))
+    return jax.jit(model.stored.init, out_shardings=layout)(jax.random.key(0))
 
 
 def _try(run: Run, grid: Mesh) -> TrialResult:

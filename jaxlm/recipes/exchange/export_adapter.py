@@ -82,7 +82,7 @@ def export_adapter(
         raise uncomputed(family.HUB, why)
     family.to_hub()  # refuses a base that transformers does not compute
     tensors, leaves = layout(decoder, family.HUB), tree.leaves(opened.params)
-    new = set(leaves) - set(tree.leaves(opened.model.plain.shapes))
+    new = set(leaves) - set(tree.leaves(opened.model.stored.shapes))
     whole = set(leaves) - opened.model.base - new
     _refuse_lost(tensors, new, whole, is_tied=decoder.tied)
     modules = sorted({each.name.rpartition(".")[0] for each in tensors})

@@ -87,7 +87,7 @@ def import_adapter(options: AdapterOptions, say: Log = lambda _: None) -> dict[s
 
     def initial(params: Any) -> Any:
         key = random.key(run.seed, "init")
-        return model.own(surgery.adapted_params(model.plain, change, params, key))
+        return model.own(surgery.adapted_params(model.stored, change, params, key))
 
     with jax.set_mesh(model.mesh):
         params = jax.jit(initial, out_shardings=model.own(model.shardings))(opened.params)

@@ -15,10 +15,11 @@ from jaxlm.ops.kernels import BLOCK
 from jaxlm.optim import patterns
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.parallel import logical
-from jaxlm.parallel.logical import LogicalAxes, Sizes
+from jaxlm.parallel.logical import LAYERS, LogicalAxes, Sizes
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.tune import cost
+from jaxlm.tune.config import QLora
 
 FRAGMENTATION = 1.1  # buffers are placed in a heap with holes
 
@@ -43,7 +44,9 @@ def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]
         for each in trainable
         for buffer in run.optim.state(each.shape, each.axes, sizes)
     )
-    base = sum(_part(each, sizes, is_split=zero == 3) for each in frozen_leaves)
+    base = sum(
+        _part(each, sizes, is_split=zero == 3) * (each.item_bytes or item) for each in frozen_leaves
+    )
     return (
         {
             "parameters": numbers * item,
@@ -51,7 +54,7 @@ def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]
             "optimizer": optimizer * (0 if "optimizer" in run.train.offload else 1),
         }
         | average
-        | ({"base": base * item} if base else {})
+        | ({"base": base} if base else {})
     )
 
 
@@ -178,12 +181,19 @@ def temporary_bytes(
     if schedule and schedule.repeats > 1:
         local = sum(_part(each, sizes, is_split=run.mesh.zero == 3) for each in repeated)
         groups = local * passes * ITEM_BYTES[run.precision.params]
+    dequantized = 0.0
+    if isinstance(run.tune, QLora):  # one weight of one layer, in float32
+        dequantized = 4 * max(
+            _part(each, sizes, is_split=False) / (each.shape[0] if each.axes[0] in LAYERS else 1)
+            for each in cost.adapted_weights(run.tune, tensors(decoder))
+        )
     sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
     return {
         "activations": FRAGMENTATION * (saved + max(layer - logits, 0.0)),
         "logits": FRAGMENTATION * logits,
         "accumulators": sums,
         "gathered": gathered,
+        "dequantized": dequantized,
         # Weights that a circular pipeline reads for a tick, under every remat policy.
         "groups": groups,
         # The gradient of the curvature, and the point of the gradient if not the parameters.

@@ -235,7 +235,7 @@ class TrainPrograms:
         if base is None or change is None:
             params = model.own(model.blueprint.init(key))
         else:
-            params = model.own(surgery.adapted_params(model.plain, change, base, key))
+            params = model.own(surgery.adapted_params(model.stored, change, base, key))
         averaged = None if isinstance(self.run.average, NoAverage) else average.init(params)
         return states.init_state(params, self.optimizer, self.run.guard, averaged)
 

@@ -36,6 +36,8 @@ from jaxlm.training import guard
 from jaxlm.training.divergence import MARGIN, Coder, Divergence
 from jaxlm.training.loop import BudgetSpent, Progress
 from jaxlm.training.rundir import read_json
+from jaxlm.tune import surgery
+from jaxlm.tune.config import QLora
 
 if TYPE_CHECKING:
     from jaxlm.recipes.train.trainer import Trainer
@@ -604,11 +606,23 @@ def _adapter(trainer: "Trainer") -> list[tuple[str, str]]:
     run, programs = trainer.run_config, trainer.programs
     if programs.base is None:
         return []
-    trained, whole = tree.count(programs.shapes.params), tree.count(programs.base)
+    trained, whole = tree.count(programs.shapes.params), tree.count(programs.model.plain.shapes)
     base = read_json(trainer.context.directory.path, BASE)
     line = (
         f"{run.tune.name}, {formatting.count(trained)} trained parameters ({trained / whole:.2%})"
     )
+    if isinstance(run.tune, QLora):
+        weights = surgery.quantized_weights(programs.model.stored)
+        sizes = tree.leaves(programs.model.plain.shapes)
+        count = sum(sizes[path].size for path in weights)
+        parts = (
+            leaf
+            for path, leaf in tree.leaves(programs.base).items()
+            if path.startswith(tuple(f"{each}_" for each in weights))
+        )
+        bits = 8 * sum(leaf.size * leaf.dtype.itemsize for leaf in parts) / count
+        line += f", {formatting.count(count)} weights of the base in {run.tune.base}"
+        line += f", {bits:.3f} bits each"
     return [("tune", f"{line}; base {base['run']}, step {base['step']}")]
 
 

@@ -25,10 +25,13 @@ from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
+from jaxlm.training import state as states
 from jaxlm.training.rundir import read_json
-from jaxlm.tune.config import Full
+from jaxlm.tune import surgery
+from jaxlm.tune.config import Full, QLora
 
 Weights = Literal["raw", "ema", "swa"]
+Onto = Literal["dequantized", "original"]
 BASE = "base.json"  # of a run with an adapter: the run, step and digest of its base
 
 
@@ -180,11 +183,29 @@ def in_stored_dtypes(target: Any, layout: dict[str, str]) -> Any:
 
 
 def load_base(source: InitSource, model: setup.ShardedModel) -> Any:
-    """Return the parameters of an adapter's base on the mesh, in the dtypes of the model."""
-    target = {"params": setup.abstract_base(model)}
-    stored = in_stored_dtypes(target, source.store.layout(source.step))
-    params = source.store.restore_part(source.step, "params", stored["params"])
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, target["params"])
+    """Return the parameters of an adapter's base on the mesh, in the dtypes of the model.
+
+    Each is quantized, or cast, when it is read: no more than one is in memory as it is stored.
+    """
+    plain = states.abstract(model.plain.shapes, model.plain_shardings)
+    stored = in_stored_dtypes(plain, source.store.layout(source.step))
+    source.store.check_layout(source.step, {"params": stored})
+    targets = tree.leaves(setup.abstract_base(model))
+    quantized = surgery.quantized_weights(model.stored)
+    base: dict[str, jax.Array] = {}
+    for path, leaf in tree.leaves(stored).items():
+        read = source.store.restore_leaf(source.step, f"params/{path}", leaf)
+        if layer := quantized.get(path):
+            parts = jax.eval_shape(layer.quantized, leaf)
+            names = {name: f"{path.removesuffix('weight')}{name}" for name in parts}
+            layout = {name: targets[new].sharding for name, new in names.items()}
+            made = jax.jit(layer.quantized, out_shardings=layout)(read)
+            base |= {new: made[name] for name, new in names.items()}
+            jax.block_until_ready(made)  # else the next tensor is read while this one exists
+        else:
+            base[path] = read.astype(targets[path].dtype)
+        del read
+    return tree.map_with_path(lambda path, _: base[path], model.stored.shapes)
 
 
 def load_run(
@@ -196,6 +217,7 @@ def load_run(
     sequence: int | None = None,
     cpu_devices: int | None = None,
     is_merged: bool = True,
+    onto: Onto = "dequantized",
     say: Log = lambda _: None,
 ) -> LoadedRun:
     """Load the newest step of a run, the best one, or the named one.
@@ -212,9 +234,13 @@ def load_run(
       sequence: length of the rows; None for the run's own.
       cpu_devices: number of devices to split the CPU into.
       is_merged: merge an adapter into its base, if it can be.
+      onto: the base of an adapter that was trained on a quantized one: as it was trained, or as
+        the base's run stores it.
       `say`: receives log lines.
     """
     run = config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
+    if isinstance(run.tune, QLora) and onto == "original":
+        run = dataclasses.replace(run, tune=run.tune.unquantized())
     encoder = tokenizer_file.read(workdir / "tokenizer")
     if weights not in ("raw", run.average.name):
         what = f"the run stores no {weights} average of its parameters"

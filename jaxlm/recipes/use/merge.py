@@ -1,11 +1,12 @@
 """Merge an adapter into its base: a new run whose model needs no adapter."""
 
+import dataclasses
 import functools
 import itertools
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +24,35 @@ from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import evaluate, load
 from jaxlm.training.rundir import IMPORTED, RunDir
+from jaxlm.tune.config import QLora
 
 BATCHES = 8  # of the validation set, on which both models are compared
 
 
 def merge(
-    workdir: Path, out: Path, *, say: Log = lambda _: None, **selection: Any
+    workdir: Path,
+    out: Path,
+    *,
+    onto: load.Onto = "dequantized",
+    say: Log = lambda _: None,
+    **selection: Any,
 ) -> dict[str, Any]:
     """Write a run whose step 0 has the merged weights, and compare it with the adapter on its base.
 
     The answer has the mean and the largest difference of the log-probabilities of the validation
-    set's tokens, in nats.
+    set's tokens, in nats. Weights on a dequantized base are stored in bfloat16. For a quantized
+    base `onto` of the answer has both differences for both bases.
 
     Raises:
-      CommandError: if `out` exists, or the run has no adapter.
+      CommandError: if `out` exists, the run has no adapter, or its base is not quantized and
+        `onto` is "original".
       ConfigError: if the adapter is no linear map.
 
     Args:
       workdir: the run with the adapter.
       out: the new run directory.
+      onto: the weights that the update is added to: those that it was trained on, or those that the
+        base's run stores.
       `say`: receives log lines.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
@@ -61,22 +72,46 @@ def merge(
             why="it is no linear map, and the base's layers are",
             fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
         )
-    merged = load.load_run(workdir, say=say, **(selection | {"cpu_devices": None}))
-    differences = _differences(adapted, merged, say)
+    is_quantized = isinstance(adapted.run.tune, QLora)
+    if onto == "original" and not is_quantized:
+        raise CommandError(
+            "the base of this adapter is not quantized",
+            where=f"--onto={onto}",
+            why=f"tune.name = {adapted.run.tune.name} has one base",
+            fix=f"jaxlm merge --workdir={shlex.quote(str(workdir))} --out={shlex.quote(str(out))}",
+        )
+    bases = sorted(get_args(load.Onto), key=onto.__eq__) if is_quantized else [onto]
+    compared: dict[str, dict[str, Any]] = {}
+    for base in bases:  # the chosen one is the last
+        merged = load.load_run(workdir, onto=base, say=say, **(selection | {"cpu_devices": None}))
+        if is_quantized and base == "dequantized":
+            merged = _in_bfloat16(merged)
+        compared[base] = differences = _differences(adapted, merged, say)
     answer = {
         "workdir": str(out),
         "step": merged.step,
         "parameters": tree.count(merged.params),
         "base": load.find_base(workdir, adapted.run, None, say).record(),
     } | differences
+    if is_quantized:
+        answer["onto"] = {"chosen": onto} | compared
     imported = workdir / IMPORTED
     facts = json.loads(imported.read_text()) if imported.is_file() else {}
     with RunDir(out) as directory:
-        marks = facts | answer | {"dtype": facts.get("dtype", merged.run.precision.params)}
+        dtype = merged.run.precision.params
+        marks = facts | answer | {"dtype": dtype if is_quantized else facts.get("dtype", dtype)}
         tokenizer = (workdir / "tokenizer").read_bytes()
         import_model.write(directory, merged.run, merged.params, tokenizer, marks)
         resume.copy_hub_files(workdir, directory.path)
     return answer
+
+
+def _in_bfloat16(merged: load.LoadedRun) -> load.LoadedRun:
+    precision = dataclasses.replace(merged.run.precision, params="bfloat16")
+    run = dataclasses.replace(merged.run, precision=precision)
+    model = setup.build_sharded_model(run, merged.model.plain.config.vocab, merged.model.mesh)
+    params = jax.tree.map(lambda x, like: x.astype(like.dtype), merged.params, model.plain.shapes)
+    return dataclasses.replace(merged, run=run, model=model, params=params)
 
 
 def _differences(adapted: load.LoadedRun, merged: load.LoadedRun, say: Log) -> dict[str, Any]:

@@ -1,0 +1,34 @@
+"""Fine-tune a large model on conversations with QLoRA: the base is stored in 4 bits a weight.
+
+    jaxlm train --config=configs/finetune/qlora.py --init_from=MODEL \
+      --config.data.train=chat.jsonl --workdir=runs/qlora
+    jaxlm merge --workdir=runs/qlora --out=runs/merged
+
+As configs/finetune/lora.py, with the adapted weights in NormalFloat4 with double quantization
+(Dettmers et al. 2023, arXiv:2305.14314). A base of 8 billion parameters takes 6 GB in place of 16.
+"""
+
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def get_config():
+    c = config.new(Run)
+    c.data.kind = "chat"
+    c.data.packing = "first_fit"  # conversations stay whole
+    c.data.sequence = 1024
+    c.tune.name = "qlora"
+    c.tune.rank = 16
+    c.tune.alpha = 32.0
+    c.precision.compute = "bfloat16"
+    c.precision.params = "bfloat16"  # of the leaves that are not quantized, and of the adapter
+    c.optim.lr = 2e-4
+    c.optim.weight_decay = 0.0
+    c.schedule.warmup = "3%"
+    c.train.steps = 500
+    c.train.batch = 16
+    c.train.remat = "full"
+    c.eval.every = "10%"
+    c.checkpoint.every = "10%"
+    c.sample.prompts = ()
+    return c

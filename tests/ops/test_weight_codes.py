@@ -1,0 +1,140 @@
+"""Weights in four and eight bits against float64 references, in levels, bits and bounds."""
+
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.precision import Precision
+from jaxlm.ops.kernels import SCALES_BLOCK
+from jaxlm.ops.matmul import matmul, stored_matmul
+from jaxlm.ops.weight_codes import LEVELS, WeightFormat
+
+BASES = ("nf4", "nf4_double", "int8")
+SHAPES = {"even": (128, 3, 5), "short last block": (100, 6), "odd": (67, 4), "one block": (24, 2)}
+
+
+def weight(shape, seed=0):
+    draw = np.random.default_rng(seed)
+    return draw.standard_normal(shape).astype(np.float32) * draw.uniform(0.1, 2, shape[1:])
+
+
+def reference(values, base, block):
+    """Return the rounded weight in float64, block by block, by the distance to each level."""
+    flat = values.astype(np.float64).reshape(len(values), -1)
+    starts = range(0, len(flat), block)
+    largest = np.array([np.abs(flat[n : n + block]).max(0) for n in starts])
+    if base == "int8":
+        scale = largest / 127
+        grid = np.arange(-127, 128)
+    else:
+        scale, grid = largest, np.array(LEVELS)
+    used = scale
+    if base == "nf4_double":
+        centered = (scale - scale.mean()).reshape(-1)
+        rounded = np.zeros_like(centered)
+        for n in range(0, len(centered), 256):
+            part = centered[n : n + 256]
+            unit = np.abs(part).max() / 127
+            rounded[n : n + 256] = np.round(part / unit) * unit
+        used = np.maximum(rounded.reshape(scale.shape) + scale.mean(), 0)
+    out = np.zeros_like(flat)
+    for number, n in enumerate(starts):
+        distance = np.abs(flat[n : n + block, :, None] / scale[number][None, :, None] - grid)
+        out[n : n + block] = grid[distance.argmin(-1)] * used[number]
+    return out.reshape(values.shape)
+
+
+def stored(values, base, block=16):
+    form = WeightFormat(base, block)
+    leaves = jax.jit(form.quantize)(jnp.asarray(values, jnp.float32))
+    return leaves, np.asarray(jax.jit(form.dequantize, static_argnums=1)(leaves, len(values)))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("base", BASES)
+def test_a_weight_is_that_of_the_reference(base, shape):
+    values = weight(shape).astype(np.float32)
+    _, again = stored(values, base)
+    expected = reference(values, base, 16)
+    np.testing.assert_allclose(again, expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(expected - values).max() > 1e-4
+
+
+def test_the_levels_are_quantiles_of_the_normal_distribution():
+    """Dettmers et al. 2023: 8 and 9 quantiles of both halves share 0, and are scaled to 1."""
+    inverse = statistics.NormalDist().inv_cdf
+    last = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))
+    high = [inverse(p) for p in np.linspace(last, 0.5, 9)[:-1]]
+    low = [-inverse(p) for p in np.linspace(last, 0.5, 8)[:-1]]
+    expected = sorted([*high, 0.0, *low])
+    np.testing.assert_allclose(LEVELS, np.array(expected) / max(expected), atol=1e-6)
+    assert len(LEVELS) == 16
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_values_that_are_levels_are_exact(base):
+    draw = np.random.default_rng(1)
+    grid = np.array(LEVELS, np.float32) if base == "nf4" else np.arange(-127, 128, dtype=np.float32)
+    scale = np.float32(2.0) ** draw.integers(-3, 4, (4, 1, 6))  # exact products
+    values = draw.choice(grid, (4, 16, 6))
+    values[:, 0] = grid.max()  # each block has its largest
+    values = (values * scale).reshape(64, 6).astype(np.float32)
+    leaves, again = stored(values, base)
+    np.testing.assert_array_equal(again, values)
+    codes = np.asarray(leaves["codes"])
+    assert codes.shape == ((32, 6) if base == "nf4" else (64, 6))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_error_is_bounded_by_half_of_a_gap(base):
+    values = weight((256, 40), 2).astype(np.float32)
+    _, again = stored(values, base, 64)
+    largest = np.abs(values.reshape(4, 64, 40)).max(1)
+    bound = largest / 254 if base == "int8" else largest * np.diff(LEVELS).max() / 2
+    if base == "nf4_double":  # the scale itself is rounded
+        bound = bound + np.abs(largest - largest.mean()).max() / 254
+    error = np.abs(again - values).reshape(4, 64, 40).max(1)
+    assert (error <= bound * (1 + 1e-5)).all()
+    assert error.max() > bound.max() / 4
+
+
+@pytest.mark.parametrize(("base", "bits"), [("nf4", 4.5), ("nf4_double", 4.127), ("int8", 8.5)])
+def test_the_bits_of_a_weight(base, bits):
+    values = weight((1024, 512), 3).astype(np.float32)
+    leaves, _ = stored(values, base, 64)
+    assert SCALES_BLOCK == 256
+    stored_bits = 8 * sum(leaf.nbytes for leaf in leaves.values()) / values.size
+    assert stored_bits == pytest.approx(bits, abs=5e-4)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(base):
+    values = weight((64, 4)).astype(np.float32)
+    values[:16, 1] = 0
+    _, again = stored(values, base)
+    assert (again[:16, 1] == 0).all()
+    assert np.isfinite(again).all()
+    values[20, 2] = np.nan
+    _, again = stored(values, base)
+    assert np.isnan(again[16:32, 2]).any()
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_product_has_the_value_and_the_input_gradient_of_the_dequantized_weight(base):
+    form, x = WeightFormat(base, 16), jnp.asarray(weight((5, 7, 40), 4), jnp.float32)
+    leaves = form.quantize(jnp.asarray(weight((40, 6), 5), jnp.float32))
+    dense = form.dequantize(leaves, 40)
+    precision = Precision.float32()
+
+    def through(x):
+        read = lambda leaves: form.dequantize(leaves, 40)  # noqa: E731
+        return stored_matmul(x, leaves, read, precision)
+
+    one, other = (
+        jax.vjp(function, x) for function in (through, lambda x: matmul(x, dense, precision))
+    )
+    np.testing.assert_array_equal(one[0], other[0])
+    np.testing.assert_array_equal(one[1](one[0])[0], other[1](one[0])[0])
