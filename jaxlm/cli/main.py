@@ -38,6 +38,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
     },
     "Use a run": {
         "runs": ("runs", "list the runs in a folder"),
+        "compare": ("compare", "settings, results and curves of several runs"),
         "eval": ("evaluate", "loss, bits per byte and calibration of a run"),
         "generate": ("generate", "generate text with a run"),
         "average": ("average", "average checkpoints into a new run"),

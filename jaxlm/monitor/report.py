@@ -50,17 +50,12 @@ def write(run: str | os.PathLike[str]) -> Path:
 
 def render(run: Path) -> str:
     """Return the report as HTML."""
-    import jinja2
-    import markupsafe
-
     records = sinks.read(run / "metrics.jsonl")
     train = [record for record in records if record.get("split") == "train"]
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment = read_object(run / "environment.json")
-    return templates.get_template("report.html.jinja").render(
+    return filled(
+        "report.html.jinja",
         title=f"jaxlm run {run.resolve().name}",
-        style=markupsafe.Markup(STYLE),
         summary=_summary(run, records),
         **_result(run, records, train),
         speed=_speed(train),
@@ -74,6 +69,16 @@ def render(run: Path) -> str:
         **_configuration(run),
         environment=_rows(environment),
     )
+
+
+def filled(template: str, **values: Any) -> str:
+    """Return a page of this folder with its values and the style."""
+    import jinja2
+    import markupsafe
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    return templates.get_template(template).render(style=markupsafe.Markup(STYLE), **values)
 
 
 def batch_advice(records: Sequence[Record]) -> str | None:

@@ -137,6 +137,7 @@ LEAST = [
     "checkpoint inspect",
     "checkpoint list",
     "checkpoint verify",
+    "compare",
     "config diff configs/quickstart.py configs/quickstart.py",
     "config explain seed",
     "config plot",

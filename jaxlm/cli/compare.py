@@ -1,0 +1,58 @@
+"""Compare runs: settings that differ, results with their doubt, curves.
+
+jaxlm compare runs/a runs/b           two runs or more
+jaxlm compare --workdir=runs/lr       all runs in a folder
+
+The page has the losses over steps, tokens and seconds. Runs that differ in their seed alone are one
+result, whose doubt is the standard error over seeds.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlm.cli.arguments import Parser, add_flag
+from jaxlm.cli.output import Output, columns
+
+if TYPE_CHECKING:
+    from jaxlm.recipes.compare.comparison import Comparison
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.withhold("runs are compared with the configs that they were saved with")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories")
+    doc = "page to write, which replaces an earlier one"
+    add_flag(parser, "--out", "FILE", "compare.html", doc)
+
+
+def run(args: Any, out: Output) -> int:
+    from jaxlm.recipes.compare import comparison, summary
+
+    paths = [Path(each) for each in args.runs]
+    if args.workdir:
+        listed = summary.find(Path(args.workdir))
+        paths += [each.path for each in listed if each.status != "damaged"]
+    return show(comparison.compare(paths), Path(args.out), out)
+
+
+def show(
+    compared: "Comparison",
+    target: Path,
+    out: Output,
+    more: dict[str, Any] | None = None,
+    code: int = 0,
+) -> int:
+    """Write the page of a comparison, print it, and return the exit code."""
+    from jaxlm.recipes.compare import page
+
+    written = page.write(compared, target)
+    answer = compared.record() | {"page": str(written)} | (more or {})
+    lines = columns([page.RESULT_HEAD, *page.result_rows(compared.results)], "<")
+    if compared.differences:
+        lines += ["", *columns(page.difference_rows(compared), "<")]
+    for axis in compared.tables:
+        head, rows = page.loss_rows(compared, axis)
+        lines += ["", *columns([head, *rows], "<")]
+    runs = [page.run_row(name, each) for name, each in compared.runs.items()]
+    lines += ["", *columns([page.RUN_HEAD, *runs], "<<")]
+    lines += ["", *(f"note: {note}" for note in compared.notes), f"page  {written}"]
+    return out.result(answer, lines, code)

@@ -1,0 +1,293 @@
+"""Runs side by side: settings that differ, results with their doubt, curves. Free of JAX."""
+
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxlm.core.errors import CommandError, InputMissing
+from jaxlm.monitor import report, sinks
+from jaxlm.recipes.compare import summary
+from jaxlm.recipes.compare.summary import RunSummary
+
+SEED = "seed"
+UNITS = ("nats", "bits per byte")
+AXES = ("steps", "tokens", "seconds")
+SHARED_DATA = ("data.tokenizer", "data.train", "data.validation")  # of losses that compare
+COLUMNS = 5  # amounts of an axis in a table of losses
+
+
+class Point(NamedTuple):
+    """A loss in nats, and what the run had spent: steps, tokens and seconds in its steps."""
+
+    steps: int
+    tokens: float
+    seconds: float
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """Runs that differ in their seed alone, or one run.
+
+    Args:
+      name: values of the settings that differ, except the seed.
+      runs: names of the runs.
+      nats, bits_per_byte: mean of the last evaluations of the set that ranks checkpoints.
+      doubt: standard error of `nats`: over seeds, or of the sampled rows of one run; None if
+        neither is known.
+      doubt_of: source of the doubt: "seeds", "rows", or "".
+      over_best: `nats` over the lowest result.
+    """
+
+    name: str
+    runs: list[str]
+    nats: float | None
+    bits_per_byte: float | None
+    doubt: float | None
+    doubt_of: str
+    over_best: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs by name, settings that differ, results, curves, and reasons against comparing them.
+
+    Args:
+      runs: the runs by name.
+      differences: values of each run, by the path of a setting that differs.
+      results: the lowest loss first.
+      curves: losses of the set that ranks checkpoints, or of training without one, by run.
+      training: losses of training, by run.
+      tables: by axis, amounts of it, and each run's loss at them, None after its end.
+      notes: what the reader must know.
+    """
+
+    runs: dict[str, RunSummary]
+    differences: dict[str, list[Any]]
+    results: list[Result]
+    curves: dict[str, list[Point]]
+    training: dict[str, list[Point]]
+    tables: dict[str, tuple[list[float], dict[str, list[float | None]]]]
+    notes: list[str]
+
+    def record(self) -> dict[str, Any]:
+        """Return the comparison as JSON."""
+        points = {
+            name: [point._asdict() for point in points] for name, points in self.curves.items()
+        }
+        return {
+            "runs": {name: run.record() for name, run in self.runs.items()},
+            "differences": {
+                path: dict(zip(self.runs, values, strict=True))
+                for path, values in self.differences.items()
+            },
+            "results": [dataclasses.asdict(each) for each in self.results],
+            "curves": points,
+            "notes": self.notes,
+        }
+
+
+def compare(paths: Sequence[Path]) -> Comparison:
+    """Compare runs by the files in their directories.
+
+    Raises:
+      CommandError: if fewer than two runs are named.
+      InputMissing: if a directory contains no run.
+      DataError: if a file of a run is damaged.
+    """
+    if len({path.resolve() for path in paths}) < 2:
+        raise CommandError(
+            "a comparison needs two runs",
+            where=f"jaxlm compare {' '.join(map(str, paths))}".rstrip(),
+            why=f"{len(paths)} directories are named, and they are {len(set(paths))} runs"
+            if paths
+            else "no run directory is named",
+            fix="jaxlm runs    # lists the runs",
+        )
+    for path in paths:
+        if not (path / "config.json").is_file():
+            raise InputMissing(
+                "the directory contains no run",
+                where=str(path),
+                why="a run directory has config.json, which `jaxlm train` writes",
+                fix="jaxlm runs    # lists the runs",
+            )
+    runs = dict(zip(_names(paths), map(summary.read, paths), strict=True))
+    differences = _differences(runs)
+    splits = {
+        name: summary.ranking_split(run.config, run.records) or "train"
+        for name, run in runs.items()
+    }
+    curves = {name: points(run, splits[name]) for name, run in runs.items()}
+    training = {name: points(run, "train") for name, run in runs.items()}
+    return Comparison(
+        runs=runs,
+        differences=differences,
+        results=_results(runs, splits, differences),
+        curves=curves,
+        training=training,
+        tables={axis: _table(curves, axis) for axis in AXES},
+        notes=_notes(runs, splits, differences),
+    )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the paths that differ."""
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts))):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(map(str, paths))
+
+
+def _differences(runs: Mapping[str, RunSummary]) -> dict[str, list[Any]]:
+    flat = [dict(report.leaves(run.config)) for run in runs.values()]
+    known = dict.fromkeys(itertools.chain.from_iterable(flat))
+    values = {path: [each.get(path) for each in flat] for path in known}
+    return {path: each for path, each in values.items() if any(x != each[0] for x in each)}
+
+
+def points(run: RunSummary, split: str) -> list[Point]:
+    """Return the losses of a split, by steps, tokens, and seconds in steps.
+
+    Seconds are those of the steps alone: without compilation, evaluation and the time between two
+    starts. Of an evaluation, tokens and seconds are interpolated between logged steps.
+    """
+    steps, tokens, seconds = [0], [0.0], [0.0]
+    logged = {each["step"]: each for each in run.records if each.get("split") == "train"}
+    for step, record in sorted(logged.items()):
+        duration = record.get("step_seconds")
+        duration = duration if sinks.is_number(duration) else 0.0
+        seconds.append(seconds[-1] + (step - steps[-1]) * duration)
+        steps.append(step)
+        tokens.append(record.get("tokens") or tokens[-1])
+    return [
+        Point(
+            step,
+            float(np.interp(step, steps, tokens)),
+            float(np.interp(step, steps, seconds)),
+            loss,
+        )
+        for step, loss in summary.losses(run.records, split)
+    ]
+
+
+def _results(
+    runs: Mapping[str, RunSummary],
+    splits: Mapping[str, str],
+    differences: Mapping[str, Sequence[Any]],
+) -> list[Result]:
+    """Return a result for each set of runs that differ in their seed alone."""
+    groups: dict[str, list[str]] = {}
+    for number, name in enumerate(runs):
+        label = ", ".join(
+            f"{path.rpartition('.')[2]} {brief(values[number])}"
+            for path, values in differences.items()
+            if path != SEED
+        )
+        groups.setdefault(label, []).append(name)
+    results = []
+    for label, names in groups.items():
+        last = [_last(runs[name], splits[name]) for name in names]
+        nats = _numbers(last, "loss_nats")
+        doubt, doubt_of = _doubt(nats, _numbers(last, "loss_stderr"))
+        title = label if len(names) > 1 and label else ", ".join(names)
+        title = f"{title}, {len(names)} seeds" if len(names) > 1 else title
+        results.append(
+            Result(
+                name=title,
+                runs=names,
+                nats=_mean(nats),
+                bits_per_byte=_mean(_numbers(last, "bits_per_byte")),
+                doubt=doubt,
+                doubt_of=doubt_of,
+            )
+        )
+    lowest = min((each.nats for each in results if each.nats is not None), default=0.0)
+    results = [
+        each if each.nats is None else dataclasses.replace(each, over_best=each.nats - lowest)
+        for each in results
+    ]
+    return sorted(results, key=lambda each: math.inf if each.nats is None else each.nats)
+
+
+def _last(run: RunSummary, split: str) -> Mapping[str, Any]:
+    scored = [r for r in run.records if r.get("split") == split and r.get("loss_nats") is not None]
+    return scored[-1] if scored else {}
+
+
+def _numbers(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [each[name] for each in records if sinks.is_number(each.get(name))]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _doubt(nats: Sequence[float], errors: Sequence[float]) -> tuple[float | None, str]:
+    """Return the standard error of the mean over seeds, or that of the rows of one run."""
+    if len(nats) > 1:
+        return statistics.stdev(nats) / math.sqrt(len(nats)), "seeds"
+    return (errors[0], "rows") if errors else (None, "")
+
+
+def _table(
+    curves: Mapping[str, Sequence[Point]], axis: str
+) -> tuple[list[float], dict[str, list[float | None]]]:
+    """Return amounts of an axis, and each run's loss at them; None outside of its curve."""
+    ends = [getattr(points[-1], axis) for points in curves.values() if points]
+    starts = [getattr(points[0], axis) for points in curves.values() if points]
+    first, last = min(starts, default=0.0), max(ends, default=0.0)
+    amounts = [first + (last - first) * part / COLUMNS for part in range(COLUMNS + 1)]
+    # The end of the shortest run, where all runs still have a loss.
+    amounts = sorted({*amounts, *([min(ends)] if ends else [])})
+    table = {}
+    for name, points in curves.items():
+        known, losses = [getattr(p, axis) for p in points], [p.loss for p in points]
+        table[name] = [
+            float(np.interp(amount, known, losses))
+            if known and known[0] <= amount <= known[-1] * (1 + 1e-9)
+            else None
+            for amount in amounts
+        ]
+    return amounts, table
+
+
+def _notes(
+    runs: Mapping[str, RunSummary],
+    splits: Mapping[str, str],
+    differences: Mapping[str, Sequence[Any]],
+) -> list[str]:
+    """Return reasons why losses of these runs do not compare, and which runs did not finish."""
+    notes = []
+    if changed := [path for path in SHARED_DATA if path in differences]:
+        notes.append(
+            f"the runs differ in {', '.join(changed)}: nats per token compare on the same tokens, "
+            "bits per byte on the same text"
+        )
+    if len(set(splits.values())) > 1:
+        names = ", ".join(f"{name}: {split}" for name, split in splits.items())
+        notes.append(f"the losses are of different sets ({names})")
+    elif "train" in splits.values():
+        notes.append("without evaluations, the losses are those of training")
+    for name, run in runs.items():
+        if run.status != "finished":
+            code = f" ({run.code})" if run.status == "failed" else ""
+            notes.append(f"{name}: {run.status}{code} at step {run.step} of {run.steps}")
+    return notes
+
+
+def brief(value: Any) -> str:
+    """Return a value of config.json as short text."""
+    if value is None:
+        return "-"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 32 else f"{text[:29]}..."

@@ -1,0 +1,113 @@
+"""Page and console text of a comparison. Free of JAX."""
+
+import base64
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxlm.monitor import formatting, plots, report, sinks
+from jaxlm.recipes.compare.comparison import AXES, Comparison, Point, Result, brief
+from jaxlm.recipes.compare.summary import RunSummary
+
+RESULT_HEAD = ["result", "nats", "over the lowest", "bits per byte"]
+RUN_HEAD = ["run", "status", "step", "tokens/s"]
+AMOUNTS: dict[str, Callable[[float], str]] = {
+    "steps": lambda amount: f"{amount:.0f}",
+    "tokens": formatting.count,
+    "seconds": formatting.duration,
+}
+Rows = list[list[str]]
+
+
+def write(comparison: Comparison, target: Path) -> Path:
+    """Write the page of a comparison, one self-contained HTML file.
+
+    Raises NotWritable if it cannot be written.
+    """
+    names = list(comparison.runs)
+    title = "jaxlm: " + (", ".join(names) if len(names) <= 4 else f"{len(names)} runs")
+    is_evaluated = comparison.curves != comparison.training
+    thin = comparison.training if is_evaluated else {}
+    images = [
+        (
+            f"Loss by {axis}",
+            plots.compared(
+                axis,
+                _by(axis, comparison.curves),
+                _by(axis, thin),
+                label="nats per token",
+            ),
+        )
+        for axis in AXES
+    ]
+    folder = target.absolute().parent
+    links = {
+        name: os.path.relpath(run.path.absolute() / "report.html", folder)
+        for name, run in comparison.runs.items()
+        if (run.path / "report.html").is_file()
+    }
+    text = report.filled(
+        "compare.html.jinja",
+        title=title,
+        notes=comparison.notes,
+        result_head=RESULT_HEAD,
+        results=result_rows(comparison.results),
+        differences=difference_rows(comparison) if comparison.differences else None,
+        images=[(name, base64.b64encode(png).decode()) for name, png in images],
+        tables=[(axis, *loss_rows(comparison, axis)) for axis in AXES],
+        run_head=RUN_HEAD,
+        runs=[run_row(name, run) for name, run in comparison.runs.items()],
+        reports=list(links.items()),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    sinks.replace(target, text.encode())
+    return target
+
+
+def _by(axis: str, curves: dict[str, list[Point]]) -> dict[str, list[tuple[float, float]]]:
+    return {
+        name: [(getattr(point, axis), point.loss) for point in points]
+        for name, points in curves.items()
+    }
+
+
+def result_rows(results: Sequence[Result]) -> Rows:
+    """Return the cells of RESULT_HEAD for each result."""
+    rows = []
+    for each in results:
+        doubt = "" if each.doubt is None else f" \u00b1 {each.doubt:.2g}"
+        over = "-" if each.over_best is None else f"{each.over_best:+.4f}"
+        rows.append([each.name, _figure(each.nats) + doubt, over, _figure(each.bits_per_byte)])
+    return rows
+
+
+def difference_rows(comparison: Comparison) -> Rows:
+    """Return head and rows of the settings that differ, which have a column each if runs have more.
+
+    A column of each run would be wider than a console for the runs of a sweep.
+    """
+    names, differences = list(comparison.runs), comparison.differences
+    rows = [[path, *map(brief, values)] for path, values in differences.items()]
+    table = [["setting", *names], *rows]
+    if len(names) <= max(len(rows), 4):
+        return table
+    return [["run", *differences], *map(list, list(zip(*table, strict=True))[1:])]
+
+
+def loss_rows(comparison: Comparison, axis: str) -> tuple[list[str], Rows]:
+    """Return the head and the rows of each run's loss at some amounts of an axis."""
+    amounts, table = comparison.tables[axis]
+    head = [f"nats at {axis}", *map(AMOUNTS[axis], amounts)]
+    return head, [[name, *map(_figure, losses)] for name, losses in table.items()]
+
+
+def run_row(name: str, run: RunSummary) -> list[str]:
+    """Return the cells of RUN_HEAD."""
+    status = f"failed ({run.code})" if run.status == "failed" else run.status
+    speed = formatting.count(run.tokens_per_second)
+    return [name, status, f"{brief(run.step)}/{brief(run.steps)}", speed]
+
+
+def _figure(value: Any) -> str:
+    return "-" if value is None else f"{value:.4f}"

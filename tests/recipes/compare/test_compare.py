@@ -1,0 +1,165 @@
+"""`jaxlm compare`: real runs side by side, on the console, as JSON and as a page."""
+
+import json
+import re
+import statistics
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.recipes.compare import comparison
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
+RUNS = {
+    "first": ("--config.seed=0",),
+    "second": ("--config.seed=1",),
+    "third": ("--config.seed=2",),
+    "slow": ("--config.optim.lr=1e-4", "--config.train.steps=4"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    settings = {"train.steps": 6, "eval.batches": 2, "eval.every": 2}
+    config = harness.write_config(tmp_path_factory.mktemp("texts"), settings)
+    folder = tmp_path_factory.mktemp("runs")
+    for name, flags in RUNS.items():
+        assert main(harness.words(config, folder / name, *flags)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answer(runs, tmp_path_factory):
+    page = tmp_path_factory.mktemp("page") / "compare.html"
+    compared = comparison.compare([runs / name for name in RUNS])
+    assert main(["compare", *(str(runs / name) for name in RUNS), f"--out={page}", "--json"]) == 0
+    return json.loads(json.dumps(compared.record())), page
+
+
+def last(folder):
+    *_, record = (each for each in harness.records(folder) if each["split"] == "val")
+    return record
+
+
+def test_the_settings_that_differ_are_those_that_were_set(answer):
+    values = answer[0]["differences"]
+    assert values == {
+        "seed": {"first": 0, "second": 1, "third": 2, "slow": 0},
+        "optim.lr": {"first": 3e-3, "second": 3e-3, "third": 3e-3, "slow": 1e-4},
+        "train.steps": {"first": 6, "second": 6, "third": 6, "slow": 4},
+    }
+
+
+def test_seeds_are_one_result_and_their_spread_is_its_doubt(answer, runs):
+    best, slow = answer[0]["results"]
+    losses = [last(runs / name)["loss_nats"] for name in ("first", "second", "third")]
+    assert best["runs"] == ["first", "second", "third"]
+    assert best["nats"] == pytest.approx(sum(losses) / 3, rel=1e-12)
+    assert best["doubt"] == pytest.approx(statistics.stdev(losses) / 3**0.5, rel=1e-12)
+    assert (best["doubt_of"], best["over_best"]) == ("seeds", 0.0)
+    assert (slow["runs"], slow["name"]) == (["slow"], "slow")
+    assert slow["over_best"] == pytest.approx(last(runs / "slow")["loss_nats"] - best["nats"])
+
+
+def test_the_curves_have_the_steps_tokens_and_seconds_of_each_evaluation(answer, runs):
+    curve = answer[0]["curves"]["first"]
+    records = harness.records(runs / "first")
+    logged = {r["step"]: r for r in records if r["split"] == "train"}
+    scores = {r["step"]: r["loss_nats"] for r in records if r["split"] == "val"}
+    assert {point["steps"]: point["loss"] for point in curve} == scores
+    seconds = 0.0
+    for step in range(1, 7):
+        seconds += logged[step]["step_seconds"] or 0.0
+        (point,) = [p for p in curve if p["steps"] == step] or [None]
+        if point:
+            assert point["tokens"] == logged[step]["tokens"]
+            assert point["seconds"] == pytest.approx(seconds)
+
+
+def test_losses_at_equal_steps_are_on_the_curve_and_end_with_it(runs):
+    compared = comparison.compare([runs / "first", runs / "slow"])
+    amounts, table = compared.tables["steps"]
+    assert {2, 4, 6} <= set(amounts)
+    known = {point.steps: point.loss for point in compared.curves["first"]}
+    for amount, loss, of_slow in zip(amounts, table["first"], table["slow"], strict=True):
+        assert loss == pytest.approx(known.get(amount, loss))
+        assert (of_slow is None) == (amount > 4)
+
+
+def test_the_page_needs_no_other_file_and_has_what_the_console_has(answer, runs, tmp_path, capsys):
+    text = answer[1].read_text()
+    assert not re.search(r"(src|href)=\"?https?:|<script", text)
+    assert text.count("data:image/png;base64,") == 3
+    assert f"{answer[0]['results'][0]['nats']:.4f}" in text
+    assert "optim.lr" in text
+    capsys.readouterr()
+    assert main(["compare", f"--workdir={runs}", f"--out={tmp_path / 'all.html'}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("  ")[0] == "result"
+    assert f"{answer[0]['results'][0]['nats']:.4f} \u00b1" in lines[1]
+    assert any(re.match(r"optim\.lr +0\.0001", line) for line in lines)
+    assert [line for line in lines if line.startswith("nats at ")]
+    assert lines[-1] == f"page  {tmp_path / 'all.html'}"
+    assert (tmp_path / "all.html").is_file()
+
+
+def test_a_name_that_is_markup_is_text(runs, tmp_path):
+    evil = tmp_path / "<b>x"
+    evil.mkdir()
+    for name in ("config.json", "metrics.jsonl", "exit.json"):
+        (evil / name).write_text((runs / "first" / name).read_text())
+    page = tmp_path / "p.html"
+    assert main(["compare", str(evil), str(runs / "slow"), f"--out={page}", "--quiet"]) == 0
+    assert "&lt;b&gt;x" in page.read_text()
+    assert "<b>x" not in page.read_text()
+
+
+def test_other_text_and_runs_that_did_not_finish_are_noted(runs, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((runs / "first/config.json").read_text())
+    config["data"]["train"] = ["elsewhere/*.txt"]
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "metrics.jsonl").write_text((runs / "first/metrics.jsonl").read_text())
+    notes = comparison.compare([runs / "first", other]).notes
+    assert any("data.train" in note for note in notes)
+    assert "other: killed at step 6 of 6" in notes
+
+
+def test_runs_without_evaluations_are_compared_by_their_training(runs, tmp_path):
+    paths = []
+    for name in ("first", "slow"):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.json").write_text((runs / name / "config.json").read_text())
+        kept_lines = [r for r in harness.records(runs / name) if r["split"] == "train"]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept_lines))
+        paths.append(path)
+    compared = comparison.compare(paths)
+    assert compared.curves == compared.training
+    assert any("those of training" in note for note in compared.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "what"),
+    [
+        ([], 2, "a comparison needs two runs"),
+        (["first"], 2, "a comparison needs two runs"),
+        (["first", "first"], 2, "a comparison needs two runs"),
+        (["first", "none"], 66, "the directory contains no run"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(words, code, what, runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert main(["compare", *words]) == code
+    assert what in capsys.readouterr().err
+
+
+def test_a_damaged_run_is_an_error_with_its_file(runs, tmp_path, capsys):
+    run = tmp_path / "broken"
+    run.mkdir()
+    (run / "config.json").write_text((runs / "first/config.json").read_text())
+    (run / "metrics.jsonl").write_text("{\n{}\n")
+    assert main(["compare", str(runs / "first"), str(run)]) == 65
+    assert f"{run / 'metrics.jsonl'}:1" in capsys.readouterr().err
