@@ -35,6 +35,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
     "Train": {
         "train": ("train", "train a model; the same workdir resumes"),
         "launch": ("launch", "train with several processes and restart them"),
+        "sweep": ("sweep", "train all combinations of settings and compare the runs"),
     },
     "Use a run": {
         "runs": ("runs", "list the runs in a folder"),

@@ -165,6 +165,7 @@ LEAST = [
     "report",
     "runs",
     "scale --budget=1e20",
+    "sweep",
     "tokenizer compare bytes",
     "tokenizer show F",
     "tokenizer train --out=O",

@@ -330,6 +330,12 @@ SITUATIONS = {
     "other data in the workdir": Situation(f"train --config=c.py {RUN} --config.train.steps=3", "printf 'more text\\n' >> texts/1.txt"),
     "an export of no run": Situation("export --workdir=none --out=out"),
     "a model of no such type": Situation("import --from=odd --workdir=new", "cp -r exported odd; sed -i 's/llama/frobnicate/' odd/config.json"),
+    "a sweep of one run": Situation("sweep --config=c.py --workdir=new"),
+    "a sweep without values": Situation("sweep --config=c.py --workdir=new --vary=seed"),
+    "a sweep of a list": Situation("sweep --config=c.py --workdir=new --seeds=2 --vary=optim.freeze=embedding/*,final_norm/*"),
+    "a sweep in a setting": Situation("sweep --config=c.py --workdir=new --config.seed=1,2"),
+    "a sweep of a setting twice": Situation("sweep --config=c.py --workdir=new --vary=seed=1 --vary=seed=2"),
+    "a sweep over other runs": Situation("sweep --config=c.py --workdir=s --vary=seed=1,2", "mkdir -p s/seed=1; sed 's/\"steps\": 2/\"steps\": 3/' runs/a/config.json > s/seed=1/config.json"),
     "a comparison of one run": Situation("compare runs/a"),
     "a comparison of nothing": Situation("compare"),
     "a comparison with no run": Situation("compare runs/a texts"),
@@ -365,6 +371,11 @@ NOTHING_NEXT = {"next of train, continued without a config"}
 
 # Each is a run, or several, and another situation reaches the same places.
 SLOW = {
+    "a sweep of one run",
+    "a sweep without values",
+    "a sweep of a list",
+    "a sweep in a setting",
+    "a sweep over other runs",
     "a setting as a flag, its value apart",
     "a flag misspelt",
     "a flag with dashes",

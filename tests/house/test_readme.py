@@ -128,7 +128,7 @@ def marked(name: str, command: str):
     marks = []
     if "--topology" in command:
         marks.append(pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="scripts/test --slow has libtpu in another environment"))  # fmt: skip
-    if re.search(r"--cpu_devices|^jaxlm (check|bench|lr-find) |workdir=runs/c ", command):
+    if re.search(r"--cpu_devices|^jaxlm (check|bench|lr-find|sweep) |workdir=runs/c ", command):
         marks.append(pytest.mark.slow)
     return pytest.param(command, marks=marks, id=f"{name}: {command}")
 

@@ -1,0 +1,277 @@
+"""Trains the runs of a sweep: every combination of varied settings, with several seeds."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from jaxlm.core import config
+from jaxlm.core.callbacks import Log
+from jaxlm.core.errors import CommandError, ConfigError, Preempted
+from jaxlm.core.sections import show
+from jaxlm.recipes.compare import summary
+from jaxlm.recipes.config import Run
+
+POLL_SECONDS = 0.1
+LONGEST_NAME = 60  # characters of a run directory, without a seed
+ENDED = (summary.FINISHED, summary.DIVERGED)  # exit codes of runs that are not started again
+SHOWN_LINES = 8  # of the output of a run that failed
+Settings = list[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """A run of a sweep: its directory, its own settings, and its resolved config."""
+
+    path: Path
+    settings: Settings
+    run: Run
+
+
+def varied(text: str, file: str, overrides: Settings) -> tuple[str, list[str]]:
+    """Return the setting and the values of `A.B=V,V`.
+
+    Commas separate values, or semicolons if a value has commas itself, as that of a list has.
+
+    Raises:
+      CommandError: if it has no setting or no values, or if it is one valid value with a comma.
+      ConfigError: if a value is wrong.
+    """
+    path, equals, values = text.partition("=")
+    where = f"--vary={text}"
+    if not equals or not path or not values:
+        raise CommandError(
+            "--vary needs a setting and its values",
+            where=where,
+            why="the values follow the setting, with commas between",
+            fix="--vary=optim.lr=1e-3,3e-3",
+        )
+    if ";" in values:
+        return path, [each.strip() for each in values.split(";")]
+    if "," in values and _loads(file, [*overrides, (path, values)]):
+        raise CommandError(
+            f"the values of {path} are ambiguous",
+            where=where,
+            why=f"{values!r} is one value of this setting; semicolons separate several",
+            fix=f"{shlex.quote(f'--vary={path}=' + values.replace(',', ';'))}    # several values\n"
+            f"{shlex.quote(f'--config.{path}={values}')}    # this value in every run",
+        )
+    return path, [each.strip() for each in values.split(",")]
+
+
+def _loads(file: str, settings: Settings) -> bool:
+    try:
+        config.load(Run, file, settings)
+    except ConfigError:
+        return False
+    return True
+
+
+def members(
+    file: str,
+    overrides: Settings,
+    vary: Sequence[str],
+    seeds: int,
+    workdir: Path,
+    *,
+    has_base: bool = False,
+) -> list[Member]:
+    """Return the runs of a sweep, with the first seed of all combinations first.
+
+    The directory of a run is named after its own values, so that a sweep of more values keeps the
+    runs of the fewer.
+
+    Args:
+      file: the config.
+      overrides: settings of all runs.
+      vary: `A.B=V,V` of each varied setting.
+      seeds: number of seeds, from that of the config on.
+      workdir: parent directory of the runs.
+      has_base: model and data settings that the config leaves out come from --init_from.
+
+    Raises:
+      CommandError: if a setting is varied twice.
+      ConfigError: if a config of a run is wrong, or a directory contains another run.
+      DataError: if a run of the sweep is damaged.
+    """
+    axes = [varied(text, file, overrides) for text in vary]
+    paths = [path for path, _ in axes]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        both = ",".join(value for path, values in axes if path == twice for value in values)
+        raise CommandError(
+            f"{twice} is varied twice",
+            where=" ".join(f"--vary={text}" for text in vary),
+            why="each combination has one value of a setting",
+            fix=f"jaxlm sweep --help    # one flag has all values: --vary={twice}={both}",
+        )
+    ends = [path.rpartition(".")[2] for path in paths]
+    labels = [path if ends.count(end) > 1 else end for path, end in zip(paths, ends, strict=True)]
+    made: dict[Path, Member] = {}
+    first = config.load(Run, file, overrides).value.seed
+    combinations = list(itertools.product(*(values for _, values in axes)))
+    for seed in range(first, first + seeds):
+        for combination in combinations:
+            settings = list(zip(paths, combination, strict=True))
+            if "seed" not in paths:
+                settings.append(("seed", str(seed)))
+            run = config.load(Run, file, [*overrides, *settings]).value
+            flat = config.flatten(run)
+            values = [show(flat[path]) for path in paths]
+            name = _name(labels, values)
+            name = name if "seed" in paths else f"{name},seed={seed}".removeprefix(",")
+            made[workdir / name] = Member(path=workdir / name, settings=settings, run=run)
+    for member in made.values():
+        _check_same(member, ("model.", "data.") if has_base else ())
+    return list(made.values())
+
+
+def _name(labels: Sequence[str], values: Sequence[str]) -> str:
+    """Return a directory name; values with other characters, or long ones, have a digest in it."""
+    text = ",".join(f"{label}={value}" for label, value in zip(labels, values, strict=True))
+    name = re.sub(r"[^\w.,=+-]+", "_", text)
+    if name == text and len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+def _check_same(member: Member, ignored: tuple[str, ...]) -> None:
+    """Raise ConfigError if the directory contains a run with other settings."""
+    file = member.path / "config.json"
+    if not file.is_file():
+        return
+    stored = config.load(Run, str(file)).value
+    changes = config.diff(stored, member.run)
+    if changes := [each for each in changes if not each.path.startswith(ignored)]:
+        raise ConfigError(
+            "the folder contains a run with other settings",
+            where=str(member.path),
+            why="\n".join(map(str, changes[:4])),
+            fix=f"--workdir={shlex.quote(f'{member.path.parent}-2')}",
+        )
+
+
+@dataclasses.dataclass
+class _Job:
+    """A training process, and the file of its output."""
+
+    member: Member
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+
+    def last_lines(self) -> list[str]:
+        self.output.seek(0)
+        text = self.output.read().decode(errors="replace")
+        return text.splitlines()[-SHOWN_LINES:]
+
+
+def train_all(
+    runs: Sequence[Member],
+    file: str,
+    overrides: Settings,
+    *,
+    flags: Sequence[str] = (),
+    parallel: int = 1,
+    say: Log = lambda _: None,
+) -> dict[str, int]:
+    """Train the runs that have not ended, each in a process; return exit codes by directory.
+
+    A run that finished or diverged is not started again; one that was interrupted resumes. A run
+    that fails does not end the others.
+
+    Args:
+      runs: result of `members`.
+      file, overrides: the config, and settings of all runs.
+      flags: further flags of `jaxlm train`.
+      parallel: processes at a time.
+      `say`: receives log lines.
+
+    Raises Preempted on SIGINT or SIGTERM, after the runs have saved their state.
+    """
+    codes: dict[str, int] = {}
+    waiting: list[Member] = []
+    for member in runs:
+        state = summary.summarize(member.path) if member.path.exists() else None
+        if state and (state.status == "finished" or state.code == summary.DIVERGED):
+            codes[str(member.path)] = state.code or 0
+            say(f"{member.path}: {state.status} at step {state.step}, not started again")
+        else:
+            waiting.append(member)
+    total, jobs = len(waiting), list[_Job]()
+    with _stop_requests(jobs) as stops:
+        while (waiting and not stops) or jobs:
+            while waiting and len(jobs) < parallel and not stops:
+                member = waiting.pop(0)
+                say(f"run {total - len(waiting)} of {total}: {member.path}")
+                jobs.append(_start(member, file, overrides, flags, parallel))
+            time.sleep(POLL_SECONDS)
+            for job in [job for job in jobs if job.process.poll() is not None]:
+                jobs.remove(job)
+                codes[str(job.member.path)] = job.process.returncode
+                for line in job.last_lines():
+                    say(f"  {line}")
+                job.output.close()
+    if stops:
+        raise Preempted(
+            "the sweep was interrupted",
+            where=str(runs[0].path.parent),
+            why=f"{len(waiting) + sum(code != 0 for code in codes.values())} runs did not end; "
+            "the state of those that trained is saved",
+            fix="run the same command again    # it resumes",
+        )
+    return codes
+
+
+def _start(
+    member: Member, file: str, overrides: Settings, flags: Sequence[str], parallel: int
+) -> _Job:
+    settings = [f"--config.{path}={value}" for path, value in (*overrides, *member.settings)]
+    words = [f"--config={file}", *settings, f"--workdir={member.path}", "--quiet", *flags]
+    environment: dict[str, str] = dict(os.environ)
+    if parallel > 1:  # else the first process would reserve the memory of a GPU
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    output = tempfile.TemporaryFile()  # noqa: SIM115  closed when the process has ended
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxlm", "train", *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches this process, which forwards it
+    )
+    return _Job(member, process, output)
+
+
+@contextlib.contextmanager
+def _stop_requests(jobs: list[_Job]) -> Iterator[list[int]]:
+    """Forward SIGINT and SIGTERM to the running jobs; yield the signals that arrived.
+
+    If an error ends the sweep, its processes are killed.
+    """
+    stops: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        stops.append(number)
+        for job in jobs:
+            if job.process.poll() is None:
+                job.process.send_signal(number)
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for job in jobs:
+            job.process.kill()
+            job.process.wait()
