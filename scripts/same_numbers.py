@@ -3,8 +3,9 @@
     python scripts/same_numbers.py HEAD~1            # that commit against the working tree
     python scripts/same_numbers.py HEAD~1 --only=optim
 
-Each objective, each optimizer and eight families train four steps of a tiny model in both trees, by the command line. The
-script prints one line for each case and exits with 1 if any number differs. About four minutes for a tree on two cores.
+Each objective, each optimizer and eight families train four steps of a tiny model in both trees,
+by the command line. The script prints one line for each case and exits with 1 if any number
+differs or a command fails. About four minutes for a tree on two cores.
 """
 
 import argparse
@@ -47,7 +48,14 @@ TINY = (
     *("--config.data.tokenizer=bytes", "--config.eval.batches=2", "--config.checkpoint.every=2"),
     *("--config.sample.every=100%", "--config.sample.max_tokens=2", "--config.log.every=1"),
 )
-PLANS = ("llama3_8b", "moe_fine", "mixtral_8x7b", "quickstart")
+# For hardware that is not here: plans for this CPU measure its speed.
+PLANS = {
+    "llama_8b": ("--config=configs/llama_8b.py", "--on=h100x8", "--fit"),
+    "llama_70b": ("--config=configs/llama_70b.py", "--on=h100x256"),
+    "gpt2_124m": ("--config=configs/gpt2_124m.py", "--on=v5p-16"),
+    "moe_fine": ("--config=configs/moe_fine.py", "--on=h100x8"),
+    "mixtral_8x7b": ("--config=configs/mixtral_8x7b.py", "--on=h100x64"),
+}
 # Numbers of time and memory differ between two runs of the same code.
 MEASURED = (
     "seconds",
@@ -62,6 +70,7 @@ MEASURED = (
     "elapsed",
     "wall",
 )
+PROSE = ("assumed",)
 
 
 def cases() -> Iterator[tuple[str, list[str]]]:
@@ -104,12 +113,16 @@ def main() -> int:
             subprocess.run(["git", "worktree", "remove", "--force", base], cwd=ROOT, check=True)
     before, after = results
     different = [name for name in before | after if before.get(name) != after.get(name)]
+    # Two trees that fail alike have compared no numbers.
+    failed = [name for name in before | after if before.get(name, after.get(name))["code"]]
     for name in before | after:
-        print(f"{'DIFFERENT' if name in different else 'same     '} {name}")
-        if name in different:
+        verdict = "DIFFERENT" if name in different else "FAILED" if name in failed else "same"
+        print(f"{verdict:9} {name}")
+        if verdict != "same":
             print(f"    before {before.get(name)}\n    after  {after.get(name)}")
-    print(f"{len(before | after) - len(different)} of {len(before | after)} are the same")
-    return 1 if different else 0
+    same = len((before | after).keys() - {*different, *failed})
+    print(f"{same} of {len(before | after)} are the same")
+    return 0 if same == len(before | after) else 1
 
 
 def _run(tree: Path, out: Path, only: str) -> dict[str, Any]:
@@ -134,13 +147,17 @@ def _measure(only: str) -> dict[str, Any]:
         if run.exists():
             code, _ = _call("export", f"--workdir={run}", f"--out={exported}")
             measured["export"] = {
-                path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-                for path in sorted(exported.glob("*.safetensors"))
+                "code": code,
+                "files": {
+                    path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+                    for path in sorted(exported.glob("*.safetensors"))
+                },
             }
-        for name in PLANS if not only else ():
-            code, written = _call("plan", f"--config=configs/{name}.py", "--json")
-            plan = json.loads(written) if code == 0 else written
-            measured[f"plan.{name}"] = _without_measured(plan)
+        for name, flags in PLANS.items():
+            if f"plan.{name}".startswith(only):
+                code, written = _call("plan", *flags, "--json")
+                plan = _without(PROSE, json.loads(written)) if code == 0 else written
+                measured[f"plan.{name}"] = {"code": code, "plan": plan}
     return measured
 
 
@@ -153,7 +170,7 @@ def _trained(workdir: Path, flags: list[str]) -> dict[str, Any]:
     return {
         "code": code,
         "error": written[-300:] if code else "",
-        "metrics": [_without_measured(json.loads(line)) for line in lines],
+        "metrics": [_without(MEASURED, json.loads(line)) for line in lines],
         "checkpoints": {
             path.parent.name: _leaves(path.parent)
             for path in sorted(workdir.glob("checkpoints/*/digests.json"))
@@ -173,15 +190,15 @@ def _leaves(step: Path) -> str:
     return digest.hexdigest()
 
 
-def _without_measured(value: Any) -> Any:
+def _without(words: tuple[str, ...], value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: _without_measured(each)
+            key: _without(words, each)
             for key, each in value.items()
-            if not any(word in key for word in MEASURED)
+            if not any(word in key for word in words)
         }
     if isinstance(value, list):
-        return [_without_measured(each) for each in value]
+        return [_without(words, each) for each in value]
     return value.hex() if isinstance(value, float) else value
 
 

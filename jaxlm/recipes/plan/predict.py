@@ -323,7 +323,7 @@ def _saved(run: Run, decoder: ModelConfig) -> float:
     # Offloaded state is saved too.
     one = dataclasses.replace(run, train=dataclasses.replace(run.train, offload=()))
     held = device_memory.held_bytes(one, decoder, whole)
-    return sum(held.values()) - held["gradients"] - held.get("base", 0.0)
+    return sum(held.values()) - held["gradients"] - held.get("base", 0)
 
 
 def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> Iterator[str]:
