@@ -209,11 +209,18 @@ def make(family: str, method: str, folder: Path) -> None:
         loss = trainer.compute_loss(model, dict(batch))
         loss.backward()
         gradients = {
-            name.replace(".modules_to_save", "").replace(".default", ""): value.grad.numpy()
+            key(name): value.grad.numpy()
             for name, value in model.named_parameters()
             if value.requires_grad
         }
         np.savez(folder / f"{packing}.npz", loss=loss.item(), **gradients)
+
+
+def key(name: str) -> str:
+    """Return the key of a parameter of PEFT in its file."""
+    for part in (".modules_to_save", ".default"):
+        name = name.replace(part, "")
+    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 if __name__ == "__main__":
