@@ -151,6 +151,8 @@ def ours(workdir: Path, *, is_packed: bool) -> tuple[float, dict[str, np.ndarray
 
 def rows_of(*, is_packed: bool) -> Any:
     """Return the documents as rows, two in each if packed; a target is the next token's."""
+    import jax.numpy as jnp
+
     from jaxlm.data.batch import Tokens
 
     each = 2 if is_packed else 1
@@ -168,7 +170,7 @@ def rows_of(*, is_packed: bool) -> Any:
             positions[row, start:stop] = range(len(ids))
             targets[row, start : stop - 1], weights[row, start : stop - 1] = ids[1:], mask[1:]
             start = stop
-    return Tokens(tokens, targets, weights, segments, positions)
+    return Tokens(*map(jnp.asarray, (tokens, targets, weights, segments, positions)))
 
 
 def make(family: str, method: str, folder: Path) -> None:
