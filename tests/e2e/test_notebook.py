@@ -11,6 +11,7 @@ from tests.cli.test_exchange import write
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "colab/quickstart.ipynb"
 CONTINUED = ROOT / "colab/import_and_continue.ipynb"
+FINETUNED = ROOT / "colab/finetune.ipynb"
 TINY = {
     "train.steps": 2,
     "train.batch": 8,
@@ -74,7 +75,25 @@ def test_a_model_is_imported_trained_further_and_exported(tmp_path, monkeypatch)
     assert "<|note|>" in (tmp_path / "runs/exported/tokenizer.json").read_text()
 
 
-@pytest.mark.parametrize("path", [NOTEBOOK, CONTINUED], ids=lambda path: path.stem)
+@pytest.mark.slow
+def test_a_model_is_tuned_on_conversations_asked_and_exported(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
+    flags = [f"--config.{name}={value}" for name, value in TINY.items()]
+    monkeypatch.setenv("JAXLM_NOTEBOOK_BASE", " ".join(flags))
+    monkeypatch.setenv("JAXLM_NOTEBOOK_CHAT", "--config.train.steps=3 --config.train.batch=4")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(FINETUNED, as_version=4)
+    resources = {"metadata": {"path": str(FINETUNED.parent)}}
+    NotebookClient(notebook, timeout=300, resources=resources).execute()
+    printed = "".join(outputs(cell)[0] for cell in notebook.cells if cell.cell_type == "code")
+    assert "\u00abImport os: os." in printed
+    assert "exact match" in printed
+    assert (tmp_path / "runs/adapter/adapter_model.safetensors").stat().st_size > 1000
+    assert os.listdir(tmp_path / "runs/merged/checkpoints")
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, CONTINUED, FINETUNED], ids=lambda path: path.stem)
 def test_the_notebook_is_stored_without_what_it_printed(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
