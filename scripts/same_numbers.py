@@ -114,7 +114,7 @@ def main() -> int:
     before, after = results
     different = [name for name in before | after if before.get(name) != after.get(name)]
     # Two trees that fail alike have compared no numbers.
-    failed = [name for name in before | after if before.get(name, after.get(name))["code"]]
+    failed = [name for name, result in (after | before).items() if result["code"]]
     for name in before | after:
         verdict = "DIFFERENT" if name in different else "FAILED" if name in failed else "same"
         print(f"{verdict:9} {name}")
@@ -153,9 +153,9 @@ def _measure(only: str) -> dict[str, Any]:
                     for path in sorted(exported.glob("*.safetensors"))
                 },
             }
-        for name, flags in PLANS.items():
+        for name, words in PLANS.items():
             if f"plan.{name}".startswith(only):
-                code, written = _call("plan", *flags, "--json")
+                code, written = _call("plan", *words, "--json")
                 plan = _without(PROSE, json.loads(written)) if code == 0 else written
                 measured[f"plan.{name}"] = {"code": code, "plan": plan}
     return measured
