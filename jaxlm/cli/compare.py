@@ -41,7 +41,15 @@ def show(
     more: dict[str, Any] | None = None,
     code: int = 0,
 ) -> int:
-    """Write the page of a comparison, print it, and return the exit code."""
+    """Write the page of a comparison, print it, and return the exit code.
+
+    Args:
+      compared: the comparison.
+      target: the page.
+      out: receives the result.
+      more: further entries of the JSON answer.
+      code: the exit code.
+    """
     from jaxlm.recipes.compare import page
 
     written = page.write(compared, target)
