@@ -234,7 +234,10 @@ def observer_model(run: Run, model: ShardedModel) -> Blueprint:
     if model.trained.schedule is None:
         return model.trained
     layers, remat = run.train.stack, run.train.remat
-    return Blueprint(model.trained.config, model.precision, layers=layers, remat=remat)
+    change = surgery.build(run.tune)
+    return Blueprint(
+        model.trained.config, model.precision, layers=layers, remat=remat, surgery=change
+    )
 
 
 def taught_run(teacher: Run, run: Run) -> Run:
