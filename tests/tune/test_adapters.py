@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.load import load
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
@@ -27,6 +28,8 @@ from jaxlm.objectives.config import Causal, LossConfig
 from jaxlm.parallel import mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.schedule import Schedule
+from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
 from jaxlm.tune import config, cost, merge, surgery
 from jaxlm.tune.adapters import BottleneckLinear, DoraLinear, Ia3Linear, LoraLinear
 
@@ -329,3 +332,16 @@ def test_leaves_of_the_base_can_be_trained_whole():
     assert all(path.endswith("norm/scale") for path in trained)
     with pytest.raises(ConfigError, match="matches no parameter"):
         surgery.base_paths(config.Lora(also=("head/*",)), plain)
+
+
+@pytest.mark.parametrize("arm", ["lora", "bottleneck"])
+def test_the_observer_of_a_pipeline_has_the_adapter(arm):
+    sizes = [("mesh.data", "1"), ("mesh.pipe", "2"), ("train.batch", "4"), ("train.microbatches", "2")]  # fmt: skip
+    model = [("model.vocab", "64"), ("model.width", "16"), ("model.depth", "2"), ("model.heads", "4")]  # fmt: skip
+    settings = [*sizes, *model, ("model.kv_heads", "2"), ("tune.name", arm)]
+    run = load(Run, None, [*settings, *([("tune.rank", "2")] if arm == "lora" else [])]).value
+    grid = mesh.build(run.mesh, jax.devices()[:2])
+    trained = setup.build_sharded_model(run, 64, grid)
+    observed = setup.observer_model(run, trained)
+    assert observed.schedule is None
+    assert tree.leaves(observed.shapes).keys() == tree.leaves(trained.trained.shapes).keys()
