@@ -75,12 +75,20 @@ class WeightFormat:
         """Return the weight of `inputs` inputs in float32."""
         codes, scales = leaves["codes"], leaves["scales"]
         if self.base == "nf4_double":
-            scale = jnp.repeat(leaves["scale_scales"], SCALES_BLOCK)[: scales.size]
+            scale = _repeated(leaves["scale_scales"], SCALES_BLOCK, scales.size)
             scales = scales.astype(jnp.float32) * scale.reshape(scales.shape)
             # A rounded scale near 0 must not change the sign of its block.
             scales = jnp.maximum(scales + leaves["scale_mean"], 0.0)
         values = codes.astype(jnp.float32) if self.base == "int8" else _level(_unpack(codes))
-        return values[:inputs] * jnp.repeat(scales, self.block, 0)[:inputs]
+        return values[:inputs] * _repeated(scales, self.block, inputs)
+
+
+def _repeated(rows: Array, times: int, count: int) -> Array:
+    """Return each row `times` times, `count` rows in all."""
+    if count % times == 0:
+        return jnp.repeat(rows, times, 0)
+    # A mesh would split the rows past the last one too, and then move others.
+    return jnp.take(rows, jnp.arange(count) // times, axis=0, mode="clip")
 
 
 def _nearest_level(unit: Array) -> Array:

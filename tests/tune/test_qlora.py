@@ -163,11 +163,10 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_device(base, sizes):
 @pytest.mark.parametrize("layers", ["scan", "unroll"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_backward_pass_keeps_no_dequantized_weight(layers, remat):
-    """Memory of a deeper model grows by less than its weights; that of LoRA has them all."""
-    settings = config.QLora(rank=2, block=64)
-    change = surgery.build(settings)
+    """Memory of a deeper model grows as that of LoRA, whose weights are arguments."""
 
-    def temporary(depth):
+    def temporary(settings, depth):
+        change = surgery.build(settings)
         model = Llama(vocab=64, width=256, depth=depth, heads=4, kv_heads=4, hidden=512).build()
         built = Blueprint(model, FULL, layers=layers, remat=remat, surgery=change)
         new = [path for path in tree.leaves(built.shapes) if "lora_" in path]
@@ -181,7 +180,11 @@ def test_the_backward_pass_keeps_no_dequantized_weight(layers, remat):
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     weights = 4 * (4 * 256 * 256 + 3 * 256 * 512)  # bytes of a layer in float32
-    assert temporary(10) - temporary(4) < 0.25 * 6 * weights
+    quantized = config.QLora(rank=2, block=64)
+    grown, expected = (
+        temporary(each, 10) - temporary(each, 4) for each in (quantized, quantized.unquantized())
+    )
+    assert grown < expected + 0.1 * 6 * weights
 
 
 @pytest.mark.parametrize(
