@@ -146,6 +146,11 @@ class SchemaConfigDict(ConfigDict):
             self._assign(mapping, origin)
 
 
+def kind(draft: "SchemaConfigDict") -> type:
+    """Return the class of the section under construction."""
+    return draft._arm
+
+
 def origins(draft: ConfigDict) -> dict[str, Origin]:
     """Return the origin of each setting that a config file set, by dotted path."""
     result = {}

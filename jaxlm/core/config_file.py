@@ -23,18 +23,19 @@ from jaxlm.core.sections import flat, plain
 
 
 def read_file(
-    text: str, published: Collection[str] = ()
+    text: str, schema: Any, published: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Origin]]:
     """Return the settings of a config as nested dicts, and their origins.
 
     Args:
       text: a file or a run directory; without such a file, the name of a shipped config. A program
         may have an argument after a colon.
+      schema: class of the section that the caller reads.
       published: further names that --config takes, for the error of an unknown one.
 
     Raises:
       InputMissing: if there is no such file, and no shipped config has the name.
-      ConfigError: if it fails, or does not return a config.
+      ConfigError: if it fails, does not return a config, or returns that of another verb.
     """
     match = re.fullmatch(r"(.+?\.py)(?::(.*))?", text, re.DOTALL)
     path = Path(match[1] if match else text)
@@ -43,12 +44,12 @@ def read_file(
     if not path.is_file():
         name, colon, argument = text.partition(":")
         if program := shipped.find(name):
-            return _from_program(program, argument if colon else None)
+            return _from_program(program, argument if colon else None, schema)
         if path.is_dir():
             path = path / "config.json"
         raise _missing(path, match[2] if match else None, published)
     if match:
-        return _from_program(path, match[2])
+        return _from_program(path, match[2], schema)
     if path.suffix != ".json":
         raise ConfigError(
             f"{short(path)} is not a config",
@@ -138,12 +139,27 @@ class _Fresh(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _from_program(path: Path, argument: str | None) -> tuple[dict[str, Any], dict[str, Origin]]:
+def _of_another_verb(kind: Any, schema: Any, path: Path, argument: str | None) -> ConfigError:
+    flag = f"--config={shipped.flag_value(path)}{'' if argument is None else f':{argument}'}"
+    verb, _, rest = kind.VERB.partition(" --")
+    return ConfigError(
+        f"{short(path)} is a config of `jaxlm {verb}`",
+        where=flag,
+        why=f"it returns a {kind.__name__}, and this verb reads a {schema.__name__}",
+        fix=f"jaxlm {verb} {shlex.quote(flag)} --{rest}",
+    )
+
+
+def _from_program(
+    path: Path, argument: str | None, schema: Any
+) -> tuple[dict[str, Any], dict[str, Origin]]:
     result = _run(path, argument)
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         result = plain(result)
     config_dict = sys.modules.get("jaxlm.core.config_dict")
     if config_dict is not None and isinstance(result, config_dict.SchemaConfigDict):
+        if (kind := config_dict.kind(result)) is not schema and hasattr(kind, "VERB"):
+            raise _of_another_verb(kind, schema, path, argument)
         return result.to_dict(), config_dict.origins(result)
     raw = result.to_dict() if hasattr(result, "to_dict") else result
     if not isinstance(raw, dict):

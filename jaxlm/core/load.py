@@ -164,7 +164,7 @@ def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
     if file is not None and (published := _published(schema, file)):
         overrides = [published, *overrides]
     elif file is not None:
-        raw, origins = read_file(file, [name for _, name in _every_published(schema)])
+        raw, origins = read_file(file, schema, [name for _, name in _every_published(schema)])
     raw = sections.current_names(schema, raw)
     origins = {sections.current(schema, path)[0]: origin for path, origin in origins.items()}
     overrides = _current_overrides(schema, overrides)

@@ -261,6 +261,7 @@ class Recipe:
     """Raw files, the stages that each document passes in order, and deduplication."""
 
     ROOT: ClassVar[str] = "recipe"  # the name of the whole in `jaxlm config explain`
+    VERB: ClassVar[str] = "data run --out=out"  # the verb that reads it
 
     source: tuple[str, ...] = setting(
         ("stdlib:train",),

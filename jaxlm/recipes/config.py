@@ -86,6 +86,7 @@ _OTHER_NAMES = {
 class Run:
     """All settings of a run, as a value that can be printed, compared, saved and run again."""
 
+    VERB: ClassVar[str] = "train --workdir=runs/a"  # the verb that reads it
     ALIASES: ClassVar[Mapping[str, str]] = {
         name: path for path, names in _OTHER_NAMES.items() for name in names.split()
     }

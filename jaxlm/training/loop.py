@@ -116,6 +116,9 @@ class LoopLimits:
     patience: int | None
     keep_best: bool  # save each step with the lowest loss so far
     budget: int  # steps in a row that may not be applied
+    resume_command: str = (
+        "run the same command again"  # command that resumes, for the error of a stop
+    )
 
 
 class TrainLoop(abc.ABC):
@@ -230,7 +233,7 @@ class TrainLoop(abc.ABC):
                 f"the run was stopped by {stop.reason} {reached}",
                 where=f"step {completed}",
                 why=f"{limits.steps - completed} of {limits.steps} steps are left",
-                fix="run the same command again",
+                fix=limits.resume_command,
             )
 
         with Completions(now) as completions:

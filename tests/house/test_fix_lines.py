@@ -105,6 +105,10 @@ SITUATIONS = {
     "a password": Situation(f"train {CONFIG} --init_from=https://me:secret@host/run"),
     # configs
     "no such config": Situation("config validate --config=d.py"),
+    "no shipped config of the name": Situation("config validate --config=quickstrat"),
+    "a shipped config as a file": Situation("config validate --config=configs/llama-1b.py"),
+    "a recipe as the config of a run": Situation("train --config=r.py --workdir=new"),
+    "a model of transformers as a run": Situation("eval --workdir=exported --text=texts/*.txt --sequence=32"),
     "a config like none": Situation("config validate --config=frobnicate.py"),
     "a config that is text": Situation("config validate --config=texts/0.txt"),
     "a config that is no JSON": Situation("config validate --config=bad.json", "echo '[' > bad.json"),

@@ -172,3 +172,75 @@ def test_what_was_forgotten_is_a_number_in_the_report(folder, capsys):
     changes = shown(run, ("old", "new"))
     assert changes["new"] < changes["old"]
     assert "nats before" not in (folder / "a" / "report.html").read_text()
+
+
+def model_of(run):
+    saved = json.loads((run / "config.json").read_text())
+    return saved["model"], saved["data"]["tokenizer"]
+
+
+def test_the_model_and_the_tokenizer_of_the_other_run_replace_those_of_a_config(folder, capsys):
+    """A shipped config trains on from any run: its own model and tokenizer are named, and left."""
+    run = folder / "by-name"
+    given = {
+        "data.train": f"{folder}/texts/*.txt",
+        "data.validation": "tail:20%",
+        "data.sequence": "32",
+        "train.steps": "3",
+        "train.batch": "4",
+        "sample.prompts": "()",
+        "model.dropout": "0.1",  # keeps the meaning of the weights
+    }
+    command = ["train", "--config=quickstart", f"--init_from={folder / 'a'}", f"--workdir={run}"]
+    command += [f"--config.{path}={value}" for path, value in given.items()]
+    assert main([*command, "--stop_at=2"]) == 0
+    (model, tokenizer), (source, _) = model_of(run), model_of(folder / "a")
+    assert model == source | {"dropout": 0.1, "init": "gpt2"}  # of no meaning to weights
+    assert tokenizer == str(folder / "a/tokenizer")
+    log = (run / "log.txt").read_text()
+    place = "in place of that of"
+    assert f"model: that of {folder / 'a'}, {place}" in log
+    assert f"tokenizer: that of {folder / 'a'}, {place}" in log
+    assert json.loads((run / "provenance.json").read_text())["model.width"].startswith(str(folder))
+    printed = capsys.readouterr().err
+    assert f"jaxlm train --workdir={run}" in printed
+    assert main(["train", f"--workdir={run}"]) == 0  # the line that the end prints
+    assert main(command) == 0  # the first command, too
+    assert "already complete" in capsys.readouterr().out
+
+
+def test_a_vocabulary_of_the_size_of_the_tokenizer_equals_auto(folder):
+    size = {}
+    for name, vocab in (("auto", "auto"), ("fixed", "320")):
+        run = folder / f"vocab-{name}"
+        assert main([*words(folder, run.name, f"--config.model.vocab={vocab}"), "--stop_at=1"]) == 0
+        size[name] = Store(run / "checkpoints", CheckpointConfig(), read_only=True).layout(1)
+    assert size["auto"] == size["fixed"]
+    for one, other in (("auto", "320"), ("fixed", "auto")):
+        flags = (f"--init_from={folder / f'vocab-{one}'}", f"--config.model.vocab={other}")
+        assert main([*words(folder, f"from-{one}", *flags), "--stop_at=1"]) == 0
+
+
+@pytest.mark.parametrize("verb", ["eval", "generate --prompt=a --max_tokens=2"])
+def test_a_model_of_another_library_as_a_run_is_fixed_by_an_import(tmp_path, capsys, verb, monkeypatch):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "hf")
+    code, told = error(capsys, *verb.split(), "--workdir=hf")
+    assert (code, told["what"]) == (2, "hf is a model of another library")
+    command = told["fix"].split()
+    assert main([*command[1:], "--quiet"]) == 0
+    more = [] if verb != "eval" else [f"--text={__file__}", "--sequence=32"]
+    assert main([*verb.split(), command[-1], *more]) == 0
+
+
+def test_a_recipe_as_the_config_of_a_run_is_fixed_to_its_verb(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a text of some words. " * 200)
+    more = ["--config.source=a.txt", "--quiet"]
+    code, told = error(capsys, "train", "--config=data/clean-stdlib", "--workdir=x")
+    assert code == 2
+    assert told["fix"] == "jaxlm data run --config=data/clean_stdlib --out=out"
+    assert main([*told["fix"].split()[1:], *more]) == 0
+    capsys.readouterr()
+    code, told = error(capsys, "data", "run", "--config=quickstart", "--out=out")
+    assert (code, told["fix"]) == (2, "jaxlm train --config=quickstart --workdir=runs/a")

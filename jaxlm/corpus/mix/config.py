@@ -59,6 +59,7 @@ class Mix(ShardSettings):
     """Cleaned corpora that become token shards, with their shares and tokenizer."""
 
     ROOT: ClassVar[str] = "mix"  # the name of the whole in `jaxlm config explain`
+    VERB: ClassVar[str] = "data mix --out=out"  # the verb that reads it
 
     sources: tuple[str, ...] = setting(
         (), "NAME=FOLDER of each output folder of jaxlm data run; NAME=FOLDER!PART for one part"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,14 @@ class StartOptions:
     stop_at: int | None = None  # completed steps at which this start ends
     cpu_devices: int | None = None  # number of devices that the CPU is split into
     quiet: bool = False  # print no rows on stderr
+
+    @property
+    def resume_command(self) -> str:
+        """Command that resumes the run; words for several processes, and before it has begun."""
+        if self.process.count not in (None, 1) or not (self.workdir / "config.json").exists():
+            return "run the same command again"
+        devices = "" if self.cpu_devices is None else f" --cpu_devices={self.cpu_devices}"
+        return f"jaxlm train --workdir={shlex.quote(str(self.workdir))}{devices}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

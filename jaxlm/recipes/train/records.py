@@ -726,12 +726,14 @@ def _best(trainer: "Trainer") -> str:
 
 
 def _next_commands(trainer: "Trainer", verdict: dict[str, Any] | None) -> str:
-    """Return commands that use this run: none that its objective or data refuse.
+    """Return commands that use or resume this run: none that its objective or data refuse.
 
     The first one is that of the `verdict` of a run that diverged.
     """
     workdir = shlex.quote(str(trainer.context.directory.path))
     lines = [verdict["command"]] if verdict else []
+    if trainer.context.directory.step < trainer.run_config.train.steps:
+        lines.append(trainer.context.options.resume_command)
     lines += [f"jaxlm eval --workdir={workdir}"] if trainer.programs.data.validation else []
     if trainer.run_config.objective.prompts != "none":
         chat = "" if trainer.programs.data.template is None else " --chat"

@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxlm.checkpoint.hub_download import PREFIX
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import batch_schedule, config, disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import ABSENT, Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, DataError, listed
-from jaxlm.core.problems import short
+from jaxlm.core.problems import DEFAULT, short
 from jaxlm.data import chat_templates, mixture_config, tokenizer_file
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.dataset import Data
@@ -35,7 +34,14 @@ from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train.api import ResumeOptions, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
 from jaxlm.recipes.train.programs import Teacher, TrainPrograms
-from jaxlm.recipes.use.load import InitSource, find_base, in_stored_dtypes, open_run_ref
+from jaxlm.recipes.use.load import (
+    InitSource,
+    find_base,
+    in_stored_dtypes,
+    is_model_of_another_library,
+    open_run_ref,
+    read_config,
+)
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
 from jaxlm.tune.config import Full
@@ -161,7 +167,8 @@ def find_init_source(run: Run, options: StartOptions, warn: Log, verifier: Verif
         source = open_run_ref(options.init_from, "--init_from", warn, verifier)
     else:
         source = find_base(options.workdir, run, options.init_from, warn, verifier)
-    if changes := model_differences(source.run, run):
+    size = tokenizer_file.read(source.workdir / "tokenizer").size
+    if changes := model_differences(*(_with_vocabulary(each, size) for each in (source.run, run))):
         more = f"\nand {len(changes) - 3} more" if len(changes) > 3 else ""
         raise ConfigError(
             "the model differs from that of the run to start from",
@@ -172,6 +179,12 @@ def find_init_source(run: Run, options: StartOptions, warn: Log, verifier: Verif
     return source
 
 
+def _with_vocabulary(run: Run, tokens: int) -> Run:
+    """Return the run with the size of its vocabulary in place of `auto`."""
+    model = dataclasses.replace(run.model, vocab=setup.vocabulary(run, tokens))
+    return dataclasses.replace(run, model=model)
+
+
 def with_imported_source(options: StartOptions) -> StartOptions:
     """Return the options with a run in place of a model of another library, which is imported.
 
@@ -180,10 +193,9 @@ def with_imported_source(options: StartOptions) -> StartOptions:
     """
     ref = options.init_from
     assert ref is not None
-    path, target = Path(ref), options.workdir.with_name(f"{options.workdir.name}-base")
-    is_folder = (path / "config.json").is_file() and not (path / "checkpoints").exists()
-    if not (is_folder or path.suffix == ".gguf" or ref.startswith(PREFIX)):
+    if not is_model_of_another_library(ref):
         return options
+    target = options.workdir.with_name(f"{options.workdir.name}-base")
     if not (target / "config.json").exists():
         if options.process.count not in (None, 1):
             words = ["jaxlm", "import", f"--from={ref}", f"--workdir={target}"]
@@ -205,31 +217,42 @@ def with_imported_source(options: StartOptions) -> StartOptions:
     return dataclasses.replace(options, init_from=str(target))
 
 
-def with_model_of(loaded: Loaded, ref: str) -> tuple[Loaded, list[str]]:
-    """Return a config that names no model with the model and tokenizer of RUN[@STEP], and lines.
+def with_model_of(loaded: Loaded, ref: str, workdir: Path) -> tuple[Loaded, list[str]]:
+    """Return the config with model and tokenizer of RUN[@STEP], and lines that name the changes.
+
+    The weights have a meaning in that model alone, so only flags of the command line, and settings
+    that do not change the meaning, replace its settings. A run that has begun in `workdir` keeps
+    its own, so that a resumed run does not need the other one.
 
     Raises InputMissing if there is no such run.
     """
-
-    def is_unset(section: str) -> bool:
-        paths = (path for path in loaded.provenance if path.startswith(section))
-        return all(loaded.provenance[path].kind == "default" for path in paths)
-
-    workdir = Path(ref.rpartition("@")[0] or ref)
-    file, run = f"{workdir}/config.json", loaded.value
-    origins, lines = dict(loaded.provenance), []
-    origin = Origin("file", short(file))
-    if is_unset("model."):
-        source = config.from_json(Run, read_json(workdir, "config.json"), where=file)
-        run = dataclasses.replace(run, model=source.model)
-        origins |= {f"model.{path}": origin for path in config.flatten(source.model)}
-        lines.append(f"model: that of {workdir}, as the config names none")
-    if is_unset("data.tokenizer"):
-        data = dataclasses.replace(run.data, tokenizer=str(workdir / "tokenizer"))
-        run = dataclasses.replace(run, data=data)
-        origins["data.tokenizer"] = origin
+    named, is_begun = Path(ref.rpartition("@")[0] or ref), (workdir / "config.json").is_file()
+    folder = workdir if is_begun else named
+    run, origins, lines = loaded.value, dict(loaded.provenance), []
+    source = read_config(folder, "--workdir" if is_begun else "--init_from")
+    origin = Origin("file", short(f"{folder}/config.json"))
+    raw, typed = config.to_json(run), {p for p, o in origins.items() if o.kind == "command line"}
+    if "model.family" not in typed:
+        model = config.to_json(source)["model"]
+        free = {path for path in MODEL_FREE if origins.get(path, origin).kind == "file"}
+        names = {path.removeprefix("model.") for path in typed | free if path.startswith("model.")}
+        raw["model"] = model | {name: raw["model"][name] for name in names & model.keys()}
+    one, other = source.data, run.data
+    is_same = one.tokenizer == other.tokenizer and (
+        one.train == other.train or "/" in one.tokenizer or one.tokenizer == "bytes"
+    )
+    if "data.tokenizer" not in typed and not is_same:
+        raw["data"]["tokenizer"] = one.tokenizer if is_begun else str(named / "tokenizer")
     # The sections are checked against each other again.
-    run = config.from_json(Run, config.to_json(run), where=file)
+    run = config.from_json(Run, raw, where=f"{folder}/config.json")
+    for section, name in (("model.", "model"), ("data.tokenizer", "tokenizer")):
+        changed = [each.path for each in config.diff(loaded.value, run)]
+        changed = [path for path in changed if path.startswith(section)]
+        set_by = [each for path in changed if (each := origins.get(path, DEFAULT)).kind == "file"]
+        if changed:
+            why = f"in place of that of {set_by[0].place}" if set_by else "as the config names none"
+            lines.append(f"{name}: that of {named}, {why}")
+            origins |= dict.fromkeys(changed, origin)
     return Loaded(run, {path: origins.get(path, origin) for path in config.flatten(run)}), lines
 
 

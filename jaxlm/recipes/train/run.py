@@ -71,7 +71,7 @@ def run_training(
     if options.init_from is not None:
         options = resume.with_imported_source(options)
         assert options.init_from is not None
-        loaded, lines = resume.with_model_of(loaded, options.init_from)
+        loaded, lines = resume.with_model_of(loaded, options.init_from, options.workdir)
         notices += lines
     run: Run = loaded.value
     with rendezvous.report_failure_to_peers(options.process):
@@ -306,7 +306,7 @@ def _interruptible(stop: StopRequest, options: StartOptions, doing: str) -> Iter
             f"the run was stopped by {signal} while {doing}",
             where=str(options.workdir),
             why="nothing was trained since the last save",
-            fix="run the same command again",
+            fix=options.resume_command,
         ) from None
 
 

@@ -146,6 +146,7 @@ class Trainer(TrainLoop):
             patience=run.train.patience,
             keep_best=run.checkpoint.keep_best > 0,
             budget=run.guard.budget,
+            resume_command=self.context.options.resume_command,
         )
         batches = self.programs.batches(self.start, self.context.rewinds.skips, self._warn)
         self.run(self._step, state, batches, limits, stop)

@@ -9,17 +9,16 @@ import numpy as np
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
-from jaxlm.core import config, tree
+from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import tokenizer_file
 from jaxlm.optim.average_config import NoAverage
-from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import InitSource
-from jaxlm.training.rundir import RunDir, read_json
+from jaxlm.training.rundir import RunDir
 from jaxlm.tune.config import Full
 
 PART = "params/"
@@ -82,7 +81,7 @@ def average(options: AverageOptions, say: Log = lambda _: None) -> dict[str, Any
 def _origins(options: AverageOptions, say: Log) -> list[InitSource]:
     """Return the checkpoints in the order of the proportions."""
     workdir = options.workdir
-    run = config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
+    run = load.read_config(workdir)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     steps = options.steps
     if not steps:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.hub_download import PREFIX
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config, tree
@@ -94,13 +95,38 @@ def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = Non
             why=f"{text!r} follows the @, which separates the run and the step",
             fix=f"{flag}={workdir}",
         )
-    file = str(workdir / "config.json")
-    run = config.from_json(Run, read_json(workdir, "config.json"), where=file)
+    run = read_config(workdir, flag)
     verifier = verifier or Verifier(say=warn)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
     step = int(text) if at_sign else None
     chosen = verifier.decide(lambda: select_step(store, step, False, warn))
     return InitSource(run, store, chosen)
+
+
+def is_model_of_another_library(ref: str) -> bool:
+    """Return whether a path or name is a folder of transformers, a GGUF or a model of the hub."""
+    path = Path(ref)
+    is_folder = (path / "config.json").is_file() and not (path / "checkpoints").exists()
+    return is_folder or path.suffix == ".gguf" or ref.startswith(PREFIX)
+
+
+def read_config(workdir: Path, flag: str = "--workdir") -> Run:
+    """Return the config of a run; `flag` names the run, for errors.
+
+    Raises:
+      CommandError: if it is a model of another library.
+      InputMissing: if there is no such run.
+    """
+    if is_model_of_another_library(str(workdir)):
+        target = f"{workdir.name.removesuffix('.gguf').replace(':', '-')}-run"
+        words = ["jaxlm", "import", f"--from={workdir}", f"--workdir={target}"]
+        raise CommandError(
+            f"{workdir} is a model of another library",
+            where=f"{flag}={workdir}",
+            why="a run has checkpoints of jaxlm, which an import makes",
+            fix=shlex.join(words),
+        )
+    return config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
 
 
 def find_base(
@@ -238,7 +264,7 @@ def load_run(
         the base's run stores it.
       `say`: receives log lines.
     """
-    run = config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
+    run = read_config(workdir)
     if isinstance(run.tune, QLora) and onto == "original":
         run = dataclasses.replace(run, tune=run.tune.unquantized())
     encoder = tokenizer_file.read(workdir / "tokenizer")

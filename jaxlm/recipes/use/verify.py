@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlm.core import config, random
+from jaxlm.core import random
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import chat_templates, parts
 from jaxlm.data.chat_documents import ChatEncoder
@@ -21,10 +21,8 @@ from jaxlm.evals import verify
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.generate.sampler import Continuation, Sampler
 from jaxlm.parallel import rules
-from jaxlm.recipes.config import Run
 from jaxlm.recipes.use.generate import template_of
-from jaxlm.recipes.use.load import LoadedRun
-from jaxlm.training.rundir import read_json
+from jaxlm.recipes.use.load import LoadedRun, read_config
 
 # Reasons to leave a conversation out, besides those for which it has no tokens.
 TOO_LONG = "with a prompt longer than the context minus max_tokens"
@@ -59,7 +57,7 @@ def check_run(workdir: Path, text: Sequence[str]) -> None:
       workdir: the run.
       text: globs of other conversations.
     """
-    run = config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
+    run = read_config(workdir)
     what, fix = "this run has no answers to verify", _without(workdir)
     if run.objective.prompts == "none" or run.architecture == "encoder-decoder":
         where = f"objective.name={run.objective.name}"
