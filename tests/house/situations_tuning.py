@@ -41,6 +41,8 @@ SITUATIONS: dict[str, Situation] = {
     "a base that changed": Situation(f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 --allow_change=train", f"{TUNED}; {EARLIER}"),
     "a merge of all weights": Situation(f"merge {RUN} --out=merged"),
     "a merge of a bottleneck": Situation("merge --workdir=runs/neck --out=merged", NECK),
+    "quantized weights that are trained": Situation(f"train {CONFIG} --config.tune.name=qlora --config.tune.rank=2 --init_from=runs/a --config.tune.also=*/attention/query/*"),
+    "a merge onto a base that is not quantized": Situation("merge --workdir=runs/tuned --out=merged --onto=original", TUNED),
     "all weights for PEFT": Situation(f"export {RUN} --to=peft --out=m"),
     "a bottleneck for PEFT": Situation("export --workdir=runs/neck --to=peft --out=m", NECK),
     "factors of a fused projection for PEFT": Situation("export --workdir=runs/factors --to=peft --out=m", FACTORS),
@@ -52,6 +54,8 @@ SITUATIONS: dict[str, Situation] = {
 
 # Each trains a model, or several.
 SLOW = {
+    "quantized weights that are trained",
+    "a merge onto a base that is not quantized",
     "an adapter of nothing",
     "an adapter of no layer",
     "an adapter beside no parameter",

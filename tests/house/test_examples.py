@@ -92,10 +92,10 @@ def test_pages_configs_and_notebooks_are_all_read():
 
 @pytest.mark.parametrize("name", sorted(public()))
 def test_a_public_module_has_an_example(name):
-    assert ">>>" in MODULES[name], "add a short Example: with >>> to the module's docstring"
+    assert ">>> " in MODULES[name], "add a short Example: with >>> to the module's docstring"
 
 
-@pytest.mark.parametrize("name", [name for name, text in MODULES.items() if ">>>" in text])
+@pytest.mark.parametrize("name", [name for name, text in MODULES.items() if ">>> " in text])
 def test_the_examples_of_a_module_run(name):
     module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=OPTIONS, report=False)
