@@ -63,9 +63,9 @@ def varied(text: str, file: str, overrides: Settings) -> tuple[str, list[str]]:
         raise CommandError(
             f"the values of {path} are ambiguous",
             where=where,
-            why=f"{values!r} is one value of this setting; semicolons separate several",
-            fix=f"{shlex.quote(f'--vary={path}=' + values.replace(',', ';'))}    # several values\n"
-            f"{shlex.quote(f'--config.{path}={values}')}    # this value in every run",
+            why=f"{values!r} is one value of this setting, which --config.{path} gives to all runs; "
+            "semicolons separate several",
+            fix=shlex.quote(f"--vary={path}=" + values.replace(",", ";")),
         )
     return path, [each.strip() for each in values.split(",")]
 
