@@ -214,7 +214,7 @@ def load_base(source: InitSource, model: setup.ShardedModel) -> Any:
     Each is quantized, or cast, when it is read: no more than one is in memory as it is stored.
     """
     plain = states.abstract(model.plain.shapes, model.plain_shardings)
-    stored = in_stored_dtypes(plain, source.store.layout(source.step))
+    stored = in_stored_dtypes({"params": plain}, source.store.layout(source.step))["params"]
     source.store.check_layout(source.step, {"params": stored})
     targets = tree.leaves(setup.abstract_base(model))
     quantized = surgery.quantized_weights(model.stored)
