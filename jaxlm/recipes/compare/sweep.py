@@ -63,7 +63,7 @@ def varied(text: str, file: str, overrides: Settings) -> tuple[str, list[str]]:
         raise CommandError(
             f"the values of {path} are ambiguous",
             where=where,
-            why=f"{values!r} is one value of this setting, which --config.{path} gives to all runs; "
+            why=f"{values!r} is one value of the setting, which --config.{path} gives to all runs; "
             "semicolons separate several",
             fix=shlex.quote(f"--vary={path}=" + values.replace(",", ";")),
         )
