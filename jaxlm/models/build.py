@@ -54,6 +54,8 @@ class Blueprint:
     ):
         self.config, self.schedule = config, schedule
         execution = Execution(precision, layers, remat, schedule)
+        self._options: dict[str, Any] = {"layers": layers, "remat": remat, "surgery": surgery}
+        self._precision = precision
 
         def make(key: jax.Array) -> Any:
             module = MODULES[type(config)](config, execution, key=key)
@@ -69,6 +71,12 @@ class Blueprint:
         self._treedef = jax.tree.structure(state)
         self.shapes: Params = nnx.to_pure_dict(state)
         self.axes: Params = _axes(module)
+
+    def without_pipeline(self) -> "Blueprint":
+        """Return the same model with all layers in one stage."""
+        if self.schedule is None:
+            return self
+        return Blueprint(self.config, self._precision, **self._options)
 
     def init(self, key: jax.Array) -> Params:
         """Return initial parameters as a nested dict of arrays."""

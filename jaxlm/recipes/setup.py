@@ -229,15 +229,9 @@ def _check_qk_clip(run: Run, blueprint: Blueprint, mesh: Mesh) -> None:
     raise ConfigError(what, where="regularization.qk_clip", why=why, fix=fix)
 
 
-def observer_model(run: Run, model: ShardedModel) -> Blueprint:
+def observer_model(model: ShardedModel) -> Blueprint:
     """Return the training model without a pipeline, in which statistics would mix micro-batches."""
-    if model.trained.schedule is None:
-        return model.trained
-    layers, remat = run.train.stack, run.train.remat
-    change = surgery.build(run.tune)
-    return Blueprint(
-        model.trained.config, model.precision, layers=layers, remat=remat, surgery=change
-    )
+    return model.trained.without_pipeline()
 
 
 def taught_run(teacher: Run, run: Run) -> Run:

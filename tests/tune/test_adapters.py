@@ -342,6 +342,6 @@ def test_the_observer_of_a_pipeline_has_the_adapter(arm):
     run = load(Run, None, [*settings, *([("tune.rank", "2")] if arm == "lora" else [])]).value
     grid = mesh.build(run.mesh, jax.devices()[:2])
     trained = setup.build_sharded_model(run, 64, grid)
-    observed = setup.observer_model(run, trained)
+    observed = setup.observer_model(trained)
     assert observed.schedule is None
     assert tree.leaves(observed.shapes).keys() == tree.leaves(trained.trained.shapes).keys()

@@ -152,7 +152,7 @@ class TrainPrograms:
             is_measured=_is_logged(run),
         )
         self.spec = spec
-        observed_model = setup.observer_model(run, model)
+        observed_model = setup.observer_model(model)
         observed = dataclasses.replace(
             spec, microbatches=microbatches_for_noise(run, dict(model.mesh.shape))
         )
