@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import machine
+
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"
 SESSION = "JAXLM_TEST_SESSION"  # in the environment of every process that the tests start
@@ -24,9 +26,6 @@ LONGEST_SECONDS = 10  # of a fast test, but for those of the bar's lines
 # A first run compiles what later ones find, and other programs share the processor: 18 s were seen of a test of 8. So a
 # test fails that is far beyond the limit; those just above it are in the list of the slowest that each run ends with.
 SLACK = 3
-SQUARED = (
-    20_000_000  # numbers whose squares are added up in a second, on a processor on which 10 are 10
-)
 BEFORE = pytest.StashKey[set[str]]()
 OWN = pytest.StashKey[str]()
 LATER = (
@@ -95,22 +94,12 @@ def pytest_runtest_call(item):
     seconds = min(time.monotonic() - begun, sum(os.times()[:4]) - sum(before[:4]))
     is_free = IDS.search(item.nodeid)[0] or any(map(item.get_closest_marker, LATER))
     if seconds > LONGEST_SECONDS and not is_free:
-        limit = LONGEST_SECONDS * SLACK * max(1.0, _slowness())
+        limit = LONGEST_SECONDS * SLACK * machine.slowness()
         if seconds > limit:
             pytest.fail(
                 f"it took {seconds:.1f} s of the processor, a fast test may take {limit:.1f}: make it shorter, or slow"
             )
     return result
-
-
-def _slowness() -> float:
-    """How many times longer a piece of Python takes here than where the limit was set; of several the best."""
-    taken = []
-    for _ in range(3):
-        begun = time.process_time()
-        sum(number * number for number in range(SQUARED // 10))
-        taken.append(time.process_time() - begun)
-    return 10 * min(taken)
 
 
 @pytest.fixture(scope="module")

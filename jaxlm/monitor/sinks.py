@@ -2,10 +2,11 @@
 
 Example:
     >>> import tempfile
-    >>> file = Jsonl(f"{tempfile.mkdtemp()}/metrics.jsonl")
-    >>> file.write({"step": 1, "split": "train", "loss_nats": math.inf})
-    >>> file.close()
-    >>> [record["not_finite"] for record in read(file.path)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Jsonl(f"{folder}/metrics.jsonl")
+    ...     file.write({"step": 1, "split": "train", "loss_nats": math.inf})
+    ...     file.close()
+    ...     [record["not_finite"] for record in read(file.path)]
     [{'loss_nats': 'inf'}]
 """
 

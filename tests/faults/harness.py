@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
+from tests import machine
 
 CONFIG = """
 from jaxlm.core import config
@@ -58,7 +59,8 @@ class Took:
 
     def is_within(self, seconds: float) -> bool:
         """By both: a clock also counts what else the machine does, and the processor counts nothing while one waits."""
-        return self.processor <= seconds and self.clock <= allowed(seconds)
+        slow = machine.slowness()
+        return self.processor <= seconds * slow and self.clock <= allowed(seconds, slow)
 
     def __str__(self) -> str:
         return f"{self.clock:.1f} s, {self.processor:.1f} of the processor"
@@ -185,11 +187,16 @@ def children(pid: int) -> dict[int, str]:
     return found
 
 
-def allowed(seconds: float) -> float:
-    """What a figure of the bar, which is of two cores, is where others ask for them too: programs, and tests beside this one."""
+def allowed(seconds: float, slow: float | None = None) -> float:
+    """Seconds of the clock that a limit of the bar allows here and now.
+
+    The bar is of two cores that do nothing else, on a machine of the speed in tests/machine.py. Other programs, tests in
+    other workers and a slower processor take longer.
+    """
     cores = os.cpu_count() or 1
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    return seconds * max(1.0, os.getloadavg()[0] / cores, 2 * workers / cores)
+    shared = max(1.0, os.getloadavg()[0] / cores, 2 * workers / cores)
+    return seconds * shared * (machine.slowness() if slow is None else slow)
 
 
 def exit_of(workdir: Path) -> dict:

@@ -244,7 +244,7 @@ def test_e3_another_text_is_refused_with_a_diff_and_recorded_where_it_is_allowed
     assert main(harness.words(config, run, changed)) == 2
     said = capsys.readouterr().err
     assert main(harness.words(config, run, changed, "--allow_change=data", "--stop_at=8")) == 0
-    log = (run / "log.txt").read_text().rpartition("jaxlm train")[2]
+    log = (run / "log.txt").read_text().rpartition("--stop_at=8")[2]
     old, new = (start.data for start in resume.read_starts(run)[-2:])
     differences = {name for name in old | new if old.get(name) != new.get(name)}
     assert {"train", "train.tokens"} <= differences
