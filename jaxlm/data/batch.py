@@ -38,3 +38,17 @@ class Tokens(NamedTuple):
     predicts_ahead: Float[Array, "B T"] | None = None
     source: Int[Array, "B S"] | None = None
     source_segments: Int[Array, "B S"] | None = None
+
+    @property
+    def read_count(self) -> Int[Array, ""]:
+        """Number of tokens that are read: not padding; of an encoder-decoder, those of the source.
+
+        Model FLOPs per token are of the same tokens.
+        """
+        segments = self.segments if self.source_segments is None else self.source_segments
+        return (segments > 0).sum()
+
+    @property
+    def trained_share(self) -> Float[Array, ""]:
+        """Share of the tokens, without padding, that have a loss."""
+        return (self.weights > 0).sum() / (self.segments > 0).sum().clip(1)

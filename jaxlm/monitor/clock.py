@@ -50,10 +50,11 @@ class Clock:
         completed_at: float | None = None,
         work: tuple[float, ...] = (1.0, 1.0),
     ) -> None:
-        """Count one completed step: the tokens it trained on, and its wait for the batch.
+        """Count one completed step: the tokens it read, and its wait for the batch.
 
         `completed_at` is by the clock `now`, by default this moment. `work` is the model FLOPs over
-        those of the global batch, by both conventions; below 1 if the step's batch is smaller.
+        those of the global batch, by both conventions; below 1 if the step's batch is smaller or
+        has padding.
         """
         self._done_at = self._now() if completed_at is None else completed_at
         self._lap_work.append(work)

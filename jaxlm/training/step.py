@@ -65,8 +65,9 @@ def build_step(spec: StepSpec) -> Step:
 
     Metrics are scalars on the device: those of the objective, `learning_rate`, `grad_norm` (before
     clipping), `param_norm`, `update_ratio` (norm of the update over norm of the parameters),
-    `tokens` (weight of the batch; 0 if it was skipped), `verdict` (bits of the guard),
-    `skipped_total` and `skipped_in_a_row`. In float16 also `loss_scale` after this step and
+    `tokens` (weight of the batch; 0 if it was skipped), `tokens_read` (without padding, also if it
+    was skipped), `trained_share` (of them), `verdict` (bits of the guard), `skipped_total` and
+    `skipped_in_a_row`. In float16 also `loss_scale` after this step and
     `overflows_total`, the steps not applied because of it. `layers` has the norm of the gradient by
     parameter, and by layer for stacked layers; it is 0 in a good step.
     """
@@ -137,6 +138,8 @@ def build_step(spec: StepSpec) -> Step:
         metrics = means | figures
         metrics |= {
             "tokens": jnp.where(is_good, part.objective.weight, 0.0),
+            "tokens_read": batch.read_count,
+            "trained_share": batch.trained_share,
             "learning_rate": jnp.asarray(spec.schedule(applied) * rate, jnp.float32),
             "grad_norm": grad_norm,
             "verdict": verdict,

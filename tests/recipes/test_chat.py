@@ -1,5 +1,6 @@
 """Training on conversations through the front door: loss, resuming, answers, and what is refused."""
 
+import itertools
 import json
 import random
 
@@ -69,6 +70,21 @@ def test_the_loss_of_answers_falls_and_a_resumed_run_is_the_same(config, unbroke
         np.testing.assert_array_equal(array, other[name])
 
 
+def test_speed_counts_every_token_that_is_read_and_not_only_those_trained_on(unbroken):
+    """As peers print it; model FLOPs follow it, and neither counts padding."""
+    rows = [r for r in harness.records(unbroken) if r["split"] == "train"]
+    slots = 8 * 96
+    for before, row in itertools.pairwise(rows[:8]):
+        read = row["tokens_per_second"] * row["step_seconds"]
+        assert read == pytest.approx(round(read))
+        assert 0.5 * slots < read < slots
+        weight, trained = row["tokens"] - before["tokens"], row["trained_share"] * read
+        assert trained == pytest.approx(round(trained))
+        assert 0.5 * trained < weight < trained, "some turns have half the weight"
+    each = {round(r["flops_per_second"] / r["tokens_per_second"]) for r in rows}
+    assert len(each) == 1
+
+
 def test_the_ids_of_a_prompt_are_a_prefix_of_those_trained_on(config, unbroken):
     settings = json.loads((unbroken / "config.json").read_text())["data"]
     names = ("train", "kind", "tokenizer", "sequence")
@@ -81,7 +97,7 @@ def test_the_ids_of_a_prompt_are_a_prefix_of_those_trained_on(config, unbroken):
     tokenizer = ChatTokenizer(data.tokenizer, template)
     assert tokenizer.ends == (2,)
     shards = data.train.shards
-    asked = list(conversations())
+    asked = [[], *conversations()]  # lines count from 1
     for document in range(20):
         (length,) = shards.lengths(document, document + 1)
         ids = shards.read(document, 0, length).tolist()

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 PREVIEW_TOKENS = 24  # of a document in a record of spikes.jsonl
 MAX_DOCUMENTS = 256  # in such a record
 COUNTS = ("skipped_total", "overflows_total")  # metrics that are whole numbers
-INTERNAL = ("verdict", "skipped_in_a_row")  # metrics that are recorded in other forms
+# Metrics that are recorded in other forms.
+INTERNAL = ("verdict", "skipped_in_a_row", "tokens_read")
 PREVIEW = 150  # characters of the example row in the header
 DIVERGENCE_FILE = "divergence.json"
 
@@ -111,7 +112,7 @@ class MetricsLogger:
         record: dict[str, Any] = {
             name: int(value) if name in COUNTS else value
             for name, value in values.items()
-            if name not in INTERNAL
+            if name not in INTERNAL and (name, value) != ("trained_share", 1.0)
         }
         self.write(step, "train", record | measured)
         self._dropped_tokens.check(step, values)

@@ -213,11 +213,13 @@ class Trainer(TrainLoop):
         """Count a completed step: time, tokens, sources, and its verdict on the loss."""
         number = loader.batch_number(self._counted, self.context.rewinds.skips)
         self._counted += 1
+        phase = self.programs.pace.phase(number)
+        filled = values["tokens_read"] / (phase.rows * self.run_config.data.sequence)
         self._clock.add(
-            tokens=values["tokens"],
+            tokens=values["tokens_read"],
             data_wait_seconds=data_wait_seconds,
             completed_at=done_at,
-            work=self._flops_by_phase[self.programs.pace.phase(number)],
+            work=tuple(filled * share for share in self._flops_by_phase[phase]),
         )
         self.alarm.judge_training(self._counted, values)
         for name in count_sources(self.programs, number, self.progress.read):
