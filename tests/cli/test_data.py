@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.cli.main import main
+from tests.data import chat_families
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +52,35 @@ def test_peek_marks_what_is_trained_on_and_names_its_source(
     assert shown.count("row 1, segment 1: texts/") == 1
     assert "\u00ab" in shown
     assert "\x1b" not in shown
+
+
+# A conversation of two exchanges, with what is trained on marked.
+SHOWN = {
+    "llama 3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u00ab2 \u20ac<|eot_id|>\u00bb<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u00abYes.<|eot_id|>\u00bb",
+    "chatml": "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n\u00ab2 \u20ac<|im_end|>\u00bb\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n\u00abYes.<|im_end|>\u00bb\n",
+    "gemma": "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n\u00ab2 \u20ac<end_of_turn>\u00bb\n<start_of_turn>user\nSure?<end_of_turn>\n<start_of_turn>model\n\u00abYes.<end_of_turn>\u00bb\n",
+    "mistral": "<s>[INST] 1+1? [/INST]\u00ab 2 \u20ac</s>\u00bb[INST] Sure? [/INST]\u00ab Yes.</s>\u00bb",
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_peek_marks_the_answer_and_the_token_that_ends_it_in_the_template_of_each_family(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    family = chat_families.FAMILIES[name]
+    (tmp_path / "tokenizer.json").write_bytes(chat_families.tokenizer(family).serialize())
+    template = chat_families.template(family, has_marks=False)
+    (tmp_path / "chat.jinja").write_text(template.source)
+    contents = ["1+1?", "2 \u20ac", "Sure?", "Yes."]
+    roles = ["user", "assistant"] * 2
+    turns = [{"role": r, "content": text} for r, text in zip(roles, contents, strict=True)]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    settings = {"train": "chat.jsonl", "kind": "chat", "template": "chat.jinja", "sequence": 256}
+    settings |= {"tokenizer": "tokenizer.json", "validation": "()"}
+    flags = [f"--config.data.{key}={value}" for key, value in settings.items()]
+    words = ["data", "peek", "--rows=1", "--config.train.batch=1", *flags]
+    ((segment,),) = answer(capsys, *words)["rows"]
+    assert segment == {"source": "chat.jsonl, line 1", "text": SHOWN[name]}
 
 
 def test_stats_count_every_document(capsys: pytest.CaptureFixture[str]) -> None:
