@@ -78,6 +78,7 @@ def add_engine(parser: Parser) -> None:
 
 
 def _peek(args: Any, out: Output) -> int:
+    from jaxlm.data import formats
     from jaxlm.data.mixture import MixtureLoader
     from jaxlm.data.peek import BOTH_WAYS, render_segments
     from jaxlm.objectives.loss import mtp_views
@@ -106,7 +107,7 @@ def _peek(args: Any, out: Output) -> int:
         segments = [
             dict(zip(texts, each, strict=True)) for each in zip(*texts.values(), strict=True)
         ]
-        sources = [f"{file}, record {record}" for file, record in origins[row]]
+        sources = [formats.place(*origin) for origin in origins[row]]
         if mixture is not None:
             name = mixture.source(mixture.keys(first + row, first + row + 1)[0])
             sources = [f"{name}, {source}" for source in sources]

@@ -34,6 +34,8 @@ def run(args: Any, out: Output) -> int:
 
 
 def _text(answer: dict[str, Any]) -> list[str]:
+    from jaxlm.data import formats
+
     logged = {
         None: "this step was not logged",
         True: "equal to the logged loss, bit for bit",
@@ -59,7 +61,7 @@ def _text(answer: dict[str, Any]) -> list[str]:
     documents = sorted(answer["documents"], key=lambda d: rank.get(d["row"], len(rank)))
     lines.append("documents")
     lines += [
-        f"  row {d['row']}: {d['file']}, record {d['record']}: {cut(d['preview'], 100)!r}"
+        f"  row {d['row']}: {formats.place(d['file'], d['record'])}: {cut(d['preview'], 100)!r}"
         for d in documents[:MAX_SHOWN]
     ]
     if more := max(len(documents) - MAX_SHOWN, 0) + answer["documents_left_out"]:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import DataError
-from jaxlm.data import chat_templates
+from jaxlm.data import chat_templates, formats
 from jaxlm.data.assistant_mask import MaskRenderer, Rendered
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.control_tokens import ControlTokens, WeightedIds, WeightedSpan
@@ -172,7 +172,7 @@ class _Batches(contextlib.ExitStack):
         if self._settings.overlong == "error":
             raise DataError(
                 "a conversation is longer than a row",
-                where=f"{document.file}, record {document.record}",
+                where=formats.place(document.file, document.record),
                 why=f"it has {ids} tokens, and rows of {sequence} hold {sequence + 1}",
                 fix=f"--config.data.sequence={ids - 1}\n"
                 "--config.data.overlong=drop    # leaves such conversations out\n"

@@ -109,6 +109,14 @@ FORMATS = {
 }
 
 
+def place(name: str, number: int) -> str:
+    """Return the place of a record in messages: its line, its number in a table, or the file."""
+    format = FORMATS.get(kind_of(name))
+    if format is None:
+        return name
+    return f"{name}, {'line' if format.is_lines else 'record'} {number}"
+
+
 def rest(stream: IO[bytes], line: bytes, number: int) -> Iterator[bytes]:
     """Yield a line longer than the limit in pieces; `line` is the first.
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from jaxlm.core.errors import DataError
-from jaxlm.data import cache
+from jaxlm.data import cache, formats
 from jaxlm.data.parts import Part
 from jaxlm.data.records import Document
 from jaxlm.data.text_digest import TextDigests
@@ -42,7 +42,7 @@ def _compare(
         why = f"{len(both)} of {len(prompts)} conversations of {part.setting} have such a prompt"
         raise DataError(
             "validation conversations have prompts that are trained on",
-            where=f"{both[0].file}, record {both[0].record}",
+            where=formats.place(both[0].file, both[0].record),
             why=f"{why}; the first begins with {both[0].text[:SHOWN]!r}",
             fix="--config.data.validation=5%    # holds out prompts instead",
         )

@@ -35,7 +35,10 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Document(NamedTuple):
-    """A text and its origin; the text of a conversation is that of its contents."""
+    """A text and its origin; the text of a conversation is that of its contents.
+
+    `record` is the number of its line or row, from 1; 0 for a file that is one text.
+    """
 
     text: str
     file: str
@@ -110,9 +113,9 @@ def read(
                 counts[MARK] += 1
         column = text_key if chat is None else None
         records = format.read(stream, formats.ReadOptions(name, column=column))
-        for number, (line, value, share) in enumerate(records):
+        for number, value, share in records:
             if isinstance(value, RecordFault):
-                yield _broken(value, name, line)
+                yield _broken(value, name, number)
                 continue
             document = _document(value, name, number, text_key, chat)
             if isinstance(document, Document):
@@ -168,7 +171,7 @@ class _LimitedLines:
                 return b""
         self.unpacked += len(line)
         if self.unpacked > MOST_UNPACKED and is_packed(self.path.name):
-            raise _unpacks_too_far(self.path, f"{self.name}:{self.number}")
+            raise _unpacks_too_far(self.path, formats.place(self.name, self.number))
         if self.number == 1 and line.startswith(BYTE_ORDER_MARK):
             self.counts[MARK] += 1
         if not line.removeprefix(BYTE_ORDER_MARK).isspace():
@@ -234,7 +237,7 @@ def _broken(fault: RecordFault, name: str, line: int) -> Broken:
         return Broken(NOT_UTF8, _not_utf8(name, fault.error, f"line {line}, byte"))
     damage = DataError(
         "a line is not JSON",
-        where=f"{name}:{line}",
+        where=formats.place(name, line),
         why=str(fault.error),
         fix="one JSON object a line\na name that ends in .txt",
     )
@@ -295,7 +298,7 @@ def not_a_conversation(rejected: Rejected, name: str, number: int) -> DataError:
     what = f"a record {rejected.reason} is no conversation"
     if rejected.reason in (conversations.REFUSED, conversations.NO_MASK):
         what = f"a conversation is {rejected.reason}"
-    where = f"{name}, record {number}"
+    where = formats.place(name, number)
     return DataError(what, where=where, why=rejected.why, fix=rejected.fix)
 
 
@@ -304,7 +307,7 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
     keys = [k for k, value in record.items() if isinstance(value, str)] if is_object else []
     return DataError(
         f"a record has no text under {text_key!r}",
-        where=f"{name}, record {number}",
+        where=formats.place(name, number),
         why=f"its fields with text: {', '.join(keys) or 'none'}"
         if is_object
         else f"it is a {type(record).__name__}, not an object",

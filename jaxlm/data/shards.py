@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import chat_templates, manifest, tokenizer_file
+from jaxlm.data import chat_templates, formats, manifest, tokenizer_file
 from jaxlm.data.blocks import BLOCK, BlockReader, Damage
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.manifest import Manifest
@@ -192,7 +192,7 @@ class TokenShards(_Numbered):
         return self._weights[np.frombuffer(data, np.uint8)]
 
     def origin(self, document: int) -> tuple[str, int]:
-        """Return the file of a document and its record number there.
+        """Return the file of a document and the number of its line or row there, see `Document`.
 
         Raise DataError if the index of documents is damaged.
         """
@@ -215,7 +215,7 @@ class TokenShards(_Numbered):
         try:
             shard, _ = self._locate(document)
             file, record = self._origin(shard, row)
-            return f"document {row} ({file}, record {record})"
+            return f"document {row} ({formats.place(file, record)})"
         except (Damage, DataError):
             return f"document {row}"
 

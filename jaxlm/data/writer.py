@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxlm.core.errors import DataError
-from jaxlm.data import cache, chat_templates, long_text, manifest
+from jaxlm.data import cache, chat_templates, formats, long_text, manifest
 from jaxlm.data.blocks import BlockWriter
 from jaxlm.data.chat_documents import ChatEncoder, Encoded
 from jaxlm.data.config import FIND_TOKENIZERS
@@ -25,7 +25,7 @@ EMPTY_CHAT = (
     "'--config.data.validation=()'    # if too few are held out\n"
     "--config.data.sequence=4096    # if conversations are too long\nname more files"
 )
-ENCODING = 2  # version of the encoding; cached tokens of another version are made again
+ENCODING = 3  # version of the encoding; cached tokens of another version are made again
 
 
 def write(
@@ -144,7 +144,7 @@ class _Writer:
         numbers = [self.weights.setdefault(v, len(self.weights)) for v in values.tolist()]
         if len(self.weights) > manifest.MAX_WEIGHTS:
             what = f"the data has more than {manifest.MAX_WEIGHTS} different weights of turns"
-            where = f"{document.file}, record {document.record}"
+            where = formats.place(document.file, document.record)
             why = "a shard stores the number of each weight in one byte"
             raise DataError(what, where=where, why=why, fix="round the weights to two digits")
         return np.array(numbers, np.uint8)[places]
@@ -152,7 +152,7 @@ class _Writer:
     def _checked(self, document: Document, array: np.ndarray) -> np.ndarray:
         if len(array) and (array.max() >= self.tokenizer.size or array.min() < 0):
             what = f"the tokenizer returned an id outside 0 to {self.tokenizer.size - 1}"
-            where = f"{document.file}, record {document.record}"
+            where = formats.place(document.file, document.record)
             why = f"ids {array.min()} to {array.max()}"
             raise DataError(what, where=where, why=why, fix=FIND_TOKENIZERS)
         return array.astype(self.dtype, copy=False)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -114,7 +115,7 @@ def test_conversations_too_long_for_a_row_are_dropped_cut_or_an_error(tmp_path):
     assert "first" not in text
     with pytest.raises(DataError, match="longer than a row") as caught:
         opened(tmp_path, train, sequence=60, overlong="error")
-    assert caught.value.where == f"{train}, record 0"
+    assert caught.value.where == f"{train}, line 1"
     assert caught.value.fix.startswith("--config.data.sequence=")
 
 
@@ -135,7 +136,7 @@ def test_a_prompt_of_a_validation_file_that_is_trained_on_is_refused(tmp_path):
     held = write(tmp_path / "held.jsonl", [*others, pair("q7", "another answer")])
     with pytest.raises(DataError, match="prompts that are trained on") as caught:
         opened(tmp_path, train, validation=(held,))
-    assert caught.value.where == f"{held}, record 9"
+    assert caught.value.where == f"{held}, line 10"
     assert "1 of 10 conversations" in caught.value.why
     data = opened(tmp_path, train, validation=(held,), max_dropped=0.1)
     assert len(trained(data, rows(data, data.validation["val"]))) == 10
@@ -176,10 +177,21 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path):
 
 def test_a_broken_record_has_its_line_and_its_fix(tmp_path):
     turns = [pair("a", "b"), [{"role": "bot", "content": "x"}]]
+    path = Path(write(tmp_path / "chat.jsonl", turns))
+    path.write_text("\n\n" + path.read_text())
     with pytest.raises(DataError, match="a record with an unknown role") as caught:
-        opened(tmp_path, write(tmp_path / "chat.jsonl", turns))
-    assert caught.value.where.endswith("chat.jsonl, record 1")
+        opened(tmp_path, str(path))
+    assert caught.value.where == f"{path}, line 4", "as an editor counts"
     assert "'bot'" in caught.value.why
+    table = pyarrow.Table.from_pylist([{"messages": each} for each in turns])
+    pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path, str(tmp_path / "chat.parquet"))
+    assert caught.value.where.endswith("chat.parquet, record 2")
+    (tmp_path / "chat.txt").write_text("hello")
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path, str(tmp_path / "chat.txt"))
+    assert caught.value.where == f"{tmp_path}/chat.txt"
     (tmp_path / "text.jsonl").write_text('{"text": "a"}\n' * 5)
     with pytest.raises(DataError, match="without messages") as caught:
         opened(tmp_path, str(tmp_path / "text.jsonl"))
@@ -204,7 +216,7 @@ def test_a_conversation_that_the_template_refuses_ends_the_run_or_is_counted(tmp
     with pytest.raises(DataError, match="refused by the chat template") as caught:
         opened(tmp_path, train, **settings)
     assert "roles alternate; 1 of the 10 conversations" in caught.value.why
-    assert caught.value.where.endswith("record 9")
+    assert caught.value.where.endswith("line 10")
     said = []
     opened(tmp_path, train, said, max_dropped=0.1, **settings)
     assert "left out of train: 1 refused by the chat template" in said

@@ -53,7 +53,7 @@ def test_each_record_is_a_document(tmp_path: Path, name: str) -> None:
         path.write_bytes(pack(_lines(TEXTS)))
     corpus = Corpus.find((str(path),), "text", "data.train")
     assert [(d.text, d.record) for d in corpus.documents(Counter())] == [
-        (text, n) for n, text in enumerate(TEXTS)
+        (text, n) for n, text in enumerate(TEXTS, 1)
     ]
 
 
@@ -120,7 +120,7 @@ def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_key_
     with pytest.raises(DataError) as caught:
         _read(path)
     assert caught.value.fix == "--config.data.text_key=content"
-    assert caught.value.where == f"{path}, record 998"
+    assert caught.value.where == f"{path}, line 999"
 
 
 def test_few_broken_records_are_counted_by_reason(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
         path.write_bytes(_lines(["ok"]) + b"\n" + bad + b"\n")
         with pytest.raises(DataError, match="not JSON") as caught:
             _read(path)
-        assert caught.value.where == f"{path}:3"
+        assert caught.value.where == f"{path}, line 3"
 
 
 def test_half_a_surrogate_pair_is_replaced_and_counted(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_an_id_outside_the_table_is_refused_before_it_is_stored(tmp_path: Path) 
 
     with pytest.raises(DataError, match="outside 0 to 295") as caught:
         writer.write(tmp_path / "shards", DOCUMENTS, Broken(), Counter())
-    assert caught.value.where == "0.txt, record 0"
+    assert caught.value.where == "0.txt"
     assert not list(tmp_path.iterdir())
 
 
