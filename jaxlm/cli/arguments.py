@@ -21,6 +21,12 @@ RUNS = ("*", "*/*")  # folders that are searched for runs
 SHOWN = 4  # lines of a fix
 SAVED_CONFIG = "the run uses the config that it was saved with"
 CPU_DEVICES = ("--cpu_devices", "N", int, "number of devices to split the CPU into")
+ADAPTER = (
+    "--adapter",
+    "DIR|RUN[@STEP]",
+    str,
+    "folder of PEFT, or run, with an adapter for the model of --workdir",
+)
 
 SHARED = {
     "--config": ("FILE|NAME[:ARG]", "config file, shipped config or published size; ARG of a file"),

@@ -11,7 +11,7 @@ without white space around them, number the number after #### or else the last o
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, at_least_one, needed_run, selection
+from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, at_least_one, needed_run, selection
 from jaxlm.cli.output import Output, columns
 from jaxlm.core.errors import CommandError
 
@@ -37,6 +37,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--max_tokens", "N", int, "largest number of tokens of an answer (256)")
     add_flag(parser, "--seed", "N", int, "random seed of the samples (0)")
     parser.add_run_selection()
+    add_flag(parser, *ADAPTER)
 
 
 def run(args: Any, out: Output) -> int:
@@ -58,7 +59,7 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.use.evaluate import evaluate
     from jaxlm.recipes.use.verify import VerifySettings
 
-    flags = selection(args) | selection(args, "text", "sequence", "batch")
+    flags = selection(args) | selection(args, "text", "sequence", "batch", "adapter")
     verify = VerifySettings(check=args.verify, **drawn) if args.verify else None
     answer = evaluate(workdir, verify=verify, say=out.log, **flags)
     rows = [("set", "tokens", *COLUMNS)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, needed_run, selection
+from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
 from jaxlm.core.errors import CommandError, ConfigError
@@ -38,6 +38,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--seed", type=int, action="append", metavar="N", help=doc)
     parser.add_switch("--stream", "print text while it is generated; beam search: at its end")
     parser.add_run_selection()
+    add_flag(parser, *ADAPTER)
 
 
 class _Stream:
@@ -83,7 +84,7 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.use.generate import generate
 
     show = _Stream(settings.prompts, out) if is_streamed else None
-    flags = selection(args) | {"is_chat": args.chat}
+    flags = selection(args) | {"is_chat": args.chat, "adapter": args.adapter}
     answer = generate(workdir, settings, say=out.log, on_text=show, **flags)
     if is_streamed:
         return 0

@@ -49,6 +49,9 @@ SITUATIONS: dict[str, Situation] = {
     "an adapter of PEFT into a file": Situation("export --workdir=runs/tuned --to=peft --out=c.py/m", TUNED),
     "an adapter of PEFT that the library cannot write": Situation("export --workdir=runs/tuned --to=peft --out=m", TUNED, prepare=full_library),
     "an adapter of another base": Situation("import --adapter=peft --init_from=runs/gpt2 --workdir=new", f"{PEFT}; {GPT2}"),
+    "an adapter of a run without one": Situation(f"eval {RUN} --adapter=runs/a"),
+    "an adapter on another step": Situation(f"eval {RUN} --step=1 --adapter=runs/tuned", TUNED),
+    "an adapter on an average": Situation(f"eval {RUN} --weights=ema --adapter=runs/tuned", TUNED),
     "next of an imported adapter": Situation("import --adapter=peft --init_from=runs/a --workdir=new", PEFT, code=0),
 }  # fmt: skip
 
@@ -69,6 +72,8 @@ SLOW = {
     "a bottleneck for PEFT",
     "factors of a fused projection for PEFT",
     "an adapter of another base",
+    "an adapter on another step",
+    "an adapter on an average",
     "next of an imported adapter",
 }
 

@@ -14,7 +14,7 @@ from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.use import load
+from jaxlm.recipes.use import adapter, load
 from jaxlm.training.rundir import RunDir
 from tests.cli.test_exchange import write_tokenizer
 from tests.faults import harness
@@ -179,6 +179,60 @@ def test_an_imported_adapter_is_a_run_like_any_other(runs, tmp_path, capsys):
     capsys.readouterr()
     assert main(["train", f"--workdir={run}"]) == 2
     assert "jaxlm merge" in capsys.readouterr().err
+
+
+def answers(capsys, *flags):
+    """Return the loss and the text of a run."""
+    capsys.readouterr()
+    assert main(["eval", *flags, "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out)["loss_nats"]
+    words = ("generate", *flags, "--prompt=a", "--max_tokens=8", "--temperature=0", "--json")
+    assert main([*words]) == 0
+    return loss, json.loads(capsys.readouterr().out)["samples"]
+
+
+def test_an_adapter_on_a_base_has_the_weights_of_its_run(runs, tmp_path):
+    exported(runs["dora"], tmp_path / "peft")
+    expected = tree.leaves(load.load_run(runs["dora"]).params)
+    for place in (tmp_path / "peft", f"{runs['dora']}@0"):
+        opened = load.load_run(runs["base"], adapter=adapter.reader(str(place), print))
+        assert opened.run.tune.name == "full"
+        for path, leaf in tree.leaves(opened.params).items():
+            np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["lora", "bottleneck"])
+def test_an_adapter_on_a_base_answers_as_its_run_does(runs, tmp_path, capsys, arm):
+    places, base = [f"{runs[arm]}@0"], f"--workdir={runs['base']}"
+    expected = answers(capsys, f"--workdir={runs[arm]}")
+    assert answers(capsys, base) != expected
+    if arm == "lora":
+        exported(runs[arm], tmp_path / "peft")
+        assert imported(tmp_path / "peft", runs["base"], tmp_path / "run") == 0
+        assert answers(capsys, f"--workdir={tmp_path / 'run'}") == expected
+        places += [str(tmp_path / "peft"), str(tmp_path / "run")]
+    for place in places:
+        assert answers(capsys, base, f"--adapter={place}") == expected
+
+
+def test_an_adapter_of_another_base_is_refused(runs, fused, tmp_path, capsys):
+    exported(runs["rslora"], tmp_path / "peft")
+    base = f"--workdir={fused['base']}"
+    words = ["eval", base, "--text=x", "--weights=ema", f"--adapter={tmp_path / 'peft'}"]
+    assert main(words) == 2
+    assert "no average" in capsys.readouterr().err
+    for place, text in ((tmp_path / "peft", "do not fit"), (runs["lora"], "on another base")):
+        assert main(["eval", base, f"--adapter={place}", "--text=x"]) == 65
+        assert text in capsys.readouterr().err
+    base = f"--workdir={runs['lora']}"
+    assert main(["generate", base, f"--adapter={runs['dora']}"]) == 2
+    assert "jaxlm merge" in capsys.readouterr().err
+    base = f"--workdir={runs['base']}"
+    assert main(["generate", base, f"--adapter={runs['base']}"]) == 2
+    assert "has no adapter" in capsys.readouterr().err
+    assert main(["generate", base, f"--adapter={tmp_path / 'none'}"]) == 66
+    assert main(["generate", base, f"--adapter={tmp_path}"]) == 66
 
 
 def test_layers_without_an_adapter_get_one_that_changes_nothing(runs, tmp_path, capsys):

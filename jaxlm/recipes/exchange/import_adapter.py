@@ -55,51 +55,22 @@ class AdapterOptions:
 def import_adapter(options: AdapterOptions, say: Log = lambda _: None) -> dict[str, Any]:
     """Make a run whose step 0 has the adapter of a PEFT folder, for the base of another run.
 
-    Each key of the file and each field of adapter_config.json is read or refused. An adapter of a
-    fused projection is copied to each of its parts. If the ranks differ, the smaller ones get
-    columns of A as a new adapter has, and zeros in B. Layers without an adapter get a new one,
-    which changes nothing.
-
-    Raises:
-      CommandError: if the run directory is in use.
-      InputMissing: if there is no such folder or base.
-      DataError: if a key, a shape or a field does not fit the base, with the whole list.
+    Raises CommandError if the run directory is in use, InputMissing if there is no such base, and
+    as `read_folder`.
     """
     import_model.check_free(options.workdir, "--workdir", "an import")
-    folder = AdapterFolder(options.adapter)
-    settings = read_settings(folder.config, str(options.adapter / adapter_places.CONFIG))
     base = load.open_run_ref(options.init_from, "--init_from", say)
-    load.check_plain(base)
-    decoder = base.run.decoder(
-        setup.vocabulary(base.run, tokenizer_file.read(base.workdir / "tokenizer").size)
+    adapter = read_folder(options.adapter, base, overrides=options.overrides, flag="--init_from")
+    flags: dict[str, Any] = {"step": base.step, "cpu_devices": options.cpu_devices}
+    opened = load.load_run(
+        base.workdir, is_merged=False, adapter=lambda _: adapter, say=say, **flags
     )
-    tensors = layout(decoder, base.run.model.HUB)
-    contents = Contents(folder, settings, tensors)
-    contents.check()
-    tune = contents.tune(is_tied=decoder.tied)
-    raw = config.to_json(base.run) | {"tune": tune}
-    run = config.from_json(Run, raw, str(options.adapter), overrides=options.overrides)
-    opened = load.load_run(base.workdir, step=base.step, cpu_devices=options.cpu_devices, say=say)
-    adapted = dataclasses.replace(opened.run, tune=run.tune)
-    model = setup.build_sharded_model(adapted, decoder.vocab, opened.model.mesh)
-    change = surgery.build(run.tune)
-    assert change is not None
-
-    def initial(params: Any) -> Any:
-        key = random.key(run.seed, "init")
-        return model.own(surgery.adapted_params(model.stored, change, params, key))
-
-    with jax.set_mesh(model.mesh):
-        params = jax.jit(initial, out_shardings=model.own(model.shardings))(opened.params)
-    leaves = contents.leaves(tree.leaves(params), run.tune)
-    params = tree.map_with_path(
-        lambda path, leaf: jax.device_put(leaves[path].astype(leaf.dtype), leaf.sharding), params
-    )
+    run, params = opened.run, opened.model.own(opened.params)
     answer: dict[str, Any] = {
         "workdir": str(options.workdir),
         "adapter": run.tune.name,
         "parameters": tree.count(params),
-        "tensors": len(contents.arrays),
+        "tensors": len(adapter.contents.arrays),
         "base": base.record(),
     }
     with RunDir(options.workdir) as directory:
@@ -108,9 +79,75 @@ def import_adapter(options: AdapterOptions, say: Log = lambda _: None) -> dict[s
         facts = answer | {"source": options.adapter.name}
         tokenizer = (base.workdir / "tokenizer").read_bytes()
         import_model.write(directory, run, params, tokenizer, facts)
-    if contents.absent:
-        say(f"{contents.absent} layers have no adapter in the folder; they get a new one, B = 0")
+    adapter.log_absent(say)
     return answer
+
+
+def read_folder(
+    path: Path,
+    base: load.InitSource,
+    *,
+    overrides: Sequence[tuple[str, str]] = (),
+    flag: str = "--workdir",
+) -> "FolderAdapter":
+    """Return the adapter of a PEFT folder, for the model of a run.
+
+    Each key of the file and each field of adapter_config.json is read or refused. An adapter of a
+    fused projection is copied to each of its parts. If the ranks differ, the smaller ones get
+    columns of A as a new adapter has, and zeros in B. Layers without an adapter get a new one,
+    which changes nothing.
+
+    Raises:
+      ConfigError: if the base has an adapter of its own.
+      InputMissing: if there is no such folder.
+      DataError: if a key, a shape or a field does not fit the base, with the whole list.
+
+    Args:
+      path: the folder.
+      base: the run and step of the model.
+      overrides: settings by path, which replace those of the base.
+      flag: the flag that names the base, for errors.
+    """
+    folder = AdapterFolder(path)
+    settings = read_settings(folder.config, str(path / adapter_places.CONFIG))
+    load.check_plain(base, flag)
+    decoder = base.run.decoder(
+        setup.vocabulary(base.run, tokenizer_file.read(base.workdir / "tokenizer").size)
+    )
+    contents = Contents(folder, settings, layout(decoder, base.run.model.HUB))
+    contents.check(flag)
+    raw = config.to_json(base.run) | {"tune": contents.tune(is_tied=decoder.tied)}
+    run = config.from_json(Run, raw, str(path), overrides=overrides)
+    return FolderAdapter(run=run, contents=contents)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderAdapter(load.Adapter):
+    """The adapter of a PEFT folder."""
+
+    contents: "Contents"
+
+    def leaves(self, model: setup.ShardedModel, base: Any) -> Any:
+        """Return the leaves of the folder; those that it lacks have the values of a new adapter."""
+        change = surgery.build(self.run.tune)
+        assert change is not None
+
+        def initial(base: Any) -> Any:
+            key = random.key(self.run.seed, "init")
+            return model.own(surgery.adapted_params(model.stored, change, base, key))
+
+        with jax.set_mesh(model.mesh):
+            params = jax.jit(initial, out_shardings=model.own(model.shardings))(base)
+        leaves = self.contents.leaves(tree.leaves(params), self.run.tune)
+        return tree.map_with_path(
+            lambda path, leaf: jax.device_put(leaves[path].astype(leaf.dtype), leaf.sharding),
+            params,
+        )
+
+    def log_absent(self, say: Log) -> None:
+        """Log the number of layers that have a new adapter."""
+        if absent := self.contents.absent:
+            say(f"{absent} layers have no adapter in the folder; they get a new one, B = 0")
 
 
 class AdapterFolder(Folder):
@@ -244,8 +281,11 @@ class Contents:
                 for key, (_, shape) in self._stored.items()
             }
 
-    def check(self) -> None:
-        """Raise DataError with each key that is unknown, missing, or of another shape or dtype."""
+    def check(self, flag: str) -> None:
+        """Raise DataError with each key that is unknown, missing, or of another shape or dtype.
+
+        `flag` is the flag that names the base, for the error.
+        """
         expected = self._expected()
         problems = [f"unexpected  {key}" for key in sorted(self._stored.keys() - expected.keys())]
         for key, shape in expected.items():
@@ -271,7 +311,7 @@ class Contents:
                 where=str(self._folder.path / adapter_places.TENSORS),
                 why="each key must name a linear layer of the base, and have its shape",
                 every=problems,
-                fix="--init_from=runs/base    # the model that the adapter was trained on",
+                fix=f"{flag}=runs/base    # the model that the adapter was trained on",
             )
 
     def _expected(self) -> dict[str, tuple[int, ...]]:

@@ -26,6 +26,7 @@ from jaxlm.objectives import build as objectives
 from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import attention_kernels
+from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use import verify as answers
 from jaxlm.recipes.use.load import LoadedRun
@@ -38,6 +39,7 @@ def evaluate(
     sequence: int | None = None,
     batch: int | None = None,
     verify: answers.VerifySettings | None = None,
+    adapter: str | None = None,
     say: Log = lambda _: None,
     **selection: Any,
 ) -> dict[str, Any]:
@@ -53,12 +55,14 @@ def evaluate(
       batch: rows of a step; None for the run's own.
       verify: also generate an answer to each conversation and compare it, under `answers` of a set.
         Then `text` are conversations.
+      adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model of the run.
       `say`: receives log lines.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
     if verify is not None:
-        answers.check_run(workdir, text)
-    opened = load.load_run(workdir, sequence=sequence, say=say, **selection)
+        answers.check_run(workdir, text, adapters.run_of(adapter))
+    reader = adapters.reader(adapter, say)
+    opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
     run, decoder = opened.run, opened.model.blueprint.config
     sequence = sequence or run.data.sequence
     limit = decoder.positions or sequence
@@ -71,7 +75,7 @@ def evaluate(
     if verify is None:
         sets = measure(opened, open_loaders(opened, text, sequence, say), batch)
     else:
-        verifier = answers.AnswerVerifier(opened, workdir, verify)
+        verifier = answers.AnswerVerifier(opened, workdir, verify, adapters.run_of(adapter))
         chat = verifier.encoder(sequence)
         loaders = open_loaders(opened, text, sequence, say, chat)
         asked = verifier.questions(loaders)

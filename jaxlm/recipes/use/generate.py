@@ -14,6 +14,7 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.generate.sampler import Sampler
+from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 
 
@@ -22,6 +23,7 @@ def generate(
     settings: GenerateConfig,
     *,
     is_chat: bool = False,
+    adapter: str | None = None,
     say: Log = lambda _: None,
     on_text: OnText | None = None,
     **selection: Any,
@@ -36,11 +38,13 @@ def generate(
       workdir: the run.
       settings: prompts and sampling settings.
       is_chat: wrap each prompt as a user turn with the model's chat template.
+      adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model of the run.
       `say`: receives log lines.
       on_text: receives text as it is generated, see `Sampler.write`.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
-    opened = load.load_run(workdir, say=say, **selection)
+    reader = adapters.reader(adapter, say)
+    opened = load.load_run(workdir, adapter=reader, say=say, **selection)
     if opened.run.objective.prompts == "none":
         where = f"objective.name={opened.run.objective.name}"
         why = "it predicts masked tokens from those before and after them"
@@ -53,7 +57,7 @@ def generate(
         raise ConfigError(what, where="--chat", why=why, fix=fix)
     tokenizer: Tokenizer = opened.tokenizer
     if is_chat:
-        tokenizer = ChatTokenizer(tokenizer, template_of(workdir))
+        tokenizer = ChatTokenizer(tokenizer, template_of(workdir, adapters.run_of(adapter)))
     with jax.set_mesh(opened.model.mesh):
         sampler = Sampler(
             settings,
@@ -67,12 +71,17 @@ def generate(
     return {"step": opened.step, "samples": [each.as_json() for each in written]}
 
 
-def template_of(workdir: Path) -> ChatTemplate:
-    """Return the chat template of a run. Raises ConfigError without one, DataError."""
-    template = chat_templates.of_folder(workdir / chat_templates.HUB)
-    if template is None:
-        places = "chat_template.jinja, tokenizer_config.json or a GGUF"
-        why = f"a template comes with training on conversations, or an imported model: in {places}"
-        fix = "without --chat a prompt is continued as it is"
-        raise ConfigError("this run has no chat template", where=str(workdir), why=why, fix=fix)
-    return template
+def template_of(workdir: Path, adapter: Path | None = None) -> ChatTemplate:
+    """Return the chat template of the run with the adapter, or else of the run.
+
+    Raises ConfigError without one, DataError.
+    """
+    for folder in (adapter, workdir):
+        if folder is None:
+            continue
+        if (template := chat_templates.of_folder(folder / chat_templates.HUB)) is not None:
+            return template
+    places = "chat_template.jinja, tokenizer_config.json or a GGUF"
+    why = f"a template comes with training on conversations, or an imported model: in {places}"
+    fix = "without --chat a prompt is continued as it is"
+    raise ConfigError("this run has no chat template", where=str(workdir), why=why, fix=fix)

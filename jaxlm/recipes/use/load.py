@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,6 +73,20 @@ class InitSource:
 
     def __str__(self) -> str:
         return f"step {self.step} of {self.workdir}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """An adapter for the model of another run, with the config of this run and the adapter."""
+
+    run: Run
+
+    def leaves(self, model: setup.ShardedModel, base: Any) -> Any:
+        """Return the trained leaves, on the mesh; `base` are the parameters of `load_base`."""
+        raise NotImplementedError
+
+
+ReadAdapter = Callable[[InitSource], Adapter]
 
 
 def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = None) -> InitSource:
@@ -181,12 +196,12 @@ def find_base(
     return source
 
 
-def check_plain(source: InitSource) -> None:
-    """Raise ConfigError if the run has an adapter of its own."""
+def check_plain(source: InitSource, flag: str = "--init_from") -> None:
+    """Raise ConfigError if the run has an adapter of its own; `flag` names the run."""
     if not isinstance(source.run.tune, Full):
         raise ConfigError(
             "the model to start from has an adapter of its own",
-            where=f"--init_from={source.workdir}",
+            where=f"{flag}={source.workdir}",
             why="an adapter changes the weights of a plain model",
             fix=merge_command(source.workdir),
         )
@@ -244,13 +259,14 @@ def load_run(
     cpu_devices: int | None = None,
     is_merged: bool = True,
     onto: Onto = "dequantized",
+    adapter: ReadAdapter | None = None,
     say: Log = lambda _: None,
 ) -> LoadedRun:
     """Load the newest step of a run, the best one, or the named one.
 
     If the kernel of the training cannot compute attention on these devices and rows, another is
     chosen and logged. Raises InputMissing without the run or the step, DataError if the step is
-    damaged, and CommandError if the run stores no such average.
+    damaged, and CommandError if the run stores no such average, or it is to have an adapter.
 
     Args:
       workdir: the run.
@@ -262,11 +278,15 @@ def load_run(
       is_merged: merge an adapter into its base, if it can be.
       onto: the base of an adapter that was trained on a quantized one: as it was trained, or as
         the base's run stores it.
+      adapter: reads an adapter to put on the weights of the step; None for the run's own, if any.
       `say`: receives log lines.
     """
     run = read_config(workdir)
     if isinstance(run.tune, QLora) and onto == "original":
         run = dataclasses.replace(run, tune=run.tune.unquantized())
+    if adapter is not None and weights != "raw":
+        what, why = "an adapter has no average of its base", "it changes the weights of a step"
+        raise CommandError(what, where=f"--weights={weights}", why=why, fix="--weights=raw")
     encoder = tokenizer_file.read(workdir / "tokenizer")
     if weights not in ("raw", run.average.name):
         what = f"the run stores no {weights} average of its parameters"
@@ -277,6 +297,10 @@ def load_run(
     verifier = Verifier(say=say)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
     chosen = select_step(store, step, best, say)
+    source = InitSource(run, store, chosen)
+    added = None if adapter is None else adapter(source)
+    if added is not None:
+        run = added.run
     mesh_config = run.mesh
     try:
         mesh_config.sizes(jax.device_count())
@@ -287,7 +311,10 @@ def load_run(
     adapted = _adapted_to_mesh(run, vocab, mesh, sequence, say)
     model = setup.build_sharded_model(adapted, vocab, mesh)
     abstract = model.own(setup.abstract_params(model))
-    if weights == "raw":
+    if added is not None:
+        base = load_base(source, model)
+        params = added.leaves(model, base)
+    elif weights == "raw":
         params = store.restore_part(chosen, "params", abstract)
     else:
         shape = jax.ShapeDtypeStruct
@@ -295,7 +322,9 @@ def load_run(
         average = store.restore_part(chosen, "average", layout)
         params = jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, abstract)
     if model.base:
-        params = tree.merge_leaves(load_base(find_base(workdir, run, None, say), model), params)
+        if added is None:
+            base = load_base(find_base(workdir, run, None, say), model)
+        params = tree.merge_leaves(base, params)
         blueprint, decoded = setup.decoding(model)
         if is_merged and blueprint is model.plain:
             with jax.set_mesh(mesh):

@@ -50,12 +50,13 @@ class Questions:
     left_out: Counter[str]
 
 
-def check_run(workdir: Path, text: Sequence[str]) -> None:
+def check_run(workdir: Path, text: Sequence[str], adapter: Path | None = None) -> None:
     """Raise ConfigError if a run cannot answer, or has no conversations and no template for `text`.
 
     Args:
       workdir: the run.
       text: globs of other conversations.
+      adapter: the run whose adapter and template are used; None without one.
     """
     run = read_config(workdir)
     what, fix = "this run has no answers to verify", _without(workdir)
@@ -63,7 +64,8 @@ def check_run(workdir: Path, text: Sequence[str]) -> None:
         where = f"objective.name={run.objective.name}"
         why = f"{run.model.family} does not continue a conversation"
         raise ConfigError(what, where=where, why=why, fix=fix)
-    has_template = chat_templates.of_folder(workdir / chat_templates.HUB) is not None
+    folders = [each / chat_templates.HUB for each in (adapter, workdir) if each is not None]
+    has_template = any(chat_templates.of_folder(folder) is not None for folder in folders)
     if not run.data.has_chats and not (text and has_template):
         why = "it was trained on text, not on conversations"
         if text:
@@ -82,11 +84,18 @@ class AnswerVerifier:
       opened: the run.
       workdir: its directory.
       settings: the comparison.
+      adapter: the run whose adapter and template are used; None without one.
     """
 
-    def __init__(self, opened: LoadedRun, workdir: Path, settings: VerifySettings):
+    def __init__(
+        self,
+        opened: LoadedRun,
+        workdir: Path,
+        settings: VerifySettings,
+        adapter: Path | None = None,
+    ):
         self._opened, self._workdir, self._settings = opened, workdir, settings
-        self._template = template_of(workdir)
+        self._template = template_of(workdir, adapter)
         self._tokenizer = ChatTokenizer(opened.tokenizer, self._template)
 
     def encoder(self, sequence: int) -> ChatEncoder:
