@@ -178,7 +178,11 @@ def test_an_imported_adapter_is_a_run_like_any_other(runs, tmp_path, capsys):
     assert main(["export", f"--workdir={run}", f"--out={tmp_path / 'hf'}"]) == 0
     capsys.readouterr()
     assert main(["train", f"--workdir={run}"]) == 2
-    assert "jaxlm merge" in capsys.readouterr().err
+    assert f"--init_from={run}" in capsys.readouterr().err
+    words = [f"--adapter={tmp_path / 'peft'}", f"--init_from={runs['base']}"]
+    words += [f"--workdir={tmp_path / 'x'}", "--config.tune.rank=4"]
+    assert main(["import", *words]) == 2
+    assert "--config.tune.rank=2" in capsys.readouterr().err
 
 
 def answers(capsys, *flags):

@@ -146,6 +146,42 @@ def test_a_run_that_stops_resumes_to_the_same_bits(config, base, lora, tmp_path)
             assert np.abs(leaf).max() > 0
 
 
+def arrays(workdir, step):
+    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
+    leaves = store.arrays(step)
+    return {path: leaf for path, leaf in leaves.items() if path.startswith("params/")}
+
+
+def test_a_run_trains_on_from_the_adapter_of_another(config, base, lora, tmp_path):
+    run = tmp_path / "run"
+    assert main(words(config, run, lora, "lora", "--config.tune.b_lr=2", "--stop_at=1")) == 0
+    record = json.loads((run / "base.json").read_text())
+    assert (record["run"], record["step"]) == (str(base), 6)
+    assert (record["adapter"]["run"], record["adapter"]["step"]) == (str(lora), 6)
+    begun, before = arrays(run, 0), arrays(lora, 6)
+    assert begun.keys() == before.keys()
+    for path, leaf in before.items():
+        np.testing.assert_array_equal(leaf, begun[path], err_msg=path)
+
+
+@pytest.mark.slow
+def test_a_run_that_trains_on_resumes_with_its_own_weights(config, lora, tmp_path):
+    run = tmp_path / "run"
+    assert main(words(config, run, lora, "lora", "--stop_at=2")) == 0
+    record, expected = (run / "base.json").read_text(), harness.losses(run)
+    for name in ("checkpoints", "metrics.jsonl"):  # as if killed before the first checkpoint
+        (run / name).rename(tmp_path / name)
+    assert main(["train", f"--workdir={run}", "--stop_at=2"]) == 0
+    assert harness.losses(run) == expected
+    assert main(words(config, run, lora, "lora", "--stop_at=4")) == 0
+    assert main(["train", f"--workdir={run}"]) == 0
+    assert (run / "base.json").read_text() == record
+    first, *_, last = (each for each in harness.records(run) if each["split"] == "val")
+    *_, earlier = (each for each in harness.records(lora) if each["split"] == "val")
+    assert first["loss_nats"] == pytest.approx(earlier["loss_nats"], rel=1e-6)
+    assert last["loss_nats"] < first["loss_nats"]
+
+
 def test_leaves_can_be_trained_whole_and_b_faster(config, base, tmp_path):
     run = tmp_path / "run"
     flags = ("--config.tune.also=*norm/scale", "--config.tune.b_lr=16")
@@ -182,7 +218,9 @@ def test_a_base_that_changed_is_refused(config, base, lora, tmp_path, capsys):
         (("--config.tune.name=lora",), 2, "needs the weights of a model"),
         (("--config.tune.name=lora", "--init_from=BASE", "--config.tune.at=*/q/*"), 2, "no linear"),
         (("--config.tune.name=lora", "--init_from=BASE", "--config.tune.also=x"), 2, "'x'"),
-        (("--config.tune.name=lora", "--init_from=LORA"), 2, "has an adapter of its own"),
+        (("--config.tune.name=full", "--init_from=LORA"), 2, "jaxlm merge"),
+        (("--config.tune.name=lora", "--init_from=LORA"), 2, "--config.tune.rank=2"),
+        (("--config.tune.name=ia3", "--init_from=LORA"), 2, "--config.tune.name=lora"),
         (
             ("--config.tune.name=lora", "--init_from=BASE", "--config.optim.name=sophia"),
             2,

@@ -14,7 +14,7 @@ from jaxlm.checkpoint.hub_folder import DTYPES, Folder
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, layout
 from jaxlm.core import config, random, tree
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.errors import ConfigError, DataError, InputMissing, listed
 from jaxlm.data import tokenizer_file
 from jaxlm.models.families.hub import Attributes
 from jaxlm.recipes import setup
@@ -98,7 +98,8 @@ def read_folder(
     which changes nothing.
 
     Raises:
-      ConfigError: if the base has an adapter of its own.
+      ConfigError: if the base has an adapter of its own, or `overrides` change the adapter's
+        settings.
       InputMissing: if there is no such folder.
       DataError: if a key, a shape or a field does not fit the base, with the whole list.
 
@@ -118,6 +119,13 @@ def read_folder(
     contents.check(flag)
     raw = config.to_json(base.run) | {"tune": contents.tune(is_tied=decoder.tied)}
     run = config.from_json(Run, raw, str(path), overrides=overrides)
+    if changes := load.adapter_differences(config.from_json(Run, raw, str(path)), run):
+        raise ConfigError(
+            "the settings of an imported adapter are those of its folder",
+            where=changes[0].path,
+            why=listed([*map(str, changes)], 3),
+            fix=load.flags_of(changes),
+        )
     return FolderAdapter(run=run, contents=contents)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import shlex
 import shutil
 import sys
@@ -35,7 +36,9 @@ from jaxlm.recipes.train.api import ResumeOptions, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
 from jaxlm.recipes.train.programs import Teacher, TrainPrograms
 from jaxlm.recipes.use.load import (
+    BASE,
     InitSource,
+    check_plain,
     find_base,
     in_stored_dtypes,
     is_model_of_another_library,
@@ -133,10 +136,11 @@ def first_state(programs: TrainPrograms, store: Store) -> TrainState:
 def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
     """Return a fresh state with the parameters of another run, in this run's dtypes and shardings.
 
-    An adapter begins at its base instead. Raises DataError if they do not fit the model.
+    A new adapter begins at its base instead. Raises DataError if they do not fit the model.
     """
-    if programs.base is not None:
+    if programs.base is not None and source.adapter is None:
         return programs.init_state()
+    source = source.trained
     fresh, target = programs.init_state(), programs.abstract()
     stored = in_stored_dtypes(target, source.store.layout(source.step))
     params = source.store.restore_part(source.step, "params", stored.params)
@@ -155,18 +159,29 @@ def _cast(values: Any, target: Any) -> Any:
     return cast(values)
 
 
-def find_init_source(run: Run, options: StartOptions, warn: Log, verifier: Verifier) -> InitSource:
+def find_init_source(
+    run: Run, options: StartOptions, warn: Log, verifier: Verifier, *, is_begun: bool
+) -> InitSource:
     """Return the run and step of --init_from=RUN[@STEP], or of an adapter's base.
 
     All processes of `verifier` must call it; the first one chooses the step. Raises as
     `open_run_ref` and `find_base`, and ConfigError if the model of the run differs from that of
-    `run`.
+    `run`, or all weights are to be trained and it has an adapter.
+
+    Args:
+      run: the config.
+      options: with --init_from and the run directory.
+      warn: called with a line for each damaged step that is passed over.
+      verifier: compares the step with its record.
+      is_begun: the run has a checkpoint.
     """
     if isinstance(run.tune, Full):
         assert options.init_from is not None
         source = open_run_ref(options.init_from, "--init_from", warn, verifier)
+        check_plain(source, why="its checkpoints have an adapter, and tune.name=full trains all")
     else:
-        source = find_base(options.workdir, run, options.init_from, warn, verifier)
+        base = functools.partial(find_base, options.workdir, run, options.init_from)
+        source = base(warn, verifier, is_begun=is_begun)
     size = tokenizer_file.read(source.workdir / "tokenizer").size
     if changes := model_differences(*(_with_vocabulary(each, size) for each in (source.run, run))):
         more = f"\nand {len(changes) - 3} more" if len(changes) > 3 else ""
@@ -274,6 +289,15 @@ def check_tokenizer(source: InitSource, digest: str) -> None:
             why="the weights would read other text into its ids",
             fix=f"--config.data.tokenizer={file}",
         )
+
+
+def write_base(directory: RunDir, source: InitSource, *, is_begun: bool) -> None:
+    """Write base.json; the adapter that a run began with stays named."""
+    record, file = source.record(), directory.path / BASE
+    if is_begun and file.is_file():
+        before = read_json(directory.path, BASE)
+        record |= {name: before[name] for name in ("adapter",) if name in before}
+    directory.write_json(BASE, record)
 
 
 def copy_hub_files(source: Path, workdir: Path) -> None:

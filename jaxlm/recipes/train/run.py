@@ -48,7 +48,7 @@ from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.train.resume import ResumePoint, StartRecord
 from jaxlm.recipes.train.trainer import Trainer
-from jaxlm.recipes.use.load import BASE, InitSource, load_base, merge_command
+from jaxlm.recipes.use.load import InitSource, load_base
 from jaxlm.training.processes import ProcessGroup
 from jaxlm.training.rundir import IMPORTED, RunDir
 from jaxlm.training.signals import Interrupted, StopRequest
@@ -127,9 +127,10 @@ def run_training(
                     _keep_log(stack, context)
                 selection.clear(context.store, notices.append)
                 if source and not point.meta:
-                    resume.copy_hub_files(source.workdir, context.directory.path)
+                    resume.copy_hub_files(source.trained.workdir, context.directory.path)
                 if source and base is not None:
-                    context.directory.write_json(BASE, source.record())
+                    is_begun = point.meta is not None
+                    resume.write_base(context.directory, source, is_begun=is_begun)
                 if data.template is not None:
                     resume.keep_template(data.template, context.directory.path, notices.append)
                 _describe(context, loaded, data, model)
@@ -151,13 +152,11 @@ def run_training(
 def _check_cheaply(run: Run, options: StartOptions) -> None:
     """Check everything that takes no time: a wrong setting must not cost a minute."""
     if (options.workdir / IMPORTED).exists():
-        start = f"--init_from={options.workdir} --workdir={options.workdir}-trained"
-        is_adapter = (options.workdir / BASE).exists()
         raise CommandError(
             "cannot resume from an imported model",
             where=f"--workdir={options.workdir}",
             why="it has weights and no optimizer state, and stays as it was imported",
-            fix=merge_command(options.workdir) if is_adapter else start,
+            fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
         )
     trackers.check(run.log.sinks)
     parts.find_parts(run.data)
@@ -251,7 +250,9 @@ def _init_source(
     if not is_adapter and (point.meta is not None or options.init_from is None):
         return None
     with _interruptible(stop, options, "the run to start from was verified"):
-        return resume.find_init_source(context.run, options, warn, context.store.verifier)
+        is_begun = point.meta is not None
+        verifier = context.store.verifier
+        return resume.find_init_source(context.run, options, warn, verifier, is_begun=is_begun)
 
 
 def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:

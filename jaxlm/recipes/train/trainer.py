@@ -115,10 +115,10 @@ class Trainer(TrainLoop):
         """Return the state before the next step."""
         watch, console = self.context.processes.watch, self.context.console
         if self._source is not None and not self.context.store.steps():
-            with watch.phase("save"), console.timer(f"restoring {self._source}"):
+            with watch.phase("save"), console.timer(f"restoring {self._source.trained}"):
                 state = resume.state_from(self.programs, self._source)
             if self.evaluator.ranking_set:  # the same sets as later
-                with watch.phase("eval"), console.timer(f"evaluating {self._source}"):
+                with watch.phase("eval"), console.timer(f"evaluating {self._source.trained}"):
                     self.evaluation, _ = self.evaluator.evaluate(state, 0)
             with watch.phase("save"), console.timer("saving the initial state"):
                 self._logger.flush()

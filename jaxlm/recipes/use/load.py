@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,9 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config, tree
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
+from jaxlm.core.config import ABSENT, Change
+from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing, listed
+from jaxlm.core.sections import show
 from jaxlm.data import tokenizer_file
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.optim.average_config import NoAverage
@@ -34,6 +36,7 @@ from jaxlm.tune.config import Full, QLora
 
 Weights = Literal["raw", "ema", "swa"]
 Onto = Literal["dequantized", "original"]
+TUNE_FREE = ("tune.dropout", "tune.b_lr")  # the weights of an adapter keep their meaning
 BASE = "base.json"  # of a run with an adapter: the run, step and digest of its base
 
 
@@ -55,6 +58,7 @@ class InitSource:
     run: Run
     store: Store
     step: int
+    adapter: "InitSource | None" = None  # on its weights; a new run begins with it
 
     @property
     def workdir(self) -> Path:
@@ -68,8 +72,14 @@ class InitSource:
         return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """Return the contents of base.json: run, step and digest."""
-        return {"run": str(self.workdir.absolute()), "step": self.step, "sha256": self.digest}
+        """Return the contents of base.json: run, step and digest, also of the adapter."""
+        facts = {"run": str(self.workdir.absolute()), "step": self.step, "sha256": self.digest}
+        return facts if self.adapter is None else facts | {"adapter": self.adapter.record()}
+
+    @property
+    def trained(self) -> "InitSource":
+        """The run and step with the first values of the leaves that are trained."""
+        return self.adapter or self
 
     def __str__(self) -> str:
         return f"step {self.step} of {self.workdir}"
@@ -145,11 +155,19 @@ def read_config(workdir: Path, flag: str = "--workdir") -> Run:
 
 
 def find_base(
-    workdir: Path, run: Run, ref: str | None, warn: Log, verifier: Verifier | None = None
+    workdir: Path,
+    run: Run,
+    ref: str | None,
+    warn: Log,
+    verifier: Verifier | None = None,
+    *,
+    is_begun: bool = True,
 ) -> InitSource:
     """Return the run and step whose weights the adapter of `run` changes.
 
-    It is the one of --init_from, or the one that base.json of the run directory names.
+    It is the one of --init_from, or the one that base.json of the run directory names. If
+    --init_from names a run with an adapter, it is the base of this run, and a run that has not
+    begun starts with its adapter.
 
     Args:
       workdir: the run directory.
@@ -158,9 +176,10 @@ def find_base(
       warn: called with a line for each damaged step that is passed over.
       verifier: compares the step with its record, and all of its processes must call this; None
         for this process alone.
+      is_begun: the run has a checkpoint, and needs no other adapter.
 
     Raises:
-      ConfigError: if nothing names a base, or it has an adapter of its own.
+      ConfigError: if nothing names a base, or its adapter has other settings than that of `run`.
       InputMissing: if it is gone.
       DataError: if its files changed since the run began.
     """
@@ -174,7 +193,8 @@ def find_base(
             fix="--init_from=runs/base    # a run or a folder of transformers\n"
             "--config.tune.name=full",
         )
-    recorded = "" if ref is not None else f"{record['run']}@{record['step']}"
+    begun_with = None if is_begun else record.get("adapter")
+    recorded = "" if ref is not None else "{run}@{step}".format_map(begun_with or record)
     try:
         source = open_run_ref(ref or recorded, "--init_from", warn, verifier)
     except InputMissing as error:
@@ -185,7 +205,10 @@ def find_base(
         raise InputMissing(
             "the adapter's base is gone", where=str(file), why=why, fix=fix
         ) from error
-    check_plain(source)
+    if not isinstance(source.run.tune, Full):
+        _check_same_adapter(source, run)
+        base = find_base(source.workdir, source.run, None, warn, verifier)
+        source = dataclasses.replace(base, adapter=None if is_begun else source)
     if record and source.digest != record["sha256"]:
         raise DataError(
             "the adapter's base changed since the run began",
@@ -196,14 +219,43 @@ def find_base(
     return source
 
 
-def check_plain(source: InitSource, flag: str = "--init_from") -> None:
+def check_plain(
+    source: InitSource,
+    flag: str = "--init_from",
+    why: str = "an adapter changes the weights of a plain model",
+) -> None:
     """Raise ConfigError if the run has an adapter of its own; `flag` names the run."""
     if not isinstance(source.run.tune, Full):
         raise ConfigError(
             "the model to start from has an adapter of its own",
             where=f"{flag}={source.workdir}",
-            why="an adapter changes the weights of a plain model",
+            why=why,
             fix=merge_command(source.workdir),
+        )
+
+
+def adapter_differences(before: Run, after: Run) -> list[Change]:
+    """Return the settings of adapters that differ and change the meaning of their weights."""
+    changes = config.diff(before, after)
+    return [
+        each for each in changes if each.path.startswith("tune.") and each.path not in TUNE_FREE
+    ]
+
+
+def flags_of(changes: Sequence[Change]) -> str:
+    """Return the flags that undo changes of settings."""
+    flags = {each.path: each.old for each in changes if each.old != ABSENT}
+    return shlex.join(f"--config.{path}={show(value)}" for path, value in flags.items())
+
+
+def _check_same_adapter(source: InitSource, run: Run) -> None:
+    """Raise ConfigError if the adapter of a run cannot be trained on as that of another."""
+    if changes := adapter_differences(source.run, run):
+        raise ConfigError(
+            "the adapter differs from that of the run to start from",
+            where=f"--init_from={source.workdir}",
+            why=listed([*map(str, changes)], 3),
+            fix=f"{flags_of(changes)}\n{merge_command(source.workdir)}    # for another adapter",
         )
 
 
