@@ -26,7 +26,7 @@ from jaxlm.core.errors import CommandError, ConfigError, NotWritable
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.precision import Precision
 from jaxlm.data import cache, dataset
-from jaxlm.data.config import HELD_OUT, DataConfig
+from jaxlm.data.config import HELD_OUT, TOKENIZER_FILES, DataConfig
 from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals.loss import TokenizerPrefix
@@ -320,6 +320,7 @@ def decoding(model: ShardedModel) -> tuple[Blueprint, Callable[[Any], Any]]:
 def open_data(
     run: Run,
     *,
+    workdir: Path | None = None,
     say: Log = lambda _: None,
     warn: Log = lambda _: None,
     progress: OnProgress = lambda what, done, total: None,
@@ -327,9 +328,22 @@ def open_data(
     """Open the data of the run for its objective, see `dataset.open_data`.
 
     Raises JaxlmError if the data is missing, damaged or empty, or does not fit the objective.
+
+    Args:
+      run: the config.
+      workdir: run directory, whose copy of the tokenizer replaces a file that is gone.
+      `say`: receives log lines.
+      warn: receives warnings.
+      progress: receives progress.
     """
+    data = run.data
+    if data.tokenizer.endswith(TOKENIZER_FILES) and not Path(data.tokenizer).exists():
+        own = None if workdir is None else workdir / "tokenizer"
+        if own is not None and own.is_file():
+            warn(f"data.tokenizer: {data.tokenizer} is gone; its copy {own} is read")
+            data = dataclasses.replace(data, tokenizer=str(own))
     return dataset.open_data(
-        run.data,
+        data,
         seed=run.seed,
         prepare=build_objective(run.objective, run.loss, run.architecture).prepare,
         row_at=run.row_at,

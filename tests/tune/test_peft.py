@@ -179,6 +179,10 @@ def test_an_imported_adapter_is_a_run_like_any_other(runs, tmp_path, capsys):
     capsys.readouterr()
     assert main(["train", f"--workdir={run}"]) == 2
     assert f"--init_from={run}" in capsys.readouterr().err
+    record = json.loads((run / "base.json").read_text())
+    (run / "base.json").write_text(json.dumps(record | {"run": str(tmp_path / "gone")}))
+    assert main(["train", f"--workdir={run}", f"--init_from={runs['base']}"]) == 0
+    assert json.loads((run / "base.json").read_text()) == record
     words = [f"--adapter={tmp_path / 'peft'}", f"--init_from={runs['base']}"]
     words += [f"--workdir={tmp_path / 'x'}", "--config.tune.rank=4"]
     assert main(["import", *words]) == 2

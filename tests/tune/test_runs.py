@@ -191,17 +191,35 @@ def test_leaves_can_be_trained_whole_and_b_faster(config, base, tmp_path):
     assert not any(path.endswith(("/weight", "/table")) for path in paths)
 
 
-def test_a_base_that_moved_is_named_by_the_flag(config, base, lora, tmp_path, capsys):
-    copy, run = tmp_path / "copy", tmp_path / "run"
-    shutil.copytree(base, copy)
-    shutil.copytree(lora, run)
-    record = json.loads((run / "base.json").read_text()) | {"run": str(tmp_path / "gone")}
-    (run / "base.json").write_text(json.dumps(record))
+def test_the_new_place_of_a_base_is_recorded(config, base, tmp_path, capsys):
+    old, new, run = (tmp_path / name for name in ("old", "new", "run"))
+    shutil.copytree(base, old)
+    flags = (f"--config.data.tokenizer={old / 'tokenizer'}", "--config.train.steps=1")
+    assert main(words(config, run, old, "lora", *flags)) == 0
+    old.rename(new)
     assert main(["eval", f"--workdir={run}"]) == 66
-    assert "the adapter's base is gone" in capsys.readouterr().err
-    flags = ("--config.train.steps=7", "--allow_change=train.steps")
-    assert main(words(config, run, copy, "lora", *flags)) == 0
-    assert json.loads((run / "base.json").read_text())["run"] == str(copy)
+    printed = capsys.readouterr().err
+    assert "the adapter's base is gone" in printed
+    assert f"jaxlm train --workdir={run} --init_from=" in printed
+    for place, code in ((f"{new}@4", 65), (new, 0), (new, 0)):
+        assert main(["train", f"--workdir={run}", f"--init_from={place}"]) == code
+        recorded = json.loads((run / "base.json").read_text())["run"]
+        assert recorded == str(old if code else new)
+    assert main(["eval", f"--workdir={run}"]) == 0
+    assert f"{old / 'tokenizer'} is gone" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_a_base_that_moved(config, base, tmp_path):
+    old, new, run = (tmp_path / name for name in ("old", "new", "run"))
+    shutil.copytree(base, old)
+    tokenizer = f"--config.data.tokenizer={old / 'tokenizer'}"
+    assert main(words(config, run, old, "lora", tokenizer, "--stop_at=2")) == 0
+    old.rename(new)
+    assert main(["train", f"--workdir={run}"]) == 66
+    assert main(words(config, run, new, "lora", tokenizer)) == 0
+    assert json.loads((run / "base.json").read_text())["run"] == str(new)
+    assert ("train", 6) in harness.losses(run)
 
 
 def test_a_base_that_changed_is_refused(config, base, lora, tmp_path, capsys):

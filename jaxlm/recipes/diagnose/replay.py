@@ -83,7 +83,7 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
 
     mesh = meshes.build(run.mesh)
     host.check_rows(mesh, run.train.batch, run.train.microbatches)
-    data = setup.open_data(run, say=say, warn=say)
+    data = setup.open_data(run, workdir=workdir, say=say, warn=say)
     teacher = resume.find_teacher(run, data, say)
     data = resume.with_teacher(data, teacher)
     _check_data(lineage[-1].data, data.fingerprint)

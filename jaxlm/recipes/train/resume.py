@@ -291,6 +291,17 @@ def check_tokenizer(source: InitSource, digest: str) -> None:
         )
 
 
+def names_other_base(options: StartOptions) -> bool:
+    """Return whether --init_from names another place than base.json of the run directory."""
+    if options.init_from is None or not (options.workdir / BASE).is_file():
+        return False
+    path, at_sign, step = options.init_from.rpartition("@")
+    named = str(Path(path if at_sign else options.init_from).absolute())
+    base = read_json(options.workdir, BASE)
+    known = [(each["run"], str(each["step"])) for each in (base, base.get("adapter", base))]
+    return not any(run == named and (not at_sign or step == number) for run, number in known)
+
+
 def write_base(directory: RunDir, source: InitSource, *, is_begun: bool) -> None:
     """Write base.json; the adapter that a run began with stays named."""
     record, file = source.record(), directory.path / BASE

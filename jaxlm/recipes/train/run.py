@@ -80,7 +80,9 @@ def run_training(
         context = _open(stack, loaded, options, callbacks or Callbacks())
         stop = stack.enter_context(context.processes.stop)
         point = _resume_point(context, stop)
-        if point.meta and resume.is_complete(point.meta, run, point.changes):
+        is_imported = (options.workdir / IMPORTED).exists()
+        if point.meta and (is_imported or resume.is_complete(point.meta, run, point.changes)):
+            _record_base(context, stop, point)
             return _answer_complete(context, point.meta)
         selection, mesh = point.selection, point.mesh or setup.build_mesh_for(run)
         cautions = [
@@ -151,7 +153,7 @@ def run_training(
 
 def _check_cheaply(run: Run, options: StartOptions) -> None:
     """Check everything that takes no time: a wrong setting must not cost a minute."""
-    if (options.workdir / IMPORTED).exists():
+    if (options.workdir / IMPORTED).exists() and not resume.names_other_base(options):
         raise CommandError(
             "cannot resume from an imported model",
             where=f"--workdir={options.workdir}",
@@ -230,6 +232,18 @@ def _resume_point(context: RunContext, stop: StopRequest) -> ResumePoint:
     return point
 
 
+def _record_base(context: RunContext, stop: StopRequest, point: ResumePoint) -> None:
+    """Record the place of an adapter's base in base.json, if --init_from names another one."""
+    is_first = context.processes.peers.is_first
+    is_other = is_first and resume.names_other_base(context.options)
+    if not context.processes.share("base", is_other if is_first else None):
+        return
+    warn = functools.partial(context.console.warn, step=point.start)
+    if source := _init_source(context, stop, point, warn):
+        resume.write_base(context.directory, source, is_begun=True)
+        context.console.say(f"the base is {source}")
+
+
 def _answer_complete(context: RunContext, meta: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a run that was already complete."""
     context.processes.finish()
@@ -261,7 +275,10 @@ def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:
         _interruptible(stop, context.options, "the data was prepared"),
         processes.in_turn("prepare"),
     ):
-        data = setup.open_data(run, say=console.say, warn=warn, progress=ProgressLines(console.say))
+        logs: dict[str, Any] = {"say": console.say, "warn": warn}
+        data = setup.open_data(
+            run, workdir=context.directory.path, progress=ProgressLines(console.say), **logs
+        )
     setup.ranking_set(run, data.validation)
     setup.check_held_out(run.data, data)
     processes.agree("data", data.fingerprint)

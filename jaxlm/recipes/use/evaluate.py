@@ -142,7 +142,8 @@ def open_loaders(
             raise
     # Mixture weights do not matter for validation sets, and other lengths change the row counts.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())
-    opened_data = setup.open_data(dataclasses.replace(run, data=data), say=say, warn=say)
+    changed = dataclasses.replace(run, data=data)
+    opened_data = setup.open_data(changed, workdir=opened.workdir, say=say, warn=say)
     fix = "name the text to evaluate on with --text"
     if opened_data.tokenizer.digest != opened.tokenizer.digest:
         what = "the run's data now gives another tokenizer than the one it was trained with"

@@ -44,6 +44,7 @@ BASE = "base.json"  # of a run with an adapter: the run, step and digest of its 
 class LoadedRun:
     """A run's model with the parameters of one step, replicated or split by the run's mesh."""
 
+    workdir: Path
     run: Run
     step: int
     model: setup.ShardedModel
@@ -200,7 +201,7 @@ def find_base(
     except InputMissing as error:
         if not recorded:
             raise
-        fix = "--init_from=runs/base    # the new place of the model"
+        fix = f"{move_command(workdir)}    # the new place of the model"
         why = f"{file} names {recorded}: {error.what}"
         raise InputMissing(
             "the adapter's base is gone", where=str(file), why=why, fix=fix
@@ -214,7 +215,7 @@ def find_base(
             "the adapter's base changed since the run began",
             where=str(file),
             why=f"sha256 of {source} is {source.digest[:16]}..., not {record['sha256'][:16]}...",
-            fix="--init_from=runs/base    # a copy of the model that the run began with",
+            fix=f"{move_command(workdir)}    # a copy of the model that the run began with",
         )
     return source
 
@@ -257,6 +258,11 @@ def _check_same_adapter(source: InitSource, run: Run) -> None:
             why=listed([*map(str, changes)], 3),
             fix=f"{flags_of(changes)}\n{merge_command(source.workdir)}    # for another adapter",
         )
+
+
+def move_command(workdir: Path) -> str:
+    """Return the command that names another place of the base of a run with an adapter."""
+    return f"jaxlm train --workdir={shlex.quote(str(workdir))} --init_from=runs/base"
 
 
 def merge_command(workdir: Path) -> str:
@@ -383,7 +389,7 @@ def load_run(
                 params = decoded(params)
             run, adapted = (dataclasses.replace(each, tune=Full()) for each in (run, adapted))
             model = setup.build_sharded_model(adapted, vocab, mesh)
-    return LoadedRun(run, chosen, model, params, encoder)
+    return LoadedRun(workdir, run, chosen, model, params, encoder)
 
 
 def select_step(store: Store, step: int | None, best: bool, say: Log) -> int:
