@@ -1,6 +1,6 @@
 """Chat templates: that of a model, a file, or ChatML with control tokens of any tokenizer."""
 
-import datetime
+import dataclasses
 import hashlib
 import json
 import re
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data.chat import ChatTemplate
+from jaxlm.data.chat import TODAY, ChatTemplate
 from jaxlm.data.tokenizer import SPECIALS, Tokenizer
 
 HUB = "hub"  # folder of a run: unchanged files that came with the weights, and the template
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
-TODAY = datetime.date(2024, 7, 26)  # for templates by today's date, as the fallback of Llama 3
+DATE_COMMENT = re.compile(r"\{# today is (\d{4}-\d\d-\d\d) #\}\n")  # made by `dated`
 TODAY_CALL = re.compile(r"""strftime_now\s*\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
 TODAY_USE = re.compile(r"strftime_now(?!\s+is\s)")
 CHATML = """{{- BOS }}
@@ -86,8 +86,9 @@ def chatml(tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def digest(template: ChatTemplate) -> str:
-    """Return the sha256 of a template and its tokens."""
-    return hashlib.sha256(serialized(template)).hexdigest()
+    """Return the sha256 of a template, without the comment of its date, and its tokens."""
+    source = DATE_COMMENT.sub("", template.source, count=1)
+    return hashlib.sha256(serialized(dataclasses.replace(template, source=source))).hexdigest()
 
 
 def serialized(template: ChatTemplate) -> bytes:
@@ -163,9 +164,9 @@ def _tokens(tokenizer: Tokenizer) -> dict[str, str]:
 def dated(template: ChatTemplate) -> str:
     """Return the source with a fixed date in place of today's, so that a run stays the same.
 
-    Raise DataError if the date cannot be fixed.
+    A comment at its beginning has the date. Raise DataError if the date cannot be fixed.
     """
-    source = TODAY_CALL.sub(
+    source, count = TODAY_CALL.subn(
         lambda match: json.dumps(TODAY.strftime(match[2]), ensure_ascii=False), template.source
     )
     if TODAY_USE.search(source):
@@ -175,4 +176,11 @@ def dated(template: ChatTemplate) -> str:
             why="it passes a computed format to strftime_now; each day would give other ids",
             fix="write a date in place of strftime_now, and --config.data.template=template.jinja",
         )
-    return source
+    return f"{{# today is {TODAY.isoformat()} #}}\n{source}" if count else source
+
+
+def date_of(template: ChatTemplate) -> str | None:
+    """Return the date that a template gets in place of today's; None if it has no date."""
+    if comment := DATE_COMMENT.match(template.source):
+        return comment[1]
+    return TODAY.isoformat() if TODAY_USE.search(template.source) else None

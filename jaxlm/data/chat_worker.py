@@ -38,12 +38,14 @@ class Generation(jinja2.ext.Extension):
 
 
 def compiled(
-    template: str, variables: Mapping[str, Any], marks: tuple[str, str] = ("", "")
+    template: str, variables: Mapping[str, Any], marks: tuple[str, str], date: str
 ) -> Callable[[Item], list[Any]]:
     """Return the renderer of a template in the environment of transformers, without limits.
 
-    It returns the texts of an item; a text that the template refuses is [why].
+    It returns the texts of an item; a text that the template refuses is [why]. `date`, in ISO
+    format, is that of `strftime_now`.
     """
+    today = datetime.datetime.fromisoformat(date)
 
     def as_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
@@ -57,7 +59,7 @@ def compiled(
     )
     sandbox.filters["tojson"] = as_json
     sandbox.globals["raise_exception"] = raise_exception
-    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    sandbox.globals["strftime_now"] = today.strftime
     source = sandbox.from_string(template)
 
     def text(messages: Sequence[Any], asks: bool, more: Mapping[str, Any]) -> Any:
@@ -86,7 +88,9 @@ def main() -> None:
             most = int(used.ru_utime + used.ru_stime) + 1 + head["seconds"]
             resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
         try:
-            render = render or compiled(head["template"], head["variables"], tuple(head["marks"]))
+            render = render or compiled(
+                head["template"], head["variables"], tuple(head["marks"]), head["date"]
+            )
             answer = json.dumps([render(item) for item in json.loads(line)])
         except Exception as error:  # of the template itself
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})

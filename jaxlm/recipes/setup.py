@@ -338,10 +338,10 @@ def open_data(
     """
     data = run.data
     if data.tokenizer.endswith(TOKENIZER_FILES) and not Path(data.tokenizer).exists():
-        own = None if workdir is None else workdir / "tokenizer"
-        if own is not None and own.is_file():
-            warn(f"data.tokenizer: {data.tokenizer} is gone; its copy {own} is read")
-            data = dataclasses.replace(data, tokenizer=str(own))
+        copy = None if workdir is None else workdir / "tokenizer"
+        if copy is not None and copy.is_file():
+            warn(f"data.tokenizer: {data.tokenizer} is gone; its copy {copy} is read")
+            data = dataclasses.replace(data, tokenizer=str(copy))
     return dataset.open_data(
         data,
         seed=run.seed,

@@ -60,10 +60,26 @@ def test_a_template_by_todays_date_has_a_fixed_one(tmp_path):
     path.write_text('{% if strftime_now is defined %}{{ strftime_now("%d %b %Y") }}{% endif %}')
     chosen = chat_templates.choose(str(path), Bytes(), ())
     assert render_chat([TURNS], chosen) == ["26 Jul 2024"]
+    assert chat_templates.date_of(chosen) == "2024-07-26"
+    again = ChatTemplate(chat_templates.dated(chosen), chosen.tokens)
+    assert again.source == chosen.source
+    uncommented = ChatTemplate(chosen.source.partition("\n")[2], chosen.tokens)
+    assert "today" not in uncommented.source
+    assert chat_templates.digest(uncommented) == chat_templates.digest(chosen)
     path.write_text("{% set form = '%d' %}{{ strftime_now(form) }}")
     with pytest.raises(DataError, match="depends on the date") as caught:
         chat_templates.choose(str(path), Bytes(), ())
     assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize("source", ["{{ %s }}", "\n  {%% if 1 %%}\n{{ %s }}\n{%% endif %%}\n", "{%% set f = '%%d' %%}{{ %s + strftime_now(f) }}"])  # fmt: skip
+def test_a_model_that_was_not_trained_here_has_the_same_date_on_every_day(source):
+    raw = ChatTemplate(source % "strftime_now('%Y')", {})
+    assert chat_templates.date_of(raw) == "2024-07-26"
+    (text,) = render_chat([TURNS], raw)
+    assert text.strip() in ("2024", "202426")
+    if "(f)" not in source:
+        assert render_chat([TURNS], ChatTemplate(chat_templates.dated(raw), {})) == [text]
 
 
 def test_a_template_is_the_same_after_writing_and_reading():

@@ -275,9 +275,12 @@ def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:
         _interruptible(stop, context.options, "the data was prepared"),
         processes.in_turn("prepare"),
     ):
-        logs: dict[str, Any] = {"say": console.say, "warn": warn}
         data = setup.open_data(
-            run, workdir=context.directory.path, progress=ProgressLines(console.say), **logs
+            run,
+            workdir=context.directory.path,
+            say=console.say,
+            warn=warn,
+            progress=ProgressLines(console.say),
         )
     setup.ranking_set(run, data.validation)
     setup.check_held_out(run.data, data)

@@ -75,7 +75,7 @@ def evaluate(
     if verify is None:
         sets = measure(opened, open_loaders(opened, text, sequence, say), batch)
     else:
-        verifier = answers.AnswerVerifier(opened, workdir, verify, adapters.run_of(adapter))
+        verifier = answers.AnswerVerifier(opened, workdir, verify, adapters.run_of(adapter), say)
         chat = verifier.encoder(sequence)
         loaders = open_loaders(opened, text, sequence, say, chat)
         asked = verifier.questions(loaders)

@@ -57,7 +57,7 @@ def generate(
         raise ConfigError(what, where="--chat", why=why, fix=fix)
     tokenizer: Tokenizer = opened.tokenizer
     if is_chat:
-        tokenizer = ChatTokenizer(tokenizer, template_of(workdir, adapters.run_of(adapter)))
+        tokenizer = ChatTokenizer(tokenizer, template_of(workdir, adapters.run_of(adapter), say))
     with jax.set_mesh(opened.model.mesh):
         sampler = Sampler(
             settings,
@@ -71,15 +71,19 @@ def generate(
     return {"step": opened.step, "samples": [each.as_json() for each in written]}
 
 
-def template_of(workdir: Path, adapter: Path | None = None) -> ChatTemplate:
+def template_of(
+    workdir: Path, adapter: Path | None = None, say: Log = lambda _: None
+) -> ChatTemplate:
     """Return the chat template of the run with the adapter, or else of the run.
 
-    Raises ConfigError without one, DataError.
+    A date in place of today's is logged. Raises ConfigError without a template, DataError.
     """
     for folder in (adapter, workdir):
         if folder is None:
             continue
         if (template := chat_templates.of_folder(folder / chat_templates.HUB)) is not None:
+            if date := chat_templates.date_of(template):
+                say(f"the chat template's date is {date} on every day: answers do not depend on it")
             return template
     places = "chat_template.jinja, tokenizer_config.json or a GGUF"
     why = f"a template comes with training on conversations, or an imported model: in {places}"

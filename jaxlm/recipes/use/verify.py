@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxlm.core import random
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import chat_templates, parts
 from jaxlm.data.chat_documents import ChatEncoder
@@ -85,6 +86,7 @@ class AnswerVerifier:
       workdir: its directory.
       settings: the comparison.
       adapter: the run whose adapter and template are used; None without one.
+      `say`: receives log lines.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class AnswerVerifier:
         workdir: Path,
         settings: VerifySettings,
         adapter: Path | None = None,
+        say: Log = lambda _: None,
     ):
         self._opened, self._workdir, self._settings = opened, workdir, settings
-        self._template = template_of(workdir, adapter)
+        self._template = template_of(workdir, adapter, say)
         self._tokenizer = ChatTokenizer(opened.tokenizer, self._template)
 
     def encoder(self, sequence: int) -> ChatEncoder:

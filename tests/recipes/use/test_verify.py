@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.data import chat_templates
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.recipes.use import evaluate, generate, load, verify
@@ -104,6 +105,20 @@ def test_prompts_are_those_of_generate_and_a_table_lists_the_scores(untrained, c
     assert head.split()[:4] == ["set", "answers", "prompts", "exact"]
     assert row.split()[:3] == ["val", "greedy", "2"]
     assert left_out == f"left out of val: 1 {verify.NO_NUMBER}"
+
+
+@pytest.mark.slow
+def test_the_date_of_a_template_is_the_same_on_every_day(untrained, folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(untrained, run)
+    file = run / chat_templates.HUB / chat_templates.FILE
+    file.write_text("{%- set now = strftime_now('%d %b %Y') %}" + file.read_text())
+    words = ["generate", f"--workdir={run}", "--chat", "--prompt=a", "--max_tokens=2"]
+    assert main(words) == 0
+    assert "the chat template's date is 2024-07-26" in capsys.readouterr().out
+    words = [f"--workdir={run}", f"--text={folder / 'asked.jsonl'}", "--max_tokens=2"]
+    assert main(["eval", *words, "--verify=exact", "--prompts=1"]) == 0
+    assert "the chat template's date is 2024-07-26" in capsys.readouterr().out
 
 
 def paste(capsys, words, part=0):
