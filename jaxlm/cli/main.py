@@ -49,6 +49,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "replay": ("replay", "replay one step and show its data"),
     },
     "Prepare": {
+        "init": ("init", "write a first config for your own text"),
         "data": ("data", "inspect, clean and tokenize data, check token shards"),
         "tokenizer": ("tokenizer", "train, show and compare tokenizers"),
     },

@@ -216,7 +216,7 @@ def _meant(pattern: str) -> list[str]:
     path = Path(pattern)
     if path.is_dir():
         shards = sorted(each.parent for each in path.glob(f"*/{MANIFEST}"))
-        return [str(each) for each in shards] or _globs(path)
+        return [str(each) for each in shards] or text_globs(path)
     if near := nearest_word(pattern, STDLIB_PARTS):
         return [near]
     for number, part in enumerate(path.parts):
@@ -229,7 +229,7 @@ def _meant(pattern: str) -> list[str]:
     return []
 
 
-def _globs(folder: Path) -> list[str]:
+def text_globs(folder: Path) -> list[str]:
     """Return a glob for each kind of text in a folder, by file-name ending."""
     kinds: dict[str, bool] = {}  # ending -> is a file in a subfolder
     files = (each for each in folder.rglob("*") if each.is_file() and each.name[0] != ".")

@@ -157,6 +157,7 @@ LEAST = [
     "export --out=O",
     "generate",
     "import --from=D",
+    "init",
     "launch --processes=2",
     "lr-find",
     "merge --out=O",

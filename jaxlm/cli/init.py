@@ -1,0 +1,151 @@
+"""Write a first config for your own text, with sizes that the planner predicts for a machine.
+
+jaxlm init --data='texts/*.txt'                        about an hour on this machine's CPU
+jaxlm init --data=texts --minutes=15 --on=t4           what a T4 trains in 15 minutes
+jaxlm init --data=texts --params=30M --on=h100         30M parameters, 20 tokens per parameter
+
+In a terminal it asks for what no flag names. The file is a program to change: each group of
+settings has its reason. --on takes the machines of `jaxlm plan`.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxlm.cli.arguments import Parser, add_flag
+from jaxlm.cli.output import Output, table
+from jaxlm.cli.plan import named_machine
+from jaxlm.core.errors import CommandError, DataError, NotWritable
+from jaxlm.monitor import formatting
+from jaxlm.monitor.chips import MEMORY
+
+UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+FINETUNE = (
+    "jaxlm train --config=finetune/lora --init_from=runs/base --config.data.train={}"
+    " --workdir=runs/chat    # runs/base: a run, or a folder of transformers"
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.withhold("the config is what this command writes")
+    add_flag(parser, "--data", "GLOB", [], "text to train on, a folder or a glob; repeatable")
+    add_flag(parser, "--params", "N", str, "parameters, as 30M (as many as the time allows)")
+    add_flag(parser, "--minutes", "N", float, "minutes of training (60; with --params no limit)")
+    add_flag(parser, "--on", "MACHINE", "cpu", "machine, as in `jaxlm plan`")
+    add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
+    add_flag(parser, "--out", "FILE", "my_config.py", "config file to write")
+
+
+def run(args: Any, out: Output) -> int:
+    target = Path(args.out)
+    if target.exists():
+        what, where = f"{target} exists", f"--out={target}"
+        why = "it may have changes of your own"
+        raise CommandError(what, where=where, why=why, fix=f"--out={target.stem}-2.py")
+    if sys.stdin.isatty() and not args.json:
+        _ask(args)
+    if not args.data:
+        what, where = "--data is needed", f"jaxlm {shlex.join(args.words)}"
+        why = "a first config is sized for a text"
+        raise CommandError(what, where=where, why=why, fix="--data='texts/*.txt'")
+    _check_minutes(args.minutes)
+    patterns = tuple(_pattern(each) for each in args.data)
+
+    from jaxlm.recipes.plan import starter
+
+    request = starter.StarterRequest(
+        data=patterns,
+        machine=named_machine(args, 1, []),
+        parameters=None if args.params is None else _parameters(args.params),
+        minutes=args.minutes,
+    )
+    try:
+        made = starter.plan_starter(request)
+    except DataError as error:
+        if "data.kind=" in error.fix:  # a model is fine-tuned on conversations
+            error.fix = FINETUNE.format(shlex.quote(patterns[0]))
+        raise
+    words = [f"--data={each}" for each in args.data]
+    named = {"params": args.params, "minutes": args.minutes}
+    words += [f"--{name}={_text(value)}" for name, value in named.items() if value is not None]
+    command = shlex.join(["jaxlm", "init", *words, f"--on={args.on}"])
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(starter.config_file(made, args.out, command), encoding="utf-8")
+    except OSError as error:
+        why = f"{type(error).__name__}: {error.strerror}"
+        fix = f"--out={target.name}"
+        raise NotWritable(f"{target} cannot be written", where="--out", why=why, fix=fix) from error
+    answer = {
+        "config": args.out,
+        "parameters": made.parameters,
+        "tokens": made.run.pace.tokens(made.run.train.steps),
+        "epochs": made.epochs,
+        "minutes": None if made.minutes is None else [*made.minutes],
+        "settings": made.settings,
+        "risks": made.plan.risks,
+    }
+    return out.result(answer, _lines(answer, made.text_bytes, starter.predicted_time(made)))
+
+
+def _lines(answer: dict[str, Any], text_bytes: int, time: str) -> list[str]:
+    count, file = formatting.count, shlex.quote(answer["config"])
+    workdir = shlex.quote(f"runs/{Path(answer['config']).stem}")
+    epochs = f"{answer['epochs']:.2g} times the text of {formatting.size(text_bytes)}"
+    rows = [
+        ("wrote", answer["config"]),
+        ("model", f"{count(answer['parameters'])} parameters"),
+        ("data", f"{count(answer['tokens'])} tokens, about {epochs}"),
+        ("time", f"predicted: {time}"),
+        *(("risks", risk) for risk in answer["risks"]),
+        ("next", f"jaxlm train --config={file} --workdir={workdir}"),
+    ]
+    return table(rows)
+
+
+def _ask(args: Any) -> None:
+    """Fill flags that were not given by asking; an empty answer keeps the default."""
+    if not args.data:
+        args.data = [text] if (text := input("text to train on, a folder or a glob: ")) else []
+    if args.minutes is None and args.params is None and (text := input("minutes [60]: ").strip()):
+        try:
+            args.minutes = float(text)
+        except ValueError:
+            what, why = f"{text!r} is not a number of minutes", "it is asked for in minutes"
+            raise CommandError(what, where="minutes", why=why, fix="--minutes=60") from None
+
+
+def _check_minutes(minutes: float | None) -> None:
+    """Raise CommandError unless the time is positive and finite."""
+    if minutes is None or 0 < minutes < float("inf"):
+        return
+    what, where = f"{minutes:g} minutes are no time to train", f"--minutes={minutes:g}"
+    raise CommandError(what, where=where, why="it must be positive", fix="--minutes=60")
+
+
+def _pattern(text: str) -> str:
+    """Return a glob of the text files of a folder; any other pattern as it is."""
+    from jaxlm.data import documents
+
+    folder = Path(text)
+    globs = documents.text_globs(folder) if folder.is_dir() else []
+    return globs[0] if len(globs) == 1 else text
+
+
+def _parameters(text: str) -> float:
+    """Return a number of parameters. Raises CommandError."""
+    scale = UNITS.get(text[-1:], 1.0)
+    try:
+        value = float(text[:-1] if text[-1:] in UNITS else text) * scale
+    except ValueError:
+        value = 0.0
+    if 1e5 <= value <= 1e12:
+        return value
+    what, where = f"{text} is not a number of parameters", f"--params={text}"
+    why = "it is a number from 100k to 1000B, such as 30M"
+    raise CommandError(what, where=where, why=why, fix="--params=30M")
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

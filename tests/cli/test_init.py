@@ -1,0 +1,111 @@
+"""`jaxlm init`: a config for one's own text, sized by the planner, that loads and trains."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import config
+from jaxlm.monitor.chips import machine
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import predict
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # no terminal
+    (tmp_path / "texts").mkdir()
+    for number in range(4):
+        words = f"Sentence {number} of a text that a small model reads again and again. "
+        (tmp_path / "texts" / f"{number}.txt").write_text(words * 2000)
+    return tmp_path
+
+
+def made(capsys, *flags: str) -> tuple[dict, Run]:
+    """Return the answer of --json, and the run of the config that was written."""
+    assert main(["init", "--data=texts", "--json", *flags]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    return answer, config.load(Run, answer["config"], ()).value
+
+
+@pytest.mark.parametrize(("on", "minutes"), [("t4", 15.0), ("h100x8", 1.0), ("v5e-16", 5.0)])
+def test_the_config_is_the_plan_of_its_settings_and_takes_no_longer(texts, capsys, on, minutes):
+    answer, run = made(capsys, f"--on={on}", f"--minutes={minutes}")
+    plan = predict.forecast(run, machine(on, flag="--on"))
+    assert plan.fits
+    assert answer["parameters"] == plan.record()["parameters"]
+    low, high = (run.train.steps * seconds / 60 for seconds in plan.seconds)
+    assert answer["minutes"] == pytest.approx([low, high])
+    assert low <= minutes
+    assert run.data.train == ("texts/*.txt",)
+    assert answer["epochs"] <= 16.5, "repeated text teaches nothing any more"
+
+
+def test_parameters_that_were_asked_for_are_made(texts, capsys):
+    answer, run = made(capsys, "--on=h100", "--params=30M", "--out=thirty.py")
+    assert answer["parameters"] == pytest.approx(30e6, rel=0.15)
+    assert answer["config"] == "thirty.py"
+    text = (texts / "thirty.py").read_text()
+    assert "jaxlm init --data=texts --params=30M --on=h100" in text
+    assert "jaxlm train --config=thirty.py --workdir=runs/thirty" in text
+    assert run.model.width % run.model.heads == 0
+
+
+def test_a_larger_time_gives_a_larger_model(texts, capsys):
+    (texts / "texts" / "large.txt").write_text("A large text, of many words. " * 400_000)
+    sizes = [
+        made(capsys, "--on=t4", f"--minutes={minutes}", f"--out={minutes}.py")[0]["parameters"]
+        for minutes in (0.1, 100)
+    ]
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.slow
+def test_the_config_trains(texts, capsys):
+    answer, _ = made(capsys, "--minutes=0.01", "--params=100k")
+    words = ["train", f"--config={answer['config']}", "--workdir=run", "--stop_at=1", "--quiet"]
+    assert main([*words, "--config.data.tokenizer=bytes"]) == 0
+
+
+def test_conversations_are_referred_to_fine_tuning(texts, capsys):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (texts / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    assert main(["init", "--data=chat.jsonl"]) == 65
+    assert "--config=finetune/lora" in capsys.readouterr().err
+    assert not (texts / "my_config.py").exists()
+
+
+def test_a_file_is_not_overwritten(texts, capsys):
+    (texts / "my_config.py").write_text("# mine\n")
+    assert main(["init", "--data=texts"]) == 2
+    assert "--out=my_config-2.py" in capsys.readouterr().err
+    assert (texts / "my_config.py").read_text() == "# mine\n"
+
+
+def test_in_a_terminal_it_asks(texts):
+    terminal, end = pty.openpty()
+    words = [sys.executable, "-m", "jaxlm", "init", "--on=t4"]
+    process = subprocess.Popen(
+        words, stdin=end, stdout=end, stderr=end, cwd=texts
+    )
+    os.close(end)
+    os.write(terminal, b"texts\n5\n")
+    shown = b""
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # closed at the other end
+            break
+        if not part:
+            break
+        shown += part
+    os.close(terminal)
+    assert process.wait() == 0, shown.decode()
+    assert b"minutes [60]" in shown
+    assert "--minutes=5" in (texts / "my_config.py").read_text()
