@@ -22,6 +22,9 @@ from pathlib import Path
 import pytest
 
 from jaxlm.cli.docs import page, topics
+from jaxlm.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -136,9 +139,18 @@ def marked(name: str, command: str):
 @pytest.mark.parametrize(
     "command", [marked(name, line) for name, line in COMMANDS if line not in SCRIPTS]
 )
-def test_a_command_of_the_manual_runs(checkout, command):
-    done = run(shortened(command), checkout)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_command_of_the_manual_runs(checkout, command, request, monkeypatch, capfd):
+    """In this process, on one device, if it is one command of jaxlm and not slow: starting takes seconds."""
+    words = shlex.split(shortened(command))
+    is_slow = request.node.get_closest_marker("slow") is not None
+    needs_shell = set("|>;&<*?$") & set(re.sub(r"'[^']*'", "", command))
+    if is_slow or words[0] != "jaxlm" or words[1] == "launch" or needs_shell:
+        done = run(shortened(command), checkout)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return
+    monkeypatch.chdir(checkout)
+    code = main(words[1:])
+    assert code == 0, "".join(capfd.readouterr())
 
 
 @pytest.mark.slow
