@@ -4,7 +4,7 @@ jaxlm init --data='texts/*.txt'                        about an hour on this mac
 jaxlm init --data=texts --minutes=15 --on=t4           what a T4 trains in 15 minutes
 jaxlm init --data=texts --params=30M --on=h100         30M parameters, 20 tokens per parameter
 
-In a terminal it asks for what no flag names. The file is a program to change: each group of
+In a terminal it prompts for what no flag names. The file is a program to change: each group of
 settings has its reason. --on takes the machines of `jaxlm plan`.
 """
 
@@ -105,14 +105,14 @@ def _lines(answer: dict[str, Any], text_bytes: int, time: str) -> list[str]:
 
 
 def _ask(args: Any) -> None:
-    """Fill flags that were not given by asking; an empty answer keeps the default."""
+    """Fill flags that were not given from the terminal; an empty answer keeps the default."""
     if not args.data:
         args.data = [text] if (text := input("text to train on, a folder or a glob: ")) else []
     if args.minutes is None and args.params is None and (text := input("minutes [60]: ").strip()):
         try:
             args.minutes = float(text)
         except ValueError:
-            what, why = f"{text!r} is not a number of minutes", "it is asked for in minutes"
+            what, why = f"{text!r} is not a number of minutes", "the time is given in minutes"
             raise CommandError(what, where="minutes", why=why, fix="--minutes=60") from None
 
 

@@ -106,7 +106,7 @@ SITUATIONS: dict[str, Situation] = {
     "conversations under an objective that changes rows": Situation(f"{ON_CHATS} --config.objective.name=prefix", CHATS),
     "a role that is none": Situation("config validate --config=c.py --config.data.roles=bot"),
     "no role": Situation("config validate --config=c.py '--config.data.roles=()'"),
-    "init of conversations": Situation("init --data=chat.jsonl --on=t4", CHATS + "; mkdir -p runs; cp -r runs/a runs/base"),
+    "init of conversations": Situation("init --data=chat.jsonl --on=t4", CHATS + "; cp -r runs/a runs/base", more="--config.train.steps=1 --config.train.batch=4 --config.data.sequence=64"),
     "a kind of no source": Situation("config validate --config=c.py --config.data.kind=chat --config.data.validation=5% --config.data.train=talk=chat.jsonl,web=texts/*.txt --config.data.kinds=wob=text", CHATS),
     "a kind like none of a source": Situation("config validate --config=c.py --config.data.kind=chat --config.data.validation=5% --config.data.train=talk=chat.jsonl,web=texts/*.txt --config.data.kinds=web=prose", CHATS),
     "a kind twice": Situation("config validate --config=c.py --config.data.kind=chat --config.data.validation=5% --config.data.train=talk=chat.jsonl,web=texts/*.txt --config.data.kinds=web=text,web=chat", CHATS),

@@ -28,7 +28,7 @@ from jaxlm.recipes.plan import predict, search
 from jaxlm.recipes.plan.predict import Forecast, forecast
 from jaxlm.recipes.scaling import resize_model
 
-MINUTES = 60.0  # of training, if neither minutes nor parameters are given
+MINUTES = 60.0  # of training without --minutes and --params
 # Parameters: tokens of a row. Longer rows cost attention that a small model cannot use.
 ROWS = ((10e6, 256), (100e6, 512), (500e6, 1024), (math.inf, 2048))
 # Bytes of text: tokenizer, and bytes of English that a token of it covers.
@@ -79,7 +79,7 @@ class Starter:
 
     @property
     def epochs(self) -> float:
-        """How many times the run reads the text."""
+        """Passes over the text."""
         return self.run.pace.tokens(self.run.train.steps) / self.text_tokens
 
     @property
@@ -93,8 +93,8 @@ def plan_starter(request: StarterRequest) -> Starter:
     """Return a run for the text, machine, and size or time.
 
     Without `parameters` it is the largest model that reads enough tokens in the time: 20 per
-    parameter, or 5 if the model is small or the text is too short for 20. Without `minutes` the run reads 20 tokens
-    per parameter; without either it takes 60 minutes.
+    parameter, or 5 if the model is small or the text is too short for 20. Without `minutes` the
+    run reads 20 tokens per parameter; without both it takes 60 minutes.
 
     Raises:
       InputMissing: if no file matches.
@@ -114,7 +114,7 @@ def plan_starter(request: StarterRequest) -> Starter:
         raise ConfigError(
             "no such model fits the machine",
             where=f"--on={request.machine.name}",
-            why=f"{request.parameters or SMALLEST:.3g} parameters need more memory than it has, at any micro-batch",
+            why=f"{request.parameters or SMALLEST:.3g} parameters need more memory than it has",
             fix="--params=10M\n--on=h100x8",
         )
     return best
@@ -159,10 +159,10 @@ def _sized(
     plan = _fitted(run, request.machine)
     if plan is None:
         return None
-    wanted = float(TOKENS_PER_PARAMETER * model_cost.parameters(plan.decoder))
+    budget = float(TOKENS_PER_PARAMETER * model_cost.parameters(plan.decoder))
     if minutes is not None:
-        wanted = minutes * 60 * run.tokens_per_step / math.sqrt(math.prod(plan.seconds))
-    tokens = min(wanted, MAX_EPOCHS * text_tokens)
+        budget = minutes * 60 * run.tokens_per_step / math.sqrt(math.prod(plan.seconds))
+    tokens = min(budget, MAX_EPOCHS * text_tokens)
     if tokens > GOOD_EPOCHS * text_tokens:
         settings["model.dropout"] = 0.1
     batch = 2 ** round(math.log2(min(max(tokens / STEPS, MIN_BATCH), MAX_BATCH)))
