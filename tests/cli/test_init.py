@@ -91,9 +91,7 @@ def test_a_file_is_not_overwritten(texts, capsys):
 def test_in_a_terminal_it_asks(texts):
     terminal, end = pty.openpty()
     words = [sys.executable, "-m", "jaxlm", "init", "--on=t4"]
-    process = subprocess.Popen(
-        words, stdin=end, stdout=end, stderr=end, cwd=texts
-    )
+    process = subprocess.Popen(words, stdin=end, stdout=end, stderr=end, cwd=texts)
     os.close(end)
     os.write(terminal, b"texts\n5\n")
     shown = b""
