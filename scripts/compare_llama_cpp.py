@@ -37,7 +37,7 @@ def ours(source: Folder | Gguf, ids: np.ndarray) -> tuple[np.ndarray, Any]:
     @jax.jit
     def logits(params: Any) -> jax.Array:
         model = blueprint.merge(params)
-        return model.logits(model(ids[None], positions=jnp.arange(len(ids))[None]).values)[0]
+        return model.logits(model.hidden(ids[None], positions=jnp.arange(len(ids))[None]).values)[0]
 
     return np.asarray(logits(params)), params
 

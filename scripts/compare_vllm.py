@@ -34,7 +34,7 @@ def ours(folder: Path, place: Path) -> None:
     @jax.jit
     def likely(tokens: jax.Array) -> jax.Array:
         model = blueprint.merge(params)
-        hidden = model(tokens[None], positions=jnp.arange(len(tokens))[None])
+        hidden = model.hidden(tokens[None], positions=jnp.arange(len(tokens))[None])
         return jax.nn.log_softmax(model.logits(hidden.values)[0])
 
     # A token at a time over rows of one length: what comes later does not count for what came before.

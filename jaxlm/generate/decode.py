@@ -317,7 +317,7 @@ def prefill(
         return Hidden(values, cache, {}, values)
     index = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32)[None], prompts.shape)
     last = lengths[:, None] - 1
-    hidden = model(
+    hidden = model.hidden(
         prompts,
         positions=jnp.minimum(index, last),  # a position table may end where the padding begins
         visible_until=jnp.maximum(index, last) if both_ways else None,
@@ -337,6 +337,6 @@ def decode_tokens(
     positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     if model.config.positions is not None:  # only guesses can exceed it
         positions = jnp.minimum(positions, model.config.positions - 1)
-    hidden = model(tokens, positions=positions, cache=cache)
+    hidden = model.hidden(tokens, positions=positions, cache=cache)
     assert hidden.cache is not None
     return hidden.values, hidden.cache._replace(length=cache.length + count)

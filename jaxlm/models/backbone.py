@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self, overload
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -88,6 +90,58 @@ class Unembedder:
 
     embedding: Embedding
     unembedding: Linear | None
+
+    hidden: Callable[..., Hidden]  # each model has these two methods
+    logits: Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]]
+
+    @overload
+    def __call__(
+        self, tokens: Int[Array, "B T"], *, cache: None = None, **inputs: Any
+    ) -> Float[Array, "B T V"]: ...
+
+    @overload
+    def __call__(
+        self, tokens: Int[Array, "B T"], *, cache: KVCache, **inputs: Any
+    ) -> tuple[Float[Array, "B T V"], KVCache]: ...
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """Return the logits, float32; with a KV cache also the cache that has these tokens.
+
+        Args:
+          tokens: ids.
+          positions: of the tokens in their documents; None for 0, 1, 2, ... from the start of each
+            segment, or from the end of the cache.
+          segments: documents packed into a row, from 1; None for one document per row.
+          cache: KV cache of the tokens before these, see `Backbone.empty_cache`.
+          inputs: further arguments of `hidden`, such as `source` of an encoder-decoder.
+
+        Raises:
+          ValueError: if there are segments and a cache, which stores no segments.
+        """
+        if positions is None:
+            index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+            if segments is not None:
+                is_first = segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
+                starts = jnp.where(is_first, index, 0)
+                positions = index - jax.lax.cummax(starts, axis=1)
+            else:
+                positions = index if cache is None else index + cache.length[:, None]
+        if segments is not None:
+            inputs["segments"] = segments
+        if cache is None:
+            return self.logits(self.hidden(tokens, positions=positions, **inputs).values)
+        hidden = self.hidden(tokens, positions=positions, cache=cache, **inputs)
+        assert hidden.cache is not None
+        length = cache.length + tokens.shape[1]
+        return self.logits(hidden.values), hidden.cache._replace(length=length)
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the product with the unembedding, float32."""

@@ -40,7 +40,7 @@ class Decoder(Backbone, Unembedder):
         )
         self.unembedding = tables.unembedding(config.vocab, tied=config.tied)
 
-    def __call__(
+    def hidden(
         self,
         tokens: Int[Array, "B T"],
         *,
@@ -92,8 +92,8 @@ class Decoder(Backbone, Unembedder):
         )
 
     def read(self, batch: Tokens, *, key: Array | None, parts: int = 1) -> Hidden:
-        """Return the output for a batch, see `__call__`."""
-        return self(
+        """Return the output for a batch, see `hidden`."""
+        return self.hidden(
             batch.tokens,
             positions=batch.positions,
             segments=batch.segments,
@@ -118,7 +118,7 @@ class Decoder(Backbone, Unembedder):
         Args:
           stream: `Hidden.stream` of the same tokens.
           ahead: ids and existence of the tokens 1, 2, ... ahead, see `heads.Heads`.
-          positions, segments, key, parts: as in `__call__`.
+          positions, segments, key, parts: as in `hidden`.
         """
         assert self.heads is not None
 

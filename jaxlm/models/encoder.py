@@ -58,7 +58,7 @@ class Encoder(Backbone, Unembedder):
         self.head = MaskedHead(config, key=random.stream(key, "head"), init=init)
         self.unembedding = tables.unembedding(config.vocab, tied=config.tied)
 
-    def __call__(
+    def hidden(
         self,
         tokens: Int[Array, "B T"],
         *,
@@ -84,8 +84,8 @@ class Encoder(Backbone, Unembedder):
         return self.apply_layers(x, positions=positions, mask=mask, keys=(keys[1], keys[2]))
 
     def read(self, batch: Tokens, *, key: Array | None, parts: int = 1) -> Hidden:
-        """Return the output for a batch, see `__call__`."""
-        return self(
+        """Return the output for a batch, see `hidden`."""
+        return self.hidden(
             batch.tokens, positions=batch.positions, segments=batch.segments, key=key, parts=parts
         )
 

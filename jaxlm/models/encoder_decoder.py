@@ -58,7 +58,7 @@ class EncoderDecoder(nnx.Module, Unembedder):
         mask = masks.both_ways(source.shape[1], segments)
         return self._apply_side(self.encoder, source, mask, None, None, key)
 
-    def __call__(
+    def hidden(
         self,
         tokens: Int[Array, "B T"],
         *,
@@ -97,7 +97,7 @@ class EncoderDecoder(nnx.Module, Unembedder):
 
     def read(self, batch: Tokens, *, key: Array | None, parts: int = 1) -> Hidden:
         """Return the decoder's output for a batch. Raises ValueError if the batch has no source."""
-        return self(
+        return self.hidden(
             batch.tokens,
             positions=batch.positions,
             source=batch.source,

@@ -147,7 +147,7 @@ def logits(workdir: Path, *, is_merged: bool = True) -> np.ndarray:
     @jax.jit
     def computed(params: Any, tokens: jax.Array) -> jax.Array:
         model = opened.model.blueprint.merge(params)
-        return model.logits(model(tokens, positions=positions).values)
+        return model.logits(model.hidden(tokens, positions=positions).values)
 
     with jax.set_mesh(opened.model.mesh), jax.default_matmul_precision("highest"):
         return np.asarray(computed(opened.params, IDS))

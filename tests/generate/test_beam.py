@@ -25,7 +25,7 @@ def model():
     def forward(tokens):
         model = blueprint.merge(params)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        logits = model.logits(model(tokens, positions=positions).values)[0]
+        logits = model.logits(model.hidden(tokens, positions=positions).values)[0]
         return jax.nn.log_softmax(logits)
 
     def scores(ids):

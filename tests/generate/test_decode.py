@@ -89,7 +89,9 @@ def greedy(blueprint, params, prompt, count, known=0):
         model = blueprint.merge(params)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         reach = jnp.maximum(positions, known - 1)
-        return model.logits(model(tokens, positions=positions, visible_until=reach).values)[0]
+        return model.logits(model.hidden(tokens, positions=positions, visible_until=reach).values)[
+            0
+        ]
 
     length = max(map(len, PROMPTS)) + count
     ids = list(prompt)
@@ -160,7 +162,7 @@ def forward(llama):
     def compiled(tokens):
         model = blueprint.merge(params)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        return model.logits(model(tokens, positions=positions).values)[0]
+        return model.logits(model.hidden(tokens, positions=positions).values)[0]
 
     def logits(ids):
         padded = jnp.asarray([ids + [PAD] * (16 - len(ids))], jnp.int32)

@@ -58,7 +58,7 @@ def test_the_sharded_model_gives_the_logits_of_one_device(built):
 
     def logits(params):
         model = blueprint.merge(params)
-        return model.logits(model(tokens, positions=positions).values)
+        return model.logits(model.hidden(tokens, positions=positions).values)
 
     with jax.set_mesh(grid):
         split = jax.jit(logits)(jax.device_put(alone, shardings))

@@ -45,7 +45,7 @@ def logits(built):
     @jax.jit
     def run(tokens, positions, segments, types):
         model = blueprint.merge(params)
-        hidden = model(tokens, positions=positions, segments=segments, types=types)
+        hidden = model.hidden(tokens, positions=positions, segments=segments, types=types)
         return model.logits(hidden.values)
 
     return run
@@ -85,7 +85,7 @@ def test_a_window_reaches_as_far_to_either_side():
     @jax.jit
     def run(tokens, positions, segments, types):
         model = blueprint.merge(params)
-        return model.logits(model(tokens, positions=positions, segments=segments).values)
+        return model.logits(model.hidden(tokens, positions=positions, segments=segments).values)
 
     near = list(range(6 - WINDOW, 6 + WINDOW + 1))
     assert reached(run, 6, *row()) == near
@@ -121,7 +121,7 @@ def test_the_closed_form_counts_every_parameter_and_product(built):
 
     def logits(params, tokens, positions):
         model = blueprint.merge(params)
-        return model.logits(model(tokens, positions=positions).values)
+        return model.logits(model.hidden(tokens, positions=positions).values)
 
     tokens = jnp.zeros((1, LENGTH), jnp.int32)
     program = jax.make_jaxpr(logits)(blueprint.shapes, tokens, tokens)

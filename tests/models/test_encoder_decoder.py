@@ -36,7 +36,7 @@ def logits(built):
     @jax.jit
     def run(source, tokens, source_segments, segments):
         model = blueprint.merge(params)
-        hidden = model(
+        hidden = model.hidden(
             tokens,
             positions=tokens,
             source=source,
@@ -87,7 +87,7 @@ def test_tokens_that_come_one_by_one_score_as_all_at_once(built, logits):
         cache = model.init_cache(source, segments, LENGTH)
 
         def step(cache, token):
-            hidden = model(token[:, None], positions=cache.length[:, None], cache=cache)
+            hidden = model.hidden(token[:, None], positions=cache.length[:, None], cache=cache)
             cache = hidden.cache._replace(length=cache.length + 1)
             return cache, model.logits(hidden.values)[:, 0]
 
@@ -98,7 +98,7 @@ def test_tokens_that_come_one_by_one_score_as_all_at_once(built, logits):
     whole = logits(source, tokens, segments, np.ones_like(tokens))
     np.testing.assert_allclose(actual, whole, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="either a source or a cache"):
-        blueprint.merge(params)(tokens, positions=tokens)
+        blueprint.merge(params).hidden(tokens, positions=tokens)
 
 
 def test_a_decoder_that_attends_to_no_encoder_and_mixed_biases_are_refused():
@@ -139,7 +139,7 @@ def test_the_closed_form_counts_every_parameter_and_product(built):
 
     def logits(params, source, tokens):
         model = blueprint.merge(params)
-        return model.logits(model(tokens, positions=tokens, source=source).values)
+        return model.logits(model.hidden(tokens, positions=tokens, source=source).values)
 
     source, tokens = (jnp.zeros((1, size), jnp.int32) for size in (READ, LENGTH))
     program = jax.make_jaxpr(logits)(blueprint.shapes, source, tokens)

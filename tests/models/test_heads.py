@@ -22,7 +22,7 @@ def test_each_head_notes_its_figures_under_the_name_of_its_parameters():
         model = blueprint.merge(params)
         given = {"positions": tokens, "segments": tokens + 1}
         with capture(("logits", "activations")) as notes:
-            stream = model(tokens, **given).stream
+            stream = model.hidden(tokens, **given).stream
             model.mtp_hidden(stream, [(tokens, tokens == 0)] * 2, **given)
         return notes
 

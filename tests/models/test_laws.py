@@ -110,7 +110,7 @@ def logits(blueprint, params, tokens, positions, **rest):
     @jax.jit  # one program compiles faster than each of its operations
     def forward(params, tokens, positions, rest):
         model = blueprint.merge(params)
-        return model.logits(model(tokens, positions=positions, **rest).values)
+        return model.logits(model.hidden(tokens, positions=positions, **rest).values)
 
     return forward(params, tokens, positions, rest)
 
@@ -138,7 +138,7 @@ def test_no_token_depends_on_those_after_it(built):
     # A tied table is also the output layer: look at the hidden state, which the table reaches through the inputs alone.
     def hidden(table):
         model = blueprint.merge(params | {"embedding": {"table": table}})
-        return model(tokens, positions=positions).values[0, 5].sum()
+        return model.hidden(tokens, positions=positions).values[0, 5].sum()
 
     gradient = jax.jit(jax.grad(hidden))(table)
     assert float(jnp.abs(gradient[unseen]).max()) == 0.0
@@ -229,7 +229,7 @@ def test_cached_decoding_is_the_full_forward_row_by_row(built):
     @jax.jit  # for the prompt and for each token after it: one program compiles faster than each of its operations
     def forward(tokens, positions, cache, count):
         model = blueprint.merge(params)
-        hidden = model(tokens, positions=positions, cache=cache, count=count)
+        hidden = model.hidden(tokens, positions=positions, cache=cache, count=count)
         return model.logits(hidden.values), hidden.cache
 
     cache = blueprint.merge(params).empty_cache(3, LENGTH)
@@ -256,7 +256,7 @@ def test_segments_with_a_cache_are_refused():
     model = blueprint.merge(blueprint.init(jax.random.key(0)))
     tokens, positions = inputs()
     with pytest.raises(ValueError, match="segments with a cache"):
-        model(
+        model.hidden(
             tokens,
             positions=positions,
             segments=jnp.ones_like(tokens),

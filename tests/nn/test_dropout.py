@@ -78,7 +78,9 @@ def test_embeddings_are_dropped_at_their_rate_and_the_mean_stays():
     positions = np.broadcast_to(np.arange(16), (8, 16))
 
     def stream(key):
-        return np.asarray(blueprint.merge(params)(tokens, positions=positions, key=key).stream)
+        return np.asarray(
+            blueprint.merge(params).hidden(tokens, positions=positions, key=key).stream
+        )
 
     tables = [np.asarray(params[name]["table"]) for name in ("embedding", "positions")]
     whole = tables[0][tokens] + tables[1][positions]
@@ -110,7 +112,7 @@ def test_a_model_without_a_key_has_no_noise_and_drops_no_layer():
     def values(config, key):
         blueprint = Blueprint(config, Precision.float32())
         model = blueprint.merge(blueprint.init(jax.random.key(0)))
-        return np.asarray(model(tokens, positions=positions, key=key).values)
+        return np.asarray(model.hidden(tokens, positions=positions, key=key).values)
 
     np.testing.assert_array_equal(values(quiet, None), values(loud, None))
     assert np.abs(values(quiet, KEY) - values(loud, KEY)).max() > 0.01

@@ -63,7 +63,7 @@ def loss_of(blueprint, student, teacher, **settings):
 def logits_of(blueprint, params):
     batch = rows()
     model = blueprint.merge(params)
-    logits = model.logits(model(batch.tokens, positions=batch.positions).values)
+    logits = model.logits(model.hidden(batch.tokens, positions=batch.positions).values)
     return np.asarray(logits, np.float64)
 
 

@@ -78,9 +78,9 @@ def expected(blueprint, params, rows):
     model = blueprint.merge(params)
     stream = jax.jit(
         lambda params: (
-            blueprint.merge(params)(
-                rows.tokens, positions=rows.positions, segments=rows.segments
-            ).stream
+            blueprint.merge(params)
+            .hidden(rows.tokens, positions=rows.positions, segments=rows.segments)
+            .stream
         )
     )(params)
     stream, params = (

@@ -42,7 +42,7 @@ def dependence():
     def predictions(table, segments, reach):
         embedding = params["embedding"] | {"table": table}
         model = blueprint.merge(params | {"embedding": embedding})
-        hidden = model(slots, positions=slots, segments=segments, visible_until=reach)
+        hidden = model.hidden(slots, positions=slots, segments=segments, visible_until=reach)
         return model.logits(hidden.values)[0] @ weights
 
     def of(batch):

@@ -48,7 +48,7 @@ def test_the_loss_is_the_weighted_sum_over_a_float64_softmax(blueprint, params, 
     model = blueprint.merge(params)
     logits = np.asarray(
         model.logits(
-            model(batch.tokens, positions=batch.positions, segments=batch.segments).values
+            model.hidden(batch.tokens, positions=batch.positions, segments=batch.segments).values
         ),
         np.float64,
     )
@@ -69,7 +69,7 @@ def test_a_cap_smoothing_and_the_z_loss_together_are_those_of_float64(batch, par
     capped = Llama(vocab=50, width=16, depth=2, heads=2, kv_heads=1).build()
     capped = Blueprint(dataclasses.replace(capped, logit_softcap=0.05), Precision.float32())
     model = capped.merge(params)
-    hidden = model(batch.tokens, positions=batch.positions, segments=batch.segments).values
+    hidden = model.hidden(batch.tokens, positions=batch.positions, segments=batch.segments).values
     plain = dataclasses.replace(capped.config, logit_softcap=None)
     logits = Blueprint(plain, Precision.float32()).merge(params).logits(hidden)
     logits = 0.05 * np.tanh(np.asarray(logits, np.float64) / 0.05)

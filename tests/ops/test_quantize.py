@@ -138,7 +138,7 @@ def test_only_the_projections_of_layers_are_rounded():
 
     def logits(params):
         model = blueprint.merge(params)
-        return model.logits(model(ids, positions=ids).values)
+        return model.logits(model.hidden(ids, positions=ids).values)
 
     text = str(jax.make_jaxpr(logits)(params))
     # Query, key, value, out, gate, up, down; two products of attention and the logits are not.
