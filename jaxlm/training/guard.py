@@ -1,9 +1,10 @@
 """Guard that skips updates: it decides on the device, and selects instead of multiplying by zero.
 
-A step is bad if its loss or gradient is not finite, or if either is a spike among the last accepted
-ones. A bad step leaves parameters and optimizer unchanged, bit for bit, and is counted. A step
-whose gradient overflows because of the loss scale of float16 is skipped too, and counted
-separately: it is no sign of a problem of the run.
+A step is bad if its loss or gradient is not finite, if either is a spike among the last accepted
+ones, or if its batch has no trained token: then moments and weights would only decay. A bad step
+leaves parameters and optimizer unchanged, bit for bit, and is counted. A step whose gradient
+overflows because of the loss scale of float16 is skipped too, and counted separately: it is no sign
+of a problem of the run.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from jaxlm.training.config import GuardConfig
 LOSS_NOT_FINITE, GRAD_NOT_FINITE, LOSS_SPIKE, GRAD_SPIKE = 1, 2, 4, 8
 STATE_NOT_FINITE = 16  # the update overflowed, not its gradient; detected before a save
 OVERFLOW = 32  # finite loss with a gradient that is not, at a loss scale that can be lowered
+NO_WEIGHT = 64  # no slot of the batch has a loss
 DESCRIPTIONS = {
     LOSS_NOT_FINITE: "loss not finite",
     GRAD_NOT_FINITE: "gradient not finite",
@@ -25,6 +27,7 @@ DESCRIPTIONS = {
     GRAD_SPIKE: "gradient spike",
     STATE_NOT_FINITE: "parameters or moments not finite",
     OVERFLOW: "gradient too large for the loss scale",
+    NO_WEIGHT: "no trained token",
 }
 
 # Median absolute deviation of a normal distribution -> its standard deviation.
@@ -72,6 +75,7 @@ def judge(
     norm: Float[Array, ""],
     config: GuardConfig,
     *,
+    is_empty: Bool[Array, ""] | bool = False,
     is_scaled: bool = False,
 ) -> tuple[Bool[Array, ""], Int[Array, ""], GuardState]:
     """Return (is the step good, bits of the verdict, the guard after this step).
@@ -93,13 +97,14 @@ def judge(
       loss: loss of the step, without the scale.
       norm: norm of the gradient, without the scale.
       config: settings of the guard.
+      is_empty: True if the weight of the batch is 0.
       is_scaled: True if the loss was scaled.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2 (the scale, and its choice
     while training).
     """
     bad_loss, bad_norm = ~jnp.isfinite(loss), ~jnp.isfinite(norm)
-    verdict = LOSS_NOT_FINITE * bad_loss + GRAD_NOT_FINITE * bad_norm
+    verdict = LOSS_NOT_FINITE * bad_loss + GRAD_NOT_FINITE * bad_norm + NO_WEIGHT * is_empty
     filled = guard.filled
     if config.sigmas is not None:
         is_warm = filled >= config.window // WARM

@@ -93,7 +93,12 @@ def build_step(spec: StepSpec) -> Step:
             is_known = tree.is_finite(estimated["curvature"].diagonal)
             grad_norm = jnp.where(is_known, grad_norm, jnp.nan)
         is_good, verdict, guarded = guards.judge(
-            state.guard, means["loss_nats"], grad_norm, spec.guard, is_scaled=is_scaled
+            state.guard,
+            means["loss_nats"],
+            grad_norm,
+            spec.guard,
+            is_empty=part.objective.weight == 0,
+            is_scaled=is_scaled,
         )
 
         def update(with_norms: bool) -> tuple[Any, dict[str, Array]]:

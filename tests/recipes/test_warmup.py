@@ -1,5 +1,6 @@
 """Batches that grow in rows and in length, through the front door."""
 
+import itertools
 import json
 import shlex
 import shutil
@@ -53,8 +54,10 @@ def test_each_stage_is_said_compiled_once_and_counted(unbroken):
     rates = [r["learning_rate"] / 3e-3 for r in trained]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
     work = [r["flops_per_second"] * r["step_seconds"] for r in trained]
-    assert work[0] == pytest.approx(work[1])
-    assert work[0] < 0.51 * work[2] < 0.51 * work[4]
+    seen = [0, *(r["tokens"] for r in trained)]
+    each = [flops / (b - a) for flops, (a, b) in zip(work, itertools.pairwise(seen), strict=True)]
+    assert each[0] == pytest.approx(each[1]) == pytest.approx(each[2]), "padding is no work"
+    assert each[2] < each[4] == pytest.approx(each[7]), "longer rows attend to more"
 
 
 def test_going_on_from_inside_a_stage_changes_no_bit(config, unbroken, tmp_path):
