@@ -74,7 +74,7 @@ def run(args: Any, out: Output) -> int:
 def _verified(sets: dict[str, Any]) -> list[str]:
     """Return the lines about generated answers; none without them."""
     rows: list[tuple[str, ...]] = [
-        ("set", "answers", "prompts", "exact match", "standard error", "ended")
+        ("set", "answers", "prompts", "exact match", "standard error", "ended", "marked")
     ]
     left_out = []
     for name, figures in sets.items():
@@ -84,7 +84,8 @@ def _verified(sets: dict[str, Any]) -> list[str]:
             if (score := answers[kind]) is None:
                 continue
             drawn = f"{score['samples']} sampled" if kind == "sampled" else kind
-            shares = (score["exact_match"], score["standard_error"], score["ended_share"])
+            names = ("exact_match", "standard_error", "ended_share", "marked_share")
+            shares = [score[name] for name in names]
             shown = ["-" if value is None else f"{value:.4f}" for value in shares]
             rows.append((name, drawn, str(answers["prompts"]), *shown))
         counts = [f"{number} {reason}" for reason, number in answers["left_out"].items()]

@@ -14,12 +14,12 @@ from jaxlm.core.errors import DataError
 from jaxlm.data import chat_templates, formats
 from jaxlm.data.assistant_mask import MaskRenderer, Rendered
 from jaxlm.data.chat import ChatTemplate
-from jaxlm.data.control_tokens import ControlTokens, WeightedIds, WeightedSpan
+from jaxlm.data.control_tokens import CUT, ControlTokens, WeightedIds, WeightedSpan
 from jaxlm.data.conversations import TOO_LONG, UNTRAINED, Conversation, Rejected
 from jaxlm.data.records import Document, not_a_conversation
 from jaxlm.data.tokenizer import Tokenizer
 
-VERSION = 1  # of ids and weights; cached tokens of another version are made again
+VERSION = 2  # of ids and weights; cached tokens of another version are made again
 BATCH = 256  # conversations that are rendered by one request
 PROBED = 1000  # conversations among which a single refused one is tolerated
 
@@ -148,9 +148,11 @@ class _Batches(contextlib.ExitStack):
         prompt, completion = (
             self._control.guarded(message["content"]) for message in conversation.messages
         )
-        start = len(begin) + len(prompt)
+        # What is generated from begins with a token of its own.
+        cut = "" if tokenizer.lead else CUT
+        start = len(begin + prompt + cut)
         span = WeightedSpan(start, start + len(completion), conversation.weights[-1])
-        return Rendered(begin + prompt + completion, [span], is_open=True)
+        return Rendered(begin + prompt + cut + completion, [span], is_open=True)
 
     def _usable(
         self, items: dict[int, Item], rendered: Sequence[Rendered | Rejected]

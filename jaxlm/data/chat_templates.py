@@ -18,7 +18,7 @@ TODAY_CALL = re.compile(r"""strftime_now\s*\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
 TODAY_USE = re.compile(r"strftime_now(?!\s+is\s)")
 CHATML = """{{- BOS }}
 {%- if tools %}
-    {{- START + 'system\\n' }}
+    {{- START + 'system' + SEPARATOR }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
     {{- '# Tools\\n' }}
     {%- for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}
@@ -26,14 +26,14 @@ CHATML = """{{- BOS }}
 {%- endif %}
 {%- for message in messages %}
     {%- if not (tools and loop.first and message.role == 'system') %}
-        {{- START + message.role + '\\n' + (message.content or '') }}
+        {{- START + message.role + SEPARATOR + (message.content or '') }}
         {%- for call in message.tool_calls or [] %}
             {{- '\\n<tool_call>\\n' + (call.function or call) | tojson + '\\n</tool_call>' }}
         {%- endfor %}
         {{- END + '\\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- START + 'assistant\\n' }}{% endif %}
+{%- if add_generation_prompt %}{{- START + 'assistant' + SEPARATOR }}{% endif %}
 """
 
 
@@ -71,16 +71,21 @@ def choose(setting: str, tokenizer: Tokenizer, folders: tuple[Path, ...]) -> Cha
 def chatml(tokenizer: Tokenizer) -> ChatTemplate:
     """Return ChatML whose turns end with `<|im_end|>`, or else with the end of text.
 
-    Turns begin with `<|im_start|>`, the last token that jaxlm reserves, or the end of text.
+    Turns begin with `<|im_start|>`, the last token that jaxlm reserves, or the end of text. A line
+    break follows the role. A tokenizer trained here may have pieces of a line break and the word
+    after it, which would hide the first word of an answer in the prompt: there the role ends with
+    the last token but one that jaxlm reserves, as with Phi-4's `<|im_sep|>`.
     """
     tokens = _tokens(tokenizer)
     end, start = tokens["eos_token"], tokens["eos_token"]
+    separator = "\n"
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
         start, end = "<|im_start|>", "<|im_end|>"
     elif SPECIALS[-1] in tokenizer.specials:
-        start = SPECIALS[-1]
+        start, separator = SPECIALS[-1], SPECIALS[-2]
     source = CHATML
-    for name, text in (("BOS", tokens.get("bos_token", "")), ("START", start), ("END", end)):
+    texts = {"BOS": tokens.get("bos_token", ""), "START": start, "SEPARATOR": separator, "END": end}
+    for name, text in texts.items():
         source = source.replace(name, repr(text))
     return ChatTemplate(source, tokens, "chatml")
 

@@ -22,6 +22,7 @@ from jaxlm.data.tokenizer import Tokenizer
 OPENS, CLOSES = "\ufdd0", "\ufdd1"  # around a content
 BEGINS, ENDS = "\ufdd2", "\ufdd3"  # around what a template marks as generated
 GUARD, NAME = "\ufdd4", "\ufdd5"
+CUT = "\ufdd6"  # no piece of a tokenizer trained here crosses it
 RESERVED = re.compile("[\ufdd0-\ufdef]")
 
 
@@ -55,7 +56,7 @@ class ControlTokens:
         firsts = "".join(re.escape(name[0]) for name in tokenizer.specials if name)
         self._suspect = re.compile(f"[{firsts}\ufdd0-\ufdef]")  # first of what `guarded` changes
         self.pattern = re.compile(f"(?<!{GUARD})(?:{names or '(?!)'})")
-        self._separator = re.compile(f"{GUARD}|(?<!{GUARD})(?:{names or '(?!)'})")
+        self._separator = re.compile(f"[{GUARD}{CUT}]|(?<!{GUARD})(?:{names or '(?!)'})")
         self._renamed: dict[str, str] = {}
         if isinstance(tokenizer, ImportedTokenizer):
             self._renamed = {n: f"{NAME}{i}{NAME}" for n, i in tokenizer.specials.items()}
@@ -120,7 +121,10 @@ class _Laid:
             waiting += text[start : match.start()]
             length += match.start() - start
             start = match.end()
-            if (name := match[0]) != GUARD:
+            if (name := match[0]) == CUT:
+                self.parts += [(waiting, False)] if waiting else []
+                waiting = ""
+            elif name != GUARD:
                 name = renamed.get(name, name)
                 self.parts += [(waiting, False), (name, True)] if waiting else [(name, True)]
                 waiting = ""

@@ -299,6 +299,11 @@ def _losses(name: str, manifest: Manifest) -> Iterator[str]:
             yield f"{words} {name}: {counts}"
     if n := manifest.unknown:
         yield f"{n} characters of {name} are not in the tokenizer; they became <|unk|>"
+    if n := manifest.figures.get("answers_in_prompt_token", 0):
+        yield (
+            f"{n} of {manifest.figures['trained_turns']} answers of {name} start inside a token of "
+            "their prompt, which is not trained"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,11 +32,13 @@ class Score(NamedTuple):
     """Shares of answers that equal their reference, and that ended before the limit of tokens.
 
     `standard_error` is that of `exact_match`, over prompts; None for a single prompt.
+    `marked_share` is the share with the mark of a final answer; None if no reference has one.
     """
 
     exact_match: float
     standard_error: float | None
     ended_share: float
+    marked_share: float | None
 
 
 def is_match(check: Check, answer: str, reference: str) -> bool:
@@ -106,11 +108,16 @@ def last_turn(
     return 0, ""
 
 
-def score(matches: Bool[np.ndarray, "P S"], ended: Bool[np.ndarray, "P S"]) -> Score:
+def score(
+    matches: Bool[np.ndarray, "P S"],
+    ended: Bool[np.ndarray, "P S"],
+    marked: Bool[np.ndarray, "P S"] | None = None,
+) -> Score:
     """Return the score of S answers to each of P prompts.
 
     Answers to one prompt are not independent, so the standard error is that of the means by prompt.
     """
     means = matches.mean(axis=1)
     error = float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None
-    return Score(float(means.mean()), error, float(ended.mean()))
+    marked_share = None if marked is None else float(marked.mean())
+    return Score(float(means.mean()), error, float(ended.mean()), marked_share)

@@ -111,7 +111,7 @@ def test_conversations_too_long_for_a_row_are_dropped_cut_or_an_error(tmp_path):
     manifest = data.train.shards.manifest
     assert (manifest.figures["turns_cut"], manifest.left_out) == (2, {"longer than a row": 1})
     text = peek.render_segments(rows(data), data.tokenizer, 0)[0]
-    assert "system\ns" in text
+    assert "system<|sentinel_30|>s" in text
     assert "first" not in text
     with pytest.raises(DataError, match="longer than a row") as caught:
         opened(tmp_path, train, sequence=60, overlong="error")
@@ -151,6 +151,29 @@ def test_prompts_and_completions_are_joined_as_text(tmp_path):
     texts = peek.render_segments(batch, data.tokenizer, 0)
     assert "<|bos|>1+1=\u00ab2<|eos|>\u00bb" in texts
     assert trained(data, batch) == ["c<|eos|>", "2<|eos|>"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_no_piece_of_a_tokenizer_made_here_begins_in_a_prompt_and_ends_in_its_answer(
+    kind, tmp_path
+):
+    """Its pieces may span a line break and a word: 82% of the answers to GSM8K began so."""
+    words = ["The sum is 4", "She has 7 apples", "We count 12"]
+    records = [
+        {"messages": pair(f"How many, {n}?", words[n % 3])}
+        if kind == "chat"
+        else {"prompt": f"assistant\n{n} =", "completion": f" {n * n}. The end"}
+        for n in range(60)
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    data = opened(tmp_path, str(path), kind=kind, tokenizer="sentencepiece:360")
+    assert data.train.shards.manifest.figures["answers_in_prompt_token"] == 0
+    texts = {text.removesuffix("<|eos|>") for text in trained(data, rows(data))}
+    if kind == "chat":
+        assert texts == set(words)
+    else:
+        assert texts == {each["completion"] for each in records}
 
 
 def test_parquet_and_lone_surrogates_are_read(tmp_path):

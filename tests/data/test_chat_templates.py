@@ -19,8 +19,8 @@ def chatml(encoder, messages=TURNS, **more):
 
 
 def test_chatml_of_a_tokenizer_made_here_uses_what_it_reserves():
-    last = SPECIALS[-1]
-    assert chatml(Bytes()) == f"<|bos|>{last}user\na<|eos|>\n{last}assistant\nb<|eos|>\n"
+    mid, last = SPECIALS[-2:]
+    assert chatml(Bytes()) == f"<|bos|>{last}user{mid}a<|eos|>\n{last}assistant{mid}b<|eos|>\n"
 
 
 def test_chatml_of_a_model_uses_its_own_marks_or_the_end_of_text():
@@ -34,7 +34,7 @@ def test_chatml_renders_tools_and_their_calls():
     system = {"role": "system", "content": "Add."}
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     text = chatml(Bytes(), [system, TURNS[0], called], tools=[{"name": "add"}])
-    assert "system\nAdd.\n\n# Tools\n{" in text
+    assert f"system{SPECIALS[-2]}Add.\n\n# Tools\n{{" in text
     assert text.count("Add.") == 1
     assert '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|eos|>\n' in text
 

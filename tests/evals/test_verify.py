@@ -145,3 +145,7 @@ def test_the_standard_error_is_that_of_the_means_by_prompt():
     assert (result.exact_match, result.ended_share) == (0.375, 1.0)
     assert math.isclose(result.standard_error, np.std([1, 0, 0.5, 0], ddof=1) / 2)
     assert verify.score(matches[:1], matches[:1]).standard_error is None
+    assert (result.marked_share, verify.score(matches, matches, matches).marked_share) == (
+        None,
+        0.375,
+    )

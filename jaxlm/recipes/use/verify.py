@@ -202,7 +202,11 @@ class AnswerVerifier:
             for drawn, reference in zip(answers, asked.references, strict=True)
         ]
         ended = [[each.finish_reason == "eos_token" for each in drawn] for drawn in answers]
-        return verify.score(np.array(matches), np.array(ended))
+        has_marks = any(verify.MARK in reference for reference in asked.references)
+        marked = [[verify.MARK in each.text for each in drawn] for drawn in answers]
+        return verify.score(
+            np.array(matches), np.array(ended), np.array(marked) if has_marks else None
+        )
 
     def _answers(
         self, sampler: Sampler, prompts: Sequence[Sequence[int]], samples: int, batch: int
