@@ -81,7 +81,7 @@ def test_logits_are_not_rounded_where_activations_are_bfloat16(tied, monkeypatch
     blueprint = Blueprint(family.build(), Precision.of(PrecisionConfig(compute="bfloat16")))
     model = blueprint.merge(blueprint.init(jax.random.key(0)))
     ids = jnp.arange(8, dtype=jnp.int32)[None]
-    hidden = model(ids, positions=ids).values
+    hidden = model.hidden(ids, positions=ids).values
     assert hidden.dtype == jnp.bfloat16
     logits = model.logits(hidden)
     assert logits.dtype == jnp.float32

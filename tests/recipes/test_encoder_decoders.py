@@ -111,7 +111,7 @@ def likeliest(run, prompt, ids):
     @jax.jit
     def scores(params):
         model = opened.model.blueprint.merge(params)
-        return model.logits(model(tokens, positions=tokens, source=source).values)[0]
+        return model(tokens, source=source)[0]
 
     with jax.set_mesh(opened.model.mesh):
         found = np.where(text[None], scores(opened.params), -np.inf)

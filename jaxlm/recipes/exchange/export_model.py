@@ -177,7 +177,7 @@ def compare_logits(
     ) -> jax.Array:
         merged = blueprint.merge(params)
         inputs = {"source": tokens} if is_paired else {}
-        return merged.logits(merged(tokens, positions=positions, **inputs).values)
+        return merged(tokens, positions=positions, **inputs)
 
     of_run = jax.jit(functools.partial(logits, model.blueprint))
     of_export = jax.jit(functools.partial(logits, written.blueprint))
