@@ -13,6 +13,7 @@ from jaxtyping import Float
 from jaxlm.core import random
 from jaxlm.nn.dropout import dropout, layer_key
 from jaxlm.nn.linear import HeadLinear, Linear
+from jaxlm.ops.low_rank import leading_factors
 from jaxlm.ops.matmul import matmul
 from jaxlm.parallel.rules import constrain
 from jaxlm.tune import config
@@ -56,17 +57,38 @@ class Adapted(Linear):
 
 
 class LoraLinear(Adapted):
-    """y = x W + s (x A) B + b. The products with A and B are skinny; A B is never formed."""
+    """y = x W + s (x A) B + b. The products with A and B are skinny; A B is never formed.
+
+    PiSSA subtracts s (x A0) B0 with the first values of A and B, so that the weight stays that of
+    the base. Its x has no dropout, as it is a part of the weight.
+    """
 
     settings: config.Lora
 
     def _add(self, key: Array) -> None:
-        rank, (ins, outs) = self.settings.rank, self.axes
-        limit = 1 / math.sqrt(math.prod(self.ins))
+        (ins, outs), is_first = self.axes, self.settings.init == "pissa"
+        a, b = self._leading() if is_first else self._random(key)
+        self.lora_a, self.lora_b = self._leaf(a, *ins, "rank"), self._leaf(b, "rank", *outs)
+        if is_first:
+            self.lora_a0, self.lora_b0 = self._leaf(a, *ins, "rank"), self._leaf(b, "rank", *outs)
+
+    def _random(self, key: Array) -> tuple[Array, Array]:
+        rank, limit = self.settings.rank, 1 / math.sqrt(math.prod(self.ins))
         shape = (*self.stack, *self.ins, rank)
         a = jax.random.uniform(key, shape, jnp.float32, -limit, limit)
-        self.lora_a = self._leaf(a, *ins, "rank")
-        self.lora_b = self._leaf(jnp.zeros((*self.stack, rank, *self.outs)), "rank", *outs)
+        return a, jnp.zeros((*self.stack, rank, *self.outs))
+
+    def _leading(self) -> tuple[Array, Array]:
+        """Return A and B with s A B = the part of W with its largest singular values."""
+        rank = self.settings.rank
+
+        def one(weight: Array) -> tuple[Array, Array]:
+            flat = weight.reshape(math.prod(self.ins), -1).astype(jnp.float32)
+            a, b = leading_factors(flat / self.settings.factor, rank)
+            return a.reshape(*self.ins, rank), b.reshape(rank, *self.outs)
+
+        weight = self.weight[...]
+        return jax.lax.map(one, weight) if self.stack else one(weight)
 
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Costs 2 rank (ins + outs) FLOPs a token more than the base."""
@@ -74,26 +96,47 @@ class LoraLinear(Adapted):
         return (y.astype(jnp.float32) + self._update(x)).astype(y.dtype)
 
     def _update(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-        """Return s (x A) B in float32; in training x has dropout."""
-        leading, (a, b) = x.shape[: x.ndim - len(self.ins)], self._matrices()
-        # Gathered over fsdp before the products, as XLA would split them over tensor too.
+        """Return s (x A) B in float32; in training x has dropout. PiSSA subtracts s (x A0) B0."""
+        leading = x.shape[: x.ndim - len(self.ins)]
         (first, *_), (last, *_) = self.axes
-        a = constrain(a, None if first == "embed" else first, None)
-        b = constrain(b, None, None if last == "embed" else last)
+
+        def product(x: Array, pair: tuple[Array, Array]) -> Array:
+            # Gathered over fsdp before the products, as XLA would split them over tensor too.
+            a = constrain(pair[0], None if first == "embed" else first, None)
+            b = constrain(pair[1], None, None if last == "embed" else last)
+            wide = jnp.dtype(jnp.float32)
+            low = matmul(x.reshape(*leading, -1), a, self.precision, wide)
+            return matmul(low, b, self.precision, wide)
+
         key = layer_key()
-        x = dropout(x, self.settings.dropout, key if key is None else random.stream(key, self.path))
-        low = matmul(x.reshape(*leading, -1), a, self.precision, jnp.dtype(jnp.float32))
-        y = matmul(low, b, self.precision, jnp.dtype(jnp.float32))
+        dropped = dropout(
+            x, self.settings.dropout, key if key is None else random.stream(key, self.path)
+        )
+        pair, *others = self._pairs()
+        y = product(dropped, pair)
+        for each in others:
+            y = y - product(x, each)
         return self.settings.factor * y.reshape(*leading, *self.outs)
 
-    def _matrices(self) -> tuple[Float[Array, "I r"], Float[Array, "r O"]]:
-        rank = self.settings.rank
-        return self.lora_a[...].reshape(-1, rank), self.lora_b[...].reshape(rank, -1)
+    def _pairs(self) -> list[tuple[Float[Array, "I r"], Float[Array, "r O"]]]:
+        """Return A and B, and for PiSSA their first values."""
+        rank, pairs = self.settings.rank, [(self.lora_a, self.lora_b)]
+        if self.settings.init == "pissa":
+            pairs.append((self.lora_a0, self.lora_b0))
+        return [(a[...].reshape(-1, rank), b[...].reshape(rank, -1)) for a, b in pairs]
+
+    def _matrices(self) -> tuple[Float[Array, "I R"], Float[Array, "R O"]]:
+        """Return matrices in float32 whose product is the update of the weight over s."""
+        (a, b), *others = self._pairs()
+        wide = jnp.float32
+        return (
+            jnp.concatenate([a.astype(wide), *(each.astype(wide) for each, _ in others)], 1),
+            jnp.concatenate([b.astype(wide), *(-each.astype(wide) for _, each in others)], 0),
+        )
 
     def _sum(self) -> Float[Array, "I O"]:
-        """Return W + s A B in float32."""
-        a, b = (each.astype(jnp.float32) for each in self._matrices())
-        update = jnp.matmul(a, b, precision="highest")
+        """Return W + s A B in float32; for PiSSA less s A0 B0."""
+        update = jnp.matmul(*self._matrices(), precision="highest")
         return self._flat().astype(jnp.float32) + self.settings.factor * update
 
     def merged(self) -> dict[str, Array]:
@@ -128,7 +171,7 @@ class DoraLinear(LoraLinear):
 
     def _gain(self) -> Float[Array, "O"]:
         weight, s = self._flat().astype(jnp.float32), self.settings.factor
-        a, b = (each.astype(jnp.float32) for each in self._matrices())
+        a, b = self._matrices()
         across, low = jnp.sum(b * (a.T @ weight), 0), jnp.sum(b * ((a.T @ a) @ b), 0)
         square = jnp.sum(jnp.square(weight), 0) + 2 * s * across + s**2 * low
         norm = jax.lax.stop_gradient(jnp.sqrt(square))

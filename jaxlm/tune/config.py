@@ -37,10 +37,12 @@ class AdapterConfig:
 class Lora(AdapterConfig):
     """Low-rank update: y = x W + s (x A) B, with s = alpha / rank; A and B are trained.
 
-    A begins uniform within 1 / sqrt(inputs), as in PEFT, and B at 0.
+    With `init=kaiming` A begins uniform within 1 / sqrt(inputs), as in PEFT, and B at 0. With
+    `init=pissa` s A B begins at the leading singular vectors of W, and y = x W + s (x A) B
+    - s (x A0) B0 with their first values A0 and B0, which are kept and not trained.
 
     Source: Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732 (rank's root);
-    Hayou et al. 2024, arXiv:2402.12354 (rate of B).
+    Hayou et al. 2024, arXiv:2402.12354 (rate of B); Meng et al. 2024, arXiv:2404.02948 (PiSSA).
     """
 
     name: Literal["lora"] = "lora"
@@ -51,11 +53,19 @@ class Lora(AdapterConfig):
     )
     dropout: float = setting(0.0, "dropout rate of the adapter's input", low=0, below=1)
     b_lr: float = setting(1.0, "learning rate of B over that of A (LoRA+)", above=0)
+    init: Literal["kaiming", "pissa"] = setting(
+        "kaiming", "first values of A and B: random and 0, or leading singular vectors of W (PiSSA)"
+    )
 
     @property
     def factor(self) -> float:
         """The scale s of the update."""
         return self.alpha / (self.rank if self.scale == "rank" else self.rank**0.5)
+
+    @property
+    def terms(self) -> int:
+        """Number of products A B in the update: that which is trained, and the first one."""
+        return 2 if self.init == "pissa" else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +82,13 @@ class QLora(Lora):
         "or integers of 8 bits",
     )
     block: int = setting(64, "inputs of one output that share a scale", low=2)
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Yield a problem if no place is named, or the base cannot be quantized."""
+        yield from super().problems()
+        if self.init == "pissa":
+            why = "PiSSA quantizes the weight less its leading part, and this base keeps all of it"
+            yield "init", why, "--config.tune.init=kaiming\n--config.tune.name=lora"
 
     def unquantized(self) -> Lora:
         """Return the same adapter of a base that is not quantized."""
@@ -127,6 +144,14 @@ class Bottleneck(AdapterConfig):
 
 
 Tune = Full | Lora | QLora | Dora | Ia3 | Bottleneck
+
+
+FIRST = ("lora_a0", "lora_b0")  # leaves with the first values of PiSSA
+
+
+def kept_leaves(tune: Any) -> tuple[str, ...]:
+    """Return entries of `optim.freeze` for an adapter's leaves that are not trained."""
+    return tuple(f"*/{name}" for name in FIRST) if getattr(tune, "terms", 1) > 1 else ()
 
 
 def b_rates(tune: Any) -> tuple[str, ...]:

@@ -8,22 +8,24 @@ from collections.abc import Iterable, Iterator
 from jaxlm.models.cost.tensors import Tensor
 from jaxlm.ops.kernels import SCALES_BLOCK
 from jaxlm.parallel.logical import LAYERS
-from jaxlm.tune.config import AdapterConfig, Bottleneck, Dora, Full, Ia3, Lora, QLora, Tune
+from jaxlm.tune.config import FIRST, AdapterConfig, Bottleneck, Dora, Full, Ia3, Lora, QLora, Tune
 
 
 def split(tune: Tune, leaves: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters that are trained, and those of the base, of a model's `leaves`."""
+    """Return the parameters that are trained, and those that are not, of a model's `leaves`."""
     leaves = list(leaves)
     if isinstance(tune, Full):
         return leaves, []
     whole = {path for each in tune.also for path in fnmatch.filter((x.path for x in leaves), each)}
-    trained = [*new_tensors(tune, leaves), *(each for each in leaves if each.path in whole)]
+    first = list(first_tensors(tune, leaves))
+    trained = [each for each in new_tensors(tune, leaves) if each not in first]
+    trained += [each for each in leaves if each.path in whole]
     base = [each for each in leaves if each.path not in whole]
     if isinstance(tune, QLora):
         places = {each.path for each in adapted_weights(tune, base)}
         parts = (_codes(tune, each) if each.path in places else [each] for each in base)
         base = list(itertools.chain.from_iterable(parts))
-    return trained, base
+    return trained, base + first
 
 
 def adapted_weights(tune: AdapterConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -37,6 +39,12 @@ def new_tensors(tune: AdapterConfig, leaves: Iterable[Tensor]) -> Iterator[Tenso
     """Yield the parameters that an adapter adds to a model."""
     for each in adapted_weights(tune, leaves):
         yield from _of_layer(tune, each)
+
+
+def first_tensors(tune: Tune, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the parameters of the state that keep their first values, those of PiSSA."""
+    if not isinstance(tune, Full):
+        yield from (each for each in new_tensors(tune, leaves) if each.path.endswith(FIRST))
 
 
 def _codes(tune: QLora, weight: Tensor) -> Iterator[Tensor]:
@@ -85,8 +93,10 @@ def _of_layer(tune: AdapterConfig, weight: Tensor) -> Iterator[Tensor]:
 
     if isinstance(tune, Lora):
         rank = (("rank",), (tune.rank,))
-        yield tensor("lora_a", ins, rank)
-        yield tensor("lora_b", rank, outs)
+        names = [("lora_a", "lora_b"), FIRST][: tune.terms]
+        for a, b in names:
+            yield tensor(a, ins, rank)
+            yield tensor(b, rank, outs)
     if isinstance(tune, Dora):
         yield tensor("magnitude", outs)
     if isinstance(tune, Ia3):

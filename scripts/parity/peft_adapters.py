@@ -29,10 +29,12 @@ CASES = [
     ("llama", "lora"),
     ("llama", "rslora"),
     ("llama", "dora"),
+    ("llama", "pissa"),
     ("llama", "ia3"),
     ("gpt2", "lora"),
     ("gpt2", "rslora"),
     ("gpt2", "dora"),
+    ("gpt2", "pissa"),
     ("gpt2", "ia3"),
     ("phi3", "lora"),
     ("gpt_neox", "lora"),
@@ -115,6 +117,8 @@ def compare(peft_python: str, family: str, arm: str, folder: Path) -> dict[str, 
     tune = {"name": arm, "at": ["*/attention/*", "*/mlp/*"], "rank": 2}
     if arm == "rslora":
         tune |= {"name": "lora", "scale": "root"}
+    if arm == "pissa":
+        tune |= {"name": "lora", "init": "pissa"}
     if arm == "ia3":
         tune = {"name": "ia3"}
     (folder / "config.json").write_text(json.dumps({"tune": tune}))
@@ -195,15 +199,25 @@ def make(family: str, arm: str, folder: Path) -> None:
             target_modules=TARGETS[family],
             use_dora=arm == "dora",
             use_rslora=arm == "rslora",
-            modules_to_save=None if OUTSIDE[family] is None else [OUTSIDE[family]],
+            init_lora_weights="pissa" if arm == "pissa" else True,
+            modules_to_save=None
+            if OUTSIDE[family] is None or arm == "pissa"
+            else [OUTSIDE[family]],
             fan_in_fan_out=family == "gpt2",
         )
     adapted = peft.get_peft_model(model, config)
+    first: dict[str, Any] = {}
+    if arm == "pissa":  # saved as an adapter of the original base, of twice the rank
+        config.init_lora_weights = True
+        adapted.save_pretrained(folder / "first")
+        first = {"path_initial_model_for_weight_conversion": str(folder / "first")}
     with torch.no_grad():
         for value in adapted.parameters():
             if value.requires_grad:
                 value.add_(torch.randn_like(value) * 0.1)
-    adapted.save_pretrained(folder / "peft")
+    if first:
+        config.init_lora_weights = "pissa"
+    adapted.save_pretrained(folder / "peft", **first)
     adapted.eval()
     with torch.no_grad():
         np.savez(folder / "logits.npz", logits=adapted(torch.tensor(IDS)).logits.numpy())

@@ -30,6 +30,7 @@ def full_library(patch):
 
 SITUATIONS: dict[str, Situation] = {
     "no place of an adapter": Situation(f"config validate --config=c.py {LORA} '--config.tune.at=()'"),
+    "leading parts of a quantized base": Situation("config validate --config=c.py --config.tune.name=qlora --config.tune.rank=2 --config.tune.init=pissa"),
     "an adapter of nothing": Situation(f"train {CONFIG} {LORA}"),
     "an adapter of no layer": Situation(f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.at=frobnicate/*"),
     "an adapter beside no parameter": Situation(f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.also=frobnicate/*"),

@@ -48,12 +48,15 @@ ARMS = {
     "lora": config.Lora(rank=2, alpha=3.0),
     "rslora": config.Lora(rank=4, alpha=3.0, scale="root"),
     "dora": config.Dora(rank=2, alpha=3.0),
+    "pissa": config.Lora(rank=2, alpha=3.0, init="pissa"),
     "ia3": config.Ia3(),
     "bottleneck": config.Bottleneck(hidden=5),
 }
 FLAT = {  # class, settings, path of the layer
     "lora": (LoraLinear, config.Lora(rank=2, alpha=3.0), "a"),
     "dora": (DoraLinear, config.Dora(rank=2, alpha=3.0), "a"),
+    "pissa": (LoraLinear, config.Lora(rank=2, alpha=3.0, init="pissa"), "a"),
+    "dora from pissa": (DoraLinear, config.Dora(rank=2, alpha=3.0, init="pissa"), "a"),
     "ia3": (Ia3Linear, config.Ia3(), "stack/0/attention/key"),
     "ia3 of inputs": (Ia3Linear, config.Ia3(), "stack/0/mlp/down"),
     "bottleneck": (BottleneckLinear, config.Bottleneck(hidden=5, activation="silu"), "a"),
@@ -137,7 +140,7 @@ def test_a_new_adapter_changes_no_bit(arm, family):
         assert before == after
 
 
-@pytest.mark.parametrize(("arm", "family"), pairs(["lora", "rslora", "dora", "ia3"]))
+@pytest.mark.parametrize(("arm", "family"), pairs(["lora", "rslora", "dora", "pissa", "ia3"]))
 def test_merged_weights_compute_the_same(arm, family):
     blueprint, params, new = adapted(arm, family)
     plain, base = plain_model(family)
@@ -189,12 +192,20 @@ def reference(name, leaves, x):
     """Return the layer's result in float64, from its equation."""
     _, settings, _ = FLAT[name]
     f = {key: np.asarray(value, np.float64) for key, value in leaves.items()}
-    w, bias = f["weight"].reshape(6, 8), f["bias"].reshape(8)
+    w, bias, s = f["weight"].reshape(6, 8), f["bias"].reshape(8), getattr(settings, "factor", 1)
     if name == "lora":
-        y = x @ w + settings.alpha / settings.rank * (x @ f["lora_a"]) @ f["lora_b"].reshape(2, 8)
+        y = x @ w + s * (x @ f["lora_a"]) @ f["lora_b"].reshape(2, 8)
         return y + bias
-    if name == "dora":
-        whole = w + settings.alpha / settings.rank * f["lora_a"] @ f["lora_b"].reshape(2, 8)
+    if name == "pissa":  # the residual and A B, as PEFT has it
+        first, now = (s * f[f"lora_a{n}"] @ f[f"lora_b{n}"].reshape(2, 8) for n in ("0", ""))
+        left, values, right = np.linalg.svd(w)
+        best = (left[:, :2] * values[:2]) @ right[:2]
+        np.testing.assert_allclose(first, best, atol=1e-5)
+        return x @ (w - best + now) + bias
+    if name.startswith("dora"):
+        whole = w + s * f["lora_a"] @ f["lora_b"].reshape(2, 8)
+        if name == "dora from pissa":
+            whole -= s * f["lora_a0"] @ f["lora_b0"].reshape(2, 8)
         return x @ (whole * f["magnitude"].reshape(8) / np.linalg.norm(whole, axis=0)) + bias
     if name == "ia3":
         return (x @ w + bias) * f["ia3"].reshape(8)
@@ -210,8 +221,8 @@ def test_a_layer_is_its_equation_in_float64(name):
     made = layer(name)
     leaves = {
         field: getattr(made, field)[...]
-        for field in ("weight", "bias", "lora_a", "lora_b", "magnitude", "ia3", "adapter_down",
-                      "adapter_bias", "adapter_up")
+        for field in ("weight", "bias", "lora_a", "lora_b", "lora_a0", "lora_b0", "magnitude",
+                      "ia3", "adapter_down", "adapter_bias", "adapter_up")
         if getattr(made, field, None) is not None
     }  # fmt: skip
     x = np.random.default_rng(6).standard_normal((2, 3, 6)).astype(np.float32)
@@ -251,7 +262,12 @@ def gradients(blueprint, params, new, key=None):
 
 
 @pytest.mark.parametrize(
-    "arm", [pytest.param(arm, marks=[SLOW] if arm in ("rslora", "ia3") else []) for arm in ARMS]
+    "arm",
+    [
+        pytest.param(arm, marks=[SLOW] if arm in ("rslora", "ia3") else [])
+        for arm in ARMS
+        if arm != "pissa"  # lora, twice
+    ],
 )
 def test_scan_unrolling_and_remat_give_the_same_gradients(arm):
     blueprint, params, new = adapted(arm)
@@ -272,9 +288,13 @@ MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"pipe"
 @pytest.mark.parametrize(
     ("arm", "sizes"),
     [
-        pytest.param(arm, sizes, marks=[] if arm == "lora" or sizes == MESHES[0] else [SLOW])
+        pytest.param(
+            arm,
+            sizes,
+            marks=[] if arm == "lora" or (sizes == MESHES[0] and arm != "pissa") else [SLOW],
+        )
         for sizes in MESHES
-        for arm in ("lora", "dora", "ia3", "bottleneck")
+        for arm in ("lora", "dora", "ia3", "bottleneck", "pissa")
     ],
     ids=str,
 )

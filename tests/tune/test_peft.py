@@ -80,6 +80,7 @@ def fused(tmp_path_factory):
     arms = {
         "lora": {"name": "lora", "rank": 2},
         "dora": {"name": "dora", "rank": 2, "at": ["*/query/*", "*/down/*"]},
+        "pissa": {"name": "lora", "rank": 2, "init": "pissa"},
         "ia3": {"name": "ia3"},
     }
     return runs_of(folder / "base", arms)
@@ -139,7 +140,9 @@ def test_the_folder_has_the_names_shapes_and_settings_of_peft(runs, tmp_path):
     assert settings["feedforward_modules"] == ["down_proj"]
 
 
-@pytest.mark.parametrize("arm", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize(
+    "arm", ["lora", "dora", "ia3", pytest.param("pissa", marks=pytest.mark.slow)]
+)
 def test_adapters_of_a_fused_projection_are_stacked(fused, tmp_path, arm, capsys):
     settings, tensors = exported(fused[arm], tmp_path / "peft")
     place = "base_model.model.transformer.h.0.attn.c_attn."

@@ -9,6 +9,8 @@ import pytest
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
+from jaxlm.core import tree
+from jaxlm.recipes.use import adapter, load
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -146,6 +148,48 @@ def test_a_run_that_stops_resumes_to_the_same_bits(config, base, lora, tmp_path)
             assert np.abs(leaf).max() > 0
 
 
+@pytest.fixture(scope="module")
+def pissa(config, base, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("pissa") / "pissa"
+    flags = ("--config.tune.init=pissa", "--config.tune.dropout=0.1", "--config.train.steps=2")
+    assert main(words(config, workdir, base, "lora", *flags)) == 0
+    return workdir
+
+
+def test_pissa_begins_at_the_loss_of_its_base_and_keeps_the_first_values(pissa, base, capsys):
+    first, *_, last = (each for each in harness.records(pissa) if each["split"] == "val")
+    assert first["loss_nats"] == pytest.approx(evaluated(capsys, base), rel=1e-6)
+    assert last["loss_nats"] < first["loss_nats"]
+    assert evaluated(capsys, pissa) == pytest.approx(last["loss_nats"], rel=1e-5)
+    begun, after = arrays(pissa, 0), arrays(pissa, 2)
+    for path, leaf in after.items():
+        if path.endswith("0"):
+            np.testing.assert_array_equal(leaf, begun[path], err_msg=path)
+            np.testing.assert_array_equal(leaf, begun[path[:-1]], err_msg=path)
+        else:
+            assert np.abs(leaf - begun[path]).max() > 0
+    moments = [path for path in layout(pissa, 2) if path.startswith("opt_state/")]
+    assert any("lora_a" in path for path in moments)
+    assert not any(path.endswith(("lora_a0", "lora_b0")) for path in moments)
+
+
+@pytest.mark.parametrize("scale", ["rank", pytest.param("root", marks=pytest.mark.slow)])
+def test_an_exported_pissa_is_a_lora_of_twice_the_rank(config, pissa, base, tmp_path, scale):
+    run = pissa
+    if scale == "root":
+        run = tmp_path / "run"
+        flags = ("--config.tune.init=pissa", "--config.tune.scale=root", "--config.train.steps=1")
+        assert main(words(config, run, base, "lora", *flags)) == 0
+    peft = tmp_path / "peft"
+    assert main(["export", f"--workdir={run}", "--to=peft", f"--out={peft}"]) == 0
+    settings = json.loads((peft / "adapter_config.json").read_text())
+    assert (settings["r"], settings["init_lora_weights"]) == (4, True)
+    expected = tree.leaves(load.load_run(run).params)
+    opened = load.load_run(base, adapter=adapter.reader(str(peft), print))
+    for path, leaf in tree.leaves(opened.params).items():
+        np.testing.assert_allclose(leaf, expected[path], atol=1e-6, err_msg=path)
+
+
 def arrays(workdir, step):
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     leaves = store.arrays(step)
@@ -239,6 +283,7 @@ def test_a_base_that_changed_is_refused(config, base, lora, tmp_path, capsys):
         (("--config.tune.name=full", "--init_from=LORA"), 2, "jaxlm merge"),
         (("--config.tune.name=lora", "--init_from=LORA"), 2, "--config.tune.rank=2"),
         (("--config.tune.name=ia3", "--init_from=LORA"), 2, "--config.tune.name=lora"),
+        (("--config.tune.name=qlora", "--config.tune.init=pissa"), 2, "--config.tune.init=kaiming"),
         (
             ("--config.tune.name=lora", "--init_from=BASE", "--config.optim.name=sophia"),
             2,

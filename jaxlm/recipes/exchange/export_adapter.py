@@ -28,7 +28,7 @@ from jaxlm.recipes.exchange.adapter_places import IA3, LORA_A, LORA_B, MAGNITUDE
 from jaxlm.recipes.exchange.export_model import check_new
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import IMPORTED
-from jaxlm.tune.config import Dora, Ia3, Lora
+from jaxlm.tune.config import FIRST, Dora, Ia3, Lora
 
 TASKS = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
 
@@ -45,8 +45,9 @@ def export_adapter(
 
     If transformers has one map in place of several of ours (GPT-2's c_attn), PEFT's adapter has one
     A. Several A are stacked: the rank is their sum, B has a block for each, and alpha grows so that
-    the scale stays. Parts without an adapter get zeros in B, the norms of the base as magnitudes,
-    and ones.
+    the scale stays. PiSSA's first A and B are stacked below the trained ones, with B negative, so
+    that the adapter is one of the original base. Parts without an adapter get zeros in B, the norms
+    of the base as magnitudes, and ones.
 
     Raises:
       CommandError: if the run has no adapter.
@@ -125,6 +126,11 @@ class _Writer:
     places: list[Place]
     modules: list[str]  # names of all modules with tensors
 
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter of the base: PiSSA's has the first A and B too."""
+        return self.tune.rank * self.tune.terms
+
     @functools.cached_property
     def adapted(self) -> list[Place]:
         """Linear maps with an adapter in a part."""
@@ -172,7 +178,8 @@ class _Writer:
             others |= dict.fromkeys(adapter_places.suffixes(same, self.modules), count)
 
         def alpha(count: int) -> Any:
-            growth = count if self.tune.scale == "rank" else math.sqrt(count)
+            growth = count * self.tune.terms
+            growth = growth if self.tune.scale == "rank" else math.sqrt(growth)
             return adapter_places.as_written(self.tune.alpha * growth)
 
         return {
@@ -182,8 +189,8 @@ class _Writer:
             "lora_alpha": alpha(usual),
             "lora_dropout": self.tune.dropout,
             "peft_type": "LORA",
-            "r": self.tune.rank * usual,
-            "rank_pattern": {name: self.tune.rank * count for name, count in others.items()},
+            "r": self.rank * usual,
+            "rank_pattern": {name: self.rank * count for name, count in others.items()},
             "use_dora": isinstance(self.tune, Dora),
             "use_rslora": self.tune.scale == "root",
         }
@@ -192,22 +199,33 @@ class _Writer:
         path = adapter_places.leaf(part, name)
         return adapter_places.at(self.leaves[path], part) if path in self.new else None
 
+    def _pair(self, part: MappedSlice) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return A and B as [inputs, rank] and [rank, outputs...]; PiSSA's first B is negative."""
+        a, b = (self._leaf(part, name) for name in ("lora_a", "lora_b"))
+        if a is None or b is None:
+            return None
+        if self.tune.terms > 1:
+            first, after = (self._leaf(part, name) for name in FIRST)
+            assert first is not None
+            assert after is not None
+            a, b = np.concatenate((a, first), -1), np.concatenate((b, -after), 0)
+        return a.reshape(-1, self.rank), b
+
     def _inputs(self, place: Place) -> list[np.ndarray]:
         """Return the A of a place, as [inputs, rank]: one if all are equal."""
-        leaves = (self._leaf(part, "lora_a") for part in place.weight.parts)
-        each = [a.reshape(place.inputs, -1) for a in leaves if a is not None]
+        pairs = (self._pair(part) for part in place.weight.parts)
+        each = [pair[0] for pair in pairs if pair is not None]
         return each[:1] if all(np.array_equal(a, each[0]) for a in each) else each
 
     def _matrices(self, place: Place) -> dict[str, np.ndarray]:
-        stack, rank = self._inputs(place), self.tune.rank
+        stack, rank = self._inputs(place), self.rank
         width, blocks = rank * len(stack), iter(range(len(stack)))
 
         def outputs(part: MappedSlice) -> np.ndarray:
             block = np.zeros(part.shape, np.float32)
-            b = self._leaf(part, "lora_b")
-            if b is not None:
+            if (pair := self._pair(part)) is not None:
                 first = rank * next(blocks) if len(stack) > 1 else 0
-                block[first : first + rank] = b
+                block[first : first + rank] = pair[1]
             return block
 
         arrays = {

@@ -253,6 +253,7 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     if not isinstance(run.tune, Full):  # a frozen weight has no gradient; that of the adapter is
         trained, _ = cost.split(run.tune, tensors(decoder))
         whole += 6 * sum(each.size for each in trained) - 2 * parameters
+        whole += 4 * sum(each.size for each in cost.first_tensors(run.tune, tensors(decoder)))
     # Estimating the curvature costs another gradient.
     every = run.optim.curvature_every
     return whole * (1 + 1 / every) if every else whole
@@ -323,7 +324,9 @@ def _saved(run: Run, decoder: ModelConfig) -> float:
     # Offloaded state is saved too.
     one = dataclasses.replace(run, train=dataclasses.replace(run.train, offload=()))
     held = device_memory.held_bytes(one, decoder, whole)
-    return sum(held.values()) - held["gradients"] - held.get("base", 0)
+    first = sum(each.size for each in cost.first_tensors(run.tune, tensors(decoder)))
+    first_bytes = first * ITEM_BYTES[run.precision.params]
+    return sum(held.values()) - held["gradients"] - held.get("base", 0) + first_bytes
 
 
 def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> Iterator[str]:

@@ -47,7 +47,7 @@ from jaxlm.training.observe import Noise, Observed, build_observer, gradient_noi
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Metrics, StepSpec, build_step
 from jaxlm.tune import surgery
-from jaxlm.tune.config import b_rates
+from jaxlm.tune.config import b_rates, kept_leaves
 
 Skips = tuple[tuple[int, int], ...]
 MAX_NOISE_PARTS = 8  # of a batch, to measure gradient noise if the step has no micro-batches
@@ -109,8 +109,11 @@ class TrainPrograms:
             backend.keep_freed_memory()
         blueprint, self.pace = model.blueprint, run.pace
         self._axes, self._leaf_shapes = model.own(blueprint.axes), model.own(blueprint.shapes)
-        rates = (*run.optim.lr_scale, *b_rates(run.tune))
-        self._optim = dataclasses.replace(run.optim, lr_scale=rates)
+        self._optim = dataclasses.replace(
+            run.optim,
+            lr_scale=(*run.optim.lr_scale, *b_rates(run.tune)),
+            freeze=(*run.optim.freeze, *kept_leaves(run.tune)),
+        )
         length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": self.pace}
         schedule = schedule or schedules.build(
             run.schedule, lr=run.optim.lr, average=run.average, **length
@@ -126,7 +129,7 @@ class TrainPrograms:
         )
         self.shapes: TrainState = jax.eval_shape(self.abstract_init)  # traces the model: once
         self._layout = self._shardings()
-        self._frozen = groups.frozen(run.optim, self._axes)
+        self._frozen = groups.frozen(self._optim, self._axes)
         self.objective = build_objective(run.objective, run.loss, run.architecture)
         largest = run.regularization.qk_clip  # logit
         captured: tuple[Kind, ...] = () if largest is None else ("logits",)
@@ -142,7 +145,7 @@ class TrainPrograms:
             # A pipeline splits the batch into micro-batches itself.
             microbatches=run.train.microbatches if blueprint.schedule is None else 1,
             frozen=self._frozen,
-            gradient_point=optimizers.gradient_point(run.optim, self._axes),
+            gradient_point=optimizers.gradient_point(self._optim, self._axes),
             curvature=self._curvature(),
             average=average.build(run.average, **length),
             capture=captured,

@@ -37,7 +37,7 @@ from jaxlm.training.divergence import MARGIN, Coder, Divergence
 from jaxlm.training.loop import BudgetSpent, Progress
 from jaxlm.training.rundir import read_json
 from jaxlm.tune import surgery
-from jaxlm.tune.config import QLora
+from jaxlm.tune.config import FIRST, QLora
 
 if TYPE_CHECKING:
     from jaxlm.recipes.train.trainer import Trainer
@@ -607,7 +607,9 @@ def _adapter(trainer: "Trainer") -> list[tuple[str, str]]:
     run, programs = trainer.run_config, trainer.programs
     if programs.base is None:
         return []
-    trained, whole = tree.count(programs.shapes.params), tree.count(programs.model.plain.shapes)
+    leaves = tree.leaves(programs.shapes.params)
+    trained = tree.count([leaf for path, leaf in leaves.items() if not path.endswith(FIRST)])
+    whole = tree.count(programs.model.plain.shapes)
     base = read_json(trainer.context.directory.path, BASE)
     line = (
         f"{run.tune.name}, {formatting.count(trained)} trained parameters ({trained / whole:.2%})"
