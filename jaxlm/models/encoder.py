@@ -68,7 +68,16 @@ class Encoder(Backbone, Unembedder):
         key: Array | None = None,
         parts: int = 1,
     ) -> Hidden:
-        """Read each segment in both directions; `types` are token types, 0 by default."""
+        """Read each segment in both directions.
+
+        Args:
+          tokens: ids.
+          positions: of the tokens in their documents.
+          segments: documents packed into a row, from 1; 0 is padding.
+          types: token types; None for 0.
+          key: turns dropout on.
+          parts: devices over which `parallel.context` sharded the tokens of each row in zigzag.
+        """
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         x = self.embedding(tokens)
         x = noise(x, self.config.embedding_noise, noise_key(key))

@@ -71,8 +71,14 @@ class EncoderDecoder(nnx.Module, Unembedder):
     ) -> Hidden:
         """Read `tokens` from left to right, with cross attention to the source's same segment.
 
-        Instead of a source there may be a `cache` from `init_cache`. `key` turns dropout on.
-        `positions` are unused: relative biases depend on distances in slots.
+        Args:
+          tokens: ids.
+          positions: unused, as relative biases depend on distances in slots.
+          source: ids that the encoder reads.
+          segments: documents packed into a row of tokens, from 1; 0 is padding.
+          source_segments: the documents of the source.
+          cache: KV cache from `init_cache`, instead of a source.
+          key: turns dropout on.
 
         Raises:
           ValueError: unless there is either a source or a cache.

@@ -131,7 +131,8 @@ def train(
     is saved. After a rewind the same steps occur again.
 
     Args:
-      config: a path as --config takes it, a ConfigDict of `jaxlm.core.config.new`, or a `Run`.
+      config: a name or path as --config takes it, a dict of settings by path (`{"optim.lr": 1e-3}`,
+        nested or not), a ConfigDict of `jaxlm.core.config.new`, or a `Run` (`jaxlm.Config`).
       workdir: the run directory; with a run in it, that run is resumed.
       settings: values by path, such as `{"optim.lr": 1e-3}`, which override those of the config.
       callbacks: functions that get each record.
@@ -175,8 +176,27 @@ def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:
         return config
     if isinstance(config, str | os.PathLike):
         return configs.load(Run, os.fspath(config), overrides)
-    raw = configs.to_json(config) if isinstance(config, Run) else config.to_dict()
+    if isinstance(config, Run):
+        raw = configs.to_json(config)
+    else:
+        raw = _nested(config) if isinstance(config, Mapping) else config.to_dict()
     return configs.loaded_json(Run, raw, "the config that was given", overrides)
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as config.json has them; names with dots are paths."""
+    raw: dict[str, Any] = {}
+    for path, value in settings.items():
+        *sections, name = path.split(".")
+        section = raw
+        for each in sections:
+            section = section.setdefault(each, {})
+        inner = _nested(value) if isinstance(value, Mapping) else value
+        if isinstance(inner, dict) and isinstance(section.get(name), dict):
+            section[name] |= inner
+        else:
+            section[name] = list(inner) if isinstance(inner, tuple) else inner
+    return raw
 
 
 def _words(config: Any, workdir: Any, settings: Mapping[str, Any]) -> list[str]:

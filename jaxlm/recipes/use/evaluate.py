@@ -63,15 +63,8 @@ def evaluate(
         answers.check_run(workdir, text, adapters.run_of(adapter))
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
-    run, decoder = opened.run, opened.model.blueprint.config
-    sequence = sequence or run.data.sequence
-    limit = decoder.positions or sequence
-    if sequence > limit:
-        what = f"rows of {sequence} tokens are longer than the model's position table"
-        why, fix = f"the model has {limit} positions", f"--sequence={limit}"
-        raise ConfigError(what, where="--sequence", why=why, fix=fix)
-    attention_kernels.check_length(opened.model.mesh.shape, decoder, sequence, flag="--sequence")
-    batch = batch or run.train.batch
+    sequence = checked_length(opened, sequence)
+    batch = batch or opened.run.train.batch
     if verify is None:
         sets = measure(opened, open_loaders(opened, text, sequence, say), batch)
     else:
@@ -83,9 +76,27 @@ def evaluate(
         for name, questions in asked.items():
             say(f"answering {len(questions.prompts)} prompts of {name}")
             sets[name]["answers"] = verifier.answer(questions, batch)
-    first = next(iter(sets)) if text else setup.ranking_set(run, sets)
+    return {"step": opened.step, "sequence": sequence} | with_first(opened, text, sets)
+
+
+def checked_length(opened: LoadedRun, sequence: int | None) -> int:
+    """Return the length of rows, by default the run's own. Raises ConfigError if it is too long."""
+    decoder = opened.model.blueprint.config
+    length = sequence or opened.run.data.sequence
+    limit = decoder.positions or length
+    if length > limit:
+        what = f"rows of {length} tokens are longer than the model's position table"
+        why, fix = f"the model has {limit} positions", f"--sequence={limit}"
+        raise ConfigError(what, where="--sequence", why=why, fix=fix)
+    attention_kernels.check_length(opened.model.mesh.shape, decoder, length, flag="--sequence")
+    return length
+
+
+def with_first(opened: LoadedRun, text: Sequence[str], sets: dict[str, Any]) -> dict[str, Any]:
+    """Return metrics by set under `sets`, and at the top level those of the set that ranks."""
+    first = next(iter(sets)) if text else setup.ranking_set(opened.run, sets)
     assert first is not None  # there is at least one set
-    return {"step": opened.step, "sequence": sequence, **sets[first], "sets": sets}
+    return {**sets[first], "sets": sets}
 
 
 def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.sampler import Sampler
+from jaxlm.generate.sampler import Continuation, Sampler
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
+from jaxlm.recipes.use.load import LoadedRun
 
 
 def generate(
@@ -45,19 +46,41 @@ def generate(
     """
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, adapter=reader, say=say, **selection)
+    check_generates(opened, is_chat=is_chat)
+    template = template_of(workdir, adapters.run_of(adapter), say) if is_chat else None
+    samples = continue_prompts(opened, settings, template, on_text)
+    return {"step": opened.step, "samples": [each.as_json() for each in samples]}
+
+
+def check_generates(opened: LoadedRun, *, is_chat: bool) -> None:
+    """Raise ConfigError if the model of a run cannot continue text, or answer as in a chat."""
     if opened.run.objective.prompts == "none":
         where = f"objective.name={opened.run.objective.name}"
         why = "it predicts masked tokens from those before and after them"
-        fix = f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do"
+        workdir = shlex.quote(str(opened.workdir))
+        fix = f"jaxlm eval --workdir={workdir}    # what such a model can do"
         raise ConfigError("this model cannot continue a text", where=where, why=why, fix=fix)
     if is_chat and opened.run.architecture == "encoder-decoder":
         what = "an encoder-decoder does not support --chat"
         fix = "without --chat a prompt is read as it is"
         why = f"{opened.run.model.family} does not continue its input"
         raise ConfigError(what, where="--chat", why=why, fix=fix)
+
+
+def continue_prompts(
+    opened: LoadedRun,
+    settings: GenerateConfig,
+    template: ChatTemplate | None = None,
+    on_text: OnText | None = None,
+) -> list[Continuation]:
+    """Return the continuation of each prompt, with log-probabilities.
+
+    With a template, each prompt is a user turn. Raises ConfigError if a prompt and its continuation
+    do not fit the position table.
+    """
     tokenizer: Tokenizer = opened.tokenizer
-    if is_chat:
-        tokenizer = ChatTokenizer(tokenizer, template_of(workdir, adapters.run_of(adapter), say))
+    if template is not None:
+        tokenizer = ChatTokenizer(tokenizer, template)
     with jax.set_mesh(opened.model.mesh):
         sampler = Sampler(
             settings,
@@ -67,8 +90,7 @@ def generate(
             is_scored=True,
             flag="--",
         )
-        written = sampler.write(opened.params, on_text)
-    return {"step": opened.step, "samples": [each.as_json() for each in written]}
+        return sampler.write(opened.params, on_text)
 
 
 def template_of(

@@ -1,0 +1,270 @@
+"""A trained model in Python: call it, generate, score, evaluate, export. `load` makes it."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.checkpoint import hub_architecture
+from jaxlm.checkpoint.hub_download import PREFIX, fetch_model
+from jaxlm.core import config
+from jaxlm.core.callbacks import Log, OnText
+from jaxlm.core.errors import ConfigError, InputMissing
+from jaxlm.data import cache
+from jaxlm.data.batch import Tokens
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.generate.config import GenerateConfig
+from jaxlm.generate.sampler import Continuation
+from jaxlm.models.build import Model, Params
+from jaxlm.objectives import loss
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.exchange import export_model
+from jaxlm.recipes.exchange.import_model import COMPANION_FILES, ImportOptions, import_model
+from jaxlm.recipes.use import adapter as adapters
+from jaxlm.recipes.use import evaluate, generate
+from jaxlm.recipes.use.load import LoadedRun, Weights, is_model_of_another_library, load_run
+
+MIN_SCORED = 32  # slots of a row that is scored; longer ones are powers of two, to compile few
+
+
+@dataclasses.dataclass(frozen=True)
+class TextScores:
+    """Tokens of a text and the negative log-probability of each, given those before it."""
+
+    ids: list[int]
+    tokens: list[str]
+    nats: list[float]
+
+    @property
+    def total(self) -> float:
+        """Negative log-probability of the text in nats."""
+        return float(np.sum(self.nats))
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """The model of a step of a run, with its tokenizer and config; `jaxlm.load` makes it.
+
+    An adapter is merged into the weights, if it can be.
+    """
+
+    loaded: LoadedRun
+    adapter: str | None = None
+
+    def __repr__(self) -> str:
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        family = self.config.model.family
+        place = f"{str(self.workdir)!r}, step {self.step}"
+        return f"LanguageModel({place}, {family}, {count:,} parameters)"
+
+    @property
+    def workdir(self) -> Path:
+        """The run directory."""
+        return self.loaded.workdir
+
+    @property
+    def step(self) -> int:
+        """The step of the run that the weights are from."""
+        return self.loaded.step
+
+    @property
+    def config(self) -> Run:
+        """The config of the run."""
+        return self.loaded.run
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the run: `encode(text)` and `decode(ids)`."""
+        return self.loaded.tokenizer
+
+    @property
+    def params(self) -> Params:
+        """The parameters as a nested dict of arrays."""
+        return self.loaded.params
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The Flax module: `model(ids)` returns the logits [B, T, V] of ids [B, T]."""
+        return self.loaded.model.blueprint.merge(self.params)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        chat: bool = False,
+        on_text: OnText | None = None,
+        **settings: Any,
+    ) -> list[Continuation]:
+        """Return the continuation of each prompt, with its text, ids and log-probabilities.
+
+        Args:
+          prompts: a text, or several that are continued as one batch.
+          chat: read each prompt as a user's turn, in the model's chat template.
+          on_text: receives text while it is generated: index of the prompt, next part of its text,
+            and True at its end.
+          settings: the flags of `jaxlm generate`: `max_tokens`, `temperature`, `top_k`, `seed`...
+
+        Raises:
+          ConfigError: if a setting is wrong, the model cannot continue text, or a prompt and its
+            continuation do not fit its positions.
+        """
+        several = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+        raw: dict[str, Any] = {"prompts": list(several), **settings}
+        for name in ("seed", "stop"):  # a setting of several values takes one, too
+            if isinstance(raw.get(name), int | str):
+                raw[name] = [raw[name]]
+        built = config.from_json(GenerateConfig, raw, where="generate")
+        generate.check_generates(self.loaded, is_chat=chat)
+        template = None
+        if chat:
+            template = generate.template_of(self.workdir, adapters.run_of(self.adapter))
+        return generate.continue_prompts(self.loaded, built, template, on_text)
+
+    def score(self, text: str) -> TextScores:
+        """Return the negative log-probability of each token of a text that begins a document.
+
+        Raises ConfigError if the model is bidirectional, or the text exceeds its positions.
+        """
+        generate.check_generates(self.loaded, is_chat=False)
+        before, ids = self.tokenizer.before or self.tokenizer.after, self.tokenizer.encode(text)
+        known = np.array([*before, *ids], np.int32)
+        limit = self.loaded.model.blueprint.config.positions
+        if limit is not None and len(known) > limit:
+            what, why = f"the text has {len(known)} tokens", f"the model has {limit} positions"
+            raise ConfigError(what, where="score(text)", why=why, fix=f"text[:{limit}]")
+        if not ids:
+            return TextScores([], [], [])
+        slots = max(MIN_SCORED, 1 << (len(known) - 2).bit_length())
+        row = np.full(slots + 1, self.tokenizer.pad, np.int32)
+        row[: len(known)] = known
+        is_real = (np.arange(slots) < len(known) - 1).astype(np.int32)
+        index = np.minimum(np.arange(slots, dtype=np.int32), len(known) - 1)
+        fields = row[:-1], row[1:], is_real.astype(np.float32), is_real, index
+        batch = Tokens(*(jnp.asarray(field)[None] for field in fields))
+        with jax.set_mesh(self.loaded.model.mesh):
+            nll = np.asarray(self._nll(self.params, batch))[0]
+        nats = nll[len(before) - 1 : len(known) - 1].tolist()
+        return TextScores(ids, [self.tokenizer.decode([each]) for each in ids], nats)
+
+    @functools.cached_property
+    def _nll(self) -> Any:
+        blueprint, chunk = self.loaded.model.blueprint, self.config.loss.chunk
+        return jax.jit(
+            lambda params, batch: loss.score(blueprint.merge(params), batch, None, chunk)[0].nll
+        )
+
+    def evaluate(
+        self,
+        text: str | Sequence[str] = (),
+        *,
+        sequence: int | None = None,
+        batch: int | None = None,
+        say: Log = lambda _: None,
+    ) -> dict[str, Any]:
+        """Return loss, perplexity, bits per byte, accuracy and calibration, as `jaxlm eval` does.
+
+        Args:
+          text: globs of the text to evaluate on; () for the validation sets of the run.
+          sequence: length of the rows; None for the run's own.
+          batch: rows of a step; None for the run's own.
+          `say`: receives log lines.
+        """
+        globs = (text,) if isinstance(text, str) else tuple(text)
+        length = evaluate.checked_length(self.loaded, sequence)
+        loaders = evaluate.open_loaders(self.loaded, globs, length, say)
+        sets = evaluate.measure(self.loaded, loaders, batch or self.config.train.batch)
+        return {"step": self.step, "sequence": length} | evaluate.with_first(
+            self.loaded, globs, sets
+        )
+
+    def export(self, out: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+        """Write the model for another program, read it back and compare the logits.
+
+        Args:
+          out: the folder or the file to write.
+          options: `to` ("hf" or "gguf"), `dtype`, `shard_bytes` and `say` of `jaxlm export`.
+
+        Raises:
+          ConfigError: if the model was loaded with an adapter that is not its run's own.
+          ParityError: if the export gives other logits.
+        """
+        if self.adapter is not None:
+            raise ConfigError(
+                "an adapter of --adapter is not exported",
+                where=f"adapter={self.adapter}",
+                why="an export is of a run",
+                fix=f"jaxlm import --adapter={self.adapter} --init_from={self.workdir} --workdir=R",
+            )
+        return export_model.export_model(self.workdir, Path(out), step=self.step, **options)
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    best: bool = False,
+    weights: Weights = "raw",
+    adapter: str | None = None,
+    cpu_devices: int | None = None,
+    say: Log = lambda _: None,
+) -> LanguageModel:
+    """Open a model: call it, generate, score text, evaluate, export.
+
+    A model of another library is imported once, to a run in the cache folder. Raises InputMissing
+    if there is no model, DataError if it is damaged, and CommandError if a flag does not fit it.
+
+    Args:
+      source: a run, RUN@STEP, a folder of transformers, a .gguf, or hf:ORG/NAME[@REVISION].
+      step: the step of the run; None for the newest.
+      best: load the step with the lowest validation loss instead.
+      weights: the parameters, or the average of them that the run maintains.
+      adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
+      cpu_devices: number of devices to split the CPU into.
+      `say`: receives log lines.
+    """
+    ref = os.fspath(source)
+    path, at_sign, text = ref.rpartition("@")
+    if is_model_of_another_library(ref):
+        workdir = _imported(ref, cpu_devices, say)
+    elif at_sign and text.isdigit() and not Path(ref).exists():
+        workdir, step = Path(path), int(text)
+    else:
+        workdir = Path(ref)
+    if not (workdir / "config.json").is_file():
+        raise InputMissing(
+            f"there is no model at {ref}",
+            where=f"load({ref!r})",
+            why="it is no run directory, folder of transformers, .gguf or hf:ORG/NAME",
+            fix="find . -name checkpoints",
+        )
+    loaded = load_run(
+        workdir,
+        step=step,
+        best=best,
+        weights=weights,
+        adapter=adapters.reader(adapter, say),
+        cpu_devices=cpu_devices,
+        say=say,
+    )
+    return LanguageModel(loaded, adapter)
+
+
+def _imported(ref: str, cpu_devices: int | None, say: Log) -> Path:
+    """Return the run of an imported model in the cache folder, made once for the same files."""
+    if ref.startswith(PREFIX):
+        ref = str(fetch_model(ref, COMPANION_FILES, check=hub_architecture.family_of, say=say).path)
+    path = Path(ref).resolve()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(each.name, (stat := each.stat()).st_size, stat.st_mtime_ns) for each in files]
+    workdir = cache.folder(cache.default(), "models", path=str(path), files=stats)
+    if not (workdir / "config.json").exists():
+        say(f"importing {ref} to {workdir}; `jaxlm import` makes a run of it elsewhere")
+        options = ImportOptions(source=path, workdir=workdir, cpu_devices=cpu_devices)
+        import_model(options, say)
+    return workdir

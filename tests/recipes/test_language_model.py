@@ -1,0 +1,141 @@
+"""`jaxlm.load`: a model in Python, from runs and from other libraries; and the page about it."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlm
+from jaxlm.cli.docs import page
+from jaxlm.cli.main import main
+from jaxlm.core.errors import ConfigError, InputMissing
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
+
+TEXT = "some words of a text"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 12 steps that was made from Python."""
+    folder = tmp_path_factory.mktemp("api")
+    config = harness.write_config(folder)
+    result = jaxlm.train(config, workdir=folder / "run", quiet=True)
+    assert (result.step, result.complete) == (12, True)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return jaxlm.load(run)
+
+
+def test_importing_jaxlm_is_light_and_shows_what_there_is():
+    program = "import sys, jaxlm; print(dir(jaxlm), jaxlm.__version__, 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    names = "['Config', 'LanguageModel', '__version__', 'load', 'train']"
+    assert done.stdout.strip() == f"{names} {jaxlm.__version__} False", done.stderr
+    assert inspect.isfunction(jaxlm.train)
+    assert inspect.isfunction(jaxlm.load)
+    for function in (jaxlm.train, jaxlm.load):
+        described = re.findall(r"^  `?(\w+)`?: ", inspect.getdoc(function), re.MULTILINE)
+        assert described == list(inspect.signature(function).parameters)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = jaxlm.trian
+
+
+def test_a_score_is_the_log_softmax_of_the_logits(model):
+    scores = model.score(TEXT)
+    ids = [*model.tokenizer.before, *model.tokenizer.encode(TEXT)]
+    log_p = jax.nn.log_softmax(model.model(jnp.asarray([ids]))[0].astype(jnp.float32))
+    expected = [-float(log_p[at, ids[at + 1]]) for at in range(len(ids) - 1)]
+    assert scores.nats == pytest.approx(expected, rel=1e-5)
+    assert "".join(scores.tokens) == TEXT
+    assert scores.ids == ids[1:]
+    assert scores.total == pytest.approx(sum(expected), rel=1e-6)
+    assert model.score("").nats == []
+
+
+def test_generated_log_probabilities_are_those_of_the_score(model):
+    (answer,) = model.generate(TEXT, max_tokens=6, temperature=0)
+    scores = model.score(TEXT + answer.text)
+    if scores.ids[-6:] == answer.ids:  # else the text has another encoding
+        assert scores.nats[-6:] == pytest.approx([-p for p in answer.log_probabilities], rel=1e-4)
+    both = model.generate([TEXT, "other"], max_tokens=6, temperature=0)
+    assert both[0].ids == answer.ids
+    assert [each.prompt for each in both] == [TEXT, "other"]
+
+
+def test_an_evaluation_is_that_of_the_command(model, run, capsys):
+    assert main(["eval", f"--workdir={run}", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert model.evaluate() == expected
+
+
+def test_an_export_is_loaded_and_computes_the_same(model, tmp_path):
+    parity = model.export(tmp_path / "hf")["parity"]
+    assert parity["is_bit_identical"]
+    lines = []
+    again = jaxlm.load(tmp_path / "hf", say=lines.append)
+    assert again.score(TEXT).nats == pytest.approx(model.score(TEXT).nats, abs=1e-5)
+    assert any("importing" in line for line in lines)
+    lines.clear()
+    assert jaxlm.load(tmp_path / "hf", say=lines.append).workdir == again.workdir
+    assert not any("importing" in line for line in lines), "the same files are imported once"
+
+
+def test_a_step_is_named_after_the_run(run, model):
+    assert jaxlm.load(f"{run}@10").step == 10
+    assert jaxlm.load(run, step=10).step == 10
+    assert model.step == 12
+
+
+def test_what_is_wrong_is_an_error_with_a_fix(model, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        model.generate(TEXT, max_token=3)
+    assert "max_tokens" in caught.value.fix
+    with pytest.raises(InputMissing, match="no model"):
+        jaxlm.load(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="no chat template"):
+        model.generate(TEXT, chat=True)
+
+
+def test_a_dict_is_a_config_nested_or_by_path(run, tmp_path):
+    texts = jaxlm.load(run).config.data.train
+    settings = {
+        "data": {"train": texts, "tokenizer": "bytes", "validation": []},
+        "data.sequence": 32,
+        "model.width": 32,
+        "model": {"depth": 1, "heads": 2, "kv_heads": 1},
+        "train.steps": 1,
+        "train.batch": 2,
+        "sample.prompts": (),
+    }
+    assert jaxlm.train(settings, workdir=tmp_path / "run", quiet=True).complete
+    made = jaxlm.load(tmp_path / "run").config
+    assert isinstance(made, jaxlm.Config)
+    assert (made.model.width, made.model.depth, made.data.sequence) == (32, 1, 32)
+    with pytest.raises(ConfigError, match="witdh"):
+        jaxlm.train({"model.witdh": 3}, workdir=tmp_path / "other")
+
+
+def test_the_programs_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for path in sorted(Path(jaxlm.__file__).parent.glob("core/*.py"))[:12]:
+        (tmp_path / "texts" / f"{path.stem}.txt").write_text(path.read_text())
+    blocks = re.findall(r"```python\n(.*?)```", page("python").read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    assert np.isfinite(names["losses"]).all()
+    assert "import os" not in capsys.readouterr().err
