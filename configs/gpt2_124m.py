@@ -1,7 +1,7 @@
 """GPT-2's smallest size on ten billion tokens of web text.
 
-    jaxlm train --config=configs/gpt2_124m.py --workdir=runs/gpt2_124m
-    jaxlm train --config=configs/gpt2_124m.py:v5e-16 --workdir=runs/gpt2_124m
+    jaxlm train --config=gpt2_124m --workdir=runs/gpt2_124m
+    jaxlm train --config=gpt2_124m:v5e-16 --workdir=runs/gpt2_124m
 
 Put the text under data/web/ first, such as the parquet files of the FineWeb-Edu sample-10BT; a tokenizer of the published
 size is trained on it. Batch, learning rate and length are those with which llm.c trains this size.

@@ -1,7 +1,7 @@
 """GPT-2's largest size on 31 billion tokens of web text, 20 for each parameter.
 
-    jaxlm train --config=configs/gpt2_1p5b.py --workdir=runs/gpt2_1p5b
-    jaxlm train --config=configs/gpt2_1p5b.py:v5e-16 --workdir=runs/gpt2_1p5b
+    jaxlm train --config=gpt2_1p5b --workdir=runs/gpt2_1p5b
+    jaxlm train --config=gpt2_1p5b:v5e-16 --workdir=runs/gpt2_1p5b
 
 Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. Batch and learning rate
 are those of GPT-3's size next to this one (XL, arXiv:2005.14165, table 2.1). The 25 heads and 50,257 ids divide over no

@@ -1,7 +1,7 @@
 """Llama 3.2's 1B shape on 26 billion tokens, 20 for each parameter.
 
-    jaxlm train --config=configs/llama_1b.py --workdir=runs/llama_1b
-    jaxlm train --config=configs/llama_1b.py:v5e-16 --workdir=runs/llama_1b
+    jaxlm train --config=llama_1b --workdir=runs/llama_1b
+    jaxlm train --config=llama_1b:v5e-16 --workdir=runs/llama_1b
 
 Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it.
 

@@ -1,7 +1,7 @@
 """Llama 3's 70B shape on 1.4 trillion tokens, 20 for each parameter.
 
-    jaxlm train --config=configs/llama_70b.py --workdir=runs/llama_70b
-    jaxlm train --config=configs/llama_70b.py:v5p-128 --workdir=runs/llama_70b
+    jaxlm train --config=llama_70b --workdir=runs/llama_70b
+    jaxlm train --config=llama_70b:v5p-128 --workdir=runs/llama_70b
 
 Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. The peak learning
 rate is that of Llama 3 (arXiv:2407.21783, table 3).

@@ -1,7 +1,7 @@
 """Llama 3's 8B shape on 168 billion tokens, 20 for each parameter.
 
-    jaxlm train --config=configs/llama_8b.py --workdir=runs/llama_8b
-    jaxlm train --config=configs/llama_8b.py:v5p-128 --workdir=runs/llama_8b
+    jaxlm train --config=llama_8b --workdir=runs/llama_8b
+    jaxlm train --config=llama_8b:v5p-128 --workdir=runs/llama_8b
 
 Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. The peak learning
 rate is that of Llama 3 (arXiv:2407.21783, table 3).

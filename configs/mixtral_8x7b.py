@@ -1,7 +1,7 @@
 """Mixtral 8x7B's shape on 252 billion tokens, 20 for each of the 12.9 billion parameters that a token meets.
 
-    jaxlm train --config=configs/mixtral_8x7b.py --workdir=runs/mixtral_8x7b
-    jaxlm train --config=configs/mixtral_8x7b.py:v5p-128 --workdir=runs/mixtral_8x7b
+    jaxlm train --config=mixtral_8x7b --workdir=runs/mixtral_8x7b
+    jaxlm train --config=mixtral_8x7b:v5p-128 --workdir=runs/mixtral_8x7b
 
 Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. Weights and shape are
 those of arXiv:2401.04088, the balance loss pushes each layer as the published configuration's does; how it was trained is not

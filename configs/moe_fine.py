@@ -1,7 +1,7 @@
 """DeepSeekMoE 16B's shape, 64 small experts and two shared ones, on 57 billion tokens, 20 for each parameter that a token meets.
 
-    jaxlm train --config=configs/moe_fine.py --workdir=runs/moe_fine
-    jaxlm train --config=configs/moe_fine.py:v5p-128 --workdir=runs/moe_fine
+    jaxlm train --config=moe_fine --workdir=runs/moe_fine
+    jaxlm train --config=moe_fine:v5p-128 --workdir=runs/moe_fine
 
 Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. Shape, learning rate and
 the weight of the balance loss are those of arXiv:2401.06066, section 5.1; of 16.4 billion parameters a token meets

@@ -1,7 +1,7 @@
 """A small Qwen3 learns Python from Python's own library, on two CPU cores.
 
-    jaxlm train --config=configs/quickstart.py --workdir=runs/quickstart
-    jaxlm train --config=configs/quickstart.py:long --workdir=runs/long
+    jaxlm train --config=quickstart --workdir=runs/quickstart
+    jaxlm train --config=quickstart:long --workdir=runs/long
 
 Hardware: two CPU cores, 2 GiB of memory. Minutes: about 2, and about 9 with `:long`, where the cores have a unit for bfloat16;
 about 3 and 13 elsewhere. Expect fewer bits per byte than gzip -9, and with `:long` fewer than bz2 -9. How it was tuned stands in

@@ -1,6 +1,6 @@
 """nanoGPT's CPU setting: a small GPT-2 learns tiny Shakespeare, character by character.
 
-    jaxlm train --config=configs/shakespeare_char.py:input.txt --workdir=runs/shakespeare
+    jaxlm train --config=shakespeare_char:input.txt --workdir=runs/shakespeare
 
 The text is https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt; its last tenth is
 held out. Sizes, optimizer, learning rate and schedule are those of nanoGPT's config/train_shakespeare_char.py under the
@@ -23,7 +23,7 @@ def get_config(path: str = "") -> ml_collections.ConfigDict:
             "the text to learn is not named",
             where="configs/shakespeare_char.py",
             why="its path is the config's argument",
-            fix="--config=configs/shakespeare_char.py:input.txt",
+            fix="--config=shakespeare_char:input.txt",
         )
     c = config.new(Run)
     c.data.train = (path,)

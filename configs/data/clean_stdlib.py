@@ -1,9 +1,9 @@
 """Python's own library as clean source code: what parses, once, without personal data. It needs no extra.
 
-    jaxlm data run --config=configs/data/clean_stdlib.py --out=clean
+    jaxlm data run --config=data/clean_stdlib --out=clean
 
 Hardware: one CPU core, 0.3 GiB of memory. Minutes: about one. Expect about nine in ten files to stay; most that go are
-short. `jaxlm train --config=configs/quickstart.py --config.data.train='clean/kept/*.jsonl'` trains on what is left.
+short. `jaxlm train --config=quickstart --config.data.train='clean/kept/*.jsonl'` trains on what is left.
 """
 
 import ml_collections

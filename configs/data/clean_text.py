@@ -1,7 +1,7 @@
 """Web text as FineWeb and C4 clean it: English prose, each page once. It needs jaxlm[prepare]; .parquet needs jaxlm[parquet].
 
-    jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=clean --workers=8
-    jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=preview --sample=1%
+    jaxlm data run --config=data/clean_text --config.source='crawl/*.warc.gz' --out=clean --workers=8
+    jaxlm data run --config=data/clean_text --config.source='crawl/*.warc.gz' --out=preview --sample=1%
 
 With --config.shards.tokenizer=sentencepiece:32768 the same command goes on to token shards, in clean/shards.
 

@@ -1,6 +1,6 @@
 """Fine-tune a model on conversations with LoRA: 1% of the weights, the base stays as it is.
 
-    jaxlm train --config=configs/finetune/lora.py --init_from=MODEL --config.data.train=chat.jsonl \
+    jaxlm train --config=finetune/lora --init_from=MODEL --config.data.train=chat.jsonl \
       --workdir=runs/lora
     jaxlm merge --workdir=runs/lora --out=runs/merged
 

@@ -1,6 +1,6 @@
 """Fine-tune a large model on conversations with QLoRA: the base is stored in 4 bits a weight.
 
-    jaxlm train --config=configs/finetune/qlora.py --init_from=MODEL \
+    jaxlm train --config=finetune/qlora --init_from=MODEL \
       --config.data.train=chat.jsonl --workdir=runs/qlora
     jaxlm merge --workdir=runs/qlora --out=runs/merged
 

@@ -1,6 +1,6 @@
 """Fine-tune all weights of a model on conversations.
 
-    jaxlm train --config=configs/finetune/sft.py --init_from=MODEL --config.data.train=chat.jsonl \
+    jaxlm train --config=finetune/sft --init_from=MODEL --config.data.train=chat.jsonl \
       --workdir=runs/sft
 
 MODEL is a run, a folder of transformers, a .gguf file or hf:ORG/NAME; the model, its tokenizer and

@@ -33,6 +33,6 @@ def test_every_golden_has_its_recipe():
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_opens_with_command_hardware_and_expectation(path):
     opening = path.read_text().split('"""')[1]
-    assert f"jaxlm data run --config=configs/data/{path.name}" in opening
+    assert f"jaxlm data run --config=data/{path.stem}" in opening
     assert "Hardware: " in opening
     assert re.search(r"Expect|expect", opening)

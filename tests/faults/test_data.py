@@ -661,7 +661,7 @@ def test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds(
         begun = time.monotonic()
         said, _ = run.communicate(timeout=60)
         took = time.monotonic() - begun
-        assert took < 5
+        assert took < harness.allowed(5)
         record_property("E8", f"{took:.1f} s")
         assert run.returncode == 70, said
         assert "a data worker process died" in said
