@@ -1,4 +1,27 @@
-"""Train a model. A second start in the same run directory resumes the run."""
+"""Train a model. A second start in the same run directory resumes the run.
+
+jaxlm train --config=quickstart --workdir=runs/a                      a first run, in minutes
+jaxlm train --workdir=runs/a                                          resumes it
+jaxlm train --config=quickstart --config.data.train='texts/*.txt' --workdir=runs/b
+jaxlm train --config=finetune/lora --init_from=MODEL --config.data.train=chat.jsonl --workdir=R
+
+The settings that are changed most, as --config.NAME=VALUE, and their defaults:
+  data.train         stdlib:train        globs of text, .jsonl, .parquet or token shards
+  data.tokenizer     sentencepiece:4096  bytes, bpe:SIZE, ..., or the path of a tokenizer
+  data.sequence      256                 tokens in a row
+  model.width        512                 hidden size
+  model.depth        8                   layers
+  train.steps        1000                updates in the whole run
+  train.batch        32                  rows of the global batch
+  optim.lr           0.0003              peak learning rate
+  eval.every         10%                 interval between evaluations
+  precision.compute  float32             dtype of products and activations: bfloat16, float16
+  mesh.fsdp          1                   devices that split rows and parameters
+  seed               0                   seed of weights, data order, dropout and samples
+
+--config.model=llama3-8b sets a published model. `jaxlm config show` lists all settings, `jaxlm
+config explain NAME` describes one, and `jaxlm init` writes a config for text of your own.
+"""
 
 import os
 from pathlib import Path

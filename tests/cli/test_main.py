@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pkgutil
+import re
 import shlex
 import subprocess
 import sys
@@ -20,7 +21,10 @@ import jaxlm.cli
 from jaxlm.cli import main as front
 from jaxlm.cli.arguments import Parser
 from jaxlm.cli.main import VERBS, Verb, main
+from jaxlm.core import config
 from jaxlm.core.errors import DataError, NotWritable
+from jaxlm.core.sections import show
+from jaxlm.recipes.config import Run
 
 
 @pytest.fixture
@@ -349,3 +353,14 @@ def test_nor_does_the_function_train_in_a_folder_of_that_name(place, tmp_path, m
     with pytest.raises(NotWritable):
         jaxlm.train("configs/quickstart.py", workdir=place)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_help_of_train_has_the_defaults_of_the_settings_that_are_changed_most(capsys):
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    rows = re.findall(r"^  ([a-z_.]+) +(\S+)  +\S", text.partition("changed most")[2], re.MULTILINE)
+    defaults = config.flatten(Run())
+    assert {name: value for name, value in rows if name in defaults} == {
+        name: show(defaults[name]) for name, _ in rows if name in defaults
+    }
+    assert len([name for name, _ in rows if name in defaults]) == 12
