@@ -16,6 +16,7 @@ FACTORS = (
 )  # fmt: skip
 EXPERTS = trained("experts", "--config.model.family=mixtral --config.model.experts=2 --config.model.top_k=1 --config.model.hidden=32")  # fmt: skip
 PEFT = f"{TUNED}; {sys.executable} -m jaxlm export --workdir=runs/tuned --to=peft --out=peft --quiet >&2"  # fmt: skip
+MOVED = 'mv runs/a runs/base; sed -i \'s#"run": ".*"#"run": "gone"#\' runs/tuned/base.json'
 EARLIER = 'sed -i \'s/"step": 2/"step": 1/\' runs/tuned/base.json'
 
 
@@ -40,8 +41,8 @@ SITUATIONS: dict[str, Situation] = {
     "an adapter of another arm": Situation(f"train {CONFIG} --config.tune.name=ia3 --init_from=runs/tuned", TUNED),
     "all weights of an adapted run": Situation(f"train {CONFIG} --init_from=runs/tuned", TUNED),
     "an imported adapter of other settings": Situation("import --adapter=peft --init_from=runs/a --workdir=new --config.tune.rank=1", PEFT),
-    "a base that is gone": Situation(f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 --allow_change=train", f"{TUNED}; mv runs/a runs/base"),
-    "an evaluation on a base that is gone": Situation("eval --workdir=runs/tuned", f"{TUNED}; mv runs/a runs/base"),
+    "a base that is gone": Situation(f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 --allow_change=train", f"{TUNED}; {MOVED}"),
+    "an evaluation on a base that is gone": Situation("eval --workdir=runs/tuned", f"{TUNED}; {MOVED}"),
     "a base that changed": Situation(f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 --allow_change=train", f"{TUNED}; cp -r runs/a runs/base; {EARLIER}"),
     "a merge of all weights": Situation(f"merge {RUN} --out=merged"),
     "a merge of a bottleneck": Situation("merge --workdir=runs/neck --out=merged", NECK),
