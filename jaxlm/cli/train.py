@@ -33,6 +33,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.core.quoting import redacted
 from jaxlm.parallel import cluster, rendezvous
+from jaxlm.training.rundir import IMPORTED
 
 
 def add_arguments(parser: Parser) -> None:
@@ -62,6 +63,8 @@ def run(args: Any, out: Output) -> int:
 
     workdir = Path(needed(args, "workdir"))
     saved = workdir / "config.json"  # of the run, which continues
+    if args.config is None and not saved.is_file() and args.init_from:
+        saved = _config_of(args)
     is_saved = args.config is None and saved.is_file()
     file = str(saved) if is_saved else needed_config(args, Run)
     process = cluster.process_spec(
@@ -92,6 +95,26 @@ def run(args: Any, out: Output) -> int:
     known = {"step": result.step, "complete": result.complete, "workdir": str(result.workdir)}
     text = f"{workdir}: {state} at step {result.step}{loss}{verdict}"
     return out.result(known | result.metrics, text)
+
+
+def _config_of(args: Any) -> Path:
+    """Return the config of the run of --init_from, which a new run without --config takes.
+
+    Raises CommandError if that run was imported, and so has no data, and no flag names the data.
+    """
+    path, at_sign, step = args.init_from.rpartition("@")
+    run = Path(path if at_sign and step.isdigit() else args.init_from)
+    saved = run / "config.json"
+    is_run = saved.is_file() and (run / "checkpoints").is_dir()
+    has_data = "data.train" in dict(args.overrides)
+    if is_run and (run / IMPORTED).is_file() and not has_data:
+        raise CommandError(
+            "the text to train on is not named",
+            where=f"--init_from={args.init_from}",
+            why="an imported model has no data, and the command has no --config",
+            fix="--config.data.train='texts/*.txt'",
+        )
+    return saved if is_run else Path(args.workdir) / "config.json"
 
 
 def _refuse_secrets(words: list[str]) -> None:

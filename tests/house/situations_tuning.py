@@ -30,6 +30,7 @@ def full_library(patch):
 
 
 SITUATIONS: dict[str, Situation] = {
+    "an imported model without text": Situation("train --init_from=runs/a --workdir=new", "touch runs/a/imported.json", more="--stop_at=1"),
     "no place of an adapter": Situation(f"config validate --config=c.py {LORA} '--config.tune.at=()'"),
     "leading parts of a quantized base": Situation("config validate --config=c.py --config.tune.name=qlora --config.tune.rank=2 --config.tune.init=pissa"),
     "an adapter of nothing": Situation(f"train {CONFIG} {LORA}"),

@@ -62,6 +62,32 @@ def test_a_run_begins_with_the_weights_of_a_step_of_another(folder):
     assert losses(run) == losses(straight)
 
 
+def test_without_a_config_the_new_run_has_that_of_the_run_it_begins_with(folder):
+    words = [f"--init_from={folder / 'a'}@2", f"--workdir={folder / 'same'}", "--quiet"]
+    assert main(["train", *words, "--config.optim.lr=1e-4", "--stop_at=1"]) == 0
+    before, after = (
+        json.loads((folder / name / "config.json").read_text()) for name in ("a", "same")
+    )
+    assert after["optim"]["lr"] == 1e-4
+    assert before["optim"]["lr"] != 1e-4
+    assert after["data"]["train"] == before["data"]["train"]
+    assert after["train"] == before["train"]
+    for path, array in arrays(folder / "a", 2).items():
+        np.testing.assert_array_equal(arrays(folder / "same", 0)[path], array, err_msg=path)
+
+
+def test_an_imported_model_and_no_text_is_an_error_before_anything_is_read(folder, capsys):
+    (folder / "a/imported.json").write_text("{}")
+    try:
+        code, found = error(
+            capsys, "train", f"--init_from={folder / 'a'}", f"--workdir={folder / 'new'}"
+        )
+    finally:
+        (folder / "a/imported.json").unlink()
+    assert (code, found["fix"]) == (2, "--config.data.train='texts/*.txt'")
+    assert not (folder / "new").exists()
+
+
 def test_a_step_of_it_is_replayed_from_where_it_began(folder, capsys):
     run = folder / "from-2"
     code = main(["replay", f"--workdir={run}", "--step=1", "--json"])
