@@ -335,8 +335,10 @@ def decode_tokens(
     """Run the model on more tokens of each row; return the hidden states [B, T, D] and cache."""
     count = tokens.shape[1]
     positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    if model.config.positions is not None:  # only guesses can exceed it
-        positions = jnp.minimum(positions, model.config.positions - 1)
+    if (
+        isinstance(model, Decoder) and model.text_positions is not None
+    ):  # only guesses can exceed it
+        positions = jnp.minimum(positions, model.text_positions - 1)
     hidden = model.hidden(tokens, positions=positions, cache=cache)
     assert hidden.cache is not None
     return hidden.values, hidden.cache._replace(length=cache.length + count)

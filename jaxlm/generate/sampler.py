@@ -65,7 +65,7 @@ class Sampler:
     ):
         self.config, self.tokenizer = config, tokenizer
         self._is_paired = isinstance(blueprint.config, EncoderDecoderConfig)
-        self._check_room(blueprint.config.positions, flag)
+        self._check_room(blueprint.text_positions, flag)
         if config.prompt_lookup and not decode.supports_prompt_lookup(blueprint.config):
             raise ConfigError(
                 "this model does not support prompt lookup",
@@ -116,7 +116,7 @@ class Sampler:
         raise ConfigError(
             f"{longest} prompt tokens and {self.config.max_tokens} new ones exceed the positions",
             where=f"{flag}prompts, {flag}max_tokens",
-            why=f"the model has {positions} positions",
+            why=f"the model has {positions} positions for text",
             fix=f"{flag}max_tokens={room}" if room > 0 else "a shorter prompt",
         )
 

@@ -152,8 +152,25 @@ class Unembedder:
         (self.unembedding or self.embedding).relayout_for_decode()
 
 
+class VirtualTokens(nnx.Module):
+    """Tokens without ids before every document: each token sees them, at positions from `count` on.
+
+    They do not see the document, so all documents of a row share them.
+
+    Args:
+      count: number of tokens.
+      rows: their stream before the first layer, [count, D]; None if the attention of each layer
+        has their keys and values, see `nn.attention.LeadingKV`.
+    """
+
+    def __init__(self, count: int, rows: nnx.Param | None = None):
+        self.count, self.rows = count, rows
+
+
 class Backbone(nnx.Module):
     """The layers of the prefix, those that repeat, and the final norm; `side` prefixes names."""
+
+    virtual: VirtualTokens | None = None
 
     def __init__(
         self, config: configs.BackboneConfig, execution: Execution, *, key: Array, side: str = ""
@@ -191,6 +208,11 @@ class Backbone(nnx.Module):
         ways = {"layers": execution.layers, "schedule": execution.schedule}
         self.stack = stack("stack", config.pattern, drops[first:], **ways)
         self.final_norm = optional_norm(config.width, config.final_norm, init)
+
+    @property
+    def leading(self) -> int:
+        """Number of virtual tokens before every document."""
+        return 0 if self.virtual is None else self.virtual.count
 
     def apply_layers(
         self,
@@ -262,7 +284,8 @@ class Backbone(nnx.Module):
             attention = block.attention
             # Relative biases index all slots in order, so no window is applied to the cache.
             window = None if attention.relative else attention.window
-            return LayerCache.empty(rows, slots, attention.cached, dtype, window, spare)
+            sizes = attention.cached
+            return LayerCache.empty(rows, slots, sizes, dtype, window, spare, self.leading)
 
         layers: Caches = {f"prefix/{i}": (empty(block),) for i, block in enumerate(config.prefix)}
         repeated, kinds = config.depth - len(config.prefix), len(config.pattern)

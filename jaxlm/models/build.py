@@ -38,8 +38,9 @@ class Blueprint:
 
     `init` makes the parameters (jit it with `out_shardings` to create them sharded), `merge` puts
     parameters into the module again, at no cost in a trace. `axes` is the tree of each parameter's
-    logical axis names, `shapes` that of their shapes and dtypes. `surgery` changes a module that
-    was built, as an adapter does: function (module, key of the initial values).
+    logical axis names, `shapes` that of their shapes and dtypes. `text_positions` is the number of
+    tokens of a text that the position table has rows for, if there is one. `surgery` changes a
+    module that was built, as an adapter does: function (module, key of the initial values).
     """
 
     def __init__(
@@ -67,6 +68,9 @@ class Blueprint:
         # Only the key's shape, as computing a key would compile a program.
         key = jax.eval_shape(lambda: jax.random.key(0))
         module = nnx.eval_shape(lambda key: self._make(key=key), key)
+        self.text_positions: int | None = (
+            module.text_positions if isinstance(module, Decoder) else config.positions
+        )
         self._graphdef, state = nnx.split(module)
         self._treedef = jax.tree.structure(state)
         self.shapes: Params = nnx.to_pure_dict(state)

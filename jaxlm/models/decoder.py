@@ -74,22 +74,74 @@ class Decoder(Backbone, Unembedder):
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         x = self.embedding(tokens) * self.config.embed_scale
         x = noise(x, self.config.embedding_noise, noise_key(key))
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        if self.inner is not None:
-            x = x + self.inner(
-                jnp.zeros_like(tokens) if block_positions is None else block_positions
-            )
-        x = constrain(x.astype(self.precision.activations), "batch", "length", None)
-        x = dropout(x, self.config.dropout, keys[0])
+        blocks = jnp.zeros_like(tokens) if block_positions is None else block_positions
+        positions = positions + self.leading
         mask = (
             masks.causal(tokens.shape[1], segments, visible_until, parts=parts)
             if cache is None
             else cache_mask(cache, tokens.shape[1], visible_until, count)
         )
-        return self.apply_layers(
+        before = None
+        if cache is None and self.virtual is not None:
+            before = self._virtual_rows(len(tokens))
+            mask = mask.preceded(self.leading, is_queried=before is not None)
+        if before is not None:
+            x, positions, blocks = (
+                jnp.concatenate((first, then.astype(first.dtype)), axis=1)
+                for first, then in zip(before, (x, positions, blocks), strict=True)
+            )
+        x = dropout(self._add_tables(x, positions, blocks), self.config.dropout, keys[0])
+        hidden = self.apply_layers(
             x, positions=positions, mask=mask, cache=cache, keys=(keys[1], keys[2])
         )
+        if before is None:
+            return hidden
+        values, stream = (each[:, self.leading :] for each in (hidden.values, hidden.stream))
+        return hidden._replace(values=values, stream=stream)
+
+    @property
+    def text_positions(self) -> int | None:
+        """Largest number of tokens of a document that the position table has rows for, if any."""
+        rows = self.config.positions
+        return None if rows is None else rows - self.leading
+
+    def _add_tables(self, x: Array, positions: Array, block_positions: Array) -> Array:
+        """Return the stream before the first layer, in the dtype of activations."""
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        if self.inner is not None:
+            x = x + self.inner(block_positions)
+        return constrain(x.astype(self.precision.activations), "batch", "length", None)
+
+    def _virtual_rows(self, rows: int) -> tuple[Array, Array, Array] | None:
+        """Return embeddings, positions and block positions of virtual tokens that have a stream."""
+        if self.virtual is None or self.virtual.rows is None:
+            return None
+        positions = jnp.broadcast_to(
+            jnp.arange(self.leading, dtype=jnp.int32), (rows, self.leading)
+        )
+        stream = self.virtual.rows[...].astype(jnp.float32)
+        stream = jnp.broadcast_to(stream, (rows, *stream.shape))
+        return stream, positions, jnp.zeros_like(positions)
+
+    def empty_cache(
+        self, rows: int, slots: int, *, is_int8: bool = False, spare: int = 0
+    ) -> KVCache:
+        """Return a KV cache that has read the virtual tokens alone, see `Backbone.empty_cache`."""
+        cache = super().empty_cache(rows, slots, is_int8=is_int8, spare=spare)
+        virtual = self._virtual_rows(rows)
+        if virtual is None:
+            return cache
+        length = cache.length
+        before = cache._replace(length=length - self.leading)
+        hidden = self.apply_layers(
+            self._add_tables(*virtual),
+            positions=virtual[1],
+            mask=cache_mask(before, self.leading),
+            cache=before,
+        )
+        assert hidden.cache is not None
+        return hidden.cache._replace(length=length)
 
     def read(self, batch: Tokens, *, key: Array | None, parts: int = 1) -> Hidden:
         """Return the output for a batch, see `hidden`."""

@@ -51,12 +51,37 @@ class LayerInputs(NamedTuple):
     start: Int[Array, "B"] | None = None  # slot of each row for new tokens in a KV cache
 
 
+class LeadingKV(nnx.Module):
+    """Keys and values of virtual tokens before every row; keys are those after norm and rotation.
+
+    Args:
+      keys: [n, K, H]; in a stack with a first axis of layers.
+      values: [n, K, U], likewise.
+    """
+
+    def __init__(self, keys: nnx.Param, values: nnx.Param):
+        self.keys, self.values = keys, values
+
+    def rows(self, like: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Return them for each row of keys and values [B, T, K, H], in the same dtypes."""
+
+        def row(leaf: nnx.Param, like: Array) -> Array:
+            each = jnp.broadcast_to(leaf[...].astype(like.dtype), (len(like), *leaf.shape))
+            return constrain(each, "batch", None, "kv_heads", "head_dim")
+
+        return row(self.keys, like[0]), row(self.values, like[1])
+
+
 class AttentionBase(nnx.Module):
-    """Attention over given queries, keys and values; subclasses project them and set `out`."""
+    """Attention over given queries, keys and values; subclasses project them and set `out`.
+
+    With `leading` every query sees its keys too; the mask, or the KV cache, has room for them.
+    """
 
     config: AttentionConfig
     precision: Precision
     out: Linear
+    leading: LeadingKV | None = None
 
     def __call__(
         self,
@@ -69,8 +94,13 @@ class AttentionBase(nnx.Module):
         """Attend over `x`, or over the cache after `x` is appended to it."""
         query, keys, values = self._project(x, inputs.positions)
         mask, is_cached = inputs.mask, cache is not None
+        leading = None if self.leading is None else self.leading.rows((keys, values))
         if cache is not None:
+            cache = cache if leading is None else cache.preceded(*leading)
             cache, keys, values, mask = self._append(cache, keys, values, inputs)
+        elif leading is not None:
+            pairs = zip(leading, (keys, values), strict=True)
+            keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)
         mask = dataclasses.replace(mask, window=self.config.window)
         heads = self._self_attend((query, keys, values), mask, key, is_cached=is_cached)
         return self._out_projection(heads), cache
@@ -101,7 +131,8 @@ class AttentionBase(nnx.Module):
         assert inputs.start is not None
         count = inputs.mask.query_count
         cache, (keys, values, index) = cache.append(keys, values, inputs.start, count)
-        return cache, keys, values, dataclasses.replace(inputs.mask, key_index=index)
+        mask = dataclasses.replace(inputs.mask, key_index=index, leading=cache.leading)
+        return cache, keys, values, mask
 
     def _attend(
         self, qkv: QKV, mask: Mask, key: Array | None, *, kernel: Kernel, is_cached: bool

@@ -27,15 +27,17 @@ class VisibleKV(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("keys", "values", "key_scale", "value_scale"),
-    meta_fields=("is_ring", "spare"),
+    meta_fields=("is_ring", "spare", "leading"),
 )
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
     """KV cache of one layer; of latent attention, the shared rotated key, and the latent as value.
 
     Token i of a row is in slot i, or in a ring (a layer with a window of S keys) in slot i % S,
-    where it replaces token i - S. With scales, the numbers are int8: the scale is the largest
-    magnitude of a head's key or value over 127, and the error half a scale, at most 0.4% of it.
+    where it replaces token i - S. Virtual tokens have indices from -`leading` on: then no cache is
+    a ring, and token i is in slot `leading` + i. With scales, the numbers are int8: the scale is
+    the largest magnitude of a head's key or value over 127, and the error half a scale, at most
+    0.4% of it.
 
     Heads come before slots, the layout that attention's products read: otherwise the whole cache
     would be transposed for every token.
@@ -47,6 +49,7 @@ class LayerCache:
     value_scale: Float[Array, "B K S 1"] | None = None
     is_ring: bool = False
     spare: int = 0
+    leading: int = 0
 
     @classmethod
     def empty(
@@ -57,6 +60,7 @@ class LayerCache:
         dtype: jnp.dtype,
         window: int | None,
         spare: int = 0,
+        leading: int = 0,
     ) -> Self:
         """Return a cache of zeros, a ring if the window is shorter than the row.
 
@@ -67,8 +71,11 @@ class LayerCache:
           window: keys visible to a query; by default (None) all.
           spare: added slots, so that 1 + `spare` tokens can be written at once and all but the
             first of them overwritten; a ring still holds all that these see.
+          leading: virtual tokens before each row.
         """
-        slots = slots + spare
+        slots = leading + slots + spare
+        if leading:  # outside of any window
+            window = None
         if window is not None:
             window = window + spare
         is_ring = window is not None and window < slots
@@ -76,12 +83,17 @@ class LayerCache:
         shape = (rows, heads, window if is_ring else slots)
         keys, values = (jnp.zeros((*shape, length), dtype) for length in lengths)
         scale = jnp.zeros((*shape, 1)) if dtype == jnp.int8 else None
-        return cls(keys, values, scale, scale, is_ring, spare)
+        return cls(keys, values, scale, scale, is_ring, spare, leading)
 
     @property
     def slots(self) -> int:
-        """Number of tokens that fit into a row."""
+        """Number of tokens that fit into a row, virtual ones included."""
         return self.keys.shape[2]
+
+    def preceded(self, keys: Float[Array, "B n K H"], values: Float[Array, "B n K U"]) -> Self:
+        """Return the cache with the keys and values of its virtual tokens."""
+        start = jnp.full((len(keys),), -self.leading, jnp.int32)
+        return self.append(keys, values, start, None)[0]
 
     def append(
         self,
@@ -104,8 +116,10 @@ class LayerCache:
         )
         index = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         if not self.is_ring:
-            written = self._map(lambda cache, part: _write_slots(cache, part, start), new)
-            return written, written._visible(jnp.arange(self.slots, dtype=jnp.int32)[None])
+            slot = start + self.leading
+            written = self._map(lambda cache, part: _write_slots(cache, part, slot), new)
+            index = jnp.arange(-self.leading, self.slots - self.leading, dtype=jnp.int32)
+            return written, written._visible(index[None])
         stop = start + (length if count is None else count)
         is_stored = (index < stop[:, None]) & (index >= stop[:, None] - self.slots)
         slot = jnp.where(is_stored, index % self.slots, self.slots)
@@ -174,8 +188,9 @@ class CrossKV(NamedTuple):
 class KVCache(NamedTuple):
     """KV cache of a model: by stack and kind, a cache for each layer.
 
-    `length` counts the tokens read in each row. Slots from `length` on may hold anything: no query
-    looks beyond its own index, and the next write replaces them.
+    `length` counts the tokens read in each row, without virtual tokens before it. Slots from
+    `length` on may hold anything: no query looks beyond its own index, and the next write replaces
+    them.
     """
 
     layers: dict[str, tuple[LayerCache, ...]]

@@ -71,6 +71,8 @@ def attention(
         raise ValueError(f"{kernel} has no attention dropout")
     if kernel != "reference" and mask.bias is not None:
         raise ValueError(f"{kernel} has no bias of scores")
+    if mask.leading and context.context_size() > 1:
+        raise ValueError("leading keys need whole rows, and context splits them")
     if kernel in PLATFORMS and is_split:
         raise ValueError(f"{kernel} attention needs whole rows, and context splits them")
     if backend.name() != PLATFORMS.get(kernel, backend.name()):

@@ -36,11 +36,13 @@ def cudnn(
     Args: as in `ops.attention.attention`; `compute` is float16 or bfloat16, and `implementation`
       selects another of `jax.nn.dot_product_attention`, the source of this kernel.
 
-    Raises ValueError if the mask is not one of whole rows; NotImplementedError from JAX, if cuDNN
-    has no kernel for these operands.
+    Raises ValueError if the mask is not one of whole rows or has leading keys; NotImplementedError
+    from JAX, if cuDNN has no kernel for these operands.
     """
     if not mask.is_whole:
         raise ValueError("cudnn attention needs a mask of whole rows")
+    if mask.leading:
+        raise ValueError("cudnn attention has no leading keys")
     run = functools.partial(_local_rows, mask=mask, scale=scale, implementation=implementation)
     low = (x.astype(compute) for x in (query, key, value))
     slots = (mask.query_segments, mask.visible_until)

@@ -33,6 +33,8 @@ class StaticArgs(NamedTuple):
     scale: float
     softcap: float | None
     block: int = 0  # tokens of a block; 0 runs the ring
+    leading: int = 0  # keys before the row, of a blockwise loop
+    ahead: int = 0  # those of them that are no queries
 
 
 class Queries(NamedTuple):
@@ -174,6 +176,7 @@ def _scores(static: StaticArgs, queries: Queries, keys: Keys) -> tuple[Array, Ar
         visible_until=None if queries.visible_until is None else queries.visible_until[:, 0, 0],
         causal=static.causal,
         window=static.window,
+        leading=static.leading,
     )
     return jnp.where(mask.materialize()[:, None, None], scores, HIDDEN), slope
 
@@ -219,8 +222,8 @@ def _cast_gradients(
 
 def blockwise(
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K U"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K U"],
     mask: Mask,
     compute: jnp.dtype,
     *,
@@ -233,7 +236,8 @@ def blockwise(
     At most B N block^2 scores exist at a time, so memory grows with the row, not with its square.
     Blocks hidden by causality or a window are skipped: half of the products of a causal row. With
     `visible_until` each block of queries stops at the largest value in any row. Rows are padded to
-    a multiple of `block` with hidden slots.
+    a multiple of `block` with hidden slots. Queries are the last T of the S slots: there are more
+    keys if the mask has leading ones that are no queries.
 
     Args: as in `ops.attention.attention`, and the size of a block.
 
@@ -246,31 +250,37 @@ def blockwise(
         raise ValueError("blockwise attention needs a mask of whole rows")
     length = query.shape[1]
     block = min(block, length)
-    count = -(-length // block)
-    static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, softcap, block)
-    index = jnp.arange(count * block, dtype=jnp.int32)[None]
-
-    segments = mask.query_segments
-    if segments is None and not mask.causal:
-        segments = jnp.zeros((1, length), jnp.int32)
+    ahead = key.shape[1] - length
+    static = StaticArgs(
+        *(mask.causal, mask.window, mask.is_zigzag, compute, scale, softcap, block),
+        leading=mask.leading,
+        ahead=ahead,
+    )
 
     def padded(x: Array, fill: int = 0) -> Array:
         rest = ((0, 0),) * (x.ndim - 2)
-        return jnp.pad(x, ((0, 0), (0, count * block - length), *rest), constant_values=fill)
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *rest), constant_values=fill)
 
-    # No segment is -1, not even padding, which sees itself.
-    segments = None if segments is None else padded(segments, -1)
+    def slots(segments: Array | None, length: int, first: int) -> tuple[Array, Array | None]:
+        if segments is None and not mask.causal:
+            segments = jnp.zeros((1, length), jnp.int32)
+        index = jnp.arange(first, first + length - length % -block, dtype=jnp.int32)[None]
+        # No segment is -1, not even padding, which sees itself.
+        return index, None if segments is None else padded(segments, -1)
+
+    index, segments = slots(mask.query_segments, length, ahead - mask.leading)
     until = None if mask.visible_until is None else padded(mask.visible_until)
     if until is not None:
         until = jnp.maximum(until, index)  # the added slots see themselves
+    key_meta = slots(mask.key_segments, length + ahead, -mask.leading) if ahead else ()
     query, key, value = map(padded, (query, key, value))
-    return _flash(static, query, key, value, (index, segments, until), ())[:, :length]
+    return _flash(static, query, key, value, (index, segments, until), key_meta)[:, :length]
 
 
 def _blockwise_forward(static: StaticArgs, *inputs: Any) -> tuple[Array, Array]:
     (query, _, value), block = inputs[:3], static.block
     queries, keys = _operands(static, *inputs)
-    count = query.shape[1] // block
+    count, keys_count = query.shape[1] // block, value.shape[1] // block
 
     def row(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
         part = Slice(T_AXIS, i * block, block).of(queries)
@@ -279,7 +289,7 @@ def _blockwise_forward(static: StaticArgs, *inputs: Any) -> tuple[Array, Array]:
             visible = Slice(S_AXIS, j * block, block).of(keys)
             return online_softmax_update(static, part, visible, state)
 
-        bounds = _visible_blocks(static, count, i, part.visible_until)
+        bounds = _visible_blocks(static, keys_count, i, part.visible_until)
         state = OnlineSoftmax.empty(part, value.shape[-1])
         return None, lax.fori_loop(*bounds, update, state).finish()
 
@@ -291,7 +301,7 @@ def _blockwise_backward(static: StaticArgs, *inputs: Any) -> tuple[Array, Array,
     (query, key, value), block = inputs[:3], static.block
     queries, keys = _operands(static, *inputs[:5])
     residuals = Residuals.of(static, key, *inputs[5:])
-    count = query.shape[1] // block
+    count, keys_count = query.shape[1] // block, value.shape[1] // block
 
     def row(grads: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
         rows = Slice(T_AXIS, i * block, block)
@@ -305,7 +315,7 @@ def _blockwise_backward(static: StaticArgs, *inputs: Any) -> tuple[Array, Array,
             return q_grad + q_added, columns.into(grads, added)
 
         start = jnp.zeros(part.q.shape, jnp.float32), grads
-        bounds = _visible_blocks(static, count, i, part.visible_until)
+        bounds = _visible_blocks(static, keys_count, i, part.visible_until)
         q_grad, grads = lax.fori_loop(*bounds, update, start)
         return grads, q_grad
 
@@ -317,13 +327,17 @@ def _blockwise_backward(static: StaticArgs, *inputs: Any) -> tuple[Array, Array,
 def _visible_blocks(
     static: StaticArgs, count: int, i: Array, visible_until: Array | None = None
 ) -> tuple[Bound, Bound]:
-    """Return the range of key blocks that the i-th block of queries may see."""
+    """Return the range of key blocks that the i-th block of queries may see, of `count`."""
     first: Bound = 0
-    if static.window is not None:
+    if static.window is not None and not static.leading:
         first = jnp.maximum(0, (i * static.block - static.window + 1) // static.block)
     if visible_until is not None:
-        return first, visible_until.max() // static.block + 1
-    return first, i + 1 if static.causal else count
+        stop = (visible_until.max() + static.leading) // static.block + 1
+    elif static.causal:
+        stop = i + 1 + -(-static.ahead // static.block)
+    else:
+        return first, count
+    return first, jnp.minimum(stop, count) if static.leading else stop
 
 
 def _join_blocks(blocks: Array) -> Array:

@@ -41,6 +41,7 @@ class AttentionWork:
     stages: int = 1  # of a pipeline, over which the layers are mapped
     has_bias: bool = False  # of the scores
     both_ways: bool = False  # some queries see later keys, by `Mask.visible_until`
+    leading: int = 0  # keys of virtual tokens before each row
 
 
 class Choice(NamedTuple):
@@ -94,6 +95,8 @@ def misfits(kernel: Kernel, target: Target, work: AttentionWork) -> Iterator[Mis
         yield Misfit(why, "regularization.attention_dropout=0")
     if kernel != "reference" and work.has_bias:
         yield Misfit("it adds no bias to scores, and this model has relative positions")
+    if platform is not None and work.leading:
+        yield Misfit(f"it has no {work.leading} keys that all segments of a row see")
     if kernel == "splash":
         yield from _splash_misfits(work)
     if kernel == "cudnn" and platform == target.platform:

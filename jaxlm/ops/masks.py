@@ -28,6 +28,10 @@ class Mask:
     side. `query_count` is the number of each row's queries that are tokens; the rest is padding,
     which a cache may drop. `is_zigzag` marks slots in `context.zigzag_order` over the ambient
     mesh, `is_whole` queries and keys of the same complete row. `bias` is added to the scores.
+
+    The first `leading` keys have indices from -`leading` to -1: virtual tokens before the row. A
+    causal query sees all of them up to its own index, also of another segment and outside of the
+    window.
     """
 
     query_index: Int[Array, "B T"] | Int[Array, "1 T"]
@@ -41,28 +45,60 @@ class Mask:
     is_zigzag: bool = False
     is_whole: bool = False
     bias: Float[Array, "B N T S"] | Float[Array, "1 N T S"] | None = None
+    leading: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for segments on one side only, or `visible_until` without causality."""
+        """Raise ValueError for segments on one side only, or a part that needs causality."""
         if (self.query_segments is None) != (self.key_segments is None):
             raise ValueError("only one of queries and keys has segments")
         if self.visible_until is not None and not self.causal:
             raise ValueError("visible_until needs a causal mask")
+        if self.leading and not self.causal:
+            raise ValueError("leading keys need a causal mask")
 
     def materialize(self) -> Bool[Array, "B T S"]:
         """Return true for each visible pair; the batch axis is 1 if all rows have the same mask."""
         query, key = self.query_index[:, :, None], self.key_index[:, None, :]
         visible = jnp.ones((query.shape[0], query.shape[1], key.shape[2]), bool)
         until = None if self.visible_until is None else self.visible_until[:, :, None]
-        if self.causal:
-            visible = visible & (key <= (query if until is None else until))
         if self.window is not None:
             visible = visible & (query - key < self.window)
             if until is not None:
                 visible = visible & (key - query < self.window)
         if self.query_segments is not None and self.key_segments is not None:
             visible = visible & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
+        if self.leading:
+            visible = visible | (key < 0)
+        if self.causal:
+            visible = visible & (key <= (query if until is None else until))
         return visible
+
+    def preceded(self, count: int, *, is_queried: bool) -> "Mask":
+        """Return the mask with `count` leading keys; with `is_queried` they are queries too."""
+        index = jnp.arange(-count, 0, dtype=jnp.int32)[None]
+
+        def joined(before: Array, row: Array) -> Array:
+            return jnp.concatenate((jnp.broadcast_to(before, (len(row), count)), row), axis=1)
+
+        def maybe(before: Array, row: Array | None) -> Array | None:
+            return None if row is None else joined(before, row)
+
+        # As their own segment they are no padding; what sees them does not depend on it.
+        segment = jnp.ones_like(index)
+        mask = dataclasses.replace(
+            self,
+            key_index=joined(index, self.key_index),
+            key_segments=maybe(segment, self.key_segments),
+            leading=count,
+        )
+        if not is_queried:
+            return mask
+        return dataclasses.replace(
+            mask,
+            query_index=joined(index, self.query_index),
+            query_segments=maybe(segment, self.query_segments),
+            visible_until=maybe(index, self.visible_until),
+        )
 
 
 def causal(

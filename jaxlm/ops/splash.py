@@ -35,8 +35,8 @@ def splash(
 
     Args: as in `ops.attention.attention`; `interpret` runs on any platform, slowly.
 
-    Raises ValueError if the mask is not one of whole rows or has `visible_until`, or the row length
-    is not a multiple of 128.
+    Raises ValueError if the mask is not one of whole rows, or has `visible_until` or leading keys,
+    or the row length is not a multiple of 128.
 
     Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
     """
@@ -44,6 +44,8 @@ def splash(
         raise ValueError("splash attention needs a mask of whole rows")
     if mask.visible_until is not None:
         raise ValueError("splash attention has no bidirectional segments")
+    if mask.leading:
+        raise ValueError("splash attention has no leading keys")
     if query.shape[1] % LANES:
         raise ValueError(f"splash attention of {query.shape[1]} tokens, no multiple of {LANES}")
     options: dict[str, Any] = {"attn_logits_soft_cap": softcap, "interpret": interpret}

@@ -40,7 +40,7 @@ from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as run_problems
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
-from jaxlm.tune.config import Full, Tune
+from jaxlm.tune.config import Full, Tune, VirtualConfig
 
 VOCAB_MULTIPLE = 64  # `model.vocab=auto` rounds up to it, so that the vocabulary can be sharded
 
@@ -214,6 +214,30 @@ class Run:
         if self.objective.mtp_settings:
             why = "the base has no further heads, and an adapter does not train new ones"
             yield "objective.name", why, "--config.objective.name=causal"
+        if isinstance(self.tune, VirtualConfig):
+            yield from self._virtual_problems(self.tune)
+
+    def _virtual_problems(self, tune: VirtualConfig) -> Iterator[tuple[str, str, str]]:
+        """Check that a decoder has positions for the virtual tokens and a row."""
+        if self.architecture != "decoder":
+            yield (
+                "tune.name",
+                f"virtual tokens are implemented for decoders, not for {self.model.family}",
+                "--config.tune.name=lora",
+            )
+            return
+        sequence, positions = self.data.sequence, self.model.max_positions
+        if sequence <= positions < sequence + tune.length:
+            room = positions - tune.length
+            yield (
+                "tune.length",
+                f"{tune.length} virtual tokens and rows of {sequence} need "
+                f"{sequence + tune.length} positions, and the model has {positions}",
+                f"--config.data.sequence={room}"
+                if room > 0
+                else f"--config.tune.length={max(positions // 8, 1)}\n"
+                f"--config.data.sequence={positions - max(positions // 8, 1)}",
+            )
 
     def _mup_problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that muP has a decoder, an optimizer like Adam, and a fixed initial deviation."""

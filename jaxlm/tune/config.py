@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
 
@@ -14,11 +14,21 @@ class Full:
     """All parameters are trained, except those of `optim.freeze`."""
 
     name: Literal["full"] = "full"
+    unmerged: ClassVar[str] = ""
+    virtual_tokens: ClassVar[int] = 0
+    virtual_rows: ClassVar[int] = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Settings that all adapters share: the places, and leaves that are trained whole."""
+    """Settings that adapters of layers share: the places, and leaves that are trained whole.
+
+    `unmerged` is the reason why an adapter cannot be merged into weights; empty if it can.
+    """
+
+    unmerged: ClassVar[str] = ""
+    virtual_tokens: ClassVar[int] = 0  # before every text
+    virtual_rows: ClassVar[int] = 0  # those of them that all layers compute
 
     at: tuple[str, ...] = setting(
         PROJECTIONS, "patterns over paths of parameters: adapted linear layers"
@@ -135,6 +145,7 @@ class Bottleneck(AdapterConfig):
     """
 
     name: Literal["bottleneck"] = "bottleneck"
+    unmerged: ClassVar[str] = "it is no linear map, and the base's layers are"
     at: tuple[str, ...] = setting(
         ("*/attention/out/*", "*/mlp/down/*"),
         "patterns over paths of parameters: adapted linear layers",
@@ -143,7 +154,64 @@ class Bottleneck(AdapterConfig):
     activation: Literal["relu", "gelu", "silu"] = setting("gelu", "activation of the small MLP")
 
 
-Tune = Full | Lora | QLora | Dora | Ia3 | Bottleneck
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VirtualConfig:
+    """Settings of virtual tokens, which come before every text and have no ids.
+
+    Each text of a row sees them, and its positions begin after them.
+    """
+
+    unmerged: ClassVar[str] = ""
+
+    length: int = setting(16, "virtual tokens before every text", low=1)
+    also: tuple[str, ...] = setting(
+        (), "patterns over paths of parameters of the base that are trained whole"
+    )
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of virtual tokens before every text."""
+        return self.length
+
+    @property
+    def virtual_rows(self) -> int:
+        """Number of virtual tokens that all layers compute, as they compute those of the text."""
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix(VirtualConfig):
+    """Trained keys and values of virtual tokens in each layer, which begin near 0.
+
+    Source: Li and Liang 2021, arXiv:2101.00190; without the MLP that makes them.
+    """
+
+    name: Literal["prefix"] = "prefix"
+    unmerged: ClassVar[str] = "its keys and values depend on no token, and weights cannot make them"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt(VirtualConfig):
+    """Trained embeddings of virtual tokens.
+
+    Source: Lester et al. 2021, arXiv:2104.08691.
+    """
+
+    name: Literal["prompt"] = "prompt"
+    unmerged: ClassVar[str] = "its rows come before the ids of a text, and weights cannot add them"
+    text: str = setting(
+        "",
+        "text whose embeddings are the initial ones, repeated or cut; without it those of random "
+        "ids",
+    )
+
+    @property
+    def virtual_rows(self) -> int:
+        """Number of virtual tokens that all layers compute, as they compute those of the text."""
+        return self.length
+
+
+Tune = Full | Lora | QLora | Dora | Ia3 | Bottleneck | Prefix | Prompt
 
 
 FIRST = ("lora_a0", "lora_b0")  # leaves with the first values of PiSSA

@@ -8,7 +8,20 @@ from collections.abc import Iterable, Iterator
 from jaxlm.models.cost.tensors import Tensor
 from jaxlm.ops.kernels import SCALES_BLOCK
 from jaxlm.parallel.logical import LAYERS
-from jaxlm.tune.config import FIRST, AdapterConfig, Bottleneck, Dora, Full, Ia3, Lora, QLora, Tune
+from jaxlm.tune.config import (
+    FIRST,
+    AdapterConfig,
+    Bottleneck,
+    Dora,
+    Full,
+    Ia3,
+    Lora,
+    Prefix,
+    Prompt,
+    QLora,
+    Tune,
+    VirtualConfig,
+)
 
 
 def split(tune: Tune, leaves: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -35,8 +48,11 @@ def adapted_weights(tune: AdapterConfig, leaves: Iterable[Tensor]) -> Iterator[T
             yield each
 
 
-def new_tensors(tune: AdapterConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
+def new_tensors(tune: AdapterConfig | VirtualConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the parameters that an adapter adds to a model."""
+    if isinstance(tune, VirtualConfig):
+        yield from _of_virtual_tokens(tune, leaves)
+        return
     for each in adapted_weights(tune, leaves):
         yield from _of_layer(tune, each)
 
@@ -45,6 +61,18 @@ def first_tensors(tune: Tune, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the parameters of the state that keep their first values, those of PiSSA."""
     if not isinstance(tune, Full):
         yield from (each for each in new_tensors(tune, leaves) if each.path.endswith(FIRST))
+
+
+def _of_virtual_tokens(tune: VirtualConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
+    for each in leaves:
+        if isinstance(tune, Prompt) and each.path == "embedding/table":
+            shape = (tune.length, *each.shape[1:])
+            yield Tensor("virtual/rows", shape, ("positions", *each.axes[1:]))
+        layer, _, name = each.path.removesuffix("/weight").rpartition("/")
+        if isinstance(tune, Prefix) and layer.endswith("/attention") and name in ("key", "value"):
+            (axes, sizes), _, (out_axes, out_sizes) = _parts(each)
+            shape, names = (*sizes, tune.length, *out_sizes), (*axes, "positions", *out_axes)
+            yield Tensor(f"{layer}/leading/{name}s", shape, names)
 
 
 def _codes(tune: QLora, weight: Tensor) -> Iterator[Tensor]:

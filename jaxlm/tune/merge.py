@@ -6,14 +6,16 @@ import jax
 from flax import nnx
 
 from jaxlm.core import tree
+from jaxlm.models.backbone import VirtualTokens
 from jaxlm.models.build import Blueprint, Params
 from jaxlm.tune.adapters import Adapted, BottleneckLinear
 
 
 def is_mergeable(adapted: Blueprint) -> bool:
-    """Return whether each adapted layer computes what a plain one can."""
+    """Return True if the plain model can compute what the adapted one does."""
     module = adapted.merge(adapted.shapes)
-    return not any(isinstance(node, BottleneckLinear) for _, node in nnx.iter_graph(module))
+    unmerged = (BottleneckLinear, VirtualTokens)
+    return not any(isinstance(node, unmerged) for _, node in nnx.iter_graph(module))
 
 
 def merged_params(adapted: Blueprint, plain: Blueprint, params: Params) -> Params:

@@ -1,8 +1,9 @@
-"""Replacement of linear layers by adapted ones, inside of a module that was just built."""
+"""Changes of a module that was just built: adapted layers for linear ones, and virtual tokens."""
 
 import fnmatch
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flax import nnx
@@ -12,20 +13,28 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.build import Blueprint, Params
 from jaxlm.nn.linear import GroupedLinear, Linear
-from jaxlm.tune import config
+from jaxlm.tune import config, virtual
 from jaxlm.tune.adapters import LAYERS
 from jaxlm.tune.quantized import PREFIX, QUANTIZED, QuantizedLinear
 
 Surgery = Callable[[nnx.Module, Array], None]
 
 
-def build(settings: config.Tune) -> Surgery | None:
+def build(
+    settings: config.Tune, encode: Callable[[str], Sequence[int]] | None = None
+) -> Surgery | None:
     """Return the function (module, key) that adds an adapter in place; None for full tuning.
 
     A layer that the settings quantize is quantized first, if `quantization` has not done so.
+    `encode` makes ids of a text, for initial values.
     """
     if isinstance(settings, config.Full):
         return None
+    if isinstance(settings, config.Prefix):
+        return functools.partial(virtual.add_prefix, settings)
+    if isinstance(settings, config.Prompt):
+        ids = encode(settings.text) if encode and settings.text else ()
+        return functools.partial(virtual.add_prompt, settings, tuple(ids))
     classes = LAYERS[type(settings)]
 
     def apply(module: nnx.Module, key: Array) -> None:

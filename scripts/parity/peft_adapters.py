@@ -36,6 +36,11 @@ CASES = [
     ("gpt2", "dora"),
     ("gpt2", "pissa"),
     ("gpt2", "ia3"),
+    ("llama", "prefix"),
+    ("llama", "prompt"),
+    ("gpt2", "prefix"),
+    ("gpt2", "prompt"),
+    ("gpt_neox", "prefix"),
     ("phi3", "lora"),
     ("gpt_neox", "lora"),
 ]
@@ -51,6 +56,7 @@ IA3 = {  # targets, and those of them whose inputs are scaled
 }
 OUTSIDE = {"llama": "model.norm", "gpt2": "ln_f", "phi3": "model.norm", "gpt_neox": None}
 VOCAB, WIDTH, LAYERS, HEADS = 320, 32, 2, 4
+VIRTUAL = {"prefix": "PrefixTuningConfig", "prompt": "PromptTuningConfig"}
 TOLERANCE = 1e-5
 IDS = np.random.default_rng(0).integers(0, 250, (3, 40))
 
@@ -121,6 +127,8 @@ def compare(peft_python: str, family: str, arm: str, folder: Path) -> dict[str, 
         tune |= {"name": "lora", "init": "pissa"}
     if arm == "ia3":
         tune = {"name": "ia3"}
+    if arm in VIRTUAL:
+        tune = {"name": arm, "length": 5}
     (folder / "config.json").write_text(json.dumps({"tune": tune}))
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     call(
@@ -128,7 +136,7 @@ def compare(peft_python: str, family: str, arm: str, folder: Path) -> dict[str, 
         *(f"--workdir={trained}", f"--config.data.train={folder / 'text.txt'}"),
         *("--config.train.steps=8", "--config.train.batch=4", "--config.data.sequence=32"),
         *("--config.optim.lr=0.005", "--config.schedule.name=constant", "--config.eval.batches=1"),
-        *("--config.data.validation=tail:20%", "--config.sample.prompts=()"),
+        *("--config.data.validation=tail:20%", "--config.sample.max_tokens=8"),
     )
     call("export", f"--workdir={trained}", "--to=peft", f"--out={folder / 'ours'}")
     call("export", f"--workdir={base}", f"--out={folder / 'exported'}")
@@ -189,7 +197,9 @@ def make(family: str, arm: str, folder: Path) -> None:
             assert name
     model.save_pretrained(folder / "hf")
     write_tokenizer(folder / "hf")
-    if arm == "ia3":
+    if arm in VIRTUAL:
+        config = virtual_config(arm)
+    elif arm == "ia3":
         targets, inputs = IA3[family]
         config = peft.IA3Config(target_modules=targets, feedforward_modules=inputs)
     else:
@@ -220,7 +230,13 @@ def make(family: str, arm: str, folder: Path) -> None:
     adapted.save_pretrained(folder / "peft", **first)
     adapted.eval()
     with torch.no_grad():
-        np.savez(folder / "logits.npz", logits=adapted(torch.tensor(IDS)).logits.numpy())
+        np.savez(folder / "logits.npz", logits=_of_text(adapted))
+
+
+def virtual_config(arm: str) -> Any:
+    """Return PEFT's settings of virtual tokens."""
+    peft = importlib.import_module("peft")
+    return getattr(peft, VIRTUAL[arm])(num_virtual_tokens=5, task_type="CAUSAL_LM")
 
 
 def peft_logits(base: str, adapter: str) -> np.ndarray:
@@ -237,7 +253,14 @@ def peft_logits(base: str, adapter: str) -> np.ndarray:
     assert state.keys() == stored.keys(), state.keys() ^ stored.keys()
     assert all(torch.equal(state[key], stored[key]) for key in stored)
     with torch.no_grad():
-        return adapted(torch.tensor(IDS)).logits.numpy()
+        return _of_text(adapted)
+
+
+def _of_text(model: Any) -> np.ndarray:
+    """Return the logits at the ids, without those at virtual tokens."""
+    import torch
+
+    return model(torch.tensor(IDS)).logits[:, -IDS.shape[1] :].numpy()
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -6,10 +6,11 @@ The script runs in jaxlm's environment and calls itself with the interpreter of 
     python scripts/parity/sft.py --peft_python=peft/bin/python --out=runs/sft
 
 TRL's `SFTTrainer` computes the loss of documents with masks of assistant tokens in float64, with
-packing off and on, and torch its gradients. jaxlm imports the model and the adapter, and computes
-both in float32. A row shows the relative difference of the loss and, over all trained tensors, the
-largest difference of a gradient over the largest element of that gradient. The exit code is 1 if a
-difference exceeds 1e-4.
+packing off and on, and torch its gradients; PEFT has no virtual tokens before each document of a
+packed row, so that prefix and prompt are compared with TRL's unpacked documents. jaxlm imports the
+model and the adapter, and computes both in float32. A row shows the relative difference of the loss
+and, over all trained tensors, the largest difference of a gradient over the largest element of that
+gradient. The exit code is 1 if a difference exceeds 1e-4.
 """
 
 import argparse
@@ -25,12 +26,13 @@ import numpy as np
 import peft_adapters
 
 FAMILIES = ("llama", "gpt2")
-METHODS = ("full", "lora", "rslora", "dora", "ia3")
+METHODS = ("full", "lora", "rslora", "dora", "ia3", "prefix", "prompt")
 TOLERANCE = 1e-4
 SEQUENCE = 64
 _DRAW = np.random.default_rng(1)
 DOCUMENTS = [_DRAW.integers(0, 250, size).tolist() for size in (40, 21, 33, 17, 29, 34)]
-MASKS = [(_DRAW.random(len(each)) < 0.6).astype(int).tolist() for each in DOCUMENTS]
+# A first token is no target here; PEFT would predict it from the last virtual token of a prompt.
+MASKS = [[0, *(_DRAW.random(len(each) - 1) < 0.6).astype(int).tolist()] for each in DOCUMENTS]
 
 
 def main() -> int:
@@ -38,18 +40,22 @@ def main() -> int:
     parser.add_argument("--peft_python", help="interpreter of the environment with TRL and PEFT")
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     parser.add_argument("--make", metavar="FAMILY", help="of the script itself")
+    parser.add_argument("--only", help="methods, joined by commas")
     args = parser.parse_args()
+    methods = args.only.split(",") if args.only else METHODS
     if args.make:
-        for method in METHODS:
+        for method in methods:
             make(args.make, method, args.out / f"{args.make}-{method}")
         return 0
     worst = 0.0
     for family in FAMILIES:
         command = [args.peft_python, __file__, f"--out={args.out}", f"--make={family}"]
+        command += [f"--only={','.join(methods)}"]
         subprocess.run(command, check=True, timeout=1200)
         base = args.out / f"{family}-base"
-        jaxlm("import", f"--from={args.out / f'{family}-full' / 'hf'}", f"--workdir={base}")
-        for method in METHODS:
+        source = args.out / f"{family}-{methods[0]}" / "hf"
+        jaxlm("import", f"--from={source}", f"--workdir={base}")
+        for method in methods:
             for packing, (loss, gradient, count) in compare(args.out, family, method).items():
                 print(
                     f"{family:6} {method:7} {packing:9} loss {loss:<8.1e} "
@@ -101,7 +107,9 @@ def ours(workdir: Path, *, is_packed: bool) -> tuple[float, dict[str, np.ndarray
     from jaxlm.objectives.build import build
     from jaxlm.objectives.config import Causal, LossConfig
     from jaxlm.recipes.exchange import adapter_places as peft
+    from jaxlm.recipes.exchange import virtual_tensors
     from jaxlm.recipes.use import load
+    from jaxlm.tune.config import Prefix, Prompt
 
     opened = load.load_run(workdir, is_merged=False)
     objective, batch = build(Causal(), LossConfig()), rows_of(is_packed=is_packed)
@@ -115,6 +123,8 @@ def ours(workdir: Path, *, is_packed: bool) -> tuple[float, dict[str, np.ndarray
         loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(opened.params)
     leaves = tree.leaves(gradient)
     decoder = opened.model.blueprint.config
+    if isinstance(opened.run.tune, Prefix | Prompt):
+        return float(loss), virtual_tensors.written(opened.run.tune, decoder, leaves)[1]
     tensors = layout(decoder, dataclasses.replace(opened.run.model, vocab=decoder.vocab).HUB)
 
     def whole(part: Any) -> np.ndarray:
@@ -177,6 +187,7 @@ def make(family: str, method: str, folder: Path) -> None:
     """Write a random model and adapter, and the loss and gradients of TRL's trainer."""
     import torch
     import transformers
+    from safetensors.torch import load_file
 
     datasets, peft, trl = map(importlib.import_module, ("datasets", "peft", "trl"))
     folder.mkdir(parents=True)
@@ -186,14 +197,19 @@ def make(family: str, method: str, folder: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder / "hf", dtype=torch.float32
         )
-        if method != "full":
+        if method in peft_adapters.VIRTUAL:  # PEFT loads these for inference alone
+            model = peft.get_peft_model(model, peft_adapters.virtual_config(method))
+            stored = load_file(folder / "peft" / "adapter_model.safetensors")
+            with torch.no_grad():
+                model.prompt_encoder["default"].embedding.weight.copy_(stored["prompt_embeddings"])
+        elif method != "full":
             model = peft.PeftModel.from_pretrained(model, folder / "peft", is_trainable=True)
         arguments = trl.SFTConfig(
             output_dir=str(folder / "trl"),
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            packing=packing == "packed",
+            packing=packing == "packed" and method not in peft_adapters.VIRTUAL,
             max_length=SEQUENCE,
             per_device_train_batch_size=len(DOCUMENTS),
             report_to="none",
@@ -220,6 +236,8 @@ def make(family: str, method: str, folder: Path) -> None:
 
 def key(name: str) -> str:
     """Return the key of a parameter of PEFT in its file."""
+    if name.startswith("prompt_encoder."):
+        return "prompt_embeddings"
     for part in (".modules_to_save", ".default"):
         name = name.replace(part, "")
     return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")

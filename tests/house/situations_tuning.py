@@ -10,6 +10,11 @@ from tests.house.situations_recipes import GPT2, SMALL, trained
 LORA = "--config.tune.name=lora --config.tune.rank=2"
 TUNED = trained("tuned", f"{LORA} --init_from=runs/a")
 NECK = trained("neck", "--config.tune.name=bottleneck --config.tune.hidden=2 --init_from=runs/a")
+PREFIX = "--config.tune.name=prefix --config.tune.length=2"
+AHEAD = trained("ahead", f"{PREFIX} --init_from=runs/a")
+WHOLE = trained("whole", f"{PREFIX} --init_from=runs/a --config.tune.also=*norm/scale")
+LATENT = "--config.model.family=deepseek_v2 --config.model.experts=2 --config.model.top_k=1 --config.model.groups=1 --config.model.top_groups=1 --config.model.hidden=32 --config.model.dense_hidden=32"
+LATENT_BASE = trained("latent", LATENT)
 FACTORS = (
     f"{GPT2}; "
     + trained("factors", f"--config.model.family=gpt2 {SMALL} --config.tune.name=ia3 --init_from=runs/gpt2 '--config.tune.at=*/attention/query/*,*/attention/key/*' '--config.tune.inputs=*/attention/query/*'")
@@ -47,6 +52,16 @@ SITUATIONS: dict[str, Situation] = {
     "a base that changed": Situation(f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 --allow_change=train", f"{TUNED}; cp -r runs/a runs/base; {EARLIER}"),
     "a merge of all weights": Situation(f"merge {RUN} --out=merged"),
     "a merge of a bottleneck": Situation("merge --workdir=runs/neck --out=merged", NECK),
+    "a merge of a prefix": Situation("merge --workdir=runs/ahead --out=merged", AHEAD),
+    "a prefix for transformers": Situation("export --workdir=runs/ahead --out=m", AHEAD),
+    "a prefix and whole leaves for PEFT": Situation("export --workdir=runs/whole --to=peft --out=m", WHOLE),
+    "a prefix of a run with a prefix": Situation(f"train {CONFIG} {PREFIX} --init_from=runs/ahead", AHEAD),
+    "training of an imported prefix": Situation("train --workdir=again", f"{AHEAD}; {sys.executable} -m jaxlm export --workdir=runs/ahead --to=peft --out=peft --quiet >&2; {sys.executable} -m jaxlm import --adapter=peft --init_from=runs/a --workdir=again --quiet >&2"),
+    "a prefix of latent attention": Situation(f"train {CONFIG} {PREFIX} --init_from=runs/latent {LATENT}", LATENT_BASE),
+    "a prefix of another base": Situation("import --adapter=peft --init_from=runs/gpt2 --workdir=new", f"{AHEAD}; {sys.executable} -m jaxlm export --workdir=runs/ahead --to=peft --out=peft --quiet >&2; {GPT2}"),
+    "a prefix of an encoder": Situation(f"config validate --config=c.py {PREFIX} --config.model.family=bert --config.objective.name=masked"),
+    "a prefix without positions": Situation(f"config validate --config=c.py {PREFIX} --config.model.family=gpt2 --config.model.max_positions=33"),
+    "a prefix of rows that are split": Situation(f"check --config=c.py {PREFIX} --config.mesh.context=2"),
     "quantized weights that are trained": Situation(f"train {CONFIG} --config.tune.name=qlora --config.tune.rank=2 --init_from=runs/a --config.tune.also=*/attention/query/*"),
     "a merge onto a base that is not quantized": Situation("merge --workdir=runs/tuned --out=merged --onto=original", TUNED),
     "all weights for PEFT": Situation(f"export {RUN} --to=peft --out=m"),
@@ -78,6 +93,14 @@ SLOW = {
     "an evaluation on a base that is gone",
     "a base that changed",
     "a merge of a bottleneck",
+    "a merge of a prefix",
+    "a prefix for transformers",
+    "a prefix and whole leaves for PEFT",
+    "a prefix of a run with a prefix",
+    "a prefix of latent attention",
+    "training of an imported prefix",
+    "a prefix of another base",
+    "a prefix of rows that are split",
     "a bottleneck for PEFT",
     "factors of a fused projection for PEFT",
     "an adapter of another base",

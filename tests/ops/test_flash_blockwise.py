@@ -12,6 +12,8 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.ops import flash, masks
 from jaxlm.ops.attention import attention
+from jaxlm.ops.cudnn import cudnn
+from jaxlm.ops.splash import splash
 from jaxlm.parallel import hlo, mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from tests.ops.float64 import SCALE, exact, operands, reach_of, segments_of
@@ -93,6 +95,33 @@ def test_queries_with_a_reach_see_what_comes_after_them(length, window, softcap,
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())
 
 
+@pytest.mark.parametrize(
+    ("length", "window", "has_reach", "is_queried"),
+    [(29, None, False, False), (24, 5, False, True), (27, None, True, False)],
+)
+def test_keys_before_the_row_give_what_the_reference_gives(length, window, has_reach, is_queried):
+    leading = 3
+    mask = masks.causal(length, segments_of(length), reach_of(length) if has_reach else None)
+    mask = dataclasses.replace(mask, window=window).preceded(leading, is_queried=is_queried)
+    operand = (jnp.asarray(x, jnp.float32) for x in operands(length + leading, 4, 2))
+    query, key, value, weights = operand
+    first = 0 if is_queried else leading
+    query, weights = query[:, first:], weights[:, first:]
+
+    def weighed(kernel, *qkv):
+        if kernel == "reference":
+            out = attention(*qkv, mask, FULL, scale=SCALE)
+        else:
+            out = flash.blockwise(*qkv, mask, FULL.compute, scale=SCALE, block=BLOCK)
+        return (out * weights).sum(), out
+
+    run = jax.jit(jax.value_and_grad(weighed, (1, 2, 3), True), static_argnums=0)
+    (_, expected), wanted = run("reference", query, key, value)
+    (_, out), grads = run("blockwise", query, key, value)
+    for one, other in zip((expected, *wanted), (out, *grads), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
+
+
 def test_in_low_precision_it_is_as_near_to_float64_as_the_reference():
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     terms = dict(causal=True, window=None, softcap=None, segments=None)
@@ -155,6 +184,10 @@ def test_what_the_kernels_cannot_do_is_refused():
             query, key, value, masks.causal(16), FULL, scale=1.0, kernel="blockwise",
             dropout=0.1, dropout_key=jax.random.key(0),
         )  # fmt: skip
+    leading = masks.causal(12).preceded(4, is_queried=True)
+    for kernel in (splash, cudnn):
+        with pytest.raises(ValueError, match="has no leading keys"):
+            kernel(*(x.repeat(8, 1) for x in (query, key, value)), leading, jnp.bfloat16, scale=1.0)
 
 
 def test_on_a_mesh_rows_and_heads_stay_where_they_are():

@@ -42,6 +42,8 @@ def test_a_kernel_that_is_named_is_taken(name):
         (TPU, of(dropout=0.1), "reference", "splash not: it has no attention dropout"),
         (TPU, of(both_ways=True), "blockwise", "splash not: its mask is the same for all rows"),
         (H100, of(both_ways=True), "cudnn", "the kernel for a gpu"),
+        (TPU, of(leading=16), "blockwise", "splash not: it has no 16 keys that all segments"),
+        (H100, of(leading=16), "blockwise", "cudnn not: it has no 16 keys that all segments"),
         (TPU, of(compute="float16"), "blockwise", "splash not: a TPU has no unit for float16"),
         (H100, LONG, "cudnn", "segments as a mask of 64 MiB a device"),
         (A100, of(compute="float16"), "cudnn", "the kernel for a gpu"),

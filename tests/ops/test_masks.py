@@ -1,5 +1,7 @@
 """Masks against a loop over every query and key."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,20 @@ def test_rows_of_a_cache_see_up_to_their_own_slot(window):
     query = np.array([[3, 4], [7, 8], [0, 1]], np.int32)
     mask = Mask(query_index=query, key_index=INDEX, window=window)
     np.testing.assert_array_equal(mask.materialize(), by_loop(query, INDEX, window=window))
+
+
+@pytest.mark.parametrize("is_queried", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("has_reach", [True, False])
+def test_keys_before_the_row_are_seen_by_every_segment(window, has_reach, is_queried):
+    until = np.minimum(INDEX + 2, LENGTH - 1) * np.ones((ROWS, 1), np.int32) if has_reach else None
+    row = dataclasses.replace(masks.causal(LENGTH, SEGMENTS, until), window=window)
+    seen = np.asarray(row.preceded(4, is_queried=is_queried).materialize())
+    text = seen[:, 4:] if is_queried else seen
+    assert text[:, :, :4].all()
+    np.testing.assert_array_equal(text[:, :, 4:], row.materialize())
+    if is_queried:  # they are causal, and see no text
+        np.testing.assert_array_equal(seen[:, :4], [np.tri(4, 4 + LENGTH, dtype=bool)] * ROWS)
 
 
 def test_the_mask_of_a_row_is_causal_within_its_segments():

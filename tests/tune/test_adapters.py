@@ -52,6 +52,7 @@ ARMS = {
     "ia3": config.Ia3(),
     "bottleneck": config.Bottleneck(hidden=5),
 }
+VIRTUAL = {"prefix": config.Prefix(length=3), "prompt": config.Prompt(length=3)}
 FLAT = {  # class, settings, path of the layer
     "lora": (LoraLinear, config.Lora(rank=2, alpha=3.0), "a"),
     "dora": (DoraLinear, config.Dora(rank=2, alpha=3.0), "a"),
@@ -90,8 +91,8 @@ def plain_model(family="llama"):
 
 
 def settings_of(arm, family):
-    settings = ARMS[arm]
-    if family == "deepseek_v2":  # its experts have no adapter
+    settings = (ARMS | VIRTUAL)[arm]
+    if family == "deepseek_v2" and arm in ARMS:  # its experts have no adapter
         settings = dataclasses.replace(settings, at=("*/attention/*",))
     return settings
 
@@ -156,9 +157,9 @@ def test_merged_weights_compute_the_same(arm, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", [*ARMS, *VIRTUAL])
 def test_the_leaves_in_closed_form_are_those_of_the_model(arm, family):
-    if family == "deepseek_v2" and arm in ("ia3", "bottleneck"):
+    if family == "deepseek_v2" and arm in ("ia3", "bottleneck", "prefix"):
         return
     blueprint, _, new = adapted(arm, family)
     shapes, axes = (
@@ -265,7 +266,7 @@ def gradients(blueprint, params, new, key=None):
     "arm",
     [
         pytest.param(arm, marks=[SLOW] if arm in ("rslora", "ia3") else [])
-        for arm in ARMS
+        for arm in (*ARMS, *VIRTUAL)
         if arm != "pissa"  # lora, twice
     ],
 )
@@ -294,7 +295,7 @@ MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"pipe"
             marks=[] if arm == "lora" or (sizes == MESHES[0] and arm != "pissa") else [SLOW],
         )
         for sizes in MESHES
-        for arm in ("lora", "dora", "ia3", "bottleneck", "pissa")
+        for arm in ("lora", "dora", "ia3", "bottleneck", "pissa", "prefix", "prompt")
     ],
     ids=str,
 )
@@ -348,8 +349,9 @@ def test_dropout_draws_for_each_layer_and_only_with_a_key():
             "tune.at",
             "--config.tune.name=lora",
         ),
+        (FAMILIES["deepseek_v2"], config.Prefix(), "tune.name", "--config.tune.name=prompt"),
     ],
-    ids=["large rank", "no match", "experts", "latent"],
+    ids=["large rank", "no match", "experts", "latent", "prefix of latent"],
 )
 def test_a_place_that_cannot_be_adapted_is_an_error(family, settings, where, fix):
     with pytest.raises(ConfigError) as caught:

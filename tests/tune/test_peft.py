@@ -1,5 +1,6 @@
 """Folders of PEFT: what an export writes, what an import reads, and what it refuses."""
 
+import itertools
 import json
 import shutil
 
@@ -65,6 +66,8 @@ def runs(tmp_path_factory):
         "dora": {"name": "dora", "rank": 2},
         "ia3": {"name": "ia3"},
         "bottleneck": {"name": "bottleneck", "hidden": 4},
+        "prefix": {"name": "prefix", "length": 3},
+        "prompt": {"name": "prompt", "length": 3},
     }
     return runs_of(folder / "base", arms)
 
@@ -101,7 +104,7 @@ def leaves(run):
     return tree.leaves(opened.model.own(opened.params))
 
 
-@pytest.mark.parametrize("arm", ["lora", "rslora", "dora", "ia3"])
+@pytest.mark.parametrize("arm", ["lora", "rslora", "dora", "ia3", "prefix", "prompt"])
 def test_a_folder_is_read_back_bit_for_bit(runs, tmp_path, arm):
     settings, tensors = exported(runs[arm], tmp_path / "peft")
     assert imported(tmp_path / "peft", runs["base"], tmp_path / "run") == 0
@@ -138,6 +141,34 @@ def test_the_folder_has_the_names_shapes_and_settings_of_peft(runs, tmp_path):
     assert tensors[f"{LAYER}self_attn.k_proj.ia3_l"].shape == (16, 1)
     assert tensors[f"{LAYER}mlp.down_proj.ia3_l"].shape == (1, 64)
     assert settings["feedforward_modules"] == ["down_proj"]
+
+
+def test_virtual_tokens_have_the_layout_and_settings_of_peft(runs, tmp_path, capsys):
+    settings, tensors = exported(runs["prefix"], tmp_path / "prefix")
+    sizes = ("num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers")
+    assert [settings[name] for name in sizes] == [3, 16, 2, 2]
+    assert (settings["peft_type"], settings["task_type"]) == ("PREFIX_TUNING", "CAUSAL_LM")
+    (array,) = tensors.values()
+    for layer, (number, name) in enumerate(itertools.product((0, 1), ("keys", "values"))):
+        leaf = leaves(runs["prefix"])[f"stack/0/attention/leading/{name}"][number]
+        part = array.reshape(3, 4, 2, 8)[:, layer]
+        np.testing.assert_array_equal(part, leaf)
+    settings, tensors = exported(runs["prompt"], tmp_path / "prompt")
+    assert (settings["peft_type"], settings["token_dim"]) == ("PROMPT_TUNING", 32)
+    assert tensors["prompt_embeddings"].shape == (3, 32)
+    for field in ("num_transformer_submodules", "field_of_tomorrow", "modules_to_save"):
+        (tmp_path / "prompt" / CONFIG).write_text(json.dumps(settings | {field: ["x"]}))
+        assert imported(tmp_path / "prompt", runs["base"], tmp_path / "run") == 65
+        assert field in capsys.readouterr().err
+    (tmp_path / "prompt" / CONFIG).write_text(json.dumps(settings | {"num_virtual_tokens": 4}))
+    save_file(tensors | {"more": np.ones(1)}, tmp_path / "prompt" / TENSORS)
+    assert imported(tmp_path / "prompt", runs["base"], tmp_path / "run") == 65
+    printed = capsys.readouterr().err
+    assert "got [3, 32], want [4, 32]" in printed
+    assert "unexpected  more" in printed
+    save_file({"more": np.ones(1)}, tmp_path / "prompt" / TENSORS)
+    assert imported(tmp_path / "prompt", runs["base"], tmp_path / "run") == 65
+    assert "missing     prompt_embeddings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,10 @@ ARMS = {
     "dora": ("--config.tune.rank=2",),
     "ia3": ("--config.optim.lr=0.03",),
     "bottleneck": ("--config.tune.hidden=4",),
+    "prefix": ("--config.tune.length=3", "--config.optim.lr=0.03"),
+    "prompt": ("--config.tune.length=3", "--config.tune.text=one two", "--config.optim.lr=0.005"),
 }
+UNMERGED = ("bottleneck", "prefix", "prompt")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,8 @@ def test_training_lowers_the_loss_from_that_of_the_base(run, base, capsys):
     records = harness.records(run)
     first, *_ = (each for each in records if each["split"] == "val")
     assert first["step"] == 0
-    assert first["loss_nats"] == pytest.approx(evaluated(capsys, base), rel=1e-6)
+    if run.name not in ("prefix", "prompt"):  # these change the model from the start
+        assert first["loss_nats"] == pytest.approx(evaluated(capsys, base), rel=1e-6)
     *_, last = (each for each in records if each["split"] == "val")
     assert last["loss_nats"] < first["loss_nats"]
 
@@ -89,7 +93,7 @@ def test_a_run_is_evaluated_continued_and_exported_with_its_adapter(run, tmp_pat
     assert evaluated(capsys, run) == pytest.approx(last["loss_nats"], rel=1e-5)
     assert main(["generate", f"--workdir={run}", "--prompt=a", "--max_tokens=3"]) == 0
     code = main(["export", f"--workdir={run}", f"--out={tmp_path / 'hf'}"])
-    if run.name == "bottleneck":
+    if run.name in UNMERGED:
         assert code == 2
         assert "merged" in capsys.readouterr().err
         return
@@ -112,9 +116,9 @@ def config_text(run):
 def test_a_merged_run_needs_no_adapter(run, tmp_path, capsys):
     code = main(["merge", f"--workdir={run}", f"--out={tmp_path / 'merged'}", "--json"])
     printed = capsys.readouterr()
-    if run.name == "bottleneck":
+    if run.name in UNMERGED:
         assert code == 2
-        assert "a bottleneck cannot be merged" in printed.err
+        assert f"a {run.name} cannot be merged" in printed.err
         return
     assert code == 0
     answer = json.loads(printed.out)
@@ -127,10 +131,14 @@ def test_a_merged_run_needs_no_adapter(run, tmp_path, capsys):
     assert "has no adapter" in capsys.readouterr().err
 
 
-def test_a_run_that_stops_resumes_to_the_same_bits(config, base, lora, tmp_path):
+@pytest.mark.parametrize("arm", ["lora", pytest.param("prompt", marks=pytest.mark.slow)])
+def test_a_run_that_stops_resumes_to_the_same_bits(config, base, lora, arm, tmp_path):
     parts = tmp_path / "parts"
-    assert main(words(config, parts, base, "lora", "--stop_at=2")) == 0
-    resumed = harness.words(config, parts, "--config.tune.name=lora", *ARMS["lora"])
+    if arm != "lora":
+        lora = tmp_path / arm
+        assert main(words(config, lora, base, arm)) == 0
+    assert main(words(config, parts, base, arm, "--stop_at=2")) == 0
+    resumed = harness.words(config, parts, f"--config.tune.name={arm}", *ARMS[arm])
     assert main(resumed) == 0  # base.json names the base
 
     def losses(workdir):
@@ -323,7 +331,10 @@ def test_a_config_without_a_model_begins_with_that_of_a_folder(base, tmp_path, c
     assert main([*command, "--config.train.steps=3", "--allow_change=train.steps,schedule"]) == 0
 
 
-@pytest.mark.parametrize("arm", ["lora", "bottleneck"])
+@pytest.mark.parametrize(
+    "arm",
+    ["lora", *(pytest.param(arm, marks=pytest.mark.slow) for arm in UNMERGED)],
+)
 def test_check_compares_an_adapter_on_fake_devices(config, arm):
     flags = [f"--config.tune.name={arm}", *ARMS[arm], "--config.mesh.data=2"]
     flags += ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]

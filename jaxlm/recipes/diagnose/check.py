@@ -54,7 +54,8 @@ class ReducedRun:
 
     run: Run
     mesh: dict[str, int]
-    mark: int  # divides the number of elements of exactly the arrays with tokens
+    # One of its prime factors divides the number of elements of exactly the arrays with tokens.
+    mark: int
     changes: tuple[config.Change, ...]
 
     @property
@@ -86,13 +87,14 @@ def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
 
     More devices are used if 2 per axis need more. The number of tokens has a prime factor that no
     size of the model has, so an array holds tokens if and only if its number of elements has this
-    factor, in any shape that the compiler gives it. Kernels that `auto` would choose for the
-    original are requested by name; blockwise replaces kernels of other platforms. Dropout and noise
-    are off, as other meshes draw other numbers.
+    factor, in any shape that the compiler gives it. A row after virtual tokens has another. Kernels
+    that `auto` would choose for the original are requested by name; blockwise replaces kernels of
+    other platforms. Dropout and noise are off, as other meshes draw other numbers.
     """
     mesh = mesh_sizes(run.mesh, limit)
     model = _model(run.model, mesh, run.train.pipeline_repeats)
-    mark = next(mark for mark in MARKS if all(size % mark for size in model.values() if size))
+    marks = [mark for mark in MARKS if all(size % mark for size in model.values() if size)]
+    mark, *others = marks
     sequence = 2 * mark * mesh["context"]  # ring attention needs two chunks per device
     microbatches = max(min(run.train.microbatches, 2), mesh["pipe"])
     rows = math.prod(mesh[axis] for axis in ("data", "fsdp", "expert")) * microbatches
@@ -118,6 +120,10 @@ def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
     if run.loss.chunk is not None:
         # Half of the tokens scored at once; after a pipeline these are all micro-batches.
         raw["loss"]["chunk"] = rows * sequence // (microbatches if mesh["pipe"] == 1 else 1) // 2
+    if run.tune.virtual_tokens:  # a row after them has another prime factor, and they have none
+        other = next(other for other in others if -sequence % other % mark)
+        raw["tune"]["length"] = -sequence % other
+        mark *= other
     raw["schedule"] = {"name": "constant", "warmup": "0"}
     raw["precision"] = {"params": "float32", "compute": "float32"}
     if hasattr(run.optim, "newton_schulz_dtype"):

@@ -1,6 +1,7 @@
 """Description of the collectives of a compiled step, and of the unexpected ones among them."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -55,7 +56,8 @@ class StepShapes:
     """Sizes that identify the arrays of a step, and its designed communication."""
 
     tokens: int = 0  # of a micro-batch over all devices
-    mark: int = 0  # a prime factor of the tokens that no model size has; 0: nothing is judged
+    # Primes of numbers of tokens, multiplied, that no model size has; 0: nothing is judged.
+    mark: int = 0
     vocab: int = 0  # a size that nothing but the vocabulary has
     head_dim: int = 0  # a size that nothing but heads has
     keys: int = 0  # elements of the keys (or values) of a micro-batch on one device, whole rows
@@ -111,7 +113,7 @@ def table(
 
 def content_of(shape: Shape, tokens: int, vocab: int, mark: int) -> Content:
     """Classify an array by its number of elements; without a mark, arrays count as parameters."""
-    if mark and shape.elements % mark == 0:
+    if mark and math.gcd(shape.elements, mark) > 1:
         if vocab in shape.sizes:
             return "logits"
         return "activations" if shape.elements > tokens else "tokens"

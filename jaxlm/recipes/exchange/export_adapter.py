@@ -23,12 +23,12 @@ from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, NotWritable, cannot_write
 from jaxlm.models.families.hub import uncomputed
-from jaxlm.recipes.exchange import adapter_places, export_formats
+from jaxlm.recipes.exchange import adapter_places, export_formats, virtual_tensors
 from jaxlm.recipes.exchange.adapter_places import IA3, LORA_A, LORA_B, MAGNITUDE, PREFIX, Place
 from jaxlm.recipes.exchange.export_model import check_new
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import IMPORTED
-from jaxlm.tune.config import FIRST, Dora, Ia3, Lora
+from jaxlm.tune.config import FIRST, Dora, Ia3, Lora, Prefix, Prompt
 
 TASKS = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
 
@@ -70,11 +70,11 @@ def export_adapter(
             why="its checkpoints have all weights (tune.name = full)",
             fix="--to=hf",
         )
-    if not isinstance(run.tune, Lora | Ia3):
+    if not isinstance(run.tune, Lora | Ia3 | Prefix | Prompt):
         raise ConfigError(
             "PEFT has no such adapter",
             where=f"tune.name = {run.tune.name}",
-            why="its formats are those of lora, dora and ia3",
+            why="its formats are those of lora, dora, ia3, prefix and prompt",
             fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
         )
     family = dataclasses.replace(run.model, vocab=decoder.vocab)
@@ -85,22 +85,34 @@ def export_adapter(
     tensors, leaves = layout(decoder, family.HUB), tree.leaves(opened.params)
     new = set(leaves) - set(tree.leaves(opened.model.stored.shapes))
     whole = set(leaves) - opened.model.base - new
-    _refuse_lost(tensors, new, whole, is_tied=decoder.tied)
-    modules = sorted({each.name.rpartition(".")[0] for each in tensors})
-    places = list(adapter_places.places(tensors).values())
-    writer = _Writer(run.tune, leaves, new, places, modules)
-    settings, arrays = writer.written()
-    saved = [each for each in tensors if any(part.path in whole for part in each.parts)]
-    _refuse_adapted(saved, writer.adapted)
-    for each in saved:
-        arrays[f"{PREFIX}{each.name}"] = each.joined(
-            lambda part: adapter_places.at(leaves[part.path], part)
-        )
-    saved_modules = sorted({each.name.rpartition(".")[0] for each in saved})
+    stacked: list[str] = []
+    if isinstance(run.tune, Prefix | Prompt):
+        if whole:
+            raise ConfigError(
+                "PEFT cannot hold this adapter",
+                where="tune.also",
+                why=f"its folder of virtual tokens has no place for {min(whole)}",
+                fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
+            )
+        settings, arrays = virtual_tensors.written(run.tune, decoder, leaves)
+    else:
+        _refuse_lost(tensors, new, whole, is_tied=decoder.tied)
+        modules = sorted({each.name.rpartition(".")[0] for each in tensors})
+        places = list(adapter_places.places(tensors).values())
+        writer = _Writer(run.tune, leaves, new, places, modules)
+        settings, arrays = writer.written()
+        stacked = writer.stacked
+        saved = [each for each in tensors if any(part.path in whole for part in each.parts)]
+        _refuse_adapted(saved, writer.adapted)
+        for each in saved:
+            arrays[f"{PREFIX}{each.name}"] = each.joined(
+                lambda part: adapter_places.at(leaves[part.path], part)
+            )
+        saved_modules = sorted({each.name.rpartition(".")[0] for each in saved})
+        settings["modules_to_save"] = saved_modules or None
     settings |= {
         "base_model_name_or_path": None,
         "inference_mode": True,
-        "modules_to_save": saved_modules or None,
         "task_type": TASKS.get(run.architecture),
     } | _base(load.find_base(workdir, run, None, say))
     kind = export_formats.DTYPES[dtype or "float32"]
@@ -112,7 +124,7 @@ def export_adapter(
         "dtype": kind.name,
         "parameters": sum(array.size for array in arrays.values()),
         "tensors": len(arrays),
-        "stacked": writer.stacked,
+        "stacked": stacked,
     }
 
 

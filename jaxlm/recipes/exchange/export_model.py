@@ -73,10 +73,12 @@ def export_model(
     opened = load.load_run(workdir, say=say, **selection)
     if opened.model.base:
         raise ConfigError(
-            "a bottleneck cannot be merged into its base",
+            f"a {opened.run.tune.name} cannot be merged into its base",
             where=f"tune.name = {opened.run.tune.name}",
-            why="it is no linear map, and the format has no place for it",
-            fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
+            why=opened.run.tune.unmerged,
+            fix="--to=peft"
+            if opened.run.tune.virtual_tokens
+            else f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
         )
     opened = _without_capacity(_without_heads(opened, say), say)
     decoder = opened.model.blueprint.config

@@ -21,6 +21,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import adapter_places, import_model
 from jaxlm.recipes.exchange.adapter_places import IA3, LORA_A, LORA_B, MAGNITUDE, PREFIX, Place
+from jaxlm.recipes.exchange.virtual_tensors import KINDS, VirtualContents
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import RunDir
@@ -110,14 +111,23 @@ def read_folder(
       flag: the flag that names the base, for errors.
     """
     folder = AdapterFolder(path)
-    settings = read_settings(folder.config, str(path / adapter_places.CONFIG))
+    where = str(path / adapter_places.CONFIG)
+    is_virtual = folder.config.get("peft_type") in KINDS
+    settings = None if is_virtual else read_settings(folder.config, where)
     load.check_plain(base, flag)
     decoder = base.run.decoder(
         setup.vocabulary(base.run, tokenizer_file.read(base.workdir / "tokenizer").size)
     )
-    contents = Contents(folder, settings, layout(decoder, base.run.model.HUB))
+    contents = (
+        VirtualContents(folder, folder.config, where, decoder)
+        if settings is None
+        else Contents(folder, settings, layout(decoder, base.run.model.HUB))
+    )
     contents.check(flag)
     raw = config.to_json(base.run) | {"tune": contents.tune(is_tied=decoder.tied)}
+    if settings is None:  # rows as long as the positions allow
+        room = max(base.run.model.max_positions - raw["tune"]["length"], 1)
+        raw["data"]["sequence"] = min(raw["data"]["sequence"], room)
     run = config.from_json(Run, raw, str(path), overrides=overrides)
     if changes := load.adapter_differences(config.from_json(Run, raw, str(path)), run):
         raise ConfigError(
@@ -133,7 +143,7 @@ def read_folder(
 class FolderAdapter(load.Adapter):
     """The adapter of a PEFT folder."""
 
-    contents: "Contents"
+    contents: "Contents | VirtualContents"
 
     def leaves(self, model: setup.ShardedModel, base: Any) -> Any:
         """Return the leaves of the folder; those that it lacks have the values of a new adapter."""
@@ -212,7 +222,7 @@ class Settings:
 def read_settings(raw: dict[str, Any], where: str) -> Settings:
     """Return the settings. Raises DataError with each field that is unknown or not supported."""
     fields = Attributes(raw, where, what="an adapter_config.json")
-    kind = fields.choose("peft_type", {name: name for name in ENDS}, "LORA")
+    kind = fields.choose("peft_type", {name: name for name in (*ENDS, *KINDS)}, "LORA")
     fields.ignore(*IGNORED)
     names: dict[str, Any] = {
         "kind": kind,

@@ -51,6 +51,10 @@ def describe_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Targe
 
 def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
     """Raise ConfigError if the requested kernel cannot compute this model on this target."""
+    if run.tune.virtual_tokens and logical.ways(sizes, "length") > 1:
+        what = f"tune.name={run.tune.name} does not support rows that are split over devices"
+        why = f"mesh {format_mesh(sizes)} splits them, and each text needs all virtual tokens"
+        raise ConfigError(what, where="mesh.context", why=why, fix="--config.mesh.context=1")
     kinds = dict.fromkeys(layer.attention for layer in decoder.layers)
     plans = [(attention, _plan(run, attention, sizes, target)) for attention in kinds]
     if any(attention.dropout and plan.kernel == "ring" for attention, plan in plans):
@@ -117,7 +121,8 @@ def _plan(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) ->
 def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> AttentionWork:
     return AttentionWork(
         rows=rows_per_device(run, sizes),
-        length=run.data.sequence,
+        length=run.data.sequence + run.tune.virtual_tokens,
+        leading=run.tune.virtual_tokens,
         head_dim=max(attention.head_dim, attention.value_dim),
         compute=run.precision.compute,
         softcap=attention.softcap,

@@ -95,13 +95,14 @@ def sharding(decoder: ModelConfig, sizes: Sizes, zero: int) -> list[dict[str, An
 
 def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> DeviceShare:
     """Return a device's share of the rows of a micro-batch, on `cpu`, `gpu` or `tpu`."""
-    length = run.data.sequence
+    length = run.data.sequence + run.tune.virtual_rows
+    keys = run.data.sequence + run.tune.virtual_tokens
     kernels = {block.attention.kernel for block in decoder.layers}
     compute = ITEM_BYTES[run.precision.compute]
     return DeviceShare(
         rows=attention_kernels.rows_per_device(run, sizes),
         length=length // logical.ways(sizes, "length"),
-        keys=length if "reference" in kernels else min(BLOCK, length),
+        keys=keys if "reference" in kernels else min(BLOCK, keys),
         sizes=sizes,
         stream_bytes=4 if platform == "cpu" else compute,  # a CPU has float32 in every dtype
         compute_bytes=compute,
@@ -165,7 +166,8 @@ def temporary_bytes(
         extra = activations.attention_workspace(stack, stack_share)
         extra += activations.padded_operands(stack, stack_share)
         layer = max(layer, largest + extra)
-    predicted = stack_share.tokens  # of the last stack; after a pipeline, of all micro-batches
+    # Of the last stack; after a pipeline, of all micro-batches.
+    predicted = stack_share.tokens - stack_share.rows * run.tune.virtual_rows
     predicted *= run.train.microbatches if schedule else 1
     tokens = min(run.loss.chunk or predicted, predicted)
     # With their exponentials or gradients; unchunked logits of each further head are saved.

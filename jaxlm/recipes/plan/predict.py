@@ -239,6 +239,7 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     """
     sequence, targets = run.data.sequence, decoder_tokens(run)
     once = model_cost.flops_per_token(decoder, sequence, causal=True, targets=targets)
+    once *= 1 + run.tune.virtual_rows / sequence
     predicted = targets / sequence if targets else 1.0
     unembedding = (1 + len(decoder.heads)) * decoder.vocab * decoder.width * predicted
     head = 2 * unembedding

@@ -234,10 +234,11 @@ class TrainPrograms:
         An adapter begins at the parameters of its base, if they are given.
         """
         key, model = random.key(self.run.seed, "init"), self.model
-        change = surgery.build(self.run.tune)
-        if base is None or change is None:
+        if base is None:
             params = model.own(model.blueprint.init(key))
         else:
+            change = surgery.build(self.run.tune, self.data.tokenizer.encode)
+            assert change is not None
             params = model.own(surgery.adapted_params(model.stored, change, base, key))
         averaged = None if isinstance(self.run.average, NoAverage) else average.init(params)
         return states.init_state(params, self.optimizer, self.run.guard, averaged)

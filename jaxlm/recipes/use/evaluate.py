@@ -83,10 +83,10 @@ def checked_length(opened: LoadedRun, sequence: int | None) -> int:
     """Return the length of rows, by default the run's own. Raises ConfigError if it is too long."""
     decoder = opened.model.blueprint.config
     length = sequence or opened.run.data.sequence
-    limit = decoder.positions or length
+    limit = opened.model.blueprint.text_positions or length
     if length > limit:
         what = f"rows of {length} tokens are longer than the model's position table"
-        why, fix = f"the model has {limit} positions", f"--sequence={limit}"
+        why, fix = f"the model has {limit} positions for text", f"--sequence={limit}"
         raise ConfigError(what, where="--sequence", why=why, fix=fix)
     attention_kernels.check_length(opened.model.mesh.shape, decoder, length, flag="--sequence")
     return length

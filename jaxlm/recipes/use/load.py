@@ -36,7 +36,8 @@ from jaxlm.tune.config import Full, QLora
 
 Weights = Literal["raw", "ema", "swa"]
 Onto = Literal["dequantized", "original"]
-TUNE_FREE = ("tune.dropout", "tune.b_lr")  # the weights of an adapter keep their meaning
+# The weights of an adapter keep their meaning.
+TUNE_FREE = ("tune.dropout", "tune.b_lr", "tune.text")
 BASE = "base.json"  # of a run with an adapter: the run, step and digest of its base
 
 
@@ -231,7 +232,7 @@ def check_plain(
             "the model to start from has an adapter of its own",
             where=f"{flag}={source.workdir}",
             why=why,
-            fix=merge_command(source.workdir),
+            fix=plain_fix(source, flag),
         )
 
 
@@ -256,13 +257,25 @@ def _check_same_adapter(source: InitSource, run: Run) -> None:
             "the adapter differs from that of the run to start from",
             where=f"--init_from={source.workdir}",
             why=listed([*map(str, changes)], 3),
-            fix=f"{flags_of(changes)}\n{merge_command(source.workdir)}    # for another adapter",
+            fix=f"{flags_of(changes)}\n{plain_fix(source)}    # for another adapter",
         )
 
 
 def move_command(workdir: Path) -> str:
     """Return the command that names another place of the base of a run with an adapter."""
     return f"jaxlm train --workdir={shlex.quote(str(workdir))} --init_from=runs/base"
+
+
+def plain_fix(source: InitSource, flag: str = "--init_from") -> str:
+    """Return the command that makes a plain model of a run with an adapter, or a flag for its base.
+
+    The flag is returned if the adapter cannot be merged.
+    """
+    if not source.run.tune.unmerged:
+        return merge_command(source.workdir)
+    record = read_json(source.workdir, BASE)
+    step = f"@{record['step']}" if flag == "--init_from" else ""
+    return shlex.quote(f"{flag}={record['run']}{step}")
 
 
 def merge_command(workdir: Path) -> str:

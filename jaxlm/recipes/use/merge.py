@@ -67,9 +67,9 @@ def merge(
         )
     if setup.decoding(adapted.model)[0] is not adapted.model.plain:
         raise ConfigError(
-            "a bottleneck cannot be merged",
+            f"a {adapted.run.tune.name} cannot be merged",
             where=f"tune.name = {adapted.run.tune.name}",
-            why="it is no linear map, and the base's layers are",
+            why=adapted.run.tune.unmerged,
             fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
         )
     is_quantized = isinstance(adapted.run.tune, QLora)

@@ -128,7 +128,7 @@ class AnswerVerifier:
             )
         known = {*parts.ELSEWHERE, *MENDED}
         left_out = Counter({r: n for r, n in shards.manifest.left_out.items() if r not in known})
-        positions = self._opened.model.blueprint.config.positions
+        positions = self._opened.model.blueprint.text_positions
         asked = Questions([], [], left_out)
         shortest = None
         documents = min(shards.documents, settings.prompts or shards.documents)
