@@ -236,6 +236,25 @@ def test_experts_over_processes_train_as_on_one_device(config, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arm", ["lora", "qlora"])
+def test_an_adapter_over_processes_trains_as_on_one_device(config, tmp_path, arm):
+    """Each process reads its part of the base; the adapter after the last step is the same too."""
+    small = ("--config.model.depth=1", "--config.checkpoint.every=100", "--config.data.validation=")
+    base, single, double = (tmp_path / name for name in ("base", "one", "two"))
+    train(1, 1, words(config, base, {}, *small))
+    tuned = (f"--config.tune.name={arm}", "--config.tune.rank=2", f"--init_from={base}", *small)
+    train(1, 1, words(config, single / "run", {}, *tuned), log=single / "log")
+    alone = single / "run", read(single / "log")
+    check(alone, config, double, 2, 2, {"fsdp": 2, "tensor": 2}, *tuned)
+    one, two = (harness.store(each / "run").arrays(STEPS) for each in (single, double))
+    adapter = [path for path in one if path.startswith("params/")]
+    assert {path.rpartition("/")[2] for path in adapter} == {"lora_a", "lora_b"}
+    for path in adapter:
+        difference = abs(one[path] - two[path]).max()
+        assert difference < 1e-3 * abs(one[path]).max(), path
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_four_processes_goes_on_with_two_and_then_with_one(alone, config, tmp_path):
     """Nothing is lost or changed on the way: a restore that saves again at once saves the same bits."""
     run = tmp_path / "run"

@@ -24,7 +24,7 @@ def recorded(self, start, *, batch, rows, **rest):
     with open(os.environ["TRAINER_LOG"], "a") as log:
         for step, read in enumerate(batches(self, start, batch=batch, rows=rows, **rest), start):
             parts = [part for part in read if part is not None]
-            own = rows[batch.stage(step).rows]
+            own = rows[batch.phase(step).rows]
             cuts = len(read.tokens) // (own.stop - own.start)
             digests = [
                 hashlib.sha256(b"".join(np.asarray(part[row]).tobytes() for part in parts))

@@ -5,10 +5,12 @@ import pytest
 
 from jaxlm.core import config
 from jaxlm.models.cost import comm_cost
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.parallel import hlo, mesh
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import predict
+from jaxlm.tune import cost
 
 SETTINGS = {
     "model.vocab": "512",
@@ -83,6 +85,26 @@ def test_fsdp_and_tensor_send_what_the_closed_form_says():
     assert actual["all-reduce", "tensor", "activations"] == comm_cost.tensor_bytes(
         work(run, sizes), sizes
     )
+
+
+@pytest.mark.parametrize("arm", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+def test_an_adapter_gathers_what_is_stored_and_sums_its_own_gradients(arm):
+    """QLoRA gathers codes of 4 bits and scales that follow an output; B of other outputs is whole."""
+    tune = {"tune.name": arm, "tune.rank": "2"} | ({"tune.block": "8"} if arm == "qlora" else {})
+    actual, run, sizes = sent({"mesh.fsdp": "2"} | tune, 2)
+    trained, frozen = map(tuple, cost.split(run.tune, tensors(run.model.build())))
+    options = {"trained": trained, "frozen": frozen}
+    gathered = comm_cost.fsdp_bytes(work(run, sizes, gradient_bytes=0, **options), sizes)
+    assert gathered == sum(size for key, size in actual.items() if key[0] == "all-gather")
+    # XLA for CPU writes a scatter of sums as a sum, and ZeRO 1 has sums.
+    options = {"trained": trained, "weight_bytes": 0, "zero": 1}
+    summed = comm_cost.fsdp_bytes(work(run, sizes, **options), sizes)
+    assert summed == sum(size for key, size in actual.items() if key[0] == "all-reduce")
+    data = dict(sizes) | {"fsdp": 1, "data": 2}
+    assert summed == comm_cost.data_bytes(work(run, data, **options), data)
+    if arm == "qlora":
+        whole = comm_cost.fsdp_bytes(work(run, sizes, gradient_bytes=0), sizes)
+        assert gathered < 0.7 * whole
 
 
 @pytest.mark.slow

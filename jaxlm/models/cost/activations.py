@@ -124,6 +124,9 @@ def _per_token(
     is_cast = share.stream_bytes != share.compute_bytes
     read = config.width * share.compute_bytes * (3 if is_cast else 1)
     out = values * share.stream_bytes + (values * share.compute_bytes if is_cast else 0)
+    if is_cast and attention.kernel == "reference":  # its products keep cast copies alone
+        heads *= share.compute_bytes / share.stream_bytes
+        out = values * share.compute_bytes
     into = config.width * share.compute_bytes
     if is_cast and not isinstance(block.mlp, MoeConfig) and block.mlp.gated:
         into *= 2

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from jaxlm.models.config import BackboneConfig, EncoderDecoderConfig, ModelConfig
-from jaxlm.models.cost.tensors import tensors
+from jaxlm.models.cost.tensors import Tensor, tensors
 from jaxlm.nn.config import AttentionConfig, MoeConfig
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import LAYERS
@@ -13,7 +14,10 @@ from jaxlm.parallel.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepWorkload:
-    """A chip's part of one step, and the bytes of a weight, a gradient and an activation."""
+    """A chip's part of one step, and the bytes of a weight, a gradient and an activation.
+
+    With an adapter, `trained` are its leaves and `frozen` those of its base as they are stored.
+    """
 
     model: ModelConfig
     sequence: int
@@ -25,6 +29,8 @@ class StepWorkload:
     activation_bytes: int = 2
     targets: int = 0  # tokens of a row of an encoder-decoder's decoder
     zero: int = 3  # ZeRO stage of fsdp: shards optimizer state (1), gradients (2), weights (3)
+    trained: tuple[Tensor, ...] | None = None  # None for all
+    frozen: tuple[Tensor, ...] = ()
 
     @property
     def stream_bytes(self) -> int:
@@ -65,10 +71,13 @@ def fsdp_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     embedding once (if tied, for the unembedding too), and reduce-scatters gradients; a pipeline
     does so with its layers in each tick. Otherwise updated weights are gathered once, in the bytes
     they are stored in, and gradients of each pass are reduce-scattered (ZeRO 2) or all-reduced (1).
+    An adapter gathers the codes of a quantized base, and sums its own gradients alone.
     """
     blocks, tables, lookup = matrices(work.model, sizes["tensor"])
     through_blocks, through_tables = work.passes(sizes)
     is_split = work.zero == 3
+    if work.trained is not None:
+        return _ring(sizes["fsdp"]) * _adapter_fsdp_bytes(work, work.trained, sizes)
     gathered = (
         2 * blocks * through_blocks + (lookup + tables) * through_tables
         if is_split
@@ -79,6 +88,45 @@ def fsdp_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     return _ring(sizes["fsdp"]) * sent / sizes["pipe"]
 
 
+def _adapter_fsdp_bytes(
+    work: StepWorkload, trained: Sequence[Tensor], sizes: dict[str, int]
+) -> float:
+    """Return the bytes of `fsdp_bytes` for all devices of an adapter's step.
+
+    Layers are gathered forward and again backward, tables once, as they have no gradient.
+    Gradients of leaves that fsdp does not split are all-reduced.
+    """
+    through_blocks, through_tables = work.passes(sizes)
+    sent = 0.0
+    for each in (*trained, *work.frozen):
+        is_layer, is_trained = each.axes[:1] != () and each.axes[0] in LAYERS, each in trained
+        passes = through_blocks if is_layer else through_tables
+        size = _per_device(each, sizes | {"fsdp": 1})
+        is_divided = any(logical.ways({"fsdp": 2}, axis) > 1 for axis in each.axes)
+        if is_divided and len(each.axes) - is_layer > 1 and (is_trained or work.zero == 3):
+            times = 1.0 if work.zero < 3 else passes * (2 if is_layer else 1)
+            sent += times * size * (each.item_bytes or work.weight_bytes)
+        if is_trained:
+            times = 1 if is_divided and work.zero > 1 else 2
+            sent += passes * times * size * work.gradient_bytes
+    return sent
+
+
+def _per_device(tensor: Tensor, sizes: dict[str, int]) -> float:
+    """Return the elements of a leaf on a device."""
+    return tensor.size / math.prod(logical.ways(sizes, axis) for axis in tensor.axes)
+
+
+def _summed(work: StepWorkload, sizes: dict[str, int]) -> float:
+    """Return the elements of an adapter's gradients on a device, in all passes."""
+    through_blocks, through_tables = work.passes(sizes)
+    return sum(
+        _per_device(each, sizes)
+        * (through_blocks if each.axes[:1] and each.axes[0] in LAYERS else through_tables)
+        for each in work.trained or ()
+    )
+
+
 def data_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     """Return the bytes over data: an all-reduce of a chip's gradients in each pass.
 
@@ -86,9 +134,11 @@ def data_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     """
     blocks, tables, _ = matrices(work.model, sizes["tensor"])
     through_blocks, through_tables = work.passes(sizes)
-    summed = blocks * through_blocks + tables * through_tables
     parts = sizes["pipe"] * sizes["fsdp"]
-    return 2 * _ring(sizes["data"]) * summed / parts * work.gradient_bytes
+    summed = (blocks * through_blocks + tables * through_tables) / parts
+    if work.trained is not None:
+        summed = _summed(work, sizes)
+    return 2 * _ring(sizes["data"]) * summed * work.gradient_bytes
 
 
 def tensor_bytes(work: StepWorkload, sizes: dict[str, int], *, is_remat: bool = True) -> float:
@@ -143,6 +193,8 @@ def context_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     through_blocks, through_tables = work.passes(sizes)
     split = blocks * through_blocks + (tables - lookup) * through_tables
     summed = (split / sizes["fsdp"] + lookup * through_tables) / sizes["pipe"]
+    if work.trained is not None:
+        summed = _summed(work, sizes)
     return _ring(sizes["context"]) * (keys + 2 * summed * work.gradient_bytes)
 
 

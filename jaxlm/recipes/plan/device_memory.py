@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlm.core.precision_config import ITEM_BYTES
@@ -19,7 +20,7 @@ from jaxlm.parallel.logical import LAYERS, LogicalAxes, Sizes
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.tune import cost
-from jaxlm.tune.config import QLora
+from jaxlm.tune.config import Lora, QLora
 
 FRAGMENTATION = 1.1  # buffers are placed in a heap with holes
 
@@ -166,6 +167,9 @@ def temporary_bytes(
         extra = activations.attention_workspace(stack, stack_share)
         extra += activations.padded_operands(stack, stack_share)
         layer = max(layer, largest + extra)
+    stored = _adapter_results(run, decoder, share, policies)
+    saved += stored * passes / stages
+    layer = max(layer - stored / decoder.depth, 0.0)  # what is stored is not made again
     # Of the last stack; after a pipeline, of all micro-batches.
     predicted = stack_share.tokens - stack_share.rows * run.tune.virtual_rows
     predicted *= run.train.microbatches if schedule else 1
@@ -176,19 +180,26 @@ def temporary_bytes(
     repeated = [each for each in tensors(decoder) if each.axes[0] == "layers"]
     gathered = groups = 0.0
     if sizes["fsdp"] > 1 and run.mesh.zero == 3:
-        whole = sum(_part(each, sizes, is_split=False) for each in repeated)
+        item = ITEM_BYTES[run.precision.params]
+        whole = sum(  # of a quantized base, its codes
+            _part(each, sizes, is_split=False) * (each.item_bytes or item)
+            for each in itertools.chain(*cost.split(run.tune, tensors(decoder)))
+            if each.axes[:1] == ("layers",)
+        )
         prefix = 0 if isinstance(decoder, EncoderDecoderConfig) else len(decoder.prefix)
         per_layer = whole / (decoder.depth - prefix) * stages
-        gathered = 2 * per_layer * ITEM_BYTES[run.precision.params]
+        gathered = 2 * per_layer
     if schedule and schedule.repeats > 1:
         local = sum(_part(each, sizes, is_split=run.mesh.zero == 3) for each in repeated)
         groups = local * passes * ITEM_BYTES[run.precision.params]
     dequantized = 0.0
-    if isinstance(run.tune, QLora):  # one weight of one layer, in float32
-        dequantized = 4 * max(
-            _part(each, sizes, is_split=False) / (each.shape[0] if each.axes[0] in LAYERS else 1)
-            for each in cost.adapted_weights(run.tune, tensors(decoder))
-        )
+    if isinstance(run.tune, QLora):  # XLA for CPU reads all weights of a layer before it uses them
+        by_layer = Counter[str]()
+        for each in cost.adapted_weights(run.tune, tensors(decoder)):
+            count = each.shape[0] if each.axes[0] in LAYERS else 1
+            name = each.path.rsplit("/", 3)[0]
+            by_layer[name] += int(_part(each, sizes, is_split=False) / count)
+        dequantized = float(share.compute_bytes * max(by_layer.values()))
     sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
     return {
         "activations": FRAGMENTATION * (saved + max(layer - logits, 0.0)),
@@ -202,6 +213,30 @@ def temporary_bytes(
         "curvature": held["gradients"] if run.optim.curvature_every else 0.0,
         "ahead": held["parameters"] if run.optim.averages_parameters else 0.0,
     }
+
+
+def _adapter_results(
+    run: Run, decoder: ModelConfig, share: DeviceShare, policies: Sequence[str]
+) -> float:
+    """Return the bytes of the products with LoRA's A and B that layers store.
+
+    Under `dots` each result of B is stored in addition to that of the weight, except in the last
+    layer of the MLP, whose result is added to the stream.
+    """
+    if not isinstance(run.tune, Lora):
+        return 0.0
+    stored = 0.0
+    for each in cost.adapted_weights(run.tune, tensors(decoder)):
+        layers, first = (each.shape[0], 1) if each.axes[0] in LAYERS else (1, 0)
+        place = first + each.ins
+        outs = _size(each.shape[place:], each.axes[place:], share.sizes)
+        dots = run.tune.rank + (0 if "/mlp/down/" in each.path else outs)
+        numbers = {
+            "dots": dots * share.stream_bytes,
+            "none": run.tune.rank * share.compute_bytes,
+        }
+        stored += layers * sum(numbers.get(policy, 0) for policy in policies) / len(policies)
+    return share.tokens * stored
 
 
 def _part(tensor: Tensor, sizes: Sizes, *, is_split: bool) -> float:

@@ -273,6 +273,7 @@ def _idle_flops(decoder: ModelConfig, share: DeviceShare) -> float:
 
 def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: DeviceShare) -> dict[str, float]:
     """Return the bytes that a device sends in a step over each mesh axis of known cost."""
+    trained, frozen = cost.split(run.tune, tensors(decoder))
     work = comm_cost.StepWorkload(
         model=decoder,
         sequence=share.length,
@@ -284,6 +285,8 @@ def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: DeviceShare) -> d
         gradient_bytes=ITEM_BYTES[run.precision.reduce],
         activation_bytes=share.stream_bytes,
         zero=run.mesh.zero,
+        trained=None if isinstance(run.tune, Full) else tuple(trained),
+        frozen=tuple(frozen),
     )
     return {
         axis: comm_cost.BYTES[axis](work, dict(sizes))

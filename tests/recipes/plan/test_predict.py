@@ -213,6 +213,7 @@ MODELS = {
     "h": ("llama", 3072, 8, 320, 5, 5, 896, 384, 4),
     "k": ("gpt2", 4096, 4, 384, 6, None, None, 512, 8),
     "w": ("llama", 6144, 3, 512, 8, 2, 1536, 768, 8),
+    "l": ("llama", 4096, 6, 512, 8, 4, 1408, 256, 8),
     "z": ("gpt2", 50304, 12, 768, 12, None, None, 512, 4),
     "e": ("mixtral", 2048, 4, 256, 4, 2, 512, 256, 8),
     "f": ("mixtral", 4096, 6, 384, 6, 6, 256, 512, 4),
@@ -259,6 +260,38 @@ def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, sett
     )
     said = planned(run, devices).bytes_per_device
     assert said["total"] == pytest.approx(exact["total"], rel=0.2)
+
+
+# Of width 512 and 6 layers. With one row a layer's dequantized weights show.
+QLORA = [
+    {"train.remat": "full", "train.batch": "1"},
+    {"train.remat": "full", "tune.base": "int8"},
+    {"train.remat": "full", "precision.compute": "bfloat16"},
+    {"precision.compute": "bfloat16"},
+    {"train.remat": "dots"},
+    {"train.remat": "full", "train.microbatches": "4"},
+    {"train.remat": "full", "train.stack": "unroll"},
+    {"data.sequence": "1024", "model.max_positions": "1024", "train.batch": "2"},
+    {"train.remat": "full", "train.batch": "1", "model.width": "1024", "model.hidden": "2816"},
+    {"train.remat": "full", "mesh.fsdp": "4"},
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(each, marks=pytest.mark.slow if each != QLORA[0] else ()) for each in QLORA],
+    ids=lambda each: " ".join(map("=".join, each.items())),
+)
+def test_the_bytes_of_a_qlora_step_are_those_of_the_compiler_within_a_tenth(settings):
+    run = sized("l", {"tune.name": "qlora"} | settings)
+    devices = 4 if "mesh.fsdp" in settings else 1
+    exact = programs.compiled_memory(
+        collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
+    )
+    said = planned(run, devices).bytes_per_device
+    held = sum(said.get(name, 0) for name in ("parameters", "optimizer", "base"))
+    assert exact["arguments"] == pytest.approx(held, rel=0.005)
+    assert said["total"] == pytest.approx(exact["total"], rel=0.1)
 
 
 EXPERTS = {"model.family": "mixtral", "model.experts": "8", "train.stack": "unroll"}
