@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     parser.withhold("the config is what this command writes")
     add_flag(parser, "--data", "GLOB", [], "text to train on, a folder or a glob; repeatable")
     add_flag(parser, "--params", "N", str, "parameters, as 30M (as many as the time allows)")
-    add_flag(parser, "--minutes", "N", float, "minutes of training (60; with --params no limit)")
+    add_flag(parser, "--minutes", "N", str, "minutes of training (60; with --params no limit)")
     add_flag(parser, "--on", "MACHINE", "cpu", "machine, as in `jaxlm plan`")
     add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
     add_flag(parser, "--out", "FILE", "my_config.py", "config file to write")
@@ -49,7 +49,7 @@ def run(args: Any, out: Output) -> int:
         what, where = "--data is needed", f"jaxlm {shlex.join(args.words)}"
         why = "a first config is sized for a text"
         raise CommandError(what, where=where, why=why, fix="--data='texts/*.txt'")
-    _check_minutes(args.minutes)
+    minutes = None if args.minutes is None else _minutes(args.minutes)
     patterns = tuple(_pattern(each) for each in args.data)
 
     from jaxlm.recipes.plan import starter
@@ -58,7 +58,7 @@ def run(args: Any, out: Output) -> int:
         data=patterns,
         machine=named_machine(args, 1, []),
         parameters=None if args.params is None else _parameters(args.params),
-        minutes=args.minutes,
+        minutes=minutes,
     )
     try:
         made = starter.plan_starter(request)
@@ -68,7 +68,7 @@ def run(args: Any, out: Output) -> int:
         raise
     words = [f"--data={each}" for each in args.data]
     named = {"params": args.params, "minutes": args.minutes}
-    words += [f"--{name}={_text(value)}" for name, value in named.items() if value is not None]
+    words += [f"--{name}={value}" for name, value in named.items() if value is not None]
     command = shlex.join(["jaxlm", "init", *words, f"--on={args.on}"])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,19 +109,19 @@ def _ask(args: Any) -> None:
     if not args.data:
         args.data = [text] if (text := input("text to train on, a folder or a glob: ")) else []
     if args.minutes is None and args.params is None and (text := input("minutes [60]: ").strip()):
-        try:
-            args.minutes = float(text)
-        except ValueError:
-            what, why = f"{text!r} is not a number of minutes", "the time is given in minutes"
-            raise CommandError(what, where="minutes", why=why, fix="--minutes=60") from None
+        args.minutes = text
 
 
-def _check_minutes(minutes: float | None) -> None:
-    """Raise CommandError unless the time is positive and finite."""
-    if minutes is None or 0 < minutes < float("inf"):
-        return
-    what, where = f"{minutes:g} minutes are no time to train", f"--minutes={minutes:g}"
-    raise CommandError(what, where=where, why="it must be positive", fix="--minutes=60")
+def _minutes(text: str) -> float:
+    """Return a number of minutes. Raises CommandError unless it is positive and finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if 0 < value < float("inf"):
+        return value
+    what, where = f"{text} is not a number of minutes", f"--minutes={text}"
+    raise CommandError(what, where=where, why="it must be above 0", fix="--minutes=60")
 
 
 def _pattern(text: str) -> str:
@@ -145,7 +145,3 @@ def _parameters(text: str) -> float:
     what, where = f"{text} is not a number of parameters", f"--params={text}"
     why = "it is a number from 100k to 1000B, such as 30M"
     raise CommandError(what, where=where, why=why, fix="--params=30M")
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

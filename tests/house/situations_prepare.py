@@ -102,7 +102,7 @@ SLOW: set[str] = {
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {
-    "cli/data/classifier.py:_table:1": "tests/recipes/test_train_classifier.py::test_what_comes_next_works_when_it_is_pasted",
+    "cli/data.py:_classified:1": "tests/recipes/test_train_classifier.py::test_what_comes_next_works_when_it_is_pasted",
 }
 
 # Places that no test reaches yet.

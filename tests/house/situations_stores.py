@@ -187,13 +187,12 @@ ELSEWHERE = {
     # goes on is tested by `test_a_run_that_lost_a_process_goes_on_by_the_same_command`.
     "parallel/peers.py:_lost:1": "tests/parallel/test_peers.py::test_a_rank_that_loses_the_coordinator_is_told_to_run_the_same_command",
     "parallel/rendezvous.py:split:1": f"{DEVICES}_an_address_without_a_port_gets_one_for_the_same_host",
-    "recipes/setup.py:_check_qk_clip:3": f"{DEVICES}_qk_clip_in_a_pipeline_is_mended_by_leaving_either_out",
     "recipes/plan/attention_kernels.py:check_length:1": f"{DEVICES}_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbours",
     # Cautions of schedules and averages, which `config validate` prints and ends with 0.
     "recipes/config.py:cautions:1": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
     "recipes/config.py:cautions:2": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
-    "training/shutdown.py:failed:1": f"{DEVICES}_a_run_that_lost_a_process_goes_on_by_the_same_command",
-    "training/shutdown.py:overdue:1": f"{DEVICES}_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command",
+    "training/shutdown.py:exit_failed:1": f"{DEVICES}_a_run_that_lost_a_process_goes_on_by_the_same_command",
+    "training/shutdown.py:exit_stalled:1": f"{DEVICES}_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command",
 }
 
 # Places that no test reaches yet.
