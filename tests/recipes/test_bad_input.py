@@ -66,7 +66,7 @@ CASES = {
     "no text key": (
         ["--config.data.train={p}/records/*.jsonl"],
         65,
-        ["record 5", "--config.data.text_key=body"],
+        ["line 6", "--config.data.text_key=body"],
     ),
     "misspelt setting": (["--config.optim.lrr=1e-3"], 2, ["--config.optim.lr=0.001"]),
     "wrong type": (["--config.train.batch=many"], 2, ["train.batch", "many"]),
