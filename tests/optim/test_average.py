@@ -30,6 +30,10 @@ class Batch(typing.NamedTuple):
     weights: jax.Array
     segments: jax.Array
 
+    @property
+    def read_count(self):
+        return (self.segments > 0).sum()
+
 
 def course(count=40):
     """Parameters after each update, the first before any."""
