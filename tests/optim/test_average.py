@@ -1,7 +1,5 @@
 """Averages of the parameters against float64, and what a step that is not applied does to them."""
 
-import typing
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.core.span import Span
+from jaxlm.data.batch import Tokens
 from jaxlm.objectives.loss import Loss
 from jaxlm.optim import average, schedules
 from jaxlm.optim.average_config import Ema, NoAverage, Swa, first_averaged_update, problems
@@ -21,18 +20,6 @@ from jaxlm.training.config import GuardConfig
 from jaxlm.training.step import StepSpec
 
 LENGTH = {"total": 40, "tokens_per_step": 10}
-
-
-class Batch(typing.NamedTuple):
-    """The fields of a batch that a step reads."""
-
-    targets: jax.Array
-    weights: jax.Array
-    segments: jax.Array
-
-    @property
-    def read_count(self):
-        return (self.segments > 0).sum()
 
 
 def course(count=40):
@@ -116,7 +103,9 @@ def test_a_step_that_is_not_applied_leaves_the_average_as_it_was():
         before = np.asarray(state.average["w"]).tobytes()
         target = np.full(3, np.nan) if number == 4 else target
         ones = jnp.ones(3)
-        state, metrics = step(state, Batch(jnp.asarray(target, jnp.float32), ones, ones))
+        state, metrics = step(
+            state, Tokens(ones, jnp.asarray(target, jnp.float32), ones, ones, ones)
+        )
         if number == 4:
             assert metrics["verdict"] > 0
             assert np.asarray(state.average["w"]).tobytes() == before
