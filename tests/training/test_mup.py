@@ -68,7 +68,7 @@ def coordinates(width, mup):
     @jax.jit
     def seen(params):
         model = blueprint.merge(params)
-        hidden = model(batch.tokens, positions=batch.positions, segments=batch.segments)
+        hidden = model.hidden(batch.tokens, positions=batch.positions, segments=batch.segments)
         return hidden.values, model.logits(hidden.values)
 
     @jax.jit

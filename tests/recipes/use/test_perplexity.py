@@ -51,8 +51,8 @@ def reference(opened, text: str, most: int) -> float:
         row = ids[begin : begin + length + 1]
         tokens, ones = row[None, :-1], np.ones((1, len(row) - 1), np.int32)
         positions = np.arange(len(row) - 1, dtype=np.int32)[None]
-        hidden = model(tokens, positions=positions, segments=ones)
-        logits = np.asarray(model.logits(hidden.values), np.float64)[0]
+        logits = model(tokens, positions=positions, segments=ones)
+        logits = np.asarray(logits, np.float64)[0]
         logits -= logits.max(axis=1, keepdims=True)
         logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         nll += (-logp[np.arange(len(row) - 1), row[1:]]).tolist()
