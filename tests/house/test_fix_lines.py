@@ -470,28 +470,50 @@ def sites():
         numbers = collections.Counter()  # methods of several classes may have one name
         for function in functions:
             inner = {id(n) for f in ast.walk(function) if f is not function and isinstance(f, ast.FunctionDef) for n in ast.walk(f)}  # fmt: skip
+            named = assigned(function)
             for node in ast.walk(function):
-                if id(node) not in inner and makes_lines(node):
+                if id(node) not in inner and makes_lines(node, named):
                     numbers[function.name] += 1
                     name = f"{path.relative_to(ROOT / 'jaxlm')}:{function.name}:{numbers[function.name]}"
                     yield name, (str(path), node.lineno, node.end_lineno)
 
 
-def makes_lines(node):
+def assigned(function):
+    """Return the values that each name of a function is assigned."""
+    values = collections.defaultdict(list)
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts, strict=True)
+            for name, value in pairs:
+                if isinstance(name, ast.Name):
+                    values[name.id].append(value)
+    return values
+
+
+def makes_lines(node, named):
     """Whether a piece of code makes a fix or a `next:` line that may be pasted, and does not pass one on (`self.fix`)."""
     match node:
         case ast.Call(keywords=keywords):
             return any(
                 each.arg == "fix"
                 and ast.unparse(each.value) != "self.fix"
-                and may_be_pasted(each.value)
+                and any(map(may_be_pasted, values_of(each.value, named)))
                 for each in keywords
             )
         case ast.Yield(value=ast.Tuple(elts=[_, _, fix])):
-            return may_be_pasted(fix)
+            return any(map(may_be_pasted, values_of(fix, named)))
         case ast.Constant(value=str(text)):
             return text.startswith("next: ")
     return False
+
+
+def values_of(fix, named):
+    """Return what a fix may be: of a name, the values that it is assigned."""
+    return named.get(fix.id) or [fix] if isinstance(fix, ast.Name) else [fix]
 
 
 def may_be_pasted(fix):
