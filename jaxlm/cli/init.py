@@ -42,7 +42,12 @@ def run(args: Any, out: Output) -> int:
     if target.exists():
         what, where = f"{target} exists", f"--out={target}"
         why = "it may have changes of your own"
-        raise CommandError(what, where=where, why=why, fix=f"--out={target.stem}-2.py")
+        raise CommandError(
+            what,
+            where=where,
+            why=why,
+            fix=f"--out={shlex.quote(str(target.with_stem(f'{target.stem}-2')))}",
+        )
     if sys.stdin.isatty() and not args.json:
         _ask(args)
     if not args.data:
@@ -64,12 +69,12 @@ def run(args: Any, out: Output) -> int:
         made = starter.plan_starter(request)
     except DataError as error:
         if "data.kind=" in error.fix:  # a model is fine-tuned on conversations
-            error.fix = FINETUNE.format(shlex.quote(patterns[0]))
+            error.fix = FINETUNE.format(shlex.quote(",".join(patterns)))
         raise
     words = [f"--data={each}" for each in args.data]
-    named = {"params": args.params, "minutes": args.minutes}
+    named = {"params": args.params, "minutes": args.minutes, "on": args.on, "memory": args.memory}
     words += [f"--{name}={value}" for name, value in named.items() if value is not None]
-    command = shlex.join(["jaxlm", "init", *words, f"--on={args.on}"])
+    command = shlex.join(["jaxlm", "init", *words])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(starter.config_file(made, args.out, command), encoding="utf-8")

@@ -57,6 +57,22 @@ def test_parameters_that_were_asked_for_are_made(texts, capsys):
     assert run.model.width % run.model.heads == 0
 
 
+def test_quotes_and_backslashes_of_a_path_stay_as_they_are(texts, capsys):
+    name = 'the "author\'s" \\new texts'
+    (texts / "texts").rename(texts / name)
+    assert main(["init", f"--data={name}/0.txt", f"--data={name}/1.txt", "--on=t4"]) == 0
+    run = config.load(Run, "my_config.py", ()).value
+    assert run.data.train == (f"{name}/0.txt", f"{name}/1.txt")
+    assert "--on=t4" in (texts / "my_config.py").read_text()
+
+
+def test_the_memory_of_an_unknown_gpu_is_in_the_command(texts, capsys):
+    made(capsys, "--on=mygpu", "--memory=24GB", "--params=1M", "--out=sub/own.py")
+    assert "--on=mygpu --memory=24GB" in (texts / "sub/own.py").read_text()
+    assert main(["init", "--data=texts", "--out=sub/own.py"]) == 2
+    assert "--out=sub/own-2.py" in capsys.readouterr().err
+
+
 def test_a_larger_time_gives_a_larger_model(texts, capsys):
     (texts / "texts" / "large.txt").write_text("A large text, of many words. " * 400_000)
     sizes = [

@@ -9,6 +9,7 @@ Example:
 """
 
 import dataclasses
+import json
 import math
 import shlex
 from pathlib import Path
@@ -242,14 +243,15 @@ def config_file(starter: Starter, path: str, command: str) -> str:
         "epochs": f"{starter.epochs:.2g}",
     }
     workdir = f"runs/{Path(path).stem}"
+    shown = f"jaxlm train --config={shlex.quote(path)} --workdir={shlex.quote(workdir)}"
     lines = [
         f'"""A language model of {figures["parameters"]} parameters on text of the user\'s own.',
         "",
-        f"    jaxlm train --config={shlex.quote(path)} --workdir={shlex.quote(workdir)}",
+        f"    {_in_docstring(shown)}",
         "",
         f"Predicted: {predicted_time(starter)} on {starter.plan.machine.name}. Made by:",
         "",
-        f"    {command}",
+        f"    {_in_docstring(command)}",
         '"""',
         "",
         "from jaxlm.core import config",
@@ -266,8 +268,20 @@ def config_file(starter: Starter, path: str, command: str) -> str:
     for path, value in in_sections:
         if path in REASONS:
             lines.append(f"    # {REASONS[path].format(**figures)}")
-        lines.append(f"    c.{path} = {value!r}".replace("'", '"'))
+        lines.append(f"    c.{path} = {_literal(value)}")
     return "\n".join([*lines, "    return c", ""])
+
+
+def _in_docstring(text: str) -> str:
+    """Return a text as the source of a docstring holds it."""
+    return text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+
+
+def _literal(value: Any) -> str:
+    """Return the Python source of a value, with double quotes."""
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_literal(each)}, ' for each in value).rstrip(' ')})"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def predicted_time(starter: Starter) -> str:
