@@ -33,7 +33,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.core.quoting import redacted
 from jaxlm.parallel import cluster, rendezvous
-from jaxlm.training.rundir import IMPORTED
+from jaxlm.training.rundir import IMPORTED, split_ref
 
 
 def add_arguments(parser: Parser) -> None:
@@ -102,8 +102,7 @@ def _config_of(args: Any) -> Path:
 
     Raises CommandError if that run was imported, and so has no data, and no flag names the data.
     """
-    path, at_sign, step = args.init_from.rpartition("@")
-    run = Path(path if at_sign and step.isdigit() else args.init_from)
+    run, _ = split_ref(args.init_from)
     saved = run / "config.json"
     is_run = saved.is_file() and (run / "checkpoints").is_dir()
     has_data = "data.train" in dict(args.overrides)

@@ -335,9 +335,7 @@ def decode_tokens(
     """Run the model on more tokens of each row; return the hidden states [B, T, D] and cache."""
     count = tokens.shape[1]
     positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    if (
-        isinstance(model, Decoder) and model.text_positions is not None
-    ):  # only guesses can exceed it
+    if model.text_positions is not None:  # only guesses can exceed it
         positions = jnp.minimum(positions, model.text_positions - 1)
     hidden = model.hidden(tokens, positions=positions, cache=cache)
     assert hidden.cache is not None

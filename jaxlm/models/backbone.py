@@ -91,8 +91,14 @@ class Unembedder:
     embedding: Embedding
     unembedding: Linear | None
 
+    config: Any  # of the model
     hidden: Callable[..., Hidden]  # each model has these two methods
     logits: Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]]
+
+    @property
+    def text_positions(self) -> int | None:
+        """Largest number of tokens of a document that the position table has rows for, if any."""
+        return self.config.positions
 
     @overload
     def __call__(

@@ -68,9 +68,7 @@ class Blueprint:
         # Only the key's shape, as computing a key would compile a program.
         key = jax.eval_shape(lambda: jax.random.key(0))
         module = nnx.eval_shape(lambda key: self._make(key=key), key)
-        self.text_positions: int | None = (
-            module.text_positions if isinstance(module, Decoder) else config.positions
-        )
+        self.text_positions: int | None = module.text_positions
         self._graphdef, state = nnx.split(module)
         self._treedef = jax.tree.structure(state)
         self.shapes: Params = nnx.to_pure_dict(state)

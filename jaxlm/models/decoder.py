@@ -101,8 +101,8 @@ class Decoder(Backbone, Unembedder):
 
     @property
     def text_positions(self) -> int | None:
-        """Largest number of tokens of a document that the position table has rows for, if any."""
-        rows = self.config.positions
+        """See `Unembedder.text_positions`; virtual tokens have positions of their own."""
+        rows = super().text_positions
         return None if rows is None else rows - self.leading
 
     def _add_tables(self, x: Array, positions: Array, block_positions: Array) -> Array:

@@ -29,6 +29,7 @@ from jaxlm.recipes.exchange.import_model import COMPANION_FILES, ImportOptions, 
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import evaluate, generate
 from jaxlm.recipes.use.load import LoadedRun, Weights, is_model_of_another_library, load_run
+from jaxlm.training.rundir import split_ref
 
 MIN_SCORED = 32  # slots of a row that is scored; longer ones are powers of two, to compile few
 
@@ -134,7 +135,7 @@ class LanguageModel:
         generate.check_generates(self.loaded, is_chat=False)
         before, ids = self.tokenizer.before or self.tokenizer.after, self.tokenizer.encode(text)
         known = np.array([*before, *ids], np.int32)
-        limit = self.loaded.model.blueprint.config.positions
+        limit = self.loaded.model.blueprint.text_positions
         if limit is not None and len(known) > limit:
             what, why = f"the text has {len(known)} tokens", f"the model has {limit} positions"
             raise ConfigError(what, where="score(text)", why=why, fix=f"text[:{limit}]")
@@ -229,13 +230,14 @@ def load(
       `say`: receives log lines.
     """
     ref = os.fspath(source)
-    path, at_sign, text = ref.rpartition("@")
     if is_model_of_another_library(ref):
         workdir = _imported(ref, cpu_devices, say)
-    elif at_sign and text.isdigit() and not Path(ref).exists():
-        workdir, step = Path(path), int(text)
     else:
-        workdir = Path(ref)
+        workdir, named = split_ref(ref)
+        if named is None or not named.isdigit() or Path(ref).exists():
+            workdir = Path(ref)
+        else:
+            step = int(named)
     if not (workdir / "config.json").is_file():
         raise InputMissing(
             f"there is no model at {ref}",

@@ -26,6 +26,17 @@ REPORT_SECONDS = 5.0  # timeout: a scheduler that stopped the run may kill it so
 REFUSALS = {ConfigError.code, InputMissing.code}  # exit codes of a refused command
 
 
+def split_ref(ref: str) -> tuple[Path, str | None]:
+    """Return the run directory and the step of RUN[@STEP], as typed; None without a step.
+
+    Example:
+      >>> split_ref("runs/a@500"), split_ref("runs/a")
+      ((PosixPath('runs/a'), '500'), (PosixPath('runs/a'), None))
+    """
+    path, _, step = ref.rpartition("@")
+    return (Path(path), step) if path else (Path(ref), None)
+
+
 class RunDir:
     """A directory that one process at a time may write.
 

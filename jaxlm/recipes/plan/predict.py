@@ -11,7 +11,6 @@ Example:
 import dataclasses
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from jaxlm.core import config
@@ -28,7 +27,7 @@ from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility
-from jaxlm.training.rundir import read_json
+from jaxlm.training.rundir import read_json, split_ref
 from jaxlm.tune import cost
 from jaxlm.tune.config import Full
 
@@ -190,8 +189,7 @@ def _teacher(run: Run, assumed: list[str]) -> Run | None:
     ref = run.objective.teacher
     if ref is None:
         return None
-    path, at_sign, _ = ref.rpartition("@")
-    workdir = Path(path if at_sign else ref)
+    workdir, _ = split_ref(ref)
     if (workdir / "config.json").exists():
         return config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")
     assumed.append(f"a teacher as large as the model: {workdir} is not on this machine")

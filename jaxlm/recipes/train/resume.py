@@ -45,7 +45,7 @@ from jaxlm.recipes.use.load import (
     open_run_ref,
     read_config,
 )
-from jaxlm.training.rundir import RunDir, read_json
+from jaxlm.training.rundir import RunDir, read_json, split_ref
 from jaxlm.training.state import TrainState
 from jaxlm.tune.config import Full
 
@@ -241,7 +241,7 @@ def with_model_of(loaded: Loaded, ref: str, workdir: Path) -> tuple[Loaded, list
 
     Raises InputMissing if there is no such run.
     """
-    named, is_begun = Path(ref.rpartition("@")[0] or ref), (workdir / "config.json").is_file()
+    (named, _), is_begun = split_ref(ref), (workdir / "config.json").is_file()
     folder = workdir if is_begun else named
     run, origins, lines = loaded.value, dict(loaded.provenance), []
     source = read_config(folder, "--workdir" if is_begun else "--init_from")
@@ -295,11 +295,11 @@ def names_other_base(options: StartOptions) -> bool:
     """Return whether --init_from names another place than base.json of the run directory."""
     if options.init_from is None or not (options.workdir / BASE).is_file():
         return False
-    path, at_sign, step = options.init_from.rpartition("@")
-    named = str(Path(path if at_sign else options.init_from).absolute())
+    workdir, step = split_ref(options.init_from)
+    named = str(workdir.absolute())
     base = read_json(options.workdir, BASE)
     known = [(each["run"], str(each["step"])) for each in (base, base.get("adapter", base))]
-    return not any(run == named and (not at_sign or step == number) for run, number in known)
+    return not any(run == named and step in (None, number) for run, number in known)
 
 
 def write_base(directory: RunDir, source: InitSource, *, is_begun: bool) -> None:

@@ -11,7 +11,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import adapter_places
 from jaxlm.recipes.exchange.import_adapter import read_folder
 from jaxlm.recipes.use import load
-from jaxlm.training.rundir import read_json
+from jaxlm.training.rundir import read_json, split_ref
 from jaxlm.tune.config import Full
 
 FLAG = "--adapter"
@@ -42,7 +42,7 @@ def run_of(ref: str | None) -> Path | None:
     if path.is_dir():
         is_run = (path / "config.json").is_file() and not (path / adapter_places.CONFIG).is_file()
         return path if is_run else None
-    return Path(ref.rpartition("@")[0] or ref)
+    return split_ref(ref)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.training import state as states
-from jaxlm.training.rundir import read_json
+from jaxlm.training.rundir import read_json, split_ref
 from jaxlm.tune import surgery
 from jaxlm.tune.config import Full, QLora
 
@@ -113,9 +113,8 @@ def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = Non
       InputMissing: if there is no such run or step.
       DataError: if the step is damaged.
     """
-    path, at_sign, text = ref.rpartition("@")
-    workdir = Path(path if at_sign else ref)
-    if at_sign and not text.isdigit():
+    workdir, text = split_ref(ref)
+    if text is not None and not text.isdigit():
         raise CommandError(
             "the step to start from is not a number",
             where=f"{flag}={ref}",
@@ -125,7 +124,7 @@ def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = Non
     run = read_config(workdir, flag)
     verifier = verifier or Verifier(say=warn)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
-    step = int(text) if at_sign else None
+    step = None if text is None else int(text)
     chosen = verifier.decide(lambda: select_step(store, step, False, warn))
     return InitSource(run, store, chosen)
 
