@@ -96,7 +96,7 @@ def pytest_runtest_call(item):
     if seconds > LONGEST_SECONDS and not is_free:
         limit = LONGEST_SECONDS * SLACK * machine.slowness()
         if seconds > limit:
-            pytest.fail(
+            raise machine.TooSlow(
                 f"it took {seconds:.1f} s of the processor, a fast test may take {limit:.1f}: make it shorter, or slow"
             )
     return result

@@ -1,8 +1,17 @@
-"""How fast this machine is, for limits of time that hold on a slower one."""
+"""Limits of time that hold on a slower machine and beside other programs."""
 
+import os
 import time
 
 SQUARED = 20_000_000  # numbers whose squares the machine that the limits were set on adds in 1 s
+
+
+class TooSlow(AssertionError):
+    """A limit of time was missed.
+
+    pytest runs such a test again, up to twice, and lists it under RERUN (pyproject.toml): a pause
+    of the machine or of the garbage collector does not repeat, a slow program does.
+    """
 
 
 def slowness() -> float:
@@ -16,3 +25,25 @@ def slowness() -> float:
         sum(number * number for number in range(SQUARED // 10))
         taken.append(time.process_time() - begun)
     return max(1.0, 10 * min(taken))
+
+
+def shared() -> float:
+    """How many times longer the clock runs here than with two cores for the test alone, at least 1."""
+    cores = os.cpu_count() or 1
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max(1.0, os.getloadavg()[0] / cores, 2 * workers / cores)
+
+
+def require_processor(seconds: float, limit: float, what: str = "it") -> None:
+    """Raise TooSlow if seconds of the processor are over a limit, which grows with slowness()."""
+    _require(seconds, limit, slowness, f"{what} took {seconds:.2f} s of the processor")
+
+
+def require_clock(seconds: float, limit: float, what: str = "it") -> None:
+    """Raise TooSlow if seconds of the clock are over a limit, which grows with slowness() and shared()."""
+    _require(seconds, limit, lambda: shared() * slowness(), f"{what} took {seconds:.2f} s")
+
+
+def _require(seconds, limit, factor, found) -> None:
+    if seconds > limit and seconds > (allowed := limit * factor()):
+        raise TooSlow(f"{found}, {allowed:.2f} are allowed here ({limit:g} on an idle machine)")

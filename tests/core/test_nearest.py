@@ -12,6 +12,7 @@ from jaxlm.core.nearest import (
     notations,
 )
 from jaxlm.monitor.chips import CHIPS
+from tests import machine
 
 
 @pytest.mark.parametrize(
@@ -81,4 +82,4 @@ def test_adjacent_divisors_are_the_divisors_on_both_sides(number, target, expect
 def test_a_huge_number_takes_no_time(number):
     begun = time.monotonic()
     assert nearest_divisors(number, 12)[-1] in (1, number)
-    assert time.monotonic() - begun < 2
+    machine.require_clock(time.monotonic() - begun, 2)

@@ -22,6 +22,7 @@ from jaxlm.corpus.filters.pii import (
     passes_luhn,
     passes_mod97,
 )
+from tests import machine
 from tests.corpus.recipes import kept, lines, prose, removed, run, write_lines
 
 PLACES = ("Write to {} today.", "({})", "contact: {}", "{}", "It was {}, they said", "a\t{}\nb")
@@ -351,14 +352,14 @@ def test_long_text_without_finds_takes_no_time():
         "0:" * 200_000,
     ):
         find(text, tuple(KINDS))
-    assert time.process_time() - begun < 10
+    machine.require_processor(time.process_time() - begun, 10)
 
 
 def test_a_document_of_many_finds_takes_time_in_proportion():
     begun = time.process_time()
     text = "".join(f"write to me{n}@example.org now\n" for n in range(20_000))
     assert len(find(text, ("email",))) == 20_000
-    assert time.process_time() - begun < 5, "each compared with all others takes 20 seconds"
+    machine.require_processor(time.process_time() - begun, 5)
 
 
 class Recogniser:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data import mixture
+from tests import machine
 
 NONE = np.inf
 
@@ -112,6 +113,6 @@ def test_a_distant_row_is_located_in_constant_time() -> None:
     course = COURSES["caps on lines"]
     begun = time.perf_counter()
     source, _, counts = course.choose(10**12, 10**12 + 1024)
-    assert time.perf_counter() - begun < 0.5
+    machine.require_clock(time.perf_counter() - begun, 2)
     assert counts.sum() == 10**12
     assert set(source.tolist()) == {2}

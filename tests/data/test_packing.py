@@ -17,6 +17,7 @@ from jaxlm.data.manifest import Manifest, Shard
 from jaxlm.data.records import Document
 from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Bytes
+from tests import machine
 
 SEQUENCE = 16
 
@@ -150,7 +151,7 @@ def test_step_a_million_of_two_gigabytes_comes_in_five_seconds_and_bounded_memor
     before, begun = _private_bytes(), time.perf_counter()
     plan = packing.open_plan(stored, 1024, kind, 0, tmp_path / "plan")
     batch = next(Loader(stored, plan, 1024, 0).batches(1_000_000, batch=8))
-    assert time.perf_counter() - begun < 5
+    machine.require_clock(time.perf_counter() - begun, 5)
     assert _private_bytes() - before < 200e6
     assert batch.tokens.shape == (8, 1024)
 

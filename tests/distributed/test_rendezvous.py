@@ -8,6 +8,7 @@ from jaxlm.core.errors import CommandError, ConfigError, JaxlmError, PeerLost
 from jaxlm.parallel import rendezvous
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.training.launch import free_port
+from tests import machine
 
 REFUSED = ConfigError("no setting optim.lrr", where="--config.optim.lrr=1", why="", fix="")
 
@@ -65,14 +66,14 @@ def test_d6_without_the_first_rank_the_others_end_in_time():
     (error,) = meet(1, count=2, seconds=0.5)
     assert isinstance(error, PeerLost)
     assert error.why == "present: 1; absent: 0"
-    assert time.monotonic() - begun < 3
+    machine.require_clock(time.monotonic() - begun, 3)
 
 
 @pytest.mark.parametrize("refused", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
 def test_those_who_wait_hear_at_once_that_a_rank_was_refused(refused):
     begun = time.monotonic()
     errors = meet(0, 1, 2, count=3, seconds=60, refused=refused)
-    assert time.monotonic() - begun < 8
+    machine.require_clock(time.monotonic() - begun, 8)
     for rank, error in enumerate(errors):
         if rank in refused:
             assert error is REFUSED

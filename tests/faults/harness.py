@@ -57,10 +57,10 @@ class Took:
     clock: float = 0.0
     processor: float = 0.0
 
-    def is_within(self, seconds: float) -> bool:
+    def require(self, seconds: float, what: str = "it") -> None:
         """By both: a clock also counts what else the machine does, and the processor counts nothing while one waits."""
-        slow = machine.slowness()
-        return self.processor <= seconds * slow and self.clock <= allowed(seconds, slow)
+        machine.require_processor(self.processor, seconds, what)
+        machine.require_clock(self.clock, seconds, what)
 
     def __str__(self) -> str:
         return f"{self.clock:.1f} s, {self.processor:.1f} of the processor"
@@ -185,18 +185,6 @@ def children(pid: int) -> dict[int, str]:
                     words = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ")
                     found[int(child)] = words.decode(errors="replace")
     return found
-
-
-def allowed(seconds: float, slow: float | None = None) -> float:
-    """Seconds of the clock that a limit of the bar allows here and now.
-
-    The bar is of two cores that do nothing else, on a machine of the speed in tests/machine.py. Other programs, tests in
-    other workers and a slower processor take longer.
-    """
-    cores = os.cpu_count() or 1
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    shared = max(1.0, os.getloadavg()[0] / cores, 2 * workers / cores)
-    return seconds * shared * (machine.slowness() if slow is None else slow)
 
 
 def exit_of(workdir: Path) -> dict:

@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests import machine
 from tests.faults import harness
 from tests.faults.repeat import repeat
 
@@ -140,7 +141,7 @@ def soak(minutes: float, seed: int) -> int:
         kind = draw.choice([k for k, count in struck.items() if count == min(struck.values())])
         fault = KINDS[kind]
         code, said = Life(words, run, folder / "shards/train", kind, draw, deadline).live()
-        allowed.append(harness.allowed(BETWEEN))
+        allowed.append(BETWEEN * machine.shared() * machine.slowness())
         counts[kind, f"exit {code}"] += 1
         struck[kind] += code in fault.codes
         told = (

@@ -26,6 +26,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed
 from jaxlm.training.launch import free_port
+from tests import machine
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -211,7 +212,7 @@ def test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again(
     begun = time.monotonic()
     assert main(harness.words(config, tmp_path / "run")) == 65
     took = time.monotonic() - begun
-    assert took < 30
+    machine.require_clock(took, 30)
     record_property("B3", f"12 damaged steps named in {took:.1f} s")
     said = capsys.readouterr().err
     for step, path in damaged.items():
@@ -449,7 +450,7 @@ def test_b8_a_place_that_cannot_be_written_is_said_at_once(config, tmp_path, cap
     for place in (tmp_path / "file", tmp_path / "file/below", Path("/proc/jaxlm")):
         begun = time.monotonic()
         assert main(harness.words(config, place)) == 73
-        assert time.monotonic() - begun < 5
+        machine.require_clock(time.monotonic() - begun, 5)
         assert str(place) in capsys.readouterr().err
 
 
@@ -465,7 +466,7 @@ def test_b8_what_is_in_the_way_of_a_part_of_the_run_is_said_at_once(
     (run / name).write_text("in the way") if "." not in name else (run / name).mkdir()
     begun = time.monotonic()
     assert main(harness.words(config, run, "--stop_at=8")) == 73
-    assert time.monotonic() - begun < 5
+    machine.require_clock(time.monotonic() - begun, 5)
     said = capsys.readouterr().err
     assert f"{name} cannot be written" in said
     assert str(run / name) in said
@@ -508,7 +509,7 @@ def test_b8_a_directory_that_may_not_be_written_is_said_at_once(
     found = [line.split() for line in done.stdout.splitlines()]
     assert [code for code, _ in found] == ["73"] * 4, done.stderr
     longest = max(float(seconds) for _, seconds in found)
-    assert longest < 5
+    machine.require_clock(longest, 5)
     record_property("B8", f"{len(found)} places, {longest:.1f} s at most")
     assert all(str(path) in done.stderr for path in places)
     assert done.stderr.count("PermissionError") == 4
@@ -531,8 +532,8 @@ def test_b9_a_second_run_on_the_same_directory_is_turned_away(
         wall, after = time.monotonic() - begun, os.times()
         assert code == 77, said
         took = sum(after[2:4]) - sum(before[2:4])
-        assert took <= 3
-        assert wall <= harness.allowed(3)
+        machine.require_processor(took, 3)
+        machine.require_clock(wall, 3)
         record_property("B9", f"{wall:.1f} s, {took:.1f} of the processor")
         assert f"pid {first.pid} on {os.uname().nodename} since 20" in said
         assert not (run / "exit.json").exists()

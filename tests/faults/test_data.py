@@ -32,6 +32,7 @@ from jaxlm.data.loader import Loader
 from jaxlm.data.records import Document
 from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Bytes
+from tests import machine
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -327,7 +328,7 @@ def test_e4_a_document_of_50_mb_takes_seconds_and_seven_times_its_memory(
     took, highest, count, size = open_apart(path, "bytes", tmp_path / "cache")
     assert (count, size > 0.97 * SIZE) == (1, True)
     record_property("E4", f"{name} {took}, {(highest - idle) / SIZE:.1f} times its size")
-    assert took.is_within(30), took
+    took.require(30)
     assert highest - idle <= 7 * SIZE
 
 
@@ -342,7 +343,7 @@ def test_e4_a_document_of_50_mb_goes_through_a_trained_tokenizer(
     took, highest, count, size = open_apart(path, kind, tmp_path / "cache")
     assert (count, size > 0.97 * SIZE) == (1, True)
     record_property("E4", f"{name} {took}, {(highest - idle) / SIZE:.1f} times its size")
-    assert took.is_within(30), took
+    took.require(30)
     assert highest - idle <= 7 * SIZE
 
 
@@ -356,7 +357,7 @@ def test_e4_a_million_characters_with_no_break_do_not_hang(
         both = [Document(text, "a.txt", 0), Document("b", "b.txt", 0)]
         made = writer.write(tmp_path / "s", both, encoder, Counter())
     record_property("E4", f"a million of {character!a} {took}")
-    assert took.is_within(10), took
+    took.require(10)
     length = int(made.lengths(0, 1)[0])
     assert encoder.decode(made.read(0, 1, length - 1).tolist()) == text
 
@@ -647,7 +648,7 @@ def with_a_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, int]]:
     finally:
         run.kill()
         run.communicate(timeout=60)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(path.exists() for path in owned) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [path for path in owned if path.exists()] == []
@@ -661,7 +662,7 @@ def test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds(
         begun = time.monotonic()
         said, _ = run.communicate(timeout=60)
         took = time.monotonic() - begun
-        assert took < harness.allowed(5)
+        machine.require_clock(took, 5)
         record_property("E8", f"{took:.1f} s")
         assert run.returncode == 70, said
         assert "a data worker process died" in said
@@ -677,7 +678,7 @@ def test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds(
 def test_e8_the_loader_worker_of_a_killed_run_ends_with_it(tmp_path: Path) -> None:
     with with_a_worker(tmp_path) as (run, worker):
         run.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert time.monotonic() < deadline
@@ -843,7 +844,7 @@ def test_e11_too_little_data_is_an_error_in_ten_seconds(
     ] in said
     assert "Traceback" not in said
     record_property("E11", f"{kind} {took}")
-    assert took.is_within(10), took
+    took.require(10)
 
 
 def put_twice(folder: Path, way: str) -> tuple[str, str, list[str]]:

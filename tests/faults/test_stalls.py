@@ -11,6 +11,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.monitor.watchdog import Watchdog
+from tests import machine
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -51,7 +52,7 @@ def test_e9_d4_what_hangs_is_named_and_ends_with_76(
     assert process.returncode == 76, said
     took = time.monotonic() - begun
     record_property("D4", f"in {phase} {took:.1f} s, limit {limit}")
-    assert took <= limit + 3 + 3  # and the steps between, on shared cores
+    machine.require_clock(took, limit + 3 + 3)  # and the steps between, on shared cores
     source = f", reading {Path(config).parent}/*.txt from /" if phase == "data" else " for "
     named = f"nothing has moved in '{phase}'{source}"
     exited = harness.exit_of(tmp_path / "run")
@@ -143,6 +144,6 @@ def test_a7_a_sigterm_while_data_is_prepared_says_75(tmp_path):
         process.kill()
         process.communicate()
     assert process.returncode == 75, said
-    assert time.monotonic() - begun < 20
+    machine.require_clock(time.monotonic() - begun, 20)
     assert "while the data was prepared" in said
     assert harness.exit_of(tmp_path / "run")["code"] == 75

@@ -1,11 +1,14 @@
 """A fast test that takes too long fails, wherever it runs: tests/conftest.py sees to it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import machine
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 TESTS = """
@@ -66,3 +69,30 @@ def test_a_test_that_computes_for_too_long_fails_and_one_that_waits_does_not(end
     for name in ("that_computes", "that_starts_one_that_computes"):
         assert f"FAILED tests/test_long.py::test_{name}" in ended.stdout
     assert ended.stdout.count("make it shorter, or slow") >= 2
+
+
+CLOCK = re.compile(
+    r"assert [^\n]*((monotonic|perf_counter|process_time)\(\) - \w+|\b(took|wall|longest|slowest)) <=? "
+)
+
+
+def test_limits_of_time_are_those_of_machine_py_so_that_a_pause_fails_no_test():
+    found = [
+        f"{path.name}: {match[0]}"
+        for path in CONFTEST.parent.rglob("test_*.py")
+        for match in CLOCK.finditer(path.read_text())
+    ]
+    assert found == []
+    assert CLOCK.search("    assert time.monotonic() - begun < 5"), "and it would be found"
+    assert CLOCK.search("    assert took <= 2 + 10")
+
+
+def test_a_limit_grows_on_a_slow_machine_and_is_one_of_the_processor_or_of_the_clock(monkeypatch):
+    monkeypatch.setattr(machine, "slowness", lambda: 2)
+    monkeypatch.setattr(machine, "shared", lambda: 3)
+    machine.require_processor(2, 1)
+    machine.require_clock(6, 1)
+    with pytest.raises(machine.TooSlow, match="3.00 s of the processor, 2.00 are allowed"):
+        machine.require_processor(3, 1)
+    with pytest.raises(machine.TooSlow, match="it took 7.00 s, 6.00 are allowed"):
+        machine.require_clock(7, 1)

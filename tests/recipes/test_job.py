@@ -9,6 +9,7 @@ import pytest
 
 from jaxlm.core.errors import JaxlmError
 from jaxlm.training.launch import ElasticJob, WorkerGroup
+from tests import machine
 from tests.distributed.processes import running
 
 PRELUDE = """
@@ -159,7 +160,7 @@ def test_who_does_not_end_after_a_failure_is_ended(tmp_path):
         begun = time.monotonic()
         failure = ranks.wait()
     assert (failure.rank, failure.code) == (1, 69)
-    assert time.monotonic() - begun < 5
+    machine.require_clock(time.monotonic() - begun, 5)
     assert [running(process.pid) for process in ranks.processes] == [[], []]
 
 
@@ -176,7 +177,7 @@ time.sleep(60 * rank)
     failure = made.run()
     assert (failure.rank, failure.code) == (1, 76)
     assert "no sign of life" in failure.cause
-    assert time.monotonic() - begun < 10
+    machine.require_clock(time.monotonic() - begun, 10)
 
 
 def test_a_job_that_is_told_to_stop_tells_its_ranks_and_is_not_started_again(job, tmp_path):
