@@ -80,6 +80,7 @@ def test_limits_of_time_are_those_of_machine_py_so_that_a_pause_fails_no_test():
     found = [
         f"{path.name}: {match[0]}"
         for path in CONFTEST.parent.rglob("test_*.py")
+        if path != Path(__file__)
         for match in CLOCK.finditer(path.read_text())
     ]
     assert found == []
