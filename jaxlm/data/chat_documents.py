@@ -30,11 +30,15 @@ Item = tuple[Document, Conversation]
 
 
 class Encoded(NamedTuple):
-    """A document and its ids; `weights` are those of the ids of a conversation."""
+    """A document and its ids; `weights` are those of the ids of a conversation.
+
+    `bytes` are those of the text if the document has only ids.
+    """
 
     document: Document
     ids: Sequence[np.ndarray]
     weights: np.ndarray | None = None
+    bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

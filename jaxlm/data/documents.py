@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.core.nearest import nearest_word
-from jaxlm.data import records
+from jaxlm.data import from_python, records
 from jaxlm.data.conversations import ChatFields
 from jaxlm.data.manifest import NAME as MANIFEST
 from jaxlm.data.records import Broken, Document, ReadBudget, ending, looks_like_text
@@ -59,7 +59,7 @@ class Corpus:
         """Return every file that a pattern matches.
 
         Args:
-          patterns: paths, globs, or `stdlib:train` and `stdlib:validation`.
+          patterns: paths, globs, `stdlib:train` and `stdlib:validation`, or `python:DIGEST`.
           text_key: field of a record with its text.
           setting: path of the setting, or flag, of the patterns.
           max_dropped: share of the records that may be broken.
@@ -77,6 +77,10 @@ class Corpus:
             if pattern in STDLIB_PARTS:
                 files, left_out = _stdlib(pattern)
                 other_encoding += left_out
+            elif from_python.is_entry(pattern):
+                files = {from_python.located(pattern): pattern}
+                if names.keys() & files.keys():
+                    raise _listed_twice(pattern, pattern, pattern, setting)
             else:
                 matches = map(Path, _matches(pattern, setting, entries or patterns))
                 files = {path: str(path) for path in matches}
@@ -91,7 +95,8 @@ class Corpus:
     def named(self) -> Iterator[tuple[Path, str]]:
         """Yield files that the user named, without Python's library, and their names."""
         files = zip(self.files, self.names, strict=True)
-        return ((path, name) for path, name in files if str(path) == name)
+        is_named = from_python.is_entry
+        return ((path, name) for path, name in files if str(path) == name or is_named(name))
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import manifest
+from jaxlm.data import from_python, manifest
 from jaxlm.data.config import DataConfig
 from jaxlm.data.conversations import ONE_A_LINE
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
@@ -153,7 +153,10 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
     stored: list[Path] = []
     texts: list[str] = []
     for pattern in patterns:
-        matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+        if from_python.is_entry(pattern):
+            matches = [from_python.located(pattern)]
+        else:
+            matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
         folders = [match for match in matches if (match / manifest.NAME).is_file()]
         stored += folders
         if not folders or any(match.is_file() for match in matches):

@@ -39,6 +39,7 @@ def write(
     files: Sequence[str] = (),
     is_whole: Callable[[Path], bool] = lambda folder: True,
     chat: ChatEncoder | None = None,
+    encoded: Iterable[Encoded] | None = None,
 ) -> TokenShards:
     """Encode documents into a new folder, which appears complete or not at all.
 
@@ -50,6 +51,7 @@ def write(
       files: file names that are numbered first, so that folders written separately agree.
       is_whole: returns if an existing folder may be returned; otherwise it is replaced.
       chat: the encoding of conversations; None for text.
+      encoded: documents that are ids, in place of `documents`.
 
     Raises:
       DataError: if there is no document, or the tokenizer gives an id outside its table.
@@ -60,11 +62,10 @@ def write(
             return TokenShards.open(folder)
         writer = _Writer(partial, tokenizer, files, chat)
         try:
-            encoded = (
-                encode_texts(tokenizer, documents)
-                if chat is None
-                else chat.encode(documents, left_out, writer.figures)
-            )
+            if chat is not None:
+                encoded = chat.encode(documents, left_out, writer.figures)
+            elif encoded is None:
+                encoded = encode_texts(tokenizer, documents)
             writer.add(encoded, progress)
         finally:
             writer.close()
@@ -109,7 +110,8 @@ class _Writer:
         reported = place = 0
         for each in encoded:
             document = each.document
-            self.totals["bytes"] += _bytes(document.text)
+            size = _bytes(document.text) if each.bytes is None else each.bytes
+            self.totals["bytes"] += size
             self._write(document, [self._checked(document, ids) for ids in each.ids])
             if each.weights is not None:
                 self._columns[2].write(self._numbers(document, each.weights))

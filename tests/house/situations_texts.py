@@ -96,6 +96,7 @@ SITUATIONS: dict[str, Situation] = {
     "training on token shards changed in place": Situation(ON_TOKENS, DAMAGE),
     "a look at two sources, one of them damaged": Situation("data peek --config=c.py '--config.data.train=aa=my tokens/train,bb=my tokens/val' '--config.data.validation=()' '--config.data.tokenizer=my tokens/train/tokenizer' --config.train.batch=64 --rows=64", DAMAGE),
     "more damage than may be lost": Situation(f"{ON_TOKENS} --config.data.damaged=skip", DAMAGE),
+    "data from Python whose copy is gone": Situation("train --config=c.py --workdir=new --config.data.train=python:0"),
     # conversations
     "a chat template that is none": Situation(f"{ON_CHATS} --config.data.template=own.jinja", f"{CHATS}; echo '{{% for %}}' > own.jinja"),
     "a chat template that is not there": Situation(f"{ON_CHATS} --config.data.template=own.jinja", CHATS),

@@ -133,7 +133,7 @@ def test_the_programs_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
     for path in sorted(Path(jaxlm.__file__).parent.glob("core/*.py"))[:12]:
         (tmp_path / "texts" / f"{path.stem}.txt").write_text(path.read_text())
     blocks = re.findall(r"```python\n(.*?)```", page("python").read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict = {}
     for block in blocks:
         exec(block, names)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import config as configs
-from jaxlm.core.config import Loaded
+from jaxlm.core.config import Loaded, Origin
 from jaxlm.core.disk import check_local
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.sections import show
 from jaxlm.monitor.sinks import Callback, Callbacks
 from jaxlm.parallel import cluster
@@ -27,6 +28,7 @@ from jaxlm.training import lock
 
 if TYPE_CHECKING:
     from jaxlm.checkpoint.store import Store
+    from jaxlm.data.from_python import PythonData
     from jaxlm.monitor.console import Console
     from jaxlm.recipes.train.checkpointing import Rewinds
     from jaxlm.training.processes import ProcessGroup
@@ -113,6 +115,8 @@ def train(
     *,
     workdir: str | os.PathLike[str],
     settings: Mapping[str, Any] | None = None,
+    train_data: PythonData | None = None,
+    validation_data: PythonData | None = None,
     callbacks: Sequence[Callback] = (),
     stop_at: int | None = None,
     init_from: str | None = None,
@@ -130,11 +134,20 @@ def train(
     saved; the same call resumes from there. An exception does so too, and is raised once the state
     is saved. After a rewind the same steps occur again.
 
+    Data from Python is written to the cache and read from there, so that the run is packed, resumed
+    and evaluated as one on files. config.json has its digest as `python:DIGEST`: a call with other
+    data does not resume the run. It is a list or another iterable that can be iterated again, or a
+    function that returns one, of texts, of records (dicts, see `data.kind`), or of documents of
+    token ids: arrays, or an array with a document in each row. A dict of those has several sources
+    by name, the parts of a mixture.
+
     Args:
       config: a name or path as --config takes it, a dict of settings by path (`{"optim.lr": 1e-3}`,
         nested or not), a ConfigDict of `jaxlm.core.config.new`, or a `Run` (`jaxlm.Config`).
       workdir: the run directory; with a run in it, that run is resumed.
       settings: values by path, such as `{"optim.lr": 1e-3}`, which override those of the config.
+      train_data: data to train on, in place of `data.train`.
+      validation_data: data to evaluate on, in place of `data.validation`.
       callbacks: functions that get each record.
       stop_at: completed steps after which to save and return.
       init_from: RUN[@STEP] whose weights a new run starts from.
@@ -150,8 +163,9 @@ def train(
     process = process or cluster.process_spec(os.environ)
     if process.count in (None, 1):  # several processes would find the lock of the first
         lock.check_free(Path(workdir) / "lock")
-    settings = settings or {}
-    loaded = _loaded(config, settings)  # before JAX is imported: a wrong setting is refused at once
+    settings, data = settings or {}, {"train": train_data, "validation": validation_data}
+    # Before JAX is imported: a wrong setting is refused at once.
+    loaded, settings = _with_data(config, settings, data)
 
     from jaxlm.recipes.train.run import run_training
 
@@ -168,6 +182,43 @@ def train(
     answer = run_training(loaded, options, Callbacks(callbacks))
     workdir, step, complete = (answer.pop(name) for name in ("workdir", "step", "complete"))
     return Result(Path(workdir), step, complete, answer)
+
+
+def _with_data(
+    config: Any, settings: Mapping[str, Any], data: Mapping[str, PythonData | None]
+) -> tuple[Loaded, Mapping[str, Any]]:
+    """Return the config with the data that came from Python, and the settings that name it."""
+    present = {name: value for name, value in data.items() if value is not None}
+    if not present:
+        return _loaded(config, settings), settings
+
+    from jaxlm.data import from_python
+
+    unknown = {
+        f"data.{name}": tuple(
+            f"{source}={from_python.PREFIX}" if source else from_python.PREFIX
+            for source in (value if isinstance(value, Mapping) else [""])
+        )
+        for name, value in present.items()
+    }
+    section = _loaded(config, {**settings, **unknown}).value.data
+    entries = {
+        f"data.{name}": from_python.store(value, f"{name}_data", section)
+        for name, value in present.items()
+    }
+    train = entries.get("data.train", ())
+    if from_python.is_tokens(train) and any(each.endswith("%") for each in section.validation):
+        raise ConfigError(
+            "a share of token ids cannot be held out",
+            where=f"data.validation = {section.validation[0]}",
+            why="a held-out part is cut from texts, and train_data has token ids",
+            fix="train_data=ids[:-10_000], validation_data=ids[-10_000:]\n"
+            "settings={'data.validation': ()}    # no evaluation",
+        )
+    settings = {**settings, **entries}
+    loaded = _loaded(config, settings)
+    origins = {path: Origin("command line", f"{path[5:]}_data=") for path in entries}
+    return Loaded(loaded.value, loaded.provenance | origins), settings
 
 
 def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:

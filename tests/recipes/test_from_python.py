@@ -1,0 +1,149 @@
+"""Data from Python: texts, records and token ids that a program has, trained on as files are."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+import jaxlm
+from jaxlm.cli.main import main
+from jaxlm.core.errors import ConfigError, DataError, InputMissing
+from jaxlm.data import dataset, from_python
+from jaxlm.data.config import DataConfig
+from jaxlm.data.tokenizer import Bytes
+
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
+
+SMALL = {
+    "data": {"tokenizer": "bytes", "sequence": 32},
+    "model": {"width": 32, "depth": 1, "heads": 2, "kv_heads": 1, "hidden": 32},
+    "train": {"steps": 2, "batch": 2},
+    "checkpoint.every": 1,
+    "log": {"every": 1, "sinks": []},
+    "sample.prompts": (),
+}
+DRAW = random.Random(0)
+TEXTS = [" ".join(DRAW.choices("one two three four five".split(), k=40)) for _ in range(40)]
+IDS = [Bytes().encode(text) for text in TEXTS]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Trains a tiny model in a run directory."""
+
+    def train(data, validation=None, workdir="run", **settings):
+        return jaxlm.train(
+            SMALL,
+            workdir=tmp_path / workdir,
+            settings=settings.pop("settings", None),
+            train_data=data,
+            validation_data=validation,
+            quiet=True,
+            **settings,
+        )
+
+    return train
+
+
+def provenance(folder):
+    return json.loads((folder / "run/provenance.json").read_text())
+
+
+def rows(train, validation=()):
+    """The identity of the rows of data, without the names of its sources."""
+    config = DataConfig(train=train, validation=validation, tokenizer="bytes", sequence=32)
+    return dataset.open_data(config, seed=0).fingerprint
+
+
+def stored(data):
+    return from_python.store(data, "train_data", DataConfig(tokenizer="bytes"))
+
+
+def test_texts_from_python_are_the_rows_of_the_same_texts_in_a_file(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (entry,) = stored(TEXTS)
+    assert rows((entry,), ("20%",)) == rows((str(file),), ("20%",))
+    assert stored(lambda: (text for text in TEXTS)) == (entry,)
+    assert stored(tuple(TEXTS)) == (entry,)
+    assert stored(TEXTS[1:]) != (entry,)
+
+
+def test_token_ids_from_python_are_the_rows_of_their_texts():
+    tokenizer = Bytes()
+    expected = rows(stored(TEXTS))
+    around = [[*tokenizer.before, *ids, *tokenizer.after] for ids in IDS]
+    assert rows(stored([np.array(ids, np.uint16) for ids in IDS])) == expected
+    assert rows(stored(lambda: (ids for ids in around))) == expected
+    same = np.resize(np.concatenate(IDS), (20, 100))
+    assert stored(same) == stored(list(same)) != stored(same.ravel())
+    assert rows(stored(same))["train.documents"] == 20
+    assert rows(stored(same.ravel()))["train.documents"] == 1
+
+
+def test_a_run_on_data_from_python_resumes_on_the_same_data_alone(train, tmp_path, capsys):
+    assert train(TEXTS, stop_at=1).step == 1
+    assert provenance(tmp_path)["data.train"] == "train_data="
+    with pytest.raises(ConfigError, match="1 setting differs") as caught:
+        train(TEXTS[1:])
+    assert "data.train" in caught.value.why
+    assert main(["train", f"--workdir={tmp_path / 'run'}", "--stop_at=1", "--quiet"]) == 0
+    shutil.rmtree(tmp_path / "cache/python")
+    capsys.readouterr()
+    assert main(["train", f"--workdir={tmp_path / 'run'}"]) == InputMissing.code
+    printed = capsys.readouterr().err
+    assert "the data came from Python, and its copy is gone" in printed
+    assert "call jaxlm.train with the same train_data" in printed
+    assert train(TEXTS).complete, "the copy is made again"
+    assert np.isfinite(jaxlm.load(tmp_path / "run").evaluate()["loss_nats"])
+
+
+def test_sources_by_name_are_a_mixture_with_a_held_out_part_of_each():
+    chats = [{"prompt": text[:9], "completion": text[9:20]} for text in TEXTS]
+    config = DataConfig(
+        train=stored({"web": TEXTS, "talk": chats}),
+        kinds=("talk=completion",),
+        validation=("20%",),
+        tokenizer="bytes",
+        sequence=32,
+    )
+    opened = dataset.open_data(config, seed=0)
+    assert list(opened.validation) == ["val_web", "val_talk"]
+    assert {"train.web.tokens", "train.talk.tokens"} <= opened.fingerprint.keys()
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        (iter(TEXTS), ConfigError, "cannot be iterated again"),
+        ((lambda texts: lambda: texts)(iter(TEXTS)), ConfigError, "cannot be iterated again"),
+        ("texts/*.txt", ConfigError, "is a single str"),
+        (5, ConfigError, "cannot be iterated"),
+        ([], DataError, "is empty"),
+        (["a", 3], DataError, "an item is no text"),
+        ([{"text": object()}], DataError, "a record is no JSON"),
+        (np.array([1, 5, 999]), DataError, "no document of token ids"),
+        (np.ones(3), DataError, "no document of token ids"),
+        (np.ones((2, 2, 2), int), DataError, "no document of token ids"),
+        (np.ones((9, 40), int), ConfigError, "a share of token ids cannot be held out"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused_with_a_fix(train, tmp_path, data, kind, words):
+    with pytest.raises(kind, match=words) as caught:
+        train(data)
+    assert caught.value.fix
+    assert not (tmp_path / "run").exists()
+    left = list((tmp_path / "cache/python").glob("*")) if kind is DataError else []
+    assert left == [], "no partial copy"
+
+
+def test_token_ids_need_a_tokenizer_that_is_named(train):
+    with pytest.raises(ConfigError, match="need the tokenizer that made them"):
+        train(IDS, settings={"data.tokenizer": "bpe:512", "data.validation": ()})
