@@ -246,10 +246,15 @@ class Parser(argparse.ArgumentParser):
         """Add an action, whose `run(args, out)` returns the exit code, and return its parser."""
         if self._choices is None:
             self._choices = self.add_subparsers(dest="action", required=True)
-        action = self._choices.add_parser(name, help=doc)
+        action = self._choices.add_parser(name, help=doc, description=f"{doc[0].upper()}{doc[1:]}.")
         action.set_defaults(run_action=run)
         self._choices.metavar = "|".join(self._choices.choices)
         return action
+
+    @property
+    def actions(self) -> "dict[str, Parser]":
+        """Parsers of the actions by name; empty for a verb without actions."""
+        return dict(self._choices.choices) if self._choices else {}
 
     def add_switch(self, name: str, doc: str) -> None:
         """Add a flag without a value."""

@@ -3,12 +3,16 @@
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
 from jaxlm.core.errors import JaxlmError
 from jaxlm.core.quoting import printable
+from jaxlm.monitor import formatting
+
+BOLD, RED, GREEN, DIM = "1", "1;31", "32", "2"  # parameters of an escape sequence
 
 
 class Output:
@@ -39,7 +43,13 @@ class Output:
         """Print an error on stderr; under `--json` also as an object on stdout."""
         for line in error.every:
             write(sys.stderr, line)
-        write(sys.stderr, str(error))
+        first, *rest = str(error).split("\n")
+        write(sys.stderr, first, style=RED)
+        label = ""
+        for line in rest:
+            label = line[:8].strip() or label
+            style = {"fix": GREEN, "why": DIM, "where": DIM}.get(label, "")
+            write(sys.stderr, line, style=style)
         if self.as_json:
             names = ("what", "where", "why", "fix", "kind", "code")
             parts = {name: getattr(error, name) for name in names}
@@ -47,10 +57,22 @@ class Output:
             write(sys.stdout, to_line({"error": parts | every}))
 
 
-def write(stream: TextIO, text: str, end: str = "\n") -> None:
-    """Write text to a stream, control characters escaped; drop it if the reader has gone."""
+def has_color(stream: TextIO) -> bool:
+    """Return True for a terminal with colors. NO_COLOR turns them off; see https://no-color.org."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+    return not is_plain and stream.isatty()
+
+
+def write(stream: TextIO, text: str, end: str = "\n", style: str = "") -> None:
+    """Write text to a stream, control characters escaped; drop it if the reader has gone.
+
+    `style` is BOLD, RED, GREEN or DIM, for a terminal only.
+    """
+    shown = printable(text)
+    if style and has_color(stream):
+        shown = f"\x1b[{style}m{shown}\x1b[0m"
     try:
-        print(printable(text), file=stream, end=end, flush=True)
+        print(shown, file=stream, end=end, flush=True)
     except BrokenPipeError:
         abandon(stream)
 
@@ -92,7 +114,14 @@ def columns(rows: Sequence[Sequence[str]], aligned: str = "") -> list[str]:
 
 
 def table(rows: list[tuple[str, str]]) -> list[str]:
-    """Return rows of a label and a text; a label equal to the one above is left out."""
+    """Return rows of a label and a text; a label equal to the one above is left out.
+
+    Texts are wrapped at the width of a terminal; those with flags remain whole, to be pasted.
+    """
     labels = ["", *(label for label, _ in rows)]
     pairs = zip(rows, labels, strict=False)
-    return [f"{'' if label == above else label:<11}{text}" for (label, text), above in pairs]
+    lines = [f"{'' if label == above else label:<11}{text}" for (label, text), above in pairs]
+    if not sys.stdout.isatty():
+        return lines
+    width = shutil.get_terminal_size().columns
+    return [part for line in lines for part in formatting.wrapped(line, width, 11).split("\n")]

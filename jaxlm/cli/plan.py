@@ -102,7 +102,7 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]
     parts = sorted(((held[name], name) for name in held if name != "total"), reverse=True)
     verdict = "fits" if answer["fits"] else "DOES NOT FIT"
     devices = f"{answer['devices']} device{'s' if answer['devices'] > 1 else ''}"
-    parameters, flops = count(answer["parameters"]), count(answer["flops_per_token"])
+    parameters, flops = count(answer["parameters"]), count(answer["flops_per_token"], billion="G")
     memory = f"{size(held['total'])} of {size(answer['memory_bytes'])} per device"
     rows = [
         ("on", f"{answer['on']}, {devices}, mesh {format_mesh(answer['mesh'])}"),

@@ -99,7 +99,7 @@ def _text(answer: dict[str, Any], file: str | None) -> list[str]:
 
     law, shape, machine = answer["law"], answer["shape"], answer["machine"]
     low, high = band["loss_nats"]
-    flops, tokens = count(answer["flops_per_token"]), count(answer["tokens"])
+    flops, tokens = count(answer["flops_per_token"], billion="G"), count(answer["tokens"])
     ratio = f"{answer['tokens_per_parameter']:.3g} per parameter"
     terms = f"{law['A']:.4g} / N^{law['alpha']:.4g} + {law['B']:.4g} / D^{law['beta']:.4g}"
     rows = [
@@ -116,7 +116,7 @@ def _text(answer: dict[str, Any], file: str | None) -> list[str]:
     if shape:
         flag = f"--config={shlex.quote(file)} " if file else ""
         sizes = f"{shape['depth']} layers, {shape['width']} wide, {count(shape['parameters'])}"
-        text = f"{sizes} parameters, {count(shape['flops_per_token'])} FLOPs per token"
+        text = f"{sizes} parameters, {count(shape['flops_per_token'], billion='G')} FLOPs per token"
         rows += [("shape", text), ("shape", flag + " ".join(shape["flags"]))]
     if machine:
         days = machine["days"] and "{:.3g} to {:.3g} days".format(*machine["days"])

@@ -46,6 +46,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_switch("--reset_optimizer", doc)
     doc = "convert stored arrays to the dtypes of this config; precision may differ"
     parser.add_switch("--cast", doc)
+    parser.add_switch("--verbose", "the whole header on the screen; log.txt in DIR always has it")
     add_flag(parser, "--start_at", "STEP", int, "committed step to resume from")
     parser.add_switch("--force", "with --start_at: move later steps to quarantine/")
     add_flag(parser, *CPU_DEVICES)
@@ -76,7 +77,7 @@ def run(args: Any, out: Output) -> int:
 
     from jaxlm.recipes.train.api import ResumeOptions, train
 
-    flags = selection(args, "init_from", "stop_at", "cpu_devices", "quiet")
+    flags = selection(args, "init_from", "stop_at", "cpu_devices", "quiet", "verbose")
     allowed = tuple(name for name in args.allow_change.split(",") if name)
     resume = selection(args, "start_at", "force", "reset_optimizer", "cast")
     result = train(

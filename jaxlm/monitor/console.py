@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console as Screen
@@ -13,6 +13,7 @@ from jaxlm.monitor import formatting
 from jaxlm.monitor.sinks import AppendFile, NullSink, Record, Sink
 
 HEAD_EVERY = 30  # rows between column heads, so that they are always on the screen
+WIDTH = 100  # columns of the widest row
 
 
 class Column(NamedTuple):
@@ -25,7 +26,7 @@ class Column(NamedTuple):
 
 
 def _three(value: float | None) -> str:
-    return formatting.number(value, 3)
+    return "-" if value is None else f"{value:#.3g}".rstrip(".")
 
 
 def _loss(value: float | None) -> str:
@@ -35,13 +36,12 @@ def _loss(value: float | None) -> str:
 COLUMNS = (
     Column("step", 8, "step", str),
     Column("loss", 8, "loss_nats", _loss),
-    Column("eval", 8, "loss_nats", _loss),
     Column("lr", 9, "learning_rate", _three),
     Column("grad", 7, "grad_norm", _three),
     Column("tok/s", 7, "tokens_per_second", formatting.count),
     Column("mfu", 6, "mfu", lambda v: "-" if v is None else f"{v:.1%}"),
     Column("mem", 9, "peak_bytes", formatting.size),
-    Column("data wait", 9, "data_wait_seconds", lambda v: "-" if v is None else f"{v * 1e3:.1f}ms"),
+    Column("data wait", 9, "data_wait_seconds", formatting.duration),
     Column("elapsed", 8, "elapsed_seconds", formatting.duration),
     Column("left", 8, "left_seconds", formatting.duration),
 )
@@ -50,10 +50,18 @@ COLUMNS = (
 class Console(contextlib.AbstractContextManager["Console"]):
     """Prints records as rows on a screen, if any; on a terminal with a bar below, up to `total`.
 
-    The file `log` gets the same lines without colors.
+    The file `log` gets the same lines without colors, and the facts that a screen gets only if
+    `is_verbose`. A terminal gets long lines wrapped below their beginning.
     """
 
-    def __init__(self, screen: TextIO | None, *, log: AppendFile | None = None, total: int):
+    def __init__(
+        self,
+        screen: TextIO | None,
+        *,
+        log: AppendFile | None = None,
+        total: int,
+        is_verbose: bool = False,
+    ):
         # A notebook requests color in its environment but is no terminal: a bar would leave a line
         # for each frame.
         plain: Any = dict(force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
@@ -63,6 +71,9 @@ class Console(contextlib.AbstractContextManager["Console"]):
             self._screen = Screen(file=screen, force_terminal=screen.isatty(), **plain)
             self._is_live = self._screen.is_terminal and not self._screen.is_dumb_terminal
         self._log, self._total, self._rows = log, total, 0
+        self._is_verbose = is_verbose
+        self._columns: list[Column] = []  # those of the last heads
+        self._best: dict[str, float] = {}  # lowest loss by set
         self._warnings: Sink = NullSink()
         self._bar: Progress | None = None
 
@@ -80,11 +91,28 @@ class Console(contextlib.AbstractContextManager["Console"]):
 
     def say(self, text: str = "", style: str | None = None) -> None:
         """Print one or more lines, above the bar."""
+        self._show(text, style)
+        self._keep(text)
+
+    def remember(self, records: Iterable[Record]) -> None:
+        """Know the lowest loss of each set before a resumed run continues."""
+        self._best = {}
+        for record in records:
+            if record.get("split", "train") != "train":
+                self._is_best(record)
+
+    def _show(self, text: str, style: str | None = None, indent: int = 2) -> None:
+        """Print on the screen; `indent` is that of the rest of a line that a terminal wraps."""
+        if not self._screen:
+            return
         text = printable(text)  # it may contain file names and parts of the data
-        if self._screen:
-            self._screen.print(text, style=style, markup=False)
+        if self._is_live:
+            text = formatting.wrapped(text, self._screen.width, indent)
+        self._screen.print(text, style=style, markup=False)
+
+    def _keep(self, text: str) -> None:
         if self._log:
-            self._log.write(f"{text}\n")
+            self._log.write(f"{printable(text)}\n")
 
     def warn(self, text: str, *, step: int, style: str | None = None) -> None:
         """Print a warning, and record it for the report of the run."""
@@ -92,16 +120,34 @@ class Console(contextlib.AbstractContextManager["Console"]):
         self._warnings.write({"step": step, "time_unix": time.time(), "text": text})
 
     def block(
-        self, title: str, facts: Iterable[tuple[str, str]], *, style: str = "bold", alarm: str = ""
+        self,
+        title: str,
+        facts: Iterable[tuple[str, str]],
+        *,
+        style: str = "bold",
+        alarm: str = "",
+        brief: Collection[str] | None = None,
     ) -> None:
-        """Print (label, text) lines under a title; lines with the label `alarm` are red."""
+        """Print (label, text) lines under a title.
+
+        Args:
+          title: the first line.
+          facts: labels and texts.
+          style: style of the title.
+          alarm: label of the lines that are red.
+          brief: labels of the lines for a screen that is not verbose; None for all.
+        """
         facts = list(facts)
+        everywhere = self._is_verbose or brief is None
         width = max((len(label) for label, _ in facts), default=0)
         self.say(title, style=style)
         for label, text in facts:
             red = "red" if label and label == alarm else None
             for number, part in enumerate(text.splitlines() or [""]):
-                self.say(f"  {label if number == 0 else '':<{width}}  {part}", style=red)
+                line = f"  {label if number == 0 else '':<{width}}  {part}"
+                if everywhere or label in (brief or ()):
+                    self._show(line, red, indent=width + 4)
+                self._keep(line)
 
     @contextlib.contextmanager
     def timer(self, what: str) -> Iterator[None]:
@@ -119,22 +165,29 @@ class Console(contextlib.AbstractContextManager["Console"]):
 
     def write(self, record: Record) -> None:
         """Print the row of a record, and move the bar to its step."""
-        if self._rows % HEAD_EVERY == 0:
-            self.say(" ".join(f"{column.head:>{column.width}}" for column in COLUMNS), style="bold")
-        self._rows += 1
-        other = "eval" if record["split"] == "train" else "loss"
-        values = [None if each.head == other else record.get(each.field) for each in COLUMNS]
-        pairs = zip(COLUMNS, values, strict=True)
-        cells = [f"{column.show(value):>{column.width}}" for column, value in pairs]
         is_worse = bool(record.get("worse_than"))  # than a coder without a model
         if record["split"] == "train":
+            values = [record.get(each.field) for each in COLUMNS]
+            known = [each for each, value in zip(COLUMNS, values, strict=True) if value is not None]
+            if self._rows % HEAD_EVERY == 0 or not set(known) <= set(self._columns):
+                self._columns, self._rows = known, 0
+                self.say(" ".join(f"{each.head:>{each.width}}" for each in known), style="bold")
+            self._rows += 1
+            cells = (f"{each.show(record.get(each.field)):>{each.width}}" for each in self._columns)
             self.say(" ".join(cells), style="red" if is_worse else None)
         else:
-            # "-" marks an unknown value; columns that an evaluation does not measure stay empty.
-            row = " ".join(" " * len(cell) if cell.strip() == "-" else cell for cell in cells)
-            style = "red" if is_worse else "green"
-            self.say(f"{row.rstrip()}  {_figures(record)}", style=style)
-        self._advance(record["step"])
+            is_best = self._is_best(record)
+            style = "red" if is_worse else "green" if is_best else None
+            self.say(_evaluation(record, is_best), style=style)
+        self._advance(record)
+
+    def _is_best(self, record: Record) -> bool:
+        """Return True for the lowest loss of a set so far, and remember it."""
+        loss, split = record.get("loss_nats"), record["split"]
+        if loss is None or not loss < self._best.get(split, float("inf")):
+            return False
+        self._best[split] = loss
+        return True
 
     def flush(self) -> None:
         """Do nothing: lines are written at once."""
@@ -145,7 +198,9 @@ class Console(contextlib.AbstractContextManager["Console"]):
             self._bar.stop()
             self._bar = None
 
-    def _advance(self, step: int) -> None:
+    def _advance(self, record: Record) -> None:
+        """Move the bar to a record; those of training also have the loss and the time left."""
+        step = record["step"]
         if step >= self._total:
             self.close()
         if not self._is_live or step >= self._total:
@@ -153,22 +208,41 @@ class Console(contextlib.AbstractContextManager["Console"]):
         if not self._bar:
             self._bar = Progress(
                 BarColumn(bar_width=None),
-                TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+                TextColumn("{task.completed:.0f}/{task.total:.0f} steps{task.description}"),
                 console=self._screen,
                 transient=True,
                 refresh_per_second=4,
             )
-            self._bar.add_task("steps", total=self._total)
+            self._bar.add_task("", total=self._total)
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=step)
+        task = self._bar.task_ids[0]
+        if record["split"] == "train":
+            left = formatting.duration(record.get("left_seconds"))
+            figures = f"  loss {_loss(record.get('loss_nats'))}  {left} left"
+            self._bar.update(task, description=figures)
+        self._bar.update(task, completed=step)
 
 
-def _figures(record: Record) -> str:
-    shown = {"bits_per_byte": "bits/byte", "bits_per_byte_text": "without ends"}
-    shown |= {"perplexity": "perplexity", "token_accuracy": "accuracy"}
-    parts = [f"{label} {record[k]:.4g}" for k, label in shown.items() if record.get(k) is not None]
-    if (error := record.get("loss_stderr")) is not None:
-        parts.insert(0, f"loss \u00b1 {error:.2g}, {record['share']:.1%} of the set")
+def _evaluation(record: Record, is_best: bool) -> str:
+    """Return the row of an evaluation: its loss in the column of losses, figures in columns.
+
+    Figures beyond WIDTH columns are left out.
+    """
+    first, second = COLUMNS[:2]
+    step, loss = record["step"], record.get("loss_nats")
+    row = f"{step:>{first.width}} {_loss(loss):>{second.width}}  {record['split']:<5}"
+    parts = []
     if worse := record.get("worse_than"):
         parts.append(f"worse than {worse}")
-    return ", ".join([record["split"], *parts])
+    parts.append("best" if is_best else " " * 4)
+    shown = {"bits_per_byte": "{:.4f} bits/byte", "perplexity": "perplexity {:<7.4g}"}
+    shown |= {"token_accuracy": "accuracy {:5.1%}"}
+    for name, pattern in shown.items():
+        if (value := record.get(name)) is not None:
+            parts.append(pattern.format(value))
+    if (error := record.get("loss_stderr")) is not None:
+        parts.append(f"\u00b1{error:.2g} on {record['share']:.1%}")
+    for part in parts:
+        if len(row) + 2 + len(part) <= WIDTH:
+            row += f"  {part}"
+    return row.rstrip()

@@ -1,6 +1,7 @@
 """Human-readable numbers, sizes and durations, and progress lines."""
 
 import math
+import textwrap
 import threading
 import time
 from collections.abc import Mapping
@@ -9,13 +10,13 @@ from typing import Any
 from jaxlm.core.callbacks import Log
 
 
-def count(value: float | None) -> str:
-    """Format a count: 1234567 -> "1.23M"; None -> "-"."""
+def count(value: float | None, *, billion: str = "B") -> str:
+    """Format a count: 1234567 -> "1.23M", 7e9 -> "7B"; None -> "-". FLOPs have G for `billion`."""
     if value is None:
         return "-"
     if not math.isfinite(value):
         return str(value)
-    for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for scale, letter in ((1e12, "T"), (1e9, billion), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale * 0.9995:
             return f"{_three(value / scale)}{letter}"
     return _three(value)
@@ -32,14 +33,23 @@ def size(amount: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds as "4.2s", "3:05" or "1:02:03"; None -> "-"."""
+    """Format seconds as "1.2ms", "4.2s", "42s", "3m05s", "1h02m", "3d04h", "1y97d"; None -> "-"."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
-    if seconds < 10:
+    if seconds < 0.0995:
+        return f"{1e3 * seconds:.1f}ms" if seconds else "0s"
+    if seconds < 9.95:
         return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h{minutes % 60:02}m"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days}d{hours:02}h" if days < 365 else f"{days // 365:,}y{days % 365}d"
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -60,6 +70,27 @@ def evaluation_suffix(evaluation: Mapping[str, Any], newest: int) -> str:
     if share is not None and share < 1:
         parts.append(f"on {share:.1%} of the set")
     return "".join(f", {part}" for part in parts)
+
+
+def wrapped(text: str, width: int, indent: int) -> str:
+    """Wrap lines at words, with the rest of a line indented; lines with flags remain whole."""
+
+    def parts(line: str) -> list[str]:
+        if len(line) <= width or " --" in line or width < 2 * indent:
+            return [line]
+        start = len(line) - len(line.lstrip())
+        words = textwrap.TextWrapper(
+            width=width,
+            initial_indent=line[:start],
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        )
+        return words.wrap(line[start:]) or [line]
+
+    return "\n".join(part for line in text.split("\n") for part in parts(line))
 
 
 PROGRESS_SECONDS = 10.0  # between two lines

@@ -12,6 +12,7 @@ from jaxlm.monitor import formatting
         (999.6, "1.00k"),
         (12_345, "12.3k"),
         (1_234_567, "1.23M"),
+        (7e9, "7B"),
         (4e12, "4T"),
         (None, "-"),
     ],
@@ -32,12 +33,27 @@ def test_sizes_are_binary(amount, text):
     ("seconds", "text"),
     [
         (4.21, "4.2s"),
-        (59.7, "1:00"),
-        (185, "3:05"),
-        (3723, "1:02:03"),
+        (0.0012, "1.2ms"),
+        (42, "42s"),
+        (59.7, "1m00s"),
+        (185, "3m05s"),
+        (3723, "1h02m"),
+        (86_399, "1d00h"),
+        (300_000, "3d11h"),
+        (4e7, "1y97d"),
         (None, "-"),
         (float("inf"), "-"),
     ],
 )
-def test_durations_read_like_a_clock(seconds, text):
+def test_durations_have_two_units(seconds, text):
     assert formatting.duration(seconds) == text
+
+
+def test_text_wraps_below_its_beginning_and_a_command_remains_whole():
+    line = "  data    " + "word " * 12
+    command = "  next    jaxlm generate --workdir=" + "x" * 60
+    assert formatting.wrapped(f"{line}\n{command}", 40, 10).split("\n") == [
+        "  data    word word word word word word",
+        "          word word word word word word",
+        command,
+    ]

@@ -75,6 +75,7 @@ class StartOptions:
     stop_at: int | None = None  # completed steps at which this start ends
     cpu_devices: int | None = None  # number of devices that the CPU is split into
     quiet: bool = False  # print no rows on stderr
+    verbose: bool = False  # print the whole header, which log.txt has anyway
 
     @property
     def resume_command(self) -> str:
@@ -122,6 +123,7 @@ def train(
     init_from: str | None = None,
     cpu_devices: int | None = None,
     quiet: bool = False,
+    verbose: bool = False,
     resume: ResumeOptions | None = None,
     process: ProcessSpec | None = None,
     arguments: Sequence[str] | None = None,
@@ -153,6 +155,7 @@ def train(
       init_from: RUN[@STEP] whose weights a new run starts from.
       cpu_devices: number of devices that the CPU is split into.
       quiet: print no rows on stderr.
+      verbose: print the whole header, which log.txt in the run directory has anyway.
       resume: options of a resumed run beyond its config.
       process: this process among several; by default, from the environment.
       arguments: the words after `jaxlm` for command.sh; by default, made from the arguments.
@@ -178,6 +181,7 @@ def train(
         stop_at=stop_at,
         cpu_devices=cpu_devices,
         quiet=quiet,
+        verbose=verbose,
     )
     answer = run_training(loaded, options, Callbacks(callbacks))
     workdir, step, complete = (answer.pop(name) for name in ("workdir", "step", "complete"))

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxlm.core import config, tree
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import Diverged, JaxlmError
+from jaxlm.core.errors import DataError, Diverged, JaxlmError
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data import baselines, loader, peek
 from jaxlm.data.mixture import MixtureLoader
@@ -81,6 +81,8 @@ class MetricsLogger:
             return self._open.enter_context(contextlib.closing(sink))
 
         self._metrics = opened("metrics.jsonl", through)
+        with contextlib.suppress(DataError):  # the report names a damaged line
+            self._console.remember(sinks.read(self._directory.path / "metrics.jsonl"))
         self._samples = opened("samples.jsonl", through)
         self._spikes = opened("spikes.jsonl", None)
         others = [self._open.enter_context(contextlib.closing(s)) for s in self._trackers(through)]
@@ -433,6 +435,12 @@ class DivergenceAlarm:
 # The header before the first step, and the summary after the last.
 
 
+BRIEF = {
+    *("devices", "model", "data", "run", "plan"),
+    *("tune", "resumed", "changed", "by"),  # of few runs
+}
+
+
 def print_header(trainer: "Trainer", held_out: str = "") -> None:
     """Print the model, the data and the devices of a run.
 
@@ -493,7 +501,8 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
     facts += [("changed", str(change)) for change in trainer.changes]
     if flags := str(trainer.context.options.resume):
         facts.append(("by", flags))
-    trainer.context.console.block(f"jaxlm train, {trainer.context.directory.path}", facts)
+    title = f"jaxlm train, {trainer.context.directory.path}"
+    trainer.context.console.block(title, facts, brief=BRIEF)
 
 
 def _objective(trainer: "Trainer") -> str:

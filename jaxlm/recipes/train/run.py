@@ -181,7 +181,10 @@ def _open(
     directory.report = functools.partial(records.write_partial_report, directory.path)
     processes.barrier("run directory")
     is_shown = is_first and not options.quiet and "console" in run.log.sinks
-    console = stack.enter_context(Console(sys.stderr if is_shown else None, total=run.train.steps))
+    screen = sys.stderr if is_shown else None
+    console = stack.enter_context(
+        Console(screen, total=run.train.steps, is_verbose=options.verbose)
+    )
     store = Store(
         directory.checkpoints,
         run.checkpoint,
