@@ -234,9 +234,9 @@ def _clean(args: Any, out: Output) -> int:
     recipe: Recipe = config.load(Recipe, file, args.overrides).value
     after.check(recipe)
     if args.copy_to:
-        from jaxlm.corpus import remote
+        from jaxlm.data import stores
 
-        remote.open_store(args.copy_to)  # errors of the store are raised before hours of work
+        stores.open_store(args.copy_to)  # errors of the store are raised before hours of work
     scorer: Any = None
     if "perplexity" in recipe.stages:
         from jaxlm.recipes.use import evaluate

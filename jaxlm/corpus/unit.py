@@ -24,8 +24,8 @@ from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.job import VERDICTS, WORK, FilePart, Job
 from jaxlm.corpus.readers.files import is_one_record, read
 from jaxlm.corpus.readers.streams import Records
-from jaxlm.corpus.remote import is_remote
 from jaxlm.data import cache
+from jaxlm.data.stores import is_url
 
 KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"
 CUT, NOTHING_LEFT, BLANK = "cut", "nothing_left", "read.blank"
@@ -264,5 +264,5 @@ def output(out: Path, name: str, number: int) -> Path:
 def _times(pieces: list[FilePart]) -> dict[str, int | None]:
     """Return the modification time of each local file in nanoseconds."""
     return {
-        each.name: None if is_remote(each.name) else each.path.stat().st_mtime_ns for each in pieces
+        each.name: None if is_url(each.name) else each.path.stat().st_mtime_ns for each in pieces
     }

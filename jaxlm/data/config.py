@@ -37,13 +37,14 @@ class DataConfig:
 
     train: tuple[str, ...] = setting(
         ("stdlib:train",),
-        "globs of text, .jsonl, .parquet or token shards, or NAME=GLOB for each source of a "
-        "mixture; stdlib:train is Python's own library",
+        "folders or globs of text, .jsonl, .parquet or token shards, URLs of such files (https, "
+        "s3, gs), or hf:ORG/NAME[@REVISION][/SUBSET][:SPLIT], a data set of the Hugging Face Hub; "
+        "NAME=GLOB for each source of a mixture; stdlib:train is Python's own library",
     )
     mixture: MixtureConfig = setting(Temperature(), "share of each source of train")
     validation: tuple[str, ...] = setting(
         (AUTO,),
-        "globs, or NAME=GLOB; or a held-out part of train: 5% of its documents, or tail:10%, the "
+        "entries as in train, or NAME=GLOB; or a held-out part of train: 5% of its documents, or tail:10%, the "
         "end of each document (one set for each source); auto is stdlib:validation for "
         "stdlib:train, 5% of conversations, else tail:5%",
         derived_from="train",

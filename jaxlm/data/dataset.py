@@ -31,6 +31,7 @@ from jaxlm.data.mixture import MixtureLoader
 from jaxlm.data.parts import Part, SplitSide
 from jaxlm.data.prompt_overlap import refuse_shared_prompts
 from jaxlm.data.records import MENDED
+from jaxlm.data.remote import Downloads
 from jaxlm.data.shards import AnyShards, TokenShards, join, open_folders
 from jaxlm.data.text_digest import TextDigests
 from jaxlm.data.tokenizer import Bytes, Tokenizer
@@ -80,7 +81,8 @@ def open_data(
       JaxlmError: if data is missing, broken, empty, or has another tokenizer.
     """
     root = cache.default() if root is None else root
-    train_parts, validation_parts = parts.find_parts(config)
+    downloads = Downloads(root, log, progress)
+    train_parts, validation_parts = parts.find_parts(config, downloads)
     digests = TextDigests(root, progress, log)
     encoder = _tokenizer(config, train_parts, digests)
     changes = prepare(encoder, config.sequence)
@@ -167,7 +169,7 @@ def open_tokenizer(
     config: DataConfig, *, root: Path | None = None, log: Log = lambda _: None
 ) -> Tokenizer:
     """Return the tokenizer of a config; train it if necessary."""
-    train, _ = parts.find_parts(config)
+    train, _ = parts.find_parts(config, Downloads(root, log))
     return _tokenizer(config, train, TextDigests(root or cache.default(), log=log))
 
 
@@ -175,7 +177,7 @@ def tokenize(
     config: DataConfig, out: Path, log: Log, progress: OnProgress
 ) -> dict[str, TokenShards]:
     """Write each side of the data as a folder of token shards under `out`."""
-    train, validation = parts.find_parts(config)
+    train, validation = parts.find_parts(config, Downloads(None, log, progress))
     encoder = _tokenizer(config, train, TextDigests(cache.default(), progress, log))
     chat = _chat_encoder(config, encoder)
     written = {}

@@ -1,6 +1,7 @@
 """Documents of the files that patterns match, and of Python's own library."""
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import itertools
@@ -12,10 +13,11 @@ from pathlib import Path
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.core.nearest import nearest_word
-from jaxlm.data import from_python, records
+from jaxlm.data import from_python, records, remote
 from jaxlm.data.conversations import ChatFields
 from jaxlm.data.manifest import NAME as MANIFEST
 from jaxlm.data.records import Broken, Document, ReadBudget, ending, looks_like_text
+from jaxlm.data.remote import Downloads
 
 PROBED_RECORDS = 1000  # of each source are read before tokenizing
 PROBED_BYTES = 2**27  # limit for all sources: half a second of text, a second of JSON
@@ -44,6 +46,7 @@ class Corpus:
     text_key: str
     max_dropped: float = MAX_DROPPED
     other_encoding: int = 0  # files of Python's library that are left out
+    not_text: int = 0  # files of named folders that are left out
     chat: ChatFields | None = None  # of conversations
 
     @classmethod
@@ -55,16 +58,19 @@ class Corpus:
         max_dropped: float = MAX_DROPPED,
         entries: tuple[str, ...] = (),
         chat: ChatFields | None = None,
+        downloads: Downloads = remote.SILENT,
     ) -> "Corpus":
         """Return every file that a pattern matches.
 
         Args:
-          patterns: paths, globs, `stdlib:train` and `stdlib:validation`, or `python:DIGEST`.
+          patterns: paths, folders, globs, URLs, `hf:ORG/NAME` for a data set of the Hugging Face
+            Hub, `stdlib:train` and `stdlib:validation`, or `python:DIGEST`.
           text_key: field of a record with its text.
           setting: path of the setting, or flag, of the patterns.
           max_dropped: share of the records that may be broken.
           entries: the whole setting if the patterns are one source of several, as NAME=PATTERN.
           chat: form of the records if these are conversations.
+          downloads: copies of remote files.
 
         Raises:
           InputMissing: if a pattern matches no file; the fix keeps all other entries.
@@ -72,7 +78,7 @@ class Corpus:
         """
         names: dict[Path, str] = {}
         real_names: dict[Path, str] = {}
-        other_encoding = 0
+        other_encoding = not_text = 0
         for pattern in patterns:
             if pattern in STDLIB_PARTS:
                 files, left_out = _stdlib(pattern)
@@ -82,21 +88,29 @@ class Corpus:
                 if names.keys() & files.keys():
                     raise _listed_twice(pattern, pattern, pattern, setting)
             else:
-                matches = map(Path, _matches(pattern, setting, entries or patterns))
-                files = {path: str(path) for path in matches}
+                others = entries or patterns
+                if remote.is_remote(pattern):
+                    flag = functools.partial(_flag, setting, pattern, others)
+                    files = downloads.files(pattern, setting, flag)
+                else:
+                    matches = _matches(pattern, setting, others)
+                    files = {Path(path): path for path in matches}
+                    if Path(pattern).is_dir():
+                        not_text += sum(1 for _ in _files_in(Path(pattern))) - len(files)
                 for path, name in files.items():
                     before = real_names.setdefault(path.resolve(), name)
                     if before != name or path in names:
                         raise _listed_twice(before, name, pattern, setting)
             names |= files
         shown = tuple(names.values())
-        return cls(tuple(names), shown, text_key, max_dropped, other_encoding, chat)
+        return cls(
+            tuple(names), shown, text_key, max_dropped, other_encoding, not_text=not_text, chat=chat
+        )
 
     def named(self) -> Iterator[tuple[Path, str]]:
         """Yield files that the user named, without Python's library, and their names."""
         files = zip(self.files, self.names, strict=True)
-        is_named = from_python.is_entry
-        return ((path, name) for path, name in files if str(path) == name or is_named(name))
+        return ((path, name) for path, name in files if str(path) == name or _is_entry(name))
 
     @property
     def size(self) -> int:
@@ -113,6 +127,8 @@ class Corpus:
         """
         if self.other_encoding:
             counts["files of the library in another encoding"] += self.other_encoding
+        if self.not_text:
+            counts["files of a folder that are no text"] += self.not_text
         seen = dropped = 0
         first: Broken | None = None
         # A text file is one record, so the total is known if all are text files.
@@ -181,14 +197,19 @@ def _listed_twice(before: str, name: str, pattern: str, setting: str) -> DataErr
 
 
 def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
-    matches = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    is_folder = Path(pattern).is_dir()
+    globs = text_globs(Path(pattern)) if is_folder and not _shards(pattern) else ()
+    found = (path for each in globs or (pattern,) for path in glob.glob(each, recursive=True))
+    matches = sorted(path for path in found if Path(path).is_file())
     if matches:
         return matches
     parents = (Path(pattern), *Path(pattern).parents)
     folder = next((path for path in parents if path.is_dir()), Path())
     meant = _meant(pattern)
-    if Path(pattern).is_dir():
-        what, why = f"{pattern} is a folder", "a path or a glob names files"
+    if is_folder:
+        has_shards = bool(_shards(pattern))
+        what = f"{pattern} is a folder {'of several data sets' if has_shards else 'without text'}"
+        why = "each folder of token shards is named" if has_shards else "no file in it is text"
     else:
         what = f"no file matches {pattern}"
         why = (
@@ -216,12 +237,21 @@ def _flags(setting: str, pattern: str, meant: list[str], entries: tuple[str, ...
     return [shlex.quote(f"--config.{setting}={','.join(flags)}")] if flags else []
 
 
+def _is_entry(name: str) -> bool:
+    """Return whether a file has the name of its entry: remote data, and data from Python."""
+    return remote.is_remote(name) or from_python.is_entry(name)
+
+
+def _flag(setting: str, pattern: str, entries: tuple[str, ...], meant: str) -> str:
+    """Return the flag that replaces a pattern by one other and keeps the other entries."""
+    return _flags(setting, pattern, [meant], entries)[0]
+
+
 def _meant(pattern: str) -> list[str]:
     """Return the patterns that were probably meant: text in the folder, or a similar path."""
     path = Path(pattern)
     if path.is_dir():
-        shards = sorted(each.parent for each in path.glob(f"*/{MANIFEST}"))
-        return [str(each) for each in shards] or text_globs(path)
+        return _shards(pattern)
     if near := nearest_word(pattern, STDLIB_PARTS):
         return [near]
     for number, part in enumerate(path.parts):
@@ -234,17 +264,29 @@ def _meant(pattern: str) -> list[str]:
     return []
 
 
+def _shards(folder: str) -> list[str]:
+    """Return the folders of token shards in a folder."""
+    return sorted(str(each.parent) for each in Path(folder).glob(f"*/{MANIFEST}"))
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders, without hidden ones."""
+    for each in folder.rglob("*"):
+        if each.is_file() and not any(part[0] == "." for part in each.relative_to(folder).parts):
+            yield each
+
+
 def text_globs(folder: Path) -> list[str]:
     """Return a glob for each kind of text in a folder, by file-name ending."""
     kinds: dict[str, bool] = {}  # ending -> is a file in a subfolder
-    files = (each for each in folder.rglob("*") if each.is_file() and each.name[0] != ".")
-    for path in itertools.islice(files, PROBED_FILES):
+    for path in itertools.islice(_files_in(folder), PROBED_FILES):
         kind = ending(path)
         if kind in kinds or looks_like_text(path):
             kinds[kind] = kinds.get(kind, False) or path.parent != folder
     if len(kinds) > 1:
         kinds.pop("", None)  # a glob for names without an ending matches all files
-    return [f"{folder}/{'**/' if deep else ''}*{kind}" for kind, deep in sorted(kinds.items())]
+    root = glob.escape(str(folder))
+    return [f"{root}/{'**/' if deep else ''}*{kind}" for kind, deep in sorted(kinds.items())]
 
 
 def _stdlib(part: str) -> tuple[dict[Path, str], int]:

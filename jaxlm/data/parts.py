@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import from_python, manifest
+from jaxlm.data import from_python, manifest, remote
 from jaxlm.data.config import DataConfig
 from jaxlm.data.conversations import ONE_A_LINE
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
 from jaxlm.data.records import Document, ReadBudget
+from jaxlm.data.remote import Downloads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,22 +103,27 @@ class Part:
                 counts[ELSEWHERE[self.selection.held_out]] += 1
 
 
-def find_parts(config: DataConfig) -> tuple[list[Part], list[Part]]:
+def find_parts(
+    config: DataConfig, downloads: Downloads = remote.SILENT
+) -> tuple[list[Part], list[Part]]:
     """Return the training sources and validation sets, checked.
 
-    Files must exist, their first records must have text, and no file may be in two parts.
+    Files must exist, their first records must have text, and no file may be in two parts. Remote
+    files are copied by `downloads`.
 
     Raise InputMissing, DataError, ConfigError if a check fails.
     """
     train = [
-        _part(TRAIN if name == TRAIN else f"{TRAIN}/{name}", patterns, config, "data.train")
+        _part(
+            TRAIN if name == TRAIN else f"{TRAIN}/{name}", patterns, config, "data.train", downloads
+        )
         for name, patterns in config.sources.items()
     ]
     validation = []
     for name, patterns in config.validation_sets.items():
         sides = held_out(patterns[0]) if len(patterns) == 1 else None
         if sides is None:
-            validation.append(_part(name, patterns, config, "data.validation"))
+            validation.append(_part(name, patterns, config, "data.validation", downloads))
             continue
         for source in train:
             if source.corpus is None:
@@ -149,10 +155,33 @@ def _other_shards(folders: tuple[Path, ...]) -> str:
     return "\n".join(f"--config.data.validation={shlex.quote(each)}" for each in others)
 
 
-def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str) -> Part:
+def check_names(config: DataConfig) -> None:
+    """Raise the errors of remote entries that need no connection, and those of all local files."""
+    entries = [
+        (setting, pattern)
+        for setting, sets in (("train", config.sources), ("validation", config.validation_sets))
+        for patterns in sets.values()
+        for pattern in patterns
+        if remote.is_remote(pattern)
+    ]
+    for setting, pattern in entries:
+        remote.check(pattern, f"data.{setting}")
+    if not entries:
+        find_parts(config)
+
+
+def _part(
+    name: str, patterns: tuple[str, ...], config: DataConfig, setting: str, downloads: Downloads
+) -> Part:
     stored: list[Path] = []
     texts: list[str] = []
     for pattern in patterns:
+        if remote.is_remote(pattern):
+            if folder := downloads.shards(pattern):
+                stored.append(folder)
+            else:
+                texts.append(pattern)
+            continue
         if from_python.is_entry(pattern):
             matches = [from_python.located(pattern)]
         else:
@@ -167,7 +196,7 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
     entries = config.train if setting == "data.train" else config.validation
     config = config.of(name.rpartition("/")[2])
     corpus = Corpus.find(
-        tuple(texts), config.text_key, setting, config.max_dropped, entries, config.chat
+        tuple(texts), config.text_key, setting, config.max_dropped, entries, config.chat, downloads
     )
     if stored:
         what = "one set cannot mix text and token shards"

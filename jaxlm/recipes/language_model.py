@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.checkpoint import hub_architecture
-from jaxlm.checkpoint.hub_download import PREFIX, fetch_model
+from jaxlm.checkpoint.hub_download import fetch_model
 from jaxlm.core import config
 from jaxlm.core.callbacks import Log, OnText
 from jaxlm.core.errors import ConfigError, InputMissing
+from jaxlm.core.hub import PREFIX
 from jaxlm.data import cache
 from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Tokenizer

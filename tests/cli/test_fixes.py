@@ -46,10 +46,13 @@ def refused(capsys, *words):
     return json.loads(capsys.readouterr().out)["error"]
 
 
-def test_a_folder_given_as_data_is_fixed_to_the_text_in_that_folder(folder, capsys):
-    error = refused(capsys, "data", "stats", "--config.data.train=mine")
-    assert error["what"] == "mine is a folder"
-    assert shlex.split(error["fix"]) == ["--config.data.train=mine/**/*.jsonl,mine/*.txt"]
+def test_a_folder_of_several_token_shards_is_fixed_to_each_of_them(folder, capsys):
+    for name in "ab":
+        (folder / f"shards/{name}").mkdir(parents=True)
+        (folder / f"shards/{name}/manifest.json").write_text("{}")
+    error = refused(capsys, "data", "stats", "--config.data.train=shards")
+    assert error["what"] == "shards is a folder of several data sets"
+    assert error["fix"] == "--config.data.train=shards/a,shards/b"
 
 
 def test_a_misspelt_folder_is_fixed_to_the_near_one_and_other_sources_stay(folder, capsys):

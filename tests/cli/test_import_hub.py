@@ -1,15 +1,11 @@
 """`jaxlm import --from=hf:ORG/NAME`: the real huggingface_hub against a server of our own that speaks as the hub does."""
 
-import hashlib
-import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
 import huggingface_hub.constants
 import numpy as np
@@ -20,83 +16,17 @@ from jaxlm.checkpoint.hub_folder import INDEX, Folder, write_tensors
 from jaxlm.cli.main import main
 from jaxlm.core.errors import CommandError, InputMissing
 from jaxlm.recipes.exchange import import_model
-from tests import machine
+from tests import hub_server, machine
 from tests.cli.test_exchange import write
+from tests.hub_server import COMMIT
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NEVER = ("pytorch_model.bin", "modeling_own.py", "onnx/model.safetensors", "extra.safetensors")
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Models in folders `root/org/name`, each of one commit, on the branch main and as the tag v1."""
-
-    root = Path()
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        self._answer(self._found())
-
-    def do_HEAD(self):
-        self._answer(self._found())
-
-    def _found(self):
-        """Status, headers and content."""
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        is_api = parts[:2] == ["api", "models"]
-        org, name, *rest = parts[2:] if is_api else parts
-        folder = self.server.root / org / name
-        if not folder.is_dir():
-            return 404, {"X-Error-Code": "RepoNotFound"}, b"Repository not found"
-        if rest and rest[1] not in ("main", "v1", COMMIT):
-            return 404, {"X-Error-Code": "RevisionNotFound"}, b"Invalid rev id"
-        if is_api:
-            files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-            listed = [
-                {"rfilename": str(path.relative_to(folder)), "size": path.stat().st_size}
-                for path in files
-            ]
-            said = {"id": f"{org}/{name}", "sha": COMMIT, "siblings": listed}
-            return 200, {"Content-Type": "application/json"}, json.dumps(said).encode()
-        if (folder / "GATED").exists():
-            return 403, {"X-Error-Code": "GatedRepo"}, b"Access to model is restricted"
-        path = folder.joinpath(*rest[2:])
-        if not path.is_file():
-            return 404, {"X-Error-Code": "EntryNotFound"}, b"Entry not found"
-        content = path.read_bytes()
-        etag = hashlib.sha256(content).hexdigest()
-        return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, content
-
-    def _answer(self, found):
-        status, headers, content = found
-        self.send_response(status)
-        for key, value in (headers | {"Content-Length": str(len(content))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A server with no model yet, which huggingface_hub takes for the hub, and an empty cache."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        server.root, server.asked = tmp_path / "hub", []
-        server.url = f"http://127.0.0.1:{server.server_port}"
-        server.cache = tmp_path / "cache"
-        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(server.cache))
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with hub_server.serving(tmp_path, monkeypatch) as server:
         yield server
-        server.shutdown()
-        thread.join()
-        huggingface_hub.close_session()
 
 
 def publish(hub, name="own/tiny", shards=False):

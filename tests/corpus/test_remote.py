@@ -13,6 +13,7 @@ import fsspec
 import pytest
 
 from jaxlm.corpus import remote
+from jaxlm.data import stores
 from tests.corpus.recipes import kept, lines, prose, run, tree, write_lines
 
 SET = ("--config.stages=length", "--config.dedup=exact", "--config.unit_bytes=1")
@@ -22,7 +23,7 @@ SET = ("--config.stages=length", "--config.dedup=exact", "--config.unit_bytes=1"
 def memory(monkeypatch):
     """A store in memory, empty before and after."""
     store = fsspec.filesystem("memory")
-    monkeypatch.setattr(remote, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(stores, "WAIT_SECONDS", 0.01)
     yield store
     store.store.clear()
     store.pseudo_dirs[:] = [""]
@@ -88,7 +89,7 @@ class Flaky(http.server.SimpleHTTPRequestHandler):
 def server(here, monkeypatch):
     """The URL of a server over the folder `served`."""
     (here / "served").mkdir()
-    monkeypatch.setattr(remote, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(stores, "WAIT_SECONDS", 0.01)
     handler = functools.partial(Flaky, directory=str(here / "served"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as found:
         thread = threading.Thread(target=found.serve_forever)

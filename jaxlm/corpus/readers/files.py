@@ -25,6 +25,7 @@ from jaxlm.corpus.readers import archives, spans, tables, texts, warc
 from jaxlm.corpus.readers.encoding import NOT_TEXT, NotText
 from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.corpus.readers.streams import DAMAGED, RawFile, Records, is_packed, kind_of, unpacked
+from jaxlm.data import stores
 from jaxlm.data.formats import FORMATS, TOO_LARGE, TooLarge
 
 OpenStream = Callable[[], AbstractContextManager[IO[bytes]]]
@@ -48,13 +49,13 @@ NESTED = "an archive in another"
 
 def is_one_record(name: str) -> bool:
     """Return whether a file is one record, by its name."""
-    kind = kind_of(remote.path_in(name))
+    kind = kind_of(stores.path_in(name))
     return kind not in (*ARCHIVES, *FORMATS) and READERS.get(kind, texts.plain) in WHOLE
 
 
 def can_cut(name: str) -> bool:
     """Return whether a file can be divided between processes: local, of lines or rows, unpacked."""
-    return not remote.is_remote(name) and not is_packed(name) and kind_of(name) in CUTS
+    return not stores.is_url(name) and not is_packed(name) and kind_of(name) in CUTS
 
 
 def cut(path: Path, name: str, most: int) -> list[FileSpan]:
@@ -92,7 +93,7 @@ def read(
       span: the part to read; None reads the whole file.
       is_in: selects records; JSON lines outside the selection are not parsed.
     """
-    kind = kind_of(remote.path_in(name))
+    kind = kind_of(stores.path_in(name))
     open_file: OpenStream = functools.partial(_opened, path, name)
     if span is not None:
         if span.begin == span.end:
@@ -115,9 +116,9 @@ def _members(stream: IO[bytes], file: RawFile, *, kind: str) -> Records:
 
 @contextlib.contextmanager
 def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
-    is_remote = remote.is_remote(name)
+    is_remote = stores.is_url(name)
     with remote.fetched(name) if is_remote else open(path, "rb") as file:
-        with unpacked(file, remote.path_in(name) if is_remote else path.name) as stream:
+        with unpacked(file, stores.path_in(name) if is_remote else path.name) as stream:
             yield stream
 
 

@@ -71,7 +71,7 @@ def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict
     picks a rate from the accuracy.
     """
     _check(options)
-    parts.find_parts(run.data)
+    parts.check_names(run.data)
     make_folder(options.out, "the folder of the test", fix="--out=lr-find-2")
     if (options.out / RECORD).exists():
         raise NotWritable(

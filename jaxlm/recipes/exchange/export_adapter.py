@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlm.checkpoint.hub_download import PREFIX as HUB_PREFIX
 from jaxlm.checkpoint.hub_folder import write_json
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, layout
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, NotWritable, cannot_write
+from jaxlm.core.hub import PREFIX as HUB_PREFIX
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.recipes.exchange import adapter_places, export_formats, virtual_tensors
 from jaxlm.recipes.exchange.adapter_places import IA3, LORA_A, LORA_B, MAGNITUDE, PREFIX, Place

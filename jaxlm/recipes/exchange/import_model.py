@@ -11,7 +11,7 @@ import numpy as np
 from jaxlm.checkpoint import hub_architecture, hub_digests
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.gguf_source import Gguf
-from jaxlm.checkpoint.hub_download import PREFIX, fetch_model
+from jaxlm.checkpoint.hub_download import fetch_model
 from jaxlm.checkpoint.hub_folder import Folder, ModelSource
 from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor, Reader, Slices, layout
 from jaxlm.checkpoint.hub_tokenizer_files import SENTENCEPIECE, read_tokenizer
@@ -19,6 +19,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
 from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import CommandError, DataError
+from jaxlm.core.hub import PREFIX
 from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer_file import MAX_FILE_BYTES
 from jaxlm.models.cost import model_cost

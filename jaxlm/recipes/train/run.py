@@ -161,7 +161,7 @@ def _check_cheaply(run: Run, options: StartOptions) -> None:
             fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
         )
     trackers.check(run.log.sinks)
-    parts.find_parts(run.data)
+    parts.check_names(run.data)
     setup.start(options.cpu_devices)
 
 

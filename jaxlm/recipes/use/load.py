@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.hub_download import PREFIX
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config, tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import ABSENT, Change
 from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing, listed
+from jaxlm.core.hub import PREFIX
 from jaxlm.core.sections import show
 from jaxlm.data import tokenizer_file
 from jaxlm.data.tokenizer import Tokenizer

@@ -1,0 +1,282 @@
+"""Training data behind URLs and on the Hugging Face Hub, through the front door: copied once, whole, and named by version."""
+
+import functools
+import http.server
+import json
+import shlex
+import shutil
+import threading
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import hub as hub_client
+from jaxlm.data import dataset, remote, stores
+from jaxlm.data.config import DataConfig
+from tests import hub_server
+from tests.faults import harness
+
+BYTES = ("--config.data.tokenizer=bytes", "--config.data.sequence=32")
+SENTENCE = "a sentence of document {}. "
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stores, "WAIT_SECONDS", 0.01)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def memory():
+    """A store in memory, empty before and after."""
+    store = fsspec.filesystem("memory")
+    yield store
+    store.store.clear()
+    store.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with hub_server.serving(tmp_path, monkeypatch) as server:
+        yield server
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """Files of a folder; breaks the connection in the middle of a file, `breaks` times."""
+
+    breaks = 0
+
+    def log_message(self, *_):
+        pass
+
+    def copyfile(self, source, outputfile):
+        data = source.read()
+        if Server.breaks > 0:
+            Server.breaks -= 1
+            outputfile.write(data[: len(data) // 2])
+            self.close_connection = True
+            self.wfile.flush()
+            self.connection.shutdown(2)
+            return
+        outputfile.write(data)
+
+
+@pytest.fixture
+def web(tmp_path):
+    (tmp_path / "served").mkdir()
+    handler = functools.partial(Server, directory=str(tmp_path / "served"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def stats(capsys, train, *words, code=0):
+    """The answer of `jaxlm data stats`, or its error."""
+    capsys.readouterr()
+    flags = (f"--config.data.train={train}", *BYTES, *words, "--json")
+    assert main(["data", "stats", *flags]) == code
+    out = json.loads(capsys.readouterr().out)
+    return out["error"] if code else out
+
+
+def opened(train, said, validation=()):
+    config = DataConfig(train=(train,), validation=validation, tokenizer="bytes", sequence=32)
+    return dataset.open_data(config, seed=0, log=said.append, warn=said.append)
+
+
+def rows(first, count=20):
+    texts = [{"text": SENTENCE.format(number)} for number in range(first, first + count)]
+    return b"".join(json.dumps(row).encode() + b"\n" for row in texts)
+
+
+def parquet(path, first, count=20):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = [SENTENCE.format(number) for number in range(first, first + count)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+
+
+def test_a_store_is_read_as_files_are_copied_once_and_again_when_it_changes(memory, tmp_path):
+    memory.pipe({"/crawl/a.jsonl": rows(0), "/crawl/b.jsonl": rows(20)})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/a.jsonl").write_bytes(rows(0))
+    (tmp_path / "mine/b.jsonl").write_bytes(rows(20))
+    said = []
+    data = opened("memory://crawl/*.jsonl", said)
+    local = opened("mine/*.jsonl", [])
+    assert data.fingerprint["train"] == local.fingerprint["train"]
+    assert any(line.startswith("copying 2 files of memory://crawl/*.jsonl") for line in said)
+    said.clear()
+    opened("memory://crawl/*.jsonl", said)
+    assert said == []
+    memory.pipe("/crawl/b.jsonl", rows(40))
+    changed = opened("memory://crawl/*.jsonl", said)
+    assert any(line.startswith("copying 1 file of") for line in said)
+    assert changed.fingerprint["train"] != data.fingerprint["train"]
+
+
+def test_a_run_trains_on_a_url_and_a_broken_connection_is_tried_again(web, tmp_path, capsys):
+    (tmp_path / "served/a.jsonl").write_bytes(rows(0, 200))
+    Server.breaks = 2
+    config = harness.write_config(tmp_path)
+    flags = (f"--config.data.train={web}/a.jsonl", "--config.data.validation=()")
+    assert main(harness.words(config, tmp_path / "run", *flags, "--stop_at=1")) == 0
+    assert Server.breaks == 0
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["data"]["train"] == [f"{web}/a.jsonl"]
+    Server.breaks = 99
+    shutil.rmtree("cache")
+    capsys.readouterr()
+    error = stats(capsys, f"{web}/a.jsonl", code=66)
+    Server.breaks = 0
+    assert error["what"] == "a file could not be copied in 3 tries"
+    assert not list((tmp_path / "cache").rglob("a.jsonl"))
+
+
+def test_a_store_that_does_not_answer_is_replaced_by_the_copies_with_a_message(
+    memory, monkeypatch, capsys
+):
+    memory.pipe("/crawl/a.jsonl", rows(0))
+    first = opened("memory://crawl/a.jsonl", [])
+
+    def fails(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(type(memory), "info", fails)
+    said = []
+    assert opened("memory://crawl/a.jsonl", said).fingerprint == first.fingerprint
+    assert "could not be listed; using the 1 files copied on 20" in said[0]
+    error = stats(capsys, "memory://crawl/b.jsonl", code=66)
+    assert error["what"] == "memory://crawl/b.jsonl could not be listed"
+    assert "no route" in error["why"]
+
+
+def test_a_folder_of_token_shards_is_copied_whole(memory, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(rows(0, 100))
+    words = ("--config.data.train=a.jsonl", "--config.data.validation=10%", *BYTES)
+    assert main(["data", "tokenize", *words, "--out=shards"]) == 0
+    for path in (tmp_path / "shards/train").iterdir():
+        memory.pipe(f"/shards/{path.name}", path.read_bytes())
+    data = opened("memory://shards/", [])
+    here = opened("shards/train", [])
+    assert data.fingerprint == here.fingerprint
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_copied(memory, monkeypatch, capsys):
+    memory.pipe("/crawl/a.jsonl", rows(0))
+    usage = shutil.disk_usage("/")._replace(free=100)
+    monkeypatch.setattr(remote.shutil, "disk_usage", lambda _: usage)
+    error = stats(capsys, "memory://crawl/a.jsonl", code=73)
+    assert "100 B are free" in error["why"]
+    assert error["fix"].startswith("export JAXLM_CACHE=")
+
+
+def test_a_data_set_of_the_hub_is_read_by_name_split_and_commit(hub, tmp_path, capsys):
+    folder = hub.root / "datasets/own/texts"
+    for number in range(2):
+        parquet(folder / f"data/train-0000{number}-of-00002.parquet", 20 * number)
+    parquet(folder / "data/test-00000-of-00001.parquet", 100)
+    (folder / "README.md").write_text("card")
+    said = []
+    data = opened("hf:own/texts", said, validation=("hf:own/texts:test",))
+    assert data.train.shards.documents == 40
+    assert data.validation["val"].shards.documents == 20
+    asked = [path for path in hub.asked if "/resolve/" in path]
+    assert len(asked) == 3
+    assert not any("README" in path for path in asked)
+    commit = hub_server.COMMIT
+    assert f"hf:own/texts is now {commit[:12]}; hf:own/texts@{commit} always names these" in str(
+        said
+    )
+    # What was copied is not asked for again, and is there without the hub.
+    assert opened("hf:own/texts", []).train.shards.documents > 0
+    assert [path for path in hub.asked if "/resolve/" in path] == asked
+    hub_client.ANSWER_SECONDS, before = 1, hub_client.ANSWER_SECONDS
+    shutil.rmtree(hub.root)
+    said.clear()
+    error = stats(capsys, "hf:own/texts", code=66)
+    assert error["what"] == "the hub has no data set own/texts, or the data set is private"
+    hub_client.ANSWER_SECONDS = before
+
+
+def test_without_the_hub_its_copies_are_used(hub, monkeypatch):
+    parquet(hub.root / "datasets/own/texts/train.parquet", 0)
+    first = opened("hf:own/texts", [])
+    monkeypatch.setattr(hub_client.HubRepository, "listed", lambda self: offline(self))
+    said = []
+    assert opened("hf:own/texts", said).fingerprint == first.fingerprint
+    assert "own/texts cannot be fetched from http" in said[0]
+
+
+def offline(repository):
+    with repository._asked():
+        raise ConnectionError("no route")
+
+
+def test_a_file_that_arrives_damaged_is_refused(hub, capsys):
+    parquet(hub.root / "datasets/own/texts/train.parquet", 0)
+    hub.digests["train.parquet"] = "0" * 64
+    error = stats(capsys, "hf:own/texts", code=65)
+    assert error["what"] == "a file differs from the one that the hub lists"
+    assert error["fix"].startswith("rm ")
+
+
+SUBSETS = {
+    "configs": [
+        {"config_name": "en", "data_files": [{"split": "train", "path": "en/*.parquet"}]},
+        {"config_name": "de", "data_files": [{"split": "train", "path": ["de/*.parquet"]}]},
+    ]
+}
+
+
+def test_subsets_are_those_of_the_card_and_files_can_be_named(hub, capsys):
+    folder = hub.root / "datasets/own/many"
+    parquet(folder / "en/0.parquet", 0)
+    parquet(folder / "de/0.parquet", 50, count=30)
+    hub.card = SUBSETS
+    assert opened("hf:own/many/de", []).train.shards.documents == 30
+    assert opened("hf:own/many/e*/**/*.parquet", []).train.shards.documents == 20
+    error = stats(capsys, "a=hf:own/many", code=66)
+    assert error["what"] == "own/many has 2 subsets, and none is the default"
+    flags = [shlex.split(line)[0] for line in error["fix"].splitlines()]
+    assert flags[0] == "--config.data.train=a=hf:own/many/en", "it keeps the name of the source"
+    assert stats(capsys, flags[0].partition("train=")[2])
+    error = stats(capsys, "hf:own/many/en:test", code=66)
+    assert error["fix"] == "--config.data.train=hf:own/many/en:train"
+
+
+@pytest.mark.parametrize(
+    ("train", "code", "what", "fix"),
+    [
+        ("hf:texts", 2, "the name of a Hugging Face data set is malformed", "huggingface.co/d"),
+        ("hf:own/none", 66, "the hub has no data set own/none", "hf auth login"),
+        ("hf:own/code", 66, "hf:own/code names no data", "hf:own/code@refs/convert/parquet"),
+        ("hf:own/code@v9", 66, "own/code has no revision v9", "datasets/own/code/tree/main"),
+        ("nosuch://a/b.txt", 66, "no installed package reads nosuch://", "fsspec[nosuch]"),
+        ("memory://none/*.txt", 66, "no file matches memory://none/*.txt", "jaxlm config"),
+    ],
+)
+def test_what_is_not_there_is_one_plain_error(hub, memory, capsys, train, code, what, fix):
+    folder = hub.root / "datasets/own/code"
+    folder.mkdir(parents=True)
+    (folder / "load.py").write_text("raise SystemExit")
+    error = stats(capsys, train, code=code)
+    assert what in error["what"]
+    assert fix in error["fix"]
+
+
+def test_a_folder_is_all_of_its_text_and_the_rest_is_counted(tmp_path, capsys):
+    (tmp_path / "mine/more").mkdir(parents=True)
+    for number in range(20):
+        (tmp_path / f"mine/{number}.txt").write_text(SENTENCE.format(number) * 20)
+    (tmp_path / "mine/more/a.jsonl").write_bytes(rows(0))
+    (tmp_path / "mine/picture.png").write_bytes(b"\x89PNG\0\xff")
+    said = []
+    assert opened("mine", said).train.shards.documents == 40
+    assert said[1:] == ["left out of train: 1 files of a folder that are no text"]
