@@ -65,6 +65,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "doctor": ("doctor", "problems of this machine and their fixes"),
         "bench": ("bench", "training speed of this machine on standard sizes"),
         "config": ("config", "show, explain, compare or check a config"),
+        "completion": ("completion", "a script with which bash, zsh or fish completes words"),
         "docs": ("docs", "the pages of the manual"),
     },
 }

@@ -142,6 +142,7 @@ LEAST = [
     "checkpoint list",
     "checkpoint verify",
     "compare",
+    "completion",
     "config diff configs/quickstart.py configs/quickstart.py",
     "config explain seed",
     "config plot",
