@@ -9,7 +9,7 @@ from typing import Any
 import ml_collections
 from ml_collections import ConfigDict, FieldReference
 
-from jaxlm.core import problems, sections
+from jaxlm.core import own, problems, sections
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.problems import Origin, caller, unknown_arm
 
@@ -93,11 +93,11 @@ class SchemaConfigDict(ConfigDict):
         if known is None:
             raise self._unknown(key, value, origin)
         if key == sections.tag(self._arm):
-            arms = sections.by_name(self._arms)
-            if value not in arms:
+            arm = own.find(self._arms, value)
+            if arm is None:
                 raise problems.error([unknown_arm(self._arms, self._path, value, origin)])
-            if arms[value] is not self._arm:
-                self._fill(arms[value]())
+            if arm is not self._arm:
+                self._fill(arm())
             self._origins[key] = origin
         elif known.arms:
             is_name = isinstance(value, str)

@@ -83,3 +83,10 @@ def read_json(path: Path, max_bytes: int, what: str, *, missing: str, damaged: s
     except (ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise DataError(f"{what} cannot be read", where=where, why=why, fix=damaged) from error
+
+
+def user_cache() -> Path:
+    """Return JAXLM_CACHE, or `jaxlm` in the user's cache folder."""
+    if named := os.environ.get("JAXLM_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlm"

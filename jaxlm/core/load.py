@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core import problems, sections, shipped
+from jaxlm.core import own, problems, sections, shipped
 from jaxlm.core.config_file import read_file
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.problems import DEFAULT, Origin, Origins, Problem
@@ -313,12 +313,15 @@ def _override(resolver: Resolver, path: str, text: str) -> Problem | None:
     elif known and known.arms:
         return _unknown_section(known, path, text, origin)
     elif parent and is_label:
-        if text not in arms:
-            return problems.unknown_arm(parent.arms, section, text, origin)
         inside = _section(raw, section)
-        if sections.chosen(parent.arms, inside, parent.default) is not arms[text]:
+        before = sections.chosen(parent.arms, inside, parent.default)
+        is_same = before is not None and sections.arm_name(before) == text
+        arm = before if is_same else own.find(parent.arms, text)
+        if arm is None:
+            return problems.unknown_arm(parent.arms, section, text, origin)
+        if not is_same:
             # Settings of another arm do not apply to this one.
-            _replace(raw, origins, section, arms[text]())
+            _replace(raw, origins, section, arm())
         inside[name] = text
     elif known:
         inside = _section(raw, section)

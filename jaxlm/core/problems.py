@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxlm.core import sections, shipped
+from jaxlm.core import own, sections, shipped
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import SYNONYMS, distance, has_same_numbers, nearest_word, notations
 from jaxlm.core.quoting import without_secret
@@ -322,4 +322,7 @@ def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -
     label = sections.join(path, sections.tag(arms[0]) or "")
     meant = SYNONYMS.get(str(value)) or nearest_word(str(value), names)
     fix = flag(label, meant) if meant in names else explain(label)
-    return _not_allowed(label, value, f"it must be one of {', '.join(names)}", origin, fix)
+    why = f"it must be one of {', '.join(names)}"
+    if own.base_of(arms) is not None:
+        why += f", or {own.FORM}"
+    return _not_allowed(label, value, why, origin, fix)

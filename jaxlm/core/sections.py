@@ -183,12 +183,13 @@ def leaves(section: Any, path: str = "") -> Iterator[tuple[str, Setting, Any]]:
 
 def chosen(sections: tuple[type, ...], raw: Any, default: Any) -> type | None:
     """Return the arm that nested dicts name, else the default's; None if the name is unknown."""
-    names = by_name(sections)
     label = tag(sections[0])
     if label is None or not isinstance(raw, dict) or label not in raw:
         return type(default)
-    name = raw[label]
-    return names.get(name) if isinstance(name, str) else None
+    from jaxlm.core import own  # its module is built on this one
+
+    recorded = raw.get("source")
+    return own.find(sections, raw[label], recorded if isinstance(recorded, str) else "")
 
 
 def settings(schema: type, raw: dict[str, Any], *, every_arm: bool = False) -> dict[str, Setting]:

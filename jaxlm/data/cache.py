@@ -16,9 +16,7 @@ from jaxlm.core.errors import NotWritable
 
 def default() -> Path:
     """Return JAXLM_CACHE, or `jaxlm` in the user's cache folder."""
-    if named := os.environ.get("JAXLM_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlm"
+    return disk.user_cache()
 
 
 def folder(root: Path, kind: str, /, **inputs: Any) -> Path:

@@ -58,8 +58,11 @@ class Blueprint:
         self._options: dict[str, Any] = {"layers": layers, "remat": remat, "surgery": surgery}
         self._precision = precision
 
+        kind = getattr(type(config), "MODULE", None)  # of a config of a user, a Decoder
+        kind = kind or next(MODULES[each] for each in type(config).__mro__ if each in MODULES)
+
         def make(key: jax.Array) -> Any:
-            module = MODULES[type(config)](config, execution, key=key)
+            module = kind(config, execution, key=key)
             if surgery is not None:
                 surgery(module, key)
             return module

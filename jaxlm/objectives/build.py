@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jaxlm.core import own
+from jaxlm.core.errors import ConfigError
 from jaxlm.objectives import config, objective
 from jaxlm.objectives.config import Architecture, LossConfig
 from jaxlm.objectives.distill import Distillation
@@ -18,10 +20,25 @@ def build(
       >>> build(Causal(), LossConfig()).settings.name
       'causal'
     """
+    if own.source_of(settings) is not None:
+        return _own(settings, loss, architecture)
     if isinstance(settings, config.Mixture):
         members = tuple(build(part, loss, architecture) for part, _ in settings.parts)
         return objective.MixtureObjective(settings, loss, architecture, members)
     return _class_of(settings)(settings, loss, architecture)
+
+
+def _own(settings: Any, loss: LossConfig, architecture: Architecture) -> Objective[Any]:
+    """Return the objective of a user. Raises ConfigError if it is no Objective."""
+    built = settings.build(loss, architecture)
+    if not isinstance(built, Objective):
+        raise ConfigError(
+            f"build() of {type(settings).__name__} returns no objective",
+            where=f"objective.name = {settings.name}",
+            why=f"it is a {type(built).__name__}, no {Objective.__module__}.Objective",
+            fix="return Objective(self, loss, architecture)    # or a subclass",
+        )
+    return built
 
 
 def _class_of(settings: config.TokenObjective | config.Distill) -> type[Objective[Any]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
+from jaxlm.core.own import Interface
 from jaxlm.models.config import HeadKind, MtpConfig
 
 BLOCK_POSITIONS = 512  # distinct second positions inside a blank
@@ -33,6 +34,9 @@ class ObjectiveFacts:
       block_positions: size of the table of second positions that the model needs, if any.
       marks_mtp_rows: batches mark the rows that predict tokens beyond the next one.
       teacher: RUN[@STEP] of a frozen model that the loss reads, if any.
+
+    The settings of an objective in a file of a user have `build(loss, architecture)` too, which
+    returns the `Objective`, as `objectives.build` does for the others.
     """
 
     bidirectional: ClassVar[bool] = False
@@ -43,6 +47,8 @@ class ObjectiveFacts:
     block_positions: ClassVar[int | None] = None
     marks_mtp_rows: ClassVar[bool] = False
     teacher: str | None = None
+
+    PARTS: ClassVar = Interface("objective", needs=("build",))
 
     @property
     def mtp_settings(self) -> "MTP | None":

@@ -18,7 +18,8 @@ import optax
 from jax import Array
 from optax import GradientTransformation
 
-from jaxlm.core import tree
+from jaxlm.core import own, tree
+from jaxlm.core.errors import ConfigError
 from jaxlm.optim import config as settings
 from jaxlm.optim import groups, rounding, schedule_free
 from jaxlm.optim.adafactor import scale_by_adafactor
@@ -170,6 +171,8 @@ def _scaling(config: Directed, axes: Any) -> GradientTransformation:
     bias, here as in Optax it is corrected before the maximum); Chen et al. 2023, arXiv:2302.06675,
     algorithm 2 (lion).
     """
+    if own.source_of(config) is not None:
+        return _own_direction(config, axes)
     match config:
         case settings.Sgd():
             return optax.identity()
@@ -196,6 +199,19 @@ def _scaling(config: Directed, axes: Any) -> GradientTransformation:
             return scale_by_soap(config, axes)
         case settings.Sophia():
             return scale_by_sophia(config)
+
+
+def _own_direction(config: Any, axes: Any) -> GradientTransformation:
+    """Return the direction of an optimizer of a user. Raises ConfigError if it is of no Optax."""
+    direction = config.direction(axes)
+    if not callable(getattr(direction, "init", None)) or not hasattr(direction, "update"):
+        raise ConfigError(
+            f"direction() of {type(config).__name__} returns no transformation of gradients",
+            where=f"optim.name = {config.name}",
+            why=f"it is a {type(direction).__name__}, no optax.GradientTransformation",
+            fix="return optax.scale_by_adam()    # as an example",
+        )
+    return direction
 
 
 def _balanced(inner: GradientTransformation, axes: Any, rate: float) -> GradientTransformation:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
+from jaxlm.core.own import Interface
 from jaxlm.optim import moments
 from jaxlm.optim.moments import ONE_DEVICE, Shape, StateArray
 from jaxlm.parallel.logical import LogicalAxes, Sizes
@@ -37,6 +38,10 @@ class OptimizerBase:
       reads_whole_matrices: updates need a whole matrix, so shards are gathered.
       averages_parameters: the parameters are an average, and the gradient is taken elsewhere.
       further_rates: settings that are learning rates besides `lr`, and scale with it.
+
+    The settings of an optimizer in a file of a user have `lr`, `weight_decay`, and
+    `direction(axes)` too: the transformation from the clipped gradient to the direction u, as
+    `optim.build` has them for the others.
     """
 
     moment_count: ClassVar[int] = 1
@@ -44,6 +49,8 @@ class OptimizerBase:
     reads_whole_matrices: ClassVar[bool] = False
     averages_parameters: ClassVar[bool] = False
     further_rates: ClassVar[tuple[str, ...]] = ()
+
+    PARTS: ClassVar = Interface("optim", needs=("direction", "lr", "weight_decay"))
 
     clip_norm: float | None = setting(
         1.0, "largest global norm of the gradient; None does not clip", above=0

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, get_args
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.core import batch_schedule as paces
-from jaxlm.core import config
+from jaxlm.core import config, own
 from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.config import Span, setting
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data import mixture_config
@@ -152,6 +153,13 @@ class Run:
                 f"{', '.join(sets) or 'none'}",
                 f"--config.eval.follow={nearest_word(followed, sets) or 'auto'}",
             )
+        is_own = own.source_of(self.objective) is not None
+        if is_own and not self.objective.keeps_rows and self.data.workers:
+            yield (
+                "data.workers",
+                f"worker processes cannot change rows as {self.objective.name} does; threads can",
+                "--config.data.workers=0",
+            )
         no_clip = "--config.regularization.qk_clip=None"
         if self.regularization.qk_clip is not None and self.optim.averages_parameters:
             why = (
@@ -284,8 +292,18 @@ class Run:
         return config.from_json(Run, raw)
 
     def decoder(self, vocab: int) -> ModelConfig:
-        """Return the model with a vocabulary of `vocab` ids, and with the objective's additions."""
+        """Return the model with a vocabulary of `vocab` ids, and with the objective's additions.
+
+        Raises ConfigError if a family of a user builds no decoder.
+        """
         built = dataclasses.replace(self.model, vocab=vocab).build()
+        if own.source_of(self.model) is not None and not isinstance(built, DecoderConfig):
+            raise ConfigError(
+                f"build() of {type(self.model).__name__} returns no model",
+                where=f"model.family = {self.model.family}",
+                why=f"it is a {type(built).__name__}, no {DecoderConfig.__module__}.DecoderConfig",
+                fix="return Llama(vocab=self.vocab).build()    # as an example",
+            )
         if isinstance(built, DecoderConfig):
             built = dataclasses.replace(
                 built, inner_positions=self.objective.block_positions, mtp=mtp_heads(self.objective)

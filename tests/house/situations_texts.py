@@ -83,6 +83,12 @@ TWO = (
     "train --config=c.py --workdir=new --config.data.train=aa=texts/1.txt,bb=texts/2.txt "
     "--config.eval.follow=auto"
 )
+PART = _shell(
+    "open('mine.py', 'w').write('''import dataclasses\nfrom jaxlm.objectives.config import ObjectiveFacts\n"
+    "from jaxlm.objectives.objective import Objective\n@dataclasses.dataclass(frozen=True)\n"
+    "class Own(ObjectiveFacts):\n    keeps_rows = evaluated_as_causal = True\n"
+    "    def build(self, loss, architecture):\n        return Objective(self, loss, architecture)\n''')"
+)
 
 SITUATIONS: dict[str, Situation] = {
     # text and token shards
@@ -132,6 +138,13 @@ SITUATIONS: dict[str, Situation] = {
     "numbers of another head in a long rope": Situation("config validate --config.model.family=phi3 --config.model.rope_scaling.name=long --config.model.rope_scaling.short=1 --config.model.rope_scaling.long=1"),
     "a mixture of objectives without any": Situation("config validate --config.objective.name=mixture --config.objective.weights.causal=0 --config.objective.weights.fim=0"),
     "rows too short for an objective": Situation("train --config=c.py --workdir=new --config.objective.name=fim --config.data.sequence=4"),
+    # parts of a user
+    "a part in no file": Situation("config validate --config=c.py --config.objective.name=none.py:Own"),
+    "a part in no module": Situation("config validate --config=c.py --config.objective.name=none.none:Own"),
+    "a part of another name": Situation("config validate --config=c.py --config.objective.name=mine.py:Owm", PART),
+    "a part that lacks a method": Situation("config validate --config=c.py --config.objective.name=mine.py:Own", f"{PART}; sed -i s/build/built/ mine.py"),
+    "a part that changes rows in workers": Situation("config validate --config=c.py --config.objective.name=mine.py:Own --config.data.workers=1", f"{PART}; sed -i s/keeps_rows/other/ mine.py"),
+    "a part whose file is gone": Situation("train --workdir=runs/own", f"{PART}; {sys.executable} -m jaxlm train --config=c.py --workdir=runs/own --config.objective.name=mine.py:Own --quiet; rm mine.py"),
     # reports and trackers
     "a figure of a run of another shape": Situation("report --workdir='runs/my run'", "mv runs/a 'runs/my run'; " + _written("'runs/my run/exit.json'", [1])),
     "a tracker that is not installed": Situation("train --config=c.py --workdir=new --config.log.sinks=console,trackio", prepare=_no_trackio),
@@ -143,6 +156,7 @@ SLOW = {
     "rows too short for an objective",
     "training on token shards changed in place",
     "more damage than may be lost",
+    "a part whose file is gone",
 }
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.

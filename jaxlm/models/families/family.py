@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.core.nearest import nearest_divisors
+from jaxlm.core.own import Interface
 from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import hub, setting_docs
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub
@@ -85,6 +86,7 @@ class FamilySettings:
     init: nn.Init = setting("normal", **setting_docs.INIT)
     init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
+    PARTS: ClassVar = Interface("model", needs=("build",))
     RESIDUAL: ClassVar[nn.Residual] = "pre"
     IS_GATED: ClassVar[bool] = False
     HUB: ClassVar[Hub]

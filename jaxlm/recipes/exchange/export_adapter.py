@@ -25,7 +25,7 @@ from jaxlm.core.hub import PREFIX as HUB_PREFIX
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.recipes.exchange import adapter_places, export_formats, virtual_tensors
 from jaxlm.recipes.exchange.adapter_places import IA3, LORA_A, LORA_B, MAGNITUDE, PREFIX, Place
-from jaxlm.recipes.exchange.export_model import check_new
+from jaxlm.recipes.exchange.export_model import check_has_format, check_new
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import IMPORTED
 from jaxlm.tune.config import FIRST, Dora, Ia3, Lora, Prefix, Prompt
@@ -77,6 +77,7 @@ def export_adapter(
             why="its formats are those of lora, dora, ia3, prefix and prompt",
             fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
         )
+    check_has_format(run)
     family = dataclasses.replace(run.model, vocab=decoder.vocab)
     if decoder.width_ratio != 1:
         why = f"mup.base_width divides its logits by {decoder.width_ratio:g}"

@@ -44,6 +44,17 @@ class ParityError(JaxlmError, code=1, kind="not the same"):
     """The export does not compute the same as the run."""
 
 
+def check_has_format(run: Run) -> None:
+    """Raise ConfigError if the model is a family of a user without a format of transformers."""
+    if not hasattr(run.model, "HUB"):
+        raise ConfigError(
+            f"{type(run.model).__name__} has no format of transformers",
+            where=f"model.family = {run.model.family}",
+            why="the class has no HUB, the names of its tensors, and no config.json",
+            fix="keep the model in this format: jaxlm generate, eval and train use it",
+        )
+
+
 def export_model(
     workdir: Path,
     out: Path,
@@ -71,6 +82,7 @@ def export_model(
     """
     check_new(out)
     opened = load.load_run(workdir, say=say, **selection)
+    check_has_format(opened.run)
     if opened.model.base:
         raise ConfigError(
             f"a {opened.run.tune.name} cannot be merged into its base",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import config as configs
+from jaxlm.core import own, sections
 from jaxlm.core.config import Loaded, Origin
 from jaxlm.core.disk import check_local
 from jaxlm.core.errors import ConfigError
@@ -169,6 +170,7 @@ def train(
     settings, data = settings or {}, {"train": train_data, "validation": validation_data}
     # Before JAX is imported: a wrong setting is refused at once.
     loaded, settings = _with_data(config, settings, data)
+    loaded = _with_current_parts(loaded, Path(workdir))
 
     from jaxlm.recipes.train.run import run_training
 
@@ -186,6 +188,40 @@ def train(
     answer = run_training(loaded, options, Callbacks(callbacks))
     workdir, step, complete = (answer.pop(name) for name in ("workdir", "step", "complete"))
     return Result(Path(workdir), step, complete, answer)
+
+
+def _with_current_parts(loaded: Loaded, workdir: Path) -> Loaded:
+    """Return the config with the classes of the user as their files are now.
+
+    The config of a run records the digests of the files, so that a changed file is found as every
+    other changed setting is. Raises ConfigError if a file is gone.
+    """
+    run: Run = loaded.value
+    raw: dict[str, Any] = {}
+    changed = []
+    for name, known in sections.fields(Run).items():
+        section = getattr(run, name)
+        source = own.source_of(section)
+        if source is None:
+            continue
+        try:
+            arm = own.find(known.arms, sections.arm_name(type(section)))
+        except ConfigError as error:
+            copy = workdir / own.FOLDER / own.copy_name(section)
+            if not copy.is_file():
+                raise
+            place = sections.arm_name(type(section)).rpartition(":")[0]
+            fix = shlex.join(["cp", str(copy), place])
+            raise ConfigError(error.what, where=error.where, why=error.why, fix=fix) from error
+        if arm is not type(section):
+            raw = raw or configs.to_json(run)
+            del raw[name]["source"]
+            changed.append(f"{name}.source")
+    if not changed:
+        return loaded
+    current = configs.from_json(Run, raw, where="config.json")
+    origin = Origin("file", "its file")
+    return Loaded(current, loaded.provenance | dict.fromkeys(changed, origin))
 
 
 def _with_data(

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from jaxlm.checkpoint.store import Store
-from jaxlm.core import config
+from jaxlm.core import config, own
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import Change, Loaded
 from jaxlm.core.errors import CommandError, ConfigError, DataError, Preempted
@@ -378,6 +378,7 @@ def _describe(context: RunContext, loaded: Loaded, data: Data, model: ShardedMod
     )
     resume.append_start(directory, start)
     directory.write_json("config.json", settings)
+    own.keep(loaded.value, directory.path)
     provenance = {name: str(origin) for name, origin in loaded.provenance.items()}
     directory.write_json("provenance.json", provenance)
     kernels = attention_kernels.describe_kernels(
