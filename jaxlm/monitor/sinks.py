@@ -138,26 +138,6 @@ def replace(target: Path, content: bytes) -> None:
         disk.replace(target, content)
 
 
-class TensorBoard:
-    """Scalars as `split/name` in TensorBoard files; events after `keep_through` are purged."""
-
-    def __init__(self, folder: AnyPath, *, keep_through: int | None = None):
-        from tensorboardX import SummaryWriter  # takes a second to import
-
-        purge = None if keep_through is None else keep_through + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
-
-    def write(self, record: Record) -> None:
-        for name, value in numbers(record).items():
-            self._writer.add_scalar(name, value, record["step"], walltime=record["time_unix"])
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 def numbers(record: Record) -> dict[str, float]:
     """Return the numbers of a record, each as split/name."""
     return {

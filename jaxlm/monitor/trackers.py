@@ -41,6 +41,11 @@ class GuardedSink:
         """Write a record, or warn that the tracker failed."""
         self._tried(lambda: self._sink.write(record))
 
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Write a continuation of a prompt, if the tracker shows text."""
+        if add := getattr(self._sink, "sample", None):
+            self._tried(lambda: add(step, prompt, text))
+
     def flush(self) -> None:
         """Flush the tracker unless it failed."""
         self._tried(self._sink.flush)

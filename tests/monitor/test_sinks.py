@@ -10,7 +10,8 @@ import pytest
 
 from jaxlm.core.errors import DataError, NotWritable, SaveFailed
 from jaxlm.monitor import sinks
-from jaxlm.monitor.sinks import Jsonl, TensorBoard, read
+from jaxlm.monitor.sinks import Jsonl, read
+from jaxlm.monitor.tensorboard import TensorBoard
 
 
 def record(step, loss=1.0, split="train"):
@@ -136,17 +137,27 @@ def test_what_room_was_made_for_follows_the_part_that_was_written(tmp_path, monk
     assert [r["step"] for r in read(path)] == [1, 2]
 
 
-def test_tensorboard_gets_every_number_by_split(tmp_path):
+def test_tensorboard_gets_figures_in_groups_samples_as_text_and_settings(tmp_path):
     sink = TensorBoard(tmp_path / "events")
-    sink.write(record(1, np.float32(2.5)) | {"mfu": None})
+    sink.write(record(1, np.float32(2.5)) | {"mfu": None, "elapsed_seconds": 3.0})
+    sink.write({"step": 1, "time_unix": 1.0, "split": "train", "peak_bytes": 2**29, "a/b": 2})
     sink.write(record(1, 2.25, split="val") | {"perplexity": 9.5})
+    sink.sample(1, "a *b*\nc", " d")
+    sink.describe({"optim.lr": 0.5, "data.train": ("x",)}, ["val"])
     sink.flush()
     sink.close()
-    assert scalars(tmp_path / "events") == [
-        (1, "train/loss_nats", 2.5),
-        (1, "val/loss_nats", 2.25),
-        (1, "val/perplexity", 9.5),
+    written = scalars(tmp_path / "events")
+    assert written[:5] == [
+        (1, "loss/train", 2.5),
+        (1, "memory/peak_GiB", 0.5),
+        (1, "a/b", 2),
+        (1, "loss/val", 2.25),
+        (1, "perplexity/val", 9.5),
     ]
+    tags = [tag for _, tag, _ in written[5:]]
+    assert tags[0] == "samples/a *b* c/text_summary"
+    assert tags[1:] == [f"_hparams_/{name}" for name in ("experiment", "session_start_info", "session_end_info")]  # fmt: skip
+    assert b"optim.lr" in b"".join(path.read_bytes() for path in (tmp_path / "events").iterdir())
 
 
 def scalars(folder):

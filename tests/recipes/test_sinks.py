@@ -53,6 +53,6 @@ def test_trackers_get_each_record_once_and_one_that_fails_ends_no_run(tmp_path, 
     assert warned.count("mlflow failed and gets no more records: OSError: the network is gone") == 1
     events = {(step, tag): value for step, tag, value in scalars(tmp_path / "run/events")}
     for record in written:
-        tag = record["step"], f"{record['split']}/loss_nats"
+        tag = record["step"], f"loss/{record['split']}"
         assert events.pop(tag) == pytest.approx(record["loss_nats"], rel=1e-6)
-    assert not [tag for _, tag in events if tag.endswith("/loss_nats")]
+    assert not [tag for _, tag in events if tag.startswith("loss/")]

@@ -20,8 +20,9 @@ from jaxlm.data import baselines, loader, peek
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.generate.sampler import Continuation
 from jaxlm.models.cost import model_cost
-from jaxlm.monitor import formatting, plots, profiling, report, sinks, trackers
+from jaxlm.monitor import formatting, plots, profiling, report, sinks, tensorboard, trackers
 from jaxlm.monitor.sinks import Sink
+from jaxlm.monitor.tensorboard import TensorBoard
 from jaxlm.parallel import hlo
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import format_mesh
@@ -69,6 +70,7 @@ class MetricsLogger:
         self._samples: Sink = sinks.NullSink()
         self._spikes: Sink = sinks.NullSink()
         self._sinks: list[Sink] = []
+        self._text_sinks: list[trackers.GuardedSink] = []
 
     def open(self, through: int) -> None:
         """Open the files, again after a rewind; records of steps after `through` are removed."""
@@ -86,15 +88,22 @@ class MetricsLogger:
         self._samples = opened("samples.jsonl", through)
         self._spikes = opened("spikes.jsonl", None)
         others = [self._open.enter_context(contextlib.closing(s)) for s in self._trackers(through)]
+        self._text_sinks = others
         self._sinks = [self._metrics, self._console, *others, self._context.callbacks]
 
-    def _trackers(self, through: int) -> list[Sink]:
+    def _trackers(self, through: int) -> list[trackers.GuardedSink]:
         """Return TensorBoard and the trackers that the config names."""
         path = self._directory.path
-        makers: dict[str, Callable[[], Sink]] = {
-            "tensorboard": lambda: sinks.TensorBoard(path / "events", keep_through=through)
-        }
         settings = config.flatten(self._context.run)
+
+        def open_tensorboard() -> Sink:
+            sink = TensorBoard(path / "events", keep_through=through)
+            defaults = config.flatten(type(self._context.run)())
+            others = {k: v for k, v in settings.items() if v != defaults.get(k)}
+            sink.describe(others, [*self._programs.data.validation] or ["train"])
+            return sink
+
+        makers: dict[str, Callable[[], Sink]] = {"tensorboard": open_tensorboard}
         for name in trackers.MODULES:
             makers[name] = functools.partial(trackers.open_tracker, name, path, settings)
         return [
@@ -160,6 +169,8 @@ class MetricsLogger:
         """Write the continuations of the prompts after a step."""
         for each in samples:
             self._samples.write({"step": step, "prompt": each.prompt, "text": each.text})
+            for tracker in self._text_sinks:
+                tracker.sample(step, each.prompt, each.text)
 
     def note_memory(self, forecast: Forecast | None, compiled: dict[str, int]) -> None:
         """Write the memory of the largest compiled step next to that of the plan."""
@@ -684,6 +695,8 @@ def print_summary(trainer: "Trainer") -> dict[str, Any]:
     if advice := report.batch_advice(sinks.read(path / "metrics.jsonl")):
         facts.append(("batch", advice))
     facts.append(("report", str(path / "report.html")))
+    if "tensorboard" in trainer.run_config.log.sinks:
+        facts.append(("curves", tensorboard.command(path)))
     if commands := _next_commands(trainer, verdict):
         facts.append(("next", commands))
     title = f"done at step {directory.step}, {formatting.count(trainer.progress.tokens)} tokens"
