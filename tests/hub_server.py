@@ -5,17 +5,21 @@ import hashlib
 import http.server
 import json
 import threading
+import urllib.parse
 from pathlib import Path
 
 import huggingface_hub.constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
+CONVERTED = "refs/convert/parquet"
+
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """Models in folders `root/org/name`, each of one commit, on the branch main and as the tag v1.
 
-    Data sets are in `root/datasets/org/name`; their large files have a sha256, as LFS keeps them.
+    Data sets are in `root/datasets/org/name`; their large files have a sha256, as LFS keeps them. What
+    they are on the branch refs/convert/parquet is in `root/datasets/org/name.converted`.
     """
 
     root = Path()
@@ -33,14 +37,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def _found(self):
         """Status, headers and content."""
-        parts = self.path.partition("?")[0].strip("/").split("/")
+        path = urllib.parse.unquote(self.path.partition("?")[0])
+        is_converted = CONVERTED in path
+        parts = path.replace(CONVERTED, "main").strip("/").split("/")
         is_api = parts[0] == "api"
         parts = [part for part in parts[is_api:] if part != "models"]
         is_dataset = parts[0] == "datasets"
         if len(parts) < 2 + is_dataset:
             return 404, {}, b"Not found"
         org, name, *rest = parts[is_dataset:]
-        folder = self.server.root / ("datasets" if is_dataset else "") / org / name
+        place = self.server.root / ("datasets" if is_dataset else "") / org
+        folder = place / (f"{name}.converted" if is_converted else name)
         if not folder.is_dir():
             return 404, {"X-Error-Code": "RepoNotFound"}, b"Repository not found"
         if rest and rest[1] not in ("main", "v1", self.server.commit):
@@ -54,7 +61,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return 200, {"Content-Type": "application/json"}, json.dumps(said).encode()
         if (folder / "GATED").exists():
             return 403, {"X-Error-Code": "GatedRepo"}, b"Access to model is restricted"
-        path = folder.joinpath(*rest[2:])
+        both = (folder.joinpath(*rest[2:]), (place / f"{name}.converted").joinpath(*rest[2:]))
+        path = next((each for each in both if each.is_file()), folder / "none")
         if not path.is_file():
             return 404, {"X-Error-Code": "EntryNotFound"}, b"Entry not found"
         content = path.read_bytes()

@@ -249,6 +249,18 @@ def test_subsets_are_those_of_the_card_and_files_can_be_named(hub, capsys):
     assert stats(capsys, flags[0].partition("train=")[2])
     error = stats(capsys, "hf:own/many/en:test", code=66)
     assert error["fix"] == "--config.data.train=hf:own/many/en:train"
+    assert stats(capsys, error["fix"].partition("train=")[2])
+
+
+def test_a_data_set_of_code_is_fixed_to_what_the_hub_made_of_it(hub, capsys):
+    folder = hub.root / "datasets/own/code"
+    folder.mkdir(parents=True)
+    (folder / "load.py").write_text("raise SystemExit")
+    error = stats(capsys, "hf:own/code:test", code=66)
+    parquet(folder.with_name("code.converted") / "default/test/0000.parquet", 0)
+    (flag,) = shlex.split(error["fix"], comments=True)
+    assert flag == "--config.data.train=hf:own/code@refs/convert/parquet:test"
+    assert stats(capsys, flag.partition("train=")[2])
 
 
 @pytest.mark.parametrize(

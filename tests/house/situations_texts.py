@@ -164,6 +164,9 @@ ELSEWHERE: dict[str, str] = {
     # Conversations are rendered in a thread, which is not traced: "a chat template that is none".
     "data/chat.py:_refused:1": "tests/house/test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
     "data/dataset.py:_loader:1": "tests/data/test_chat_documents.py::test_token_shards_of_conversations_keep_weights_and_template",
+    "data/hub_dataset.py:_no_files:1": "tests/data/test_remote.py::test_a_data_set_of_code_is_fixed_to_what_the_hub_made_of_it",
+    "data/hub_dataset.py:_no_subset:1": "tests/data/test_remote.py::test_subsets_are_those_of_the_card_and_files_can_be_named",
+    "data/hub_dataset.py:files_of:1": "tests/data/test_remote.py::test_subsets_are_those_of_the_card_and_files_can_be_named",
     "data/loader.py:_closing:1": "tests/faults/test_data.py::test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds",
     "optim/schedule_config.py:cautions:1": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
     "optim/schedule_config.py:lr_factor:1": "tests/optim/test_schedules.py::test_a_schedule_that_does_not_fit_is_refused_by_what_builds_it_too",
