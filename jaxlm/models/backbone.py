@@ -14,6 +14,7 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
+from jaxlm.nn import intermediates
 from jaxlm.nn.attention import CrossInputs, LayerInputs, RelativePositions
 from jaxlm.nn.cache import KVCache, LayerCache
 from jaxlm.nn.config import BlockConfig, NormConfig
@@ -241,6 +242,8 @@ class Backbone(nnx.Module):
         if self.relative is not None:
             index = mask.key_index if cache is None else jnp.arange(cache.slots)[None]
             mask = dataclasses.replace(mask, bias=self.relative(mask.query_index, index))
+        if intermediates.is_captured("streams"):
+            intermediates.record_sum("embedded", x)
         layers, start = (None, None) if cache is None else (cache.layers, cache.length)
         written: Caches = {}
         losses: dict[str, Mean] = {}

@@ -18,7 +18,7 @@ from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import HeadLinear, Linear, parameter
 from jaxlm.nn.norm import Norm
 from jaxlm.ops import rope
-from jaxlm.ops.attention import attention, attention_figures
+from jaxlm.ops.attention import attention, attention_figures, attention_weights
 from jaxlm.ops.kernels import Kernel
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
@@ -165,7 +165,20 @@ class AttentionBase(nnx.Module):
         return self.out(constrain(heads, *HEADS))
 
     def _record(self, query: Array, keys: Array, mask: Mask) -> None:
-        """Record each head's largest score and entropy, over queries that are not padding."""
+        """Record each head's largest score and entropy, over queries that are not padding.
+
+        Record all weights if they are captured.
+        """
+        if intermediates.is_captured("weights"):
+            weights = attention_weights(
+                query,
+                keys,
+                mask,
+                self.precision.compute,
+                scale=self.config.score_scale,
+                softcap=self.config.softcap,
+            )
+            intermediates.record_sum("weights", weights)
         entropy = intermediates.is_captured("entropy")
         if not (entropy or intermediates.is_captured("logits")):
             return

@@ -127,7 +127,12 @@ def _normalize(norm: Norm | None, x: Array) -> Array:
 
 
 def _record(name: str, x: Array, mask: Mask) -> None:
-    """Record each token's mean square, summed over tokens; with the stream also their number."""
+    """Record each token's mean square, summed over tokens; with the stream also their number.
+
+    Record the stream itself if it is captured.
+    """
+    if name == "stream" and intermediates.is_captured("streams"):
+        intermediates.record_sum(name, x)
     if not intermediates.is_captured("activations"):
         return
     segments = mask.query_segments

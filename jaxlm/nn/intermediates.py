@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-Kind = Literal["activations", "entropy", "logits"]
+# "weights" and "streams" are whole arrays, for one batch: attention weights [B, N, T, S], and the
+# residual stream [B, T, D] before the first layer and after each layer.
+Kind = Literal["activations", "entropy", "logits", "streams", "weights"]
 
 
 class Intermediates(NamedTuple):

@@ -159,6 +159,45 @@ def _softmax_backward(y: Array, grad: Array) -> tuple[Array]:
 _softmax.defvjp(lambda x: (_softmax(x),) * 2, _softmax_backward)
 
 
+def attention_weights(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    mask: Mask,
+    compute: jnp.dtype,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B N T S"]:
+    """Return the weight of every key for each query and head, as `attention` computes it.
+
+    4 B N T S bytes, without gradients: to look at, not to train.
+
+    Args: as in `attention`.
+    """
+    query, key = lax.stop_gradient((query, key))
+    batch, length, heads, size = query.shape
+    kv_heads = key.shape[2]
+    q = (query * scale).astype(compute)
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
+    scores = product("btkgh,bskh->bkgts", q, key.astype(compute))
+    weights = _weights(scores, mask.materialize()[:, None, None], mask.bias, softcap)
+    return weights.reshape(batch, heads, length, key.shape[1])
+
+
+def _weights(
+    scores: Float[Array, "B K G T S"],
+    visible: Array,
+    bias: Float[Array, "b N T S"] | None,
+    softcap: float | None,
+) -> Float[Array, "B K G T S"]:
+    """Return the softmax of scaled scores over visible keys."""
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.reshape(bias.shape[0], *scores.shape[1:])
+    return jax.nn.softmax(jnp.where(visible, scores, HIDDEN), axis=-1)
+
+
 def attention_figures(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -203,13 +242,8 @@ def attention_figures(
         scored = jnp.where(visible & is_query[..., None], scores_bkgts, -jnp.inf)
         peak = jnp.maximum(peak, scored.max((0, 3, 4)))
         if entropy:
-            if softcap is not None:
-                scores_bkgts = softcap * jnp.tanh(scores_bkgts / softcap)
-            if bias_btns is not None:
-                rows = bias_btns.shape[0]
-                bias = jnp.moveaxis(bias_btns, 1, 2)
-                scores_bkgts = scores_bkgts + bias.reshape(rows, *scores_bkgts.shape[1:])
-            weights = jax.nn.softmax(jnp.where(visible, scores_bkgts, HIDDEN), axis=-1)
+            bias = None if bias_btns is None else jnp.moveaxis(bias_btns, 1, 2)
+            weights = _weights(scores_bkgts, visible, bias, softcap)
             each = -jax.scipy.special.xlogy(weights, weights).sum(-1)
             spread = spread + jnp.where(is_query, each, 0.0).sum((0, 3))
         return (peak, spread), None

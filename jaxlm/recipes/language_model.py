@@ -28,7 +28,8 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import export_model
 from jaxlm.recipes.exchange.import_model import COMPANION_FILES, ImportOptions, import_model
 from jaxlm.recipes.use import adapter as adapters
-from jaxlm.recipes.use import evaluate, generate
+from jaxlm.recipes.use import evaluate, generate, inspection
+from jaxlm.recipes.use.inspection import Inspection
 from jaxlm.recipes.use.load import LoadedRun, Weights, is_model_of_another_library, load_run
 from jaxlm.training.rundir import split_ref
 
@@ -153,6 +154,16 @@ class LanguageModel:
             nll = np.asarray(self._nll(self.params, batch))[0]
         nats = nll[len(before) - 1 : len(known) - 1].tolist()
         return TextScores(ids, [self.tokenizer.decode([each]) for each in ids], nats)
+
+    def inspect(self, text: str) -> Inspection:
+        """Return what the model computes on a text that begins a document.
+
+        `streams` [L+1, T, D], `attention` [L, N, T, T], and `lens(layer)`, the log-probabilities
+        [T, V] of the next token if that layer were the last.
+
+        Raises ConfigError if the model is no decoder, or the text exceeds its positions.
+        """
+        return inspection.inspect(self.loaded, self.params, text)
 
     @functools.cached_property
     def _nll(self) -> Any:

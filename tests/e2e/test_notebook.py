@@ -1,3 +1,4 @@
+import json
 import os
 import re
 from pathlib import Path
@@ -12,6 +13,9 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "colab/quickstart.ipynb"
 CONTINUED = ROOT / "colab/import_and_continue.ipynb"
 FINETUNED = ROOT / "colab/finetune.ipynb"
+INSIDE = ROOT / "colab/inside_the_model.ipynb"
+PREPARED = ROOT / "colab/prepare_data.ipynb"
+NOTEBOOKS = [NOTEBOOK, CONTINUED, FINETUNED, INSIDE, PREPARED]
 TINY = {
     "train.steps": 2,
     "train.batch": 8,
@@ -93,7 +97,35 @@ def test_a_model_is_tuned_on_conversations_asked_and_exported(tmp_path, monkeypa
     assert os.listdir(tmp_path / "runs/merged/checkpoints")
 
 
-@pytest.mark.parametrize("path", [NOTEBOOK, CONTINUED, FINETUNED], ids=lambda path: path.stem)
+@pytest.mark.slow
+def test_a_model_is_looked_into(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
+    globs = {name: [str(TINY[name])] for name in ("data.train", "data.validation")}
+    monkeypatch.setenv("JAXLM_NOTEBOOK_SETTINGS", json.dumps(TINY | globs))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(INSIDE, as_version=4)
+    resources = {"metadata": {"path": str(INSIDE.parent)}}
+    NotebookClient(notebook, timeout=300, resources=resources).execute()
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    printed = "".join(outputs(cell)[0] for cell in code)
+    assert re.search(r"\d+\.\d\d nats, \d+\.\d\d bits per byte", printed)
+    assert re.search(r"layer \d, head \d: \d+% of its attention", printed)
+    assert "layer 1" in printed
+    assert sum("image/png" in outputs(cell)[1] for cell in code) == 3
+
+
+def test_every_notebook_begins_by_installing_what_its_runtime_needs():
+    firsts = []
+    for path in NOTEBOOKS:
+        cells = nbformat.read(path, as_version=4).cells
+        code = next(cell.source for cell in cells if cell.cell_type == "code")
+        assert all(f'"{extra}"' in code for extra in ("cuda12", "tpu"))
+        firsts.append(re.sub(r"needed = .*|None, \(device, .*", "", code))
+    assert len(set(firsts)) == 1
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_is_stored_without_what_it_printed(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

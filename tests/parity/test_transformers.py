@@ -4,6 +4,7 @@ JAXLM_WRITE_GOLDENS=1 .venv-parity/bin/python -m pytest -m parity tests/parity
 """
 
 import copy
+import functools
 import json
 import os
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxlm.models.config import EncoderConfig
 from jaxlm.models.families.t5 import T5
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.export_formats import DTYPES
+from jaxlm.recipes.use import inspection
 from tests.parity import weights
 
 pytestmark = pytest.mark.parity
@@ -313,3 +315,25 @@ def test_the_goldens_are_what_transformers_says_today(both):
     # transformers computes cosines in float32 for every dtype, and processors round them differently.
     np.testing.assert_allclose(actual["loss"], golden["loss"], rtol=1e-7)
     np.testing.assert_allclose(actual["logits"], golden["logits"], rtol=1e-6, atol=2e-6)
+
+
+def test_streams_and_attention_weights_of_every_layer_are_those_of_transformers(both):
+    import torch
+
+    name, model, *_ = both
+    family, blueprint = weights.FAMILIES[name], blueprint_of(name)
+    if isinstance(blueprint.config, EncoderConfig) or isinstance(family, T5):
+        pytest.skip("only decoders are inspected")
+    params = weights.params(family, blueprint.shapes)
+    run = jax.jit(functools.partial(inspection.trace, blueprint.merge))
+    streams, attention = run(params, weights.tokens())
+    ids = torch.from_numpy(weights.tokens()).long()
+    with torch.no_grad():
+        theirs = model(ids, output_hidden_states=True, output_attentions=True)
+    assert len(streams) == len(theirs.hidden_states) == blueprint.config.depth + 1
+    # The last of transformers has passed the final norm.
+    for ours, wanted in zip(streams[:-1], theirs.hidden_states[:-1], strict=True):
+        check(ours, wanted.numpy())
+    assert len(attention) == blueprint.config.depth
+    for ours, wanted in zip(attention, theirs.attentions, strict=True):
+        check(ours, wanted.numpy())

@@ -64,6 +64,23 @@ def test_a_score_is_the_log_softmax_of_the_logits(model):
     assert model.score("").nats == []
 
 
+def test_the_last_lens_is_the_output_and_attention_sees_what_was_before(model, monkeypatch):
+    inside = model.inspect(TEXT)
+    ids = [*model.tokenizer.before, *model.tokenizer.encode(TEXT)]
+    assert inside.ids == ids
+    log_p = jax.nn.log_softmax(model.model(jnp.asarray([ids]))[0].astype(jnp.float32))
+    np.testing.assert_allclose(inside.lens(-1), log_p, atol=2e-5)
+    layers, heads = model.config.model.depth, model.config.model.heads
+    assert inside.attention.shape == (layers, heads, len(ids), len(ids))
+    np.testing.assert_allclose(inside.attention.sum(-1), 1, atol=1e-5)
+    assert not np.triu(inside.attention, 1).any()
+    assert inside.streams.shape == (layers + 1, len(ids), model.config.model.width)
+    assert np.abs(inside.lens(0) - inside.lens(-1)).max() > 0.01
+    monkeypatch.setitem(vars(model.loaded.model.blueprint), "text_positions", 3)
+    with pytest.raises(ConfigError, match="the text has [0-9]+ tokens"):
+        model.inspect(TEXT)
+
+
 def test_generated_log_probabilities_are_those_of_the_score(model):
     (answer,) = model.generate(TEXT, max_tokens=6, temperature=0)
     scores = model.score(TEXT + answer.text)
