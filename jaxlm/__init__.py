@@ -8,12 +8,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxlm.core.callbacks import Callback
     from jaxlm.recipes.config import Run as Config
     from jaxlm.recipes.language_model import LanguageModel, load
     from jaxlm.recipes.train.api import train
 
-__all__ = ["Config", "LanguageModel", "__version__", "load", "train"]
+__all__ = ["Callback", "Config", "LanguageModel", "__version__", "load", "train"]
 _PLACES = {  # imported when they are first used: `import jaxlm` alone imports no JAX
+    "Callback": ("jaxlm.core.callbacks", "Callback"),
     "Config": ("jaxlm.recipes.config", "Run"),
     "LanguageModel": ("jaxlm.recipes.language_model", "LanguageModel"),
     "load": ("jaxlm.recipes.language_model", "load"),

@@ -11,14 +11,16 @@ Example:
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxlm.core import disk
+from jaxlm.core.callbacks import Callback, Event
 from jaxlm.core.errors import FULL, DataError, cannot_keep
 from jaxlm.core.quoting import CONTROLS
 
@@ -244,32 +246,47 @@ def _kept(path: Path, keep_through: int | None) -> tuple[int, int]:
     return kept_bytes, 0
 
 
-Callback = Callable[[int, dict[str, Any]], Any]
+Function = Callable[[int, dict[str, Any]], Any]
 
 
 class Callbacks(NullSink):
     """Calls the user's functions with the step and each record, as in metrics.jsonl.
 
-    If a function returns True, the run ends. If one raises, no other is called, and `fail` raises
-    its error once the state is saved.
+    Objects of `Callback` are called with events instead. If one returns True, the run ends. If one
+    raises, no other is called, and `fail` raises its error once the state is saved.
     """
 
-    def __init__(self, functions: Sequence[Callback] = ()):
-        self.functions = tuple(functions)
+    def __init__(self, callbacks: Sequence[Function | Callback] = ()):
+        self.observers = tuple(each for each in callbacks if isinstance(each, Callback))
+        self.functions = tuple(each for each in callbacks if not isinstance(each, Callback))
         self.is_over = False
         self.error: Exception | None = None
 
     def write(self, record: Record) -> None:
+        """Call the functions."""
+        self._call([functools.partial(f, record["step"], dict(record)) for f in self.functions])
+
+    def is_observed(self, moment: str) -> bool:
+        """Return whether an object overrides the method of a moment."""
+        return any(
+            getattr(type(o), moment) is not getattr(Callback, moment) for o in self.observers
+        )
+
+    def observe(self, moment: str, event: Event) -> None:
+        """Call the method of a moment of each object."""
+        self._call([functools.partial(getattr(each, moment), event) for each in self.observers])
+
+    def _call(self, actions: Iterable[Callable[[], Any]]) -> None:
         if self.error is not None:
             return
         try:
-            for function in self.functions:
-                if function(record["step"], dict(record)):
+            for action in actions:
+                if action():
                     self.is_over = True
-        except Exception as error:  # from the user's function
+        except Exception as error:  # of the user
             self.error, self.is_over = error, True
 
     def fail(self) -> None:
-        """Raise the error of a function, if there was one."""
+        """Raise the error of a callback, if there was one."""
         if self.error is not None:
             raise self.error

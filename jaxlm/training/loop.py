@@ -181,6 +181,14 @@ class TrainLoop(abc.ABC):
         """Note the phase that begins: "data" or "step"."""
         return
 
+    def is_observed(self, moment: str) -> bool:
+        """Return whether a callback is called at a moment, such as `on_log`."""
+        return False
+
+    def observe(self, moment: str, state: TrainState, step: int, batch: Any) -> None:
+        """Call the callbacks of a moment."""
+        return
+
     def is_over(self) -> bool:
         """Return whether the step that is being computed is the last one. Called once a step."""
         return False
@@ -259,12 +267,16 @@ class TrainLoop(abc.ABC):
                 settle()
                 pending = (completed, metrics, waited, completion)
                 self.check_saves()
+                if self.is_observed("on_log"):
+                    settle()  # before the next step takes the memory of the state
+                    self.observe("on_log", state, completed, batch)
 
                 loss, is_best = None, False
                 if self.is_eval_due(completed):
                     settle()
                     loss = self.evaluate(state, completed)
                     is_best = loss is not None and self.progress.note(loss, completed)
+                    self.observe("on_evaluation", state, completed, batch)
                 if self.is_sample_due(completed):
                     settle()
                     self.sample(state, completed)
@@ -276,6 +288,7 @@ class TrainLoop(abc.ABC):
                 )
                 if is_last or self.is_save_due(completed) or (is_best and limits.keep_best):
                     save(state, completed, loss)
+                    self.observe("on_checkpoint", state, completed, batch)
                 if is_stopped and completed < limits.steps:
                     raise preempted(completed)
                 if is_last:

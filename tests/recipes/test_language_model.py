@@ -41,7 +41,7 @@ def model(run):
 def test_importing_jaxlm_is_light_and_shows_what_there_is():
     program = "import sys, jaxlm; print(dir(jaxlm), jaxlm.__version__, 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    names = "['Config', 'LanguageModel', '__version__', 'load', 'train']"
+    names = "['Callback', 'Config', 'LanguageModel', '__version__', 'load', 'train']"
     assert done.stdout.strip() == f"{names} {jaxlm.__version__} False", done.stderr
     assert inspect.isfunction(jaxlm.train)
     assert inspect.isfunction(jaxlm.load)
@@ -150,7 +150,7 @@ def test_the_programs_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
     for path in sorted(Path(jaxlm.__file__).parent.glob("core/*.py"))[:12]:
         (tmp_path / "texts" / f"{path.stem}.txt").write_text(path.read_text())
     blocks = re.findall(r"```python\n(.*?)```", page("python").read_text(), re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     names: dict = {}
     for block in blocks:
         if file := re.match(r"# (\w+\.py)\n", block):

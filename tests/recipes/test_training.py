@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import jax.numpy as jnp
 import pytest
 
 import jaxlm
@@ -57,6 +58,61 @@ def test_a_run_tells_its_callbacks_what_it_writes_and_ends_where_one_asks_or_fai
     assert harness.exit_of(run)["code"] == 70
     assert f"--config={run}/config.json" in (run / "command.sh").read_text()
     assert len(told) == 4, "the other was not called any more"
+
+
+class Moments(jaxlm.Callback):
+    """Notes each moment and what it sees; fails at one of them."""
+
+    def __init__(self, fails_at=None):
+        self.seen, self.fails_at = [], fails_at
+
+    def _see(self, moment, event):
+        assert int(event.state.step) == event.step
+        norm = float(jnp.linalg.norm(event.params["embedding"]["table"]))
+        self.seen.append((moment, event.step, event.metrics.get("loss_nats"), norm))
+        assert event.batch.tokens.shape == (8, 32)
+        if self.fails_at == (moment, event.step):
+            raise ZeroDivisionError("mine")
+
+    def on_log(self, event):
+        self._see("log", event)
+
+    def on_evaluation(self, event):
+        assert event.model(event.batch.tokens[:1]).shape[:2] == (1, 32)
+        self._see("evaluation", event)
+
+    def on_checkpoint(self, event):
+        self._see("checkpoint", event)
+
+    def on_end(self, event):
+        assert harness.steps(event.workdir)[-1] == event.step
+        self._see("end", event)
+
+
+def test_callbacks_see_state_metrics_and_batch_of_their_moment_and_an_error_keeps_the_state(
+    config, tmp_path
+):
+    run, failing = tmp_path / "run", Moments(("evaluation", 3))
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        jaxlm.train(config, workdir=run, callbacks=[failing], quiet=True)
+    moments = [each[:2] for each in failing.seen]
+    assert moments == [
+        ("log", 1), ("log", 2), ("checkpoint", 2), ("log", 3), ("evaluation", 3),
+    ]  # fmt: skip
+    assert harness.steps(run)[-1] == 3
+    assert harness.exit_of(run)["code"] == 70
+    whole = Moments()
+    assert jaxlm.train(config, workdir=run, callbacks=[whole], quiet=True).complete
+    assert [each[:2] for each in whole.seen] == [
+        ("log", 4), ("checkpoint", 4), ("log", 5), ("log", 6), ("evaluation", 6),
+        ("checkpoint", 6), ("end", 6),
+    ]  # fmt: skip
+    losses = {(r["split"], r["step"]): r["loss_nats"] for r in harness.records(run)}
+    seen = [*failing.seen, *whole.seen]
+    assert all(loss == losses["train", step] for name, step, loss, _ in seen if name == "log")
+    assert whole.seen[-1][2] == losses["val", 6]
+    assert len({norm for _, _, _, norm in seen}) == 6, "each step's parameters, and no others"
+    assert whole.seen[-1][3] == float(jnp.linalg.norm(jaxlm.load(run).params["embedding"]["table"]))
 
 
 def test_it_is_there_at_once_and_brings_no_jax():

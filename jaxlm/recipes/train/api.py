@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import config as configs
 from jaxlm.core import own, sections
+from jaxlm.core.callbacks import Callback
 from jaxlm.core.config import Loaded, Origin
 from jaxlm.core.disk import check_local
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sections import show
-from jaxlm.monitor.sinks import Callback, Callbacks
+from jaxlm.monitor.sinks import Callbacks, Function
 from jaxlm.parallel import cluster
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
@@ -119,7 +120,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     train_data: PythonData | None = None,
     validation_data: PythonData | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Function | Callback] = (),
     stop_at: int | None = None,
     init_from: str | None = None,
     cpu_devices: int | None = None,
@@ -131,11 +132,12 @@ def train(
 ) -> Result:
     """Train in a run directory, or resume there. `jaxlm train` calls this function.
 
-    Each callback is called in the first process as `callback(step, metrics)` with every record of
+    Each function of `callbacks` is called in the first process as `callback(step, metrics)` with every record of
     metrics.jsonl, after it was written: logged steps have the `split` train, evaluations that of
     their set. A true answer ends the run after the step that is being computed, with its state
     saved; the same call resumes from there. An exception does so too, and is raised once the state
-    is saved. After a rewind the same steps occur again.
+    is saved. After a rewind the same steps occur again. Objects of `jaxlm.Callback` see the state
+    and the batch too, in all processes.
 
     Data from Python is written to the cache and read from there, so that the run is packed, resumed
     and evaluated as one on files. config.json has its digest as `python:DIGEST`: a call with other
@@ -151,7 +153,7 @@ def train(
       settings: values by path, such as `{"optim.lr": 1e-3}`, which override those of the config.
       train_data: data to train on, in place of `data.train`.
       validation_data: data to evaluate on, in place of `data.validation`.
-      callbacks: functions that get each record.
+      callbacks: functions that get each record, and objects of `jaxlm.Callback`.
       stop_at: completed steps after which to save and return.
       init_from: RUN[@STEP] whose weights a new run starts from.
       cpu_devices: number of devices that the CPU is split into.

@@ -55,7 +55,7 @@ DIVERGENCE_FILE = "divergence.json"
 class MetricsLogger:
     """Writes the records of a run to its files, the console, the trackers and the callbacks.
 
-    Only the process that writes the run directory opens files and calls callbacks; in the others
+    Only the process that writes the run directory opens files and calls functions; in the others
     nothing is written. Close it at the end. `warn` gets a message if a tracker accepts no more
     records.
     """
@@ -112,21 +112,23 @@ class MetricsLogger:
             if name in makers
         ]
 
-    def write(self, step: int, split: str, record: dict[str, Any]) -> None:
-        """Write a record of metrics.jsonl to all sinks."""
+    def write(self, step: int, split: str, record: dict[str, Any]) -> dict[str, Any]:
+        """Write a record of metrics.jsonl to all sinks, and return it."""
         record = {"step": step, "time_unix": time.time(), "split": split} | record
         for sink in self._sinks:
             sink.write(record)
+        return record
 
-    def log(self, step: int, values: dict[str, float], measured: dict[str, Any]) -> None:
-        """Write a logged step: its metrics, and figures that the host measured."""
+    def log(self, step: int, values: dict[str, float], measured: dict[str, Any]) -> dict[str, Any]:
+        """Write and return a logged step: its metrics, and figures that the host measured."""
         record: dict[str, Any] = {
             name: int(value) if name in COUNTS else value
             for name, value in values.items()
             if name not in INTERNAL and (name, value) != ("trained_share", 1.0)
         }
-        self.write(step, "train", record | measured)
+        written = self.write(step, "train", record | measured)
         self._dropped_tokens.check(step, values)
+        return written
 
     def note_skipped(self, step: int, values: dict[str, float], layers: dict[str, Any]) -> None:
         """Record a step that was not applied, with the documents of its batch, and print it.

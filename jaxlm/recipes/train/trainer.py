@@ -10,6 +10,7 @@ import jax
 
 from jaxlm.core import faults
 from jaxlm.core.batch_schedule import Phase
+from jaxlm.core.callbacks import Event
 from jaxlm.core.errors import Preempted
 from jaxlm.core.span import Span
 from jaxlm.data import loader
@@ -68,6 +69,8 @@ class Trainer(TrainLoop):
             lambda: self._logger.summarize_trace(self._trace.folder, self._program),
         )
         self._program: jax.stages.Compiled | None = None
+        self._logged: dict[str, Any] = {}  # the newest record of a step
+        self._batch: Any = None
         self._flops_by_phase = flops_by_phase(programs)
         self.forecast = oom.forecast_here(run, programs.model.blueprint.config)
         self._step = CompiledStep(
@@ -84,12 +87,13 @@ class Trainer(TrainLoop):
 
     def train(self, stop: StopRequest, stop_at: int | None) -> None:
         """Create or restore the state and run the loop; rewind if the guard's budget is spent."""
+        self._stop = stop
         with contextlib.closing(self._logger), contextlib.closing(self._trace):
             self._logger.open(self.start)
             while True:
                 try:
                     with oom.explain_oom(self.run_config, self.forecast):
-                        self._train_from(self._state(), stop, stop_at)
+                        state = self._train_from(self._state(), stop, stop_at)
                     break
                 except Preempted:
                     self._finish_saves()  # before the error reports that the step is saved
@@ -100,6 +104,7 @@ class Trainer(TrainLoop):
             with self.context.processes.watch.phase("save"):
                 self._saver.finish()
                 self.context.store.close()
+            self.observe("on_end", state, self._counted, self._batch)
         self.context.callbacks.fail()
 
     def _resume(self, meta: dict[str, Any] | None) -> None:
@@ -133,7 +138,7 @@ class Trainer(TrainLoop):
         with watch.phase("save"), console.timer(f"restoring step {self.start}"):
             return resume.restored_state(self.programs, self.context.store, self.start, options)
 
-    def _train_from(self, state: TrainState, stop: StopRequest, stop_at: int | None) -> None:
+    def _train_from(self, state: TrainState, stop: StopRequest, stop_at: int | None) -> TrainState:
         run = self.run_config
         self._log_cadence, self._save_cadence = self._cadence("log"), self._cadence("checkpoint")
         self._eval_cadence, self._sample_cadence = self._cadence("eval"), self._cadence("sample")
@@ -149,7 +154,7 @@ class Trainer(TrainLoop):
             resume_command=self.context.options.resume_command,
         )
         batches = self.programs.batches(self.start, self.context.rewinds.skips, self._warn)
-        self.run(self._step, state, batches, limits, stop)
+        return self.run(self._step, state, batches, limits, stop)
 
     def _cadence(self, name: str, span: Span | None = None) -> Cadence:
         """Return the cadence of a section's `every`, or of a span, the same on all processes."""
@@ -206,8 +211,37 @@ class Trainer(TrainLoop):
 
     def is_over(self) -> bool:
         """Return whether a callback ended the run."""
-        callbacks = self.context.callbacks  # only the first process calls them
-        return bool(callbacks.functions) and self.context.processes.share("over", callbacks.is_over)
+        callbacks = self.context.callbacks  # those of the first process decide
+        if not (callbacks.functions or callbacks.observers):
+            return False
+        processes, is_over = self.context.processes, callbacks.is_over
+        if callbacks.error is not None and processes.peers.count > 1:
+            # Any process may have the error: all stop as after a signal.
+            self._stop.reason, is_over = self._stop.reason or "an error of a callback", False
+        return bool(processes.share("over", is_over))
+
+    def is_observed(self, moment: str) -> bool:
+        """Return whether a callback is called at a moment."""
+        return self.context.callbacks.is_observed(moment)
+
+    def observe(self, moment: str, state: TrainState, step: int, batch: Any) -> None:
+        """Call the callbacks of a moment."""
+        self._batch, callbacks = batch, self.context.callbacks
+        if moment == "on_log" and self._logged.get("step") != step:
+            return
+        if not callbacks.is_observed(moment):
+            return
+        event = Event(
+            step=step,
+            state=state,
+            metrics=dict(self._logged if moment == "on_log" else self.evaluation or {}),
+            batch=batch,
+            workdir=self.context.directory.path,
+            whole=self.programs.whole,
+            merge=self.programs.model.blueprint.merge,
+        )
+        with self._clock.pause("callback"), self.context.processes.watch.phase("eval"):
+            callbacks.observe(moment, event)
 
     def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
         """Count a completed step: time, tokens, sources, and its verdict on the loss."""
@@ -234,7 +268,7 @@ class Trainer(TrainLoop):
         measured["peak_bytes"] = host_machine.peak_memory(jax.local_devices()).bytes
         if self._step.layer_stats is not None:
             measured |= self._step.layer_stats.take(step)
-        self._logger.log(step, values, measured)
+        self._logged = self._logger.log(step, values, measured)
 
     def note_skipped(self, step: int, values: dict[str, float], layers: Any) -> None:
         """Record a step that the guard did not apply."""
