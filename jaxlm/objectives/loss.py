@@ -1,4 +1,11 @@
-"""Token losses: negative log-likelihood, multi-token prediction, labels that the model samples."""
+"""Token losses: negative log-likelihood, multi-token prediction, labels that the model samples.
+
+Example:
+  >>> scores = token_scores(jnp.zeros((2, 4)), jnp.array([0, 3]))
+  >>> _, metrics = weighted(scores, jnp.array([1.0, 0.0]), LossConfig())
+  >>> round(float(metrics["loss_nats"].value), 4)  # log(4), of the first token alone
+  1.3863
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,12 @@
-"""Objectives: how packed rows become batches, and the loss of a batch."""
+"""Objectives: how packed rows become batches, and the loss of a batch.
+
+Example:
+  >>> from jaxlm.objectives.config import Causal, Prefix
+  >>> Objective(Causal(), LossConfig()).parts[0].settings.keeps_rows
+  True
+  >>> PrefixLM(Prefix(), LossConfig()).settings.bidirectional
+  True
+"""
 
 import dataclasses
 import functools

@@ -150,7 +150,7 @@ def test_the_programs_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
     for path in sorted(Path(jaxlm.__file__).parent.glob("core/*.py"))[:12]:
         (tmp_path / "texts" / f"{path.stem}.txt").write_text(path.read_text())
     blocks = re.findall(r"```python\n(.*?)```", page("python").read_text(), re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     names: dict = {}
     for block in blocks:
         if file := re.match(r"# (\w+\.py)\n", block):

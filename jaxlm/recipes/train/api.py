@@ -132,12 +132,12 @@ def train(
 ) -> Result:
     """Train in a run directory, or resume there. `jaxlm train` calls this function.
 
-    Each function of `callbacks` is called in the first process as `callback(step, metrics)` with every record of
-    metrics.jsonl, after it was written: logged steps have the `split` train, evaluations that of
-    their set. A true answer ends the run after the step that is being computed, with its state
-    saved; the same call resumes from there. An exception does so too, and is raised once the state
-    is saved. After a rewind the same steps occur again. Objects of `jaxlm.Callback` see the state
-    and the batch too, in all processes.
+    Each function of `callbacks` is called in the first process as `callback(step, metrics)` with
+    every record of metrics.jsonl, after it was written: logged steps have the `split` train,
+    evaluations that of their set. A true answer ends the run after the step that is being computed,
+    with its state saved; the same call resumes from there. An exception does so too, and is raised
+    once the state is saved. After a rewind the same steps occur again. Objects of `jaxlm.Callback`
+    see the state and the batch too, in all processes.
 
     Data from Python is written to the cache and read from there, so that the run is packed, resumed
     and evaluated as one on files. config.json has its digest as `python:DIGEST`: a call with other
