@@ -191,27 +191,6 @@ def scaling(
     return to_png(figure)
 
 
-def compared(
-    axis: str, curves: Mapping[str, Points], training: Mapping[str, Points], *, label: str
-) -> bytes:
-    """Return a PNG of losses of several runs over an axis; those of training are thin lines."""
-    figure, axes = new_figure(title=f"Loss by {axis}", xlabel=axis, ylabel=label)
-    for number, (name, points) in enumerate(curves.items()):
-        color = f"C{number % 10}"
-        if thin := training.get(name):
-            axes.plot(*zip(*thin, strict=True), "-", color=color, linewidth=0.8, alpha=0.35)
-        if points:
-            shown = list(zip(*points, strict=True))
-            axes.plot(*shown, "o-", color=color, label=name, linewidth=1.2, markersize=3.5)
-    losses = [loss for points in curves.values() for _, loss in points]
-    if losses and max(losses) > 10 * min(losses) > 0:  # a run diverged
-        axes.set_yscale("log")
-    axes.grid(alpha=0.25)
-    if losses:
-        axes.legend(frameon=False, fontsize="small")
-    return to_png(figure)
-
-
 def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
     figure, axes = new_figure(title=plot.title, xlabel="step", ylabel=plot.label)
     for split, points in series.items():

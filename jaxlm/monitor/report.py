@@ -2,8 +2,10 @@
 
 import base64
 import contextlib
+import itertools
 import json
 import os
+import re
 import shlex
 import statistics
 import time
@@ -11,14 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import formatting, sinks
+from jaxlm.monitor import charts, formatting, sinks
+from jaxlm.monitor.charts import Chart, Series
 from jaxlm.monitor.plots import MAPS, PLOTS
 from jaxlm.monitor.sinks import FIGURES, Record, Shape
 
 STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")  # also used by corpus
 
+CONTENTS = "<!-- contents -->"
+HEADING = re.compile(r'<h2 id="([a-z-]+)">([^<]*)</h2>')
+MAX_LINKS = 24  # to other runs
+SURPRISES = (1, 2, 4, 6)  # nats from which a token has the next color
 MAX_DEPTH = 20  # levels of a JSON file that get rows of their own
 SAMPLES: Shape = {"step": sinks.is_step, "prompt": sinks.is_text, "text": sinks.is_text}
 FORECAST: Shape = {
@@ -53,10 +61,16 @@ def render(run: Path) -> str:
     records = sinks.read(run / "metrics.jsonl")
     train = [record for record in records if record.get("split") == "train"]
     environment = read_object(run / "environment.json")
+    config = read_object(run / "config.json")
+    coders = _coders(run)
+    best = best_evaluation(config, records)
     return filled(
         "report.html.jinja",
         title=f"jaxlm run {run.resolve().name}",
+        lead=_lead(run, config, environment, records, best, coders),
         summary=_summary(run, records),
+        charts=drawn(_charts(records, best, coders)),
+        links=_links(run),
         **_result(run, records, train),
         speed=_speed(train),
         advice=batch_advice(records),
@@ -72,13 +86,29 @@ def render(run: Path) -> str:
 
 
 def filled(template: str, **values: Any) -> str:
-    """Return a page of this folder with its values and the style."""
+    """Return a page of this folder with its values, the style, and the script of its charts.
+
+    The page gets a table of contents, with a link to each heading that has an id.
+    """
     import jinja2
     import markupsafe
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    return templates.get_template(template).render(style=markupsafe.Markup(STYLE), **values)
+    style, script = markupsafe.Markup(STYLE), markupsafe.Markup(charts.SCRIPT)
+    values |= {"style": style, "script": script, "contents": markupsafe.Markup(CONTENTS)}
+    page = templates.get_template(template).render(**values)
+    heads = HEADING.findall(page)
+    items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in heads)
+    contents = f'<nav aria-label="contents"><ul>{items}</ul></nav>' if heads else ""
+    return page.replace(CONTENTS, contents, 1)
+
+
+def drawn(figures: Sequence[Chart]) -> Any:
+    """Return charts as markup for a page."""
+    import markupsafe
+
+    return markupsafe.Markup("".join(map(charts.render, figures)))
 
 
 def batch_advice(records: Sequence[Record]) -> str | None:
@@ -111,6 +141,115 @@ def batch_advice(records: Sequence[Record]) -> str | None:
     )
 
 
+def best_evaluation(config: Any, records: Sequence[Record]) -> Record | None:
+    """Return the record with the lowest loss of the set that ranks checkpoints, None without one.
+
+    That is the set that `eval.follow` names, or the first one of the records.
+    """
+    scored = [
+        record
+        for record in records
+        if record.get("split", "train") not in ("train", None)
+        and sinks.is_number(record.get("loss_nats"))
+    ]
+    if not scored:
+        return None
+    section = config.get("eval")
+    follow = section.get("follow") if isinstance(section, dict) else None
+    splits = [record["split"] for record in scored]
+    ranking = follow if follow in splits else splits[0]
+    return min((r for r in scored if r["split"] == ranking), key=lambda r: r["loss_nats"])
+
+
+def _coders(run: Path) -> dict[str, float]:
+    """Return bits per byte of coders without a model, by name."""
+    path = run / "baselines.json"
+    coders = read_object(path)
+    if wrong := [name for name, bits in coders.items() if not sinks.is_number(bits)]:
+        raise _misshapen(path, f"has no number for {wrong[0]!r}")
+    return coders
+
+
+def _charts(
+    records: Sequence[Record], best: Record | None, coders: dict[str, float]
+) -> list[Chart]:
+    """Return the charts that have numbers; that of the loss has all sets, and the coders."""
+    result = []
+    for plot in PLOTS:
+        splits = ["train"]
+        if plot.every_split:
+            others = (record.get("split") or "train" for record in records)
+            splits = list(dict.fromkeys([*splits, *others]))
+        curves = {split: charts.points(records, split, plot.field) for split in splits}
+        series = [
+            Series(split, points, number, is_marked=split != "train")
+            for number, (split, points) in enumerate(curves.items())
+            if points
+        ]
+        if not series:
+            continue
+        marked = [n for n, each in enumerate(series) if best and each.name == best["split"]]
+        is_loss = plot.name == "loss"
+        levels = charts.by_level(coders, best) if best and is_loss else []
+        mark = marked[0] if marked and is_loss else None
+        chart = Chart(plot.title, plot.label, series, plot.scale == "log", levels, mark)
+        result.append(chart)
+    return result
+
+
+def _lead(
+    run: Path,
+    config: dict[str, Any],
+    environment: dict[str, Any],
+    records: Sequence[Record],
+    best: Record | None,
+    coders: dict[str, float],
+) -> str:
+    """Return the run in a sentence: model, parameters, data, hardware, time, and the verdict."""
+    settings = dict(leaves(config)) if config else {}
+    family, steps = settings.get("model.family"), settings.get("train.steps")
+    train = [record for record in records if record.get("split") == "train"]
+    if not family or not train:
+        return ""
+    count = read_object(run / "forecast.json").get("parameters")
+    size = f" of {formatting.count(count)} parameters" if sinks.is_number(count) else ""
+    sources = settings.get("data.train")
+    names = [str(each) for each in sources] if isinstance(sources, list) else [str(sources)]
+    data = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    devices = environment.get("devices")
+    machine = ""
+    if isinstance(devices, dict) and devices:
+        machine = " on " + ", ".join(f"{number} x {kind}" for kind, number in devices.items())
+    spent = [r["elapsed_seconds"] for r in train if sinks.is_number(r.get("elapsed_seconds"))]
+    starts = [a for a, b in itertools.pairwise(spent) if b < a]  # each begins at 0
+    time_ = f" in {formatting.duration(sum([*starts, *spent[-1:]]))}" if spent else ""
+    of = f" of {steps}" if sinks.is_number(steps) and steps != train[-1]["step"] else ""
+    name = "An" if str(family)[:1] in "aeiou" else "A"
+    text = (
+        f"{name} {family} model{size}, trained on {data}{machine} for {train[-1]['step']}{of} steps"
+    )
+    return f"{text}{time_}. {_verdict(best, coders)}".rstrip()
+
+
+def _verdict(best: Record | None, coders: dict[str, float]) -> str:
+    """Return the best evaluation, and its place among the coders."""
+    if best is None:
+        return "It was not evaluated."
+    text = (
+        f"The best loss on {best['split']} is {best['loss_nats']:.4f} nats, at step {best['step']}"
+    )
+    bits: Any = best.get("bits_per_byte")
+    if not sinks.is_number(bits):
+        return f"{text}."
+    text += f", {bits:.3f} bits per byte"
+    ranked = sorted(coders.items(), key=lambda coder: coder[1])
+    beaten = [name for name, value in ranked if value > bits]
+    others = [name for name, value in ranked if value <= bits]
+    parts = [f"better than {beaten[0]}"] if beaten else []
+    parts += [f"worse than {others[-1]}"] if others else []
+    return f"{text}: {', '.join(parts)}." if parts else f"{text}."
+
+
 def _summary(run: Path, records: Sequence[Record]) -> str:
     """Return progress, time and end of the run in one line."""
     parts = []
@@ -138,10 +277,7 @@ def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> di
         [split, record["step"], *(_measured(record, name) for name in FIGURES)]
         for split, record in last.items()
     ]
-    path = run / "baselines.json"
-    coders = read_object(path)
-    if wrong := [name for name, bits in coders.items() if not sinks.is_number(bits)]:
-        raise _misshapen(path, f"has no number for {wrong[0]!r}")
+    coders = _coders(run)
     baselines = [(name, bits, "") for name, bits in coders.items()]
     newest = max((record["step"] for record in records), default=0)
     for split, record in last.items() if coders else ():
@@ -241,8 +377,8 @@ def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
 
 
 def _images(run: Path) -> list[tuple[str, str]]:
-    """Return title and base64 PNG of each plot of the run."""
-    paths = ((plot.title, run / "plots" / f"{plot.name}.png") for plot in (*PLOTS, *MAPS))
+    """Return title and base64 PNG of each heat map of the run."""
+    paths = ((plot.title, run / "plots" / f"{plot.name}.png") for plot in MAPS)
     existing = ((title, path.read_bytes()) for title, path in paths if path.exists())
     return [(title, base64.b64encode(png).decode()) for title, png in existing]
 
@@ -252,7 +388,35 @@ def _samples(run: Path) -> list[tuple[int, list[dict[str, Any]]]]:
     records = sinks.read(run / "samples.jsonl", SAMPLES)
     steps = sorted({record["step"] for record in records})
     shown = dict.fromkeys([*steps[-1:], *steps[:1]])
-    return [(step, [r for r in records if r["step"] == step]) for step in shown]
+    return [(step, [_with_spans(r) for r in records if r["step"] == step]) for step in shown]
+
+
+def _with_spans(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample with (text, nats, level of surprise) of each token, if known."""
+    spans: list[tuple[str, str, int]] = []
+    room = len(sample["text"])
+    for entry in sample.get("tokens") or ():
+        if not (isinstance(entry, list) and list(map(type, entry)) == [str, float]):
+            return sample | {"spans": []}
+        text, nats = entry
+        if text[:room]:
+            level = sum(nats >= least for least in SURPRISES)
+            spans.append((text[:room], f"{nats:.2f}", level))
+        room -= len(text[:room])
+    whole = "".join(text for text, *_ in spans)
+    return sample | {"spans": spans if whole == sample["text"] else []}
+
+
+def _links(run: Path) -> list[tuple[str, str]]:
+    """Return name and link of the reports of runs in the same folder."""
+    here = run.resolve()
+    others = (
+        folder
+        for folder in sorted(here.parent.iterdir())
+        if folder.resolve() != here and (folder / "report.html").is_file()
+    )
+    runs = [folder.name for folder in others if (folder / "metrics.jsonl").is_file()]
+    return [(name, f"../{quote(name)}/report.html") for name in runs[:MAX_LINKS]]
 
 
 def _warnings(run: Path) -> list[str]:

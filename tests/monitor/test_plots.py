@@ -118,7 +118,7 @@ def test_layers_are_maps_of_what_was_watched(tmp_path):
         "loss", "noise_scale", "layers_grad_norm", "layers_update_ratio", "layers_dead_units",
     }  # fmt: skip
     page = report.render(tmp_path)
-    assert page.count("<img") == 5
+    assert (page.count("<img"), page.count("<figure")) == (3, 2)
     assert "Gradient norm by layer" in page
     pixels = matplotlib.image.imread(tmp_path / "plots/layers_grad_norm.png")
     assert len({tuple(pixel) for pixel in pixels.reshape(-1, 4).tolist()}) > 5

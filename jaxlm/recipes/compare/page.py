@@ -1,13 +1,13 @@
 """Page and console text of a comparison. Free of JAX."""
 
-import base64
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.monitor import formatting, plots, report, sinks
-from jaxlm.recipes.compare.comparison import AXES, Comparison, Point, Result, brief
+from jaxlm.monitor import formatting, report, sinks
+from jaxlm.monitor.charts import Chart, Series
+from jaxlm.recipes.compare.comparison import AXES, Comparison, Result, brief
 from jaxlm.recipes.compare.summary import RunSummary
 
 RESULT_HEAD = ["result", "nats", "over the lowest", "bits per byte"]
@@ -29,18 +29,17 @@ def write(comparison: Comparison, target: Path) -> Path:
     title = "jaxlm: " + (", ".join(names) if len(names) <= 4 else f"{len(names)} runs")
     is_evaluated = comparison.curves != comparison.training
     thin = comparison.training if is_evaluated else {}
-    images = [
-        (
-            f"Loss by {axis}",
-            plots.compared(
-                axis,
-                _by(axis, comparison.curves),
-                _by(axis, thin),
-                label="nats per token",
-            ),
-        )
-        for axis in AXES
+    series = [
+        Series(name, [tuple(point) for point in points], number, is_marked=is_evaluated)
+        for number, (name, points) in enumerate(comparison.curves.items())
     ]
+    series += [
+        Series(name, [tuple(point) for point in points], number, is_thin=True)
+        for number, (name, points) in enumerate(thin.items())
+    ]
+    losses = [point.loss for points in comparison.curves.values() for point in points]
+    has_diverged = bool(losses) and max(losses) > 10 * min(losses) > 0
+    chart = Chart("Loss", "nats per token", series, is_log=has_diverged)
     folder = target.absolute().parent
     links = {
         name: os.path.relpath(run.path.absolute() / "report.html", folder)
@@ -54,7 +53,7 @@ def write(comparison: Comparison, target: Path) -> Path:
         result_head=RESULT_HEAD,
         results=result_rows(comparison.results),
         differences=difference_rows(comparison) if comparison.differences else None,
-        images=[(name, base64.b64encode(png).decode()) for name, png in images],
+        charts=report.drawn([chart]),
         tables=[(axis, *loss_rows(comparison, axis)) for axis in AXES],
         run_head=RUN_HEAD,
         runs=[run_row(name, run) for name, run in comparison.runs.items()],
@@ -63,13 +62,6 @@ def write(comparison: Comparison, target: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     sinks.replace(target, text.encode())
     return target
-
-
-def _by(axis: str, curves: dict[str, list[Point]]) -> dict[str, list[tuple[float, float]]]:
-    return {
-        name: [(getattr(point, axis), point.loss) for point in points]
-        for name, points in curves.items()
-    }
 
 
 def result_rows(results: Sequence[Result]) -> Rows:

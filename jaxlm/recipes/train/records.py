@@ -170,7 +170,13 @@ class MetricsLogger:
     def note_samples(self, step: int, samples: list[Continuation]) -> None:
         """Write the continuations of the prompts after a step."""
         for each in samples:
-            self._samples.write({"step": step, "prompt": each.prompt, "text": each.text})
+            sample = {"step": step, "prompt": each.prompt, "text": each.text}
+            if each.log_probabilities is not None:
+                table = self._programs.data.tokenizer.table
+                texts = (table[number].decode("utf-8", "replace") for number in each.ids)
+                scored = zip(texts, each.log_probabilities, strict=True)
+                sample["tokens"] = [[text, round(-score, 3)] for text, score in scored]
+            self._samples.write(sample)
             for tracker in self._text_sinks:
                 tracker.sample(step, each.prompt, each.text)
 

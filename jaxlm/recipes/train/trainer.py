@@ -353,6 +353,7 @@ class Evaluator:
             blueprint,
             programs.data.tokenizer,
             both_ways=run.objective.prompts == "both ways",
+            is_scored=True,
         )
 
     def evaluate(
