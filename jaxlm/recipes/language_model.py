@@ -17,18 +17,20 @@ from jaxlm.core import config
 from jaxlm.core.callbacks import Log, OnText
 from jaxlm.core.errors import ConfigError, InputMissing
 from jaxlm.core.hub import PREFIX
+from jaxlm.core.nearest import nearest_word
 from jaxlm.data import cache
 from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.generate.sampler import Continuation
 from jaxlm.models.build import Model, Params
+from jaxlm.models.families.union import SIZES
 from jaxlm.objectives import loss
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import export_model
 from jaxlm.recipes.exchange.import_model import COMPANION_FILES, ImportOptions, import_model
 from jaxlm.recipes.use import adapter as adapters
-from jaxlm.recipes.use import evaluate, generate, inspection
+from jaxlm.recipes.use import evaluate, fresh, generate, inspection
 from jaxlm.recipes.use.inspection import Inspection
 from jaxlm.recipes.use.load import LoadedRun, Weights, is_model_of_another_library, load_run
 from jaxlm.training.rundir import split_ref
@@ -63,13 +65,19 @@ class LanguageModel:
     def __repr__(self) -> str:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         family = self.config.model.family
-        place = f"{str(self.workdir)!r}, step {self.step}"
+        state = f"step {self.step}" if self.is_trained else "untrained"
+        place = f"{str(self.workdir)!r}, {state}"
         return f"LanguageModel({place}, {family}, {count:,} parameters)"
 
     @property
     def workdir(self) -> Path:
-        """The run directory."""
+        """The run directory; for a published size its name."""
         return self.loaded.workdir
+
+    @property
+    def is_trained(self) -> bool:
+        """False for a published size, whose parameters are random."""
+        return self.loaded.is_trained
 
     @property
     def step(self) -> int:
@@ -189,6 +197,10 @@ class LanguageModel:
           `say`: receives log lines.
         """
         globs = (text,) if isinstance(text, str) else tuple(text)
+        if not globs:
+            self._check_trained(
+                "an untrained model has no validation sets", "evaluate('texts/*.txt')"
+            )
         length = evaluate.checked_length(self.loaded, sequence)
         loaders = evaluate.open_loaders(self.loaded, globs, length, say)
         sets = evaluate.measure(self.loaded, loaders, batch or self.config.train.batch)
@@ -207,6 +219,8 @@ class LanguageModel:
           ConfigError: if the model was loaded with an adapter that is not its run's own.
           ParityError: if the export gives other logits.
         """
+        fix = f"jaxlm train --config={self.workdir} --workdir=runs/a"
+        self._check_trained("an untrained model is not exported", fix)
         if self.adapter is not None:
             raise ConfigError(
                 "an adapter of --adapter is not exported",
@@ -216,6 +230,11 @@ class LanguageModel:
             )
         return export_model.export_model(self.workdir, Path(out), step=self.step, **options)
 
+    def _check_trained(self, what: str, fix: str) -> None:
+        if not self.is_trained:
+            why = "its parameters are random, and no run made them"
+            raise ConfigError(what, where=f"load({str(self.workdir)!r})", why=why, fix=fix)
+
 
 def load(
     source: str | os.PathLike[str],
@@ -224,24 +243,38 @@ def load(
     best: bool = False,
     weights: Weights = "raw",
     adapter: str | None = None,
+    seed: int = 0,
     cpu_devices: int | None = None,
     say: Log = lambda _: None,
 ) -> LanguageModel:
     """Open a model: call it, generate, score text, evaluate, export.
 
-    A model of another library is imported once, to a run in the cache folder. Raises InputMissing
-    if there is no model, DataError if it is damaged, and CommandError if a flag does not fit it.
+    A model of another library is imported once, to a run in the cache folder. A published size,
+    such as `gpt2-124m`, is not downloaded: it has random parameters, and a warning names it
+    untrained. Raises InputMissing if there is no model, DataError if it is damaged, and ConfigError
+    or CommandError if an argument does not fit it.
 
     Args:
-      source: a run, RUN@STEP, a folder of transformers, a .gguf, or hf:ORG/NAME[@REVISION].
+      source: a run, RUN@STEP, a folder of transformers, a .gguf, hf:ORG/NAME[@REVISION], or a
+        published size.
       step: the step of the run; None for the newest.
       best: load the step with the lowest validation loss instead.
       weights: the parameters, or the average of them that the run maintains.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
+      seed: seed of the random parameters of a published size.
       cpu_devices: number of devices to split the CPU into.
       `say`: receives log lines.
     """
     ref = os.fspath(source)
+    if not Path(ref).exists() and (size := fresh.size_named(ref)):
+        if step is not None or best or weights != "raw" or adapter is not None:
+            raise ConfigError(
+                "an untrained model has no steps, averages or adapters",
+                where=f"load({ref!r})",
+                why=f"{size} is a published size, whose parameters are random",
+                fix=f"jaxlm.load({ref!r})",
+            )
+        return LanguageModel(fresh.fresh_run(size, seed, cpu_devices))
     if is_model_of_another_library(ref):
         workdir = _imported(ref, cpu_devices, say)
     else:
@@ -251,11 +284,12 @@ def load(
         else:
             step = int(named)
     if not (workdir / "config.json").is_file():
+        meant = nearest_word(ref, SIZES)
         raise InputMissing(
             f"there is no model at {ref}",
             where=f"load({ref!r})",
-            why="it is no run directory, folder of transformers, .gguf or hf:ORG/NAME",
-            fix="find . -name checkpoints",
+            why="it is no run directory, folder of transformers, .gguf, hf:ORG/NAME or size",
+            fix=f"jaxlm.load({meant!r})" if meant else "find . -name checkpoints",
         )
     loaded = load_run(
         workdir,

@@ -1,5 +1,6 @@
 """`jaxlm.load`: a model in Python, from runs and from other libraries; and the page about it."""
 
+import dataclasses
 import inspect
 import json
 import re
@@ -15,7 +16,10 @@ import pytest
 import jaxlm
 from jaxlm.cli.docs import page
 from jaxlm.cli.main import main
-from jaxlm.core.errors import ConfigError, InputMissing
+from jaxlm.core.errors import ConfigError, InputMissing, OutOfMemory
+from jaxlm.models.families.union import SIZES
+from jaxlm.recipes.plan import oom
+from jaxlm.recipes.use.fresh import Untrained
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -144,13 +148,59 @@ def test_a_dict_is_a_config_nested_or_by_path(run, tmp_path):
         jaxlm.train({"model.witdh": 3}, workdir=tmp_path / "other")
 
 
-def test_the_programs_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def tiny(monkeypatch):
+    """Sizes under their published names that take no time."""
+    for name in ("gpt2", "pythia-70m", "bert-base-cased"):
+        changes = {"depth": 1, "width": 32, "heads": 2}
+        monkeypatch.setitem(SIZES, name, dataclasses.replace(SIZES[name], **changes))
+
+
+def test_a_published_size_is_named_untrained_and_begins_as_a_run_of_its_seed(tiny, run, tmp_path):
+    with pytest.warns(Untrained, match="gpt2 is untrained: its .* parameters are random"):
+        model = jaxlm.load("gpt2-124m", seed=3)
+    assert repr(model).startswith("LanguageModel('gpt2', untrained, gpt2, ")
+    assert (model.is_trained, model.step) == (False, 0)
+    assert model.model(jnp.zeros((1, 5), int)).shape == (1, 5, 50257)
+    assert len(model.score(TEXT).nats) == len(TEXT)
+    assert len(model.generate(TEXT, max_tokens=2)[0].ids) == 2
+    settings = {"data.tokenizer": "bytes", "data.validation": (), "seed": 3}
+    settings |= {"data.sequence": 32, "train.steps": 1, "train.batch": 2, "optim.lr": 1e-30}
+    data = jaxlm.load(run).config.data.train
+    frozen = {"optim.weight_decay": 0.0, "data.train": list(data), "sample.prompts": ()}
+    jaxlm.train("gpt2", settings=settings | frozen, workdir=tmp_path / "run", quiet=True)
+    begun = jaxlm.load(tmp_path / "run").params
+    assert jax.tree.all(jax.tree.map(jnp.allclose, model.params, begun))
+
+
+def test_what_an_untrained_model_lacks_is_an_error_with_a_fix(tiny, tmp_path, monkeypatch):
+    with pytest.warns(Untrained):
+        encoder = jaxlm.load("bert_base_cased")
+    for action, fix in (
+        (lambda: encoder.generate(TEXT), "jaxlm eval"),
+        (lambda: encoder.export(tmp_path / "out"), "jaxlm train --config=bert-base-cased"),
+        (lambda: encoder.evaluate(), "evaluate("),
+        (lambda: jaxlm.load("gpt2", step=3), "jaxlm.load('gpt2')"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            action()
+        assert fix in caught.value.fix
+    with pytest.raises(InputMissing) as missing:
+        jaxlm.load("pytia-70m")
+    assert missing.value.fix == "jaxlm.load('pythia-70m')"
+    monkeypatch.setattr(oom, "memory_limit", lambda run: 1e6)
+    with pytest.raises(OutOfMemory, match="do not fit the memory"):
+        jaxlm.load("gpt2")
+
+
+@pytest.mark.filterwarnings("ignore::jaxlm.recipes.use.fresh.Untrained")
+def test_the_programs_of_the_page_run_in_order(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     for path in sorted(Path(jaxlm.__file__).parent.glob("core/*.py"))[:12]:
         (tmp_path / "texts" / f"{path.stem}.txt").write_text(path.read_text())
     blocks = re.findall(r"```python\n(.*?)```", page("python").read_text(), re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     names: dict = {}
     for block in blocks:
         if file := re.match(r"# (\w+\.py)\n", block):

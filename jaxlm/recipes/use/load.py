@@ -51,6 +51,7 @@ class LoadedRun:
     model: setup.ShardedModel
     params: Any
     tokenizer: Tokenizer
+    is_trained: bool = True  # False for a published size, whose `workdir` is its name
 
 
 @dataclasses.dataclass(frozen=True)
