@@ -219,7 +219,8 @@ class LanguageModel:
           ConfigError: if the model was loaded with an adapter that is not its run's own.
           ParityError: if the export gives other logits.
         """
-        fix = f"jaxlm train --config={self.workdir} --workdir=runs/a"
+        objective = f"--config.objective.name={self.config.objective.name}"
+        fix = f"jaxlm train --config={self.workdir} {objective} --workdir=runs/a"
         self._check_trained("an untrained model is not exported", fix)
         if self.adapter is not None:
             raise ConfigError(

@@ -124,6 +124,8 @@ ELSEWHERE: dict[str, str] = {
     # By the slow situation "next of an imported adapter", which a run of one test leaves out.
     "cli/importing.py:_import_adapter:1": "tests/house/test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
     "recipes/scaling/law.py:read:1": "tests/recipes/scaling/test_scale.py::test_too_few_runs_are_refused_with_lines_that_make_the_missing_ones",
+    "recipes/language_model.py:_check_trained:1": "tests/recipes/test_language_model.py::test_what_an_untrained_model_lacks_is_an_error_with_a_fix",
+    "recipes/use/fresh.py:fresh_run:1": "tests/recipes/test_language_model.py::test_what_an_untrained_model_lacks_is_an_error_with_a_fix",
     "recipes/language_model.py:load:1": "tests/recipes/test_language_model.py::test_what_is_wrong_is_an_error_with_a_fix",
 }
 

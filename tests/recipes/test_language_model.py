@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -185,12 +186,15 @@ def test_what_an_untrained_model_lacks_is_an_error_with_a_fix(tiny, tmp_path, mo
         with pytest.raises(ConfigError) as caught:
             action()
         assert fix in caught.value.fix
+        if "jaxlm train" in fix:
+            assert main(["config", "validate", *shlex.split(caught.value.fix)[2:-1]]) == 0
     with pytest.raises(InputMissing) as missing:
         jaxlm.load("pytia-70m")
     assert missing.value.fix == "jaxlm.load('pythia-70m')"
     monkeypatch.setattr(oom, "memory_limit", lambda run: 1e6)
-    with pytest.raises(OutOfMemory, match="do not fit the memory"):
+    with pytest.raises(OutOfMemory, match="do not fit the memory") as large:
         jaxlm.load("gpt2")
+    assert main(shlex.split(large.value.fix, comments=True)[1:]) == 0
 
 
 @pytest.mark.filterwarnings("ignore::jaxlm.recipes.use.fresh.Untrained")
