@@ -5,9 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.nn.config import REMAT_NAMES, is_remat
+
+RESULT = "adapted_result"
 
 
 def rematerialize(
@@ -16,7 +19,8 @@ def rematerialize(
     """Wrap `function` so that its backward pass recomputes activations by a policy.
 
     - none: stores all activations that the backward pass reads.
-    - dots: stores the results of matrix products of activations and weights.
+    - dots: stores the results of matrix products of activations and weights; of a layer with an
+      adapter the result with its update, see `stored_result`.
     - full: stores the arguments only.
     - save:attention_out,mlp_out: stores the named arrays.
     - offload:layer_in,attention_out: stores the named arrays in host memory.
@@ -42,7 +46,8 @@ def rematerialize(
         return function
     if remat == "dots":
         is_saved = _is_product if mapped else policies.dots_with_no_batch_dims_saveable
-        return checkpoint(policy=is_saved)
+        named = policies.save_only_these_names(RESULT)
+        return checkpoint(policy=policies.save_from_both_policies(is_saved, named))
     if remat == "full":
         return checkpoint()
     kind, _, names = remat.partition(":")
@@ -56,6 +61,11 @@ def rematerialize(
             offload_dst="pinned_host",
         )
     )
+
+
+def stored_result(x: Array) -> Array:
+    """Mark a sum of products: `dots` stores it, and not the products if nothing else reads them."""
+    return checkpoint_name(x, RESULT)
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from jaxlm.core import random
 from jaxlm.nn.dropout import dropout, layer_key
 from jaxlm.nn.linear import HeadLinear, Linear
+from jaxlm.nn.remat import stored_result
 from jaxlm.ops.low_rank import leading_factors
 from jaxlm.ops.matmul import matmul
 from jaxlm.parallel.rules import constrain
@@ -93,7 +94,7 @@ class LoraLinear(Adapted):
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Costs 2 rank (ins + outs) FLOPs a token more than the base."""
         y = super()._product(x)
-        return (y.astype(jnp.float32) + self._update(x)).astype(y.dtype)
+        return stored_result((y.astype(jnp.float32) + self._update(x)).astype(y.dtype))
 
     def _update(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Return s (x A) B in float32; in training x has dropout. PiSSA subtracts s (x A0) B0."""
@@ -103,7 +104,9 @@ class LoraLinear(Adapted):
         def product(x: Array, pair: tuple[Array, Array]) -> Array:
             # Gathered over fsdp before the products, as XLA would split them over tensor too.
             a = constrain(pair[0], None if first == "embed" else first, None)
-            b = constrain(pair[1], None, None if last == "embed" else last)
+            # s multiplies B, and no array with a row for each token, in either pass.
+            scaled = self.settings.factor * pair[1]
+            b = constrain(scaled, None, None if last == "embed" else last)
             wide = jnp.dtype(jnp.float32)
             low = matmul(x.reshape(*leading, -1), a, self.precision, wide)
             return matmul(low, b, self.precision, wide)
@@ -116,7 +119,7 @@ class LoraLinear(Adapted):
         y = product(dropped, pair)
         for each in others:
             y = y - product(x, each)
-        return self.settings.factor * y.reshape(*leading, *self.outs)
+        return y.reshape(*leading, *self.outs)
 
     def _pairs(self) -> list[tuple[Float[Array, "I r"], Float[Array, "r O"]]]:
         """Return A and B, and for PiSSA their first values."""

@@ -1,6 +1,7 @@
 """Laws of a step that trains an adapter: what moves, what does not, and in which dtypes."""
 
 import hashlib
+import math
 import re
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core import backend, tree
+from jaxlm.core.config import load
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.models.build import Blueprint
@@ -21,6 +23,10 @@ from jaxlm.optim import build as optimizers
 from jaxlm.optim import schedules
 from jaxlm.optim.config import AdamW
 from jaxlm.optim.schedule_config import Constant
+from jaxlm.parallel import mesh
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.diagnose import collectives
+from jaxlm.recipes.train import programs
 from jaxlm.training import guard as guards
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
@@ -129,13 +135,67 @@ def test_micro_batches_of_uneven_weights_give_one_update():
 def test_an_adapter_of_rank_8_is_below_a_hundredth_of_its_model(size, at):
     """A checkpoint has the moments too, in the same proportion.
 
-    At 124M parameters that holds for the attention; with the MLP it is 1.07%.
+    At 124M parameters that holds for the attention; with the MLP it is 1.07%, as queries, keys and
+    values have an A each. With one A for all three, as PEFT's GPT-2 has, it would be 0.95%.
     """
     leaves = list(tensors(SIZES[size].build()))
     trained, base = cost.split(config.Lora(rank=8, at=at), leaves)
     whole = sum(each.size for each in leaves)
     assert sum(each.size for each in base) == whole
     assert 0.001 * whole < sum(each.size for each in trained) < 0.01 * whole
+
+
+SHAPE = {"model.width": 128, "model.hidden": 352, "model.heads": 4, "model.kv_heads": 2}
+SHAPE |= {"model.depth": 2, "model.vocab": 256, "data.sequence": 64, "train.batch": 2}
+SHAPE |= {"loss.chunk": "None", "train.stack": "unroll", "precision.compute": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("remat", "most"), [("none", 0.68), pytest.param("full", 0.75, marks=pytest.mark.slow)]
+)
+def test_a_step_multiplies_nothing_for_the_gradients_of_frozen_weights(remat, most):
+    """Of three products of a weight two remain, and of four with `full` three."""
+
+    def flops(**settings):
+        given = SHAPE | {"train.remat": remat} | settings
+        run = load(Run, None, [(path, str(value)) for path, value in given.items()]).value
+        grid = mesh.build(run.mesh, jax.devices()[:1])
+        engine = programs.without_data(run, grid, run.model.vocab)
+        with jax.set_mesh(grid):
+            state = jax.eval_shape(engine.abstract_init, engine.base)
+            lowered = engine.step.lower(
+                state, collectives.abstract_batch(run, grid), **engine.extra_inputs
+            )
+        return lowered.cost_analysis()["flops"]
+
+    adapter = flops(**{"tune.name": "lora", "tune.rank": 2})
+    assert 0.6 < adapter / flops() < most
+
+
+def test_dots_stores_one_result_of_each_adapted_layer():
+    """The sum of both products, as large as the one without an adapter, and the product with A."""
+    rows = batch()
+
+    def stored(**surgeries):
+        blueprint = Blueprint(LLAMA.build(), LOW, layers="scan", remat="dots", **surgeries)
+
+        def loss(params):
+            return token_nll(blueprint.merge(params), rows, None, LossConfig()).objective.total
+
+        params = jax.eval_shape(blueprint.init, jax.random.key(0))
+        loops = [
+            each for each in jax.make_jaxpr(jax.grad(loss))(params).eqns
+            if each.primitive.name == "scan" and not each.params["reverse"]
+        ]  # fmt: skip
+        (forward,) = loops
+        carried, *stacked = (each.aval.shape for each in forward.outvars)
+        assert carried == (*rows.tokens.shape, LLAMA.width)
+        narrow = [shape for shape in stacked if shape[-1] == 2]
+        return len(narrow), sorted(math.prod(shape) for shape in stacked if shape not in narrow)
+
+    count, plain = stored()
+    assert count == 0
+    assert stored(surgery=surgery.build(config.Lora(rank=2))) == (7, plain)
 
 
 def test_an_adapters_step_for_a_gpu_multiplies_bfloat16_and_adds_up_float32():

@@ -22,11 +22,17 @@ class DeviceShare:
     compute_bytes: int
     source: int = 0  # tokens of a row of the encoder, for a decoder with cross attention
     is_dense: bool = False  # see `model_cost.is_dense_ragged`
+    # Layers such as mlp/down of which a gradient reads the input; None for all.
+    read: frozenset[str] | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens of the share."""
         return self.rows * self.length
+
+    def reads(self, *layers: str) -> bool:
+        """Return whether the gradient of one of these layers reads its input."""
+        return self.read is None or not self.read.isdisjoint(layers)
 
     @property
     def score_bytes(self) -> int:
@@ -130,6 +136,12 @@ def _per_token(
     into = config.width * share.compute_bytes
     if is_cast and not isinstance(block.mlp, MoeConfig) and block.mlp.gated:
         into *= 2
+    if not share.reads("attention/query", "attention/key", "attention/value"):
+        read = 0
+    if not share.reads("attention/out") and attention.kernel == "reference":
+        out = 0.0
+    if not share.reads("mlp/gate", "mlp/up"):
+        into = 0
     norms = len(NORMS[block.residual]) * stream
     total = norms + read + heads + out + into + _hidden(config, block, share, is_dots=False)
     if attention.qk_norm is not None:
@@ -189,4 +201,6 @@ def _hidden(
         return wide + config.width * outer + 8 * mlp.experts
     hidden = share.local_size(mlp.hidden, "mlp")
     results = hidden * share.stream_bytes * (2 if mlp.gated else 1)
-    return results if is_dots else results + hidden * share.compute_bytes
+    if is_dots or not share.reads("mlp/down"):
+        return results
+    return results + hidden * share.compute_bytes

@@ -12,6 +12,7 @@ from jaxlm.models.config import BackboneConfig, EncoderDecoderConfig, ModelConfi
 from jaxlm.models.cost import activations, model_cost
 from jaxlm.models.cost.activations import DeviceShare
 from jaxlm.models.cost.tensors import Tensor, tensors
+from jaxlm.nn.config import BlockConfig
 from jaxlm.ops.kernels import BLOCK
 from jaxlm.optim import patterns
 from jaxlm.optim.average_config import NoAverage
@@ -20,9 +21,10 @@ from jaxlm.parallel.logical import LAYERS, LogicalAxes, Sizes
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.tune import cost
-from jaxlm.tune.config import Lora, QLora
+from jaxlm.tune.config import Full, Lora, QLora
 
 FRAGMENTATION = 1.1  # buffers are placed in a heap with holes
+READ = ("/weight", "/lora_a", "/ia3")  # leaves whose gradient reads the input of their layer
 
 
 def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]:
@@ -108,7 +110,17 @@ def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Dev
         stream_bytes=4 if platform == "cpu" else compute,  # a CPU has float32 in every dtype
         compute_bytes=compute,
         is_dense=model_cost.is_dense_ragged(platform),
+        read=_read_layers(run, decoder),
     )
+
+
+def _read_layers(run: Run, decoder: ModelConfig) -> frozenset[str] | None:
+    """Return the layers of a block of which a gradient reads the input, see `DeviceShare`."""
+    if isinstance(run.tune, Full):
+        return None
+    trained, _ = cost.split(run.tune, tensors(decoder))
+    layers = (each.path.rpartition("/")[0] for each in trained if each.path.endswith(READ))
+    return frozenset("/".join(layer.split("/")[-2:]) for layer in layers)
 
 
 def stacks(
@@ -159,10 +171,9 @@ def temporary_bytes(
             for number, (block, policy) in enumerate(layers)
         )
         saved += sum(saved_of(block, policy=policies[0]) for block in stack.heads)
-        # Gradients are as large as the saved activations; recomputed ones are made first.
         largest = max(
-            2 * saved_of(block, policy="none") - saved_by_kind[kind]
-            for kind, block in kinds.items()
+            _largest_layer(run, stack, block, stack_share, policy)
+            for (_, policy), block in kinds.items()
         )
         extra = activations.attention_workspace(stack, stack_share)
         extra += activations.padded_operands(stack, stack_share)
@@ -181,14 +192,15 @@ def temporary_bytes(
     gathered = groups = 0.0
     if sizes["fsdp"] > 1 and run.mesh.zero == 3:
         item = ITEM_BYTES[run.precision.params]
-        whole = sum(  # of a quantized base, its codes
-            _part(each, sizes, is_split=False) * (each.item_bytes or item)
-            for each in itertools.chain(*cost.split(run.tune, tensors(decoder)))
+        trained, base = cost.split(run.tune, tensors(decoder))
+        whole = sum(  # of a quantized base, its codes; with a gradient, that too
+            copies * _part(each, sizes, is_split=False) * (each.item_bytes or item)
+            for copies, leaves in ((2, trained), (1, base))
+            for each in leaves
             if each.axes[:1] == ("layers",)
         )
         prefix = 0 if isinstance(decoder, EncoderDecoderConfig) else len(decoder.prefix)
-        per_layer = whole / (decoder.depth - prefix) * stages
-        gathered = 2 * per_layer
+        gathered = whole / (decoder.depth - prefix) * stages
     if schedule and schedule.repeats > 1:
         local = sum(_part(each, sizes, is_split=run.mesh.zero == 3) for each in repeated)
         groups = local * passes * ITEM_BYTES[run.precision.params]
@@ -215,28 +227,37 @@ def temporary_bytes(
     }
 
 
+def _largest_layer(
+    run: Run, stack: BackboneConfig, block: BlockConfig, share: DeviceShare, policy: str
+) -> float:
+    """Return the bytes of a layer's backward pass beyond those that the layer stores.
+
+    Recomputed activations are made first, and gradients are as large as the activations. A LoRA has
+    no gradients of large weights: the gradients of results that `dots` stores are used up one by
+    one, and casts of operands have no gradient of their own.
+    """
+    saved_of = functools.partial(activations.saved_bytes, stack, block)
+    stored = saved_of(share, policy=policy)
+    recomputed = saved_of(share, policy="none") - stored
+    if not isinstance(run.tune, Lora):
+        return 2 * recomputed + stored
+    is_cast = share.stream_bytes != share.compute_bytes
+    bare = dataclasses.replace(share, read=frozenset()) if is_cast else share
+    gradients = saved_of(bare, policy="none") - (stored if policy == "dots" else 0.0)
+    return recomputed + gradients
+
+
 def _adapter_results(
     run: Run, decoder: ModelConfig, share: DeviceShare, policies: Sequence[str]
 ) -> float:
-    """Return the bytes of the products with LoRA's A and B that layers store.
-
-    Under `dots` each result of B is stored in addition to that of the weight, except in the last
-    layer of the MLP, whose result is added to the stream.
-    """
+    """Return the bytes of the products with LoRA's A that layers store under `none` and `dots`."""
     if not isinstance(run.tune, Lora):
         return 0.0
-    stored = 0.0
-    for each in cost.adapted_weights(run.tune, tensors(decoder)):
-        layers, first = (each.shape[0], 1) if each.axes[0] in LAYERS else (1, 0)
-        place = first + each.ins
-        outs = _size(each.shape[place:], each.axes[place:], share.sizes)
-        dots = run.tune.rank + (0 if "/mlp/down/" in each.path else outs)
-        numbers = {
-            "dots": dots * share.stream_bytes,
-            "none": run.tune.rank * share.compute_bytes,
-        }
-        stored += layers * sum(numbers.get(policy, 0) for policy in policies) / len(policies)
-    return share.tokens * stored
+    item = {"none": share.compute_bytes, "dots": share.stream_bytes}
+    a_token = run.tune.rank * sum(item.get(policy, 0) for policy in policies) / len(policies)
+    weights = cost.adapted_weights(run.tune, tensors(decoder))
+    layers = sum(each.shape[0] if each.axes[0] in LAYERS else 1 for each in weights)
+    return share.tokens * layers * a_token
 
 
 def _part(tensor: Tensor, sizes: Sizes, *, is_split: bool) -> float:

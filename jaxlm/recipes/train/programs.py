@@ -383,7 +383,7 @@ def without_data(run: Run, mesh: Mesh, vocab: int) -> TrainPrograms:
     teacher = None
     if run.objective.teacher is not None:
         teacher = Teacher(model.blueprint, setup.abstract_params(model))
-    tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="")
+    tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="", encode=None)
     data: Any = SimpleNamespace(tokenizer=tokenizer)
     base = setup.abstract_base(model) if model.base else None
     return TrainPrograms(run, data, model, teacher=teacher, base=base)

@@ -274,6 +274,11 @@ QLORA = [
     {"data.sequence": "1024", "model.max_positions": "1024", "train.batch": "2"},
     {"train.remat": "full", "train.batch": "1", "model.width": "1024", "model.hidden": "2816"},
     {"train.remat": "full", "mesh.fsdp": "4"},
+    {"train.remat": "full", "mesh.fsdp": "4", "tune.name": "lora"},
+    {"train.remat": "dots", "tune.name": "lora"},
+    {"train.remat": "dots", "precision.compute": "bfloat16"},
+    {"train.remat": "dots", "tune.at": "('*/attention/*',)"},
+    {"tune.name": "lora", "tune.at": "('*/attention/*',)"},
 ]
 
 
@@ -282,7 +287,7 @@ QLORA = [
     [pytest.param(each, marks=pytest.mark.slow if each != QLORA[0] else ()) for each in QLORA],
     ids=lambda each: " ".join(map("=".join, each.items())),
 )
-def test_the_bytes_of_a_qlora_step_are_those_of_the_compiler_within_a_tenth(settings):
+def test_the_bytes_of_an_adapters_step_are_those_of_the_compiler_within_a_tenth(settings):
     run = sized("l", {"tune.name": "qlora"} | settings)
     devices = 4 if "mesh.fsdp" in settings else 1
     exact = programs.compiled_memory(
