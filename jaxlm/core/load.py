@@ -259,8 +259,10 @@ def from_json(
     """Return the section of a `to_json` result, with overrides as on the command line.
 
     Only lists (to tuples) and text (to spans) are converted. An absent setting, newer than the
-    file, takes its default. Raises ConfigError if one is unknown, of another type or out of range.
+    file, takes its default. Raises ConfigError if one is unknown, of another type or out of range,
+    or the data names code of a user without its digest.
     """
+    own.check_recorded(schema, data, where)
     return loaded_json(schema, data, where, overrides).value
 
 

@@ -2,11 +2,13 @@
 
 `FILE.py:CLASS` or `MODULE:CLASS` as the name of an arm, such as `--config.objective.name`, is a
 class that subclasses the base of the union, a frozen dataclass whose fields are its settings. The
-arm has one setting more: `source`, the digest of the file, which identifies the code of a run. A
-config that records another digest than that of the file is read with the copy that training keeps
-in the cache.
+arm has one setting more: `source`, the digest of the file, which identifies the code of a run.
+
+A file that the user names is copied to the cache. A config that records a digest runs that copy, or
+the file if it is the same; without a copy it runs no code.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -91,37 +93,81 @@ def find(arms: tuple[type, ...], name: Any, recorded: str = "") -> type | None:
     label = sections.tag(arms[0]) or ""
     where = f"{interface.section}.{label} = {name}"
     place = match[1]
-    copy = _copy(place, recorded) if recorded else None
+    if not recorded:
+        source = _source(place, where)
+        _trust(place, source)
+        return _as_type(_arm(base, label, name, source))
+    copy = _copy(place, recorded)
     try:
         source = _source(place, where)
     except ConfigError:
         if copy is None:
             raise
         source = copy
-    if recorded and recorded != source.digest:
+    if source.digest != recorded or not _has_run(source):
         if copy is None:
-            raise _changed(source, place, recorded, where)
+            raise _unknown(place, recorded, where)
         source = copy
-    arm: type = _arm(base, label, name, source)
-    return arm
+    return _as_type(_arm(base, label, name, source))
+
+
+def check_recorded(schema: Any, raw: Any, where: str) -> None:
+    """Raise ConfigError if a config of a file names code without its digest.
+
+    Such code is not executed: `find` runs what a config records only if this user ran it before.
+    """
+    for path, known in sections.fields(schema).items():
+        section = raw.get(path) if isinstance(raw, dict) else None
+        if not known.arms or base_of(known.arms) is None or not isinstance(section, dict):
+            continue
+        name = section.get(sections.tag(known.arms[0]) or "")
+        is_code = isinstance(name, str) and _NAME.fullmatch(name) is not None
+        if is_code and not section.get("source"):
+            raise ConfigError(
+                "the config names code without its digest",
+                where=f"{where}: {path} = {name}",
+                why="a config of a run is only read, and a program in it is not executed",
+                fix="name it in a Python config\nname it on the command line",
+            )
+
+
+def _as_type(arm: Any) -> type:
+    result: type = arm
+    return result
+
+
+def _trust(place: str, source: Source) -> None:
+    """Keep a copy of a file that the user named: a config that records it may run it again."""
+    folder = disk.user_cache() / FOLDER
+    with contextlib.suppress(OSError):  # then this process alone runs it
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        target = folder / _copy_name(place, source.digest)
+        if not target.is_file() or target.read_bytes() != source.content:
+            disk.replace(target, source.content)
+
+
+def _has_run(source: Source) -> bool:
+    """Return whether this process has executed the file."""
+    return _module_name(source) in sys.modules
+
+
+def _module_name(source: Source) -> str:
+    name = f"jaxlm_own_{source.digest}"
+    return f"{source.package}.{name}" if source.package else name
 
 
 def keep(run: Any, workdir: Path) -> None:
-    """Write copies of the files of a config to the cache and to the directory of a run.
+    """Write copies of the files of a config to the directory of a run.
 
-    The copy in the cache reads the run after its file has changed. That of the run directory is
-    for people: a run directory from elsewhere is opened without running its code.
+    They are for people: a run directory from elsewhere is opened without running its code.
     """
     kind: Any = type(run)
     parts = [getattr(run, name) for name in sections.fields(kind)]
     for section in parts:
         if (source := source_of(section)) is None:
             continue
-        for folder in (disk.user_cache() / FOLDER, workdir / FOLDER):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            target = folder / copy_name(section)
-            if not target.is_file() or target.read_bytes() != source.content:
-                disk.replace(target, source.content)
+        (workdir / FOLDER).mkdir(exist_ok=True)
+        disk.replace(workdir / FOLDER / copy_name(section), source.content)
 
 
 def copy_name(section: Any) -> str:
@@ -172,21 +218,20 @@ def _copy(place: str, digest: str) -> Source | None:
     return source if source.digest == digest else None
 
 
-def _changed(source: Source, place: str, digest: str, where: str) -> ConfigError:
-    copy = f"{FOLDER}/{_copy_name(place, digest)}"
+def _unknown(place: str, digest: str, where: str) -> ConfigError:
+    copy, folder = _copy_name(place, digest), disk.user_cache() / FOLDER
     return ConfigError(
-        f"{source.path.name} is not the file of the config",
+        "the code of the config has not run here before",
         where=where,
-        why=f"its digest is {source.digest}, the config records {digest}",
-        fix=f"copy {copy} of the run directory to {source.path}",
+        why=f"the config records the digest {digest} of {place}, and there is no {folder}/{copy}",
+        fix=f"read {FOLDER}/{copy} of the run directory; if you trust it, copy it to {folder}",
     )
 
 
 @functools.cache
 def _module(source: Source) -> types.ModuleType:
     """Run the file of a part once."""
-    name = f"jaxlm_own_{source.digest}"
-    name = f"{source.package}.{name}" if source.package else name
+    name = _module_name(source)
     spec = importlib.util.spec_from_file_location(name, source.path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

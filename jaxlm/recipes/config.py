@@ -289,7 +289,8 @@ class Run:
         for path, value in settings.items():
             section, _, name = path.partition(".")
             raw[section][name] = value
-        return config.from_json(Run, raw)
+        run: Run = config.loaded_json(Run, raw, "config.json").value
+        return run
 
     def decoder(self, vocab: int) -> ModelConfig:
         """Return the model with a vocabulary of `vocab` ids, and with the objective's additions.

@@ -1,5 +1,6 @@
 """Parts of a user by dotted path: an objective, an optimizer and a family in files outside of jaxlm."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -135,11 +136,28 @@ def test_a_changed_file_is_found_at_resume_and_a_run_is_read_with_its_own(train,
     assert fix
     file.write_text(changed)
     assert main([*resume, "--stop_at=2", "--allow_change=objective.source"]) == 0
+
+
+def test_a_run_directory_from_elsewhere_runs_no_code(folder, capsys):
+    """Neither the file that its config names, though it is there, nor one without a digest."""
+    overrides = [("objective.name", "mine.py:Focal")]
+    saved = configs.to_json(configs.load(Run, None, overrides).value)
     shutil.rmtree(folder / "cache/own")
-    file.write_text(changed + "\n")
-    capsys.readouterr()
-    assert main(["eval", "--workdir=run"]) == ConfigError.code
-    assert "mine.py is not the file of the config" in capsys.readouterr().err
+    foreign = folder / "mine.py"
+    foreign.write_text("raise SystemExit('this code has run')\n")
+    saved["objective"]["source"] = hashlib.sha256(foreign.read_bytes()).hexdigest()[:16]
+    (folder / "run").mkdir()
+    file = folder / "run/config.json"
+    for words in (["eval", "--workdir=run"], ["train", "--workdir=run"]):
+        file.write_text(json.dumps(saved))
+        (folder / "run/checkpoints").mkdir(exist_ok=True)
+        assert main(words) == ConfigError.code
+        printed = capsys.readouterr().err
+        assert "the code of the config has not run here before" in printed
+        assert "if you trust it" in printed
+        file.write_text(json.dumps(saved | {"objective": {"name": "mine.py:Focal"}}))
+        assert main(words) == ConfigError.code
+        assert "names code without its digest" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def _with_current_parts(loaded: Loaded, workdir: Path) -> Loaded:
             changed.append(f"{name}.source")
     if not changed:
         return loaded
-    current = configs.from_json(Run, raw, where="config.json")
+    current = configs.loaded_json(Run, raw, "config.json").value
     origin = Origin("file", "its file")
     return Loaded(current, loaded.provenance | dict.fromkeys(changed, origin))
 
