@@ -51,7 +51,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_switch("--force", "with --start_at: move later steps to quarantine/")
     add_flag(parser, *CPU_DEVICES)
     detected = "Slurm, Open MPI, JobSet and TPU pods are detected"
-    doc = f"multi-process runs; `jaxlm launch` sets these flags, and {detected}"
+    doc = f"processes; `jaxlm launch` sets the flags, and {detected}"
     several = parser.add_argument_group(doc)
     add_flag(several, "--coordinator", "HOST:PORT", str, "address of rank 0 for the rendezvous")
     doc = "number of processes; 1 disables cluster detection"

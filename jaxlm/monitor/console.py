@@ -72,6 +72,7 @@ class Console(contextlib.AbstractContextManager["Console"]):
             self._is_live = self._screen.is_terminal and not self._screen.is_dumb_terminal
         self._log, self._total, self._rows = log, total, 0
         self._is_verbose = is_verbose
+        self._figures: tuple[str, float | None] = ("-", None)  # last loss, and the end of the run
         self._columns: list[Column] = []  # those of the last heads
         self._best: dict[str, float] = {}  # lowest loss by set
         self._warnings: Sink = NullSink()
@@ -215,12 +216,19 @@ class Console(contextlib.AbstractContextManager["Console"]):
             )
             self._bar.add_task("", total=self._total)
             self._bar.start()
-        task = self._bar.task_ids[0]
         if record["split"] == "train":
-            left = formatting.duration(record.get("left_seconds"))
-            figures = f"  loss {_loss(record.get('loss_nats'))}  {left} left"
-            self._bar.update(task, description=figures)
-        self._bar.update(task, completed=step)
+            left: float | None = record.get("left_seconds")
+            ends = None if left is None else time.monotonic() + left
+            self._figures = (_loss(record.get("loss_nats")), ends)
+        self.advance(step)
+
+    def advance(self, step: int) -> None:
+        """Move the bar to a completed step, with the last logged loss and the time left."""
+        if self._bar:
+            loss, ends = self._figures
+            left = None if ends is None else max(ends - time.monotonic(), 0.0)
+            text = f"  loss {loss}  {formatting.duration(left)} left"
+            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
 
 
 def _evaluation(record: Record, is_best: bool) -> str:

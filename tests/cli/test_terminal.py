@@ -41,10 +41,13 @@ def test_a_pipe_and_a_terminal_that_refuses_get_no_color(monkeypatch, stream, en
     assert shown(monkeypatch, stream(), **environment) == f"{ERROR}\n"
 
 
-def test_every_verb_and_action_has_a_description():
+def test_every_verb_and_action_has_a_description_and_a_help_that_wraps_nowhere(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     for name, verb in command_line.VERBS.items():
         module = command_line.importlib.import_module(verb.module)
         parser = Parser(prog=f"jaxlm {name}", description=module.__doc__)
         module.add_arguments(parser)
         for action, each in {name: parser, **parser.actions}.items():
             assert each.description, f"{name} {action}"
+            each.add_shared()
+            assert [line for line in each.format_help().splitlines() if len(line) > 100] == []

@@ -196,6 +196,7 @@ class Trainer(TrainLoop):
     def before_step(self, completed: int) -> None:
         """Apply live control and start a trace before a step."""
         self._step.completed = completed
+        self.context.console.advance(completed)
         if self._control_cadence.is_due(completed):
             share = functools.partial(self.context.processes.share, "control")
             self._control.poll(completed, share)
