@@ -408,15 +408,14 @@ def _with_spans(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _links(run: Path) -> list[tuple[str, str]]:
-    """Return name and link of the reports of runs in the same folder."""
-    here = run.resolve()
-    others = (
-        folder
-        for folder in sorted(here.parent.iterdir())
-        if folder.resolve() != here and (folder / "report.html").is_file()
-    )
-    runs = [folder.name for folder in others if (folder / "metrics.jsonl").is_file()]
-    return [(name, f"../{quote(name)}/report.html") for name in runs[:MAX_LINKS]]
+    """Return name and link of the reports of runs in the same folder, if it can be listed."""
+    here, names = run.resolve(), []
+    with contextlib.suppress(OSError):
+        for folder in sorted(here.parent.iterdir()):
+            files = (folder / "report.html", folder / "metrics.jsonl")
+            if all(file.is_file() for file in files) and folder.resolve() != here:
+                names.append(folder.name)
+    return [(name, f"../{quote(name)}/report.html") for name in names[:MAX_LINKS]]
 
 
 def _warnings(run: Path) -> list[str]:

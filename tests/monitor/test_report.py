@@ -127,6 +127,14 @@ def test_tokens_of_a_sample_are_colored_by_surprise(files):
     assert "b <" in page.texts
 
 
+def test_a_folder_that_cannot_be_listed_has_no_links(files, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "denied")
+
+    monkeypatch.setattr(report.Path, "iterdir", refuse)
+    assert "/report.html" not in report.render(files)
+
+
 def test_runs_in_the_same_folder_are_linked(files):
     other = files / "b & c"
     other.mkdir()
