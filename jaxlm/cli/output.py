@@ -49,6 +49,8 @@ class Output:
         for line in rest:
             label = line[:8].strip() or label
             style = {"fix": GREEN, "why": DIM, "where": DIM}.get(label, "")
+            if label == "why" and sys.stderr.isatty():
+                line = formatting.wrapped(line, shutil.get_terminal_size().columns, 9)
             write(sys.stderr, line, style=style)
         if self.as_json:
             names = ("what", "where", "why", "fix", "kind", "code")

@@ -1,6 +1,7 @@
 """What a terminal gets: color unless it is refused, and a description of every verb and action."""
 
 import io
+import os
 import re
 
 import pytest
@@ -31,6 +32,16 @@ def test_an_error_has_color_on_a_terminal_and_the_same_text(monkeypatch):
     assert text.startswith("\x1b[1;31mcommand error: bad\x1b[0m\n")
     assert "\x1b[32m  fix    c\x1b[0m\n\x1b[32m         d\x1b[0m\n" in text
     assert re.sub(r"\x1b\[[\d;]*m", "", text) == f"{ERROR}\n"
+
+
+def test_the_reason_of_an_error_wraps_at_words_on_a_terminal_and_its_fix_does_not(monkeypatch):
+    monkeypatch.setattr(output.shutil, "get_terminal_size", lambda: os.terminal_size((40, 20)))
+    monkeypatch.setitem(
+        globals(), "ERROR", CommandError("a", where="b", why="word " * 10, fix="f " * 30)
+    )
+    lines = shown(monkeypatch, Terminal(), NO_COLOR="1").splitlines()
+    assert lines[2:4] == ["  why    word word word word word word", "         word word word word"]
+    assert len(lines) == 5
 
 
 @pytest.mark.parametrize(

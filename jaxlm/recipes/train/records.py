@@ -474,7 +474,7 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
         amount = f"{len(data.train.sources)} sources"
         sources = [*data.train.describe(run.pace, run.train.steps)]  # what each will have read
     else:
-        amount, sources = f"{data.train.epochs(run.rows):.2f} epochs", []
+        amount, sources = f"{data.train.epochs(run.rows):.3g} epochs", []
     if train.figures:
         amount += f"; {train.trained / train.tokens:.1%} of the tokens are trained"
     facts = [
@@ -482,8 +482,8 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
         ("devices", f"{mesh.devices.size} x {kind}, mesh {format_mesh(mesh.shape)}"),
         (
             "model",
-            f"{run.model.family}, {parameters} parameters: {decoder.depth} layers,"
-            f" {decoder.width} wide, {decoder.vocab} ids ({data.tokenizer.size} in use)",
+            f"{run.model.family}, {parameters} parameters: depth {decoder.depth},"
+            f" width {decoder.width}, {decoder.vocab} ids ({data.tokenizer.size} in use)",
         ),
         *_adapter(trainer),
         (
