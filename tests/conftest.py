@@ -82,6 +82,18 @@ def pytest_assertrepr_compare(op, left, right):
     return None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test marked `few(n)`, the fast tests run the first n sets of parameters; the others are slow."""
+    seen = collections.Counter()
+    for item in items:
+        few = item.get_closest_marker("few")
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        if few and seen[name] > few.args[0]:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Fails a fast test that should be a slow one, unless it is of a line of the bar, which every run has.

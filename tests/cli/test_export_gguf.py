@@ -70,6 +70,7 @@ def numbers(tensor):
     return tensor.data
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tensors_and_settings_are_those_of_llama_cpps_conversion(name, capsys, tmp_path):
     """Beside a file that the tests write by the definition, tensor by tensor and setting by setting."""

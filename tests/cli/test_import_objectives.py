@@ -72,6 +72,7 @@ def test_an_imported_encoder_reads_its_own_mask(mask, tmp_path, capsys):
     assert mask in peeked(capsys, *flags(tmp_path, run, "masked"))
 
 
+@pytest.mark.slow
 def test_an_imported_encoder_goes_on(tmp_path, capsys):
     source = write_model(tmp_path / "source", BERT, ("[CLS]", "[SEP]", "[MASK]"))
     run = imported(capsys, source, tmp_path / "run")

@@ -105,6 +105,7 @@ def test_the_course_of_one_device_is_one_to_compare_with(alone):
     assert all(np.abs(gradient).max() > 0 for gradient in alone.gradients.values())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [*({axis: 4} for axis in AXES), *PAIRS], ids=named)
 def test_an_axis_and_a_pair_on_four_devices_give_the_course_of_one(alone, data, sizes):
     run = laws.run_on(data, sizes, rows=16, microbatches=4)

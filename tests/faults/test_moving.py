@@ -91,6 +91,7 @@ def leaf_digests(leaves: dict[str, Any]) -> dict[str, str]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MESHES)
 def test_b14_a_checkpoint_moves_between_meshes_bit_for_bit(
     config, half, long, tmp_path, monkeypatch, name, record_property
@@ -120,6 +121,7 @@ def half_split(split, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_b14_a_checkpoint_of_split_parameters_goes_on_bit_for_bit_where_it_was(
     config, split, half_split
 ):
@@ -138,6 +140,7 @@ def test_b14_a_checkpoint_of_split_parameters_moves_back(
     assert far <= 1e-6
 
 
+@pytest.mark.slow
 def test_b14_a_checkpoint_moves_from_fsdp_to_tensor(
     config, long, tmp_path, monkeypatch, record_property
 ):

@@ -62,6 +62,7 @@ def searched(scores, prompt, beams, penalty):
     return ended[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("beams", "penalty"), [(2, 1.0), (4, 0.0), (3, 2.0)])
 def test_the_best_text_is_that_of_the_search_written_out(model, beams, penalty):
     blueprint, params, scores = model

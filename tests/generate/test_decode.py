@@ -103,6 +103,7 @@ def greedy(blueprint, params, prompt, count, known=0):
     return ids[len(prompt) :]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("units", [{backend.AMX, backend.VECTORS}, set()])
 def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built, units, monkeypatch):
     """However the weights lie on this CPU or on another."""
@@ -224,6 +225,7 @@ def test_no_step_is_made_once_all_rows_have_ended(llama):
     assert (out.length.tolist(), out.reason.tolist(), len(made)) == ([1, 1], [decode.END] * 2, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch, is_prepared):
     """Where the weights need no preparing, as on accelerators, they are not copied."""
@@ -254,6 +256,7 @@ def guessing(request):
     return made(request.param)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "how",
     [

@@ -31,6 +31,7 @@ def built(request):
     return blueprint, jax.jit(blueprint.init)(jax.random.key(0))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", MESHES)
 def test_parameters_born_sharded_are_those_of_one_device(built, layout):
     blueprint, alone = built

@@ -128,6 +128,7 @@ def built(request):
     return blueprint, jax.device_put(jax.tree_util.tree_map_with_path(away, jax.device_get(params)))
 
 
+@pytest.mark.few(4)
 def test_no_token_depends_on_those_after_it(built):
     blueprint, params = built
     tokens, positions = inputs(rows=1)
@@ -146,6 +147,7 @@ def test_no_token_depends_on_those_after_it(built):
     assert float(jnp.abs(gradient[tokens[0, 3]]).max()) > 0.0
 
 
+@pytest.mark.few(4)
 def test_packed_documents_do_not_see_each_other(built):
     blueprint, params = built
     tokens, _ = inputs(rows=1)
@@ -169,6 +171,7 @@ def test_padding_is_finite_and_changes_nothing(built):
     )
 
 
+@pytest.mark.few(4)
 def test_scan_and_unroll_run_the_same_parameters(built):
     blueprint, params = built
     other = Blueprint(blueprint.config, Precision.float32(), layers="unroll")
@@ -220,6 +223,7 @@ def test_full_remat_keeps_less_in_memory(layers):
     assert sizes["full"] < (0.6 if is_waited_for else 0.95) * sizes["none"]
 
 
+@pytest.mark.few(4)
 def test_cached_decoding_is_the_full_forward_row_by_row(built):
     blueprint, params = built
     tokens, positions = inputs(rows=3)

@@ -96,6 +96,7 @@ def objective(out, means, config, cotangent):
     return (out * cotangent).sum() + COUNTED.sum() * added
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_outputs_means_and_gradients_are_those_of_numpy(name):
     config = KINDS[name]

@@ -85,10 +85,12 @@ def scanned(pattern):
     return loss_and_gradients(made(*pattern))
 
 
+@pytest.mark.few(1)
 def test_scan_and_unroll_drop_the_same_with_the_same_key(pattern, scanned):
     assert_same(scanned, loss_and_gradients(made(*pattern, layers="unroll")))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("depth", "layers", "remat"),
     [

@@ -161,6 +161,7 @@ def test_a_student_learns_from_a_run_which_stays_as_it_is(config, teacher, tmp_p
     assert "of teacher" in log  # the memory of its parameters
 
 
+@pytest.mark.slow
 def test_a_smaller_student_of_another_family_in_microbatches(config, teacher, tmp_path):
     flags = ["--config.model.family=gpt2", "--config.model.width=32", "--config.model.depth=1"]
     flags += ["--config.model.heads=2", "--config.train.microbatches=2", "--config.loss.chunk=32"]
@@ -168,6 +169,7 @@ def test_a_smaller_student_of_another_family_in_microbatches(config, teacher, tm
     assert "teacher_kl_nats" in harness.records(tmp_path / "run")[0]
 
 
+@pytest.mark.slow
 def test_a_distillation_that_stops_resumes_to_the_same_bits(config, teacher, tmp_path):
     def losses(workdir):
         return [float(r["loss_nats"]).hex() for r in harness.records(workdir)]
@@ -217,6 +219,7 @@ def test_a_teacher_that_changed_is_refused_when_the_run_resumes(config, teacher,
     assert exits["code"] == 0
 
 
+@pytest.mark.slow
 def test_a_step_of_a_distillation_is_replayed_to_the_same_loss(config, teacher, tmp_path, capsys):
     assert main(harness.words(config, tmp_path / "run", *distill(teacher))) == 0
     capsys.readouterr()

@@ -41,6 +41,7 @@ def computed(mask, compute, given):
     return out, *grads
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("length", [16, 25])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5, 99])

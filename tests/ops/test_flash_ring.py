@@ -60,6 +60,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_split_rows_give_what_whole_rows_give(case):
     is_zigzag, keys, sizes, *terms = CASES[case]
@@ -70,6 +71,7 @@ def test_split_rows_give_what_whole_rows_give(case):
         np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keys", ["reference", "ring"])
 def test_values_may_be_of_another_size_than_keys(keys, monkeypatch):
     query, key, value, weights = OPERANDS

@@ -48,6 +48,7 @@ def test_ids_are_as_frequent_as_they_are_likely_and_tell_nothing_of_the_next(see
         assert surplus(found, expected) < 4, lag
 
 
+@pytest.mark.slow
 def test_ids_of_a_large_vocabulary_are_even_where_all_are_as_likely():
     """The smallest of 2^17 uniform numbers decides: were they of 24 bits, ties would favour the first ids."""
     vocab, count = 2**17, 1024

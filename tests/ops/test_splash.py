@@ -42,6 +42,7 @@ def plain(query, key, value, mask, compute, *, scale, softcap):
     return attention(query, key, value, mask, precision, scale=scale, softcap=softcap)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "size", "causal", "window", "softcap", "is_packed"),
     [

@@ -130,6 +130,7 @@ def test_decay_is_scaled_by_path_and_matrices_of_layers_learn_by_their_width():
     }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
 def test_what_is_frozen_has_no_state_and_keeps_every_bit(arm):
     config = arm(freeze=("embedding/*", "stack/0/*"))

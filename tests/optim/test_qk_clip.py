@@ -25,6 +25,7 @@ def peaks(module, x):
 LATENT = LatentConfig(rank=6, query_rank=5, rotary_dim=2, value_dim=3, norm=NormConfig())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kv_heads", "latent"), [(4, None), (2, None), (4, LATENT)])
 def test_heads_past_the_limit_come_back_to_it(kv_heads, latent):
     config = AttentionConfig(

@@ -22,6 +22,7 @@ from tests.optim.test_build import EVERY_ARM, draw, expected, schedule, shapes
 STEPS = 4
 
 
+@pytest.mark.few(4)
 @EVERY_ARM
 @pytest.mark.parametrize(
     "zero",

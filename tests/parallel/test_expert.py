@@ -78,6 +78,7 @@ def alone(request):
     return config, results(config)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "sizes",
     [*MESHES, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW_MESHES)],

@@ -150,6 +150,7 @@ def sums(family, settings=None, *, platform="gpu", mesh=None, program="step"):
     return traced(family, platform, program, *pairs)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_sums_in_float32(family):
     assert not forbidden(sums(family))

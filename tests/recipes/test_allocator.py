@@ -41,6 +41,7 @@ print(json.dumps({"faults": faults, "bytes": step.memory_analysis().temp_size_in
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
 def test_a_step_on_a_cpu_gets_the_memory_of_the_one_before():
     one_device = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

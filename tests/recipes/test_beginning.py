@@ -140,6 +140,7 @@ def shown(run, names):
     return changes
 
 
+@pytest.mark.slow
 def test_an_imported_model_learns_a_new_domain_beside_a_replay_of_the_old(folder, tmp_path, capsys):
     """In a directory of its own, by a schedule that begins anew: the rate rises once more, and falls."""
     source, run, further = write(tmp_path / "source"), tmp_path / "run", tmp_path / "further"
@@ -235,6 +236,7 @@ def test_the_model_and_the_tokenizer_of_the_other_run_replace_those_of_a_config(
     assert "already complete" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_the_size_of_the_tokenizer_equals_auto(folder):
     size = {}
     for name, vocab in (("auto", "auto"), ("fixed", "320")):

@@ -45,6 +45,7 @@ def test_a_change_is_followed_from_the_next_update_on_said_and_written_down(run)
     assert known == {4: [], 6: [{"step": 4, "lr": 1e-3}], 8: [{"step": 4, "lr": 1e-3}]}
 
 
+@pytest.mark.slow
 def test_a_run_that_passes_it_again_is_the_same_in_every_bit(config, run, tmp_path, capsys):
     """From before it, though nobody asks for it any more; and one of its steps alone."""
     again = tmp_path / "again"

@@ -142,6 +142,7 @@ def test_stop_ends_the_run_with_79_and_keeps_what_was_saved_before(config, tmp_p
     assert '<p class="worse">' in (run / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_if_only_a_warning_is_asked_for(config, diverged, tmp_path):
     run = tmp_path / "run"
     assert main(harness.words(config, run, HUGE, STOP)) == 79
@@ -152,6 +153,7 @@ def test_a_stopped_run_goes_on_if_only_a_warning_is_asked_for(config, diverged, 
     assert harness.exit_of(run)["code"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_after_it_diverged_still_says_so(config, tmp_path):
     run = tmp_path / "run"
     assert main(harness.words(config, run, HUGE, "--stop_at=18")) == 0
@@ -173,6 +175,7 @@ def test_a_run_that_learns_nothing_is_worse_than_the_unigram_coder_from_its_midd
     assert "<tr class=ours>" not in (run / "report.html").read_text()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("objective", ["masked", "span", "prefix", "mtp"])
 def test_tiny_runs_of_other_objectives_raise_no_alarm(objective, config, tmp_path):
     run = tmp_path / "run"

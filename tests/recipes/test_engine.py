@@ -44,6 +44,7 @@ def batch_of(engine):
     return host.put(engine.model.mesh, batch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rate", [0.02, 0.0])
 def test_a_bias_on_the_choice_of_experts_moves_by_its_rate_and_nothing_else(rate):
     """And stays where it is without one."""

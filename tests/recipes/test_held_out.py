@@ -174,6 +174,7 @@ def test_a_config_derived_from_a_shipped_one_holds_out_of_its_own_text(texts, tm
     assert REASON in origin
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["settings", "draft", "run"])
 def test_the_function_holds_out_of_text_that_it_is_given(kind, run, texts, tmp_path):
     settings = {path: value for path, value in TINY.items() if value != "()"}

@@ -38,6 +38,7 @@ def unbroken(config, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_each_stage_is_said_compiled_once_and_counted(unbroken):
     log = (unbroken / "log.txt").read_text()
     # Each is said when it begins and when it is done.

@@ -155,6 +155,7 @@ def test_other_dtypes_have_none():
         np.testing.assert_array_equal(unscaled[name], leaf)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_bias_of_a_nearly_even_expert_still_moves_in_float16(microbatches):
     """Its gradient is 2^-30 times a difference of counts, here few tokens, at the lowest scale."""

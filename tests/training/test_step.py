@@ -514,6 +514,7 @@ def _rounded_after_one_step(data, fsdp, zero, microbatches):
     return after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -532,6 +533,7 @@ def test_bfloat16_parameters_are_rounded_alike_on_any_mesh_and_in_any_number_of_
     assert differing.mean() < 2e-3
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arm", typing.get_args(Optimizer))
 def test_a_step_leaves_every_dtype_of_the_state_as_it_is(arm, moments):

@@ -129,6 +129,7 @@ def mean_loss(blueprint, params, key=None):
     return loss.objective.total / loss.objective.weight
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("arm", "family"), pairs(ARMS))
 def test_a_new_adapter_changes_no_bit(arm, family):
     blueprint, params, new = adapted(arm, family)
@@ -262,6 +263,7 @@ def gradients(blueprint, params, new, key=None):
     return jax.jit(jax.value_and_grad(loss))(tree.drop_leaves(params, frozen))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arm",
     [
@@ -286,6 +288,7 @@ def test_scan_unrolling_and_remat_give_the_same_gradients(arm):
 MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"pipe": 2, "data": 4}]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arm", "sizes"),
     [

@@ -76,6 +76,7 @@ REMATS = ["none", "dots", "full", "save:attention_out,mlp_out", "offload:layer_i
 LAYOUTS = [{"layers": "unroll"}, *({"layers": "scan", "remat": each} for each in REMATS)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(each.values()))
 def test_after_one_step_every_b_of_every_layer_has_moved(layout):
     state, step = pieces(**layout)

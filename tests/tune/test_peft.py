@@ -104,6 +104,7 @@ def leaves(run):
     return tree.leaves(opened.model.own(opened.params))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("arm", ["lora", "rslora", "dora", "ia3", "prefix", "prompt"])
 def test_a_folder_is_read_back_bit_for_bit(runs, tmp_path, arm):
     settings, tensors = exported(runs[arm], tmp_path / "peft")
@@ -171,6 +172,7 @@ def test_virtual_tokens_have_the_layout_and_settings_of_peft(runs, tmp_path, cap
     assert "missing     prompt_embeddings" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arm", ["lora", "dora", "ia3", pytest.param("pissa", marks=pytest.mark.slow)]
 )

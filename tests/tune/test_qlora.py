@@ -49,6 +49,7 @@ def new_paths(stored, adapted):
     return sorted(set(tree.leaves(adapted.shapes)) - set(tree.leaves(stored.shapes)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("base", BASES)
 def test_a_new_adapter_is_the_dequantized_base_to_the_bit(base, family):
@@ -138,6 +139,7 @@ def test_gradients_are_those_of_lora_on_the_dequantized_base():
 MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"pipe": 2, "data": 4}]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("base", BASES)
 def test_a_mesh_gives_the_losses_and_gradients_of_one_device(base, sizes):
@@ -160,6 +162,7 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_device(base, sizes):
         np.testing.assert_allclose(leaf, want, rtol=2e-3, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layers", ["scan", "unroll"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_backward_pass_keeps_no_dequantized_weight(layers, remat):

@@ -66,6 +66,7 @@ def test_a_run_trains_and_keeps_the_adapter_alone(run, base, capsys):
     assert "weights of the base in nf4_double, 4." in (run / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_base_of_another_dtype_is_cast_when_it_is_read(settings, base, tmp_path):
     flags = ("--config.precision.params=bfloat16", "--config.train.steps=1")
     assert main(words(settings, tmp_path / "run", base, *flags)) == 0
@@ -97,6 +98,7 @@ def test_a_run_that_stops_resumes_to_the_same_bits(settings, base, run, tmp_path
             assert np.abs(leaf).max() > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("onto", [None, "original"])
 def test_a_merge_compares_both_bases(run, tmp_path, capsys, onto):
     out = tmp_path / "merged"
@@ -151,6 +153,7 @@ def test_one_tensor_is_in_memory_as_it_is_stored(settings, base, tmp_path, monke
     assert grown < rest + 0.25 * sum(weights.values())
 
 
+@pytest.mark.slow
 def test_check_compares_the_adapter_on_fake_devices(settings):
     flags = ["--config.tune.name=qlora", "--config.tune.rank=2", "--config.mesh.data=2"]
     flags += ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]

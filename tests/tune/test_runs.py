@@ -69,6 +69,7 @@ def evaluated(capsys, workdir):
     return json.loads(capsys.readouterr().out)["loss_nats"]
 
 
+@pytest.mark.few(2)
 def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(run, base):
     before = {path for path in layout(base) if path.startswith("params/")}
     after = {path for path in layout(run) if path.startswith("params/")}
@@ -92,6 +93,7 @@ def test_training_lowers_the_loss_from_that_of_the_base(run, base, capsys):
     assert last["loss_nats"] < first["loss_nats"]
 
 
+@pytest.mark.few(2)
 def test_a_run_is_evaluated_continued_and_exported_with_its_adapter(run, tmp_path, capsys):
     last = [each for each in harness.records(run) if each["split"] == "val"][-1]
     assert evaluated(capsys, run) == pytest.approx(last["loss_nats"], rel=1e-5)
@@ -117,6 +119,7 @@ def config_text(run):
     return json.loads((run / "config.json").read_text())["data"]["train"][0]
 
 
+@pytest.mark.few(2)
 def test_a_merged_run_needs_no_adapter(run, tmp_path, capsys):
     code = main(["merge", f"--workdir={run}", f"--out={tmp_path / 'merged'}", "--json"])
     printed = capsys.readouterr()

@@ -86,6 +86,7 @@ def places(ids, first=0):
     return jnp.broadcast_to(jnp.arange(first, first + ids.shape[1]), ids.shape)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("arm", "family"), CASES)
 def test_virtual_tokens_that_stand_for_ids_compute_what_the_ids_do(arm, family):
     whole = np.concatenate((np.broadcast_to(AHEAD, (2, 3)), IDS), axis=1)
@@ -115,6 +116,7 @@ def test_each_segment_of_a_packed_row_sees_them_as_if_it_were_alone(arm, kernel)
     np.testing.assert_allclose(packed[:, :9], np.concatenate(alone, 1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arm", "family", "is_relaid"),
     [*((*case, False) for case in CASES), ("prompt", "llama", True), ("prefix", "llama", True)],
@@ -145,6 +147,7 @@ def test_decoding_gives_the_logits_of_the_forward_pass(arm, family, is_relaid):
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arm", ["prompt", "prefix"])
 def test_a_window_does_not_hide_them_in_training_or_decoding(arm):
     blueprint, params = standing_for(arm, "mistral", window=4)

@@ -36,6 +36,7 @@ def swept(config, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_each_combination_is_a_run_with_its_own_settings(swept):
     folders = {path.parent.name: path for path in swept.glob("*/config.json")}
     assert set(folders) == NAMES

@@ -115,6 +115,7 @@ def test_one_leaf_whose_gradient_has_another_sign_is_named_though_losses_and_nor
     assert "2.0e+00 of 1e-04 at most, in turned" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_hidden_units_that_are_gathered_and_a_rule_that_replicates_are_found(
     file, capsys, monkeypatch, sharded_only
 ):

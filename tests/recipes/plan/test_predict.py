@@ -481,6 +481,7 @@ def test_the_fastest_that_fits_is_found_and_fits(capsys):
     assert pasted["bytes_per_device"] == found["bytes_per_device"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("config", "words", "flags"),
     [

@@ -99,6 +99,7 @@ def printed(capsys, run, *words):
     return said.out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -119,6 +120,7 @@ def test_text_printed_as_it_is_made_is_the_text_printed_at_the_end(capsys, run, 
         assert len([part for part in parts if part]) > (2 if "--max_tokens=1" in words else 6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
     [

@@ -83,6 +83,7 @@ def test_a_trained_model_answers_all_and_ends_by_itself(trained, folder, capsys)
     assert result["answers"]["left_out"] == {verify.NO_NUMBER: 3}
 
 
+@pytest.mark.slow
 def test_the_number_of_rows_changes_no_answer(untrained, folder, capsys):
     words = [f"--workdir={untrained}", f"--text={folder / 'asked.jsonl'}", "--max_tokens=8"]
     words += ["--verify=exact", "--samples=3"]
