@@ -34,7 +34,7 @@ class HubRepository:
 
         Args:
           name: ORG/NAME.
-          revision: branch, tag or commit; None is the main branch.
+          revision: branch, tag or commit; the main branch if None.
           kind: kind of the repository.
           where: setting or flag that names it, for errors.
           show: called as (file, bytes done, bytes in total).
@@ -88,8 +88,8 @@ class HubRepository:
         folder, hub = name.rpartition("/")[2], constants.ENDPOINT
         site = hub if self.kind == "model" else f"{hub}/datasets"
         is_model = self.kind == "model"
-        there = by_hand(name, self.revision, self.kind)
-        elsewhere = f"on a machine that reaches the hub: {there} --local-dir={folder}\n"
+        command = by_hand(name, self.revision, self.kind)
+        elsewhere = f"on a machine that reaches the hub: {command} --local-dir={folder}\n"
         elsewhere += f"here: --from={folder}" if is_model else f"here: the files in {folder}"
         why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         if isinstance(error, errors.GatedRepoError):

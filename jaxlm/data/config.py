@@ -44,9 +44,9 @@ class DataConfig:
     mixture: MixtureConfig = setting(Temperature(), "share of each source of train")
     validation: tuple[str, ...] = setting(
         (AUTO,),
-        "entries as in train, or NAME=GLOB; or a held-out part of train: 5% of its documents, or tail:10%, the "
-        "end of each document (one set for each source); auto is stdlib:validation for "
-        "stdlib:train, 5% of conversations, else tail:5%",
+        "entries as in train, or NAME=GLOB; or a held-out part of train: 5% of its documents, or "
+        "tail:10%, the end of each document (one set for each source); auto is stdlib:validation "
+        "for stdlib:train, 5% of conversations, else tail:5%",
         derived_from="train",
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)

@@ -199,8 +199,8 @@ def _listed_twice(before: str, name: str, pattern: str, setting: str) -> DataErr
 def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
     is_folder = Path(pattern).is_dir()
     globs = text_globs(Path(pattern)) if is_folder and not _shards(pattern) else ()
-    found = (path for each in globs or (pattern,) for path in glob.glob(each, recursive=True))
-    matches = sorted(path for path in found if Path(path).is_file())
+    paths = (path for each in globs or (pattern,) for path in glob.glob(each, recursive=True))
+    matches = sorted(path for path in paths if Path(path).is_file())
     if matches:
         return matches
     parents = (Path(pattern), *Path(pattern).parents)

@@ -2,7 +2,7 @@
 
 A file is copied whole before it is parsed, so a lost connection never looks like damage. A copy is
 kept for each version that the store reports, and what was found is recorded: if the store does not
-answer later, the recorded copies are used, and a message says so.
+answer later, the recorded copies are used, with a message.
 """
 
 import dataclasses

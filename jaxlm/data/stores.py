@@ -1,4 +1,4 @@
-"""Object stores and web servers, through fsspec: opening, listing, and requests that are retried."""
+"""Object stores and web servers, through fsspec: opening, listing, and repeated requests."""
 
 import shlex
 import time
@@ -10,7 +10,7 @@ from jaxlm.core.errors import ConfigError, InputMissing, NotWritable, not_instal
 
 TRIES, WAIT_SECONDS = 3, 1.0  # the wait doubles after each try
 CHUNK_BYTES = 2**20
-# What a store says of one version of a file, by the names that file systems of fsspec use.
+# Properties that change with the contents of a file, as file systems of fsspec name them.
 _VERSIONS = (
     *("ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "updated"),
     *("mtime", "created"),

@@ -66,8 +66,8 @@ def matmul(
     arXiv:2304.13013, section 2).
 
     Args:
-      weight: [I, O], or [O, I] for `side` 1. Each may be several dimensions: the backward pass keeps
-        the weight as it is, while a scan over layers would store a copy of a reshaped one.
+      weight: [I, O], or [O, I] for `side` 1. Each may be several dimensions: the backward pass
+        keeps the weight as it is, while a scan over layers would store a copy of a reshaped one.
       precision: dtypes of operands (`compute`), sums and results.
       result: dtype of the product; that of activations by default.
       side: the weight's axis I.

@@ -18,7 +18,7 @@ from jaxlm.recipes.use.load import LoadedRun
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What a model computed on a text of T tokens, with L layers of N heads."""
+    """Values inside a model for a text of T tokens, with L layers of N heads."""
 
     tokens: list[str]
     ids: list[int]
@@ -81,17 +81,17 @@ def trace(merge: Any, params: Params, ids: Int[jax.Array, "B T"]) -> tuple[list[
     model: Model = merge(params)
     with intermediates.capture(("streams", "weights")) as captured:
         model(ids)
-    found = captured.sums
-    streams, weights = (_by_layer(found, name) for name in ("stream", "weights"))
-    return [found["embedded"], *streams], weights
+    arrays = captured.sums
+    streams, weights = (_by_layer(arrays, name) for name in ("stream", "weights"))
+    return [arrays["embedded"], *streams], weights
 
 
-def _by_layer(found: dict[str, jax.Array], name: str) -> list[jax.Array]:
+def _by_layer(arrays: dict[str, jax.Array], name: str) -> list[jax.Array]:
     """Return the arrays of a name in the order of layers; kinds of layers alternate."""
     layers: list[jax.Array] = []
     for stack in ("prefix", "stack"):
-        kinds = {int(key.split("/")[1]): key for key in found if _is_of(key, stack, name)}
-        each = {kind: list(found[key]) for kind, key in kinds.items()}
+        kinds = {int(key.split("/")[1]): key for key in arrays if _is_of(key, stack, name)}
+        each = {kind: list(arrays[key]) for kind, key in kinds.items()}
         depth = sum(map(len, each.values()))
         layers += [each[n % len(each)][n // len(each)] for n in range(depth)]
     return layers
