@@ -22,7 +22,7 @@ class DeviceShare:
     compute_bytes: int
     source: int = 0  # tokens of a row of the encoder, for a decoder with cross attention
     is_dense: bool = False  # see `model_cost.is_dense_ragged`
-    # Layers such as mlp/down of which a gradient reads the input; None for all.
+    # Layers, such as mlp/down, whose input a gradient reads; None for all.
     read: frozenset[str] | None = None
 
     @property

@@ -115,7 +115,7 @@ def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Dev
 
 
 def _read_layers(run: Run, decoder: ModelConfig) -> frozenset[str] | None:
-    """Return the layers of a block of which a gradient reads the input, see `DeviceShare`."""
+    """Return the layers of a block whose input a gradient reads, see `DeviceShare`."""
     if isinstance(run.tune, Full):
         return None
     trained, _ = cost.split(run.tune, tensors(decoder))
