@@ -70,16 +70,16 @@ def files_of(
       where: setting that names it, for errors.
       flag: makes the flag that names another data set instead.
 
-    Raises InputMissing if there are none, or the data set has subsets and none is named.
+    Raises InputMissing if there are none, or if subsets exist and the name has no subset.
     """
     readable = [file for file in files if kind_of(file) in (*FORMATS, ".txt")]
     subsets = _subsets(card)
     glob = name.files
     if glob is not None and glob not in subsets:
-        found = sorted(file for file in files if _matches(file, glob))
-        if not found:
+        matches = sorted(file for file in files if _matches(file, glob))
+        if not matches:
             raise _no_files(name, f"no file matches {glob}", files, subsets, where, flag)
-        return found
+        return matches
     if not readable:
         raise _no_files(
             name, "it has no file of text that jaxlm reads", files, subsets, where, flag
@@ -126,14 +126,14 @@ def _by_split(subset: Mapping[str, Any], readable: list[str]) -> dict[str, list[
             split: [file for file in readable if any(_matches(file, glob) for glob in globs)]
             for split, globs in patterns.items()
         }
-    found: dict[str, list[str]] = {}
+    splits: dict[str, list[str]] = {}
     for file in readable:
         words = set(re.split(r"[^a-z0-9]+", file.lower()))
         for split, names in SPLITS.items():
             if words.intersection(names):
-                found.setdefault(split, []).append(file)
+                splits.setdefault(split, []).append(file)
                 break
-    return found or {"train": readable}
+    return splits or {"train": readable}
 
 
 def _matches(file: str, glob: str) -> bool:
@@ -164,7 +164,7 @@ def _no_subset(
     name: DatasetName, subsets: Mapping[str, object], where: str, flag: Flag
 ) -> InputMissing:
     return InputMissing(
-        f"{name.name} has {len(subsets)} subsets, and none is the default",
+        f"{name.name} has {len(subsets)} subsets and no default",
         where=where,
         why=f"they are {', '.join(list(subsets)[:10])}{', ...' if len(subsets) > 10 else ''}",
         fix="\n".join(flag(str(name._replace(files=each))) for each in list(subsets)[:3]),

@@ -243,7 +243,7 @@ def test_subsets_are_those_of_the_card_and_files_can_be_named(hub, capsys):
     assert opened("hf:own/many/de", []).train.shards.documents == 30
     assert opened("hf:own/many/e*/**/*.parquet", []).train.shards.documents == 20
     error = stats(capsys, "a=hf:own/many", code=66)
-    assert error["what"] == "own/many has 2 subsets, and none is the default"
+    assert error["what"] == "own/many has 2 subsets and no default"
     flags = [shlex.split(line)[0] for line in error["fix"].splitlines()]
     assert flags[0] == "--config.data.train=a=hf:own/many/en", "it keeps the name of the source"
     assert stats(capsys, flags[0].partition("train=")[2])
