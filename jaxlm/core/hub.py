@@ -7,7 +7,7 @@ of a single file, and small files are checked before anything large is requested
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ class HubRepository:
         kind: Kind,
         where: str,
         show: OnProgress = lambda what, done, total: None,
+        flag: Callable[[str], str] = "--from={}".format,
     ):
         """Open no connection yet.
 
@@ -38,6 +39,7 @@ class HubRepository:
           kind: kind of the repository.
           where: setting or flag that names it, for errors.
           show: called as (file, bytes done, bytes in total).
+          flag: makes the flag that names a downloaded folder instead of the repository.
 
         Raises InputMissing if `huggingface_hub` is not installed.
         """
@@ -47,7 +49,7 @@ class HubRepository:
             what = f"fetching a {_WORDS[kind]} by its name"
             raise not_installed(what, "huggingface_hub", "hub", where=where) from error
         self.name, self.revision, self.kind = name, revision, kind
-        self._where, self._show = where, show
+        self._where, self._show, self._flag = where, show, flag
         self._hub = huggingface_hub.HfApi(library_name="jaxlm")
 
     def listed(self) -> Any:
@@ -90,7 +92,7 @@ class HubRepository:
         is_model = self.kind == "model"
         command = by_hand(name, self.revision, self.kind)
         elsewhere = f"on a machine that reaches the hub: {command} --local-dir={folder}\n"
-        elsewhere += f"here: --from={folder}" if is_model else f"here: the files in {folder}"
+        elsewhere += f"here: {self._flag(folder)}"
         why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         if isinstance(error, errors.GatedRepoError):
             what = f"{name} is only given to users who have accepted its terms"

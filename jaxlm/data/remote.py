@@ -188,7 +188,9 @@ class Downloads:
     def _of_hub(self, pattern: str, setting: str, flag: Flag) -> list[LocalCopy]:
         name = hub_dataset.parsed(pattern, setting)
         where = f"{setting} = {pattern}"
-        repository = hub.HubRepository(name.name, name.revision, "dataset", where, self.progress)
+        repository = hub.HubRepository(
+            name.name, name.revision, "dataset", where, self.progress, flag
+        )
         try:
             info = repository.listed()
         except hub.HubUnreachable as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from jaxlm.core.errors import ConfigError, InputMissing, NotWritable, not_installed
+from jaxlm.core.errors import ConfigError, InputMissing, NotWritable, installs, not_installed
 
 TRIES, WAIT_SECONDS = 3, 1.0  # the wait doubles after each try
 CHUNK_BYTES = 2**20
@@ -63,9 +63,9 @@ def open_store(url: str, fix: str = "") -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         what = f"no installed package reads {protocol}://"
-        raise InputMissing(
-            what, where=url, why=described(error), fix=f"pip install 'fsspec[{protocol}]'"
-        ) from error
+        is_web = protocol in ("http", "https")
+        install = installs("remote") if is_web else f"pip install 'fsspec[{protocol}]'"
+        raise InputMissing(what, where=url, why=described(error), fix=install) from error
 
 
 def matching(store: Any, path: str) -> list[StoredFile]:

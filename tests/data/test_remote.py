@@ -205,13 +205,15 @@ def test_a_data_set_of_the_hub_is_read_by_name_split_and_commit(hub, tmp_path, c
     hub_client.ANSWER_SECONDS = before
 
 
-def test_without_the_hub_its_copies_are_used(hub, monkeypatch):
+def test_without_the_hub_its_copies_are_used(hub, monkeypatch, capsys):
     parquet(hub.root / "datasets/own/texts/train.parquet", 0)
     first = opened("hf:own/texts", [])
     monkeypatch.setattr(hub_client.HubRepository, "listed", lambda self: offline(self))
     said = []
     assert opened("hf:own/texts", said).fingerprint == first.fingerprint
     assert "own/texts cannot be fetched from http" in said[0]
+    error = stats(capsys, "hf:own/others", code=66)
+    assert error["fix"].splitlines()[1] == "here: --config.data.train=others"
 
 
 def offline(repository):
