@@ -234,23 +234,20 @@ class Console(contextlib.AbstractContextManager["Console"]):
 def _evaluation(record: Record, is_best: bool) -> str:
     """Return the row of an evaluation: its loss in the column of losses, figures in columns.
 
-    Figures beyond WIDTH columns are left out.
+    A row of more than WIDTH columns has no accuracy, and then no perplexity.
     """
     first, second = COLUMNS[:2]
     step, loss = record["step"], record.get("loss_nats")
+    worse, error = record.get("worse_than"), record.get("loss_stderr")
     row = f"{step:>{first.width}} {_loss(loss):>{second.width}}  {record['split']:<5}"
-    parts = []
-    if worse := record.get("worse_than"):
-        parts.append(f"worse than {worse}")
-    parts.append("best" if is_best else " " * 4)
+    row += f"  worse than {worse}" if worse else ""
+    row += "  best" if is_best else " " * 6
+    doubt = "" if error is None else f"  \u00b1{error:.2g} on {record['share']:.1%}"
     shown = {"bits_per_byte": "{:.4f} bits/byte", "perplexity": "perplexity {:<7.4g}"}
     shown |= {"token_accuracy": "accuracy {:5.1%}"}
     for name, pattern in shown.items():
-        if (value := record.get(name)) is not None:
-            parts.append(pattern.format(value))
-    if (error := record.get("loss_stderr")) is not None:
-        parts.append(f"\u00b1{error:.2g} on {record['share']:.1%}")
-    for part in parts:
-        if len(row) + 2 + len(part) <= WIDTH:
-            row += f"  {part}"
-    return row.rstrip()
+        value = record.get(name)
+        text = "" if value is None else f"  {pattern.format(value)}"
+        if len(row) + len(text) + len(doubt) <= WIDTH:
+            row += text
+    return (row + doubt).rstrip()

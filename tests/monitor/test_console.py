@@ -70,6 +70,15 @@ def test_evaluations_are_aligned_and_the_best_of_each_set_is_named():
     assert max(map(len, [head, *rows])) <= WIDTH
 
 
+def test_a_long_row_keeps_the_doubt_of_its_loss():
+    known = {"loss_stderr": 0.044, "share": 0.095, "token_accuracy": 0.5, "split": "validation"}
+    (row,) = lines(VAL | known | {"worse_than": "unigram"})
+    assert "worse than unigram" in row
+    assert row.endswith("\u00b10.044 on 9.5%")
+    assert "accuracy" not in row
+    assert len(row) <= WIDTH
+
+
 def test_a_resumed_run_knows_its_best_evaluation():
     screen = io.StringIO()
     with Console(screen, total=200) as console:

@@ -89,7 +89,7 @@ def test_like_is_ranked_with_like_and_what_is_of_a_part_says_so(config, tmp_path
     assert re.search(rf"^  {re.escape(part)} +\d", logs["stopped"], re.M)
     assert all("nats on far, 2 batches of it" in log for log in logs.values())
     assert "<td>this run, far</td>" in (tmp_path / "ended/report.html").read_text()
-    assert f"far, loss \u00b1 {error}, {share:.1%} of the set" in logs["stopped"]
+    assert f"\u00b1{error} on {share:.1%}" in logs["stopped"]
     page = (tmp_path / "stopped/report.html").read_text()
     assert f"{stopped[4]['loss_nats']:.4f} \u00b1 {error}</td>" in page
     assert f"<td>this run, far, after step 4, on {share:.1%} of the set</td>" in page
