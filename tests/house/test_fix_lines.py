@@ -202,7 +202,7 @@ SITUATIONS = {
     "least above most": Situation("data run --config=r.py --out=out --config.length.most=5"),
     "perplexities crossed": Situation("config explain perplexity.least --config.perplexity.least=2000"),
     # data
-    "a folder as data": Situation("data stats --config=c.py --config.data.train=texts"),
+    "a folder without text as data": Situation("data stats --config=c.py --config.data.train=pictures", "mkdir pictures; printf '\\0\\377' > pictures/a.png"),
     "a folder misspelt": Situation("data stats --config=c.py --config.data.train=txets/*.txt"),
     "a glob of nothing": Situation("data stats --config=c.py --config.data.train=texts/*.md"),
     "empty files": Situation("data stats --config=c.py --config.data.train=empty.txt", "touch empty.txt"),
@@ -235,7 +235,7 @@ SITUATIONS = {
     "no step to inspect": Situation(f"checkpoint show {RUN} --step=7"),
     "no checkpoints": Situation("checkpoint list --workdir=texts"),
     "an average that is not kept": Situation(f"eval {RUN} --weights=ema"),
-    "eval of no text": Situation(f"eval {RUN} --text=texts"),
+    "eval of no text": Situation(f"eval {RUN} --text=txets/*.txt"),
     "answers of a run of text": Situation(f"eval {RUN} --verify=exact"),
     "samples without a comparison": Situation(f"eval {RUN} --samples=2"),
     "chat without a template": Situation(f"generate {RUN} --prompt=a --chat"),
