@@ -73,10 +73,12 @@ function draw(figure) {
   for (const tick of ticks(0, last, width < 420 ? 3 : 6))
     parts.push(`<text class="x" x="${x(tick)}" y="${height - 8}">${amount(tick)}</text>`);
   let above = -99, end = width - right;
+  const taken = [];  // heights of labels
   for (const [name, value] of data.levels)
     if (scale(value) >= low && scale(value) <= high) {
       end = Math.abs(y(value) - above) < 14 ? end - 8 * name.length - 14 : width - right;
       above = y(value);
+      taken.push(above + 4);
       parts.push(`<path class="level" d="M${left} ${y(value).toFixed(1)}H${width - right}"/>`);
       labels.push(`<text class="level" x="${end}" y="${y(value) + 4}">${escaped(name)}</text>`);
     }
@@ -93,9 +95,11 @@ function draw(figure) {
         `<circle class="s${series.color}" cx="${x(xs[i])}" cy="${y(v)}" r="2.5"/>`));
     if (index === data.mark) {
       const i = series.y.indexOf(Math.min(...series.y)), side = x(xs[i]) > width / 2;
+      let at = y(series.y[i]) - 8;
+      while (side && taken.some((each) => Math.abs(each - at) < 12)) at -= 4;
       parts.push(`<circle class="best" cx="${x(xs[i])}" cy="${y(series.y[i])}" r="6"/>`,
         `<text class="best" text-anchor="${side ? "end" : "start"}" x="${x(xs[i]) + (side ? -10 : 10)}" y="${
-          y(series.y[i]) - 8}">best: ${+series.y[i].toPrecision(5)} at step ${series.x[0][i]}</text>`);
+          at}">best: ${+series.y[i].toPrecision(5)} at step ${series.x[0][i]}</text>`);
     }
   });
   parts.push(...labels, `<path class="cursor" d=""/>`);
