@@ -84,7 +84,7 @@ def words() -> list[Word]:
         section = getattr(importlib.import_module(module_name), kind)
         context = "@" if schema == RUN else f"@{schemas[schema]}"
         by_path: dict[str, tuple[dict[str, None], str]] = {}
-        for path, values, doc in _settings(section):
+        for path, (values, doc) in _settings(section):
             by_path.setdefault(path, ({}, doc))[0].update(dict.fromkeys(values))
         for path, (known, doc) in by_path.items():
             result.append(Word(context, f"--config.{path}", " ".join(known) or "=", doc))
@@ -126,16 +126,16 @@ def _run_schema() -> type:
     return schema
 
 
-def _settings(section: type, path: str = "") -> Iterator[tuple[str, list[str], str]]:
-    """Yield path, values and meaning of the settings of a section, once for each arm."""
+def _settings(section: type, path: str = "") -> Iterator[tuple[str, tuple[list[str], str]]]:
+    """Yield path, (values, meaning) of the settings of a section, once for each arm."""
     for name, known in sections.fields(section).items():
         inner = sections.join(path, name)
         if known.named:
-            yield inner, list(known.named), known.doc
+            yield inner, (list(known.named), known.doc)
         for arm in known.arms:
             yield from _settings(arm, inner)
         if not known.arms:
-            yield inner, list(_choices(known.kind)), known.doc
+            yield inner, (list(_choices(known.kind)), known.doc)
 
 
 def _choices(kind: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@ import http.server
 import json
 import shlex
 import shutil
+import subprocess
 import threading
 
 import fsspec
@@ -168,13 +169,19 @@ def test_a_folder_of_token_shards_is_copied_whole(memory, tmp_path, capsys):
     assert data.fingerprint == here.fingerprint
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_copied(memory, monkeypatch, capsys):
+def test_a_disk_without_room_is_refused_before_anything_is_copied(
+    memory, monkeypatch, capsys, tmp_path
+):
     memory.pipe("/crawl/a.jsonl", rows(0))
     usage = shutil.disk_usage("/")._replace(free=100)
     monkeypatch.setattr(remote.shutil, "disk_usage", lambda _: usage)
     error = stats(capsys, "memory://crawl/a.jsonl", code=73)
     assert "100 B are free" in error["why"]
     assert error["fix"].startswith("export JAXLM_CACHE=")
+    larger = shlex.split(error["fix"], comments=True)[1].partition("=")[2]
+    monkeypatch.undo()
+    monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / larger.strip("/")))
+    assert stats(capsys, "memory://crawl/a.jsonl")
 
 
 def test_a_data_set_of_the_hub_is_read_by_name_split_and_commit(hub, tmp_path, capsys):
@@ -205,7 +212,7 @@ def test_a_data_set_of_the_hub_is_read_by_name_split_and_commit(hub, tmp_path, c
     hub_client.ANSWER_SECONDS = before
 
 
-def test_without_the_hub_its_copies_are_used(hub, monkeypatch, capsys):
+def test_without_the_hub_its_copies_are_used(hub, monkeypatch, capsys, tmp_path):
     parquet(hub.root / "datasets/own/texts/train.parquet", 0)
     first = opened("hf:own/texts", [])
     monkeypatch.setattr(hub_client.HubRepository, "listed", lambda self: offline(self))
@@ -214,6 +221,8 @@ def test_without_the_hub_its_copies_are_used(hub, monkeypatch, capsys):
     assert "own/texts cannot be fetched from http" in said[0]
     error = stats(capsys, "hf:own/others", code=66)
     assert error["fix"].splitlines()[1] == "here: --config.data.train=others"
+    parquet(tmp_path / "others/train.parquet", 0)
+    assert stats(capsys, error["fix"].splitlines()[1].partition("train=")[2])
 
 
 def offline(repository):
@@ -226,7 +235,11 @@ def test_a_file_that_arrives_damaged_is_refused(hub, capsys):
     hub.digests["train.parquet"] = "0" * 64
     error = stats(capsys, "hf:own/texts", code=65)
     assert error["what"] == "a file differs from the one that the hub lists"
-    assert error["fix"].startswith("rm ")
+    hub.digests.clear()
+    subprocess.run(error["fix"], shell=True, check=True)
+    asked = len(hub.asked)
+    assert stats(capsys, "hf:own/texts")
+    assert any("/resolve/" in path for path in hub.asked[asked:]), "it is fetched anew"
 
 
 SUBSETS = {

@@ -164,6 +164,9 @@ ELSEWHERE: dict[str, str] = {
     # Conversations are rendered in a thread, which is not traced: "a chat template that is none".
     "data/chat.py:_refused:1": "tests/house/test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
     "data/dataset.py:_loader:1": "tests/data/test_chat_documents.py::test_token_shards_of_conversations_keep_weights_and_template",
+    "core/hub.py:_refused:1": "tests/data/test_remote.py::test_without_the_hub_its_copies_are_used",
+    "data/remote.py:_full:1": "tests/data/test_remote.py::test_a_disk_without_room_is_refused_before_anything_is_copied",
+    "data/remote.py:_of_hub:1": "tests/data/test_remote.py::test_a_file_that_arrives_damaged_is_refused",
     "data/hub_dataset.py:_no_files:1": "tests/data/test_remote.py::test_a_data_set_of_code_is_fixed_to_what_the_hub_made_of_it",
     "data/hub_dataset.py:_no_subset:1": "tests/data/test_remote.py::test_subsets_are_those_of_the_card_and_files_can_be_named",
     "data/hub_dataset.py:files_of:1": "tests/data/test_remote.py::test_subsets_are_those_of_the_card_and_files_can_be_named",

@@ -203,6 +203,7 @@ SITUATIONS = {
     "perplexities crossed": Situation("config explain perplexity.least --config.perplexity.least=2000"),
     # data
     "a folder without text as data": Situation("data stats --config=c.py --config.data.train=pictures", "mkdir pictures; printf '\\0\\377' > pictures/a.png"),
+    "a store without the file": Situation("data stats --config=c.py --config.data.train=memory://none/*.txt"),
     "a folder misspelt": Situation("data stats --config=c.py --config.data.train=txets/*.txt"),
     "a glob of nothing": Situation("data stats --config=c.py --config.data.train=texts/*.md"),
     "empty files": Situation("data stats --config=c.py --config.data.train=empty.txt", "touch empty.txt"),
