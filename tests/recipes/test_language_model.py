@@ -197,19 +197,42 @@ def test_what_an_untrained_model_lacks_is_an_error_with_a_fix(tiny, tmp_path, mo
     assert main(shlex.split(large.value.fix, comments=True)[1:]) == 0
 
 
+# Sections of the page that run one after another, after the first.
+TOGETHER = {
+    "Data from Python": 1,
+    "Callbacks": 2,
+    "Parts of your own": 2,
+    "Use a model": 3,
+    "A published size": 3,
+    "The module": 4,
+    "Inside the model": 4,
+    "A loop of your own": 4,
+}
+
+
 @pytest.mark.filterwarnings("ignore::jaxlm.recipes.use.fresh.Untrained")
-def test_the_programs_of_the_page_run_in_order(tiny, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("part", [1, 2, 3, 4])
+def test_the_programs_of_the_page_run_in_order(part, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     for path in sorted(Path(jaxlm.__file__).parent.glob("core/*.py"))[:12]:
         (tmp_path / "texts" / f"{path.stem}.txt").write_text(path.read_text())
-    blocks = re.findall(r"```python\n(.*?)```", page("python").read_text(), re.DOTALL)
-    assert len(blocks) == 10
+    sections = re.findall(
+        r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page("python").read_text(), re.M | re.S
+    )
+    assert [name for name, _ in sections] == ["Train", *TOGETHER], "each is in a part"
     names: dict = {}
-    for block in blocks:
-        if file := re.match(r"# (\w+\.py)\n", block):
-            Path(file[1]).write_text(block)
-        else:
-            exec(block, names)
-    assert np.isfinite(names["losses"]).all()
+    for name, text in sections:
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert blocks
+        if TOGETHER.get(name, part) != part:
+            if TOGETHER[name] < part:  # what the program defines before it trains or prints
+                exec(re.split(r"^(?:jaxlm\.train|print)\(", blocks[0], flags=re.M)[0], names)
+            continue
+        for block in blocks:
+            if file := re.match(r"# (\w+\.py)\n", block):
+                Path(file[1]).write_text(block)
+            else:
+                exec(block, names)
+    assert np.isfinite(names.get("losses", 0.0)).all()
     assert "import os" not in capsys.readouterr().err
