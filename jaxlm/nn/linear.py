@@ -70,9 +70,9 @@ class Linear(nnx.Module):
 
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         leading = x.shape[: x.ndim - len(self.ins)]
-        weight = self.weight[...]
+        weight = self.weight[...] if self._side else self._flat()
         if self._is_gathered:
-            weight = constrain(weight if self._side else self._flat(), None, None)
+            weight = constrain(weight, None, None)
         y = matmul(x.reshape(*leading, -1), weight, self.precision, self.result, self._side)
         return y.reshape(*leading, *self.outs)
 

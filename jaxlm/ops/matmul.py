@@ -66,8 +66,7 @@ def matmul(
     arXiv:2304.13013, section 2).
 
     Args:
-      weight: [I, O], or [O, I] for `side` 1. Each may be several dimensions: the backward pass
-        keeps the weight as it is, while a scan over layers would store a copy of a reshaped one.
+      weight: [I, O], or [O, I] for `side` 1.
       precision: dtypes of operands (`compute`), sums and results.
       result: dtype of the product; that of activations by default.
       side: the weight's axis I.
@@ -78,15 +77,10 @@ def matmul(
 def _forward(
     x: Array, weight: Array, precision: Precision, result: jnp.dtype | None, side: Side
 ) -> tuple[Array, tuple[Array, Array]]:
-    flat = _flat(weight, x.shape[-1], side)
-    x_low, weight_low = x.astype(precision.compute), flat.astype(precision.compute)
+    x_low, weight_low = x.astype(precision.compute), weight.astype(precision.compute)
     formats = FORWARD.get(precision.products)
     out = _dot(x_low, weight_low, side, result or precision.activations, formats)
     return out, (x_low, weight)
-
-
-def _flat(weight: Array, inputs: int, side: Side) -> Array:
-    return weight.reshape((-1, inputs) if side else (inputs, -1))
 
 
 def _input_gradient(out_grad: Array, weight: Array, precision: Precision, side: Side) -> Array:
@@ -100,8 +94,7 @@ def _backward(
 ) -> tuple[Array, Array]:
     x_low, weight = residuals
     grad_low = out_grad.astype(precision.compute)
-    flat = _flat(weight, x_low.shape[-1], side)
-    x_grad = _input_gradient(out_grad, flat, precision, side)
+    x_grad = _input_gradient(out_grad, weight, precision, side)
     if _merges_rows():
         x_low = x_low.reshape(-1, x_low.shape[-1])
         grad_low = grad_low.reshape(-1, grad_low.shape[-1])
@@ -118,7 +111,7 @@ def _backward(
         weight_grad = lax.optimization_barrier(product)
     else:
         weight_grad = dot(one, other, ((rows, rows), ((), ())))
-    return x_grad, weight_grad.astype(weight.dtype).reshape(weight.shape)
+    return x_grad, weight_grad.astype(weight.dtype)
 
 
 matmul.defvjp(_forward, _backward)
