@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -83,6 +84,12 @@ def read_json(path: Path, max_bytes: int, what: str, *, missing: str, damaged: s
     except (ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise DataError(f"{what} cannot be read", where=where, why=why, fix=damaged) from error
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+    """Return the sha256 of a file in hexadecimal. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def user_cache() -> Path:

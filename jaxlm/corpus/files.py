@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from jaxlm.core import disk
 from jaxlm.core.errors import DataError
 
 
@@ -23,9 +24,7 @@ class FileDigest:
     @classmethod
     def of(cls, path: Path, lines: int) -> "FileDigest":
         """Compute the digest of a file of `lines` lines."""
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(lines, path.stat().st_size, digest)
+        return cls(lines, path.stat().st_size, disk.sha256(path))
 
 
 class LineFiles(contextlib.ExitStack):

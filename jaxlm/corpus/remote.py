@@ -3,7 +3,6 @@
 A file is downloaded whole before it is parsed, so a lost connection never looks like damage.
 """
 
-import errno
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -13,10 +12,6 @@ from jaxlm.core.errors import DataError, InputMissing, NotWritable
 from jaxlm.corpus.config import Recipe
 from jaxlm.data import stores
 from jaxlm.data.documents import Corpus
-
-
-class SizeMismatch(Exception):
-    """The size of a transferred file differs from the expected one."""
 
 
 def find(recipe: Recipe) -> list[tuple[Path, str, int]]:
@@ -51,12 +46,7 @@ def fetched(name: str) -> IO[bytes]:
     def fetch() -> IO[bytes]:
         copy = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         try:
-            size = store.info(path)["size"]
-            with store.open(path, "rb") as source:
-                while data := source.read(stores.CHUNK_BYTES):
-                    _write(copy, data)
-            if size is not None and copy.tell() != size:
-                raise SizeMismatch(f"{copy.tell():,} of {size:,} bytes arrived")
+            stores.copy(store, path, store.info(path)["size"], copy, _full)
             copy.seek(0)
         except BaseException:
             copy.close()
@@ -88,16 +78,13 @@ def _matches(pattern: str, source: tuple[str, ...]) -> list[tuple[str, int]]:
     return matches
 
 
-def _write(copy: IO[bytes], data: bytes) -> None:
-    try:
-        copy.write(data)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        what = "the disk is too full for a download"
-        why = f"{type(error).__name__}: {error.strerror}"
-        fix = 'export TMPDIR="$PWD/tmp" && mkdir -p "$TMPDIR"    # or a folder on a larger disk'
-        raise NotWritable(what, where=tempfile.gettempdir(), why=why, fix=fix) from error
+def _full(error: OSError) -> NotWritable:
+    return NotWritable(
+        "the disk is too full for a download",
+        where=tempfile.gettempdir(),
+        why=f"{type(error).__name__}: {error.strerror}",
+        fix='export TMPDIR="$PWD/tmp" && mkdir -p "$TMPDIR"    # or a folder on a larger disk',
+    )
 
 
 def _missing(what: str, why: str) -> InputMissing:

@@ -9,9 +9,8 @@ from jaxlm.core.errors import NotWritable
 from jaxlm.corpus.job import CLUSTERS, PAGE, RECIPE, REPORT
 from jaxlm.corpus.mix.after import SHARDS
 from jaxlm.corpus.mix.run import MIX
-from jaxlm.corpus.remote import SizeMismatch
 from jaxlm.corpus.run import LOCK
-from jaxlm.data.stores import described, open_store, tried
+from jaxlm.data.stores import SizeMismatch, described, open_store, tried
 
 
 def copy_to(folder: Path, files: list[str], url: str) -> int:

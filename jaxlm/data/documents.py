@@ -198,7 +198,8 @@ def _listed_twice(before: str, name: str, pattern: str, setting: str) -> DataErr
 
 def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
     is_folder = Path(pattern).is_dir()
-    globs = text_globs(Path(pattern)) if is_folder and not _shards(pattern) else ()
+    has_shards = is_folder and bool(_shards(pattern))
+    globs = text_globs(Path(pattern)) if is_folder and not has_shards else ()
     paths = (path for each in globs or (pattern,) for path in glob.glob(each, recursive=True))
     matches = sorted(path for path in paths if Path(path).is_file())
     if matches:
@@ -207,7 +208,6 @@ def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
     folder = next((path for path in parents if path.is_dir()), Path())
     meant = _meant(pattern)
     if is_folder:
-        has_shards = bool(_shards(pattern))
         what = f"{pattern} is a folder {'of several data sets' if has_shards else 'without text'}"
         why = "each folder of token shards is named" if has_shards else "no file in it is text"
     else:

@@ -1,12 +1,12 @@
 """Packing plans: (document, start, length) of each piece of each row, planned by windows."""
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from jaxlm.core import disk
 from jaxlm.data import cache
 from jaxlm.data.shards import AnyShards
 
@@ -81,11 +81,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _digest(folder: Path) -> str:
-    digests = []
-    for name in FILES:
-        with open(folder / name, "rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return "\n".join(digests)
+    return "\n".join(disk.sha256(folder / name) for name in FILES)
 
 
 def _rows(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from jaxlm.core import disk
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import from_python, manifest, remote
 from jaxlm.data.config import DataConfig
@@ -261,7 +262,7 @@ def _overlap(train: Part, part: Part) -> Iterator[str]:
     left = {path: name for path, name in others.items() if path not in trained and _size(path)}
     marks: dict[Path, int | str] = {}
     # Each mark distinguishes more and reads more of fewer files: almost no file is hashed whole.
-    for mark in (_size, _beginning, _sha256):
+    for mark in (_size, _beginning, disk.sha256):
         marks = {path: mark(path) for path in (*trained, *left)}
         shared = {marks[path] for path in trained} & {marks[path] for path in left}
         trained, left = (
@@ -280,11 +281,6 @@ def _size(path: Path) -> int:
 def _beginning(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.sha256(file.read(BEGINNING_BYTES)).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def probe(corpus: Corpus, setting: str, most: int = PROBED_BYTES) -> None:

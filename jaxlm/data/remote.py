@@ -7,14 +7,13 @@ answer later, the recorded copies are used, with a message.
 
 import dataclasses
 import functools
-import hashlib
 import json
 import posixpath
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxlm.core import disk, hub
 from jaxlm.core.callbacks import Log, OnProgress
@@ -107,7 +106,7 @@ class Downloads:
 
     def _recorded(self, pattern: str, find: Callable[[], list[LocalCopy]]) -> list[LocalCopy]:
         """Return what `find` finds, and record it; if the store is unreachable, the record."""
-        place = cache.folder(self._root, "remote", pattern=pattern).with_suffix(".json")
+        place = self._record(pattern)
         try:
             copies = find()
         except _Unreachable as error:
@@ -121,6 +120,10 @@ class Downloads:
         with cache.writing(place):
             disk.replace(place, json.dumps({"time": time.time(), "files": rows}).encode())
         return copies
+
+    def _record(self, pattern: str) -> Path:
+        """Return the file that records the copies of a pattern."""
+        return cache.folder(self._root, "remote", pattern=pattern).with_suffix(".json")
 
     def _found(self, pattern: str, setting: str, flag: Flag) -> list[LocalCopy]:
         if pattern.startswith(hub.PREFIX):
@@ -159,8 +162,14 @@ class Downloads:
         """Copy a file of a store; raises InputMissing if it does not arrive whole."""
 
         def fetch() -> None:
-            with store.open(file.url, "rb") as source, open(target, "wb") as copy:
-                self._read_all(source, copy, file)
+            with open(target, "wb") as copy:
+                stores.copy(store, file.url, file.size or None, copy, full, moved)
+
+        def full(_: OSError) -> NotWritable:
+            return _full(self._root, file.url, file.size)
+
+        def moved(done: int) -> None:
+            self.progress(f"copying {target.name}", done, max(file.size, done))
 
         try:
             stores.tried(fetch)
@@ -173,17 +182,6 @@ class Downloads:
                 why=stores.described(error),
                 fix="the same command again: copied files are kept",
             ) from error
-
-    def _read_all(self, source: IO[bytes], copy: IO[bytes], file: StoredFile) -> None:
-        name = posixpath.basename(file.url)
-        while data := source.read(stores.CHUNK_BYTES):
-            try:
-                copy.write(data)
-            except OSError as error:
-                raise _full(self._root, file.url, file.size) from error
-            self.progress(f"copying {name}", copy.tell(), max(file.size, copy.tell()))
-        if file.size and copy.tell() != file.size:
-            raise EOFError(f"{copy.tell():,} of {file.size:,} bytes arrived")
 
     def _of_hub(self, pattern: str, setting: str, flag: Flag) -> list[LocalCopy]:
         name = hub_dataset.parsed(pattern, setting)
@@ -198,8 +196,7 @@ class Downloads:
         listed = {each.rfilename: each for each in info.siblings or ()}
         card = info.card_data.to_dict() if info.card_data else {}
         chosen = hub_dataset.files_of(name, list(listed), card, setting, flag)
-        place = cache.folder(self._root, "remote", pattern=pattern).with_suffix(".json")
-        known = {copy.name: copy for copy in _read(place)[0]}
+        known = {copy.name: copy for copy in _read(self._record(pattern))[0]}
         names = {file: f"{hub.PREFIX}{name.name}@{info.sha}/{file}" for file in chosen}
         missing = [file for file in chosen if names[file] not in known]
         if missing:
@@ -214,7 +211,7 @@ class Downloads:
                 continue
             path = repository.download(file, info.sha)
             sha256 = getattr(listed[file].lfs, "sha256", None)
-            if sha256 is not None and _sha256(path) != sha256:
+            if sha256 is not None and disk.sha256(path) != sha256:
                 raise DataError(
                     "a file differs from the one that the hub lists",
                     where=f"{where}: {file}",
@@ -254,11 +251,6 @@ def _read(place: Path) -> tuple[list[LocalCopy], float]:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return [], 0.0
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _unanswered(pattern: str, why: str) -> InputMissing:

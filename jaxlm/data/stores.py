@@ -3,13 +3,20 @@
 import shlex
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from jaxlm.core.errors import ConfigError, InputMissing, NotWritable, installs, not_installed
+from jaxlm.core.errors import (
+    FULL,
+    ConfigError,
+    InputMissing,
+    NotWritable,
+    installs,
+    not_installed,
+)
 
 TRIES, WAIT_SECONDS = 3, 1.0  # the wait doubles after each try
-CHUNK_BYTES = 2**20
+_CHUNK_BYTES = 2**20
 # Properties that change with the contents of a file, as file systems of fsspec name them.
 _VERSIONS = (
     *("ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "updated"),
@@ -66,6 +73,41 @@ def open_store(url: str, fix: str = "") -> tuple[Any, str]:
         is_web = protocol in ("http", "https")
         install = installs("remote") if is_web else f"pip install 'fsspec[{protocol}]'"
         raise InputMissing(what, where=url, why=described(error), fix=install) from error
+
+
+class SizeMismatch(Exception):
+    """The size of a transferred file differs from the expected one."""
+
+
+def copy(
+    store: Any,
+    path: str,
+    size: int | None,
+    target: IO[bytes],
+    full: Callable[[OSError], NotWritable],
+    moved: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Copy a file of a store. Errors of the store pass.
+
+    Args:
+      size: expected bytes; None if unknown.
+      target: the open copy.
+      full: makes the error of a full disk from that of the system.
+      moved: called with the bytes copied so far.
+
+    Raises SizeMismatch if another number of bytes arrives.
+    """
+    with store.open(path, "rb") as source:
+        while data := source.read(_CHUNK_BYTES):
+            try:
+                target.write(data)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise full(error) from error
+            moved(target.tell())
+    if size is not None and target.tell() != size:
+        raise SizeMismatch(f"{target.tell():,} of {size:,} bytes arrived")
 
 
 def matching(store: Any, path: str) -> list[StoredFile]:

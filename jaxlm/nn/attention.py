@@ -169,27 +169,16 @@ class AttentionBase(nnx.Module):
 
         Record all weights if they are captured.
         """
+        inputs = query, keys, mask, self.precision.compute
+        scale, softcap = self.config.score_scale, self.config.softcap
         if intermediates.is_captured("weights"):
-            weights = attention_weights(
-                query,
-                keys,
-                mask,
-                self.precision.compute,
-                scale=self.config.score_scale,
-                softcap=self.config.softcap,
-            )
+            weights = attention_weights(*inputs, scale=scale, softcap=softcap)
             intermediates.record_sum("weights", weights)
         entropy = intermediates.is_captured("entropy")
         if not (entropy or intermediates.is_captured("logits")):
             return
         peak, spread, queries = attention_figures(
-            query,
-            keys,
-            mask,
-            self.precision.compute,
-            scale=self.config.score_scale,
-            softcap=self.config.softcap,
-            entropy=entropy,
+            *inputs, scale=scale, softcap=softcap, entropy=entropy
         )
         intermediates.record_peak("logit_max", peak)
         if spread is not None:

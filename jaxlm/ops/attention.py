@@ -175,13 +175,22 @@ def attention_weights(
     Args: as in `attention`.
     """
     query, key = lax.stop_gradient((query, key))
-    batch, length, heads, size = query.shape
-    kv_heads = key.shape[2]
-    q = (query * scale).astype(compute)
-    q = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
-    scores = product("btkgh,bskh->bkgts", q, key.astype(compute))
+    batch, length, heads, _ = query.shape
+    scores = _scores(_grouped(query * scale, key), key, compute)
     weights = _weights(scores, mask.materialize()[:, None, None], mask.bias, softcap)
     return weights.reshape(batch, heads, length, key.shape[1])
+
+
+def _grouped(query: Float[Array, "B T N H"], key: Array) -> Float[Array, "B T K G H"]:
+    """Return queries with an axis for the heads that share a key."""
+    *leading, heads, size = query.shape
+    return query.reshape(*leading, key.shape[2], heads // key.shape[2], size)
+
+
+def _scores(
+    query: Float[Array, "B T K G H"], key: Float[Array, "B S K H"], compute: jnp.dtype
+) -> Float[Array, "B K G T S"]:
+    return product("btkgh,bskh->bkgts", query.astype(compute), key.astype(compute))
 
 
 def _weights(
@@ -217,13 +226,11 @@ def attention_figures(
     Args: as in `attention`; `entropy` false leaves the entropy out.
     """
     query, key = lax.stop_gradient((query, key))
-    batch, length, heads, size = query.shape
-    kv_heads = key.shape[2]
+    batch, length, heads, _ = query.shape
     block = max(n for n in divisors(length) if n <= FIGURES_BLOCK)
     segments = mask.query_segments
     counted = jnp.ones((batch, length), bool) if segments is None else segments > 0
-    q = (query * scale).astype(compute)
-    q = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
+    q = _grouped(query * scale, key)
     bias = None if mask.bias is None else jnp.moveaxis(mask.bias, 2, 1)
     by_query = (q, counted, mask.query_index, segments, mask.visible_until, bias)
 
@@ -235,7 +242,7 @@ def attention_figures(
         block_mask = dataclasses.replace(
             mask, query_index=index, query_segments=segments, visible_until=until
         )
-        scores_bkgts = product("btkgh,bskh->bkgts", q, key.astype(compute))
+        scores_bkgts = _scores(q, key, compute)
         visible = block_mask.materialize()[:, None, None]
         is_query = counted[:, None, None, :]
         peak, spread = carry
@@ -248,7 +255,7 @@ def attention_figures(
             spread = spread + jnp.where(is_query, each, 0.0).sum((0, 3))
         return (peak, spread), None
 
-    shape = (kv_heads, heads // kv_heads)
+    shape = q.shape[2:4]
     start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
     (peak, spread), _ = lax.scan(update, start, jax.tree.map(blocks, by_query))
     entropies = spread.reshape(heads) if entropy else None

@@ -1,19 +1,16 @@
 """Sources behind URLs and copies to them: fsspec's memory and local file systems, and a server on this machine."""
 
 import errno
-import functools
 import gzip
-import http.server
 import json
 import shutil
-import threading
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from jaxlm.corpus import remote
 from jaxlm.data import stores
+from tests import object_stores
 from tests.corpus.recipes import kept, lines, prose, run, tree, write_lines
 
 SET = ("--config.stages=length", "--config.dedup=exact", "--config.unit_bytes=1")
@@ -21,12 +18,9 @@ SET = ("--config.stages=length", "--config.dedup=exact", "--config.unit_bytes=1"
 
 @pytest.fixture
 def memory(monkeypatch):
-    """A store in memory, empty before and after."""
-    store = fsspec.filesystem("memory")
     monkeypatch.setattr(stores, "WAIT_SECONDS", 0.01)
-    yield store
-    store.store.clear()
-    store.pseudo_dirs[:] = [""]
+    with object_stores.in_memory() as store:
+        yield store
 
 
 def rows(seed: int) -> bytes:
@@ -65,49 +59,22 @@ def test_local_files_by_url_give_the_same_documents_with_any_number_of_processes
     assert tree(Path("out")) == first
 
 
-class Flaky(http.server.SimpleHTTPRequestHandler):
-    """Breaks the connection in the middle of a file, as often as it is told to."""
-
-    breaks = 0
-
-    def log_message(self, *_):
-        pass
-
-    def copyfile(self, source, outputfile):
-        data = source.read()
-        if Flaky.breaks > 0:
-            Flaky.breaks -= 1
-            outputfile.write(data[: len(data) // 2])
-            self.close_connection = True
-            self.wfile.flush()
-            self.connection.shutdown(2)
-            return
-        outputfile.write(data)
-
-
 @pytest.fixture
 def server(here, monkeypatch):
-    """The URL of a server over the folder `served`."""
-    (here / "served").mkdir()
     monkeypatch.setattr(stores, "WAIT_SECONDS", 0.01)
-    handler = functools.partial(Flaky, directory=str(here / "served"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as found:
-        thread = threading.Thread(target=found.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{found.server_port}"
-        found.shutdown()
-        thread.join()
+    with object_stores.serving(here / "served") as url:
+        yield url
 
 
 def test_a_connection_that_breaks_is_tried_again_and_is_no_damaged_file(server, here, capsys):
     (here / "served/a.jsonl.gz").write_bytes(gzip.compress(rows(1)))
-    Flaky.breaks = 2
+    object_stores.Flaky.breaks = 2
     answer = run(capsys, f"--config.source={server}/a.jsonl.gz", *SET)
     assert (answer["broken"], kept()) == ({}, [prose(1), prose(7)])
-    Flaky.breaks = 99
+    object_stores.Flaky.breaks = 99
     words = (f"--config.source={server}/a.jsonl.gz", *SET, "--out=other")
     error = run(capsys, *words, code=66)["error"]
-    Flaky.breaks = 0
+    object_stores.Flaky.breaks = 0
     assert error["what"] == "a file could not be downloaded in 3 tries"
     assert "the same command again" in error["fix"]
     first = tree(Path("out"))

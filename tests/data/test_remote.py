@@ -1,14 +1,10 @@
 """Training data behind URLs and on the Hugging Face Hub, through the front door: copied once, whole, and named by version."""
 
-import functools
-import http.server
 import json
 import shlex
 import shutil
 import subprocess
-import threading
 
-import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -17,7 +13,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import hub as hub_client
 from jaxlm.data import dataset, remote, stores
 from jaxlm.data.config import DataConfig
-from tests import hub_server
+from tests import hub_server, object_stores
 from tests.faults import harness
 
 BYTES = ("--config.data.tokenizer=bytes", "--config.data.sequence=32")
@@ -33,11 +29,8 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def memory():
-    """A store in memory, empty before and after."""
-    store = fsspec.filesystem("memory")
-    yield store
-    store.store.clear()
-    store.pseudo_dirs[:] = [""]
+    with object_stores.in_memory() as store:
+        yield store
 
 
 @pytest.fixture
@@ -46,36 +39,10 @@ def hub(tmp_path, monkeypatch):
         yield server
 
 
-class Server(http.server.SimpleHTTPRequestHandler):
-    """Files of a folder; breaks the connection in the middle of a file, `breaks` times."""
-
-    breaks = 0
-
-    def log_message(self, *_):
-        pass
-
-    def copyfile(self, source, outputfile):
-        data = source.read()
-        if Server.breaks > 0:
-            Server.breaks -= 1
-            outputfile.write(data[: len(data) // 2])
-            self.close_connection = True
-            self.wfile.flush()
-            self.connection.shutdown(2)
-            return
-        outputfile.write(data)
-
-
 @pytest.fixture
 def web(tmp_path):
-    (tmp_path / "served").mkdir()
-    handler = functools.partial(Server, directory=str(tmp_path / "served"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with object_stores.serving(tmp_path / "served") as url:
+        yield url
 
 
 def stats(capsys, train, *words, code=0):
@@ -124,18 +91,18 @@ def test_a_store_is_read_as_files_are_copied_once_and_again_when_it_changes(memo
 
 def test_a_run_trains_on_a_url_and_a_broken_connection_is_tried_again(web, tmp_path, capsys):
     (tmp_path / "served/a.jsonl").write_bytes(rows(0, 200))
-    Server.breaks = 2
+    object_stores.Flaky.breaks = 2
     config = harness.write_config(tmp_path)
     flags = (f"--config.data.train={web}/a.jsonl", "--config.data.validation=()")
     assert main(harness.words(config, tmp_path / "run", *flags, "--stop_at=1")) == 0
-    assert Server.breaks == 0
+    assert object_stores.Flaky.breaks == 0
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["data"]["train"] == [f"{web}/a.jsonl"]
-    Server.breaks = 99
+    object_stores.Flaky.breaks = 99
     shutil.rmtree("cache")
     capsys.readouterr()
     error = stats(capsys, f"{web}/a.jsonl", code=66)
-    Server.breaks = 0
+    object_stores.Flaky.breaks = 0
     assert error["what"] == "a file could not be copied in 3 tries"
     assert not list((tmp_path / "cache").rglob("a.jsonl"))
 

@@ -4,7 +4,6 @@ JAXLM_WRITE_GOLDENS=1 .venv-parity/bin/python -m pytest -m parity tests/parity
 """
 
 import copy
-import functools
 import json
 import os
 from pathlib import Path
@@ -325,8 +324,7 @@ def test_streams_and_attention_weights_of_every_layer_are_those_of_transformers(
     if isinstance(blueprint.config, EncoderConfig) or isinstance(family, T5):
         pytest.skip("only decoders are inspected")
     params = weights.params(family, blueprint.shapes)
-    run = jax.jit(functools.partial(inspection.trace, blueprint.merge))
-    streams, attention = run(params, weights.tokens())
+    streams, attention = inspection.trace(blueprint.merge, params, weights.tokens())
     ids = torch.from_numpy(weights.tokens()).long()
     with torch.no_grad():
         theirs = model(ids, output_hidden_states=True, output_attentions=True)

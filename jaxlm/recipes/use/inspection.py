@@ -61,21 +61,20 @@ def inspect(loaded: LoadedRun, params: Params, text: str) -> Inspection:
         why = f"the model has {limit} positions" if ids else "there is nothing to inspect"
         fix = f"text[:{limit}]" if ids else "a text of at least one letter"
         raise ConfigError(what, where="inspect(text)", why=why, fix=fix)
-    run = jax.jit(functools.partial(trace, blueprint.merge))
     with jax.set_mesh(loaded.model.mesh):
-        streams, weights = run(params, jnp.array([ids]))
+        streams, weights = trace(blueprint.merge, params, jnp.array([ids]))
     tokens = [tokenizer.decode([each]) for each in ids]
     length = len(ids)
-    unembed = jax.jit(functools.partial(_unembed, blueprint.merge))
     return Inspection(
         tokens,
         ids,
         np.stack(streams)[:, 0, -length:].astype(np.float32),
         np.stack(weights)[:, 0, :, -length:, -length:],
-        functools.partial(unembed, params),
+        functools.partial(_unembed, blueprint.merge, params),
     )
 
 
+@functools.partial(jax.jit, static_argnums=0)  # compiled once for a model and a length
 def trace(merge: Any, params: Params, ids: Int[jax.Array, "B T"]) -> tuple[list[Any], list[Any]]:
     """Return the streams before the layers and after each, and each layer's attention weights."""
     model: Model = merge(params)
@@ -101,6 +100,7 @@ def _is_of(key: str, stack: str, name: str) -> bool:
     return key.startswith(f"{stack}/") and key.split("/", 2)[2] == name
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _unembed(merge: Any, params: Params, stream: jax.Array) -> jax.Array:
     model: Any = merge(params)
     values = jnp.asarray(stream)[None]
