@@ -219,8 +219,10 @@ def test_files_of_one_size_are_read_whole_only_where_they_begin_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
-    whole = parts._sha256
-    monkeypatch.setattr(parts, "_sha256", lambda path: (hashed.append(path.name), whole(path))[1])
+    whole = parts.disk.sha256
+    monkeypatch.setattr(
+        parts.disk, "sha256", lambda path: (hashed.append(path.name), whole(path))[1]
+    )
     for name, text in {"a.txt": "one", "b.txt": "two", "c.md": "six", "d.md": "ten"}.items():
         (tmp_path / name).write_text(text)
     config = _config(f"{tmp_path}/*.txt", f"{tmp_path}/*.md")
