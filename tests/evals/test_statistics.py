@@ -1,0 +1,105 @@
+"""Intervals cover what they promise; tests agree with scipy's and with counting by hand."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxlm.evals.statistics import difference, estimate, holm, mcnemar
+
+DRAWS = 2000
+
+
+def coverage(intervals, truth):
+    """Share of the intervals that contain the truth."""
+    return np.mean([low <= truth <= high for low, high in intervals])
+
+
+def drawn(rng, share, groups, size, spread=0.0):
+    """Yes or no of `size` items in each of some groups, whose shares differ by `spread`."""
+    share_g = np.clip(share + spread * rng.standard_normal(groups), 0, 1)
+    return (rng.random((groups, size)) < share_g[:, None]).astype(float).ravel()
+
+
+@pytest.mark.parametrize("items", [20, 400])
+def test_95_of_100_intervals_of_a_share_contain_it(items):
+    rng = np.random.default_rng(0)
+    inside = []  # of one share alone the number of right items is too coarse
+    for share in rng.uniform(0.05, 0.95, DRAWS):
+        inside.append(coverage([estimate(drawn(rng, share, items, 1))[2:]], share))
+    assert 0.94 <= np.mean(inside) <= 0.96
+
+
+def test_95_of_100_clustered_intervals_contain_the_share():
+    rng = np.random.default_rng(1)
+    groups = np.repeat(np.arange(80), 5)
+    draws = [drawn(rng, 0.5, 80, 5, 0.2) for _ in range(DRAWS)]
+    assert 0.94 <= coverage([estimate(x, None, groups)[2:] for x in draws], 0.5) <= 0.96
+    assert coverage([estimate(x)[2:] for x in draws], 0.5) < 0.92  # groups are needed
+
+
+def test_95_of_100_intervals_of_a_weighted_mean_contain_it():
+    rng = np.random.default_rng(2)
+    intervals = []
+    for _ in range(DRAWS):
+        weights = rng.integers(20, 200, 100).astype(float)  # tokens of a document
+        intervals.append(estimate(3 + rng.gamma(4, 0.2, 100), weights)[2:])
+    assert 0.94 <= coverage(intervals, 3.8) <= 0.96
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_95_of_100_intervals_of_a_paired_difference_contain_it(size):
+    rng = np.random.default_rng(3)
+    groups = None if size == 1 else np.repeat(np.arange(200), size)
+    intervals, rejections = [], 0
+    for _ in range(DRAWS):
+        first = drawn(rng, 0.5, 200, size)
+        flip = np.repeat(rng.random(200) < 0.4, size)  # a group changes as one
+        second = np.where(flip, drawn(rng, 0.5, 200, size), first)
+        result = difference(first, second, None, groups)
+        intervals.append((result.low, result.high))
+        rejections += result.p_value < 0.05
+    assert 0.94 <= coverage(intervals, 0.0) <= 0.96
+    assert 0.02 <= rejections / DRAWS <= 0.06
+
+
+def test_the_smallest_detectable_difference_is_detected_4_times_of_5():
+    rng = np.random.default_rng(4)
+    first = rng.normal(3.0, 0.5, 150)
+    noise = rng.normal(0, 0.2, (DRAWS, 150))
+    smallest = difference(first, first + noise[0]).smallest
+    detected = [difference(first, first + smallest + each).p_value < 0.05 for each in noise]
+    assert 0.7 <= np.mean(detected) <= 0.9
+
+
+def test_tests_equal_those_of_scipy():
+    rng = np.random.default_rng(5)
+    first, second = rng.normal(size=(2, 40))
+    t_test = stats.ttest_rel(second, first)
+    result = difference(first, second)
+    assert result.p_value == pytest.approx(t_test.pvalue, rel=1e-12)
+    interval = t_test.confidence_interval()
+    assert (result.low, result.high) == pytest.approx((interval.low, interval.high), rel=1e-12)
+    for rises, falls in ((0, 0), (0, 6), (5, 9), (7, 7)):
+        exact = stats.binomtest(rises, rises + falls).pvalue if rises + falls else 1.0
+        assert mcnemar(rises, falls) == pytest.approx(exact, rel=1e-12)
+    wilson = stats.binomtest(37, 90).proportion_ci(method="wilson")
+    share = estimate([1.0] * 37 + [0.0] * 53)
+    assert (share.low, share.high) == pytest.approx((wilson.low, wilson.high), rel=1e-12)
+
+
+def test_holm_multiplies_by_the_number_of_hypotheses_that_are_left():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_equal_values_and_single_items():
+    assert estimate([1.0] * 20).low == pytest.approx(0.8389, abs=1e-4)
+    assert estimate([1.0] * 20, None, list("aabbccddeeffgghhiijj")).low < 0.73  # 10 groups
+    assert estimate([2.5]) == (2.5, None, None, None)
+    assert estimate([0.5, 1.0], None, ["a", "a"]) == (0.75, None, None, None)
+    same = difference([1.0, 0.0] * 50, [1.0, 0.0] * 50)
+    assert (same.mean, same.p_value, same.rises, same.falls) == (0.0, 1.0, 0, 0)
+    assert same.smallest == pytest.approx(0.06)  # 6 of 100 items must change in one direction
+    with pytest.raises(ValueError, match="an item with a weight"):
+        estimate([])
