@@ -174,13 +174,7 @@ def build(
         Each token is still drawn from the model's own logits with its own key. Must be 0 if later
         tokens can change a token's logits, see `supports_prompt_lookup`.
     """
-    is_other = needs_relayout()
-
-    def prepare(params: Any) -> Any:
-        return nnx.split(relayout_for_decode(merge(params))) if is_other else params
-
-    def model_of(ready: Any) -> TextModel:
-        return nnx.merge(*ready) if is_other else merge(ready)
+    prepare, model_of = weight_layout(merge)
 
     def start(ready: Any, prompts: Array, lengths: Array, keys: Array) -> DecodeState:
         model = model_of(ready)
@@ -269,6 +263,19 @@ def build(
         )
 
     return Decoding(prepare, start, decode_until, max_tokens)
+
+
+def weight_layout(
+    merge: Callable[[Any], TextModel],
+) -> tuple[Callable[[Any], Any], Callable[[Any], TextModel]]:
+    """Return `prepare(params)`, the weights as a token loop reads them, and the model of those."""
+    if not needs_relayout():
+        return lambda params: params, merge
+
+    def prepare(params: Any) -> Any:
+        return nnx.split(relayout_for_decode(merge(params)))
+
+    return prepare, lambda ready: nnx.merge(*ready)
 
 
 def relayout_for_decode(model: TextModel) -> TextModel:

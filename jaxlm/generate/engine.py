@@ -1,0 +1,510 @@
+"""Continuous batching: requests come at any time, and share passes over the weights.
+
+The result of a request is a function of its own fields: other requests, the slot and the time of
+arrival change no bit of it. All programs are compiled by the constructor.
+"""
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxlm.core import backend
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.generate import slots
+from jaxlm.generate.decode import supports_prompt_lookup
+from jaxlm.generate.rows import RowSettings, Sampling
+from jaxlm.generate.slots import Arrival, Programs, Scores
+from jaxlm.generate.text_stream import TextStream
+from jaxlm.models.build import Blueprint
+from jaxlm.models.config import EncoderDecoderConfig
+from jaxlm.parallel import rules
+
+Reason = Literal["length", "eos_token", "stop_sequence", "cancelled", "deadline", "error"]
+COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event of a compilation
+# A product of one row takes six times as long as one of two on a CPU with bfloat16 (jax 0.12).
+LEAST_CPU_ROWS = 2
+
+
+class Score(NamedTuple):
+    """Log-probability of an id, and the likeliest ids with theirs."""
+
+    id: int
+    log_probability: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Delta(NamedTuple):
+    """The next part of a result; the last one has a reason.
+
+    `text` has whole characters, and no part of a stop sequence. `scores` are those of `ids`.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    scores: tuple[Score, ...] = ()
+    reason: Reason | None = None
+    prompt_scores: tuple[Score, ...] = ()  # of the ids after the first of the prompt
+
+
+Deliver = Callable[[Delta], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to continue.
+
+    Args:
+      ids: the prompt, at least one id.
+      max_tokens: maximum new ids; 0 only reads the prompt.
+      sampling: sampling settings.
+      seed: seed of the draws, 0 to 2**32 - 1.
+      ends: ids that end the text.
+      stop: byte strings before which the text ends.
+      top: number of alternatives of each score; None returns no scores.
+      is_prompt_scored: return scores of the prompt too, if `top` is not None.
+      deadline: seconds after submission at which the request ends with what it has.
+    """
+
+    ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    seed: int = 0
+    ends: tuple[int, ...] = ()
+    stop: tuple[bytes, ...] = ()
+    top: int | None = None
+    is_prompt_scored: bool = False
+    deadline: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that the request may take."""
+        return len(self.ids) + self.max_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A whole result, see `Engine.complete`."""
+
+    text: str
+    ids: tuple[int, ...]
+    scores: tuple[Score, ...]
+    prompt_scores: tuple[Score, ...]
+    reason: Reason
+
+
+class QueueFull(Exception):
+    """More tokens wait than the engine accepts; `seconds` is the time until there is room."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"the queue is full for about {seconds:.0f} s")
+        self.seconds = seconds
+
+
+@dataclasses.dataclass
+class Counters:
+    """Totals since the start."""
+
+    compiles: int = 0
+    prompt_tokens: int = 0
+    drawn_tokens: int = 0
+    passes: int = 0
+    chunks: int = 0
+    seconds: float = 0.0  # on the device
+    failures: int = 0  # passes that raised an exception
+
+
+class Ticket:
+    """A submitted request; the engine's own record of it."""
+
+    def __init__(self, request: Request, deliver: Deliver):
+        self.request, self._deliver = request, deliver
+        self.begun = time.monotonic()
+        self.is_cancelled = False
+        self.read = 0  # ids of the prompt that the slot has
+        self.ids: list[int] = []
+        self._waiting: list[tuple[int, Score | None, int]] = []  # not delivered; end in bytes
+        self._stream = TextStream(request.stop)
+        self._tail, self._bytes, self._given = b"", 0, 0
+        self._longest = max(map(len, request.stop), default=0)
+        self._prompt_scores: list[Score] = []
+
+    @property
+    def is_read(self) -> bool:
+        """Return True if the next pass can draw a token."""
+        return self.read == len(self.request.ids) - 1
+
+    def add_prompt_scores(self, scores: Sequence[Score]) -> None:
+        """Keep scores of the prompt for the next delta."""
+        self._prompt_scores += scores
+
+    def push(self, token: int, table: Sequence[bytes], score: Score | None) -> bool:
+        """Add a drawn id; deliver text if some is whole. Return True if the request has ended."""
+        request = self.request
+        if token in request.ends:
+            self.end("eos_token")
+            return True
+        more = table[token]
+        self.ids.append(token)
+        seen = self._tail + more
+        is_stopped = any(stop in seen for stop in request.stop)
+        self._tail = seen[-(self._longest - 1) :] if self._longest > 1 else b""
+        self._bytes += len(more)
+        self._waiting.append((token, score, self._bytes))
+        is_last = is_stopped or len(self.ids) == request.max_tokens
+        text = self._stream.push(more, is_ended=is_last)
+        if is_last:
+            self._send(text, "stop_sequence" if is_stopped else "length")
+        elif text:
+            self._send(text, None)
+        return is_last
+
+    def end(self, reason: Reason) -> None:
+        """Deliver the rest with a reason."""
+        self._send(self._stream.push(b"", is_ended=True), reason)
+
+    def _send(self, text: str, reason: Reason | None) -> None:
+        waiting, self._waiting = self._waiting, []
+        ids = tuple(token for token, _, _ in waiting)
+        scores = tuple(score for _, score, _ in waiting if score is not None)
+        prompt, self._prompt_scores = tuple(self._prompt_scores), []
+        self._deliver(Delta(text, ids, scores, reason, prompt))
+
+
+class Engine:
+    """Slots of one KV cache with a static number of rows, and the requests in them.
+
+    A tick admits requests into free slots, reads at most one chunk of one prompt, draws one token
+    for all rows, and delivers. One thread calls `tick`, and must be the same for all ticks; other
+    threads call `submit` and `cancel`.
+
+    Args:
+      blueprint: the model, a decoder.
+      params: its parameters.
+      tokenizer: the tokenizer of the model.
+      rows: number of slots; on a CPU at least two.
+      context: largest number of tokens of a request, its prompt included.
+      chunk: tokens of a prompt that are read in one pass.
+      is_int8: store the KV cache in int8.
+      max_waiting: tokens of requests that may wait for a slot.
+
+    Raises:
+      ConfigError: if the engine does not support the model or its mesh.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        params: Any,
+        tokenizer: Tokenizer,
+        *,
+        rows: int = 8,
+        context: int = 1024,
+        chunk: int = 128,
+        is_int8: bool = False,
+        max_waiting: int = 2**20,
+    ):
+        check_supported(blueprint)
+        self.tokenizer, self.context, self.max_waiting = tokenizer, context, max_waiting
+        self.rows = max(rows, LEAST_CPU_ROWS) if backend.name() == "cpu" else rows
+        self.chunk = min(chunk, context)
+        self.vocab = blueprint.config.vocab
+        self.counters = Counters()
+        self.failure: Exception | None = None
+        self._length = -(-context // self.chunk) * self.chunk
+        self._tables: dict[tuple[int, ...], np.ndarray] = {}
+        self._text = np.zeros(self.vocab, bool)
+        self._text[: tokenizer.size] = tokenizer.token_bytes > 0
+        self._tickets: list[Ticket | None] = [None] * self.rows
+        self._waiting: deque[Ticket] = deque()
+        self._waiting_tokens = 0
+        self._lock = threading.Condition()
+        self._programs: Programs = slots.build(
+            blueprint.merge, params, rows=self.rows, length=self._length, is_int8=is_int8
+        )
+        self._ready = self._programs.prepare(params)
+        self._state = self._programs.empty()
+        jax.monitoring.register_event_duration_secs_listener(self._count_compile)
+        self._warm_up()
+        self.counters = Counters()
+
+    def _count_compile(self, event: str, duration_secs: float, **more: str | int) -> None:
+        if event == COMPILED:
+            self.counters.compiles += 1
+
+    def close(self) -> None:
+        """Stop counting compilations."""
+        jax.monitoring.unregister_event_duration_listener(self._count_compile)
+
+    def _warm_up(self) -> None:
+        """Run each program twice: its own outputs are the inputs of the second time."""
+        ids = (self.tokenizer.eos,) * min(self.chunk + 2, self.context - 1)
+        for is_scored in (True, False, True, False):
+            top = 1 if is_scored else None
+            sampling = Sampling(temperature=1.0, top_p=0.9)
+            request = Request(ids=ids, max_tokens=1, sampling=sampling, top=top)
+            self.complete([dataclasses.replace(request, is_prompt_scored=is_scored)])
+            self._state = self._programs.wipe(self._state, np.int32(0))
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of requests without a slot."""
+        return self._waiting_tokens
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests in slots."""
+        return sum(each is not None for each in self._tickets)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if there is no request."""
+        return not self._waiting and not self.running
+
+    def submit(self, request: Request, deliver: Deliver) -> Ticket:
+        """Queue a request; `deliver` is called by the thread of the ticks.
+
+        Raises QueueFull if too many tokens wait, ValueError if the request does not fit a slot.
+        """
+        if not request.ids or request.size > self.context:
+            raise ValueError(f"{request.size} tokens do not fit a slot of {self.context}")
+        ticket = Ticket(request, deliver)
+        with self._lock:
+            total = self._waiting_tokens + request.size
+            if self._waiting and total > self.max_waiting:
+                raise QueueFull(self._seconds_of(total - self.max_waiting))
+            self._waiting.append(ticket)
+            self._waiting_tokens += request.size
+            self._lock.notify()
+        return ticket
+
+    def _seconds_of(self, tokens: int) -> float:
+        """Return the time that a number of tokens takes at the speed since the start."""
+        done = self.counters.prompt_tokens + self.counters.drawn_tokens
+        rate = done / self.counters.seconds if done else 100.0
+        return max(1.0, tokens / rate)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request at the next tick, which frees its slot."""
+        ticket.is_cancelled = True
+        with self._lock:
+            self._lock.notify()
+
+    def wait(self, seconds: float) -> None:
+        """Return when there is a request, at the latest after some seconds."""
+        with self._lock:
+            if self.is_idle:
+                self._lock.wait(seconds)
+
+    def complete(self, requests: Sequence[Request]) -> list[Result]:
+        """Return the results of some requests, in their order, by ticks of this thread."""
+        deltas: list[list[Delta]] = [[] for _ in requests]
+        for request, parts in zip(requests, deltas, strict=True):
+            self.submit(request, parts.append)
+        while any(not parts or parts[-1].reason is None for parts in deltas):
+            self.tick()
+        return [joined(parts) for parts in deltas]
+
+    def tick(self) -> None:
+        """Admit, read a chunk, draw a token for each row, deliver.
+
+        If a pass raises an exception, all requests in slots end with `error`, and the slots are
+        made again; a second exception is raised.
+        """
+        self._end_early()
+        try:
+            self._admit()
+            begun = time.perf_counter()
+            self._read_chunk()
+            self._draw()
+            self.counters.seconds += time.perf_counter() - begun
+        except Exception as error:
+            self.counters.failures += 1
+            self._end_running("error")
+            if self.counters.failures > 1:
+                raise
+            self.failure = error
+            self._state = self._programs.empty()
+
+    def end_all(self, reason: Reason) -> None:
+        """End every request, also those that wait."""
+        self._end_running(reason)
+        while (ticket := self._next_waiting()) is not None:
+            ticket.end(reason)
+
+    def _end_running(self, reason: Reason) -> None:
+        for slot, ticket in enumerate(self._tickets):
+            if ticket is not None:
+                self._tickets[slot] = None
+                ticket.end(reason)
+
+    def _next_waiting(self) -> Ticket | None:
+        with self._lock:
+            if not self._waiting:
+                return None
+            ticket = self._waiting.popleft()
+            self._waiting_tokens -= ticket.request.size
+            return ticket
+
+    def _end_early(self) -> None:
+        """End requests that are canceled or past their deadline."""
+        now = time.monotonic()
+
+        def reason(ticket: Ticket) -> Reason | None:
+            limit = ticket.request.deadline
+            if ticket.is_cancelled:
+                return "cancelled"
+            return "deadline" if limit is not None and now - ticket.begun > limit else None
+
+        for slot, ticket in enumerate(self._tickets):
+            if ticket is not None and (early := reason(ticket)):
+                self._tickets[slot] = None
+                ticket.end(early)
+        with self._lock:
+            ended = [each for each in self._waiting if reason(each)]
+            for each in ended:
+                self._waiting.remove(each)
+                self._waiting_tokens -= each.request.size
+        for each in ended:
+            each.end(reason(each) or "cancelled")
+
+    def _admit(self) -> None:
+        for slot, occupant in enumerate(self._tickets):
+            if occupant is not None:
+                continue
+            ticket = self._next_waiting()
+            if ticket is None:
+                return
+            request = ticket.request
+            self._tickets[slot] = ticket
+            ids = np.full(self._length, self.vocab, np.int32)
+            ids[: len(request.ids)] = request.ids
+            arrival = Arrival(
+                token=np.int32(request.ids[-1]),
+                seed=np.uint32(request.seed),
+                ids=ids,
+                bias=self._bias(request),
+                settings=RowSettings.of(request.sampling),
+            )
+            self._state = self._programs.admit(self._state, np.int32(slot), arrival)
+
+    def _bias(self, request: Request) -> np.ndarray:
+        """Return what is added to the logits of a row: minus infinity for ids that are no text."""
+        table = self._tables.get(request.ends)
+        if table is None:
+            table = np.where(self._text, np.float32(0), np.float32(-np.inf))
+            table[[*request.ends]] = 0
+            self._tables[request.ends] = table
+        if request.sampling.bias:
+            table = table.copy()
+            for token, value in request.sampling.bias:
+                table[token] += np.float32(value)
+        return table
+
+    def _read_chunk(self) -> None:
+        """Read a chunk of the prompt that was submitted first."""
+        unread = [
+            (ticket.begun, slot)
+            for slot, ticket in enumerate(self._tickets)
+            if ticket is not None and not ticket.is_read
+        ]
+        if not unread:
+            return
+        slot = min(unread)[1]
+        ticket = self._tickets[slot]
+        assert ticket is not None
+        request, start = ticket.request, ticket.read
+        count = min(self.chunk, len(request.ids) - 1 - start)
+        ids = np.full(self.chunk, self.tokenizer.pad, np.int32)
+        ids[:count] = request.ids[start : start + count]
+        inputs = (self._ready, self._state, np.int32(slot), ids, np.int32(start), np.int32(count))
+        if request.is_prompt_scored and request.top is not None:
+            after = np.full(self.chunk, self.tokenizer.pad, np.int32)
+            after[:count] = request.ids[start + 1 : start + 1 + count]
+            self._state, scores = self._programs.score(*inputs, after)
+            scores = jax.device_get(scores)
+            ticket.add_prompt_scores(
+                [_score(scores, place, int(after[place]), request.top) for place in range(count)]
+            )
+        else:
+            self._state = self._programs.read(*inputs)
+        ticket.read += count
+        self.counters.chunks += 1
+        self.counters.prompt_tokens += count
+
+    def _draw(self) -> None:
+        """Draw a token for each row whose prompt is read."""
+        drawing = [
+            (slot, ticket)
+            for slot, ticket in enumerate(self._tickets)
+            if ticket is not None and ticket.is_read
+        ]
+        for slot, ticket in drawing:
+            if ticket.request.max_tokens == 0:
+                self._tickets[slot] = None
+                ticket.end("length")
+        drawing = [(slot, ticket) for slot, ticket in drawing if ticket.request.max_tokens]
+        if not drawing:
+            return
+        active, is_scored = np.zeros(self.rows, bool), np.zeros(self.rows, bool)
+        for slot, ticket in drawing:
+            active[slot], is_scored[slot] = True, ticket.request.top is not None
+        self._state, drawn = self._programs.draw(self._ready, self._state, active, is_scored)
+        tokens, is_finite = jax.device_get((drawn.token, drawn.is_finite))
+        scores = jax.device_get(drawn.scores) if is_scored.any() else None
+        self.counters.passes += 1
+        self.counters.drawn_tokens += len(drawing)
+        table = self.tokenizer.table
+        for slot, ticket in drawing:
+            token, top = int(tokens[slot]), ticket.request.top
+            if not is_finite[slot]:
+                self._tickets[slot] = None
+                self._state = self._programs.wipe(self._state, np.int32(slot))
+                ticket.end("error")
+                continue
+            score = None if top is None or scores is None else _score(scores, slot, token, top)
+            if ticket.push(token, table, score):
+                self._tickets[slot] = None
+
+
+def check_supported(blueprint: Blueprint) -> None:
+    """Raise ConfigError if the engine does not support the model or its mesh."""
+    what, fix = "the engine does not support this model", "jaxlm generate"
+    if isinstance(blueprint.config, EncoderDecoderConfig):
+        why = "an encoder reads a prompt as a whole, and the engine reads it in chunks"
+        raise ConfigError(what, where="an encoder-decoder", why=why, fix=fix)
+    if not supports_prompt_lookup(blueprint.config):
+        why = "its rotary frequencies depend on the length of the text"
+        raise ConfigError(what, where="rope_scaling.name=long", why=why, fix=fix)
+    if (ways := rules.split(jax.sharding.get_abstract_mesh(), "batch")) > 1:
+        why = f"the mesh splits batches {ways} ways, and the engine reads prompts one at a time"
+        raise ConfigError(what, where="mesh.data", why=why, fix="--cpu_devices=1")
+
+
+def joined(parts: Sequence[Delta]) -> Result:
+    """Return the whole result of the deltas of a request."""
+    reason = parts[-1].reason
+    assert reason is not None
+    return Result(
+        text="".join(each.text for each in parts),
+        ids=tuple(token for each in parts for token in each.ids),
+        scores=tuple(score for each in parts for score in each.scores),
+        prompt_scores=tuple(score for each in parts for score in each.prompt_scores),
+        reason=reason,
+    )
+
+
+def _score(scores: Scores, place: int, token: int, top: int) -> Score:
+    pairs = zip(scores.top_ids[place, :top].tolist(), scores.top[place, :top].tolist(), strict=True)
+    return Score(token, float(scores.chosen[place]), tuple(pairs))

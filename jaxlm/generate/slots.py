@@ -1,0 +1,233 @@
+"""The compiled programs of the engine: a KV cache with a static number of rows, its slots.
+
+A prompt is read in chunks of a static number of tokens, all but its last token. The last token is
+the first input of the decode program, so that every token is drawn from the logits of one program.
+Chunks of a prompt begin at multiples of the chunk's size. The numbers of a row therefore depend on
+its own ids alone: not on the slot, the other rows, or the time of arrival.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlm.core import random
+from jaxlm.generate import decode
+from jaxlm.generate.rows import RowSettings, draw_rows, penalized
+from jaxlm.generate.sampling import History
+from jaxlm.models.decoder import Decoder
+from jaxlm.nn.cache import KVCache
+
+TOP = 20  # largest number of alternatives whose log-probabilities are returned
+
+
+class Slots(NamedTuple):
+    """State of all slots on the device."""
+
+    cache: KVCache
+    token: Int[Array, "B"]  # the next input of each row
+    drawn: Int[Array, "B"]  # tokens drawn so far
+    keys: Array  # [B]
+    history: History
+    bias: Float[Array, "B V"]  # minus infinity for ids that may not be drawn
+    settings: RowSettings
+
+
+class Arrival(NamedTuple):
+    """A request as it enters a slot."""
+
+    token: Any  # the last id of the prompt
+    seed: Any
+    ids: Any  # [T], the prompt, padded with the vocabulary's size
+    bias: Any  # [V]
+    settings: RowSettings
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of ids under the model itself, before temperature, penalties and cuts."""
+
+    chosen: Float[Array, "B"]
+    top_ids: Int[Array, "B N"]
+    top: Float[Array, "B N"]
+
+
+class Drawn(NamedTuple):
+    """Result of a decode pass."""
+
+    token: Int[Array, "B"]
+    is_finite: Bool[Array, "B"]
+    scores: Scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled functions; `state` is donated.
+
+    `prepare(params)` returns the weights as the others read them. `empty()` returns a state.
+    `admit(state, slot, arrival)` puts a request into a slot.
+    `read(ready, state, slot, ids [C], start, count)` reads a chunk of a prompt.
+    `score(...)` does the same and returns `Scores` of the ids `after` the chunk's ids.
+    `draw(ready, state, active, is_scored)` draws a token for each active row.
+    `wipe(state, slot)` clears a slot that has numbers that are not finite.
+    """
+
+    prepare: Callable[[Any], Any]
+    empty: Callable[[], Slots]
+    admit: Callable[..., Slots]
+    read: Callable[..., Slots]
+    score: Callable[..., tuple[Slots, Scores]]
+    draw: Callable[..., tuple[Slots, Drawn]]
+    wipe: Callable[..., Slots]
+
+
+def build(
+    merge: Callable[[Any], Any], params: Any, *, rows: int, length: int, is_int8: bool = False
+) -> Programs:
+    """Return the programs for `rows` slots of `length` tokens, jitted.
+
+    Args:
+      merge: makes the model, a `Decoder`, of its parameters.
+      params: the parameters, or their shapes.
+      rows: number of slots.
+      length: tokens of a slot, a multiple of the chunk's size.
+      is_int8: store the KV cache in int8.
+    """
+    prepare, merged = decode.weight_layout(merge)
+    model_of: Callable[[Any], Decoder] = merged  # type: ignore[assignment]
+
+    def empty(params: Any) -> Slots:
+        model: Decoder = merge(params)
+        vocab = model.config.vocab
+        cache = model.empty_cache(rows, length, is_int8=is_int8)
+        none = jnp.zeros((rows,), jnp.int32)
+        history = History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
+        keys = jax.vmap(jax.random.key)(none)
+        bias = jnp.zeros((rows, vocab))
+        return Slots(cache, none, none, keys, history, bias, RowSettings.empty(rows))
+
+    def admit(state: Slots, slot: Array, arrival: Arrival) -> Slots:
+        vocab = state.bias.shape[1]
+        seen = jnp.zeros((vocab,), bool).at[arrival.ids].set(True, mode="drop")
+        history = History(
+            state.history.seen.at[slot].set(seen), state.history.drawn.at[slot].set(0)
+        )
+        settings = [
+            row.at[slot].set(value)
+            for row, value in zip(state.settings, arrival.settings, strict=True)
+        ]
+        return Slots(
+            cache=state.cache._replace(length=state.cache.length.at[slot].set(0)),
+            token=state.token.at[slot].set(arrival.token),
+            drawn=state.drawn.at[slot].set(0),
+            keys=state.keys.at[slot].set(random.key(arrival.seed, "sample")),
+            history=history,
+            bias=state.bias.at[slot].set(arrival.bias),
+            settings=RowSettings(*settings),
+        )
+
+    def _chunk(
+        model: Decoder, state: Slots, slot: Array, ids: Array, start: Array, count: Array
+    ) -> tuple[Slots, Array]:
+        """Read a chunk into a slot; return the hidden states [1, C, D]."""
+        layers = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), state.cache.layers
+        )
+        index = start + jnp.arange(len(ids), dtype=jnp.int32)
+        hidden = model.hidden(
+            ids[None],
+            positions=jnp.minimum(index, start + count - 1)[None],
+            cache=KVCache(layers, start[None]),
+            count=count[None],
+        )
+        assert hidden.cache is not None
+        written = jax.tree.map(
+            lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0),
+            state.cache.layers,
+            hidden.cache.layers,
+        )
+        length = state.cache.length.at[slot].set(start + count)
+        return state._replace(cache=KVCache(written, length)), hidden.values
+
+    def read(
+        ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
+    ) -> Slots:
+        return _chunk(model_of(ready), state, slot, ids, start, count)[0]
+
+    def score(
+        ready: Any,
+        state: Slots,
+        slot: Array,
+        ids: Array,
+        start: Array,
+        count: Array,
+        after: Array,
+    ) -> tuple[Slots, Scores]:
+        model = model_of(ready)
+        state, values = _chunk(model, state, slot, ids, start, count)
+        return state, scores_of(model.logits(values)[0], after)
+
+    def draw(ready: Any, state: Slots, active: Array, is_scored: Array) -> tuple[Slots, Drawn]:
+        model = model_of(ready)
+        positions = state.cache.length[:, None]
+        if model.text_positions is not None:  # of rows that are not active
+            positions = jnp.minimum(positions, model.text_positions - 1)
+        hidden = model.hidden(
+            state.token[:, None],
+            positions=positions,
+            cache=state.cache,
+            count=active.astype(jnp.int32),
+        )
+        assert hidden.cache is not None
+        raw = model.logits(hidden.values)[:, 0]
+        logits = penalized(raw, state.history, state.settings) + state.bias
+        keys = jax.vmap(jax.random.fold_in)(state.keys, state.drawn)
+        token = draw_rows(logits, keys, state.settings, active)
+        scores = jax.lax.cond(
+            jnp.any(is_scored), lambda: scores_of(raw, token), lambda: no_scores(raw)
+        )
+        new = state._replace(
+            cache=hidden.cache._replace(length=state.cache.length + active),
+            token=jnp.where(active, token, state.token),
+            drawn=state.drawn + active,
+            history=state.history.extended(token, active),
+        )
+        return new, Drawn(token, jnp.isfinite(jnp.max(raw, axis=-1)), scores)
+
+    def wipe(state: Slots, slot: Array) -> Slots:
+        layers = {
+            name: tuple(
+                jax.tree.map(lambda x, at=each.leading: x.at[slot, :, at:].set(0), each)
+                for each in caches
+            )
+            for name, caches in state.cache.layers.items()
+        }
+        return state._replace(cache=state.cache._replace(layers=layers))
+
+    made = jax.jit(empty)
+    return Programs(
+        prepare=jax.jit(prepare) if decode.needs_relayout() else prepare,
+        empty=lambda: made(params),
+        admit=jax.jit(admit, donate_argnums=0),
+        read=jax.jit(read, donate_argnums=1),
+        score=jax.jit(score, donate_argnums=1),
+        draw=jax.jit(draw, donate_argnums=1),
+        wipe=jax.jit(wipe, donate_argnums=0),
+    )
+
+
+def scores_of(logits: Float[Array, "B V"], ids: Int[Array, "B"]) -> Scores:
+    """Return the log-probability of each id, and the likeliest ids with theirs."""
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1) - total
+    top, top_ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
+    return Scores(chosen[:, 0], top_ids, top - total)
+
+
+def no_scores(logits: Float[Array, "B V"]) -> Scores:
+    """Return zeros in the place of scores."""
+    rows, top = len(logits), min(TOP, logits.shape[-1])
+    zeros = jnp.zeros((rows, top))
+    return Scores(zeros[:, 0], zeros.astype(jnp.int32), zeros)

@@ -1,0 +1,292 @@
+"""The engine: results do not depend on what else runs, and equal those of the other ways to compute them."""
+
+import dataclasses
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.core.random import key
+from jaxlm.data.batch import Tokens
+from jaxlm.data.tokenizer import Bytes
+from jaxlm.generate import decode, sampling
+from jaxlm.generate.engine import Engine, QueueFull, Request, joined
+from jaxlm.generate.rows import RowSettings, Sampling, draw_rows
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families.deepseek import DeepSeekV2
+from jaxlm.models.families.gpt2 import GPT2
+from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.mistral import Mistral
+from jaxlm.models.families.t5 import T5
+from jaxlm.objectives import loss
+
+TOKENIZER = Bytes()
+SIZES = {"vocab": TOKENIZER.size, "width": 32, "depth": 2, "heads": 4}
+CONTEXT = 48
+FAMILIES = {
+    "llama": Llama(**SIZES, kv_heads=2),
+    "gpt2": GPT2(**SIZES, max_positions=CONTEXT),
+    "mistral": Mistral(**SIZES, kv_heads=2, window=12),
+    "deepseek_v2": DeepSeekV2(
+        **SIZES, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8, experts=4, top_k=2, shared=32
+    ),
+}
+
+
+def made(family="llama", compute="float32"):
+    blueprint = Blueprint(
+        FAMILIES[family].build(), Precision.of(PrecisionConfig(compute=compute)).exact
+    )
+    return blueprint, jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
+
+
+def started(family="llama", compute="float32"):
+    return Engine(*made(family, compute), TOKENIZER, rows=3, context=CONTEXT, chunk=8)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    built = started()
+    yield built
+    built.close()
+
+
+def request(seed, **changes):
+    """A request in which everything depends on its seed."""
+    draw = random.Random(seed)
+    length = draw.randrange(1, 30)
+    drawn = Request(
+        ids=tuple(draw.randrange(40, TOKENIZER.size) for _ in range(length)),
+        max_tokens=draw.randrange(1, 12),
+        seed=seed,
+        top=draw.choice([None, 3]),
+        is_prompt_scored=draw.random() < 0.3,
+        sampling=Sampling(
+            temperature=draw.choice([0, 0.7, 1.5]),
+            top_k=draw.choice([None, 5, 50]),
+            top_p=draw.choice([None, 0.9]),
+            min_p=draw.choice([None, 0.02]),
+            repetition=draw.choice([1, 1.2]),
+            presence=draw.choice([0, 0.3]),
+            bias=draw.choice([(), ((70, 3.0),)]),
+        ),
+    )
+    return dataclasses.replace(drawn, **changes)
+
+
+def check_schedules(engine, requests, count):
+    """Require of each request the result that it has alone, in so many orders of arrival."""
+    alone = [engine.complete([each])[0] for each in requests]
+    compiled = engine.counters.compiles
+    for schedule in range(count):
+        draw = random.Random(schedule)
+        order, deltas, others = [*range(len(requests))], [[] for _ in requests], []
+        draw.shuffle(order)
+        while order or not engine.is_idle:
+            while order and draw.random() < 0.5:
+                number = order.pop()
+                engine.submit(requests[number], deltas[number].append)
+            if draw.random() < 0.1:
+                others.append(engine.submit(request(1000 + draw.randrange(50)), [].append))
+            if others and draw.random() < 0.3:
+                engine.cancel(others.pop())
+            engine.tick()
+        assert [joined(each) for each in deltas] == alone, schedule
+    assert engine.counters.compiles == compiled
+
+
+def test_a_result_has_the_same_bits_in_any_company_and_nothing_compiles(engine):
+    before = engine.counters.compiles
+    check_schedules(engine, [request(seed) for seed in range(8)], 10)
+    assert engine.counters.compiles == before == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_result_has_the_same_bits_in_200_schedules(family, compute):
+    built = started(family, compute)
+    check_schedules(built, [request(seed) for seed in range(24)], 200)
+    built.close()
+
+
+def test_the_same_seed_gives_the_text_of_jaxlm_generate(engine):
+    """Greedy and drawn, where the logits do not nearly tie: the shapes of the two differ."""
+    blueprint, params = made()
+    prompts = [request(seed).ids for seed in range(3)]
+    padded = np.zeros((3, 32), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    allowed = jnp.asarray(TOKENIZER.token_bytes > 0)
+    for settings in ({"temperature": 0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.8}):
+        other = decode.build(
+            blueprint.merge,
+            functools.partial(sampling.draw, **settings),
+            max_tokens=8,
+            ends=(),
+            pad=0,
+            allowed=allowed,
+        )
+        keys = jnp.stack([key(seed, "sample") for seed in range(3)])
+        expected = jax.jit(other)(params, padded, np.array([len(p) for p in prompts]), keys).ids
+        requests = [
+            Request(ids=ids, max_tokens=8, seed=seed, sampling=Sampling(**settings))
+            for seed, ids in enumerate(prompts)
+        ]
+        assert [list(each.ids) for each in engine.complete(requests)] == expected.tolist()
+
+
+def test_scores_are_those_of_the_evaluation_step(engine):
+    blueprint, params = made()
+    asked = request(3, top=2, is_prompt_scored=True, max_tokens=10, sampling=Sampling())
+    (result,) = engine.complete([asked])
+    ids = np.array([*asked.ids, *result.ids], np.int32)
+    ones = np.ones(len(ids) - 1, np.int32)
+    fields = ids[:-1], ids[1:], ones.astype(np.float32), ones, np.arange(len(ids) - 1)
+    batch = Tokens(*(jnp.asarray(each)[None] for each in fields))
+
+    @jax.jit
+    def evaluated(params):
+        model = blueprint.merge(params)
+        largest = jnp.abs(model(jnp.asarray(ids)[None])).max()
+        return -loss.score(model, batch, None, 16)[0].nll[0], largest
+
+    expected, largest = evaluated(params)
+    scores = [each.log_probability for each in result.prompt_scores + result.scores]
+    bound = 1e-6 * float(largest)
+    np.testing.assert_allclose(scores, expected, atol=bound, rtol=0)
+    assert [each.id for each in result.prompt_scores] == list(asked.ids[1:])
+    assert all(len(each.top) == 2 and each.top[0][1] >= each.top[1][1] for each in result.scores)
+
+
+def test_rows_are_drawn_as_by_one_setting_for_all():
+    logits = 3 * jax.random.normal(jax.random.key(1), (2, 50))
+    keys = jax.random.split(jax.random.key(2), 2)
+    cases = [
+        {"temperature": 0.0},
+        {"temperature": 1.3, "top_p": 0.6},
+        {"temperature": 0.7, "top_k": 4, "min_p": 0.1},
+        {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
+    ]
+    draw, on = jax.jit(draw_rows), jnp.ones(2, bool)
+    for first, second in zip(cases[::2], cases[1::2], strict=True):
+        rows = [RowSettings.of(Sampling(**case)) for case in (first, second)]
+        settings = RowSettings(*map(jnp.stack, zip(*rows, strict=True)))
+        drawn = draw(logits, keys, settings, on)
+        expected = [
+            sampling.draw(logits, keys, **case)[i] for i, case in enumerate((first, second))
+        ]
+        assert drawn.tolist() == [int(each) for each in expected]
+
+
+def test_a_canceled_request_frees_its_slot_within_one_tick(engine):
+    deltas = [[] for _ in range(4)]
+    tickets = [
+        engine.submit(request(seed, max_tokens=12), each.append) for seed, each in enumerate(deltas)
+    ]
+    engine.tick()
+    assert (engine.running, engine.waiting) == (3, 1)
+    engine.cancel(tickets[0])
+    engine.cancel(tickets[3])
+    engine.tick()
+    assert deltas[0][-1].reason == deltas[3][-1].reason == "cancelled"
+    assert (engine.running, engine.waiting, engine.waiting_tokens) == (2, 0, 0)
+    while not engine.is_idle:
+        engine.tick()
+    assert joined(deltas[1]) == engine.complete([request(1, max_tokens=12)])[0]
+
+
+def test_a_deadline_ends_a_request_with_the_text_so_far(engine, monkeypatch):
+    deltas, clock = [], [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    engine.submit(request(1, max_tokens=12, deadline=5.0), deltas.append)
+    for _ in range(6):
+        engine.tick()
+    clock[0] += 6
+    engine.tick()
+    assert joined(deltas).reason == "deadline"
+    assert 0 < len(joined(deltas).ids) < 12
+
+
+def test_a_text_ends_before_its_stop_and_no_delta_has_a_part_of_it(engine):
+    whole = engine.complete([request(5, max_tokens=12, sampling=Sampling(temperature=0))])[0]
+    raw = b"".join(TOKENIZER.table[each] for each in whole.ids)
+    stop = raw[6:8]
+    deltas = []
+    asked = request(5, max_tokens=12, stop=(stop,), sampling=Sampling(temperature=0))
+    engine.submit(asked, deltas.append)
+    while not engine.is_idle:
+        engine.tick()
+    cut = raw[: raw.index(stop)]
+    assert joined(deltas).text == cut.decode("utf-8", "replace")
+    assert joined(deltas).reason == "stop_sequence"
+    assert all(each.text for each in deltas[:-1])
+
+
+def test_a_row_that_is_not_finite_ends_alone_and_its_slot_is_clean(engine):
+    requests = [request(seed, max_tokens=6) for seed in range(3)]
+    expected = engine.complete(requests)
+    deltas = [[] for _ in requests]
+    for each, parts in zip(requests, deltas, strict=True):
+        engine.submit(each, parts.append)
+    for _ in range(12):
+        engine.tick()
+        if any(part for part in deltas[0]):
+            break
+    layers = jax.tree.map(lambda x: x.at[0].set(jnp.nan), engine._state.cache.layers)
+    engine._state = engine._state._replace(cache=engine._state.cache._replace(layers=layers))
+    while not engine.is_idle:
+        engine.tick()
+    results = [joined(each) for each in deltas]
+    assert results[0].reason == "error"
+    assert results[1:] == expected[1:]
+    assert engine.complete(requests) == expected
+
+
+def test_a_failed_pass_ends_what_runs_and_a_second_one_is_raised(engine, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("the pass failed")
+
+    expected = engine.complete([request(2)])
+    broken = dataclasses.replace(engine._programs, draw=fail)
+    deltas = []
+    engine.submit(request(2), deltas.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_programs", broken)
+        for _ in range(5):
+            engine.tick()
+        assert joined(deltas).reason == "error"
+        engine.submit(request(2), deltas.append)
+        with pytest.raises(RuntimeError, match="the pass failed"):
+            for _ in range(5):
+                engine.tick()
+    engine._state = engine._programs.empty()
+    engine.counters.failures = 0
+    assert engine.complete([request(2)]) == expected
+
+
+def test_a_full_queue_and_a_request_that_does_not_fit_are_refused(engine, monkeypatch):
+    monkeypatch.setattr(engine, "max_waiting", 40)
+    engine.submit(request(0, ids=(50,) * 30, max_tokens=5), [].append)
+    with pytest.raises(QueueFull) as refused:
+        engine.submit(request(0, ids=(50,) * 30, max_tokens=5), [].append)
+    assert refused.value.seconds >= 1
+    with pytest.raises(ValueError, match="do not fit"):
+        engine.submit(request(0, ids=(50,) * 30, max_tokens=30), [].append)
+    while not engine.is_idle:
+        engine.tick()
+    (result,) = engine.complete([request(1, max_tokens=0, top=1, is_prompt_scored=True)])
+    assert (result.ids, result.reason) == ((), "length")
+    assert len(result.prompt_scores) == len(request(1).ids) - 1
+
+
+def test_an_encoder_decoder_is_refused():
+    blueprint = Blueprint(T5(**SIZES).build(), Precision.float32())
+    with pytest.raises(ConfigError, match="does not support this model"):
+        Engine(blueprint, {}, TOKENIZER)
