@@ -1,3 +1,6 @@
+"""The notebooks of colab/, executed from top to bottom on small models."""
+
+import importlib.util
 import json
 import os
 import re
@@ -11,16 +14,21 @@ from tests.cli.test_exchange import write
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "colab/quickstart.ipynb"
+OWN_TEXT = ROOT / "colab/own_text.ipynb"
 CONTINUED = ROOT / "colab/import_and_continue.ipynb"
 FINETUNED = ROOT / "colab/finetune.ipynb"
 INSIDE = ROOT / "colab/inside_the_model.ipynb"
 PREPARED = ROOT / "colab/prepare_data.ipynb"
-NOTEBOOKS = [NOTEBOOK, CONTINUED, FINETUNED, INSIDE, PREPARED]
+SPEC = importlib.util.spec_from_file_location("notebooks", ROOT / "scripts/docs/notebooks.py")
+notebooks = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(notebooks)
+NOTEBOOKS = [NOTEBOOK, OWN_TEXT, CONTINUED, FINETUNED, INSIDE, PREPARED]
+LARGEST_BYTES = 700_000  # of a stored notebook
 TINY = {
     "train.steps": 2,
     "train.batch": 8,
-    "data.train": ROOT / "jaxlm/core/*.py",
-    "data.validation": ROOT / "jaxlm/training/*.py",
+    "data.train": [str(ROOT / "jaxlm/core/*.py")],
+    "data.validation": [str(ROOT / "jaxlm/training/*.py")],
     "data.tokenizer": "bytes",
     "data.sequence": 64,
     "model.depth": 1,
@@ -38,59 +46,70 @@ def outputs(cell):
     return "".join(texts), {kind for out in cell.outputs for kind in out.get("data", {})}
 
 
+def execute(path, tmp_path, monkeypatch, **environment):
+    """Execute a notebook on one device, with runs under `tmp_path`; return its code cells and text."""
+    environment = {"RUNS": str(tmp_path / "runs"), **environment}
+    for name, value in environment.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        monkeypatch.setenv(f"JAXLM_NOTEBOOK_{name}", text)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(path, as_version=4)
+    place = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(notebook, timeout=300, resources=place).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    return cells, "".join(outputs(cell)[0] for cell in cells)
+
+
+def pictures(cells):
+    """Return the number of cells that drew a picture."""
+    return sum("image/png" in outputs(cell)[1] for cell in cells)
+
+
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
-    settings = " ".join(f"--config.{name}={value}" for name, value in TINY.items())
-    monkeypatch.setenv("JAXLM_NOTEBOOK_SETTINGS", settings)
-    monkeypatch.setenv("XLA_FLAGS", "")  # one device, as a reader has
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
-    )
-    client.execute()
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in code)
-    assert sum("image/png" in outputs(cell)[1] for cell in code) == 2
-    said = "".join(outputs(cell)[0] for cell in code)
-    assert "bits" in said
+    cells, printed = execute(NOTEBOOK, tmp_path, monkeypatch, SETTINGS=TINY)
+    assert pictures(cells) == 2
+    assert re.search(r"\d\.\d{3} bits per byte, perplexity", printed)
+    assert "model.width" in printed  # of the comparison
     for run in ("first", "narrow"):
         assert (tmp_path / "runs" / run / "report.html").stat().st_size > 10_000
         assert os.listdir(tmp_path / "runs" / run / "checkpoints")
+    assert (tmp_path / "runs/compare.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_model_of_own_text_is_sized_trained_and_exported(tmp_path, monkeypatch):
+    texts = tmp_path / "runs/texts"
+    texts.mkdir(parents=True)
+    for path in (ROOT / "jaxlm/core").glob("*.py"):
+        (texts / f"{path.stem}.txt").write_text(path.read_text())
+    tiny = {"train.steps": 4, "data.tokenizer": "bytes", "model.depth": 1, "model.width": 32}
+    tiny |= {"model.heads": 2, "model.kv_heads": 1, "train.batch": 4}
+    cells, printed = execute(OWN_TEXT, tmp_path, monkeypatch, SETTINGS=tiny)
+    assert pictures(cells) == 1
+    assert "c.model.width = " in printed  # the config that `jaxlm init` wrote
+    assert re.search(r"\d\.\d{3} bits per byte of held-out text", printed)
+    assert any("text/html" in outputs(cell)[1] for cell in cells)
+    assert (tmp_path / "runs/exported/model.safetensors").stat().st_size > 1000
 
 
 @pytest.mark.slow
 def test_a_model_is_imported_trained_further_and_exported(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("JAXLM_NOTEBOOK_MODEL", str(write(tmp_path / "model")))
+    model = str(write(tmp_path / "model"))
     tiny = {"train.steps": 3, "train.batch": 8, "data.sequence": 64}
-    settings = " ".join(f"--config.{name}={value}" for name, value in tiny.items())
-    monkeypatch.setenv("JAXLM_NOTEBOOK_SETTINGS", settings)
-    monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(CONTINUED, as_version=4)
-    resources = {"metadata": {"path": str(CONTINUED.parent)}}
-    NotebookClient(notebook, timeout=300, resources=resources).execute()
-    said = "".join(outputs(cell)[0] for cell in notebook.cells if cell.cell_type == "code")
+    _, printed = execute(CONTINUED, tmp_path, monkeypatch, MODEL=model, SETTINGS=tiny)
     for name in ("new", "old"):
-        assert re.search(rf"{name}: \d\.\d+ nats before, \d\.\d+ after, [+-]\d\.\d+", said)
+        assert re.search(rf"{name}: \d\.\d+ nats before, \d\.\d+ after, [+-]\d\.\d+", printed)
     assert "nats before" in (tmp_path / "runs/continued/report.html").read_text()
     assert "<|note|>" in (tmp_path / "runs/exported/tokenizer.json").read_text()
 
 
 @pytest.mark.slow
 def test_a_model_is_tuned_on_conversations_asked_and_exported(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
-    flags = [f"--config.{name}={value}" for name, value in TINY.items()]
-    monkeypatch.setenv("JAXLM_NOTEBOOK_BASE", " ".join(flags))
-    monkeypatch.setenv("JAXLM_NOTEBOOK_CHAT", "--config.train.steps=3 --config.train.batch=4")
-    monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(FINETUNED, as_version=4)
-    resources = {"metadata": {"path": str(FINETUNED.parent)}}
-    NotebookClient(notebook, timeout=300, resources=resources).execute()
-    printed = "".join(outputs(cell)[0] for cell in notebook.cells if cell.cell_type == "code")
+    chat = {"train.steps": 3, "train.batch": 4}
+    _, printed = execute(FINETUNED, tmp_path, monkeypatch, BASE=TINY, CHAT=chat)
     assert "\u00abImport os: os." in printed
     assert "exact match" in printed
     assert (tmp_path / "runs/adapter/adapter_model.safetensors").stat().st_size > 1000
@@ -99,20 +118,11 @@ def test_a_model_is_tuned_on_conversations_asked_and_exported(tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_a_model_is_looked_into(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
-    globs = {name: [str(TINY[name])] for name in ("data.train", "data.validation")}
-    monkeypatch.setenv("JAXLM_NOTEBOOK_SETTINGS", json.dumps(TINY | globs))
-    monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(INSIDE, as_version=4)
-    resources = {"metadata": {"path": str(INSIDE.parent)}}
-    NotebookClient(notebook, timeout=300, resources=resources).execute()
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    printed = "".join(outputs(cell)[0] for cell in code)
+    cells, printed = execute(INSIDE, tmp_path, monkeypatch, SETTINGS=TINY)
     assert re.search(r"\d+\.\d\d nats, \d+\.\d\d bits per byte", printed)
     assert re.search(r"layer \d, head \d: \d+% of its attention", printed)
     assert "layer 1" in printed
-    assert sum("image/png" in outputs(cell)[1] for cell in code) == 3
+    assert pictures(cells) == 3
 
 
 def test_every_notebook_begins_by_installing_what_its_runtime_needs():
@@ -125,10 +135,14 @@ def test_every_notebook_begins_by_installing_what_its_runtime_needs():
     assert len(set(firsts)) == 1
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_is_stored_without_what_it_printed(path):
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS), ids=lambda path: path.stem)
+def test_what_a_notebook_printed_is_of_its_present_cells(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    for cell in notebook.cells:
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if any(cell.outputs for cell in code):
+        repeat = f"python scripts/docs/notebooks.py {path.stem}"
+        assert notebook.metadata.get("executed") == notebooks.digest(notebook), repeat
+    text = path.read_text()
+    assert len(text) < LARGEST_BYTES
+    assert not re.search(r"/(root|home|tmp)/", text)
