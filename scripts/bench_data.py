@@ -3,9 +3,10 @@
     python scripts/bench_data.py
     python scripts/bench_data.py --tokenizer=bytes --sequence=2048 --rate=1e6 --json
 
-On the source of Python's standard library. Speeds are of processor time, all threads together, so a neighbour on the
-machine takes little from them. The consumer computes nothing: it lies idle for as long as a device that takes `--rate`
-tokens a second would compute, so what it waits is the loader's.
+On the source of Python's standard library. Speeds are of processor time, all threads together, so a
+neighbour on the machine takes little from them. The consumer computes nothing: it lies idle for as
+long as a device that takes `--rate` tokens a second would compute, so what it waits is the
+loader's.
 """
 
 import argparse

@@ -3,9 +3,10 @@
     pip install datatrove nltk regex 'xxhash<4' tldextract spacy orjson
     python scripts/bench_datatrove.py [--source='texts/**/*.html'] [--megabytes=2] [--turns=5]
 
-datatrove cuts English into words with spaCy; a second arm gives it a tokenizer that splits at white space, so that what is
-left is the filter. Time is that of the process; of the turns the median is shown, and the median of their ratios. The last
-row reads JSON lines, passes five stages, and writes JSON lines, of jaxlm also all that was removed.
+datatrove cuts English into words with spaCy; a second arm gives it a tokenizer that splits at white
+space, so that what is left is the filter. Time is that of the process; of the turns the median is
+shown, and the median of their ratios. The last row reads JSON lines, passes five stages, and writes
+JSON lines, of jaxlm also all that was removed.
 """
 
 import argparse

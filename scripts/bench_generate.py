@@ -1,7 +1,8 @@
 """Tokens a second of greedy generation on CPU, beside `generate` of transformers, by turns in one process, with the same weights.
 
-python scripts/bench_generate.py --turns=3, where torch and transformers can be imported (Python 3.11: the `parity` extra).
-A GPT-2 of 110M parameters, 8 prompts of 64 tokens, 128 new tokens each; jaxlm also with guesses (`--prompt_lookup`). All compile or warm up before they are timed.
+python scripts/bench_generate.py --turns=3, where torch and transformers can be imported (Python
+3.11: the `parity` extra). A GPT-2 of 110M parameters, 8 prompts of 64 tokens, 128 new tokens each;
+jaxlm also with guesses (`--prompt_lookup`). All compile or warm up before they are timed.
 """
 
 import argparse

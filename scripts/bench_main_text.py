@@ -3,9 +3,9 @@
     pip install trafilatura lxml
     python scripts/bench_main_text.py 'python3.11-doc/**/*.html' --main='//div[@role="main"]' --without='//a[@class="headerlink"]'
 
-Pages of a documentation tool say in their markup what is their text and what is around it: `--main` finds the one in a page
-with XPath, `--without` what is not text in it. Neither extractor looks at such names of ours; pages of fewer than 100 words
-are left out.
+Pages of a documentation tool say in their markup what is their text and what is around it: `--main`
+finds the one in a page with XPath, `--without` what is not text in it. Neither extractor looks at
+such names of ours; pages of fewer than 100 words are left out.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python scripts/bench_prepare.py [--source='texts/**/*'] [--megabytes=4]
 
-A reader's rate is in bytes of its files, by their ending, all other rates are in characters. Every stage gets the same
-documents, whatever another would have removed, so that each is measured on all of the text. Time is that of the process: what
-else the machine does changes little. Stages whose package is not installed are left out. At the end it says where the slowest
-stage spends its time.
+A reader's rate is in bytes of its files, by their ending, all other rates are in characters. Every
+stage gets the same documents, whatever another would have removed, so that each is measured on all
+of the text. Time is that of the process: what else the machine does changes little. Stages whose
+package is not installed are left out. At the end it says where the slowest stage spends its time.
 """
 
 import argparse

@@ -64,8 +64,9 @@ def _llama_1b(length: int, rows: int) -> Size:
     )
 
 
-# Those of a GPU have as many tokens a step at both lengths. 1B has half of GPT-2's: PyTorch keeps all activations and
-# logits of 128,256 ids in float32, by a count by hand some 70 of the 139 GiB of an H200.
+# Those of a GPU have as many tokens a step at both lengths. 1B has half of GPT-2's: PyTorch keeps
+# all activations and logits of 128,256 ids in float32, by a count by hand some 70 of the 139 GiB of
+# an H200.
 SIZES = {
     "gpt2-tiny": _gpt2(2, 64, 4, 128, 32, 4),
     "llama-tiny": Size(
@@ -104,8 +105,8 @@ OF_GPU = ("gpt2-124M@2048", "gpt2-124M@8192", "llama-1B@2048", "llama-1B@8192")
 def run_of(size: Size, precision: str, overrides: Sequence[tuple[str, str]] = ()) -> Run:
     """jaxlm's settings. Free of JAX.
 
-    No remat, and all logits at once: `jaxlm plan --on=h200` gives every size of a GPU 25 to 56 GiB so, and more seconds a
-    step with either.
+    No remat, and all logits at once: `jaxlm plan --on=h200` gives every size of a GPU 25 to 56 GiB
+    so, and more seconds a step with either.
 
     Raises:
       ConfigError: where an override is wrong.

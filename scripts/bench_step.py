@@ -3,12 +3,13 @@
     taskset -c 0 python scripts/bench_step.py --size=quickstart
     taskset -c 0 python scripts/bench_step.py --size=100m --json
 
-Both run in this process, from the same weights, on the same rows, in turns. Ours is the engine of `jaxlm train`, and its
-time includes the loader, the transfer, the loop, the metrics of every step and a line in metrics.jsonl for each tenth.
-The hand-written one is what a person would write for this one model: plain functions, matrix products of two dimensions
-in the same precision, the same loss with the same backward pass, AdamW in a few lines; its batches lie on the device
-before its clock starts, and it computes no metric beside the loss. Both losses must agree, or the comparison ends.
-The ratio is the median over rounds of ours / hand-written, in tokens a second.
+Both run in this process, from the same weights, on the same rows, in turns. Ours is the engine of
+`jaxlm train`, and its time includes the loader, the transfer, the loop, the metrics of every step
+and a line in metrics.jsonl for each tenth. The hand-written one is what a person would write for
+this one model: plain functions, matrix products of two dimensions in the same precision, the same
+loss with the same backward pass, AdamW in a few lines; its batches lie on the device before its
+clock starts, and it computes no metric beside the loss. Both losses must agree, or the comparison
+ends. The ratio is the median over rounds of ours / hand-written, in tokens a second.
 """
 
 import argparse
@@ -46,8 +47,8 @@ ROOT = Path(__file__).parents[1]
 LOG_EVERY = 10  # steps; a run of 1,000 logs as often by default
 # What the hand-written step does not do is turned off; the model is the config's.
 PLAIN = {
-    # In bfloat16 XLA for CPU widens products that are written as one writes them; jaxlm writes them otherwise, and would
-    # win by that whatever its loop costs.
+    # In bfloat16 XLA for CPU widens products that are written as one writes them; jaxlm writes them
+    # otherwise, and would win by that whatever its loop costs.
     "precision.compute": "float32",
     "optim.name": "adamw",
     "optim.lr": "1e-4",

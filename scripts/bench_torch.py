@@ -4,15 +4,20 @@
     python scripts/bench_torch.py --size=124M --rounds=5
     python scripts/bench_torch.py --on=gpu --size=llama-1B@2048 --profile=traces
 
-Needs torch and transformers (the extra `parity`, Python 3.11 where torch is to be a CPU's); scripts/bench_gpu finds or makes
-what a GPU needs. Every arm is a process of its own. On a CPU all of them live together and are asked for steps in turns, so
-that a slow spell of the machine meets all. On a GPU, whose memory one would take from the other, an arm is started, warmed
-up, timed and ended before the next begins, in as many rounds as there is time for; every second one has the order reversed.
+Needs torch and transformers (the extra `parity`, Python 3.11 where torch is to be a CPU's);
+scripts/bench_gpu finds or makes what a GPU needs. Every arm is a process of its own. On a CPU all
+of them live together and are asked for steps in turns, so that a slow spell of the machine meets
+all. On a GPU, whose memory one would take from the other, an arm is started, warmed up, timed and
+ended before the next begins, in as many rounds as there is time for; every second one has the order
+reversed.
 
-jaxlm's step is that of `jaxlm train`, guard and metrics included; --config.a.b=V changes a setting of it. In the arm `jaxlm
-offload` its optimizer's state waits in host memory between steps. PyTorch's is in scripts/torch_arms.py. All start within 1 of ln V, or the arm does not count. Speeds are medians over windows; the ratio is
-that to the best arm of PyTorch. MFU is model FLOPs by jaxlm.models.cost.model_cost, attention at the causal half, over the bfloat16
-peak in jaxlm/monitor/chips.py. Peak memory is the most that an arm's allocator had given out, by its own count.
+jaxlm's step is that of `jaxlm train`, guard and metrics included; --config.a.b=V changes a setting
+of it. In the arm `jaxlm offload` its optimizer's state waits in host memory between steps.
+PyTorch's is in scripts/torch_arms.py. All start within 1 of ln V, or the arm does not count. Speeds
+are medians over windows; the ratio is that to the best arm of PyTorch. MFU is model FLOPs by
+jaxlm.models.cost.model_cost, attention at the causal half, over the bfloat16 peak in
+jaxlm/monitor/chips.py. Peak memory is the most that an arm's allocator had given out, by its own
+count.
 """
 
 import argparse
@@ -32,7 +37,8 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.monitor import chips, formatting, profiling
 
 PRECISIONS = ("float32", "bfloat16")
-# Settings beside those of the command line: what keeping the optimizer's state in host memory costs, and what it frees.
+# Settings beside those of the command line: what keeping the optimizer's state in host memory
+# costs, and what it frees.
 OURS: dict[str, list[tuple[str, str]]] = {
     "jaxlm": [],
     "jaxlm offload": [("train.offload", "optimizer")],
@@ -48,12 +54,20 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 ARMS = {f"{side} {low}": (side, low) for side in (*OURS, *SIDES) for low in PRECISIONS}
 WANTED = {
-    "cpu": [arm for arm, (side, _) in ARMS.items() if side in ("jaxlm", "torch eager", "torch compiled")],
+    "cpu": [
+        arm for arm, (side, _) in ARMS.items() if side in ("jaxlm", "torch eager", "torch compiled")
+    ],
     "gpu": [
         f"{side} bfloat16"
-        for side in ("jaxlm", "torch compiled flash", "torch compiled cudnn", "transformers compiled", "jaxlm offload")
+        for side in (
+            "jaxlm",
+            "torch compiled flash",
+            "torch compiled cudnn",
+            "transformers compiled",
+            "jaxlm offload",
+        )
     ],
-}  # fmt: skip
+}
 
 
 def work(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
@@ -157,7 +171,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for each in rows:
         settings = ", ".join(f"{path}={value}" for path, value in each["settings"].items())
         lines.append(
-            f"{each['size']}: {formatting.count(each['parameters'])} parameters; jaxlm with {settings}"
+            f"{each['size']}: {formatting.count(each['parameters'])} parameters; jaxlm with "
+            f"{settings}"
         )
         lines += [
             f"  {arm} ended before the last round: {found['error']}"
@@ -194,7 +209,9 @@ def main() -> int:
     names = args.size.split(",") if args.size else OF_GPU if is_gpu else OF_CPU
     arms = args.arms.split(",") if args.arms else WANTED[args.on]
     if wrong := [name for name in names if name not in SIZES] + [a for a in arms if a not in ARMS]:
-        parser.error(f"there is no {wrong[0]!r}; sizes are {', '.join(SIZES)}; arms {', '.join(ARMS)}")  # fmt: skip
+        parser.error(
+            f"there is no {wrong[0]!r}; sizes are {', '.join(SIZES)}; arms {', '.join(ARMS)}"
+        )
     try:
         for name in names:
             run_of(SIZES[name], "bfloat16", args.overrides)

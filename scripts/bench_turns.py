@@ -140,7 +140,10 @@ Found = dict[str, dict[str, Measured]]
 
 
 def together(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[Found]:
-    """Size by size, all arms alive, a window of each in turn. Yields what is known after each round."""
+    """Size by size, all arms alive, a window of each in turn.
+
+    Yields what is known after each round.
+    """
     found: Found = {}
     for size in sizes:
         of = found[size] = {arm: Measured() for arm in arms}
@@ -158,10 +161,13 @@ def together(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[
 
 
 def alone(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[Found]:
-    """Round by round one process at a time, an arm through all sizes and then the next. Yields what is known after each.
+    """Round by round one process at a time, an arm through all sizes and then the next.
 
-    So where time is short it is the last arm that lacks sizes, not the last size its ratio. No arm is begun that would not be
-    done in time, by how long it took before, or else by the longest of all.
+    Yields what is known after each.
+
+    So where time is short it is the last arm that lacks sizes, not the last size its ratio. No arm
+    is begun that would not be done in time, by how long it took before, or else by the longest of
+    all.
     """
     found: Found = {size: {arm: Measured() for arm in arms} for size in sizes}
     took: dict[tuple[str, str], float] = {}

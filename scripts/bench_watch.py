@@ -2,8 +2,9 @@
 
     taskset -c 0 python scripts/bench_watch.py --config=configs/quickstart.py --rounds=5
 
-For each choice of `log.layers`: seconds of the step, of observing once, and the share of a run's time at `log.layers_every`;
-and what compiling the second program took. Medians; the step's are taken in turns with the others. Lines of JSON.
+For each choice of `log.layers`: seconds of the step, of observing once, and the share of a run's
+time at `log.layers_every`; and what compiling the second program took. Medians; the step's are
+taken in turns with the others. Lines of JSON.
 """
 
 import argparse

@@ -3,9 +3,10 @@
     python scripts/compare_llama_cpp.py exported --converter=llama.cpp/convert_hf_to_gguf.py
     python scripts/compare_llama_cpp.py exported --gguf=exported.gguf
 
-Wants the `parity` extra, `pip install llama-cpp-python`, and a checkout of llama.cpp for the converter, or else the GGUF that
-`jaxlm export` wrote of the same run. It is then imported, too, and its weights compared with those of the folder. llama.cpp keeps keys and values in float32 for this; its
-GELU is a table of half precision, so that a model with one differs by more than rounding.
+Wants the `parity` extra, `pip install llama-cpp-python`, and a checkout of llama.cpp for the
+converter, or else the GGUF that `jaxlm export` wrote of the same run. It is then imported, too, and
+its weights compared with those of the folder. llama.cpp keeps keys and values in float32 for this;
+its GELU is a table of half precision, so that a model with one differs by more than rounding.
 """
 
 import argparse

@@ -4,9 +4,10 @@ r"""Every objective on the quickstart's text: bits per byte from left to right, 
     python scripts/compare_objectives.py --workdir=runs/objectives --out=scripts/compared \
         --page=jaxlm/docs/objectives.md
 
-The first writes objectives.md, .json and .png to the folder. The second trains nothing again and writes
-the table into the manual too. About 45 minutes on two idle cores; if killed, the same command
-resumes. --only=causal,mtp and --steps=100 make it shorter, --config.a.b=V changes the model or the data.
+The first writes objectives.md, .json and .png to the folder. The second trains nothing again and
+writes the table into the manual too. About 45 minutes on two idle cores; if killed, the same
+command resumes. --only=causal,mtp and --steps=100 make it shorter, --config.a.b=V changes the model
+or the data.
 """
 
 import dataclasses

@@ -4,9 +4,10 @@ r"""Every optimizer on the quickstart's text: bits per byte at equal tokens and 
     python scripts/compare_optimizers.py --workdir=runs/optimizers --out=scripts/compared \
         --page=jaxlm/docs/optimizers.md
 
-The first writes optimizers.md, .json and .png to the folder. The second trains nothing again and writes
-the table into the manual too. About 80 minutes on two idle cores; if killed, the same command
-resumes. --only=adamw,muon and --steps=100 make it shorter, --config.a.b=V changes the model or the data.
+The first writes optimizers.md, .json and .png to the folder. The second trains nothing again and
+writes the table into the manual too. About 80 minutes on two idle cores; if killed, the same
+command resumes. --only=adamw,muon and --steps=100 make it shorter, --config.a.b=V changes the model
+or the data.
 """
 
 import sys

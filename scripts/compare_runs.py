@@ -1,7 +1,8 @@
 """What scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py do alike: the runs of a comparison.
 
-Each is a run of `jaxlm train` in a directory of its own, WORKDIR/ARM/lrRATE-sSTEPS-seedSEED, one after the other in this
-process. A comparison that was killed goes on where it was: a run that has ended is read, and one that was begun is gone on with.
+Each is a run of `jaxlm train` in a directory of its own, WORKDIR/ARM/lrRATE-sSTEPS-seedSEED, one
+after the other in this process. A comparison that was killed goes on where it was: a run that has
+ended is read, and one that was begun is gone on with.
 """
 
 import contextlib
@@ -28,8 +29,8 @@ from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training.rundir import read_json
 
 FILE = "configs/quickstart.py"
-# The quickstart made smaller; saved and evaluated once, at its end. Every update is applied, whatever the guard thinks of
-# the loss: else it would help those that need it.
+# The quickstart made smaller; saved and evaluated once, at its end. Every update is applied,
+# whatever the guard thinks of the loss: else it would help those that need it.
 SMALL: Mapping[str, Any] = {
     "model.width": 64,
     "model.depth": 2,
@@ -70,7 +71,10 @@ class Ended:
 
 
 class Sweep:
-    """The runs of a comparison, in a folder. `settings` are values by path over those of the config."""
+    """The runs of a comparison, in a folder.
+
+    `settings` are values by path over those of the config.
+    """
 
     def __init__(
         self,
@@ -141,9 +145,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """A row for each arm: rates tried, the best one, and figures of its seeds at equal tokens, and where it `is_timed` at equal time.
 
-    At most `most` rates are tried. The time is what the fastest arm's step takes, times all steps. Who is slower takes fewer,
-    and has a schedule of its own that ends with them. `figures` are those of a run, and `publish` is given the rows so far
-    after each arm.
+    At most `most` rates are tried. The time is what the fastest arm's step takes, times all steps.
+    Who is slower takes fewer, and has a schedule of its own that ends with them. `figures` are
+    those of a run, and `publish` is given the rows so far after each arm.
 
     Raises:
       ConfigError: where an arm is wrong, before any is trained.
@@ -264,7 +268,8 @@ def finished(place: Path, run: Run) -> Ended | None:
 def step_seconds(runs: Mapping[str, Run]) -> dict[str, float]:
     """Seconds of a step of each, its batch read: the least of windows that they take in turns.
 
-    What else runs on the machine only adds to a window: the least is nearest to what the step takes by itself.
+    What else runs on the machine only adds to a window: the least is nearest to what the step takes
+    by itself.
     """
     setup.start()
     windows: dict[str, list[float]] = {name: [] for name in runs}

@@ -4,9 +4,10 @@ r"""Every schedule on the quickstart's text: bits per byte at equal tokens, each
     python scripts/compare_schedules.py --workdir=runs/schedules --out=scripts/compared \
         --page=jaxlm/docs/optimizers.md
 
-The first writes schedules.md, .json and .png to the folder. The second trains nothing again and writes
-the table into the manual too. About 30 minutes on two idle cores; if killed, the same command
-resumes. --only=cosine,wsd and --steps=100 make it shorter, --config.a.b=V changes the model, the data or the optimizer.
+The first writes schedules.md, .json and .png to the folder. The second trains nothing again and
+writes the table into the manual too. About 30 minutes on two idle cores; if killed, the same
+command resumes. --only=cosine,wsd and --steps=100 make it shorter, --config.a.b=V changes the
+model, the data or the optimizer.
 """
 
 import sys

@@ -180,7 +180,8 @@ def _page(study: Study, results: Mapping[str, Any], table: str) -> str:
         [
             f"# {study.name.capitalize()} compared",
             "",
-            f"`{results['command']}`, {machine['cores']} cores, {machine['system']}, Python {machine['python']}, jax {machine['jax']}."
+            f"`{results['command']}`, {machine['cores']} cores, {machine['system']}, Python "
+            f"{machine['python']}, jax {machine['jax']}."
             + (f" **Not done: {left} arms are missing.**" if left else ""),
             "",
             table,

@@ -85,7 +85,8 @@ def shown(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
         first = next(row for row in ordered(rows, measure))
         near = [name for name, (high, _) in found.items() if high == 1 and name != first["name"]]
         told.append(
-            f"- **{measure.title}**: `{first['name']}` has the lowest mean, {_spread(measure.of(first))}. "
+            f"- **{measure.title}**: `{first['name']}` has the lowest mean, "
+            f"{_spread(measure.of(first))}. "
             + (
                 f"Seeds overlap so that {', '.join(f'`{name}`' for name in near)} may be as good."
                 if near

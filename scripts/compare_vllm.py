@@ -3,8 +3,9 @@
     python scripts/compare_vllm.py exported --ours=a.npz                     # with jaxlm, where there is no vLLM
     python scripts/compare_vllm.py exported --ours=a.npz --with_vllm         # with vLLM, where there is no jaxlm
 
-The two have versions of their own of what both want, so each runs in an environment of its own, the first one first. vLLM
-computes in float32 here, reads the prompt with its paged kernels, and continues it with its cache.
+The two have versions of their own of what both want, so each runs in an environment of its own, the
+first one first. vLLM computes in float32 here, reads the prompt with its paged kernels, and
+continues it with its cache.
 """
 
 import argparse
@@ -37,7 +38,8 @@ def ours(folder: Path, place: Path) -> None:
         hidden = model.hidden(tokens[None], positions=jnp.arange(len(tokens))[None])
         return jax.nn.log_softmax(model.logits(hidden.values)[0])
 
-    # A token at a time over rows of one length: what comes later does not count for what came before.
+    # A token at a time over rows of one length: what comes later does not count for what came
+    # before.
     tokens = np.zeros(TOKENS + MORE, np.int32)
     tokens[:TOKENS] = ids
     for at in range(TOKENS, TOKENS + MORE):

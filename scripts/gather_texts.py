@@ -3,8 +3,9 @@
     python scripts/gather_texts.py FOLDER... --out=texts [--gigabytes=1.05]
     jaxlm data run --config=configs/data/clean_stdlib.py --config.source='texts/**/*' --out=clean
 
-A FOLDER is a tree such as an environment's site-packages, Python's library, or /usr/share. Files are linked, and copied where
-that cannot be; the folder of each ending has as many as it gets. A file is taken once, however many links lead to it.
+A FOLDER is a tree such as an environment's site-packages, Python's library, or /usr/share. Files
+are linked, and copied where that cannot be; the folder of each ending has as many as it gets. A
+file is taken once, however many links lead to it.
 """
 
 import argparse
@@ -15,10 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ENDINGS = frozenset(
-    ".c .cc .cfg .cpp .css .cu .el .go .h .hpp .htm .html .java .js .lua .md .pl .pm .pod .po .proto .py .pyi .pyx .rb .rs .rst "
+    ".c .cc .cfg .cpp .css .cu .el .go .h .hpp .htm .html .java .js .lua .md .pl .pm .pod .po "
+    ".proto .py .pyi .pyx .rb .rs .rst "
     ".sh .tcl .tex .toml .ts .txt .vim .xml .yaml .yml".split()
 )
-# A .json of an installed package is one value over many lines, where a recipe reads one a line: none are taken.
+# A .json of an installed package is one value over many lines, where a recipe reads one a line:
+# none are taken.
 DOCUMENTS = "METADATA", "LICENSE", "README", "COPYING", "NEWS", "changelog", "copyright"
 
 

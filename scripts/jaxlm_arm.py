@@ -69,7 +69,10 @@ class Arm:
         }
 
     def trace(self, folder: Path, count: int) -> dict[str, Any]:
-        """Where the time of so many steps went, as `profiling.summary` says. The trace itself is left in `folder`."""
+        """Where the time of so many steps went, as `profiling.summary` says.
+
+        The trace itself is left in `folder`.
+        """
         window = Trace(ProfileConfig(steps=f"0:{count}"), folder)
         with jax.set_mesh(self._grid):
             for number in range(count):

@@ -3,10 +3,11 @@
     python scripts/scaling_model.py
     python scripts/scaling_model.py --tokens_per_chip=2048 --plot=scaling.png
 
-Compute is counted FLOPs over the chip's peak; communication is bytes in closed form over the links' stated speed. Both are
-lower bounds: no kernel reaches the peak, and no message is free of latency. A strategy pays as long as its communication can
-hide behind its compute. The bytes are those of `models.wire`, which its tests compare with compiled steps. What it prints and
-draws by default is kept in scripts/scaling_model.md.
+Compute is counted FLOPs over the chip's peak; communication is bytes in closed form over the links'
+stated speed. Both are lower bounds: no kernel reaches the peak, and no message is free of latency.
+A strategy pays as long as its communication can hide behind its compute. The bytes are those of
+`models.wire`, which its tests compare with compiled steps. What it prints and draws by default is
+kept in scripts/scaling_model.md.
 """
 
 import argparse
@@ -23,13 +24,15 @@ from jaxlm.parallel.schedule import Schedule
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling.plan import STATE_BYTES
 
-# cloud.google.com/tpu/docs/v5p, "System architecture": 459 TFLOP/s in bf16, 95 GiB, 1,200 GB/s between chips counting
-# both directions of six links, so 100 GB/s each way on a link; 50 Gbit/s a chip in the data-centre network.
+# cloud.google.com/tpu/docs/v5p, "System architecture": 459 TFLOP/s in bf16, 95 GiB, 1,200 GB/s
+# between chips counting both directions of six links, so 100 GB/s each way on a link; 50 Gbit/s a
+# chip in the data-centre network.
 PEAK_FLOPS = 459e12
 HBM_BYTES = 95 * 2**30
 LINK_BYTES = 1200e9 / 12
 NETWORK_BYTES = 50e9 / 8
-# The same page: a torus has its wrap-around links from a cube of 4 x 4 x 4 on; below, a ring's ends meet through the middle.
+# The same page: a torus has its wrap-around links from a cube of 4 x 4 x 4 on; below, a ring's ends
+# meet through the middle.
 CUBE = 64
 WHOLE_BYTES = 8  # a parameter: float32 weights and gradients, which ZeRO 1 does not split
 CHIPS = tuple(8 * 2**power for power in range(10))
@@ -91,7 +94,8 @@ class Outcome:
 def speeds(sizes: dict[str, int]) -> dict[str, float]:
     """Bytes a second that a chip can send along each axis.
 
-    Six links are dealt out in pairs to the axes in use, the longest first; an axis that crosses slices has the network.
+    Six links are dealt out in pairs to the axes in use, the longest first; an axis that crosses
+    slices has the network.
     """
     chips = math.prod(sizes.values())
     used = sorted((axis for axis in AXES if sizes[axis] > 1), key=lambda axis: -sizes[axis])
@@ -118,7 +122,8 @@ def outcome(
 ) -> Outcome | None:
     """What a strategy costs on so many chips with `tokens` a chip; None where it cannot be laid out."""
     sizes = strategy.sizes(chips)
-    # Chips that share rows work on all their tokens together; rows of a context axis are as much longer.
+    # Chips that share rows work on all their tokens together; rows of a context axis are as much
+    # longer.
     rows = tokens * sizes["tensor"] * sizes["pipe"] // sequence if sizes else 0
     if sizes is None or rows == 0:
         return None
@@ -172,8 +177,8 @@ def crossover(
 ) -> Crossover | None:
     """Where compute and communication are equal; None where a strategy cannot be laid out, or does not fit.
 
-    With all micro-batches of a pipeline, compute is a t for t tokens a chip and communication b t + c: two outcomes give
-    a, b and c, and the two are equal at c / (a - b).
+    With all micro-batches of a pipeline, compute is a t for t tokens a chip and communication b t +
+    c: two outcomes give a, b and c, and the two are equal at c / (a - b).
     """
     sizes = strategy.sizes(chips)
     if sizes is None:
@@ -191,7 +196,8 @@ def crossover(
 def table(name: str, model: DecoderConfig, *, tokens: int, sequence: int) -> str:
     """Milliseconds of compute and communication for each strategy, and where it stops paying."""
     lines = [
-        f"{name}: {tokens:,} tokens a chip, rows of {sequence:,}; ms of compute / of communication a step; - does not fit,"
+        f"{name}: {tokens:,} tokens a chip, rows of {sequence:,}; ms of compute / of "
+        f"communication a step; - does not fit,"
         " * communication is longer",
         f"  {'strategy':<18}" + "".join(f"{chips:>14,}" for chips in CHIPS),
     ]
@@ -206,7 +212,8 @@ def table(name: str, model: DecoderConfig, *, tokens: int, sequence: int) -> str
             cells.append(f"{1e3 * found.compute_seconds:.0f}/{1e3 * found.sent_total:.0f}{mark}")
         lines.append(f"  {strategy.name:<18}" + "".join(f"{cell:>14}" for cell in cells))
     lines.append(
-        "  where it stops paying: tokens a chip with which communication takes as long as compute; ' less than a row, so that"
+        "  where it stops paying: tokens a chip with which communication takes as long as "
+        "compute; ' less than a row, so that"
         " one row a chip pays; in a pipeline with 4 micro-batches a stage"
     )
     for strategy in STRATEGIES:

@@ -1,7 +1,8 @@
 """PyTorch's side of scripts/bench_torch.py: a minimal GPT-2 and a minimal Llama, and those of Hugging Face.
 
-A step is what a person would write: scaled_dot_product_attention, autocast for bfloat16 over float32 weights, fused AdamW,
-clipping by the global norm. The minimal ones compute what belongs together in one product: query, key and value, gate and up.
+A step is what a person would write: scaled_dot_product_attention, autocast for bfloat16 over
+float32 weights, fused AdamW, clipping by the global norm. The minimal ones compute what belongs
+together in one product: query, key and value, gate and up.
 """
 
 import math
@@ -128,8 +129,9 @@ class HuggingFace(nn.Module):
         import transformers
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        # `sdpa` by another name. Under torch.compile transformers builds a mask for `sdpa` where torch is older than 2.14,
-        # and no kernel of flash attention takes one; for a name that it does not know it builds none.
+        # `sdpa` by another name. Under torch.compile transformers builds a mask for `sdpa` where
+        # torch is older than 2.14, and no kernel of flash attention takes one; for a name that it
+        # does not know it builds none.
         transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
         shared: Any = {
             "vocab_size": size.vocab,

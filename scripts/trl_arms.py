@@ -1,7 +1,8 @@
 """The rivals of scripts/bench_trl.py: TRL's SFTTrainer, transformers and PEFT, in float32 on one CPU thread.
 
-It needs no jax: bench_trl.py starts it with the interpreter of --python. A step is a loss, a backward
-pass, clipping by the global norm and fused AdamW in a plain loop, without the logging of a trainer.
+It needs no jax: bench_trl.py starts it with the interpreter of --python. A step is a loss, a
+backward pass, clipping by the global norm and fused AdamW in a plain loop, without the logging of a
+trainer.
 """
 
 import argparse

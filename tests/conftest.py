@@ -23,8 +23,9 @@ TEST = (
 )
 ENDING_SECONDS = 10
 LONGEST_SECONDS = 10  # of a fast test, but for those of the bar's lines
-# A first run compiles what later ones find, and other programs share the processor: 18 s were seen of a test of 8. So a
-# test fails that is far beyond the limit; those just above it are in the list of the slowest that each run ends with.
+# A first run compiles what later ones find, and other programs share the processor: 18 s were seen
+# of a test of 8. So a test fails that is far beyond the limit; those just above it are in the list
+# of the slowest that each run ends with.
 SLACK = 3
 BEFORE = pytest.StashKey[set[str]]()
 OWN = pytest.StashKey[str]()
@@ -61,9 +62,12 @@ gc.set_threshold(100_000, 20, 100)  # as in cli.main.entry; with the default a t
 
 
 def pytest_configure(config):
-    """A folder for temporary files of its own, so that what is left in it is ours. What pytest makes stays where it was.
+    """A folder for temporary files of its own, so that what is left in it is ours.
 
-    Workers have that of the process that started them. A run of pytest that a test starts has another.
+    What pytest makes stays where it was.
+
+    Workers have that of the process that started them. A run of pytest that a test starts has
+    another.
     """
     if hasattr(config, "workerinput"):
         return
@@ -98,8 +102,9 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_call(item):
     """Fails a fast test that should be a slow one, unless it is of a line of the bar, which every run has.
 
-    The clock and the processor's time, of this process and of those that it waited for, must both be over the limit: others
-    make the one longer, several threads the other. A slower machine has more of it.
+    The clock and the processor's time, of this process and of those that it waited for, must both
+    be over the limit: others make the one longer, several threads the other. A slower machine has
+    more of it.
     """
     begun, before = time.monotonic(), os.times()
     result = yield
@@ -109,7 +114,8 @@ def pytest_runtest_call(item):
         limit = LONGEST_SECONDS * SLACK * machine.slowness()
         if seconds > limit:
             raise machine.TooSlow(
-                f"it took {seconds:.1f} s of the processor, a fast test may take {limit:.1f}: make it shorter, or slow"
+                f"it took {seconds:.1f} s of the processor, a fast test may take {limit:.1f}: "
+                f"make it shorter, or slow"
             )
     return result
 
@@ -118,8 +124,9 @@ def pytest_runtest_call(item):
 def one_device():
     """Runs of this module, in this process and in those that it starts, are on one device.
 
-    The two are then the same in every bit, and a process with one device starts and steps at two thirds of the cost. They
-    have as many threads: how jax 0.10 adds a loss up depends on that, and a client has one for each device at least.
+    The two are then the same in every bit, and a process with one device starts and steps at two
+    thirds of the cost. They have as many threads: how jax 0.10 adds a loss up depends on that, and
+    a client has one for each device at least.
     """
     import jax
 
@@ -239,7 +246,8 @@ def _is_mapped(name: str) -> bool:
 def _orphans() -> list[int]:
     """Processes of these tests, whoever is their parent by now, that do not end by themselves in seconds.
 
-    Those whose parent was killed notice it by a closed pipe, and are a while about ending where all cores are busy.
+    Those whose parent was killed notice it by a closed pipe, and are a while about ending where all
+    cores are busy.
     """
     deadline = time.monotonic() + ENDING_SECONDS
     while (left := _marked()) and time.monotonic() < deadline:
@@ -283,7 +291,10 @@ def _listening() -> set[str]:
 
 
 def _children() -> list[int]:
-    """Of every thread. One that ends meanwhile takes its list along, and its children go to another."""
+    """Of every thread.
+
+    One that ends meanwhile takes its list along, and its children go to another.
+    """
     return [
         int(pid)
         for task in Path("/proc/self/task").glob("*")

@@ -18,8 +18,8 @@ CONVERTED = "refs/convert/parquet"
 class Hub(http.server.BaseHTTPRequestHandler):
     """Models in folders `root/org/name`, each of one commit, on the branch main and as the tag v1.
 
-    Data sets are in `root/datasets/org/name`; their large files have a sha256, as LFS keeps them. What
-    they are on the branch refs/convert/parquet is in `root/datasets/org/name.converted`.
+    Data sets are in `root/datasets/org/name`; their large files have a sha256, as LFS keeps them.
+    What they are on the branch refs/convert/parquet is in `root/datasets/org/name.converted`.
     """
 
     root = Path()

@@ -34,7 +34,14 @@ WORDS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}  # fmt: skip
+EXPERTS = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
 NAMES = {
     Llama: "llama",
     Mixtral: "llama",
@@ -60,7 +67,9 @@ def tensors(family) -> dict[str, np.ndarray]:
     is_sandwich = isinstance(family, Gemma2)
     for each in weights.tensors(family):
         array = weights.weight(each.name, each.shape)
-        layer, stem, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(\w+)", each.name).groups()  # fmt: skip
+        layer, stem, kind = re.fullmatch(
+            r"(?:model\.layers\.(\d+)\.)?(.*)\.(\w+)", each.name
+        ).groups()
         expert = re.fullmatch(r".*\.experts\.\d+\.(\w+)", stem)
         if expert:
             name = f"blk.{layer}.ffn_{EXPERTS[expert[1]]}_exps.{kind}"

@@ -42,7 +42,9 @@ def write(path: Path, **tensors: tuple[str, np.ndarray]) -> GGUFFile:
 def test_rows_are_those_of_the_formats_own_dequantiser(storage, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "CHUNK", 5 * COLUMNS)  # the last part is a short one
     stored = blocks(storage.name)
-    file = write(tmp_path / "x.gguf", first=("F32", np.ones(3, np.float32)), x=(storage.name, stored))  # fmt: skip
+    file = write(
+        tmp_path / "x.gguf", first=("F32", np.ones(3, np.float32)), x=(storage.name, stored)
+    )
     expected = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[storage.name])
     assert np.isfinite(expected).all()
     assert np.ptp(expected) > 1

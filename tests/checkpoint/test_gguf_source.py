@@ -22,10 +22,17 @@ FAMILIES = {
     if type(family) in ggufs.NAMES and name != "qwen3_moe"  # which sums to one, in llama.cpp
 } | {
     "gemma2": Gemma2(
-        **weights.GROUPED | dict(vocab=VOCAB), head_dim=12, window=5, query_scale=12, attention_softcap=2.0, logit_softcap=3.0
+        **weights.GROUPED | dict(vocab=VOCAB),
+        head_dim=12,
+        window=5,
+        query_scale=12,
+        attention_softcap=2.0,
+        logit_softcap=3.0,
     ),
-    "gemma3": Gemma3(**weights.GROUPED | dict(vocab=VOCAB, depth=7), head_dim=12, window=5, query_scale=12),
-}  # fmt: skip
+    "gemma3": Gemma3(
+        **weights.GROUPED | dict(vocab=VOCAB, depth=7), head_dim=12, window=5, query_scale=12
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -94,13 +101,15 @@ def test_only_the_blocks_that_hold_the_columns_are_dequantised(tmp_path, monkeyp
     [
         (lambda w: w.add_logit_scale(2.0), "logit_scale = 2.0 is not known"),
         (lambda w: w.add_sliding_window(7), "attention.sliding_window = 7 is not known"),
-        (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "rope.scaling.type = 'longrope'"),
+        (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "rope.scaling.type = "
+                                                                        "'longrope'"),
         (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 2.0), "rope.scaling.attn_factor = 2.0"),
         (lambda w: w.add_string("odd.key", "x"), "odd.key = 'x' is not known"),
         (lambda w: w.add_bool("tokenizer.ggml.clever", True), "'tokenizer.ggml.clever' is unknown"),
         (lambda w: w.add_uint16("split.count", 3), "one part of a split model"),
         (lambda w: w.add_string("general.type", "adapter"), "an adapter"),
-        (lambda w: w.add_tensor("rope_freqs.weight", np.full(4, 2.5, np.float32)), "not Llama 3.1's scaling"),
+        (lambda w: w.add_tensor("rope_freqs.weight", np.full(4, 2.5, np.float32)), "not Llama "
+                                                                                   "3.1's scaling"),
     ],
 )  # fmt: skip
 def test_metadata_that_changes_the_function_and_is_not_understood_is_refused(
@@ -144,7 +153,9 @@ def test_the_end_of_a_turn_ends_an_answer_too(tmp_path):
     assert found.ends == (found.eos, 7)
 
 
-@pytest.mark.parametrize(("storage", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("storage", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")]
+)
 def test_numbers_are_called_what_the_matrices_are_kept_as(storage, dtype, tmp_path):
     ggufs.write(tmp_path / "model.gguf", dataclasses.replace(LLAMA, hidden=64), storage=storage)
     assert hub_architecture.read_family(Gguf(tmp_path / "model.gguf"), lambda _: None)[1] == dtype

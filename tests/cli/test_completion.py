@@ -21,7 +21,8 @@ LINES = {  # line: completions, of the word after its last = or :
     "jaxlm tra": "train ",
     "X=1 /usr/bin/jaxlm data ru": "run ",
     "jaxlm train --config.opt": "--config.optim.",
-    "jaxlm train --config.optim.l": "--config.optim.layer_decay=,--config.optim.lr=,--config.optim.lr_scale=",
+    "jaxlm train --config.optim.l": "--config.optim.layer_decay=,--config.optim.lr=,--"
+    "config.optim.lr_scale=",
     "jaxlm train --config.optim.name=adamw": "adamw ,adamw8bit ",
     "jaxlm train --config.model=llama3-8": "llama3-8b ",
     "jaxlm train --config.precision.compute f": "float16 ,float32 ",

@@ -56,10 +56,18 @@ def test_peek_marks_what_is_trained_on_and_names_its_source(
 
 # A conversation of two exchanges, with what is trained on marked.
 SHOWN = {
-    "llama 3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u00ab2 \u20ac<|eot_id|>\u00bb<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u00abYes.<|eot_id|>\u00bb",
-    "chatml": "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n\u00ab2 \u20ac<|im_end|>\u00bb\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n\u00abYes.<|im_end|>\u00bb\n",
-    "gemma": "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n\u00ab2 \u20ac<end_of_turn>\u00bb\n<start_of_turn>user\nSure?<end_of_turn>\n<start_of_turn>model\n\u00abYes.<end_of_turn>\u00bb\n",
-    "mistral": "<s>[INST] 1+1? [/INST]\u00ab 2 \u20ac</s>\u00bb[INST] Sure? [/INST]\u00ab Yes.</s>\u00bb",
+    "llama 3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n"
+    "1+1?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    "\u00ab2 \u20ac<|eot_id|>\u00bb<|start_header_id|>user<|end_header_id|>\n\n"
+    "Sure?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u00abYes.<|eot_id|>\u00bb",
+    "chatml": "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    "\u00ab2 \u20ac<|im_end|>\u00bb\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    "\u00abYes.<|im_end|>\u00bb\n",
+    "gemma": "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n"
+    "\u00ab2 \u20ac<end_of_turn>\u00bb\n<start_of_turn>user\nSure?<end_of_turn>\n"
+    "<start_of_turn>model\n\u00abYes.<end_of_turn>\u00bb\n",
+    "mistral": "<s>[INST] 1+1? [/INST]\u00ab 2 \u20ac</s>\u00bb[INST] Sure? [/INST]\u00ab "
+    "Yes.</s>\u00bb",
 }
 
 

@@ -34,10 +34,26 @@ FAMILIES = {
     "gemma3": Gemma3(**SIZES | dict(depth=7), window=8),
     "qwen3_moe": Qwen3Moe(**SIZES, experts=4, top_k=2),
     "deepseek_v3": DeepSeekV3(
-        vocab=VOCAB, width=32, depth=2, heads=4, max_positions=64, query_rank=16, kv_rank=24, nope_dim=6, rope_dim=4,
-        value_dim=8, experts=4, top_k=2, groups=2, top_groups=1, hidden=24, shared=48, dense_depth=1, dense_hidden=48,
+        vocab=VOCAB,
+        width=32,
+        depth=2,
+        heads=4,
+        max_positions=64,
+        query_rank=16,
+        kv_rank=24,
+        nope_dim=6,
+        rope_dim=4,
+        value_dim=8,
+        experts=4,
+        top_k=2,
+        groups=2,
+        top_groups=1,
+        hidden=24,
+        shared=48,
+        dense_depth=1,
+        dense_hidden=48,
     ),
-}  # fmt: skip
+}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -117,8 +133,10 @@ def test_layers_that_predict_further_tokens_are_left_out_and_counted(capsys, tmp
     source, run = write(tmp_path / "source", "deepseek_v3"), tmp_path / "run"
     stored = load_file(source / "model.safetensors")
     further = {
-        key.replace("layers.1.", "layers.2."): array for key, array in stored.items() if "layers.1." in key
-    }  # fmt: skip
+        key.replace("layers.1.", "layers.2."): array
+        for key, array in stored.items()
+        if "layers.1." in key
+    }
     further["model.layers.2.eh_proj.weight"] = np.zeros((32, 64), np.float32)
     save_file(stored | further, source / "model.safetensors")
     words = ("import", f"--from={source}", f"--workdir={run}")
@@ -512,10 +530,11 @@ LIES = {
     "bytes too many": header(a=tensor(0, 8)),
     "a dtype that is none": header(a=tensor(0, 16, (4,), "F31")),
     "a name twice": struct.pack("<Q", 125)
-    + b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}'.ljust(125)
+    + b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],'
+    b'"data_offsets":[8,16]}}'.ljust(125)
     + b"\0" * 16,
     "a pickle": b"\x80\x04\x95",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -679,7 +698,10 @@ def test_s5_an_index_that_names_a_file_elsewhere_is_refused(capsys, tmp_path, wa
     source, elsewhere = write(tmp_path / "source"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (source / "model.safetensors").rename(elsewhere / "model.safetensors")
-    name = {"climbs": "../elsewhere/model.safetensors", "absolute": str(elsewhere / "model.safetensors")}.get(way, "linked.safetensors")  # fmt: skip
+    name = {
+        "climbs": "../elsewhere/model.safetensors",
+        "absolute": str(elsewhere / "model.safetensors"),
+    }.get(way, "linked.safetensors")
     if way == "a link":
         (source / name).symlink_to(elsewhere / "model.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {LAYER: name}}))
@@ -808,7 +830,10 @@ def last_row(array):
 def test_an_export_that_reads_back_otherwise_is_not_called_finished(
     capsys, tmp_path, monkeypatch, name, change, said
 ):
-    """Also where no logit shows it, and where a logit is no number, which is not above a limit. Its config has what SmolLM2's has."""
+    """Also where no logit shows it, and where a logit is no number, which is not above a limit.
+
+    Its config has what SmolLM2's has.
+    """
     source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
     attributes = json.loads((source / "config.json").read_text())
     attributes |= {"is_llama_config": True, "rope_interleaved": False}

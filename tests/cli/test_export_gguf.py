@@ -81,7 +81,12 @@ def test_tensors_and_settings_are_those_of_llama_cpps_conversion(name, capsys, t
     assert answer["parity"]["is_bit_identical"]
     assert answer["parity"]["largest_difference"] <= answer["parity"]["tolerance"]
     assert json.loads((tmp_path / "model.parity.json").read_text()) == answer["parity"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "model.parity.json", "run", "source"]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model.gguf",
+        "model.parity.json",
+        "run",
+        "source",
+    ]
     ggufs.write(tmp_path / "expected.gguf", family)
     (ours, settings), (theirs, expected) = read(out), read(tmp_path / "expected.gguf")
     assert ours.keys() == theirs.keys()
@@ -120,7 +125,11 @@ def test_matrices_are_rounded_and_vectors_are_not(dtype, capsys, tmp_path):
 
 
 def test_what_is_imported_again_says_and_computes_the_same(capsys, tmp_path):
-    run, out, again = imported(tmp_path, capsys, FAMILIES["gemma2"]), tmp_path / "a/model.gguf", tmp_path / "again"  # fmt: skip
+    run, out, again = (
+        imported(tmp_path, capsys, FAMILIES["gemma2"]),
+        tmp_path / "a/model.gguf",
+        tmp_path / "again",
+    )
     assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
     assert call(capsys, "import", f"--from={out}", f"--workdir={again}")[0] == 0
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 40)
@@ -167,7 +176,9 @@ def test_a_file_that_is_there_stays_as_it_is(capsys, tmp_path):
 def test_without_the_package_the_extra_is_named(capsys, tmp_path, monkeypatch):
     run = imported(tmp_path, capsys, FAMILIES["llama"])
     monkeypatch.setitem(sys.modules, "gguf", None)
-    code, answer, _ = call(capsys, "export", f"--workdir={run}", "--to=gguf", f"--out={tmp_path / 'x'}")  # fmt: skip
+    code, answer, _ = call(
+        capsys, "export", f"--workdir={run}", "--to=gguf", f"--out={tmp_path / 'x'}"
+    )
     assert code == 66
     assert "jaxlm[gguf]" in answer["error"]["fix"]
     assert not list(tmp_path.glob("x*"))

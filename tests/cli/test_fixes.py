@@ -260,7 +260,9 @@ def test_outside_of_a_checkout_the_next_line_names_a_shipped_config(folder):
 @pytest.mark.parametrize("words", [["config", "diff", "a.py"], ["data", "tokenze", "--out=x"]])
 def test_a_line_that_is_fixed_keeps_its_other_words(words, capsys):
     fix = refused(capsys, *words)["fix"]
-    expected = "jaxlm data tokenize --out=x --json" if "tokenze" in words else "jaxlm config diff --help"  # fmt: skip
+    expected = (
+        "jaxlm data tokenize --out=x --json" if "tokenze" in words else "jaxlm config diff --help"
+    )
     assert fix == expected
 
 

@@ -87,7 +87,10 @@ def test_no_verb_shows_the_usage_and_is_an_error(capsys):
 
 def test_shared_flags_are_found_wherever_they_stand(verb):
     kept = seen(verb)
-    words = "probe --config.a.b=1 one --json --config c.py:x two --config.c.d -2 --workdir=w --config.s=a=b --max_tokens=3"
+    words = (
+        "probe --config.a.b=1 one --json --config c.py:x two --config.c.d -2 --workdir=w "
+        "--config.s=a=b --max_tokens=3"
+    )
     assert main(words.split()) == 0
     assert kept["overrides"] == [("a.b", "1"), ("c.d", "-2"), ("s", "a=b")]
     assert (kept["config"], kept["workdir"], kept["json"], kept["quiet"]) == (
@@ -240,8 +243,8 @@ def test_an_error_has_its_own_code_and_no_traceback_unless_asked(verb, capsys):
     assert main(["probe"]) == 65
     shown = capsys.readouterr()
     assert (
-        shown.err
-        == "data error: bad \\x1b[31mrecord\n  where  a.txt:3\n  why    it is torn\n  fix    --skip\n"
+        shown.err == "data error: bad \\x1b[31mrecord\n  where  a.txt:3\n  why    it is torn\n"
+        "  fix    --skip\n"
     )
     assert shown.out == ""
     assert main(["probe", "--trace"]) == 65

@@ -26,7 +26,8 @@ from jaxlm.recipes.plan import predict
 from jaxlm.recipes.train import programs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-DEVICES = {  # how many JAX sees, and bytes of each; v5p is named by its cores, two of which are one device
+# how many JAX sees, and bytes of each; v5p is named by its cores, two of which are one device
+DEVICES = {
     "1gpu": (1, 80e9),
     "8gpu": (8, 80e9),
     "64gpu": (64, 80e9),

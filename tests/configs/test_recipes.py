@@ -1,4 +1,7 @@
-"""The recipes that we ship. After a change that is meant: JAXLM_WRITE_GOLDENS=1 python -m pytest tests/configs"""
+"""The recipes that we ship.
+
+After a change that is meant: JAXLM_WRITE_GOLDENS=1 python -m pytest tests/configs
+"""
 
 import json
 import os

@@ -85,7 +85,10 @@ def write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(body: str, name: str = "x.py", signature: str = "") -> str:
-        head = f"import schema_of_test\nfrom jaxlm.core import config\n\ndef get_config({signature}):\n"
+        head = (
+            f"import schema_of_test\nfrom jaxlm.core import config\n\n"
+            f"def get_config({signature}):\n"
+        )
         (tmp_path / name).write_text(
             head + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n"
         )
@@ -281,7 +284,8 @@ def test_a_config_file_swaps_arms_and_each_value_knows_its_line(write):
 def test_whole_sections_can_be_assigned_and_updated(write):
     file = write(
         a_config(
-            'c.optim = dict(momentum=0.5, name="lion")\nc.update({"train": {"steps": 5}, "seed": 3})'
+            'c.optim = dict(momentum=0.5, name="lion")\n'
+            'c.update({"train": {"steps": 5}, "seed": 3})'
         )
     )
     assert load(file).value == Run(seed=3, optim=Lion(momentum=0.5), train=Train(steps=5))
@@ -329,7 +333,8 @@ def test_a_misspelt_section_in_a_file_is_named_with_its_line():
 
 def test_a_plain_configdict_is_as_good_and_may_be_partial(write):
     file = write(
-        "import ml_collections\nreturn ml_collections.ConfigDict({'optim': {'name': 'lion', 'lr': 1}})"
+        "import ml_collections\nreturn ml_collections.ConfigDict({'optim': {'name': 'lion', "
+        "'lr': 1}})"
     )
     loaded = load(file)
     assert loaded.value == Run(optim=Lion(lr=1.0))

@@ -6,12 +6,29 @@ from jaxlm.core import quoting
 
 
 def test_what_people_read_stays_as_it_is():
-    text = "caf\u00e9 \u6f22\u5b57\u3000\U0001f468\u200d\U0001f469 \u00a0tab\tline\n \u05e9\u05dc\u05d5\u05dd"
+    text = (
+        "caf\u00e9 \u6f22\u5b57\u3000\U0001f468\u200d\U0001f469 \u00a0tab\tline\n"
+        " \u05e9\u05dc\u05d5\u05dd"
+    )
     assert quoting.printable(text) == text
     assert quoting.safe(text) == text
 
 
-@pytest.mark.parametrize("letter", [*map(chr, range(9)), "\r", "\x1b", "\x7f", "\x9b", "\u202e", "\u2028", "\ud800", "\ufeff", "\U000e0041"])  # fmt: skip
+@pytest.mark.parametrize(
+    "letter",
+    [
+        *map(chr, range(9)),
+        "\r",
+        "\x1b",
+        "\x7f",
+        "\x9b",
+        "\u202e",
+        "\u2028",
+        "\ud800",
+        "\ufeff",
+        "\U000e0041",
+    ],
+)
 def test_what_drives_a_terminal_or_hides_is_spelt_out(letter):
     shown = quoting.printable(f"a{letter}b")
     assert shown.isascii()

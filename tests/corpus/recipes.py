@@ -15,8 +15,10 @@ def get_config():
 """
 # The same words in another order in each document, so that none is like another.
 WORDS = (
-    "the river of stones and that have with water moves under bridges while people carry letters to towns "
-    "beyond hills where gardens grow slowly because winter leaves early and birds return before morning light"
+    "the river of stones and that have with water moves under bridges while people carry letters "
+    "to towns "
+    "beyond hills where gardens grow slowly because winter leaves early and birds return before "
+    "morning light"
 ).split()
 
 

@@ -9,7 +9,10 @@ import pytest
 from jaxlm.cli.main import main
 from tests.corpus.recipes import kept, lines, prose, removed, run, tree, write_lines
 
-NOTE = "This note stands at the end of every page of the site and is longer than a hundred characters, by some."
+NOTE = (
+    "This note stands at the end of every page of the site and is longer than a hundred "
+    "characters, by some."
+)
 KINDS = ("--config.stages=()", "--config.dedup=exact,near,spans", "--config.unit_bytes=1")
 
 

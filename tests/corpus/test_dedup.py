@@ -64,7 +64,8 @@ def test_pairs_are_found_as_often_as_is_stated(similarity, record_property):
     measured = found_share(texts)
     record_property(
         "table",
-        f"near duplicates of Jaccard {np.mean(exact):.3f}: found {measured:.3f}, stated at least {stated:.3f}",
+        f"near duplicates of Jaccard {np.mean(exact):.3f}: found {measured:.3f}, stated at least "
+        f"{stated:.3f}",
     )
     assert abs(np.mean(exact) - similarity) < 0.03
     error = (stated * (1 - stated) / len(texts)) ** 0.5
@@ -102,7 +103,8 @@ def test_pairs_that_are_taken_for_alike_are(record_property):
         record_property(
             "table",
             f"near duplicates, alike from Jaccard {alike:g} on: precision {precision:.3f}, recall "
-            f"{found[is_alike].mean():.3f}; {found.sum()} of {len(texts)} pairs of Jaccard 0.3 to 0.9 found",
+            f"{found[is_alike].mean():.3f}; {found.sum()} of {len(texts)} pairs of Jaccard 0.3 "
+            f"to 0.9 found",
         )
         assert precision >= least
     assert not found[exact < 0.55].any()
@@ -179,7 +181,10 @@ def test_spans_make_up_the_text_and_those_that_are_cut_are_gone(unit):
 
 
 def test_spans_stay_where_they_stood_first_in_what_stays(here, capsys):
-    note = "This note stands at the end of every page of the site and is longer than a hundred characters, by some."
+    note = (
+        "This note stands at the end of every page of the site and is longer than a hundred "
+        "characters, by some."
+    )
     assert len(note) >= 100
     pages = [f"{prose(n)}\n\n{note}\n\n{prose(n + 50)}" for n in range(3)]
     rows = [prose(90), prose(90) + f"\n\n{note}", *pages, note, f"{note}\n\n{note}"]

@@ -112,7 +112,8 @@ def test_the_rules_of_c4_cut_lines_and_then_pages(capsys):
     sentences = [f"{sentence}" for sentence in prose(1).split("\n")]
     page = "\n".join(sentences[:6])
     texts = [
-        f"Menu\n{page}\nHome About\nPlease turn on JavaScript to see this.\nWe uses cookies here.\nIt ends so...",
+        f"Menu\n{page}\nHome About\nPlease turn on JavaScript to see this.\n"
+        f"We uses cookies here.\nIt ends so...",
         f"{page}[1][citation needed]\nTrue [2] so far.",
         page.replace(".", ""),
         "\n".join(sentences[:4]),
@@ -143,9 +144,12 @@ def test_finewebs_rules_find_lists(capsys):
 
 def test_languages_are_told_apart(capsys):
     texts = [
-        "The committee will meet again next week to discuss what should happen with the old bridge.",
-        "Die Kinder spielen im Garten, w\u00e4hrend ihre Gro\u00dfmutter am Fenster sitzt und ein Buch liest.",
-        "Les enfants jouent dans le jardin pendant que leur grand-m\u00e8re lit un livre pr\u00e8s de la fen\u00eatre.",
+        "The committee will meet again next week to discuss what should happen with the old "
+        "bridge.",
+        "Die Kinder spielen im Garten, w\u00e4hrend ihre Gro\u00dfmutter am Fenster sitzt und "
+        "ein Buch liest.",
+        "Les enfants jouent dans le jardin pendant que leur grand-m\u00e8re lit un livre "
+        "pr\u00e8s de la fen\u00eatre.",
         "\u5b50\u4f9b\u305f\u3061\u306f\u5ead\u3067\u904a\u3093\u3067\u3044\u307e\u3059\u3002\u7956\u6bcd\u306f\u7a93\u306e\u305d\u3070\u3067\u672c\u3092\u8aad\u3093\u3067\u3044\u307e\u3059\u3002",
         "8471 2094 5561",
     ]

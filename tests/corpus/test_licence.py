@@ -9,28 +9,43 @@ from jaxlm.corpus.filters.licence import SIGNS, WORDS, find, is_dropped
 from tests.corpus.recipes import kept, lines, prose, removed, run, write_lines
 
 # The beginnings of texts that their stewards ask for on top of a file, by what they mean.
-MIT = "Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated files"
+MIT = (
+    "Permission is hereby granted, free of charge, to any person obtaining a copy of this "
+    "software and associated files"
+)
 BSD = (
-    "Copyright 2020 Somebody. All rights reserved. Redistribution and use in source and binary forms, with or without "
-    "modification, are permitted provided that the following conditions are met: 1. Redistributions of source code must "
+    "Copyright 2020 Somebody. All rights reserved. Redistribution and use in source and binary "
+    "forms, with or without "
+    "modification, are permitted provided that the following conditions are met: 1. "
+    "Redistributions of source code must "
     "retain the above copyright notice. 2. Redistributions in binary form must reproduce it."
 )
-GNU = "under the terms of the GNU {}General Public License as published by the Free Software Foundation"
-ISC = "Permission to use, copy, modify, and/or distribute this software for any purpose with or without fee is hereby granted"
+GNU = (
+    "under the terms of the GNU {}General Public License as published by the Free Software "
+    "Foundation"
+)
+ISC = (
+    "Permission to use, copy, modify, and/or distribute this software for any purpose with or "
+    "without fee is hereby granted"
+)
 HEADS = {
     "Apache-2.0": [
-        'Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except'
+        'Licensed under the Apache License, Version 2.0 (the "License"); you may not use this '
+        "file except"
     ],
     "MIT": [MIT, "This is released under the MIT license.", ":license: MIT, see LICENSE"],
     "BSD-2-Clause": [BSD, "Use is under the Simplified BSD License"],
     "BSD-3-Clause": [
-        f"{BSD} 3. Neither the name of the copyright holder nor the names of its contributors may be used"
+        f"{BSD} 3. Neither the name of the copyright holder nor the names of its contributors "
+        f"may be used"
     ],
     "BSD-4-Clause": [
-        f"{BSD} 3. All advertising materials mentioning features must name us. Neither the name of us may"
+        f"{BSD} 3. All advertising materials mentioning features must name us. Neither the name "
+        f"of us may"
     ],
     "GPL-3.0-or-later": [
-        f"you can redistribute it and/or modify it {GNU.format('')}, either version 3 of the License, or (at your option) any later version.",
+        f"you can redistribute it and/or modify it {GNU.format('')}, either version 3 of the "
+        f"License, or (at your option) any later version.",
         "This file is licensed under the GPLv3+",
     ],
     "GPL-2.0-only": [
@@ -38,20 +53,25 @@ HEADS = {
         "subject to version 2 of the GNU General Public License. See COPYING",
     ],
     "LGPL-2.1-or-later": [
-        f"modify it {GNU.format('Lesser ')}; either version 2.1 of the License, or (at your option) any later version."
+        f"modify it {GNU.format('Lesser ')}; either version 2.1 of the License, or (at your "
+        f"option) any later version."
     ],
     "AGPL-3.0-or-later": [
-        f"it {GNU.format('Affero ')}, either version 3 of the License, or (at your option) any later version."
+        f"it {GNU.format('Affero ')}, either version 3 of the License, or (at your option) any "
+        f"later version."
     ],
     "MPL-2.0": [
-        "This Source Code Form is subject to the terms of the Mozilla Public License, v. 2.0. If a copy of it"
+        "This Source Code Form is subject to the terms of the Mozilla Public License, v. 2.0. If "
+        "a copy of it"
     ],
     "ISC": [
-        f"{ISC}, provided that the above copyright notice and this permission notice appear in all copies."
+        f"{ISC}, provided that the above copyright notice and this permission notice appear in "
+        f"all copies."
     ],
     "0BSD": [f"{ISC}. THE SOFTWARE IS PROVIDED AS IS"],
     "Unlicense": [
-        "This is free and unencumbered software released into the public domain. Anyone is free to copy it"
+        "This is free and unencumbered software released into the public domain. Anyone is free "
+        "to copy it"
     ],
     "CC0-1.0": [
         "To the extent possible under law: https://creativecommons.org/publicdomain/zero/1.0/"
@@ -69,7 +89,8 @@ HEADS = {
         "made available under the terms of the Eclipse Public License v2.0 which accompanies it"
     ],
     "Zlib": [
-        "This software is provided 'as-is', without any express or implied warranty. In no event will the authors be "
+        "This software is provided 'as-is', without any express or implied warranty. In no event "
+        "will the authors be "
         "held liable for any damages"
     ],
     "WTFPL": ["as in the DO WHAT THE FUCK YOU WANT TO PUBLIC LICENSE, Version 2"],
@@ -131,7 +152,8 @@ def test_precision_and_recall_on_the_made_set(record_property):
         wrong += [(name, got, text)] if got != name else []
     record_property(
         "table",
-        f"licences on {len(samples())} made heads: precision {right / said:.3f}, recall {right / there:.3f}",
+        f"licences on {len(samples())} made heads: precision {right / said:.3f}, recall "
+        f"{right / there:.3f}",
     )
     assert wrong == []
     assert {name for name in WORDS if name not in HEADS} == set()

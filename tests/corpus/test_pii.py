@@ -128,7 +128,8 @@ SHAPES = {
     "cn_resident_id": ("110101198005150000",),
     "gb_nino": ("AB 00 00 00 C", "JK000000D"),
 }
-# Written by those who give them out, or who check them: python-stdnum's documentation, and for the British HMRC's form.
+# Written by those who give them out, or who check them: python-stdnum's documentation, and for the
+# British HMRC's form.
 PUBLISHED = {
     "de_steuer_id": "36 574 261 809",
     "fr_nir": "2 95 10 99 126 111 93",
@@ -156,13 +157,18 @@ INNOCENT = (
     "ISBN 978-3-16-148410-0, order 1234-5678-9012-3456, and 4111111111111112 too.",
     "The network 192.168.0.1, 10.0.0.255, 127.0.0.1, ::1 and fe80::1 is at home, as is v1.2.3.4.",
     "@property of user@localhost, a @ b, and git@ is none; nor is x@y.",
-    "DE00 1234 5678 9012 3456 78 and GB99BANK12345678901234 fail, XX12345678901234567890 is nowhere.",
-    "Call 555-0100, (212) 555-0199, 000-00-0000, 666-12-3456, 912-34-5678 or 123-4567; it costs 100-200-3000.",
+    "DE00 1234 5678 9012 3456 78 and GB99BANK12345678901234 fail, XX12345678901234567890 is "
+    "nowhere.",
+    "Call 555-0100, (212) 555-0199, 000-00-0000, 666-12-3456, 912-34-5678 or 123-4567; it costs "
+    "100-200-3000.",
     "c56a4180-65aa-42ec-a945-5fd21dec0538 and da39a3ee5e6b4b0d3255bfef95601890afd80709 are hashes.",
-    "36 574 261 808, 54362315-L, RCCMNL83S18D969I, 390.533.447-06, 2341 2341 2345 and QQ 12 34 56 C are one off.",
-    "The parts 111222333 and 1112.22.333 are in room 12345678-A; 2341 2341 2346 1234 has a group too many.",
+    "36 574 261 808, 54362315-L, RCCMNL83S18D969I, 390.533.447-06, 2341 2341 2345 and QQ 12 34 "
+    "56 C are one off.",
+    "The parts 111222333 and 1112.22.333 are in room 12345678-A; 2341 2341 2346 1234 has a group "
+    "too many.",
     "See doi:10.1137/54362315K, and the table 5E0C 2341 2341 2346 in hexadecimal.",
-    "AKIA is short, ghp_short too; eyJ is not a token. 12 345 678 people in 2001:2003 of 1999-2000-2001.",
+    "AKIA is short, ghp_short too; eyJ is not a token. 12 345 678 people in 2001:2003 of "
+    "1999-2000-2001.",
 )
 CODE = (
     "scores = q@k.transpose(-2, -1) and y = q@k.transpose",
@@ -376,7 +382,10 @@ class Recogniser:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """A package in the place of Presidio, whose recognisers find a word each. The real one is 370 MB."""
+    """A package in the place of Presidio, whose recognisers find a word each.
+
+    The real one is 370 MB.
+    """
     words = {"email": ("mailing", 1.0), "phone": ("ring", 0.4), "ip": ("ding", 0.3)}
     classes = {
         name: type(name, (Recogniser,), {"word": word, "score": score})

@@ -154,11 +154,14 @@ def test_encodings_are_found(into, capsys, data, text, encoding):
 
 
 RUSSIAN = (
-    "Весной, когда на реке тает лёд, старый паромщик каждое утро выходит на берег и смотрит, не поднялась ли вода. "
-    "Он знает каждую отмель и каждый поворот, и дети любят слушать его рассказы о далёких городах.\n"
+    "Весной, когда на реке тает лёд, старый паромщик каждое утро выходит на берег и смотрит, не "
+    "поднялась ли вода. "
+    "Он знает каждую отмель и каждый поворот, и дети любят слушать его рассказы о далёких "
+    "городах.\n"
 )
 UKRAINIAN = (
-    "Навесні, коли на річці тане лід, старий поромник щоранку виходить на берег і дивиться, чи не піднялася вода. "
+    "Навесні, коли на річці тане лід, старий поромник щоранку виходить на берег і дивиться, чи "
+    "не піднялася вода. "
     "Він знає кожну мілину, і діти із села люблять слухати його оповідання про далекі міста.\n"
 )
 JAPANESE = (
@@ -175,32 +178,46 @@ KOREAN = (
     "마을 아이들은 먼 도시에 대한 그의 이야기를 듣는 것을 좋아한다. 겨울에는 그물을 고치고 누이가 보낸 편지를 읽는다.\n"
 )
 POLISH = (
-    "Wiosną, gdy na rzece topnieje lód, stary przewoźnik każdego ranka wychodzi na brzeg i patrzy, czy woda się nie podniosła. "
-    "Zna każdą mieliznę i każdy zakręt, a dzieci ze wsi lubią słuchać jego opowieści o dalekich miastach.\n"
+    "Wiosną, gdy na rzece topnieje lód, stary przewoźnik każdego ranka wychodzi na brzeg i "
+    "patrzy, czy woda się nie podniosła. "
+    "Zna każdą mieliznę i każdy zakręt, a dzieci ze wsi lubią słuchać jego opowieści o dalekich "
+    "miastach.\n"
 )
 CZECH = (
-    "Na jaře, když na řece taje led, vychází starý převozník každé ráno na břeh a dívá se, jestli voda nestoupla. "
-    "Zná každou mělčinu a každou zátočinu a děti z vesnice rády poslouchají jeho vyprávění o dalekých městech.\n"
+    "Na jaře, když na řece taje led, vychází starý převozník každé ráno na břeh a dívá se, "
+    "jestli voda nestoupla. "
+    "Zná každou mělčinu a každou zátočinu a děti z vesnice rády poslouchají jeho vyprávění o "
+    "dalekých městech.\n"
 )
-GREEK = "Την άνοιξη, όταν λιώνει ο πάγος στο ποτάμι, ο γέρος βαρκάρης βγαίνει κάθε πρωί στην όχθη και κοιτάζει αν ανέβηκε το νερό.\n"
+GREEK = (
+    "Την άνοιξη, όταν λιώνει ο πάγος στο ποτάμι, ο γέρος βαρκάρης βγαίνει κάθε πρωί στην "
+    "όχθη και κοιτάζει αν ανέβηκε το νερό.\n"
+)
 FRENCH = (
-    "Au printemps, quand la glace fond sur la rivière, le vieux passeur sort chaque matin sur la berge et regarde si l'eau a "
-    "monté. Les enfants du village aiment écouter ses récits, où il est question de villes éloignées et d'étés très chauds.\n"
+    "Au printemps, quand la glace fond sur la rivière, le vieux passeur sort chaque matin sur la "
+    "berge et regarde si l'eau a "
+    "monté. Les enfants du village aiment écouter ses récits, où il est question de villes "
+    "éloignées et d'étés très chauds.\n"
 )
 GERMAN = (
-    "Im Frühling, wenn das Eis auf dem Fluss schmilzt, geht der alte Fährmann jeden Morgen ans Ufer und schaut, ob das Wasser "
+    "Im Frühling, wenn das Eis auf dem Fluss schmilzt, geht der alte Fährmann jeden Morgen ans "
+    "Ufer und schaut, ob das Wasser "
     "gestiegen ist. Die Kinder hören gern seine Geschichten über ferne Städte und große Brücken.\n"
 )
 ENGLISH = (
     f"{prose(1)}\nIt was \u201cna\u00efve\u201d \u2013 but the caf\u00e9\u2019s owner stayed.\n"
 )
 TURKISH = (
-    "İlkbaharda nehirdeki buz eriyince yaşlı kayıkçı her sabah kıyıya çıkar ve suyun yükselip yükselmediğine bakar. "
-    "Köyün çocukları onun uzak şehirler hakkındaki öykülerini dinlemeyi çok sever, kışın ise ağlarını onarır.\n"
+    "İlkbaharda nehirdeki buz eriyince yaşlı kayıkçı her sabah kıyıya çıkar ve suyun yükselip "
+    "yükselmediğine bakar. "
+    "Köyün çocukları onun uzak şehirler hakkındaki öykülerini dinlemeyi çok sever, kışın ise "
+    "ağlarını onarır.\n"
 )
 PORTUGUESE = (
-    "Na primavera, quando o gelo derrete no rio, o velho barqueiro sai todas as manhãs para a margem e vê se a água subiu. As "
-    "crianças da aldeia não se cansam de ouvir as suas histórias sobre cidades distantes, estações e verões muito quentes.\n"
+    "Na primavera, quando o gelo derrete no rio, o velho barqueiro sai todas as manhãs para a "
+    "margem e vê se a água subiu. As "
+    "crianças da aldeia não se cansam de ouvir as suas histórias sobre cidades distantes, "
+    "estações e verões muito quentes.\n"
 )
 WRITTEN = [  # text, as it was written, as what it is read
     *((RUSSIAN, name, name) for name in ("koi8_r", "cp1251", "iso8859_5", "cp866")),
@@ -288,7 +305,8 @@ def warc(
 ) -> bytes:
     size = len(block) if length is None else length
     head = (
-        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nWARC-Date: 2026-01-02T03:04:05Z\r\n"
+        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\n"
+        f"WARC-Date: 2026-01-02T03:04:05Z\r\n"
         f"Content-Length: {size}\r\n\r\n"
     )
     return head.encode() + block + b"\r\n\r\n"

@@ -150,8 +150,9 @@ def test_other_roles_can_be_trained():
 
 def test_a_template_that_reads_the_start_of_a_content_is_solved_by_differences():
     source = MARK.sub("", CHATML.template).replace(
-        "m.content + '<|im_end|>'", "(m.content[1:] if m.content.startswith('>') else m.content) + '<|im_end|>'"
-    )  # fmt: skip
+        "m.content + '<|im_end|>'",
+        "(m.content[1:] if m.content.startswith('>') else m.content) + '<|im_end|>'",
+    )
     encoder, (each,) = weighed(CHATML, [turns("a", ">b", "c", "d")], source=source)
     assert runs(encoder, each) == ["b<|im_end|>", "d<|im_end|>"]
 
@@ -167,7 +168,12 @@ def test_all_control_tokens_that_end_a_turn_are_trained():
 
 def test_thoughts_that_the_template_cuts_are_no_part_of_the_answer():
     """The generation prompt opens thoughts, and the answers in the text have none."""
-    source = "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content }}{% else %}{{ '<|im_end|>' + m.content.split('</think>')[-1] + '<|im_start|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_end|><think>\n' }}{% endif %}"
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content }}"
+        "{% else %}{{ '<|im_end|>' + m.content.split('</think>')[-1] + '<|im_start|>' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_end|><think>\n' }}"
+        "{% endif %}"
+    )
     conversations = [CONVERSATIONS[3], turns("a\n<", "<b>")]
     encoder, (thought, plain) = weighed(CHATML, conversations, source=source)
     assert runs(encoder, thought) == ["\n\nBecause.<|im_start|>", "\n\nSo.<|im_start|>"]

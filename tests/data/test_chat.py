@@ -56,9 +56,11 @@ HOSTILE = {
     "refuses": "{{ raise_exception('no') }}",
 }
 GREEDY = {
-    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}",
     "memory": "{{ ('a' * 10**10) | length }}",
-    "memory by doubling": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "memory by doubling": "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}",
     "padding": "{{ 'a' | center(10**11) }}",
     "powers": "{{ 9**(9**9) }}",
 }

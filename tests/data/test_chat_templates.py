@@ -72,7 +72,14 @@ def test_a_template_by_todays_date_has_a_fixed_one(tmp_path):
     assert caught.value.where == str(path)
 
 
-@pytest.mark.parametrize("source", ["{{ %s }}", "\n  {%% if 1 %%}\n{{ %s }}\n{%% endif %%}\n", "{%% set f = '%%d' %%}{{ %s + strftime_now(f) }}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ %s }}",
+        "\n  {%% if 1 %%}\n{{ %s }}\n{%% endif %%}\n",
+        "{%% set f = '%%d' %%}{{ %s + strftime_now(f) }}",
+    ],
+)
 def test_a_model_that_was_not_trained_here_has_the_same_date_on_every_day(source):
     raw = ChatTemplate(source % "strftime_now('%Y')", {})
     assert chat_templates.date_of(raw) == "2024-07-26"

@@ -100,7 +100,8 @@ def test_a_file_that_claims_to_be_trained_by_jaxlm_and_is_not_is_refused(content
 @pytest.mark.parametrize("spec", ["bpe:600", "wordpiece:600", "unigram:600"])
 def test_a_tokenizer_whose_ids_were_moved_goes_out_with_the_moved_ids(spec):
     inner = trained(spec)
-    # As somebody else's file it has its own special tokens, which become tokens like any other behind ours.
+    # As somebody else's file it has its own special tokens, which become tokens like any other
+    # behind ours.
     content = tokenizer_json.as_json(inner).replace(b"<|", b"<!")
     moved = HuggingFace(content)
     other = tokenizers.Tokenizer.from_buffer(tokenizer_json.as_json(moved))

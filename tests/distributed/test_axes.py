@@ -36,8 +36,8 @@ TRIPLES = [
     {"expert": 2, "context": 2, "tensor": 2},
 ]
 STEPS = 20
-# Parameters are shown alone: AdamW divides gradients near zero by their own size, so they drift with the sign of a rounding
-# error.
+# Parameters are shown alone: AdamW divides gradients near zero by their own size, so they drift
+# with the sign of a rounding error.
 LIMITS = dict.fromkeys(("loss", "first grad_norm", "gradients", "grad_norm"), 1e-5)
 
 
@@ -48,7 +48,8 @@ COMBINATIONS = [
 ]
 
 
-# Of the dense model, other ways to use an axis than the table's: it has ZeRO 3, stages gone through once, and keys in a ring.
+# Of the dense model, other ways to use an axis than the table's: it has ZeRO 3, stages gone through
+# once, and keys in a ring.
 CIRCULAR = {"pipeline": "circular", "remat": "full"}
 WAYS = {
     "fsdp=8, ZeRO 1": ({"fsdp": 8, "zero": 1}, {}),
@@ -114,8 +115,9 @@ def test_an_axis_and_a_pair_on_four_devices_give_the_course_of_one(alone, data, 
 
 @pytest.mark.slow
 def test_a_checkpoint_moves_through_every_mesh_bit_for_bit(data, tmp_path):
-    """In a chain: saved on one device, restored and saved on each mesh of the table after the one before it, with each ZeRO
-    stage too, and on one device again. As each has the same bits whole, so has a move between any two.
+    """In a chain: saved on one device, restored and saved on each mesh of the table after the one before it, with each ZeRO stage too, and on one device again.
+
+    As each has the same bits whole, so has a move between any two.
     """
     stages = [{"fsdp": 8, "zero": zero} for zero in (1, 2)]
     read = dataset.open_data(data, seed=0)

@@ -82,7 +82,10 @@ def end(started, seconds=300):
 
 
 def train(processes, devices, command, **more):
-    """A run that finishes. Gloo gives up after 30 s of waiting for a rank that a busy machine keeps compiling: then again."""
+    """A run that finishes.
+
+    Gloo gives up after 30 s of waiting for a rank that a busy machine keeps compiling: then again.
+    """
     for _ in range(3):
         codes, said = end(start(processes, devices, command, **more))
         if "Gloo context initialization failed: DEADLINE_EXCEEDED" not in said:

@@ -48,7 +48,8 @@ class Life(NamedTuple):
 def live(config: str, folder: Path, name: str, *flags: str, faults: str = SLOW) -> Life:
     """Starts the two processes of a run in `folder`, and waits for their end.
 
-    Gloo gives up after 30 s of waiting for a rank that a busy machine keeps compiling: then once more, under another name.
+    Gloo gives up after 30 s of waiting for a rank that a busy machine keeps compiling: then once
+    more, under another name.
     """
     life = _live(config, folder, name, *flags, faults=faults)
     if "Gloo context initialization failed: DEADLINE_EXCEEDED" in life.said:

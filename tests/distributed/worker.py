@@ -1,6 +1,7 @@
 """A rank that does what training does, and little else: a step is a sum over all devices, with the faults of the trainer.
 
-python -m tests.distributed.worker --workdir=DIR [--steps=N] ... --coordinator=HOST:PORT --num_processes=N --process_id=I
+python -m tests.distributed.worker --workdir=DIR [--steps=N] ... --coordinator=HOST:PORT
+--num_processes=N --process_id=I
 
 Without the last three, the environment of a cluster says them.
 """

@@ -1,4 +1,7 @@
-"""The small shipped configs, trained as their first lines say, reach what these promise. Minutes each, on CPU cores."""
+"""The small shipped configs, trained as their first lines say, reach what these promise.
+
+Minutes each, on CPU cores.
+"""
 
 import json
 import os

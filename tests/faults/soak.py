@@ -1,9 +1,10 @@
 """Line H9: random faults from all groups, one in half a minute; at the end every bit is as if none had been.
 
-Faults of numbers belong to the run: the reference has them too, and is told which batches the rewinds left out. A life
-of the run has one process of two devices or two processes of one: the arithmetic is the same, so are the bits.
-Each kind of fault must have struck at least once, else this proves nothing, and is no success. Neither is it where faults
-came more seldom than that; a machine with more to run than cores may take as many times longer as it has more.
+Faults of numbers belong to the run: the reference has them too, and is told which batches the
+rewinds left out. A life of the run has one process of two devices or two processes of one: the
+arithmetic is the same, so are the bits. Each kind of fault must have struck at least once, else
+this proves nothing, and is no success. Neither is it where faults came more seldom than that; a
+machine with more to run than cores may take as many times longer as it has more.
 """
 
 import argparse
@@ -176,12 +177,15 @@ def soak(minutes: float, seed: int) -> int:
     faults = sum(struck.values()) + len(flipped)
     between, most = lived / max(faults, 1), statistics.mean(allowed)
     print(
-        f"{between:.0f} s between two faults, where {most:.0f} are allowed: {BETWEEN}, and the load of the machine; "
+        f"{between:.0f} s between two faults, where {most:.0f} are allowed: {BETWEEN}, and the "
+        f"load of the machine; "
         f"{faults} in {lived / 60:.1f} min"
     )
     print(
-        f"{sum(counts.values())} lives, {sum(struck.values())} faults, {len(flipped)} flipped bits, "
-        f"{skipped} updates skipped, {rewound} rewinds, {len(ours)} losses compared; bit-identical: {same}"
+        f"{sum(counts.values())} lives, {sum(struck.values())} faults, {len(flipped)} flipped "
+        f"bits, "
+        f"{skipped} updates skipped, {rewound} rewinds, {len(ours)} losses compared; "
+        f"bit-identical: {same}"
     )
     missed = [kind for kind, count in struck.items() if not count]
     missed += [] if flipped else ["flipped bit"]
@@ -256,7 +260,8 @@ class Life:
             words = ["launch", "--processes=2", "--cpu_devices=1", "--restarts=0", "--", *words]
         metrics = self.workdir / "metrics.jsonl"
         before = metrics.stat().st_size if metrics.exists() else 0
-        # Most faults come after the first step of a life, else they would meet a process that only starts.
+        # Most faults come after the first step of a life, else they would meet a process that only
+        # starts.
         is_early = self.kind in ("killed", "stopped") and self.draw.random() < 0.3
         moments = self.draw.uniform(1, MOMENTS)
         with tempfile.TemporaryFile("w+") as log:
@@ -290,7 +295,10 @@ class Life:
             return process.returncode, log.read()
 
     def _strike(self, process: subprocess.Popen) -> None:
-        """What comes from outside; without such a fault, the end of this life. Too late for one that is gone."""
+        """What comes from outside; without such a fault, the end of this life.
+
+        Too late for one that is gone.
+        """
         inside = harness.children(process.pid)
         match self.kind:
             case "killed":

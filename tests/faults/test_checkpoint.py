@@ -90,7 +90,8 @@ def falls_back(
 ) -> None:
     """The run that kept all of its 12 steps goes on from the newest sound one: each damage is on one of those after.
 
-    They go to files of different kinds. Of the arrays' files, which have a hash for a name, one is taken.
+    They go to files of different kinds. Of the arrays' files, which have a hash for a name, one is
+    taken.
     """
     shutil.copytree(unbroken / "whole", run)
     damaged = {}
@@ -236,7 +237,8 @@ def test_b5_hashing_reaches_a_gigabyte_a_second(tmp_path, record_property):
         begun = time.process_time()
         found = records.digests(records.epath.Path(step))
         best = max(best, sum(size for size, _ in found.values()) / (time.process_time() - begun))
-    # Without the processor's SHA instructions, hashlib itself is the limit: then we must cost little above it.
+    # Without the processor's SHA instructions, hashlib itself is the limit: then we must cost
+    # little above it.
     begun = time.process_time()
     records.hashlib.sha256(bytes(1 << 28)).hexdigest()
     bare = (1 << 28) / (time.process_time() - begun)
@@ -259,8 +261,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-# A run on a disk of its own, which it fills: while the first save is written, to the last byte and in the save's folder,
-# as larger arrays would; before the second one begins, so far that its arrays do not fit. What is left is copied.
+# A run on a disk of its own, which it fills: while the first save is written, to the last byte and
+# in the save's folder, as larger arrays would; before the second one begins, so far that its arrays
+# do not fit. What is left is copied.
 FILLING = """
 import shutil, subprocess, sys, time
 from pathlib import Path
@@ -322,11 +325,12 @@ def private_mounts(folder: Path) -> list[str] | None:
 def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
     config, unbroken, tmp_path, record_property
 ):
-    """A save is due after step 20, and the next after more lines than a page of the disk holds. It fails while those are
-    written; the second try fails as well.
+    """A save is due after step 20, and the next after more lines than a page of the disk holds.
 
-    On a disk of 8 MB that is really full, where this machine lets a process mount one; else under a limit on the size
-    of a file, where only the saves fail.
+    It fails while those are written; the second try fails as well.
+
+    On a disk of 8 MB that is really full, where this machine lets a process mount one; else under a
+    limit on the size of a file, where only the saves fail.
     """
     run, left = tmp_path / "run", tmp_path / "left"
     if private := private_mounts(tmp_path):
@@ -433,7 +437,8 @@ def test_b7_a_run_that_will_not_fit_the_disk_is_refused_before_it_starts(
     words = harness.words(config, tmp_path / "run")
     assert main(words) == 73
     said = capsys.readouterr().err
-    # Three newest, the best, two healthy ones, and one that is being written, each of weights and two moments in float32.
+    # Three newest, the best, two healthy ones, and one that is being written, each of weights and
+    # two moments in float32.
     told = re.search(r"why +(7 more of 459 KiB need 3\.14 MiB, and 391 KiB are free)", said)
     assert told
     record_property("B7", told[1])
@@ -519,7 +524,10 @@ def test_b8_a_directory_that_may_not_be_written_is_said_at_once(
 def test_b9_a_second_run_on_the_same_directory_is_turned_away(
     config, unbroken, tmp_path, record_property
 ):
-    """And the first goes on as if nobody had come. Seconds of the processor too, which nobody else takes from."""
+    """And the first goes on as if nobody had come.
+
+    Seconds of the processor too, which nobody else takes from.
+    """
     run = tmp_path / "run"
     first = harness.start(harness.words(config, run), "step.before:sleep=1@3")
     try:
@@ -563,7 +571,10 @@ def test_b11_a_healthy_step_and_the_ladder_outlive_saves_that_are_not_healthy(tm
 
 @pytest.mark.parametrize("every", [1, 2, 7, 10, 25, 50, 60, 100])
 def test_c6_the_way_back_is_as_long_as_it_must_be_however_often_steps_are_saved(every):
-    """And no longer than one reach and one interval more. Steps that were saved after it went wrong are not healthy."""
+    """And no longer than one reach and one interval more.
+
+    Steps that were saved after it went wrong are not healthy.
+    """
     reach, config = 100, CheckpointConfig(keep_last=2, keep_best=0)
     lengths = set()
     for first_bad in range(301, 502, 10):

@@ -80,7 +80,10 @@ def on_the_command_line(folder, wrong, value, arms):
 
 def in_a_config_json(folder, wrong, value, arms):
     raw = {}
-    for path, each in (*arms, (wrong, config.Span.plain(value) if isinstance(value, config.Span) else value)):  # fmt: skip
+    for path, each in (
+        *arms,
+        (wrong, config.Span.plain(value) if isinstance(value, config.Span) else value),
+    ):
         *sections, name = path.split(".")
         inner = raw
         for section in sections:
@@ -179,7 +182,9 @@ def get_config():
 
 def test_f2_everything_that_is_wrong_is_in_one_message_with_file_and_line(tmp_path, capsys):
     """A wrong type, two values out of range, a contradiction inside a section, and one between two sections."""
-    (tmp_path / "x.py").write_text(WRONG_FILE.replace("    return", "    c.model.heads = 7\n    return"))  # fmt: skip
+    (tmp_path / "x.py").write_text(
+        WRONG_FILE.replace("    return", "    c.model.heads = 7\n    return")
+    )
     words = [
         f"--config={tmp_path}/x.py",
         "--config.data.sequence=128",
@@ -206,7 +211,9 @@ def test_f2_a_contradiction_between_sections_is_told_beside_a_wrong_value_elsewh
     (tmp_path / "x.py").write_text(WRONG_FILE)
     with pytest.raises(ConfigError) as caught:
         config.load(Run, f"{tmp_path}/x.py", [("data.sequence", "128")])
-    told = [part for part in ("train.batch", "optim.b1", "data.sequence") if part in caught.value.why]  # fmt: skip
+    told = [
+        part for part in ("train.batch", "optim.b1", "data.sequence") if part in caught.value.why
+    ]
     assert told == ["train.batch", "optim.b1", "data.sequence"]
 
 
@@ -224,7 +231,9 @@ def test_f2_the_fix_mends_all_of_it(tmp_path):
     (tmp_path / "x.py").write_text(said.replace("    return", "    c.model.heads = 7\n    return"))
     with pytest.raises(ConfigError) as caught:
         config.load(Run, f"{tmp_path}/x.py", [("data.sequence", "128")])
-    flags = [word.removeprefix("--config.").partition("=")[::2] for word in caught.value.fix.split()]  # fmt: skip
+    flags = [
+        word.removeprefix("--config.").partition("=")[::2] for word in caught.value.fix.split()
+    ]
     assert {path for path, _ in flags} == {
         *("train.batch", "model.dropout", "optim.b1", "model.heads", "model.max_positions")
     }
@@ -261,8 +270,10 @@ def test_f4_what_does_not_fit_the_devices_is_refused_with_the_nearest_that_does(
     works = 0
     for fix in fixes:
         found = config.load(
-            Run, str(tiny_run.config), [*(flag.removeprefix("--config.").split("=") for flag in flags), *fix.items()]
-        ).value  # fmt: skip
+            Run,
+            str(tiny_run.config),
+            [*(flag.removeprefix("--config.").split("=") for flag in flags), *fix.items()],
+        ).value
         sizes = found.mesh.sizes(8)
         assert found.train.batch % (sizes["data"] * sizes["fsdp"]) == 0
         works += found.model.kv_heads % sizes["tensor"] == 0

@@ -304,7 +304,8 @@ LONG = {
     "lines.txt": lambda: ("a line of words and 12345 numbers\n" * (SIZE // 33))[:SIZE],
     "emoji.txt": lambda: "\U0001f600" * (SIZE // 4),
     "lines.jsonl": lambda: json.dumps({"text": "words and\nnumbers " * (SIZE // 18)}),
-    # The worst: Python widens such a text twice while it reads it, and it takes four bytes a character in the end.
+    # The worst: Python widens such a text twice while it reads it, and it takes four bytes a
+    # character in the end.
     "escapes.jsonl": lambda: json.dumps(
         {"text": ("words and numbers " * 6 + "\u6f22") * (SIZE // 112) + "\U0001f600"}
     ),
@@ -593,7 +594,10 @@ def falsify(shards: TokenShards, document: int, position: int, value: int) -> No
 def test_e6_an_id_past_the_vocabulary_is_found_on_the_host_with_its_place(
     tmp_path: Path, value: int, position: int
 ) -> None:
-    """Four bytes that are -1 to somebody else are 2^32 - 1. A document's last id is a label and never an input."""
+    """Four bytes that are -1 to somebody else are 2^32 - 1.
+
+    A document's last id is a label and never an input.
+    """
     texts = [Document(f"good text {n}", "a.jsonl", n) for n in range(40)]
     encoder = Bytes() if value < 2**16 else Wide()
     made = writer.write(tmp_path / "shards", texts, encoder, Counter())
@@ -757,7 +761,8 @@ while number < kills or (caught < 3 and number < 5 * kills):  # chance may leave
 def contents(root: Path) -> dict[str, str]:
     """sha256 of every file under a folder, by its path in it, except what depends on the moment of a kill.
 
-    That is the empty lock after a rename, and `digests`: those of files that were written a moment ago are not kept.
+    That is the empty lock after a rename, and `digests`: those of files that were written a moment
+    ago are not kept.
     """
     return {
         str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()

@@ -27,7 +27,12 @@ def produced() -> set[int]:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os._exit", "sys.exit"):
                 found |= constants(node)
             elif isinstance(node, ast.FunctionDef) and node.name == "main":
-                found |= {code for inner in ast.walk(node) if isinstance(inner, ast.Return) for code in constants(inner)}  # fmt: skip
+                found |= {
+                    code
+                    for inner in ast.walk(node)
+                    if isinstance(inner, ast.Return)
+                    for code in constants(inner)
+                }
     return found
 
 
@@ -73,7 +78,10 @@ def test_h8_every_exit_code_that_there_is_is_of_the_contract_documented_and_seen
 
 
 def test_h8_an_expectation_is_found_and_another_number_is_not():
-    source = "def test_a():\n    assert done.returncode == 79\n    assert len(x) == 76\n    assert main(words) == 2\n"
+    source = (
+        "def test_a():\n    assert done.returncode == 79\n    assert len(x) == 76\n"
+        "    assert main(words) == 2\n"
+    )
     assert expected(source) == {79: {"test_a"}, 2: {"test_a"}}
 
 

@@ -1,7 +1,8 @@
 """Line C12: what the same seed gives on a GPU, with kernels that always add in the same order and without.
 
-On a machine with an NVIDIA GPU, where jaxlm and pytest are installed: python -m pytest -m gpu -s tests/faults/test_gpu.py.
-`scripts/test --slow` does it in an environment of its own where nvidia-smi lists one.
+On a machine with an NVIDIA GPU, where jaxlm and pytest are installed: python -m pytest -m gpu -s
+tests/faults/test_gpu.py. `scripts/test --slow` does it in an environment of its own where
+nvidia-smi lists one.
 """
 
 import json
@@ -14,9 +15,11 @@ from tests.faults import harness
 pytestmark = pytest.mark.gpu
 
 PLATFORM = "cuda"
-# Sums of threads that come in any order, and kernels chosen by who was faster just then, are left out.
+# Sums of threads that come in any order, and kernels chosen by who was faster just then, are left
+# out.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
-# Of the sizes at which a matmul is split over its sum, and with an embedding whose gradient is a scatter.
+# Of the sizes at which a matmul is split over its sum, and with an embedding whose gradient is a
+# scatter.
 SETTINGS = {
     "data.sequence": 512,
     "model.width": 512,

@@ -31,7 +31,12 @@ NEVER = "grads:nan@999"
 NEITHER = f"{NEVER},loss:nan@999"
 STEPS = ("--config.train.steps=40", "--config.guard.window=16")
 # Fewer steps are kept than a rewind goes back.
-LIMITS = ("--config.guard.budget=3", "--config.guard.rewind_steps=6", "--config.guard.skip=8", "--config.checkpoint.keep_last=1")  # fmt: skip
+LIMITS = (
+    "--config.guard.budget=3",
+    "--config.guard.rewind_steps=6",
+    "--config.guard.skip=8",
+    "--config.checkpoint.keep_last=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,10 @@ def test_an_ordinary_run_skips_nothing(unbroken):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Two files of forty records, by their paths. A few letters of a text tell which one it is of."""
+    """Two files of forty records, by their paths.
+
+    A few letters of a text tell which one it is of.
+    """
     folder = tmp_path_factory.mktemp("records")
     found = {}
     for name in "ab":

@@ -48,11 +48,13 @@ class Unread(np.ndarray):
 def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
     tmp_path, monkeypatch, record_property
 ):
-    """One run, whose steps have by turns all of it and none: the finite and spike tests, their selection and the norms by
-    layer; the watch and the phases that it is told of; the polls for a signal and for an error of a save; the range check of
-    ids. Then ten steps are computed twice, which at one in a hundred may cost two percent.
+    """One run, whose steps have by turns all of it and none: the finite and spike tests, their selection and the norms by layer; the watch and the phases that it is told of; the polls for a signal and for an error of a save; the range check of ids.
 
-    Times are the processor's, of all threads, and the best of each are compared, and the median of the pairs: others use the machine too."""
+    Then ten steps are computed twice, which at one in a hundred may cost two percent.
+
+    Times are the processor's, of all threads, and the best of each are compared, and the median of
+    the pairs: others use the machine too.
+    """
     taken = collections.defaultdict(list)
     state_of = {"number": 0, "on": True, "since": 0.0, "bare": None}
 

@@ -1,6 +1,7 @@
 """Two processes on this machine, and what becomes of one when the other is lost, fails, or stands still.
 
-The ranks are tests/distributed/worker.py, which has the trainer's crew and none of its weight; the last tests train.
+The ranks are tests/distributed/worker.py, which has the trainer's crew and none of its weight; the
+last tests train.
 """
 
 import collections
@@ -169,7 +170,10 @@ def test_d4_a_rank_whose_python_does_not_run_is_ended_from_outside(pair):
 
 
 def test_d5_slow_is_not_stuck(pair, record_property):
-    slow = "step.before:sleep=0.6@8#1,eval:sleep=1.6@8#0,save.begin:sleep=1.6@8#1,data.next:sleep=1.6@9#1"
+    slow = (
+        "step.before:sleep=0.6@8#1,eval:sleep=1.6@8#0,save.begin:sleep=1.6@8#1,"
+        "data.next:sleep=1.6@9#1"
+    )
     limits = "--watch=step=1s,factor=2,compile=20s,eval=3s,save=3s,data=3s"
     done = pair("--steps=12", "--pace=0.2", limits, faults=slow)
     assert done.failure is None, done.lines
@@ -417,7 +421,10 @@ def recorded(processes: int, command: list[str], log: Path) -> Recorded:
 def test_b15_a_checkpoint_moves_between_one_process_and_two(
     front_door, tmp_path, before, after, record_property
 ):
-    """With fsdp, so that each process has a part. What follows is compared with the same run where it was saved."""
+    """With fsdp, so that each process has a part.
+
+    What follows is compared with the same run where it was saved.
+    """
     flags = ("--config.train.steps=28", "--config.mesh.data=2", "--config.mesh.fsdp=2")
     stayed, moved = tmp_path / "stayed", tmp_path / "moved"
     recorded(

@@ -156,7 +156,8 @@ def test_a2_six_kills_change_no_bit(config, tmp_path, on_four, record_property):
 def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, on_four, record_property):
     """In the six minutes of the bar, and in what two cores can do in those: the clock counts what else the machine does.
 
-    Says its goodput too: each life trains for a moment and starts for seconds, so that is small, and no figure to reach.
+    Says its goodput too: each life trains for a moment and starts for seconds, so that is small,
+    and no figure to reach.
     """
     steps = ("--config.train.steps=600", "--config.eval.every=100%", *SHARDED)
     assert main(harness.words(config, tmp_path / "unbroken", *steps)) == 0
@@ -178,8 +179,9 @@ def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, on_four, record_prope
     machine.require_clock(wall, 360)
 
 
-# Point -> its step, the step that was committed last by then, and the intervals that may be lost. Removing is asked with
-# the step that is removed: 2 goes while 8 is saved. Each life goes on where the one before was killed.
+# Point -> its step, the step that was committed last by then, and the intervals that may be lost.
+# Removing is asked with the step that is removed: 2 goes while 8 is saved. Each life goes on where
+# the one before was killed.
 SAVE_POINTS = {
     "save.retire": (2, 6, 2),
     "save.begin": (8, 6, 1),
@@ -265,8 +267,8 @@ def test_a4_a_kill_during_a_restore_twice_harms_nothing(config, unbroken, tmp_pa
     assert is_same(tmp_path / "run", unbroken)
 
 
-# Ends the process once it has removed so many files of the step that is named. A thread of its own removes them: the commit
-# is held up meanwhile, so that the next life has something left to do.
+# Ends the process once it has removed so many files of the step that is named. A thread of its own
+# removes them: the commit is held up meanwhile, so that the next life has something left to do.
 HALFWAY = """
 import os, signal, sys, time
 from pathlib import Path
@@ -453,8 +455,8 @@ def test_a11_a_finished_run_started_again_says_so_and_writes_nothing(
 def late_saves(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Holds up the arrays of each save for a moment, and returns what will hold the saves that a step was done in meanwhile.
 
-    A step is over, its loss fetched, when the save after it is asked for; that finds the arrays of the save before it
-    still being written, or not.
+    A step is over, its loss fetched, when the save after it is asked for; that finds the arrays of
+    the save before it still being written, or not.
     """
     begun, held, written, overlapped = list[int](), set[int](), set[int](), set[int]()
     point, save, open_array = faults.point, CheckpointSaver.save, tensorstore.open

@@ -56,7 +56,10 @@ def test_s8_an_exported_model_holds_no_secret(tiny_run, tmp_path):
 def test_s8_a_leak_would_be_found(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/events").write_bytes(b"\x00\xff" + f"{CANARY}-1".encode() + b"\x00")
-    assert leaks(tmp_path, text=f"see {CANARY}-2") == [("output", f"{CANARY}-2"), ("events", f"{CANARY}-1")]  # fmt: skip
+    assert leaks(tmp_path, text=f"see {CANARY}-2") == [
+        ("output", f"{CANARY}-2"),
+        ("events", f"{CANARY}-1"),
+    ]
 
 
 SECRET_WORDS = {
@@ -115,12 +118,19 @@ environment.facts = broken
 sys.exit(front.main(sys.argv[1:]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, "train", f"--config={tiny_run.config}", f"--workdir={tmp_path}/run"],
+        [
+            sys.executable,
+            "-c",
+            program,
+            "train",
+            f"--config={tiny_run.config}",
+            f"--workdir={tmp_path}/run",
+        ],
         env=os.environ | SECRETS | {"JAXLM_CACHE": str(tiny_run.cache)},
         cwd=ROOT,
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert done.returncode == 70, done.stderr
     assert "Traceback" in done.stderr
     assert "https://***@host/a" in done.stderr
@@ -139,7 +149,9 @@ def test_s11_files_follow_the_umask_and_the_lock_is_private(tiny_run):
     assert modes[tiny_run.workdir / "config.json"] == 0o640
     assert modes[tiny_run.workdir / "checkpoints"] == 0o750
     assert modes[tiny_run.workdir / "lock"] == 0o600
-    assert {path: oct(mode) for path, mode in modes.items() if ".lock" in path.name and mode != 0o600} == {}  # fmt: skip
+    assert {
+        path: oct(mode) for path, mode in modes.items() if ".lock" in path.name and mode != 0o600
+    } == {}
 
 
 def test_s11_nothing_is_world_writable_even_under_umask_0(tiny_run, tmp_path):

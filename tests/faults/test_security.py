@@ -33,8 +33,9 @@ SOURCES = sorted((ROOT / "jaxlm").rglob("*.py"))
 
 BANNED_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "runpy", "code"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__", "yaml.load", "torch.load"}
-# Python programs that the user names: a config, and the file of an own objective, optimizer or family. What a run directory
-# records is run only from the user's own copy (tests/recipes/test_own_parts.py).
+# Python programs that the user names: a config, and the file of an own objective, optimizer or
+# family. What a run directory records is run only from the user's own copy
+# (tests/recipes/test_own_parts.py).
 PROGRAMS = [
     ("core/config_file.py", "spec.loader.exec_module"),
     ("core/own.py", "exec"),
@@ -137,7 +138,13 @@ def test_s1_a_pickle_posing_as_a_tokenizer_or_a_shard_file_is_refused_and_not_ru
     marker = tmp_path / "marker"
     content = payloads(marker)[form]
     refused = 0
-    for name in ("tokenizer", "manifest.json", "files.json", "tokens-00000.bin", "documents-00000.bin"):  # fmt: skip
+    for name in (
+        "tokenizer",
+        "manifest.json",
+        "files.json",
+        "tokens-00000.bin",
+        "documents-00000.bin",
+    ):
         folder = tmp_path / name
         shutil.copytree(shards, folder)
         (folder / name).write_bytes(content)
@@ -218,12 +225,27 @@ def test_s2_a_program_inside_a_run_a_checkpoint_a_data_or_a_model_folder_is_neve
 ):
     """Programs under every name that Python or a trainer might look for, in every folder, and each verb from inside of one."""
     marker = tmp_path / "marker"
-    bomb = f"with open({str(marker)!r}, 'a') as file: file.write(__file__)\ndef get_config(): return 1\n"
+    bomb = (
+        f"with open({str(marker)!r}, 'a') as file: file.write(__file__)\n"
+        f"def get_config(): return 1\n"
+    )
     run, texts, model = (tmp_path / name for name in ("run", "texts", "model"))
     shutil.copytree(tiny_run.workdir, run)
     test_exchange.write(model)
     shutil.copytree(tiny_run.config.parent / "texts", texts)
-    names = ("config.py", "__init__.py", "conftest.py", "sitecustomize.py", "usercustomize.py", "jax.py", "json.py", "jaxlm.py", "modeling.py", "tokenizer.py", "setup.py")  # fmt: skip
+    names = (
+        "config.py",
+        "__init__.py",
+        "conftest.py",
+        "sitecustomize.py",
+        "usercustomize.py",
+        "jax.py",
+        "json.py",
+        "jaxlm.py",
+        "modeling.py",
+        "tokenizer.py",
+        "setup.py",
+    )
     places = [texts, model, *(path for path in (run, *run.rglob("*")) if path.is_dir())]
     for place in places:
         for name in names:
@@ -267,8 +289,8 @@ ARCHIVES = {"tarfile", "zipfile", "py7zr", "rarfile", "patoolib"}
 def test_s4_no_source_file_unpacks_an_archive():
     """gzip and zstd hold one stream and name no file; they are read as text, a line or a document at a time.
 
-    Members of archives are streams too, in the one file that may know of archives; tests/corpus/test_readers.py has bombs
-    and names that lead out.
+    Members of archives are streams too, in the one file that may know of archives;
+    tests/corpus/test_readers.py has bombs and names that lead out.
     """
     found = []
     for path in SOURCES:

@@ -63,7 +63,8 @@ BUGS = {
         "training/guard.py",
         "jnp.where(is_good, a, b)",
         "(b + (a - b) * is_good).astype(b.dtype)",
-        "tests/training/test_step.py::test_c1_one_bad_element_of_a_gradient_changes_no_byte_and_the_next_step_is_applied",
+        "tests/training/"
+        "test_step.py::test_c1_one_bad_element_of_a_gradient_changes_no_byte_and_the_next_step_is_applied",
     ),
     "a rewind leaves the later steps": Bug(
         "recipes/train/checkpointing.py",

@@ -12,7 +12,9 @@ from jaxlm.core import quoting
 from jaxlm.core.errors import DataError
 
 NASTY = "\x1b]0;owned\x07\x1b[2J\x1b[31m\r\x08\x7f\x9b31m\u202eevil\u2066\u2028\ufeff"
-RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]")  # fmt: skip
+RAW = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
 
 
 def longest_field(text: str) -> int:

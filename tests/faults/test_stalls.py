@@ -36,7 +36,8 @@ def config(tmp_path_factory):
 def test_e9_d4_what_hangs_is_named_and_ends_with_76(
     config, tmp_path, phase, fault, last, record_property
 ):
-    # A save and a wait for data do happen before the one that hangs, and may take seconds on shared cores.
+    # A save and a wait for data do happen before the one that hangs, and may take seconds on shared
+    # cores.
     limit = 3 if phase == "eval" else 10
     flags = (f"--config.watch.{phase}={limit}s", "--config.eval.every=6")
     process = harness.start(harness.words(config, tmp_path / "run", *flags), fault)
@@ -72,7 +73,10 @@ def test_d5_what_is_slow_within_its_limit_goes_on(config, tmp_path):
         *("--config.watch.step=3s", "--config.watch.compile=60s", "--config.watch.eval=30s"),
         *("--config.watch.save=30s", "--config.eval.every=6"),
     )
-    slow = "compile:sleep=5,step.before:sleep=1@8,eval:sleep=4@6,save.begin:sleep=4@8,save.digest:sleep=4@10"
+    slow = (
+        "compile:sleep=5,step.before:sleep=1@8,eval:sleep=4@6,save.begin:sleep=4@8,"
+        "save.digest:sleep=4@10"
+    )
     code, said = harness.run(harness.words(config, tmp_path / "run", *flags), slow)
     assert code == 0, said
     log = (tmp_path / "run/log.txt").read_text()
@@ -92,7 +96,10 @@ def test_d4_a_compiler_that_hangs_ends_with_76(config, tmp_path):
 def test_d10_a_wall_clock_that_is_set_changes_nothing_but_the_times_that_are_written(
     config, tmp_path, monkeypatch
 ):
-    """An hour ahead in step 4, and an hour back in step 9 of a second start. No limit and no interval notices."""
+    """An hour ahead in step 4, and an hour back in step 9 of a second start.
+
+    No limit and no interval notices.
+    """
     flags = [f"--config.watch.{phase}=60s" for phase in ("data", "step", "save", "eval")]
     flags += ["--config.eval.every=30m", "--config.log.sinks=tensorboard"]
     quiet = tmp_path / "quiet"

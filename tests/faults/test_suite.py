@@ -92,7 +92,8 @@ def test_h4_what_a_test_leaves_behind_fails_the_run(tmp_path):
             text=True,
             env=os.environ | {"PYTHONWARNINGS": "ignore", "HOME": str(home)},
         )
-        # Before another run: were ours gone, it would take everybody's folder of temporary files for its own.
+        # Before another run: were ours gone, it would take everybody's folder of temporary files
+        # for its own.
         assert Path(os.environ["TMPDIR"]).is_dir(), "the run removed a folder that is not its own"
     said = ended["leaves_a"].stdout
     left = re.findall(r"process (\d+)", said.rpartition("left behind: ")[2])

@@ -79,7 +79,9 @@ print("codes", codes)
 
 def byte_pairs(**changes) -> dict:
     """A tokenizer.json of byte pairs over a few letters."""
-    made = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "aa": 3}, merges=[("a", "a"), ("a", "b")]))  # fmt: skip
+    made = Tokenizer(
+        models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "aa": 3}, merges=[("a", "a"), ("a", "b")])
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return json.loads(made.to_str()) | changes
@@ -93,7 +95,9 @@ def sentences():
     """A small SentencePiece model of jaxlm's own."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(400)]
-    return train_tokenizer.train("sentencepiece:512", (" ".join(draw.choices(words, k=200)) for _ in range(50)))  # fmt: skip
+    return train_tokenizer.train(
+        "sentencepiece:512", (" ".join(draw.choices(words, k=200)) for _ in range(50))
+    )
 
 
 def test_s7_a_million_unbroken_characters_take_at_most_ten_seconds(sentences, record_property):

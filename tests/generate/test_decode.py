@@ -26,7 +26,8 @@ FAMILIES = {
     "llama": Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2),
     "gpt2": GPT2(vocab=VOCAB, width=32, depth=2, heads=4, max_positions=64),
 }
-# Rings, positions up to the last that there is, biases by distance beside an encoder, latent attention.
+# Rings, positions up to the last that there is, biases by distance beside an encoder, latent
+# attention.
 SMALL = {"vocab": VOCAB, "width": 32, "depth": 2, "heads": 4}
 GUESSING = FAMILIES | {
     "mistral": Mistral(**SMALL, kv_heads=2, window=4),
@@ -176,7 +177,10 @@ def forward(llama):
 def test_penalties_and_log_probabilities_are_those_of_the_numbers_written_out(
     llama, forward, is_int8
 ):
-    """Beside a float64 loop over the full forward. With an int8 cache log-probabilities are within 0.15 nats here."""
+    """Beside a float64 loop over the full forward.
+
+    With an int8 cache log-probabilities are within 0.15 nats here.
+    """
     penalties = Penalties(repetition=1.3, presence=0.2, frequency=0.4)
     out = program(*llama, penalties=penalties, ends=(), is_scored=True, is_int8=is_int8)(PROMPTS)
     for prompt, drawn, found in zip(PROMPTS, rows(out), out.log_probabilities, strict=True):

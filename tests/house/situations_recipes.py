@@ -9,10 +9,14 @@ from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.plan import oom
 from tests.house.situation import CONFIG, RUN, Situation
 
-SMALL = "--config.model.width=32 --config.model.heads=4 --config.model.depth=1 --config.model.max_positions=64"
+SMALL = (
+    "--config.model.width=32 --config.model.heads=4 --config.model.depth=1 "
+    "--config.model.max_positions=64"
+)
 FLIP = (
     "python3 -c 'import pathlib, sys; "
-    'p = max(pathlib.Path(sys.argv[1]).rglob("*"), key=lambda f: f.is_file() and f.stat().st_size); '
+    'p = max(pathlib.Path(sys.argv[1]).rglob("*"), key=lambda f: f.is_file() and '
+    "f.stat().st_size); "
     "b = bytearray(p.read_bytes()); b[len(b) // 2] ^= 1; p.write_bytes(b)' "
 )
 
@@ -28,7 +32,11 @@ def trained(name, flags):
 BERT = trained("bert", f"--config.model.family=bert --config.objective.name=masked {SMALL}")
 MOVED = trained("moved", "--config.data.tokenizer=exported/tokenizer.json")
 GPT2 = trained("gpt2", f"--config.model.family=gpt2 {SMALL}")
-HUGE = trained("huge", "--config.optim.lr=1e5 --config.schedule.name=constant --config.schedule.warmup=0 --config.train.steps=1")  # fmt: skip
+HUGE = trained(
+    "huge",
+    "--config.optim.lr=1e5 --config.schedule.name=constant --config.schedule.warmup=0 "
+    "--config.train.steps=1",
+)
 
 
 def broken(text):
@@ -81,42 +89,112 @@ def full_disk(patch):
 
 
 SITUATIONS: dict[str, Situation] = {
-    "a resumed run that diverges": Situation(f"train --config=c.py {RUN} --config.train.steps=20 --config.optim.lr=30 --config.guard.divergence=stop --allow_change=optim,train"),
+    "a resumed run that diverges": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=20 --config.optim.lr=30 "
+        f"--config.guard.divergence=stop --allow_change=optim,train"
+    ),
     "eval of rows beyond the table": Situation("eval --workdir=runs/gpt2 --sequence=128", GPT2),
-    "a GGUF of a model that it has no name for": Situation("export --workdir=runs/gpt2 --out=m.gguf --to=gguf", GPT2),
+    "a GGUF of a model that it has no name for": Situation(
+        "export --workdir=runs/gpt2 --out=m.gguf --to=gguf", GPT2
+    ),
     "weights beyond a dtype": Situation("export --workdir=runs/huge --out=m --dtype=float16", HUGE),
-    "an export that computes something else": Situation(f"export {RUN} --out=m", prepare=other_weights),
+    "an export that computes something else": Situation(
+        f"export {RUN} --out=m", prepare=other_weights
+    ),
     "an export of other weights": Situation(f"export {RUN} --out=m", prepare=nearly_the_weights),
     "an export into a file": Situation(f"export {RUN} --out=c.py/m"),
     "too large for a chip of no table": Situation(f"train {CONFIG}", prepare=unknown_chip),
     "too large for the memory": Situation(f"train {CONFIG} --config.train.memory_gib=0.001"),
-    "a text of a model that writes none": Situation("generate --workdir=runs/bert --prompt=a", BERT),
-    "answers of a model that writes none": Situation("eval --workdir=runs/bert --verify=exact", BERT),
+    "a text of a model that writes none": Situation(
+        "generate --workdir=runs/bert --prompt=a", BERT
+    ),
+    "answers of a model that writes none": Situation(
+        "eval --workdir=runs/bert --verify=exact", BERT
+    ),
     "lr-find into a file": Situation("lr-find --config=c.py --out=c.py/found --steps=20"),
-    "lr-find that is not finite": Situation("lr-find --config=c.py --out=found --steps=20 --config.precision.compute=float16", prepare=broken("grads:nan")),
-    "perplexity by a model that reads both ways": Situation("data run --config=r.py --out=out --config.stages=perplexity --config.perplexity.run=runs/bert", BERT),
+    "lr-find that is not finite": Situation(
+        "lr-find --config=c.py --out=found --steps=20 --config.precision.compute=float16",
+        prepare=broken("grads:nan"),
+    ),
+    "perplexity by a model that reads both ways": Situation(
+        "data run --config=r.py --out=out --config.stages=perplexity "
+        "--config.perplexity.run=runs/bert",
+        BERT,
+    ),
     "a vocabulary too small": Situation(f"train {CONFIG} --config.model.vocab=100"),
-    "too little text to hold out": Situation("train --config=d.py --workdir=new", "sed '/validation/d' c.py > d.py; mv texts all; mkdir texts; head -4 all/1.txt > texts/1.txt"),
-    "too little text to hold any out": Situation("train --config=d.py --workdir=new", "sed '/validation/d' c.py > d.py; mv texts all; mkdir texts; head -1 all/1.txt > texts/1.txt"),
-    "a step beyond settings that changed": Situation("replay --workdir=runs/a --step=3", f"{sys.executable} -m jaxlm train --config=c.py {RUN} --config.optim.lr=0.01 --config.train.steps=3 --allow_change=optim,train --quiet >&2; {FLIP} runs/a/checkpoints/2"),
-    "other data and nothing else": Situation(f"train --config=c.py {RUN}", "rm -r runs/a/checkpoints/2; printf 'more text\\n' >> texts/1.txt"),
-    "other dtypes in the workdir": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --config.precision.params=bfloat16 --allow_change=precision,train"),
-    "no rewinds left": Situation(f"train {CONFIG} --config.train.steps=12 --config.guard.budget=2 --config.guard.rewinds=1", prepare=broken("grads:nan@4-99")),
-    "a step that comes out otherwise": Situation(f"train {CONFIG} --config.guard.repeat_every=1", prepare=another_result),
-    "copies that drift apart": Situation(f"train {CONFIG} --config.guard.compare_every=1", prepare=drifted_copies),
-    "a set of an objective that is none": Situation(f"train {CONFIG} --config.objective.name=ul2 --config.eval.follow=val.causul"),
-    "a GGUF of ids that are moved": Situation("export --workdir=runs/moved --out=m.gguf --to=gguf", MOVED),
+    "too little text to hold out": Situation(
+        "train --config=d.py --workdir=new",
+        "sed '/validation/d' c.py > d.py; mv texts all; mkdir texts; head -4 all/1.txt > "
+        "texts/1.txt",
+    ),
+    "too little text to hold any out": Situation(
+        "train --config=d.py --workdir=new",
+        "sed '/validation/d' c.py > d.py; mv texts all; mkdir texts; head -1 all/1.txt > "
+        "texts/1.txt",
+    ),
+    "a step beyond settings that changed": Situation(
+        "replay --workdir=runs/a --step=3",
+        f"{sys.executable} -m jaxlm train --config=c.py {RUN} --config.optim.lr=0.01 "
+        f"--config.train.steps=3 --allow_change=optim,train --quiet >&2; {FLIP} "
+        f"runs/a/checkpoints/2",
+    ),
+    "other data and nothing else": Situation(
+        f"train --config=c.py {RUN}",
+        "rm -r runs/a/checkpoints/2; printf 'more text\\n' >> texts/1.txt",
+    ),
+    "other dtypes in the workdir": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3 --config.precision.params=bfloat16 "
+        f"--allow_change=precision,train"
+    ),
+    "no rewinds left": Situation(
+        f"train {CONFIG} --config.train.steps=12 --config.guard.budget=2 --config.guard.rewinds=1",
+        prepare=broken("grads:nan@4-99"),
+    ),
+    "a step that comes out otherwise": Situation(
+        f"train {CONFIG} --config.guard.repeat_every=1", prepare=another_result
+    ),
+    "copies that drift apart": Situation(
+        f"train {CONFIG} --config.guard.compare_every=1", prepare=drifted_copies
+    ),
+    "a set of an objective that is none": Situation(
+        f"train {CONFIG} --config.objective.name=ul2 --config.eval.follow=val.causul"
+    ),
+    "a GGUF of ids that are moved": Situation(
+        "export --workdir=runs/moved --out=m.gguf --to=gguf", MOVED
+    ),
     "a disk too small": Situation(f"train {CONFIG}", prepare=full_disk),
-    "a ladder without validation": Situation("scale --budget=1e18 --sweep --config=c.py --workdir=ladder '--config.data.validation=()'"),
-    "a ladder of odd widths": Situation("scale --budget=1e18 --sweep --config=c.py --workdir=ladder --widths=30,100,200"),
-    "a ladder too short": Situation("scale --budget=1e18 --sweep --config=c.py --workdir=ladder --widths=64 --steps=2"),
-    "a classifier of few examples": Situation("data train-classifier --examples=a=a.jsonl --examples=b=b.jsonl --out=out", "for i in $(seq 60); do echo '{\"text\": \"apples and pears, number '$i'\"}' >> a.jsonl; echo '{\"text\": \"cars and trains, number '$i'\"}' >> b.jsonl; done"),
-    "a classifier over a folder": Situation("data train-classifier --examples=a=a.jsonl --examples=b=b.jsonl --out=texts", "for i in $(seq 600); do echo '{\"text\": \"apples and pears, number '$i'\"}' >> a.jsonl; echo '{\"text\": \"cars and trains, number '$i'\"}' >> b.jsonl; done"),
-    "a classifier into a file": Situation("data train-classifier --examples=a=a.jsonl --examples=b=b.jsonl --out=c.py/out", "for i in $(seq 600); do echo '{\"text\": \"apples and pears, number '$i'\"}' >> a.jsonl; echo '{\"text\": \"cars and trains, number '$i'\"}' >> b.jsonl; done"),
+    "a ladder without validation": Situation(
+        "scale --budget=1e18 --sweep --config=c.py --workdir=ladder '--config.data.validation=()'"
+    ),
+    "a ladder of odd widths": Situation(
+        "scale --budget=1e18 --sweep --config=c.py --workdir=ladder --widths=30,100,200"
+    ),
+    "a ladder too short": Situation(
+        "scale --budget=1e18 --sweep --config=c.py --workdir=ladder --widths=64 --steps=2"
+    ),
+    "a classifier of few examples": Situation(
+        "data train-classifier --examples=a=a.jsonl --examples=b=b.jsonl --out=out",
+        "for i in $(seq 60); do echo '{\"text\": \"apples and pears, number '$i'\"}' >> a.jsonl; "
+        "echo '{\"text\": \"cars and trains, number '$i'\"}' >> b.jsonl; done",
+    ),
+    "a classifier over a folder": Situation(
+        "data train-classifier --examples=a=a.jsonl --examples=b=b.jsonl --out=texts",
+        "for i in $(seq 600); do echo '{\"text\": \"apples and pears, number '$i'\"}' >> "
+        "a.jsonl; echo '{\"text\": \"cars and trains, number '$i'\"}' >> b.jsonl; done",
+    ),
+    "a classifier into a file": Situation(
+        "data train-classifier --examples=a=a.jsonl --examples=b=b.jsonl --out=c.py/out",
+        "for i in $(seq 600); do echo '{\"text\": \"apples and pears, number '$i'\"}' >> "
+        "a.jsonl; echo '{\"text\": \"cars and trains, number '$i'\"}' >> b.jsonl; done",
+    ),
     "a damaged checkpoint": Situation(f"eval {RUN} --step=1", f"{FLIP} runs/a/checkpoints/1"),
-    "noise of one row": Situation(f"train {CONFIG} --config.train.batch=1 --config.log.layers=noise"),
-    "noise of stages of one row": Situation(f"train {CONFIG} --config.log.layers=noise --config.train.batch_warmup=1@50%"),
-}  # fmt: skip
+    "noise of one row": Situation(
+        f"train {CONFIG} --config.train.batch=1 --config.log.layers=noise"
+    ),
+    "noise of stages of one row": Situation(
+        f"train {CONFIG} --config.log.layers=noise --config.train.batch_warmup=1@50%"
+    ),
+}
 
 # Of these, the ones that take long.
 SLOW = {
@@ -147,8 +225,10 @@ SLOW = {
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {
-    "recipes/use/verify.py:_questions:1": "tests/recipes/use/test_verify.py::test_a_limit_that_no_prompt_leaves_is_refused",
-    "recipes/use/verify.py:_questions:2": "tests/recipes/use/test_verify.py::test_what_cannot_be_verified_has_a_fix_to_paste",
+    "recipes/use/verify.py:_questions:1": "tests/recipes/use/"
+    "test_verify.py::test_a_limit_that_no_prompt_leaves_is_refused",
+    "recipes/use/verify.py:_questions:2": "tests/recipes/use/"
+    "test_verify.py::test_what_cannot_be_verified_has_a_fix_to_paste",
 }
 
 # Places that no test reaches yet.

@@ -22,7 +22,10 @@ FLIP = "printf x >>"  # one byte more is damage too
 ONE = "$(find runs/a/checkpoints/1 -type f ! -name digests.json | sort | head -1)"
 TWO = ONE.replace("/1", "/2")
 HUB = "import --from=hf:me/tiny --workdir=new"
-GGUF = "from pathlib import Path; from tests.checkpoint import ggufs; from tests.cli.test_import_gguf import LLAMA; ggufs.write(Path('tiny.gguf'), LLAMA)"
+GGUF = (
+    "from pathlib import Path; from tests.checkpoint import ggufs; from "
+    "tests.cli.test_import_gguf import LLAMA; ggufs.write(Path('tiny.gguf'), LLAMA)"
+)
 CLIP = "--config.regularization.qk_clip=50"
 
 
@@ -113,34 +116,81 @@ def has_no_cache_folder(patch: pytest.MonkeyPatch) -> None:
 
 SITUATIONS: dict[str, Situation] = {
     # checkpoints
-    "an old checkpoint that stays": Situation(f"train --config=c.py {RUN} --config.train.steps=7 --allow_change=train.steps --config.checkpoint.keep_last=1 --config.guard.rewind_steps=1", prepare=refuses_removal),
-    "a checkpoint that takes too long": Situation(f"train {CONFIG} --config.watch.save=1s", prepare=is_slow_to_commit),
-    "a checkpoint of another shape": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --config.model.width=64 --allow_change=model,train.steps"),
-    "all checkpoints damaged": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps", f"{FLIP} {ONE}; {FLIP} {TWO}"),
-    "a damaged checkpoint to look at": Situation(f"checkpoint inspect {RUN} --step=1", f"{FLIP} {ONE}"),
-    "a damaged record": Situation(f"checkpoint inspect {RUN} --step=1", f"{FLIP} runs/a/checkpoints/1/digests.json"),
-    "start_at a damaged step": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps --start_at=1 --force", f"{FLIP} {ONE}"),
+    "an old checkpoint that stays": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=7 --allow_change=train.steps "
+        f"--config.checkpoint.keep_last=1 --config.guard.rewind_steps=1",
+        prepare=refuses_removal,
+    ),
+    "a checkpoint that takes too long": Situation(
+        f"train {CONFIG} --config.watch.save=1s", prepare=is_slow_to_commit
+    ),
+    "a checkpoint of another shape": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3 --config.model.width=64 "
+        f"--allow_change=model,train.steps"
+    ),
+    "all checkpoints damaged": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps",
+        f"{FLIP} {ONE}; {FLIP} {TWO}",
+    ),
+    "a damaged checkpoint to look at": Situation(
+        f"checkpoint inspect {RUN} --step=1", f"{FLIP} {ONE}"
+    ),
+    "a damaged record": Situation(
+        f"checkpoint inspect {RUN} --step=1", f"{FLIP} runs/a/checkpoints/1/digests.json"
+    ),
+    "start_at a damaged step": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps "
+        f"--start_at=1 --force",
+        f"{FLIP} {ONE}",
+    ),
     "a run taken over": Situation(f"train {CONFIG}", prepare=is_taken_over),
-    "a run in use": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps", prepare=is_in_use),
+    "a run in use": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps",
+        prepare=is_in_use,
+    ),
     "eval of a run without checkpoints": Situation(f"eval {RUN}", "rm -r runs/a/checkpoints/*"),
-    "inspection of a run without checkpoints": Situation(f"checkpoint inspect {RUN}", "rm -r runs/a/checkpoints/*"),
-    "another optimizer in the workdir": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --config.optim.name=lion --config.optim.lr=1e-4"),
-    "parameters of another dtype in the workdir": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --config.precision.params=bfloat16"),
+    "inspection of a run without checkpoints": Situation(
+        f"checkpoint inspect {RUN}", "rm -r runs/a/checkpoints/*"
+    ),
+    "another optimizer in the workdir": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3 --config.optim.name=lion "
+        f"--config.optim.lr=1e-4"
+    ),
+    "parameters of another dtype in the workdir": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3 --config.precision.params=bfloat16"
+    ),
     "an average of one": Situation(f"average {RUN} --steps=1 --out=averaged"),
-    "init_from text of another tokenizer": Situation(f"train {CONFIG} --init_from=runs/a --config.data.tokenizer=characters"),
+    "init_from text of another tokenizer": Situation(
+        f"train {CONFIG} --init_from=runs/a --config.data.tokenizer=characters"
+    ),
     # models of others
     "no such GGUF": Situation("import --from=none.gguf --workdir=new"),
-    "a GGUF of no model": Situation("import --from=odd.gguf --workdir=new", f"{PYTHON} -c \"import gguf, numpy as np; w = gguf.GGUFWriter('odd.gguf', 'llama'); w.add_tensor('a', np.zeros(32, np.float32)); w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()\""),
+    "a GGUF of no model": Situation(
+        "import --from=odd.gguf --workdir=new",
+        f"{PYTHON} -c \"import gguf, numpy as np; w = gguf.GGUFWriter('odd.gguf', 'llama'); "
+        f"w.add_tensor('a', np.zeros(32, np.float32)); w.write_header_to_file(); "
+        f'w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()"',
+    ),
     "a folder of no model": Situation("import --from=texts --workdir=new"),
-    "a model that was damaged": Situation("import --from=exported --workdir=new", "echo >> exported/config.json"),
+    "a model that was damaged": Situation(
+        "import --from=exported --workdir=new", "echo >> exported/config.json"
+    ),
     "a full disk under an export": Situation(f"export {RUN} --out=out", prepare=fills_the_disk),
     "a model of the hub without its library": Situation(HUB, prepare=has_no("huggingface_hub")),
-    "a model of the hub as GGUF": Situation(HUB, f"PYTHONPATH={ROOT} {PYTHON} -c \"{GGUF}\"", prepare=publishes("config.json", "tiny.gguf")),
+    "a model of the hub as GGUF": Situation(
+        HUB,
+        f'PYTHONPATH={ROOT} {PYTHON} -c "{GGUF}"',
+        prepare=publishes("config.json", "tiny.gguf"),
+    ),
     "a hub that cannot be reached": Situation(HUB, prepare=cannot_reach_the_hub),
     # processes
     "half of a cluster": Situation(f"train {CONFIG}", prepare=sets(PMI_SIZE="2")),
-    "a cluster of letters": Situation(f"train {CONFIG}", prepare=sets(PMI_SIZE="two", PMI_RANK="0")),
-    "a process beyond the last": Situation(f"train {CONFIG} --coordinator=127.0.0.1:4321 --num_processes=2 --process_id=2"),
+    "a cluster of letters": Situation(
+        f"train {CONFIG}", prepare=sets(PMI_SIZE="two", PMI_RANK="0")
+    ),
+    "a process beyond the last": Situation(
+        f"train {CONFIG} --coordinator=127.0.0.1:4321 --num_processes=2 --process_id=2"
+    ),
     # devices
     "too little memory": Situation(f"train {CONFIG}", prepare=has_little_memory),
     "too little memory to evaluate": Situation(f"eval {RUN}", prepare=has_little_memory),
@@ -149,12 +199,25 @@ SITUATIONS: dict[str, Situation] = {
     "a bench of a size like none": Situation("bench --sizes=huge"),
     # attention and QK-clip
     "qk_clip of frozen heads": Situation(f"train {CONFIG} {CLIP} --config.optim.freeze=*/query/*"),
-    "qk_clip of normed heads": Situation(f"train {CONFIG} {CLIP} --config.model.family=qwen3 --config.model.head_dim=8"),
-    "dropout and keys in a ring": Situation("plan --config=c.py --on=cpu --devices=2 --config.mesh.context=2 --config.mesh.context_keys=ring --config.regularization.attention_dropout=0.1"),
-    "splash of split rows": Situation("plan --config=c.py --on=v5e-4 --config.mesh.context=4 --config.train.attention=splash"),
-    "splash on a processor": Situation("plan --config=c.py --on=cpu --config.train.attention=splash"),
-    "splash of a warm-up": Situation("plan --config=c.py --on=v5e-4 --config.train.attention=splash --config.data.sequence=1024 --config.data.sequence_warmup=64@50% --config.model.max_positions=1024 --config.train.steps=4"),
-}  # fmt: skip
+    "qk_clip of normed heads": Situation(
+        f"train {CONFIG} {CLIP} --config.model.family=qwen3 --config.model.head_dim=8"
+    ),
+    "dropout and keys in a ring": Situation(
+        "plan --config=c.py --on=cpu --devices=2 --config.mesh.context=2 "
+        "--config.mesh.context_keys=ring --config.regularization.attention_dropout=0.1"
+    ),
+    "splash of split rows": Situation(
+        "plan --config=c.py --on=v5e-4 --config.mesh.context=4 --config.train.attention=splash"
+    ),
+    "splash on a processor": Situation(
+        "plan --config=c.py --on=cpu --config.train.attention=splash"
+    ),
+    "splash of a warm-up": Situation(
+        "plan --config=c.py --on=v5e-4 --config.train.attention=splash "
+        "--config.data.sequence=1024 --config.data.sequence_warmup=64@50% "
+        "--config.model.max_positions=1024 --config.train.steps=4"
+    ),
+}
 
 
 DEVICES = "tests/house/test_fix_lines_of_devices.py::test"
@@ -179,18 +242,23 @@ SLOW = {
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE = {
-    "checkpoint/store.py:_compare:2": "tests/faults/test_going_on.py::test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew",
+    "checkpoint/store.py:_compare:2": "tests/faults/"
+    "test_going_on.py::test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew",
     # In a thread, which is not watched: by the situation "a run taken over".
-    "checkpoint/store.py:_refuse_if_lost:1": "tests/house/test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
+    "checkpoint/store.py:_refuse_if_lost:1": "tests/house/"
+    "test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
     "parallel/host.py:check_rows:1": f"{DEVICES}_a_replay_on_too_many_devices_is_mended_by_fewer_and_not_by_another_batch",
     # JAX mostly ends a process without its coordinator before this is raised. That the same command
     # goes on is tested by `test_a_run_that_lost_a_process_goes_on_by_the_same_command`.
-    "parallel/peers.py:_lost:1": "tests/parallel/test_peers.py::test_a_rank_that_loses_the_coordinator_is_told_to_run_the_same_command",
+    "parallel/peers.py:_lost:1": "tests/parallel/"
+    "test_peers.py::test_a_rank_that_loses_the_coordinator_is_told_to_run_the_same_command",
     "parallel/rendezvous.py:split:1": f"{DEVICES}_an_address_without_a_port_gets_one_for_the_same_host",
     "recipes/plan/attention_kernels.py:check_length:1": f"{DEVICES}_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbours",
     # Cautions of schedules and averages, which `config validate` prints and ends with 0.
-    "recipes/config.py:cautions:1": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
-    "recipes/config.py:cautions:2": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
+    "recipes/config.py:cautions:1": "tests/cli/"
+    "test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
+    "recipes/config.py:cautions:2": "tests/cli/"
+    "test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
     "training/shutdown.py:exit_failed:1": f"{DEVICES}_a_run_that_lost_a_process_goes_on_by_the_same_command",
     "training/shutdown.py:exit_stalled:1": f"{DEVICES}_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command",
 }

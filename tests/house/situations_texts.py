@@ -65,16 +65,22 @@ DAMAGE = "mv tokens 'my tokens'; " + _shell(
     "data = bytearray(path.read_bytes()); data[40:44] = b'zzzz'; path.write_bytes(data)"
 )
 PIECES = _shell(
-    "import sentencepiece as s; s.SentencePieceTrainer.train(input='texts/0.txt', model_prefix='m', "
+    "import sentencepiece as s; s.SentencePieceTrainer.train(input='texts/0.txt', "
+    "model_prefix='m', "
     "vocab_size=60, hard_vocab_limit=False, minloglevel=2)"
 )
 CHATS = _shell(
-    "import json; f = open('chat.jsonl', 'w'); turn = lambda role, text: {'role': role, 'content': text}; "
-    "[print(json.dumps({'messages': [turn('user', f'q{n}'), turn('assistant', 'a' * (200 if n == 7 else 1))]}), file=f) for n in range(60)]"
+    "import json; f = open('chat.jsonl', 'w'); turn = lambda role, text: {'role': role, "
+    "'content': text}; "
+    "[print(json.dumps({'messages': [turn('user', f'q{n}'), turn('assistant', 'a' * (200 if n == "
+    "7 else 1))]}), file=f) for n in range(60)]"
 )
 CHAT = "--config.data.train=chat.jsonl --config.data.kind=chat"
 ON_CHATS = f"data stats --config=c.py {CHAT} --config.data.sequence=64 --config.data.validation=20%"
-REFUSES = "; echo \"{{ raise_exception('no') if messages[0].content == 'q5' }}{% for m in messages %}{{ m.content }}{% endfor %}\" > own.jinja"
+REFUSES = (
+    "; echo \"{{ raise_exception('no') if messages[0].content == 'q5' }}{% for m in "
+    'messages %}{{ m.content }}{% endfor %}" > own.jinja'
+)
 ON_TOKENS = (
     "train --config=c.py --workdir=new '--config.data.train=my tokens/train' "
     "'--config.data.validation=my tokens/val' '--config.data.tokenizer=my tokens/train/tokenizer'"
@@ -84,71 +90,189 @@ TWO = (
     "--config.eval.follow=auto"
 )
 PART = _shell(
-    "open('mine.py', 'w').write('''import dataclasses\nfrom jaxlm.objectives.config import ObjectiveFacts\n"
+    "open('mine.py', 'w').write('''import dataclasses\n"
+    "from jaxlm.objectives.config import ObjectiveFacts\n"
     "from jaxlm.objectives.objective import Objective\n@dataclasses.dataclass(frozen=True)\n"
     "class Own(ObjectiveFacts):\n    keeps_rows = evaluated_as_causal = True\n"
-    "    def build(self, loss, architecture):\n        return Objective(self, loss, architecture)\n''')"
+    "    def build(self, loss, architecture):\n"
+    "        return Objective(self, loss, architecture)\n''')"
 )
 
 SITUATIONS: dict[str, Situation] = {
     # text and token shards
-    "tokens into a place that is no folder": Situation("data tokenize --config=c.py --out=c.py/tokens"),
-    "a cache that is a file": Situation("data stats --config=c.py", prepare=lambda patch: patch.setenv("JAXLM_CACHE", "/dev/null/cache")),
+    "tokens into a place that is no folder": Situation(
+        "data tokenize --config=c.py --out=c.py/tokens"
+    ),
+    "a cache that is a file": Situation(
+        "data stats --config=c.py",
+        prepare=lambda patch: patch.setenv("JAXLM_CACHE", "/dev/null/cache"),
+    ),
     "a cache on a full disk": Situation("data stats --config=c.py", prepare=_full_disk),
-    "validation by tokens of another tokenizer": Situation("data stats --config=c.py --config.data.validation=tokens/val --config.data.tokenizer=characters"),
-    "a batch of more rows than the text has": Situation("train --config=c.py --workdir=new --config.data.train=texts/0.txt --config.train.batch=64"),
-    "a share that holds no document": Situation("data stats --config=c.py --config.data.train=texts/0.txt --config.data.validation=5%"),
+    "validation by tokens of another tokenizer": Situation(
+        "data stats --config=c.py --config.data.validation=tokens/val "
+        "--config.data.tokenizer=characters"
+    ),
+    "a batch of more rows than the text has": Situation(
+        "train --config=c.py --workdir=new --config.data.train=texts/0.txt --config.train.batch=64"
+    ),
+    "a share that holds no document": Situation(
+        "data stats --config=c.py --config.data.train=texts/0.txt --config.data.validation=5%"
+    ),
     "token shards changed in place": Situation("data check 'my tokens/train'", DAMAGE),
     "training on token shards changed in place": Situation(ON_TOKENS, DAMAGE),
-    "a look at two sources, one of them damaged": Situation("data peek --config=c.py '--config.data.train=aa=my tokens/train,bb=my tokens/val' '--config.data.validation=()' '--config.data.tokenizer=my tokens/train/tokenizer' --config.train.batch=64 --rows=64", DAMAGE),
+    "a look at two sources, one of them damaged": Situation(
+        "data peek --config=c.py '--config.data.train=aa=my tokens/train,bb=my tokens/val' "
+        "'--config.data.validation=()' '--config.data.tokenizer=my tokens/train/tokenizer' "
+        "--config.train.batch=64 --rows=64",
+        DAMAGE,
+    ),
     "more damage than may be lost": Situation(f"{ON_TOKENS} --config.data.damaged=skip", DAMAGE),
-    "data from Python whose copy is gone": Situation("train --config=c.py --workdir=new --config.data.train=python:0"),
+    "data from Python whose copy is gone": Situation(
+        "train --config=c.py --workdir=new --config.data.train=python:0"
+    ),
     # conversations
-    "a chat template that is none": Situation(f"{ON_CHATS} --config.data.template=own.jinja", f"{CHATS}; echo '{{% for %}}' > own.jinja"),
-    "a chat template that is not there": Situation(f"{ON_CHATS} --config.data.template=own.jinja", CHATS),
-    "a conversation that the template refuses": Situation(f"{ON_CHATS} --config.data.template=own.jinja", CHATS + REFUSES),
-    "a conversation longer than a row": Situation(f"{ON_CHATS} --config.data.overlong=error", CHATS),
-    "text as conversations": Situation("data stats --config=c.py --config.data.kind=chat --config.data.validation=20% --config.data.train=text.jsonl", "echo '{\"text\": \"one two three\"}' > text.jsonl; for n in 1 2 3 4 5 6 7 8 9; do echo '{\"text\": \"'$n'\"}' >> text.jsonl; done"),
-    "a prompt that is trained on": Situation(f"data stats --config=c.py {CHAT} --config.data.sequence=64 --config.data.validation=held.jsonl", CHATS + "; sed 's/\"a\"/\"b\"/' chat.jsonl > held.jsonl"),
-    "conversations under an objective that changes rows": Situation(f"{ON_CHATS} --config.objective.name=prefix", CHATS),
+    "a chat template that is none": Situation(
+        f"{ON_CHATS} --config.data.template=own.jinja", f"{CHATS}; echo '{{% for %}}' > own.jinja"
+    ),
+    "a chat template that is not there": Situation(
+        f"{ON_CHATS} --config.data.template=own.jinja", CHATS
+    ),
+    "a conversation that the template refuses": Situation(
+        f"{ON_CHATS} --config.data.template=own.jinja", CHATS + REFUSES
+    ),
+    "a conversation longer than a row": Situation(
+        f"{ON_CHATS} --config.data.overlong=error", CHATS
+    ),
+    "text as conversations": Situation(
+        "data stats --config=c.py --config.data.kind=chat --config.data.validation=20% "
+        "--config.data.train=text.jsonl",
+        'echo \'{"text": "one two three"}\' > text.jsonl; for n in 1 2 3 4 5 6 7 8 9; do echo '
+        "'{\"text\": \"'$n'\"}' >> text.jsonl; done",
+    ),
+    "a prompt that is trained on": Situation(
+        f"data stats --config=c.py {CHAT} --config.data.sequence=64 "
+        f"--config.data.validation=held.jsonl",
+        CHATS + '; sed \'s/"a"/"b"/\' chat.jsonl > held.jsonl',
+    ),
+    "conversations under an objective that changes rows": Situation(
+        f"{ON_CHATS} --config.objective.name=prefix", CHATS
+    ),
     "a role that is none": Situation("config validate --config=c.py --config.data.roles=bot"),
     "no role": Situation("config validate --config=c.py '--config.data.roles=()'"),
-    "init of conversations": Situation("init --data=chat.jsonl --on=t4", CHATS + "; cp -r runs/a runs/base", more="--config.train.steps=1 --config.train.batch=4 --config.data.sequence=64"),
-    "a kind of no source": Situation("config validate --config=c.py --config.data.kind=chat --config.data.validation=5% --config.data.train=talk=chat.jsonl,web=texts/*.txt --config.data.kinds=wob=text", CHATS),
-    "a kind like none of a source": Situation("config validate --config=c.py --config.data.kind=chat --config.data.validation=5% --config.data.train=talk=chat.jsonl,web=texts/*.txt --config.data.kinds=web=prose", CHATS),
-    "a kind twice": Situation("config validate --config=c.py --config.data.kind=chat --config.data.validation=5% --config.data.train=talk=chat.jsonl,web=texts/*.txt --config.data.kinds=web=text,web=chat", CHATS),
+    "init of conversations": Situation(
+        "init --data=chat.jsonl --on=t4",
+        CHATS + "; cp -r runs/a runs/base",
+        more="--config.train.steps=1 --config.train.batch=4 --config.data.sequence=64",
+    ),
+    "a kind of no source": Situation(
+        "config validate --config=c.py --config.data.kind=chat --config.data.validation=5% "
+        "--config.data.train=talk=chat.jsonl,web=texts/*.txt --config.data.kinds=wob=text",
+        CHATS,
+    ),
+    "a kind like none of a source": Situation(
+        "config validate --config=c.py --config.data.kind=chat --config.data.validation=5% "
+        "--config.data.train=talk=chat.jsonl,web=texts/*.txt --config.data.kinds=web=prose",
+        CHATS,
+    ),
+    "a kind twice": Situation(
+        "config validate --config=c.py --config.data.kind=chat --config.data.validation=5% "
+        "--config.data.train=talk=chat.jsonl,web=texts/*.txt --config.data.kinds=web=text,web=chat",
+        CHATS,
+    ),
     "the library as conversations": Situation("config validate --config.data.kind=chat", CHATS),
-    "the end of conversations as a set": Situation("config validate --config=c.py --config.data.kind=chat"),
-    "conversations in rows that grow": Situation(f"config validate --config=c.py {CHAT} --config.data.validation=20% --config.data.sequence_warmup=16@50%"),
+    "the end of conversations as a set": Situation(
+        "config validate --config=c.py --config.data.kind=chat"
+    ),
+    "conversations in rows that grow": Situation(
+        f"config validate --config=c.py {CHAT} --config.data.validation=20% "
+        f"--config.data.sequence_warmup=16@50%"
+    ),
     # mixtures
-    "an epoch of less than a row": Situation(f"{TWO} --config.data.mixture.name=temperature --config.data.mixture.epochs=aa=0.0001"),
-    "fewer epochs than the run takes": Situation(f"{TWO} --config.data.mixture.name=temperature --config.data.mixture.epochs=aa=0.1,bb=0.1"),
-    "no weight where a source has ended": Situation(f"{TWO} --config.train.steps=4 --config.data.mixture.name=weights --config.data.mixture.weights=aa=1@0..1@50%..0.5@100%,bb=0@0..0@50%..0.5@100% --config.data.mixture.epochs=aa=0.1"),
-    "rows beyond the most epochs": Situation("data peek --config=c.py --step=20 --config.data.train=aa=texts/1.txt,bb=texts/2.txt --config.data.mixture.name=temperature --config.data.mixture.epochs=aa=0.3,bb=0.3"),
+    "an epoch of less than a row": Situation(
+        f"{TWO} --config.data.mixture.name=temperature --config.data.mixture.epochs=aa=0.0001"
+    ),
+    "fewer epochs than the run takes": Situation(
+        f"{TWO} --config.data.mixture.name=temperature --config.data.mixture.epochs=aa=0.1,bb=0.1"
+    ),
+    "no weight where a source has ended": Situation(
+        f"{TWO} --config.train.steps=4 --config.data.mixture.name=weights "
+        f"--config.data.mixture.weights=aa=1@0..1@50%..0.5@100%,bb=0@0..0@50%..0.5@100% "
+        f"--config.data.mixture.epochs=aa=0.1"
+    ),
+    "rows beyond the most epochs": Situation(
+        "data peek --config=c.py --step=20 --config.data.train=aa=texts/1.txt,bb=texts/2.txt "
+        "--config.data.mixture.name=temperature --config.data.mixture.epochs=aa=0.3,bb=0.3"
+    ),
     # tokenizers
-    "a tokenizer.json that is none": Situation("data stats --config=c.py --config.data.tokenizer=bad.json", "echo '{}' > bad.json"),
-    "a tokenizer.json of a huge id": Situation("data stats --config=c.py --config.data.tokenizer=bad.json", _written("bad.json", _vocabulary(a=0, b=2**31))),
-    "a trained tokenizer without the special tokens": Situation("data stats --config=c.py --config.data.tokenizer=bad.json", _written("bad.json", {"kind": "trained", "content": json.dumps(_vocabulary(a=0))})),
-    "a SentencePiece model without the special tokens": Situation("data stats --config=c.py --config.data.tokenizer=m.model", PIECES),
-    "a tokenizer of our own that is damaged": Situation("data stats --config=c.py --config.data.tokenizer=bad.json", "echo '{\"kind\": \"characters\", \"characters\": 5}' > bad.json"),
-    "a tokenizer file of a gigabyte": Situation("data stats --config=c.py --config.data.tokenizer=big.json", "truncate -s 1G big.json"),
-    "a tokenizer that gives ids of no token": Situation("data stats --config=c.py", prepare=_broken_tokenizer),
+    "a tokenizer.json that is none": Situation(
+        "data stats --config=c.py --config.data.tokenizer=bad.json", "echo '{}' > bad.json"
+    ),
+    "a tokenizer.json of a huge id": Situation(
+        "data stats --config=c.py --config.data.tokenizer=bad.json",
+        _written("bad.json", _vocabulary(a=0, b=2**31)),
+    ),
+    "a trained tokenizer without the special tokens": Situation(
+        "data stats --config=c.py --config.data.tokenizer=bad.json",
+        _written("bad.json", {"kind": "trained", "content": json.dumps(_vocabulary(a=0))}),
+    ),
+    "a SentencePiece model without the special tokens": Situation(
+        "data stats --config=c.py --config.data.tokenizer=m.model", PIECES
+    ),
+    "a tokenizer of our own that is damaged": Situation(
+        "data stats --config=c.py --config.data.tokenizer=bad.json",
+        'echo \'{"kind": "characters", "characters": 5}\' > bad.json',
+    ),
+    "a tokenizer file of a gigabyte": Situation(
+        "data stats --config=c.py --config.data.tokenizer=big.json", "truncate -s 1G big.json"
+    ),
+    "a tokenizer that gives ids of no token": Situation(
+        "data stats --config=c.py", prepare=_broken_tokenizer
+    ),
     "a tokenizer that no GGUF has": Situation("export --workdir=runs/a --to=gguf --out=model.gguf"),
     # models, objectives, schedules
-    "numbers of another head in a long rope": Situation("config validate --config.model.family=phi3 --config.model.rope_scaling.name=long --config.model.rope_scaling.short=1 --config.model.rope_scaling.long=1"),
-    "a mixture of objectives without any": Situation("config validate --config.objective.name=mixture --config.objective.weights.causal=0 --config.objective.weights.fim=0"),
-    "rows too short for an objective": Situation("train --config=c.py --workdir=new --config.objective.name=fim --config.data.sequence=4"),
+    "numbers of another head in a long rope": Situation(
+        "config validate --config.model.family=phi3 --config.model.rope_scaling.name=long "
+        "--config.model.rope_scaling.short=1 --config.model.rope_scaling.long=1"
+    ),
+    "a mixture of objectives without any": Situation(
+        "config validate --config.objective.name=mixture --config.objective.weights.causal=0 "
+        "--config.objective.weights.fim=0"
+    ),
+    "rows too short for an objective": Situation(
+        "train --config=c.py --workdir=new --config.objective.name=fim --config.data.sequence=4"
+    ),
     # parts of a user
-    "a part in no file": Situation("config validate --config=c.py --config.objective.name=none.py:Own"),
-    "a part in no module": Situation("config validate --config=c.py --config.objective.name=none.none:Own"),
-    "a part of another name": Situation("config validate --config=c.py --config.objective.name=mine.py:Owm", PART),
-    "a part that lacks a method": Situation("config validate --config=c.py --config.objective.name=mine.py:Own", f"{PART}; sed -i s/build/built/ mine.py"),
-    "a part that changes rows in workers": Situation("config validate --config=c.py --config.objective.name=mine.py:Own --config.data.workers=1", f"{PART}; sed -i s/keeps_rows/other/ mine.py"),
-    "a part whose file is gone": Situation("train --workdir=runs/own", f"{PART}; {sys.executable} -m jaxlm train --config=c.py --workdir=runs/own --config.objective.name=mine.py:Own --quiet; rm mine.py"),
+    "a part in no file": Situation(
+        "config validate --config=c.py --config.objective.name=none.py:Own"
+    ),
+    "a part in no module": Situation(
+        "config validate --config=c.py --config.objective.name=none.none:Own"
+    ),
+    "a part of another name": Situation(
+        "config validate --config=c.py --config.objective.name=mine.py:Owm", PART
+    ),
+    "a part that lacks a method": Situation(
+        "config validate --config=c.py --config.objective.name=mine.py:Own",
+        f"{PART}; sed -i s/build/built/ mine.py",
+    ),
+    "a part that changes rows in workers": Situation(
+        "config validate --config=c.py --config.objective.name=mine.py:Own --config.data.workers=1",
+        f"{PART}; sed -i s/keeps_rows/other/ mine.py",
+    ),
+    "a part whose file is gone": Situation(
+        "train --workdir=runs/own",
+        f"{PART}; {sys.executable} -m jaxlm train --config=c.py --workdir=runs/own "
+        f"--config.objective.name=mine.py:Own --quiet; rm mine.py",
+    ),
     # reports and trackers
-    "a figure of a run of another shape": Situation("report --workdir='runs/my run'", "mv runs/a 'runs/my run'; " + _written("'runs/my run/exit.json'", [1])),
-    "a tracker that is not installed": Situation("train --config=c.py --workdir=new --config.log.sinks=console,trackio", prepare=_no_trackio),
-}  # fmt: skip
+    "a figure of a run of another shape": Situation(
+        "report --workdir='runs/my run'",
+        "mv runs/a 'runs/my run'; " + _written("'runs/my run/exit.json'", [1]),
+    ),
+    "a tracker that is not installed": Situation(
+        "train --config=c.py --workdir=new --config.log.sinks=console,trackio", prepare=_no_trackio
+    ),
+}
 
 # Of these, the ones that take long.
 SLOW = {
@@ -162,14 +286,21 @@ SLOW = {
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {
     # Conversations are rendered in a thread, which is not traced: "a chat template that is none".
-    "data/chat.py:_refused:1": "tests/house/test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
-    "data/dataset.py:_loader:1": "tests/data/test_chat_documents.py::test_token_shards_of_conversations_keep_weights_and_template",
+    "data/chat.py:_refused:1": "tests/house/"
+    "test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
+    "data/dataset.py:_loader:1": "tests/data/"
+    "test_chat_documents.py::test_token_shards_of_conversations_keep_weights_and_template",
     "core/hub.py:_refused:1": "tests/data/test_remote.py::test_without_the_hub_its_copies_are_used",
-    "data/remote.py:_full:1": "tests/data/test_remote.py::test_a_disk_without_room_is_refused_before_anything_is_copied",
-    "data/remote.py:_of_hub:1": "tests/data/test_remote.py::test_a_file_that_arrives_damaged_is_refused",
-    "data/loader.py:_closing:1": "tests/faults/test_data.py::test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds",
-    "optim/schedule_config.py:cautions:1": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
-    "optim/schedule_config.py:lr_factor:1": "tests/optim/test_schedules.py::test_a_schedule_that_does_not_fit_is_refused_by_what_builds_it_too",
+    "data/remote.py:_full:1": "tests/data/"
+    "test_remote.py::test_a_disk_without_room_is_refused_before_anything_is_copied",
+    "data/remote.py:_of_hub:1": "tests/data/"
+    "test_remote.py::test_a_file_that_arrives_damaged_is_refused",
+    "data/loader.py:_closing:1": "tests/faults/"
+    "test_data.py::test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds",
+    "optim/schedule_config.py:cautions:1": "tests/cli/"
+    "test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
+    "optim/schedule_config.py:lr_factor:1": "tests/optim/"
+    "test_schedules.py::test_a_schedule_that_does_not_fit_is_refused_by_what_builds_it_too",
 }
 
 # Places that no test reaches yet.

@@ -13,14 +13,27 @@ NECK = trained("neck", "--config.tune.name=bottleneck --config.tune.hidden=2 --i
 PREFIX = "--config.tune.name=prefix --config.tune.length=2"
 AHEAD = trained("ahead", f"{PREFIX} --init_from=runs/a")
 WHOLE = trained("whole", f"{PREFIX} --init_from=runs/a --config.tune.also=*norm/scale")
-LATENT = "--config.model.family=deepseek_v2 --config.model.experts=2 --config.model.top_k=1 --config.model.groups=1 --config.model.top_groups=1 --config.model.hidden=32 --config.model.dense_hidden=32"
+LATENT = (
+    "--config.model.family=deepseek_v2 --config.model.experts=2 --config.model.top_k=1 "
+    "--config.model.groups=1 --config.model.top_groups=1 --config.model.hidden=32 "
+    "--config.model.dense_hidden=32"
+)
 LATENT_BASE = trained("latent", LATENT)
-FACTORS = (
-    f"{GPT2}; "
-    + trained("factors", f"--config.model.family=gpt2 {SMALL} --config.tune.name=ia3 --init_from=runs/gpt2 '--config.tune.at=*/attention/query/*,*/attention/key/*' '--config.tune.inputs=*/attention/query/*'")
-)  # fmt: skip
-EXPERTS = trained("experts", "--config.model.family=mixtral --config.model.experts=2 --config.model.top_k=1 --config.model.hidden=32")  # fmt: skip
-PEFT = f"{TUNED}; {sys.executable} -m jaxlm export --workdir=runs/tuned --to=peft --out=peft --quiet >&2"  # fmt: skip
+FACTORS = f"{GPT2}; " + trained(
+    "factors",
+    f"--config.model.family=gpt2 {SMALL} --config.tune.name=ia3 --init_from=runs/gpt2 "
+    f"'--config.tune.at=*/attention/query/*,*/attention/key/*' "
+    f"'--config.tune.inputs=*/attention/query/*'",
+)
+EXPERTS = trained(
+    "experts",
+    "--config.model.family=mixtral --config.model.experts=2 --config.model.top_k=1 "
+    "--config.model.hidden=32",
+)
+PEFT = (
+    f"{TUNED}; {sys.executable} -m jaxlm export --workdir=runs/tuned --to=peft --out=peft "
+    f"--quiet >&2"
+)
 MOVED = 'mv runs/a runs/base; sed -i \'s#"run": ".*"#"run": "gone"#\' runs/tuned/base.json'
 EARLIER = 'sed -i \'s/"step": 2/"step": 1/\' runs/tuned/base.json'
 
@@ -35,54 +48,140 @@ def full_library(patch):
 
 
 SITUATIONS: dict[str, Situation] = {
-    "an imported model without text": Situation("train --init_from=runs/a --workdir=new", "touch runs/a/imported.json", more="--stop_at=1"),
-    "QK-clip of an adapter": Situation(f"config validate --config=c.py {LORA} --config.regularization.qk_clip=100"),
-    "curvature of an adapter": Situation(f"config validate --config=c.py {LORA} --config.optim.name=sophia"),
-    "further heads of an adapter": Situation(f"config validate --config=c.py {LORA} --config.objective.name=mtp"),
-    "an average of adapters": Situation("average --workdir=runs/tuned --newest=2 --out=mean", TUNED),
-    "an adapter where no base is read": Situation(f"lr-find --config=c.py --out=found --steps=20 {LORA}"),
+    "an imported model without text": Situation(
+        "train --init_from=runs/a --workdir=new", "touch runs/a/imported.json", more="--stop_at=1"
+    ),
+    "QK-clip of an adapter": Situation(
+        f"config validate --config=c.py {LORA} --config.regularization.qk_clip=100"
+    ),
+    "curvature of an adapter": Situation(
+        f"config validate --config=c.py {LORA} --config.optim.name=sophia"
+    ),
+    "further heads of an adapter": Situation(
+        f"config validate --config=c.py {LORA} --config.objective.name=mtp"
+    ),
+    "an average of adapters": Situation(
+        "average --workdir=runs/tuned --newest=2 --out=mean", TUNED
+    ),
+    "an adapter where no base is read": Situation(
+        f"lr-find --config=c.py --out=found --steps=20 {LORA}"
+    ),
     "an import of nothing": Situation("import --workdir=new", "cp -r exported model"),
-    "a student without a teacher": Situation("config validate --config=c.py --config.objective.name=distill"),
-    "a teacher of another vocabulary": Situation(f"train {CONFIG} --config.objective.name=distill --config.objective.teacher=runs/a --config.model.vocab=640"),
-    "no place of an adapter": Situation(f"config validate --config=c.py {LORA} '--config.tune.at=()'"),
-    "leading parts of a quantized base": Situation("config validate --config=c.py --config.tune.name=qlora --config.tune.rank=2 --config.tune.init=pissa"),
+    "a student without a teacher": Situation(
+        "config validate --config=c.py --config.objective.name=distill"
+    ),
+    "a teacher of another vocabulary": Situation(
+        f"train {CONFIG} --config.objective.name=distill --config.objective.teacher=runs/a "
+        f"--config.model.vocab=640"
+    ),
+    "no place of an adapter": Situation(
+        f"config validate --config=c.py {LORA} '--config.tune.at=()'"
+    ),
+    "leading parts of a quantized base": Situation(
+        "config validate --config=c.py --config.tune.name=qlora --config.tune.rank=2 "
+        "--config.tune.init=pissa"
+    ),
     "an adapter of nothing": Situation(f"train {CONFIG} {LORA}"),
-    "an adapter of no layer": Situation(f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.at=frobnicate/*"),
-    "an adapter beside no parameter": Situation(f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.also=frobnicate/*"),
-    "a rank too large": Situation(f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.rank=99"),
-    "an adapter of experts": Situation(f"train {CONFIG} {LORA} --init_from=runs/experts --config.model.family=mixtral --config.model.experts=2 --config.model.top_k=1 --config.model.hidden=32", EXPERTS),
-    "an adapter of other settings": Situation(f"train {CONFIG} {LORA} --init_from=runs/tuned --config.tune.rank=1", TUNED),
-    "an adapter of another arm": Situation(f"train {CONFIG} --config.tune.name=ia3 --init_from=runs/tuned", TUNED),
+    "an adapter of no layer": Situation(
+        f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.at=frobnicate/*"
+    ),
+    "an adapter beside no parameter": Situation(
+        f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.also=frobnicate/*"
+    ),
+    "a rank too large": Situation(
+        f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.rank=99"
+    ),
+    "an adapter of experts": Situation(
+        f"train {CONFIG} {LORA} --init_from=runs/experts --config.model.family=mixtral "
+        f"--config.model.experts=2 --config.model.top_k=1 --config.model.hidden=32",
+        EXPERTS,
+    ),
+    "an adapter of other settings": Situation(
+        f"train {CONFIG} {LORA} --init_from=runs/tuned --config.tune.rank=1", TUNED
+    ),
+    "an adapter of another arm": Situation(
+        f"train {CONFIG} --config.tune.name=ia3 --init_from=runs/tuned", TUNED
+    ),
     "all weights of an adapted run": Situation(f"train {CONFIG} --init_from=runs/tuned", TUNED),
-    "an imported adapter of other settings": Situation("import --adapter=peft --init_from=runs/a --workdir=new --config.tune.rank=1", PEFT),
-    "a base that is gone": Situation(f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 --allow_change=train", f"{TUNED}; {MOVED}"),
-    "an evaluation on a base that is gone": Situation("eval --workdir=runs/tuned", f"{TUNED}; {MOVED}"),
-    "a base that changed": Situation(f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 --allow_change=train", f"{TUNED}; cp -r runs/a runs/base; {EARLIER}"),
+    "an imported adapter of other settings": Situation(
+        "import --adapter=peft --init_from=runs/a --workdir=new --config.tune.rank=1", PEFT
+    ),
+    "a base that is gone": Situation(
+        f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 "
+        f"--allow_change=train",
+        f"{TUNED}; {MOVED}",
+    ),
+    "an evaluation on a base that is gone": Situation(
+        "eval --workdir=runs/tuned", f"{TUNED}; {MOVED}"
+    ),
+    "a base that changed": Situation(
+        f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 "
+        f"--allow_change=train",
+        f"{TUNED}; cp -r runs/a runs/base; {EARLIER}",
+    ),
     "a merge of all weights": Situation(f"merge {RUN} --out=merged"),
     "a merge of a bottleneck": Situation("merge --workdir=runs/neck --out=merged", NECK),
     "a merge of a prefix": Situation("merge --workdir=runs/ahead --out=merged", AHEAD),
     "a prefix for transformers": Situation("export --workdir=runs/ahead --out=m", AHEAD),
-    "a prefix and whole leaves for PEFT": Situation("export --workdir=runs/whole --to=peft --out=m", WHOLE),
-    "a prefix of another length": Situation(f"train {CONFIG} {PREFIX} --config.tune.length=3 --init_from=runs/ahead", AHEAD),
-    "training of an imported prefix": Situation("train --workdir=again", f"{AHEAD}; {sys.executable} -m jaxlm export --workdir=runs/ahead --to=peft --out=peft --quiet >&2; {sys.executable} -m jaxlm import --adapter=peft --init_from=runs/a --workdir=again --quiet >&2"),
-    "a prefix of latent attention": Situation(f"train {CONFIG} {PREFIX} --init_from=runs/latent {LATENT}", LATENT_BASE),
-    "a prefix of another base": Situation("import --adapter=peft --init_from=runs/gpt2 --workdir=new", f"{AHEAD}; {sys.executable} -m jaxlm export --workdir=runs/ahead --to=peft --out=peft --quiet >&2; {GPT2}"),
-    "a prefix of an encoder": Situation(f"config validate --config=c.py {PREFIX} --config.model.family=bert --config.objective.name=masked"),
-    "a prefix without positions": Situation(f"config validate --config=c.py {PREFIX} --config.model.family=gpt2 --config.model.max_positions=33"),
-    "a prefix of rows that are split": Situation(f"check --config=c.py {PREFIX} --config.mesh.context=2"),
-    "quantized weights that are trained": Situation(f"train {CONFIG} --config.tune.name=qlora --config.tune.rank=2 --init_from=runs/a --config.tune.also=*/attention/query/*"),
-    "a merge onto a base that is not quantized": Situation("merge --workdir=runs/tuned --out=merged --onto=original", TUNED),
+    "a prefix and whole leaves for PEFT": Situation(
+        "export --workdir=runs/whole --to=peft --out=m", WHOLE
+    ),
+    "a prefix of another length": Situation(
+        f"train {CONFIG} {PREFIX} --config.tune.length=3 --init_from=runs/ahead", AHEAD
+    ),
+    "training of an imported prefix": Situation(
+        "train --workdir=again",
+        f"{AHEAD}; {sys.executable} -m jaxlm export --workdir=runs/ahead --to=peft --out=peft "
+        f"--quiet >&2; {sys.executable} -m jaxlm import --adapter=peft --init_from=runs/a "
+        f"--workdir=again --quiet >&2",
+    ),
+    "a prefix of latent attention": Situation(
+        f"train {CONFIG} {PREFIX} --init_from=runs/latent {LATENT}", LATENT_BASE
+    ),
+    "a prefix of another base": Situation(
+        "import --adapter=peft --init_from=runs/gpt2 --workdir=new",
+        f"{AHEAD}; {sys.executable} -m jaxlm export --workdir=runs/ahead --to=peft --out=peft "
+        f"--quiet >&2; {GPT2}",
+    ),
+    "a prefix of an encoder": Situation(
+        f"config validate --config=c.py {PREFIX} --config.model.family=bert "
+        f"--config.objective.name=masked"
+    ),
+    "a prefix without positions": Situation(
+        f"config validate --config=c.py {PREFIX} --config.model.family=gpt2 "
+        f"--config.model.max_positions=33"
+    ),
+    "a prefix of rows that are split": Situation(
+        f"check --config=c.py {PREFIX} --config.mesh.context=2"
+    ),
+    "quantized weights that are trained": Situation(
+        f"train {CONFIG} --config.tune.name=qlora --config.tune.rank=2 --init_from=runs/a "
+        f"--config.tune.also=*/attention/query/*"
+    ),
+    "a merge onto a base that is not quantized": Situation(
+        "merge --workdir=runs/tuned --out=merged --onto=original", TUNED
+    ),
     "all weights for PEFT": Situation(f"export {RUN} --to=peft --out=m"),
     "a bottleneck for PEFT": Situation("export --workdir=runs/neck --to=peft --out=m", NECK),
-    "factors of a fused projection for PEFT": Situation("export --workdir=runs/factors --to=peft --out=m", FACTORS),
-    "an adapter of PEFT into a file": Situation("export --workdir=runs/tuned --to=peft --out=c.py/m", TUNED),
-    "an adapter of PEFT that the library cannot write": Situation("export --workdir=runs/tuned --to=peft --out=m", TUNED, prepare=full_library),
-    "an adapter of another base": Situation("import --adapter=peft --init_from=runs/gpt2 --workdir=new", f"{PEFT}; {GPT2}"),
+    "factors of a fused projection for PEFT": Situation(
+        "export --workdir=runs/factors --to=peft --out=m", FACTORS
+    ),
+    "an adapter of PEFT into a file": Situation(
+        "export --workdir=runs/tuned --to=peft --out=c.py/m", TUNED
+    ),
+    "an adapter of PEFT that the library cannot write": Situation(
+        "export --workdir=runs/tuned --to=peft --out=m", TUNED, prepare=full_library
+    ),
+    "an adapter of another base": Situation(
+        "import --adapter=peft --init_from=runs/gpt2 --workdir=new", f"{PEFT}; {GPT2}"
+    ),
     "an adapter of a run without one": Situation(f"eval {RUN} --adapter=runs/a"),
     "an adapter on another step": Situation(f"eval {RUN} --step=1 --adapter=runs/tuned", TUNED),
     "an adapter on an average": Situation(f"eval {RUN} --weights=ema --adapter=runs/tuned", TUNED),
-    "next of an imported adapter": Situation("import --adapter=peft --init_from=runs/a --workdir=new", PEFT, code=0),
-}  # fmt: skip
+    "next of an imported adapter": Situation(
+        "import --adapter=peft --init_from=runs/a --workdir=new", PEFT, code=0
+    ),
+}
 
 # Each trains a model, or several.
 SLOW = {
@@ -122,11 +221,16 @@ SLOW = {
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {
     # By the slow situation "next of an imported adapter", which a run of one test leaves out.
-    "cli/importing.py:_import_adapter:1": "tests/house/test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
-    "recipes/scaling/law.py:read:1": "tests/recipes/scaling/test_scale.py::test_too_few_runs_are_refused_with_lines_that_make_the_missing_ones",
-    "recipes/language_model.py:_check_trained:1": "tests/recipes/test_language_model.py::test_what_an_untrained_model_lacks_is_an_error_with_a_fix",
-    "recipes/use/fresh.py:fresh_run:1": "tests/recipes/test_language_model.py::test_what_an_untrained_model_lacks_is_an_error_with_a_fix",
-    "recipes/language_model.py:load:1": "tests/recipes/test_language_model.py::test_what_is_wrong_is_an_error_with_a_fix",
+    "cli/importing.py:_import_adapter:1": "tests/house/"
+    "test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
+    "recipes/scaling/law.py:read:1": "tests/recipes/scaling/"
+    "test_scale.py::test_too_few_runs_are_refused_with_lines_that_make_the_missing_ones",
+    "recipes/language_model.py:_check_trained:1": "tests/recipes/"
+    "test_language_model.py::test_what_an_untrained_model_lacks_is_an_error_with_a_fix",
+    "recipes/use/fresh.py:fresh_run:1": "tests/recipes/"
+    "test_language_model.py::test_what_an_untrained_model_lacks_is_an_error_with_a_fix",
+    "recipes/language_model.py:load:1": "tests/recipes/"
+    "test_language_model.py::test_what_is_wrong_is_an_error_with_a_fix",
 }
 
 # Places that no test reaches yet.

@@ -11,11 +11,13 @@ import pytest
 TESTS = Path(__file__).parents[1]
 SOAK = TESTS.parent / "scripts/soak"
 LINES = {"a": 14, "b": 17, "c": 12, "d": 11, "e": 12, "f": 9, "s": 15, "h": 9}
-# These may be slow tests, or need what few machines have. All others are part of every run of the tests.
+# These may be slow tests, or need what few machines have. All others are part of every run of the
+# tests.
 NIGHTLY = set("a1 a4 a5 a10 a12 a13 a14 b5 b13 b15 c8 c9 c10 c12 d8 d9 d10 d11 e9 h1 h5".split())
 SOAKED = {"h3": "--repeat", "s13": "--fuzz", "h9": "--minutes"}  # as long as one likes
 SLOW_ANYWAY = {
-    "h7": "a ratio of two times, within 3 %, is measured beside nothing else; scripts/test --slow does it",
+    "h7": "a ratio of two times, within 3 %, is measured beside nothing else; scripts/test "
+    "--slow does it",
 }
 LATER = {f"pytest.mark.{name}" for name in ("slow", "gpu", "trackers", "atheris")}
 EXPLAINED = TESTS / "faults/README.md"
@@ -112,7 +114,10 @@ def test_what_runs_as_long_as_one_likes_is_in_the_soak():
 
 
 def asserts(body: list[ast.stmt], helpers: frozenset[str] = frozenset()) -> bool:
-    """Whether something is asserted for sure: not only in a loop over what may be empty. `helpers` are functions that do."""
+    """Whether something is asserted for sure: not only in a loop over what may be empty.
+
+    `helpers` are functions that do.
+    """
     return any(_asserts(node, helpers) for node in body)
 
 
@@ -146,8 +151,8 @@ def helpers_of(path: Path) -> frozenset[str]:
     return frozenset(node.name for node in found if asserts(node.body))
 
 
-# What a test does to a run or a file, and the exit code that only this leads to, which is as good as a count. A flipped bit
-# or a bad number has none: 65 and 79 also come of what was wrong before.
+# What a test does to a run or a file, and the exit code that only this leads to, which is as good
+# as a count. A flipped bit or a bad number has none: 65 and 79 also come of what was wrong before.
 STRIKES = {
     r"sigkill": r"SIGKILL|-9\b",
     r"flip": None,

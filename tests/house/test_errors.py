@@ -119,7 +119,8 @@ def test_a_fix_holds_no_word_that_stands_for_another():
 
 @pytest.mark.parametrize(
     "line",
-    ["jaxlm data run --config=RECIPE --out=out", "--from=DIR    # a folder", "jaxlm train --config=...",
+    ["jaxlm data run --config=RECIPE --out=out", "--from=DIR    # a folder", "jaxlm train "
+                                                                             "--config=...",
      "--config=configs/quickstart.py", "--out=/a/place", "--other=STEP"],
 )  # fmt: skip
 def test_a_placeholder_would_be_found(line):

@@ -1,15 +1,18 @@
 """Every fix line and every `next:` line of every command is run, as printed, in a copy of its situation.
 
-A situation is a command line in a folder. It is run in this process, with every place of the code that makes a fix or
-a `next:` line watched; each line that comes out is then pasted in a copy of the folder as the command left it:
+A situation is a command line in a folder. It is run in this process, with every place of the code
+that makes a fix or a `next:` line watched; each line that comes out is then pasted in a copy of the
+folder as the command left it:
 
 - a command is run as it stands;
-- flags are added to the command line, in place of those of the same name and of a word that does not exist;
+- flags are added to the command line, in place of those of the same name and of a word that does
+  not exist;
 - a line of a config file replaces the line that the error names;
 - words for a person (`fetch it again`) are not run, and do not look like a command.
 
-It must end with 0, and so must what follows from it: where the fix of two mistakes is made one at a time, the next fix
-is pasted too. `NOT_YET` lists the places that no situation here reaches, so that a new one is noticed at once.
+It must end with 0, and so must what follows from it: where the fix of two mistakes is made one at a
+time, the next fix is pasted too. `NOT_YET` lists the places that no situation here reaches, so that
+a new one is noticed at once.
 """
 
 import ast
@@ -94,12 +97,16 @@ SITUATIONS = {
     "plan without a config": Situation("plan --on=h100"),
     "data run without a config": Situation("data run --out=out --config.source=texts/*.txt"),
     "scale without a budget": Situation("scale"),
-    "scale with runs and a sweep": Situation("scale --budget=1e18 --runs=runs/* --sweep --config=c.py"),
+    "scale with runs and a sweep": Situation(
+        "scale --budget=1e18 --runs=runs/* --sweep --config=c.py"
+    ),
     "scale with widths alone": Situation("scale --budget=1e18 --widths=32 --config=c.py"),
     "launch of another verb": Situation("launch --processes=1 -- eval --workdir=runs/a"),
     "launch of nothing": Situation("launch --processes=1"),
     "launch of no process": Situation("launch --processes=0 -- train --config=c.py --workdir=new"),
-    "generate as a stream of json": Situation("generate --workdir=runs/a --prompt=a --stream --json"),
+    "generate as a stream of json": Situation(
+        "generate --workdir=runs/a --prompt=a --stream --json"
+    ),
     "report of no run": Situation("report --workdir=none"),
     "a workdir in a bucket": Situation("train --config=c.py --workdir=gs://bucket/run"),
     "a password": Situation(f"train {CONFIG} --init_from=https://me:secret@host/run"),
@@ -108,80 +115,177 @@ SITUATIONS = {
     "no shipped config of the name": Situation("config validate --config=quickstrat"),
     "a shipped config as a file": Situation("config validate --config=configs/llama-1b.py"),
     "a recipe as the config of a run": Situation("train --config=r.py --workdir=new"),
-    "a model of transformers as a run": Situation("eval --workdir=exported --text=texts/*.txt --sequence=32"),
+    "a model of transformers as a run": Situation(
+        "eval --workdir=exported --text=texts/*.txt --sequence=32"
+    ),
     "a config like none": Situation("config validate --config=frobnicate.py"),
     "a config that is text": Situation("config validate --config=texts/0.txt"),
-    "a config that is no JSON": Situation("config validate --config=bad.json", "echo '[' > bad.json"),
-    "a config that is a list": Situation("config validate --config=bad.json", "echo '[]' > bad.json"),
-    "a config without get_config": Situation("config validate --config=d.py", "echo 'x = 1' > d.py"),
+    "a config that is no JSON": Situation(
+        "config validate --config=bad.json", "echo '[' > bad.json"
+    ),
+    "a config that is a list": Situation(
+        "config validate --config=bad.json", "echo '[]' > bad.json"
+    ),
+    "a config without get_config": Situation(
+        "config validate --config=d.py", "echo 'x = 1' > d.py"
+    ),
     "a config that fails": Situation("config validate --config=d.py", "echo '1 / 0' > d.py"),
-    "a config that gives a number": Situation("config validate --config=d.py", "echo 'def get_config(): return 1' > d.py"),
+    "a config that gives a number": Situation(
+        "config validate --config=d.py", "echo 'def get_config(): return 1' > d.py"
+    ),
     "a config with an argument too many": Situation("config validate --config=c.py:long"),
-    "a config with an argument too few": Situation("config validate --config=d.py", "sed 's/get_config()/get_config(size)/' c.py > d.py"),
-    "a setting misspelt in a file": Situation("config validate --config=d.py", "sed 's/train.batch/train.bacth/' c.py > d.py"),
-    "a setting of another trainer in a file": Situation("config validate --config=d.py", "sed 's/data.sequence/data.seq_len/' c.py > d.py"),
-    "a setting like none in a file": Situation("config validate --config=d.py", "sed 's/data.sequence/data.frobnicate/' c.py > d.py"),
-    "a section set to a word in a file": Situation("config validate --config=d.py", "sed 's/    return c/    c.optim = \"loin\"\\n    return c/' c.py > d.py"),
-    "a section set to a word like none": Situation("config validate --config=d.py", "sed 's/    return c/    c.optim = \"prodigy2\"\\n    return c/' c.py > d.py"),
-    "a section set to a number in JSON": Situation("config validate --config=d.json", "echo '{\"optim\": 5}' > d.json"),
-    "an arm misspelt in JSON": Situation("config validate --config=d.json", "echo '{\"optim\": {\"name\": \"lino\"}}' > d.json"),
+    "a config with an argument too few": Situation(
+        "config validate --config=d.py", "sed 's/get_config()/get_config(size)/' c.py > d.py"
+    ),
+    "a setting misspelt in a file": Situation(
+        "config validate --config=d.py", "sed 's/train.batch/train.bacth/' c.py > d.py"
+    ),
+    "a setting of another trainer in a file": Situation(
+        "config validate --config=d.py", "sed 's/data.sequence/data.seq_len/' c.py > d.py"
+    ),
+    "a setting like none in a file": Situation(
+        "config validate --config=d.py", "sed 's/data.sequence/data.frobnicate/' c.py > d.py"
+    ),
+    "a section set to a word in a file": Situation(
+        "config validate --config=d.py",
+        "sed 's/    return c/    c.optim = \"loin\"\\n    return c/' c.py > d.py",
+    ),
+    "a section set to a word like none": Situation(
+        "config validate --config=d.py",
+        "sed 's/    return c/    c.optim = \"prodigy2\"\\n    return c/' c.py > d.py",
+    ),
+    "a section set to a number in JSON": Situation(
+        "config validate --config=d.json", "echo '{\"optim\": 5}' > d.json"
+    ),
+    "an arm misspelt in JSON": Situation(
+        "config validate --config=d.json", 'echo \'{"optim": {"name": "lino"}}\' > d.json'
+    ),
     "a setting misspelt": Situation("config validate --config=c.py --config.optim.lrr=0.1"),
-    "a setting of another trainer": Situation("config validate --config=c.py --config.train.batch_size=8"),
+    "a setting of another trainer": Situation(
+        "config validate --config=c.py --config.train.batch_size=8"
+    ),
     "a setting like none": Situation("config validate --config=c.py --config.optim.frobnicate=8"),
-    "a setting of another arm": Situation("config validate --config=c.py --config.optim.momentum=0.5"),
-    "a setting of an inner arm": Situation("config validate --config=c.py --config.model.rope_scaling.factor=2"),
-    "a value in another notation": Situation("config validate --config=c.py --config.train.steps=2k"),
-    "a dtype of another name": Situation("config validate --config=c.py --config.precision.compute=bf16"),
+    "a setting of another arm": Situation(
+        "config validate --config=c.py --config.optim.momentum=0.5"
+    ),
+    "a setting of an inner arm": Situation(
+        "config validate --config=c.py --config.model.rope_scaling.factor=2"
+    ),
+    "a value in another notation": Situation(
+        "config validate --config=c.py --config.train.steps=2k"
+    ),
+    "a dtype of another name": Situation(
+        "config validate --config=c.py --config.precision.compute=bf16"
+    ),
     "a value out of range": Situation("config validate --config=c.py --config.train.batch=0"),
-    "two values": Situation("config validate --config=c.py --config.train.batch=0 --config.optim.name=addam"),
-    "two values that have other notations": Situation("config validate --config=c.py --config.train.steps=2k --config.precision.compute=bf16"),
-    "a span that is none": Situation("config validate --config=c.py --config.schedule.warmup=often"),
+    "two values": Situation(
+        "config validate --config=c.py --config.train.batch=0 --config.optim.name=addam"
+    ),
+    "two values that have other notations": Situation(
+        "config validate --config=c.py --config.train.steps=2k --config.precision.compute=bf16"
+    ),
+    "a span that is none": Situation(
+        "config validate --config=c.py --config.schedule.warmup=often"
+    ),
     "an arm misspelt": Situation("config validate --config=c.py --config.optim.name=loin"),
     "a section named": Situation("config validate --config=c.py --config.optim=lion"),
     "a size misspelt": Situation("config validate --config.model=lama3-8b"),
     "a section set to a number": Situation("config validate --config=c.py --config.data=5"),
-    "a secret in a setting": Situation("config validate --config=c.py --config.data.train=https://me:pw@host/a.txt"),
+    "a secret in a setting": Situation(
+        "config validate --config=c.py --config.data.train=https://me:pw@host/a.txt"
+    ),
     "explain misspelt": Situation("config explain optim.lrr"),
     # contradictions: each arm's and section's own
-    "batch and microbatches": Situation("config validate --config=c.py --config.train.microbatches=3"),
+    "batch and microbatches": Situation(
+        "config validate --config=c.py --config.train.microbatches=3"
+    ),
     "heads and width": Situation("config validate --config=c.py --config.model.heads=5"),
     "kv heads": Situation("config validate --config=c.py --config.model.kv_heads=3"),
-    "rows longer than the table": Situation("config validate --config=c.py --config.model.family=gpt2 --config.model.width=32 --config.model.heads=4 --config.model.max_positions=16"),
-    "an encoder and causal": Situation("config validate --config.model.family=bert --config.data.sequence=64"),
-    "a pair and causal": Situation("config validate --config.model.family=t5 --config.data.sequence=64"),
+    "rows longer than the table": Situation(
+        "config validate --config=c.py --config.model.family=gpt2 --config.model.width=32 "
+        "--config.model.heads=4 --config.model.max_positions=16"
+    ),
+    "an encoder and causal": Situation(
+        "config validate --config.model.family=bert --config.data.sequence=64"
+    ),
+    "a pair and causal": Situation(
+        "config validate --config.model.family=t5 --config.data.sequence=64"
+    ),
     "follow a set like none": Situation("config validate --config=c.py --config.eval.follow=none"),
-    "qk_clip and schedule_free": Situation("config validate --config=c.py --config.optim.name=schedule_free --config.regularization.qk_clip=50"),
-    "qk_clip and a pair": Situation("config validate --config.model.family=t5 --config.objective.name=span --config.regularization.qk_clip=50"),
-    "sequence warm-up and span": Situation("config validate --config.objective.name=masked --config.data.sequence_warmup=64@10%"),
-    "layers and tokens": Situation("config validate --config.log.layers=norms --config.train.batch_warmup=8@10% --config.log.every=1e5tok"),
-    "layers and a time": Situation("config validate --config.log.layers=norms --config.log.every=10s"),
+    "qk_clip and schedule_free": Situation(
+        "config validate --config=c.py --config.optim.name=schedule_free "
+        "--config.regularization.qk_clip=50"
+    ),
+    "qk_clip and a pair": Situation(
+        "config validate --config.model.family=t5 --config.objective.name=span "
+        "--config.regularization.qk_clip=50"
+    ),
+    "sequence warm-up and span": Situation(
+        "config validate --config.objective.name=masked --config.data.sequence_warmup=64@10%"
+    ),
+    "layers and tokens": Situation(
+        "config validate --config.log.layers=norms --config.train.batch_warmup=8@10% "
+        "--config.log.every=1e5tok"
+    ),
+    "layers and a time": Situation(
+        "config validate --config.log.layers=norms --config.log.every=10s"
+    ),
     "stages out of order": Situation("config validate --config.train.batch_warmup=8@20%,16@10%"),
-    "sophia and heads": Situation("config validate --config.objective.name=mtp --config.optim.name=sophia"),
-    "mup and a pair": Situation("config validate --config.model.family=t5 --config.objective.name=span --config.mup.base_width=64"),
+    "sophia and heads": Situation(
+        "config validate --config.objective.name=mtp --config.optim.name=sophia"
+    ),
+    "mup and a pair": Situation(
+        "config validate --config.model.family=t5 --config.objective.name=span "
+        "--config.mup.base_width=64"
+    ),
     "mup and sgd": Situation("config validate --config.optim.name=sgd --config.mup.base_width=64"),
-    "mup and xavier": Situation("config validate --config.model.init=xavier --config.mup.base_width=64"),
+    "mup and xavier": Situation(
+        "config validate --config.model.init=xavier --config.mup.base_width=64"
+    ),
     "a schedule in time": Situation("config validate --config.schedule.warmup=10s"),
     "a schedule of more than all": Situation("config validate --config.schedule.end=150%"),
     "a warm-up beyond the run": Situation("config validate --config.schedule.warmup=5000"),
-    "a decay beyond the run": Situation("config validate --config.schedule.name=wsd --config.schedule.decay=99%"),
+    "a decay beyond the run": Situation(
+        "config validate --config.schedule.name=wsd --config.schedule.decay=99%"
+    ),
     "cycles of no step": Situation("config validate --config.schedule.cycles=5000"),
-    "a first cut beyond the run": Situation("config validate --config.schedule.name=step --config.schedule.every=5000"),
-    "no warm-up": Situation("config validate --config.schedule.name=inverse_sqrt --config.schedule.warmup=0"),
+    "a first cut beyond the run": Situation(
+        "config validate --config.schedule.name=step --config.schedule.every=5000"
+    ),
+    "no warm-up": Situation(
+        "config validate --config.schedule.name=inverse_sqrt --config.schedule.warmup=0"
+    ),
     "no cut": Situation("config validate --config.schedule.name=step --config.schedule.every=0"),
     "no decay": Situation("config validate --config.schedule.name=wsd --config.schedule.decay=0"),
-    "an average that begins late": Situation("config validate --config.average.name=swa --config.average.begin=200%"),
-    "an average in time": Situation("config validate --config.average.name=swa --config.average.every=10s"),
-    "hidden and random": Situation("config validate --config.objective.name=masked --config.objective.hidden=0.9 --config.objective.random=0.5"),
-    "a head of no weight": Situation("config validate --config.objective.name=mtp --config.objective.weights=0"),
-    "no objective of a mixture": Situation("config validate --config.objective.name=ul2 --config.objective.weights.causal=0"),
+    "an average that begins late": Situation(
+        "config validate --config.average.name=swa --config.average.begin=200%"
+    ),
+    "an average in time": Situation(
+        "config validate --config.average.name=swa --config.average.every=10s"
+    ),
+    "hidden and random": Situation(
+        "config validate --config.objective.name=masked --config.objective.hidden=0.9 "
+        "--config.objective.random=0.5"
+    ),
+    "a head of no weight": Situation(
+        "config validate --config.objective.name=mtp --config.objective.weights=0"
+    ),
+    "no objective of a mixture": Situation(
+        "config validate --config.objective.name=ul2 --config.objective.weights.causal=0"
+    ),
     "a window that is none": Situation("config validate --config.profile.steps=5"),
     "a limit that is no time": Situation("config validate --config.watch.step=5"),
     "remat by layers that are none": Situation("config validate --config.train.remat=frobnicate"),
     "a tokenizer too small": Situation("config validate --config.data.tokenizer=bpe:100"),
     "a tokenizer misspelt": Situation("config validate --config.data.tokenizer=sentencepeice:4096"),
     "nothing to read": Situation("config validate --config.data.train=()"),
-    "a source without a name": Situation("config validate --config.data.train=a=texts/*.txt,texts/1*.txt"),
-    "two sets of one name": Situation("config validate --config.data.train=b=texts/1.txt,c=texts/2.txt --config.data.validation=a=5%,a_b=texts/3.txt"),
+    "a source without a name": Situation(
+        "config validate --config.data.train=a=texts/*.txt,texts/1*.txt"
+    ),
+    "two sets of one name": Situation(
+        "config validate --config.data.train=b=texts/1.txt,c=texts/2.txt "
+        "--config.data.validation=a=5%,a_b=texts/3.txt"
+    ),
     "a set called train": Situation("config validate --config.data.validation=train=texts/1.txt"),
     "two shares": Situation("config validate --config.data.validation=5%,b=6%"),
     "a share of all": Situation("config validate --config.data.validation=100%"),
@@ -189,46 +293,107 @@ SITUATIONS = {
     "lengths that are none": Situation("config validate --config.data.sequence_warmup=short"),
     "two axes left open": Situation("config validate --config.mesh.fsdp=auto"),
     "a mixture of no sources": Situation("config validate --config.data.mixture.temperature=2"),
-    "an epoch of no source": Situation("config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt --config.data.mixture.epochs=ba=2"),
-    "weights of half": Situation("config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt --config.data.mixture.name=weights --config.data.mixture.weights=aa=1"),
+    "an epoch of no source": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.epochs=ba=2"
+    ),
+    "weights of half": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.name=weights --config.data.mixture.weights=aa=1"
+    ),
     "a stage twice": Situation("data run --config=r.py --out=out --config.stages=length,length"),
     "a recipe of nothing": Situation("data run --config=r.py --out=out --config.source=()"),
-    "shards without a tokenizer": Situation("data run --config=r.py --out=out --config.shards.held_out=0.1"),
-    "decontaminate from nothing": Situation("data run --config=r.py --out=out --config.stages=decontaminate"),
-    "quality without a classifier": Situation("data run --config=r.py --out=out --config.stages=quality"),
-    "perplexity without a run": Situation("data run --config=r.py --out=out --config.stages=perplexity"),
+    "shards without a tokenizer": Situation(
+        "data run --config=r.py --out=out --config.shards.held_out=0.1"
+    ),
+    "decontaminate from nothing": Situation(
+        "data run --config=r.py --out=out --config.stages=decontaminate"
+    ),
+    "quality without a classifier": Situation(
+        "data run --config=r.py --out=out --config.stages=quality"
+    ),
+    "perplexity without a run": Situation(
+        "data run --config=r.py --out=out --config.stages=perplexity"
+    ),
     "harmful without lists": Situation("data run --config=r.py --out=out --config.stages=harmful"),
     "urls without lists": Situation("data run --config=r.py --out=out --config.stages=urls"),
     "least above most": Situation("data run --config=r.py --out=out --config.length.most=5"),
-    "perplexities crossed": Situation("config explain perplexity.least --config.perplexity.least=2000"),
+    "perplexities crossed": Situation(
+        "config explain perplexity.least --config.perplexity.least=2000"
+    ),
     # data
-    "a folder without text as data": Situation("data stats --config=c.py --config.data.train=pictures", "mkdir pictures; printf '\\0\\377' > pictures/a.png"),
-    "a store without the file": Situation("data stats --config=c.py --config.data.train=memory://none/*.txt"),
+    "a folder without text as data": Situation(
+        "data stats --config=c.py --config.data.train=pictures",
+        "mkdir pictures; printf '\\0\\377' > pictures/a.png",
+    ),
+    "a store without the file": Situation(
+        "data stats --config=c.py --config.data.train=memory://none/*.txt"
+    ),
     "a folder misspelt": Situation("data stats --config=c.py --config.data.train=txets/*.txt"),
     "a glob of nothing": Situation("data stats --config=c.py --config.data.train=texts/*.md"),
-    "empty files": Situation("data stats --config=c.py --config.data.train=empty.txt", "touch empty.txt"),
-    "not UTF-8": Situation("data stats --config=c.py --config.data.train=l.txt,texts/*.txt", "printf 'caf\\351 au lait' > l.txt"),
-    "no text key": Situation("data stats --config=c.py --config.data.train=a.jsonl", "for i in $(seq 40); do echo '{\"body\": \"some text, and more of it, number '$i'\"}'; done > a.jsonl"),
-    "tokens tokenised again": Situation("data tokenize --config=c.py --out=more --config.data.train=tokens/train '--config.data.validation=()'"),
+    "empty files": Situation(
+        "data stats --config=c.py --config.data.train=empty.txt", "touch empty.txt"
+    ),
+    "not UTF-8": Situation(
+        "data stats --config=c.py --config.data.train=l.txt,texts/*.txt",
+        "printf 'caf\\351 au lait' > l.txt",
+    ),
+    "no text key": Situation(
+        "data stats --config=c.py --config.data.train=a.jsonl",
+        "for i in $(seq 40); do echo '{\"body\": \"some text, and more of it, number '$i'\"}'; "
+        "done > a.jsonl",
+    ),
+    "tokens tokenised again": Situation(
+        "data tokenize --config=c.py --out=more --config.data.train=tokens/train "
+        "'--config.data.validation=()'"
+    ),
     "tokens into a folder that is there": Situation("data tokenize --config=c.py --out=tokens"),
-    "a share of tokens": Situation("data stats --config=c.py --config.data.train=tokens/train --config.data.tokenizer=tokens/train/tokenizer"),
-    "text and tokens": Situation("data stats --config=c.py --config.data.train=tokens/train,texts/1.txt '--config.data.validation=()' --config.data.tokenizer=tokens/train/tokenizer"),
-    "tokens of another tokenizer": Situation("data stats --config=c.py --config.data.train=tokens/train --config.data.validation=tokens/val --config.data.tokenizer=characters"),
-    "validated on what is trained on": Situation("data stats --config=c.py --config.data.validation=texts/1.txt"),
-    "a file in two sources": Situation("data stats --config=c.py --config.data.train=a=texts/1*.txt,b=texts/*.txt '--config.data.validation=()'"),
-    "no such tokenizer file": Situation("data stats --config=c.py --config.data.tokenizer=tokens/train/tokenizr"),
-    "no tokenizer file at all": Situation("data stats --config=c.py --config.data.tokenizer=none/frob.json"),
-    "a vocabulary larger than the text": Situation("data stats --config=c.py --config.data.tokenizer=sentencepiece:40000"),
+    "a share of tokens": Situation(
+        "data stats --config=c.py --config.data.train=tokens/train "
+        "--config.data.tokenizer=tokens/train/tokenizer"
+    ),
+    "text and tokens": Situation(
+        "data stats --config=c.py --config.data.train=tokens/train,texts/1.txt "
+        "'--config.data.validation=()' --config.data.tokenizer=tokens/train/tokenizer"
+    ),
+    "tokens of another tokenizer": Situation(
+        "data stats --config=c.py --config.data.train=tokens/train "
+        "--config.data.validation=tokens/val --config.data.tokenizer=characters"
+    ),
+    "validated on what is trained on": Situation(
+        "data stats --config=c.py --config.data.validation=texts/1.txt"
+    ),
+    "a file in two sources": Situation(
+        "data stats --config=c.py --config.data.train=a=texts/1*.txt,b=texts/*.txt "
+        "'--config.data.validation=()'"
+    ),
+    "no such tokenizer file": Situation(
+        "data stats --config=c.py --config.data.tokenizer=tokens/train/tokenizr"
+    ),
+    "no tokenizer file at all": Situation(
+        "data stats --config=c.py --config.data.tokenizer=none/frob.json"
+    ),
+    "a vocabulary larger than the text": Situation(
+        "data stats --config=c.py --config.data.tokenizer=sentencepiece:40000"
+    ),
     "no shards to check": Situation("data check texts"),
-    "a run into another recipe": Situation("data run --config=r.py --out=clean --config.length.least=20"),
+    "a run into another recipe": Situation(
+        "data run --config=r.py --out=clean --config.length.least=20"
+    ),
     "a share that is none": Situation("data run --config=r.py --out=out --sample=0"),
     "no workers": Situation("data run --config=r.py --out=out --workers=0"),
     "clusters of no run": Situation("data clusters texts"),
     "clusters shown none": Situation("data clusters clean --most=0"),
     "a mix of nothing": Situation("data mix --out=out"),
-    "a mix of no corpus": Situation("data mix --config.sources=a=texts --config.tokenizer=bytes --out=out"),
-    "a mix into another": Situation("data mix --config.sources=a=clean --config.tokenizer=characters --out=mixed"),
-    "examples of one label": Situation("data train-classifier --examples=good=texts/*.txt --out=out"),
+    "a mix of no corpus": Situation(
+        "data mix --config.sources=a=texts --config.tokenizer=bytes --out=out"
+    ),
+    "a mix into another": Situation(
+        "data mix --config.sources=a=clean --config.tokenizer=characters --out=mixed"
+    ),
+    "examples of one label": Situation(
+        "data train-classifier --examples=good=texts/*.txt --out=out"
+    ),
     "examples without a label": Situation("data train-classifier --examples=texts/*.txt --out=out"),
     # runs
     "no such run": Situation("eval --workdir=runs/b"),
@@ -244,78 +409,183 @@ SITUATIONS = {
     "start_at of no step": Situation(f"train --config=c.py {RUN} --start_at=7"),
     "start_at without force": Situation(f"train --config=c.py {RUN} --start_at=1"),
     "init_from nothing": Situation(f"train {CONFIG} --init_from=none"),
-    "init_from another model": Situation(f"train {CONFIG} --init_from=runs/a --config.model.width=64"),
+    "init_from another model": Situation(
+        f"train {CONFIG} --init_from=runs/a --config.model.width=64"
+    ),
     "an import into a run": Situation(f"import --from=exported {RUN}"),
     "an export over a folder": Situation(f"export {RUN} --out=exported"),
-    "damaged metrics": Situation(f"report {RUN}", "sed -i '1s/.*/{\"step\": /' runs/a/metrics.jsonl"),
+    "damaged metrics": Situation(
+        f"report {RUN}", "sed -i '1s/.*/{\"step\": /' runs/a/metrics.jsonl"
+    ),
     "a replay of no step": Situation(f"replay {RUN} --step=70"),
     "averages of no step": Situation(f"average {RUN} --steps=5,6 --out=averaged"),
     "averages of none": Situation(f"average {RUN} --newest=0 --out=averaged"),
-    "proportions of others": Situation(f"average {RUN} --newest=2 --proportions=1,2,3 --out=averaged"),
+    "proportions of others": Situation(
+        f"average {RUN} --newest=2 --proportions=1,2,3 --out=averaged"
+    ),
     "lr-find over one": Situation("lr-find --config=c.py --out=out --low=1 --high=0.1"),
     "lr-find of no step": Situation("lr-find --config=c.py --out=out --steps=1"),
-    "lr-find over an earlier one": Situation("lr-find --config=c.py --out=found --steps=20", "mkdir found; touch found/lr-find.json"),
+    "lr-find over an earlier one": Situation(
+        "lr-find --config=c.py --out=found --steps=20", "mkdir found; touch found/lr-find.json"
+    ),
     "plan on no machine": Situation("plan --config=c.py --on=h100x"),
     "plan of no price": Situation("plan --config=c.py --on=h100 --price=-1"),
-    "a batch that does not divide": Situation("check --config=c.py --config.train.batch=9 --devices=2"),
+    "a batch that does not divide": Situation(
+        "check --config=c.py --config.train.batch=9 --devices=2"
+    ),
     # arms and rarer settings
     "a share out of range": Situation(f"generate {RUN} --prompt=a --min_p=1.5"),
-    "a cache dtype misspelt": Situation(f"generate {RUN} --prompt=a --max_tokens=2 --kv_cache_dtype=imt8"),
+    "a cache dtype misspelt": Situation(
+        f"generate {RUN} --prompt=a --max_tokens=2 --kv_cache_dtype=imt8"
+    ),
     "memory of a CPU": Situation("plan --config=c.py --on=cpu --memory=24GB"),
     "memory of a TPU": Situation("plan --config=c.py --on=v5e-16 --memory=24GB"),
     "memory that is none": Situation("plan --config=c.py --on=h100 --memory=much"),
     "a GPU that is in no table": Situation("plan --config=c.py --on=a11"),
     "a slice that is in no table": Situation("plan --config=c.py --on=v5e-17"),
-    "too little text held out": Situation(f"train {CONFIG} --config.data.validation=auto --config.data.sequence=1000"),
-    "a run that diverges": Situation(f"train {CONFIG} --config.guard.divergence=stop --config.optim.lr=1 --config.train.steps=40 --config.log.every=1 --config.schedule.warmup=0"),
-    "a run that is not a number": Situation(f"train {CONFIG} --config.optim.name=sgd --config.optim.lr=1e4 --config.optim.clip_norm=None --config.train.steps=40 --config.schedule.warmup=0"),
+    "too little text held out": Situation(
+        f"train {CONFIG} --config.data.validation=auto --config.data.sequence=1000"
+    ),
+    "a run that diverges": Situation(
+        f"train {CONFIG} --config.guard.divergence=stop --config.optim.lr=1 "
+        f"--config.train.steps=40 --config.log.every=1 --config.schedule.warmup=0"
+    ),
+    "a run that is not a number": Situation(
+        f"train {CONFIG} --config.optim.name=sgd --config.optim.lr=1e4 "
+        f"--config.optim.clip_norm=None --config.train.steps=40 --config.schedule.warmup=0"
+    ),
     "seeds of others": Situation(f"generate {RUN} --prompt=a --seed=1 --seed=2"),
     "an empty stop": Situation(f"generate {RUN} --prompt=a --stop="),
     "stops too long": Situation(f"generate {RUN} --prompt=a --stop={'x' * 400}"),
     "beams at a temperature": Situation(f"generate {RUN} --prompt=a --beams=2 --top_k=5"),
-    "odd rotated features": Situation("config validate --config.model.family=deepseek_v2 --config.model.rope_dim=5"),
-    "mscale without yarn": Situation("config validate --config.model.family=deepseek_v2 --config.model.mscale=1"),
-    "groups of other sizes": Situation("config validate --config.model.family=deepseek_v2 --config.model.groups=7"),
-    "more groups than there are": Situation("config validate --config.model.family=deepseek_v2 --config.model.groups=2 --config.model.top_groups=3"),
-    "groups that hold too few": Situation("config validate --config.model.family=deepseek_v2 --config.model.experts=16 --config.model.groups=8 --config.model.top_groups=1 --config.model.top_k=4"),
-    "more experts than there are": Situation("config validate --config.model.family=mixtral --config.model.top_k=90"),
-    "no layer with experts": Situation("config validate --config.model.family=deepseek_v2 --config.model.dense_depth=99"),
-    "an odd head of modernbert": Situation("config validate --config.model.family=modernbert --config.objective.name=masked --config.model.width=36 --config.model.heads=4"),
-    "an odd share of neox": Situation("config validate --config.model.family=neox --config.model.rotary_fraction=0.01"),
+    "odd rotated features": Situation(
+        "config validate --config.model.family=deepseek_v2 --config.model.rope_dim=5"
+    ),
+    "mscale without yarn": Situation(
+        "config validate --config.model.family=deepseek_v2 --config.model.mscale=1"
+    ),
+    "groups of other sizes": Situation(
+        "config validate --config.model.family=deepseek_v2 --config.model.groups=7"
+    ),
+    "more groups than there are": Situation(
+        "config validate --config.model.family=deepseek_v2 --config.model.groups=2 "
+        "--config.model.top_groups=3"
+    ),
+    "groups that hold too few": Situation(
+        "config validate --config.model.family=deepseek_v2 --config.model.experts=16 "
+        "--config.model.groups=8 --config.model.top_groups=1 --config.model.top_k=4"
+    ),
+    "more experts than there are": Situation(
+        "config validate --config.model.family=mixtral --config.model.top_k=90"
+    ),
+    "no layer with experts": Situation(
+        "config validate --config.model.family=deepseek_v2 --config.model.dense_depth=99"
+    ),
+    "an odd head of modernbert": Situation(
+        "config validate --config.model.family=modernbert --config.objective.name=masked "
+        "--config.model.width=36 --config.model.heads=4"
+    ),
+    "an odd share of neox": Situation(
+        "config validate --config.model.family=neox --config.model.rotary_fraction=0.01"
+    ),
     "an odd head": Situation("config validate --config.model.head_dim=5"),
-    "buckets that do not halve": Situation("config validate --config.model.family=t5 --config.objective.name=span --config.model.buckets=30"),
-    "buckets beyond the max_distance": Situation("config validate --config.model.family=t5 --config.objective.name=span --config.model.max_distance=8"),
-    "a ramp the wrong way": Situation("config validate --config.model.rope_scaling.name=llama3 --config.model.rope_scaling.low=9"),
-    "a yarn the wrong way": Situation("config validate --config.model.rope_scaling.name=yarn --config.model.rope_scaling.slow=90"),
-    "a long rope of others": Situation("config validate --config.model.family=phi3 --config.model.rope_scaling.name=longrope --config.model.rope_scaling.short=1,2 --config.model.rope_scaling.long=1,2"),
-    "more than all predicted": Situation("config validate --config.objective.name=masked --config.objective.hidden=0.9 --config.objective.random=0.5 --config.model.family=bert --config.data.sequence=64"),
-    "no further head": Situation("config validate --config.objective.name=mtp --config.objective.weights=()"),
-    "an average of no cycle": Situation("config validate --config.average.name=swa --config.average.every=0"),
+    "buckets that do not halve": Situation(
+        "config validate --config.model.family=t5 --config.objective.name=span "
+        "--config.model.buckets=30"
+    ),
+    "buckets beyond the max_distance": Situation(
+        "config validate --config.model.family=t5 --config.objective.name=span "
+        "--config.model.max_distance=8"
+    ),
+    "a ramp the wrong way": Situation(
+        "config validate --config.model.rope_scaling.name=llama3 --config.model.rope_scaling.low=9"
+    ),
+    "a yarn the wrong way": Situation(
+        "config validate --config.model.rope_scaling.name=yarn --config.model.rope_scaling.slow=90"
+    ),
+    "a long rope of others": Situation(
+        "config validate --config.model.family=phi3 --config.model.rope_scaling.name=longrope "
+        "--config.model.rope_scaling.short=1,2 --config.model.rope_scaling.long=1,2"
+    ),
+    "more than all predicted": Situation(
+        "config validate --config.objective.name=masked --config.objective.hidden=0.9 "
+        "--config.objective.random=0.5 --config.model.family=bert --config.data.sequence=64"
+    ),
+    "no further head": Situation(
+        "config validate --config.objective.name=mtp --config.objective.weights=()"
+    ),
+    "an average of no cycle": Situation(
+        "config validate --config.average.name=swa --config.average.every=0"
+    ),
     "a pattern without a factor": Situation("config validate --config.optim.lr_scale=embedding"),
-    "an entry that names no source": Situation("config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt --config.data.mixture.name=weights --config.data.mixture.weights=aa=0.5,zz=0.5"),
-    "an entry twice": Situation("config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt --config.data.mixture.name=weights --config.data.mixture.weights=aa=0.5,aa=0.5"),
-    "an entry that is no number": Situation("config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt --config.data.mixture.name=weights --config.data.mixture.weights=aa=0.5,bb=much"),
-    "weights of more than all": Situation("config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt --config.data.mixture.name=weights --config.data.mixture.weights=aa=0.9,bb=0.9"),
-    "weights that move in time": Situation("config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt --config.data.mixture.name=weights --config.data.mixture.weights=aa=0.5@0..0.6@10s,bb=0.5"),
-    "weights that move back": Situation("config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt --config.data.mixture.name=weights --config.data.mixture.weights=aa=0.5@50%..0.6@10%,bb=0.5"),
+    "an entry that names no source": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.name=weights --config.data.mixture.weights=aa=0.5,zz=0.5"
+    ),
+    "an entry twice": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.name=weights --config.data.mixture.weights=aa=0.5,aa=0.5"
+    ),
+    "an entry that is no number": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.name=weights --config.data.mixture.weights=aa=0.5,bb=much"
+    ),
+    "weights of more than all": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.name=weights --config.data.mixture.weights=aa=0.9,bb=0.9"
+    ),
+    "weights that move in time": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.name=weights --config.data.mixture.weights=aa=0.5@0..0.6@10s,bb=0.5"
+    ),
+    "weights that move back": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.name=weights "
+        "--config.data.mixture.weights=aa=0.5@50%..0.6@10%,bb=0.5"
+    ),
     "batches that are none": Situation("config validate --config.train.batch_warmup=few"),
     "batches that do not grow": Situation("config validate --config.train.batch_warmup=64@10%"),
-    "batches that do not divide": Situation("config validate --config.train.microbatches=4 --config.train.batch_warmup=6@10%"),
-    "a source of a recipe without a value": Situation("data run --config=r.py --out=out --config.parts=web"),
-    "a weight of no part": Situation("data run --config=r.py --out=out --config.parts=a=texts/1*,b=* --config.shards.tokenizer=bytes --config.shards.weights=a=1"),
-    "a weight that is no number": Situation("data run --config=r.py --out=out --config.parts=a=texts/1*,b=* --config.shards.tokenizer=bytes --config.shards.weights=a=1,b=much"),
-    "a tokenizer of shards misspelt": Situation("data run --config=r.py --out=out --config.shards.tokenizer=sentencepeice:512"),
-    "parts that do not hold all": Situation("data run --config=r.py --out=out --config.parts=a=texts/1*"),
+    "batches that do not divide": Situation(
+        "config validate --config.train.microbatches=4 --config.train.batch_warmup=6@10%"
+    ),
+    "a source of a recipe without a value": Situation(
+        "data run --config=r.py --out=out --config.parts=web"
+    ),
+    "a weight of no part": Situation(
+        "data run --config=r.py --out=out --config.parts=a=texts/1*,b=* "
+        "--config.shards.tokenizer=bytes --config.shards.weights=a=1"
+    ),
+    "a weight that is no number": Situation(
+        "data run --config=r.py --out=out --config.parts=a=texts/1*,b=* "
+        "--config.shards.tokenizer=bytes --config.shards.weights=a=1,b=much"
+    ),
+    "a tokenizer of shards misspelt": Situation(
+        "data run --config=r.py --out=out --config.shards.tokenizer=sentencepeice:512"
+    ),
+    "parts that do not hold all": Situation(
+        "data run --config=r.py --out=out --config.parts=a=texts/1*"
+    ),
     "a part of nothing": Situation("data run --config=r.py --out=out --config.parts=a=none/*,b=*"),
-    "hardware that has no layout": Situation(f"config validate --config={ROOT}/configs/llama_8b.py:9gpu"),
-    "hardware that is none": Situation(f"config validate --config={ROOT}/configs/llama_8b.py:frobnicate"),
+    "hardware that has no layout": Situation(
+        f"config validate --config={ROOT}/configs/llama_8b.py:9gpu"
+    ),
+    "hardware that is none": Situation(
+        f"config validate --config={ROOT}/configs/llama_8b.py:frobnicate"
+    ),
     "init without text": Situation("init --on=t4"),
     "init over a file": Situation("init --data=texts --on=t4", "touch my_config.py"),
     "init into a file": Situation("init --data=texts --on=t4 --out=c.py/own.py"),
     "a page that is none": Situation("docs objective"),
-    "a replay of other text": Situation("replay --workdir=runs/a --step=1", "printf 'more text\\n' >> texts/1.txt"),
-    "an evaluation of no set": Situation("eval --workdir=runs/a", "sed -zi 's/\"validation\": \\[[^]]*\\]/\"validation\": []/' runs/a/config.json"),
-    "widths that are none": Situation("scale --budget=1e18 --sweep --config=c.py --workdir=ladder --widths=wide"),
+    "a replay of other text": Situation(
+        "replay --workdir=runs/a --step=1", "printf 'more text\\n' >> texts/1.txt"
+    ),
+    "an evaluation of no set": Situation(
+        "eval --workdir=runs/a",
+        'sed -zi \'s/"validation": \\[[^]]*\\]/"validation": []/\' runs/a/config.json',
+    ),
+    "widths that are none": Situation(
+        "scale --budget=1e18 --sweep --config=c.py --workdir=ladder --widths=wide"
+    ),
     "init of no size": Situation("init --data=texts --on=t4 --params=much"),
     "init of no time": Situation("init --data=texts --on=t4 --minutes=-1"),
     "init of a model that fits nowhere": Situation("init --data=texts --on=t4 --params=70B"),
@@ -326,31 +596,71 @@ SITUATIONS = {
     "runs that are not there": Situation("scale --budget=1e18 --runs=none/*"),
     "a diff with nothing": Situation(f"checkpoint diff {RUN} --step=1"),
     "a checkpoint of no step": Situation(f"checkpoint inspect {RUN} --step=9"),
-    "a share of examples": Situation("data train-classifier --examples=a=texts/1*.txt --examples=b=texts/2*.txt --out=out --held_out=90%"),
-    "no classifier": Situation("data run --config=r.py --out=out --config.stages=quality --config.quality.model=none"),
-    "no run to score by": Situation("data run --config=r.py --out=out --config.stages=perplexity --config.perplexity.run=none"),
-    "a language that is none": Situation("data run --config=r.py --out=out --config.stages=language --config.language.keep=xx"),
-    "a tokenizer file over another": Situation("tokenizer train --config=c.py --out=t", "touch t.json"),
-    "a tokenizer that is no JSON": Situation("data stats --config=c.py --config.data.tokenizer=bad.json", "echo '[' > bad.json"),
-    "a tokenizer that is no SentencePiece": Situation("data stats --config=c.py --config.data.tokenizer=bad.model", "echo '[' > bad.model"),
-    "an earlier run that is none": Situation("data run --config=r.py --out=out --config.against=texts"),
+    "a share of examples": Situation(
+        "data train-classifier --examples=a=texts/1*.txt --examples=b=texts/2*.txt --out=out "
+        "--held_out=90%"
+    ),
+    "no classifier": Situation(
+        "data run --config=r.py --out=out --config.stages=quality --config.quality.model=none"
+    ),
+    "no run to score by": Situation(
+        "data run --config=r.py --out=out --config.stages=perplexity --config.perplexity.run=none"
+    ),
+    "a language that is none": Situation(
+        "data run --config=r.py --out=out --config.stages=language --config.language.keep=xx"
+    ),
+    "a tokenizer file over another": Situation(
+        "tokenizer train --config=c.py --out=t", "touch t.json"
+    ),
+    "a tokenizer that is no JSON": Situation(
+        "data stats --config=c.py --config.data.tokenizer=bad.json", "echo '[' > bad.json"
+    ),
+    "a tokenizer that is no SentencePiece": Situation(
+        "data stats --config=c.py --config.data.tokenizer=bad.model", "echo '[' > bad.model"
+    ),
+    "an earlier run that is none": Situation(
+        "data run --config=r.py --out=out --config.against=texts"
+    ),
     "a plot that cannot be written": Situation("config plot --config=c.py --out=c.py/rate.png"),
-    "an imported model as a workdir": Situation("train --config=c.py --workdir=imported", "mkdir imported; touch imported/imported.json"),
-    "damaged shards": Situation("data check tokens/train", "for f in tokens/train/*.bin tokens/train/*.tokens; do [ -f $f ] && printf x >> $f; done; true"),
+    "an imported model as a workdir": Situation(
+        "train --config=c.py --workdir=imported", "mkdir imported; touch imported/imported.json"
+    ),
+    "damaged shards": Situation(
+        "data check tokens/train",
+        "for f in tokens/train/*.bin tokens/train/*.tokens; do [ -f $f ] && printf x >> $f; "
+        "done; true",
+    ),
     "half a process": Situation("train --config=c.py --workdir=new --process_id=0"),
     "a pattern of no parameter": Situation(f"train {CONFIG} --config.optim.freeze=frobnicate/*"),
     "every parameter frozen": Situation(f"train {CONFIG} --config.optim.freeze=*"),
-    "two groups of one parameter": Situation(f"train {CONFIG} --config.optim.lr_scale=embedding/*=0.5,embed*=0.1"),
-    "a set to follow like none": Situation(f"train {CONFIG} --config.data.validation=aa=tail:20% --config.eval.follow=ab"),
-    "other data in the workdir": Situation(f"train --config=c.py {RUN} --config.train.steps=3", "printf 'more text\\n' >> texts/1.txt"),
+    "two groups of one parameter": Situation(
+        f"train {CONFIG} --config.optim.lr_scale=embedding/*=0.5,embed*=0.1"
+    ),
+    "a set to follow like none": Situation(
+        f"train {CONFIG} --config.data.validation=aa=tail:20% --config.eval.follow=ab"
+    ),
+    "other data in the workdir": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3", "printf 'more text\\n' >> texts/1.txt"
+    ),
     "an export of no run": Situation("export --workdir=none --out=out"),
-    "a model of no such type": Situation("import --from=odd --workdir=new", "cp -r exported odd; sed -i 's/llama/frobnicate/' odd/config.json"),
+    "a model of no such type": Situation(
+        "import --from=odd --workdir=new",
+        "cp -r exported odd; sed -i 's/llama/frobnicate/' odd/config.json",
+    ),
     "a sweep of one run": Situation("sweep --config=c.py --workdir=new"),
     "a sweep without values": Situation("sweep --config=c.py --workdir=new --vary=seed"),
-    "a sweep of a list": Situation("sweep --config=c.py --workdir=new --seeds=2 --vary=optim.freeze=embedding/*,final_norm/*"),
+    "a sweep of a list": Situation(
+        "sweep --config=c.py --workdir=new --seeds=2 --vary=optim.freeze=embedding/*,final_norm/*"
+    ),
     "a sweep in a setting": Situation("sweep --config=c.py --workdir=new --config.seed=1,2"),
-    "a sweep of a setting twice": Situation("sweep --config=c.py --workdir=new --vary=seed=1 --vary=seed=2"),
-    "a sweep over other runs": Situation("sweep --config=c.py --workdir=s --vary=seed=1,2", "mkdir -p s/seed=1; sed 's/\"steps\": 2/\"steps\": 3/' runs/a/config.json > s/seed=1/config.json"),
+    "a sweep of a setting twice": Situation(
+        "sweep --config=c.py --workdir=new --vary=seed=1 --vary=seed=2"
+    ),
+    "a sweep over other runs": Situation(
+        "sweep --config=c.py --workdir=s --vary=seed=1,2",
+        'mkdir -p s/seed=1; sed \'s/"steps": 2/"steps": 3/\' runs/a/config.json > '
+        "s/seed=1/config.json",
+    ),
     "a comparison of one run": Situation("compare runs/a"),
     "a comparison of nothing": Situation("compare"),
     "a comparison with no run": Situation("compare runs/a texts"),
@@ -360,14 +670,28 @@ SITUATIONS = {
     # what comes next
     "next of train": Situation("train --config=c.py --workdir=new", code=0),
     "next of train, continued without a config": Situation("train --workdir=runs/a", code=0),
-    "next of a run without validation": Situation("train --config=c.py --workdir=new '--config.data.validation=()'", code=0),
-    "next of a run that predicts hidden tokens": Situation("train --config=c.py --workdir=new --config.model.family=bert --config.model.width=32 --config.model.depth=1 --config.model.heads=4 --config.model.max_positions=64 --config.objective.name=masked", code=0),
+    "next of a run without validation": Situation(
+        "train --config=c.py --workdir=new '--config.data.validation=()'", code=0
+    ),
+    "next of a run that predicts hidden tokens": Situation(
+        "train --config=c.py --workdir=new --config.model.family=bert --config.model.width=32 "
+        "--config.model.depth=1 --config.model.heads=4 --config.model.max_positions=64 "
+        "--config.objective.name=masked",
+        code=0,
+    ),
     "next of data run": Situation("data run --config=r.py --out=out", code=0, more=SHORT),
     "next of data tokenize": Situation("data tokenize --config=c.py --out=out", code=0),
-    "next of data mix": Situation("data mix --config.sources=a=clean --config.tokenizer=bytes --out=out", code=0, more=SHORT),
-    "next of data mix with held out text": Situation("data mix --config.sources=a=clean --config.tokenizer=bytes --config.held_out=0.2 --out=out", code=0, more=SHORT),
+    "next of data mix": Situation(
+        "data mix --config.sources=a=clean --config.tokenizer=bytes --out=out", code=0, more=SHORT
+    ),
+    "next of data mix with held out text": Situation(
+        "data mix --config.sources=a=clean --config.tokenizer=bytes --config.held_out=0.2 "
+        "--out=out",
+        code=0,
+        more=SHORT,
+    ),
     "next of import": Situation("import --from=exported --workdir=imported", code=0),
-}  # fmt: skip
+}
 
 
 MORE = (
@@ -470,7 +794,12 @@ def sites():
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
         numbers = collections.Counter()  # methods of several classes may have one name
         for function in functions:
-            inner = {id(n) for f in ast.walk(function) if f is not function and isinstance(f, ast.FunctionDef) for n in ast.walk(f)}  # fmt: skip
+            inner = {
+                id(n)
+                for f in ast.walk(function)
+                if f is not function and isinstance(f, ast.FunctionDef)
+                for n in ast.walk(f)
+            }
             named = assigned(function)
             for node in ast.walk(function):
                 if id(node) not in inner and makes_lines(node, named):
@@ -686,7 +1015,8 @@ def test_every_test_that_pastes_a_line_elsewhere_exists():
 @pytest.mark.slow  # it runs every situation
 def test_every_place_that_makes_such_a_line_is_reached(base, places, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    # The first half of slow situations, of which only what is pasted is slow; of all, if this runs alone.
+    # The first half of slow situations, of which only what is pasted is slow; of all, if this runs
+    # alone.
     quick = {name for name, each in SITUATIONS.items() if each.code is None or name not in SLOW}
     for number, name in enumerate(sorted(quick - places.seen)):
         copied(base, tmp_path / str(number), SITUATIONS[name])

@@ -1,4 +1,7 @@
-"""The language of the product: a list of words, docstrings that start well, American spelling. See .github/CONTRIBUTING.md."""
+"""The language of the product: a list of words, docstrings that start well, American spelling.
+
+See .github/CONTRIBUTING.md.
+"""
 
 import ast
 import io
@@ -17,7 +20,8 @@ DOCUMENTS = [
     *sorted((ROOT / "jaxlm").rglob("*.md")),
 ]
 WORDS = (
-    "told|tell|tells|said|say|says|goes on|go on|gone on|going on|lies|nobody|somebody|beside|of which|so many"
+    "told|tell|tells|said|say|says|goes on|go on|gone on|going on|lies|nobody|somebody|beside|of "
+    "which|so many"
     "|what it is that|hears|crew|dealt|undeal|none is|anew|whoever|whatever|asks|knows|nor|alike"
 )
 BANNED = re.compile(rf"(?<![\w`.\-/])({WORDS})(?![\w`\-/(])", re.IGNORECASE)

@@ -72,7 +72,8 @@ def test_a_test_that_computes_for_too_long_fails_and_one_that_waits_does_not(end
 
 
 CLOCK = re.compile(
-    r"assert [^\n]*((monotonic|perf_counter|process_time)\(\) - \w+|\b(took|wall|longest|slowest)) <=? "
+    r"assert [^\n]*((monotonic|perf_counter|process_time)\(\) - "
+    r"\w+|\b(took|wall|longest|slowest)) <=? "
 )
 
 

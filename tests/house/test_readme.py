@@ -1,8 +1,8 @@
 """Every command of README.md and of the manual runs, in order, in a folder like a fresh checkout.
 
-`jaxlm` is the one under test. The commands are the reader's; only what makes them long is cut: where a command names
-the quickstart, the settings of TINY that it does not give itself are added to it. Commands stand in blocks; what
-the prose names of them, flags and extras, is there.
+`jaxlm` is the one under test. The commands are the reader's; only what makes them long is cut:
+where a command names the quickstart, the settings of TINY that it does not give itself are added to
+it. Commands stand in blocks; what the prose names of them, flags and extras, is there.
 """
 
 import argparse
@@ -62,7 +62,8 @@ TUNED = {
 }
 
 
-# Of these the last one given counts: steps of a shorter run, and a tokenizer that is a file of SentencePiece.
+# Of these the last one given counts: steps of a shorter run, and a tokenizer that is a file of
+# SentencePiece.
 SHORTER = {
     "--stop_at": "--stop_at=2",
     "--start_at": "--start_at=3",
@@ -127,10 +128,19 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def marked(name: str, command: str):
-    """The command of a page as a test. Those that take long and need nothing of the others are slow: their verbs have fast tests of their own."""
+    """The command of a page as a test.
+
+    Those that take long and need nothing of the others are slow: their verbs have fast tests of
+    their own.
+    """
     marks = []
     if "--topology" in command:
-        marks.append(pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="scripts/test --slow has libtpu in another environment"))  # fmt: skip
+        marks.append(
+            pytest.mark.skipif(
+                importlib.util.find_spec("libtpu") is None,
+                reason="scripts/test --slow has libtpu in another environment",
+            )
+        )
     if re.search(r"--cpu_devices|^jaxlm (check|bench|lr-find|sweep) |workdir=runs/c ", command):
         marks.append(pytest.mark.slow)
     return pytest.param(command, marks=marks, id=f"{name}: {command}")
@@ -227,10 +237,14 @@ def test_every_flag_and_every_extra_that_the_prose_names_is_one():
         importlib.import_module(verb.module).add_arguments(parser)
         parser.add_shared()
         known |= set(flags_of(parser))
-    named = {flag for code in re.findall(r"`[^`\n]+`", prose) for flag in re.findall(r"--[a-z_]+", code)}  # fmt: skip
+    named = {
+        flag for code in re.findall(r"`[^`\n]+`", prose) for flag in re.findall(r"--[a-z_]+", code)
+    }
     assert {"--min_p", "--add_token", "--workers"} < named
     assert named - known - {"--config"} == set()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]  # fmt: skip
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     asked = set(re.findall(r"jaxlm\[([a-z]+)\]|extra `([a-z]+)`", MANUAL))
     assert {"prepare", "tpu"} < {a or b for a, b in asked} <= set(extras)
 

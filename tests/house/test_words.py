@@ -52,7 +52,10 @@ def public(body: list[ast.stmt]) -> list[ast.FunctionDef | ast.ClassDef]:
 
 
 def undocumented(tree: ast.Module) -> list[str]:
-    """What is public and silent. A method that keeps the promise of a documented Protocol or ABC of its module may be."""
+    """What is public and silent.
+
+    A method that keeps the promise of a documented Protocol or ABC of its module may be.
+    """
     classes = [node for node in public(tree.body) if isinstance(node, ast.ClassDef)]
     protocols = [c for c in classes if any(ABSTRACT.match(ast.unparse(base)) for base in c.bases)]
     promised = {f.name for c in protocols for f in public(c.body) if ast.get_docstring(f)}

@@ -35,18 +35,55 @@ FAMILIES = {
         vocab=VOCAB, width=32, depth=2, heads=4, max_positions=16, bias=False, tied=False
     ),
     "mixtral": Mixtral(
-        vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, experts=4, hidden=24, balance_bias=0.1,
-        dense_depth=1, dense_hidden=48, shared=16, tied=True,
+        vocab=VOCAB,
+        width=32,
+        depth=3,
+        heads=4,
+        kv_heads=2,
+        experts=4,
+        hidden=24,
+        balance_bias=0.1,
+        dense_depth=1,
+        dense_hidden=48,
+        shared=16,
+        tied=True,
     ),
     "deepseek_v2": DeepSeekV2(
-        vocab=VOCAB, width=32, depth=3, heads=4, kv_rank=24, nope_dim=4, rope_dim=6, value_dim=5, experts=8,
-        top_k=2, groups=4, top_groups=2, hidden=24, shared=16, dense_hidden=48,
+        vocab=VOCAB,
+        width=32,
+        depth=3,
+        heads=4,
+        kv_rank=24,
+        nope_dim=4,
+        rope_dim=6,
+        value_dim=5,
+        experts=8,
+        top_k=2,
+        groups=4,
+        top_groups=2,
+        hidden=24,
+        shared=16,
+        dense_hidden=48,
     ),
     "deepseek_v3": DeepSeekV3(
-        vocab=VOCAB, width=32, depth=2, heads=4, kv_rank=12, query_rank=20, nope_dim=8, rope_dim=4, value_dim=6,
-        experts=4, top_k=2, groups=2, top_groups=1, hidden=24, shared=16, dense_depth=0,
+        vocab=VOCAB,
+        width=32,
+        depth=2,
+        heads=4,
+        kv_rank=12,
+        query_rank=20,
+        nope_dim=8,
+        rope_dim=4,
+        value_dim=6,
+        experts=4,
+        top_k=2,
+        groups=2,
+        top_groups=1,
+        hidden=24,
+        shared=16,
+        dense_depth=0,
     ),
-}  # fmt: skip
+}
 
 
 def patterned():
@@ -136,7 +173,8 @@ def test_no_token_depends_on_those_after_it(built):
 
     unseen = jnp.asarray([t for t in range(VOCAB) if t not in set(tokens[0, :6].tolist())])
 
-    # A tied table is also the output layer: look at the hidden state, which the table reaches through the inputs alone.
+    # A tied table is also the output layer: look at the hidden state, which the table reaches
+    # through the inputs alone.
     def hidden(table):
         model = blueprint.merge(params | {"embedding": {"table": table}})
         return model.hidden(tokens, positions=positions).values[0, 5].sum()
@@ -230,7 +268,9 @@ def test_cached_decoding_is_the_full_forward_row_by_row(built):
     full = logits(blueprint, params, tokens, positions)
     lengths = jnp.asarray([4, 7, 2], jnp.int32)
 
-    @jax.jit  # for the prompt and for each token after it: one program compiles faster than each of its operations
+    # for the prompt and for each token after it: one program compiles faster than each of its
+    # operations
+    @jax.jit
     def forward(tokens, positions, cache, count):
         model = blueprint.merge(params)
         hidden = model.hidden(tokens, positions=positions, cache=cache, count=count)
@@ -382,7 +422,8 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200,  # without the layer that predicts a further token
-    # With the head that predicts hidden tokens; without it and with the pooler, BERT's base has 109_482_240.
+    # With the head that predicts hidden tokens; without it and with the pooler, BERT's base has
+    # 109_482_240.
     "bert-base-uncased": 109_514_298,
     "bert-base-cased": 108_340_804,
     "bert-large-uncased": 335_174_458,

@@ -23,7 +23,11 @@ def span(pid, tid, name, begin, end, **args):
     return dict(ph="X", pid=pid, tid=tid, name=name, ts=begin, dur=end - begin, args=args)
 
 
-LOOP = [*lane(1, "/host:CPU", 1, "python"), span(1, 1, "jaxlm data", 0, 30), span(1, 1, "jaxlm step", 30, 100)]  # fmt: skip
+LOOP = [
+    *lane(1, "/host:CPU", 1, "python"),
+    span(1, 1, "jaxlm data", 0, 30),
+    span(1, 1, "jaxlm step", 30, 100),
+]
 
 
 def tell(name):

@@ -156,7 +156,9 @@ def test_tensorboard_gets_figures_in_groups_samples_as_text_and_settings(tmp_pat
     ]
     tags = [tag for _, tag, _ in written[5:]]
     assert tags[0] == "samples/a *b* c/text_summary"
-    assert tags[1:] == [f"_hparams_/{name}" for name in ("experiment", "session_start_info", "session_end_info")]  # fmt: skip
+    assert tags[1:] == [
+        f"_hparams_/{name}" for name in ("experiment", "session_start_info", "session_end_info")
+    ]
     assert b"optim.lr" in b"".join(path.read_bytes() for path in (tmp_path / "events").iterdir())
 
 

@@ -1,6 +1,7 @@
 """Trackers get every number and no secret, offline; what they cannot take ends nothing.
 
-Those that this environment lacks are left out: they are extras, and too large for that of the tests.
+Those that this environment lacks are left out: they are extras, and too large for that of the
+tests.
 """
 
 import contextlib
@@ -32,7 +33,10 @@ for first in (1, 4):
     sink.close()
 print(json.dumps("done"))
 """
-EXPECTED = {step: {"train/loss_nats": 1 / step, "train/layers/0/grad_norm": 2.0 * step} for step in range(1, 7)}  # fmt: skip
+EXPECTED = {
+    step: {"train/loss_nats": 1 / step, "train/layers/0/grad_norm": 2.0 * step}
+    for step in range(1, 7)
+}
 
 
 def of_mlflow(folder):

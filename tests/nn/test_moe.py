@@ -129,7 +129,8 @@ def test_outputs_means_and_gradients_are_those_of_numpy(name):
         for sign in (1, -1):
             leaves = [leaf + sign * 1e-6 * moves[i] * (i == index) for i, leaf in enumerate(flat)]
             there = reference(x, jax.tree.unflatten(structure, leaves), config)
-            # How often an expert is chosen is no function that could be differentiated, nor does it move here.
+            # How often an expert is chosen is no function that could be differentiated, nor does it
+            # move here.
             slope += sign * objective(*there, config, cotangent) / 2e-6
         np.testing.assert_allclose(
             (np.asarray(gradients[path], np.float64) * moves[index]).sum(),

@@ -119,7 +119,8 @@ def test_remat_computes_again_what_its_policy_does_not_keep():
         return str(program).count("dot_general[")
 
     counts = {remat: products(remat) for remat in ("none", "dots", "save:mlp_out", "full")}
-    # Projections alone are kept by "dots": the two products of attention have a batch and are made again.
+    # Projections alone are kept by "dots": the two products of attention have a batch and are made
+    # again.
     assert counts["dots"] == counts["none"] + 2
     # The last product of a layer is not needed to go back through it, and is dead code to both.
     assert counts["full"] >= counts["save:mlp_out"] > counts["dots"]

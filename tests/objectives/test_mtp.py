@@ -115,8 +115,10 @@ def expected(blueprint, params, rows):
                 picked = logits[np.arange(length), targets]
                 nll = np.log(np.exp(logits).sum(-1)) - picked
                 sums[depth] += (
-                    (nll * weights).sum(), weights.sum(), ((picked >= logits.max(-1)) * weights).sum(),
-                )  # fmt: skip
+                    (nll * weights).sum(),
+                    weights.sum(),
+                    ((picked >= logits.max(-1)) * weights).sum(),
+                )
     return sums
 
 

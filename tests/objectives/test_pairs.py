@@ -89,7 +89,8 @@ def test_what_is_read_and_written_is_the_text_and_the_decoder_is_one_behind(arm)
             predicted += 1
             has_spans = bool(SENTINELS.intersection(read))
             kinds[has_spans] += 1
-            # After spans there is an end wherever they come from; after the end of a piece, where the document ends.
+            # After spans there is an end wherever they come from; after the end of a piece, where
+            # the document ends.
             assert (written[-1] == EOS) == (has_spans or ids[-1] == EOS)
             assert fed == [START, *written[:-1]]
             assert joined(read, written) == text
@@ -133,11 +134,13 @@ def test_cuts_fit_in_what_is_free_and_are_the_rates_where_all_is():
         cut, count = fit_spans(100, 0.15, 3.0, free)
         assert (cut, count) == (0, 0) or count <= cut < free - count
     assert fit_spans(1, 0.15, 3.0, 1000) == (0, 0)
-    # As in T5: 512 slots are read and 114 written, here with room for the ends of some more documents.
+    # As in T5: 512 slots are read and 114 written, here with room for the ends of some more
+    # documents.
     assert 114 <= Span().target_length(568) - 568 // 64 <= 114 + 8
 
 
-# Ids that are cut out of 512, and in how many spans, from the rates and means of arXiv:2205.05131, section 3.1.2 and table 1.
+# Ids that are cut out of 512, and in how many spans, from the rates and means of arXiv:2205.05131,
+# section 3.1.2 and table 1.
 DENOISERS = {
     "R": {(77, 26), (77, 10)},
     "X": {(256, 85), (256, 32), (77, 1), (256, 4)},
@@ -158,7 +161,8 @@ def test_each_of_seven_denoisers_is_drawn_as_often_with_its_rate_and_its_mean():
     share = 1 / len(found)
     bound = 4 * np.sqrt(rows * share * (1 - share))
     assert all(abs(count - share * rows) < bound for count in found.values())
-    # The row is as long as what the hungriest denoiser writes, with its end and those of a few documents more.
+    # The row is as long as what the hungriest denoiser writes, with its end and those of a few
+    # documents more.
     assert UL2().target_length(sequence) == -(-(256 + 85 + 1 + sequence // 64) // 8) * 8
 
 

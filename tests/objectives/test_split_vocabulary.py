@@ -47,7 +47,8 @@ def largest(found):
 )
 def test_no_logits_and_no_table_cross_the_devices_that_split_the_vocabulary(tied, chunk):
     found = collectives_of({"tensor": 4}, tied=tied, chunk=chunk)
-    # One token's logits of each row's chunk would be more than a vocabulary; the table is VOCAB x WIDTH.
+    # One token's logits of each row's chunk would be more than a vocabulary; the table is VOCAB x
+    # WIDTH.
     assert {each.kind for each in found} == {"all-reduce"}
     assert all(VOCAB not in shape.sizes for each in found for shape in each.shapes)
     assert all(VOCAB // 4 not in shape.sizes for each in found for shape in each.shapes)
@@ -63,7 +64,8 @@ def test_beside_another_split_only_parameters_and_keys_are_gathered(sizes):
     for each in found:
         across = each.axes(whole)
         for shape in each.shapes:
-            # Over tensor, nothing of the vocabulary; over the other, the local half of both tables, and their gradients.
+            # Over tensor, nothing of the vocabulary; over the other, the local half of both tables,
+            # and their gradients.
             if "tensor" in across:
                 assert not {VOCAB, VOCAB // 2} & set(shape.sizes), each
             assert shape.elements <= max(VOCAB // 2 * WIDTH, ROWS * LENGTH * WIDTH), each

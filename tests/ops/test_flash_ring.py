@@ -148,11 +148,16 @@ def test_a_ring_holds_a_part_of_the_scores_and_never_all_keys():
 
         def loss(query, key, value, parts=parts, kernel=keys):
             mask = masks.causal(length, parts=parts)
-            return attention(query, key, value, mask, Precision.float32(), scale=1.0, kernel=kernel).sum()  # fmt: skip
+            return attention(
+                query, key, value, mask, Precision.float32(), scale=1.0, kernel=kernel
+            ).sum()
 
         with jax.set_mesh(grid_of(context=4)):
             grad = jax.grad(loss, argnums=(0, 1, 2))
-            constrained = lambda *xs, grad=grad: grad(*(rules.constrain(x, "batch", "length", None, None) for x in xs))  # noqa: E731 # fmt: skip
+
+            def constrained(*xs, grad=grad):
+                return grad(*(rules.constrain(x, "batch", "length", None, None) for x in xs))
+
             compiled = jax.jit(constrained).lower(shape, shape, shape).compile()
         held[keys] = compiled.memory_analysis().temp_size_in_bytes
         kinds = {

@@ -38,7 +38,8 @@ def test_a_kernel_that_is_named_is_taken(name):
     [
         (TPU, LONG, "splash", "the kernel for a tpu"),
         (TPU, of(length=128, softcap=30.0, compute="float32"), "splash", "the kernel for a tpu"),
-        (TPU, of(length=1000), "blockwise", "splash not: rows of 1000 tokens are not a multiple of 128"),
+        (TPU, of(length=1000), "blockwise", "splash not: rows of 1000 tokens are not a multiple "
+                                            "of 128"),
         (TPU, of(dropout=0.1), "reference", "splash not: it has no attention dropout"),
         (TPU, of(both_ways=True), "blockwise", "splash not: its mask is the same for all rows"),
         (H100, of(both_ways=True), "cudnn", "the kernel for a gpu"),
@@ -51,14 +52,19 @@ def test_a_kernel_that_is_named_is_taken(name):
         (A100, of(head_dim=256), "blockwise", "heads of 256 are not a multiple of 8 up to 128"),
         (H100, of(head_dim=20), "blockwise", "heads of 20 are not a multiple of 8 up to 256"),
         (H100, of(compute="float32"), "blockwise", "cudnn not: it does not compute in float32"),
-        (H100, of(softcap=30.0), "blockwise", "it has no softcap, and this model caps scores at 30"),
-        (H100, of(stages=2), "blockwise", "JAX 0.12 cannot map its mask over pipeline stages, and mesh.pipe = 2"),
+        (H100, of(softcap=30.0), "blockwise", "it has no softcap, and this model caps scores at "
+                                              "30"),
+        (H100, of(stages=2), "blockwise", "JAX 0.12 cannot map its mask over pipeline stages, "
+                                          "and mesh.pipe = 2"),
         (TPU, of(stages=2), "splash", "the kernel for a tpu"),
         (H100, of(length=4095), "blockwise", "rows of 4095 tokens are odd"),
         (H100, of(dropout=0.1), "reference", "cudnn not: it has no attention dropout"),
-        (H100, of(length=16384), "blockwise", "the mask of segments of one row would be 512 MiB, above 256 MiB"),
-        (H100, of(length=8192, rows=8), "cudnn", "segments as a mask of 256 MiB a device, 2 of 8 rows at a time"),
-        (H100, of(length=8192, rows=7), "cudnn", "segments as a mask of 128 MiB a device, 1 of 7 rows at a time"),
+        (H100, of(length=16384), "blockwise", "the mask of segments of one row would be 512 MiB, "
+                                              "above 256 MiB"),
+        (H100, of(length=8192, rows=8), "cudnn", "segments as a mask of 256 MiB a device, 2 of 8 "
+                                                 "rows at a time"),
+        (H100, of(length=8192, rows=7), "cudnn", "segments as a mask of 128 MiB a device, 1 of 7 "
+                                                 "rows at a time"),
         (Target("gpu", 7.5), LONG, "blockwise", "compute capability 7.5 is below 8.0"),
         (Target("gpu"), LONG, "blockwise", "this GPU reports no compute capability"),
     ],

@@ -106,7 +106,10 @@ def test_padding_sees_only_padding_and_every_query_sees_itself(softcap):
     assert np.diagonal(seen, axis1=1, axis2=2).all()
     padding = SEGMENTS == 0
     assert not (seen & (padding[:, :, None] != padding[:, None, :])).any()
-    operands = tuple(jax.random.normal(key, (ROWS, LENGTH, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))  # fmt: skip
+    operands = tuple(
+        jax.random.normal(key, (ROWS, LENGTH, 2, 4))
+        for key in jax.random.split(jax.random.key(0), 3)
+    )
 
     def loss(operands, weights):
         out = attention(*operands, mask, Precision.float32(), scale=0.5, softcap=softcap)

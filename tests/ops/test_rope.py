@@ -70,7 +70,8 @@ def test_low_precision_is_turned_in_float32():
 def test_a_document_that_reaches_far_has_factors_of_its_own():
     x = heads(rows=2, length=9)
     factors, others = (1.0, 0.5, 0.25, 0.125), (0.3, 0.2, 0.1, 0.05)
-    # A short document, one that reaches slot 4, padding; one that goes on from before, as behind a cache.
+    # A short document, one that reaches slot 4, padding; one that goes on from before, as behind a
+    # cache.
     positions = np.array([[0, 1, 0, 1, 2, 3, 4, 0, 0], [3, 4, 5, 6, 7, 8, 9, 10, 11]])
     far = np.array([[0, 0, 1, 1, 1, 1, 1, 0, 0], [1] * 9], bool)
     turns = rope.angles(
@@ -81,5 +82,8 @@ def test_a_document_that_reaches_far_has_factors_of_its_own():
             np.asarray(x, np.float64), positions, 100.0, factors=np.array(own)
         )
         np.testing.assert_allclose(
-            np.asarray(rope.rotate(x, *turns))[far == is_far], expected[far == is_far], rtol=1e-4, atol=3e-5
-        )  # fmt: skip
+            np.asarray(rope.rotate(x, *turns))[far == is_far],
+            expected[far == is_far],
+            rtol=1e-4,
+            atol=3e-5,
+        )

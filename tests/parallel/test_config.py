@@ -41,7 +41,10 @@ def test_the_layouts_offered_are_the_nearest_first():
 
 def test_all_layouts_that_are_as_near_as_the_nearest_are_offered():
     wanted = dict.fromkeys(AXES, 1) | {"pipe": 3, "data": "auto", "tensor": 3}
-    two, four = ("--config.mesh.pipe=2 --config.mesh.tensor=4", "--config.mesh.pipe=4 --config.mesh.tensor=2")  # fmt: skip
+    two, four = (
+        "--config.mesh.pipe=2 --config.mesh.tensor=4",
+        "--config.mesh.pipe=4 --config.mesh.tensor=2",
+    )
     line = functools.partial(mesh_flags, instead_of=wanted)
     assert layout_fixes(wanted, nearest_layouts(wanted, 8), line) == [two, four]
     lines = layout_fixes(wanted, nearest_layouts(wanted, 16), line)

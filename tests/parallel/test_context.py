@@ -46,7 +46,10 @@ def test_dealing_is_undone():
 def test_keys_are_gathered_while_a_layer_is_small_and_go_round_beyond():
     small = context_keys.choose("auto", length=1024, **LAYER)
     # 2 x 2 x 1024 x 2 x 8 x 2 bytes of keys and values, 4 x 2 x 4 x 256 x 1024 of scores
-    assert small == ("gather", "gathered keys, values and scores of a layer are 8.12 MiB a device, within 256")  # fmt: skip
+    assert small == (
+        "gather",
+        "gathered keys, values and scores of a layer are 8.12 MiB a device, within 256",
+    )
     large = context_keys.choose("auto", length=8192, **LAYER)
     assert large.keys == "ring"
     assert large.reason.endswith("513 MiB a device, above 256")

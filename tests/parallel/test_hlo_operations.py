@@ -33,7 +33,10 @@ def program():
 
 def test_products_attention_communication_and_loops_are_told_apart(program):
     found = hlo.read_operations(program)
-    kinds = {kind: {name for name in found if found[name].kind == kind} for kind in {each.kind for each in found.values()}}  # fmt: skip
+    kinds = {
+        kind: {name for name in found if found[name].kind == kind}
+        for kind in {each.kind for each in found.values()}
+    }
     assert set(kinds) == {"matmul", "attention", "communication", "control", "other"}
     assert all("while" in name or "call" in name or "cond" in name for name in kinds["control"])
     attended = {found[name].source.partition(":")[0] for name in kinds["attention"]}

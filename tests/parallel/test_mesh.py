@@ -51,7 +51,10 @@ def test_a_mesh_that_slices_cannot_cut_is_refused_with_those_that_they_can():
     with pytest.raises(ConfigError) as caught:
         laid_out(12, 6, data=4, fsdp=3)
     assert "6 slices" in caught.value.what
-    fix = dict(part.removeprefix("--config.mesh.").split("=") for part in caught.value.fix.splitlines()[0].split())  # fmt: skip
+    fix = dict(
+        part.removeprefix("--config.mesh.").split("=")
+        for part in caught.value.fix.splitlines()[0].split()
+    )
     laid_out(12, 6, **{"data": 4, "fsdp": 3} | {axis: int(size) for axis, size in fix.items()})
 
 

@@ -137,7 +137,10 @@ def searched(folder, family, beams, penalty):
 
 @pytest.mark.timeout(600)
 def test_eight_prompts_go_on_faster_than_its_generate_does():
-    """A model of 110M, each side in its better way; in float32 twice as fast on a CPU without AMX. Wants the machine for itself."""
+    """A model of 110M, each side in its better way; in float32 twice as fast on a CPU without AMX.
+
+    Wants the machine for itself.
+    """
     clean = os.environ | {"XLA_FLAGS": "", "JAX_NUMPY_RANK_PROMOTION": "allow"}
     words = [sys.executable, str(BENCH), "--turns=2"]
     done = subprocess.run(words, capture_output=True, text=True, env=clean)

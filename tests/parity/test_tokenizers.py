@@ -59,20 +59,27 @@ MERGES = 200
 ADDED = {f"{256 + MERGES}": {"content": "<|endoftext|>", "special": True}}
 FOLDERS = {
     "llama": ("llama", {"tokenizer.model": lambda: model("llama")}, {}),
-    "gemma": ("gemma", {"tokenizer.model": lambda: model("gemma")}, {"eos_token": "</s>", "bos_token": "<s>"}),
+    "gemma": (
+        "gemma",
+        {"tokenizer.model": lambda: model("gemma")},
+        {"eos_token": "</s>", "bos_token": "<s>"},
+    ),
     "t5": ("llama", {"spiece.model": lambda: model("t5")}, {"tokenizer_class": "T5Tokenizer"}),
-    "bert": ("llama", {"vocab.txt": lambda: "\n".join(PIECES).encode()}, {"tokenizer_class": "BertTokenizer"}),
+    "bert": (
+        "llama",
+        {"vocab.txt": lambda: "\n".join(PIECES).encode()},
+        {"tokenizer_class": "BertTokenizer"},
+    ),
     "byte-level": ("llama", {"tokenizer.json": lambda: trained("byte-level")}, GENERIC),
     "unigram": ("llama", {"tokenizer.json": lambda: trained("unigram")}, GENERIC),
     "word pieces": ("llama", {"tokenizer.json": lambda: trained("word pieces")}, GENERIC),
-    "tiktoken": (
-        "llama", {"tokenizer.model": ranks}, GENERIC | {"added_tokens_decoder": ADDED}
-    ),
-}  # fmt: skip
+    "tiktoken": ("llama", {"tokenizer.model": ranks}, GENERIC | {"added_tokens_decoder": ADDED}),
+}
 
-# Texts to which transformers 5 gives other ids than SentencePiece, with which such models were trained and which we follow:
-# it puts no space before a text that begins with one, takes a <mask> that the user named for Gemma's special one, and
-# cuts T5's text at line separators, which SentencePiece keeps.
+# Texts to which transformers 5 gives other ids than SentencePiece, with which such models were
+# trained and which we follow: it puts no space before a text that begins with one, takes a <mask>
+# that the user named for Gemma's special one, and cuts T5's text at line separators, which
+# SentencePiece keeps.
 OTHERS = {"llama": 7, "gemma": 1, "t5": 3}
 SPELT = {"unigram": "<|endoftext|>", "t5": "</s>"}
 

@@ -1,4 +1,6 @@
-"""Every family through transformers: logits and gradients, both ways. JAXLM_WRITE_GOLDENS=1 writes what the fast tests compare with:
+"""Every family through transformers: logits and gradients, both ways.
+
+JAXLM_WRITE_GOLDENS=1 writes what the fast tests compare with:
 
 JAXLM_WRITE_GOLDENS=1 .venv-parity/bin/python -m pytest -m parity tests/parity
 """
@@ -26,7 +28,8 @@ from tests.parity import weights
 
 pytestmark = pytest.mark.parity
 GOLDENS = Path(__file__).parents[1] / "golden/transformers"
-# Two rows that are not of one length: tokens of each, and of what the encoder of an encoder-decoder reads.
+# Two rows that are not of one length: tokens of each, and of what the encoder of an encoder-decoder
+# reads.
 LENGTHS, SOURCES = np.array((11, 6)), np.array((9, 5))
 
 
@@ -210,7 +213,8 @@ def test_logits_loss_gradients_and_the_way_back_are_those_of_transformers(
             assert again[key].tobytes() == array.tobytes(), (key, dtype)
     record_property(
         "table",
-        f"{name:50} logits {far:.1e}  gradients {worst:.1e}  round trip bit-identical, {len(there)} tensors",
+        f"{name:50} logits {far:.1e}  gradients {worst:.1e}  round trip bit-identical, "
+        f"{len(there)} tensors",
     )
 
 
@@ -311,7 +315,8 @@ def test_the_goldens_are_what_transformers_says_today(both):
     if os.environ.get("JAXLM_WRITE_GOLDENS"):
         path.write_text(json.dumps(actual, indent=1) + "\n")
     golden = json.loads(path.read_text())
-    # transformers computes cosines in float32 for every dtype, and processors round them differently.
+    # transformers computes cosines in float32 for every dtype, and processors round them
+    # differently.
     np.testing.assert_allclose(actual["loss"], golden["loss"], rtol=1e-7)
     np.testing.assert_allclose(actual["logits"], golden["logits"], rtol=1e-6, atol=2e-6)
 

@@ -23,12 +23,25 @@ def seeing(tmp_path):
 
     torch.manual_seed(0)
     text = dict(
-        vocab_size=weights.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, sliding_window=5, query_pre_attn_scalar=20, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=weights.VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        sliding_window=5,
+        query_pre_attn_scalar=20,
+        max_position_embeddings=64,
+    )
     eyes = dict(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
     config = transformers.Gemma3Config(
         text_config=text, vision_config=eyes, mm_tokens_per_image=4, image_token_index=60,
         boi_token_index=58, eoi_token_index=59,

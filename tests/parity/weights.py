@@ -25,14 +25,25 @@ VOCAB, WIDTH, DEPTH, HEADS, LENGTH = 61, 32, 3, 4, 17
 SIZES = dict(vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS)
 GROUPED = SIZES | dict(kv_heads=2, hidden=48, max_positions=64)
 LATENT = SIZES | dict(
-    kv_rank=20, nope_dim=4, rope_dim=8, value_dim=5, max_positions=64, experts=8, top_k=3, hidden=12, shared=24,
-    dense_depth=1, dense_hidden=40,
-)  # fmt: skip
+    kv_rank=20,
+    nope_dim=4,
+    rope_dim=8,
+    value_dim=5,
+    max_positions=64,
+    experts=8,
+    top_k=3,
+    hidden=12,
+    shared=24,
+    dense_depth=1,
+    dense_hidden=40,
+)
 
 # Of every family one, and one more for each setting that changes what is computed.
 FAMILIES = {
     "gpt2": GPT2(**SIZES, max_positions=32),
-    "gpt2, untied, exact gelu": GPT2(**SIZES, max_positions=32, tied=False, activation="gelu", hidden=40),
+    "gpt2, untied, exact gelu": GPT2(
+        **SIZES, max_positions=32, tied=False, activation="gelu", hidden=40
+    ),
     "neox": NeoX(**SIZES, max_positions=64, rotary_fraction=0.5),
     "neox, one after the other": NeoX(**SIZES, max_positions=64, parallel=False, rope_theta=500.0),
     "llama": Llama(**GROUPED),
@@ -47,14 +58,22 @@ FAMILIES = {
     "qwen3": Qwen3(**GROUPED, head_dim=12),
     "smollm3": SmolLM3(**GROUPED, nope_every=2, tied=True),
     "gemma": Gemma(**GROUPED, head_dim=12),
-    "gemma2": Gemma2(**GROUPED, head_dim=12, window=5, query_scale=20, attention_softcap=2.0, logit_softcap=3.0),
+    "gemma2": Gemma2(
+        **GROUPED, head_dim=12, window=5, query_scale=20, attention_softcap=2.0, logit_softcap=3.0
+    ),
     "gemma3": Gemma3(
-        **GROUPED | dict(depth=7), head_dim=12, window=5, query_scale=20, rope_scaling=LinearScaling(factor=8.0)
+        **GROUPED | dict(depth=7),
+        head_dim=12,
+        window=5,
+        query_scale=20,
+        rope_scaling=LinearScaling(factor=8.0),
     ),
     "phi3": Phi3(**GROUPED),
     "phi3, of 128k": Phi3(
         **GROUPED,
-        rope_scaling=LongScaling(short=(1.0, 1.2, 1.5, 2.0), long=(1.0, 3.0, 7.0, 9.0), original=9, factor=64 / 9),
+        rope_scaling=LongScaling(
+            short=(1.0, 1.2, 1.5, 2.0), long=(1.0, 3.0, 7.0, 9.0), original=9, factor=64 / 9
+        ),
     ),
     "phi3, in part and a window": Phi3(**GROUPED, rotary_fraction=0.5, window=5),
     "olmo2": OLMo2(**GROUPED),
@@ -63,33 +82,56 @@ FAMILIES = {
     "qwen3_moe, normalize_top_k": Qwen3Moe(**GROUPED, head_dim=12, experts=4, top_k=2),
     "deepseek_v2": DeepSeekV2(**LATENT),
     "deepseek_v2, queries of a latent, groups, yarn": DeepSeekV2(
-        **LATENT, query_rank=18, groups=4, top_groups=2, scale=4.0, rope_theta=100.0, mscale=0.707,
+        **LATENT,
+        query_rank=18,
+        groups=4,
+        top_groups=2,
+        scale=4.0,
+        rope_theta=100.0,
+        mscale=0.707,
         rope_scaling=YarnScaling(factor=8.0, original=16, magnitude=1.0),
     ),
     "deepseek_v3": DeepSeekV3(**LATENT, query_rank=18, groups=4, top_groups=2),
     "deepseek_v3, queries of the stream, halves, yarn": DeepSeekV3(
-        **LATENT | dict(dense_depth=2), groups=1, top_groups=1, normalize_top_k=False, interleaved=False, rope_theta=100.0,
-        mscale=1.0, rope_scaling=YarnScaling(factor=8.0, original=16, magnitude=0.9), tied=True,
+        **LATENT | dict(dense_depth=2),
+        groups=1,
+        top_groups=1,
+        normalize_top_k=False,
+        interleaved=False,
+        rope_theta=100.0,
+        mscale=1.0,
+        rope_scaling=YarnScaling(factor=8.0, original=16, magnitude=0.9),
+        tied=True,
     ),
     "cohere": Cohere(**GROUPED, logit_scale=0.25),
     "cohere, untied": Cohere(**GROUPED, tied=False, rope_theta=100.0, logit_scale=0.5),
     "bert": BERT(**SIZES, max_positions=32),
     "roberta": RoBERTa(**SIZES, max_positions=32, padding=1),
-    "modernbert": ModernBERT(**SIZES | dict(depth=4), hidden=48, max_positions=64, window=2, local_rope_theta=100.0),
-    "modernbert, untied": ModernBERT(**SIZES, hidden=48, max_positions=64, window=3, global_every=2, tied=False),
+    "modernbert": ModernBERT(
+        **SIZES | dict(depth=4), hidden=48, max_positions=64, window=2, local_rope_theta=100.0
+    ),
+    "modernbert, untied": ModernBERT(
+        **SIZES, hidden=48, max_positions=64, window=3, global_every=2, tied=False
+    ),
     "t5": T5(**SIZES, hidden=40, buckets=8, max_distance=12),
     "t5, version 1.1": T5(
-        **SIZES | dict(depth=2), decoder_depth=1, head_dim=12, hidden=40, activation="gelu_tanh", gated=True,
+        **SIZES | dict(depth=2),
+        decoder_depth=1,
+        head_dim=12,
+        hidden=40,
+        activation="gelu_tanh",
+        gated=True,
         tied=False,
     ),
     "t5, ul2": T5(**SIZES | dict(depth=1), hidden=40, activation="silu", gated=True, tied=False),
-}  # fmt: skip
+}
 
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """float32, uniform between -0.35 and 0.35, one more for the scale of a norm; a tenth for what chooses experts.
 
-    Drawn, as sums of regular numbers cancel, and a norm after a part makes what float32 leaves of them large.
+    Drawn, as sums of regular numbers cancel, and a norm after a part makes what float32 leaves of
+    them large.
     """
     draw = np.random.RandomState(
         zlib.crc32(name.encode())

@@ -12,11 +12,13 @@ from jax.extend.core import ClosedJaxpr
 import jaxlm
 
 PACKAGE = Path(jaxlm.__file__).parent
-# A sum of 64 numbers in bfloat16 is wrong by an eighth at most: 64 roundings of 2^-9 each, all to one side.
+# A sum of 64 numbers in bfloat16 is wrong by an eighth at most: 64 roundings of 2^-9 each, all to
+# one side.
 MOST_TERMS = 64
 
-# Primitives that hand a running sum on: scaled, cut, placed, rounded. Behind any other, such as a product of matrices, it
-# is no running sum. So it is behind a product with a number that depends on it, as in a norm.
+# Primitives that hand a running sum on: scaled, cut, placed, rounded. Behind any other, such as a
+# product of matrices, it is no running sum. So it is behind a product with a number that depends on
+# it, as in a norm.
 LINEAR = frozenset(
     """broadcast_in_dim concatenate convert_element_type copy copy_p device_put div dynamic_slice
     dynamic_update_slice gather mul name neg optimization_barrier pad pcast ppermute pvary reduce_precision
@@ -30,7 +32,8 @@ COLLECTIVE = frozenset(["psum", "psum2", "psum_invariant", "reduce_scatter", "al
 class Sum:
     """A sum whose result, or whose running total, has 16 bits.
 
-    `terms` is the number of numbers added up; None if a setting of the run decides it (turns of a loop, devices).
+    `terms` is the number of numbers added up; None if a setting of the run decides it (turns of a
+    loop, devices).
     """
 
     kind: str  # a primitive; or "scan carry", "while carry", "state": what is added to turn by turn
@@ -51,9 +54,9 @@ class Sum:
 def narrow_sums(program: ClosedJaxpr, carried: Sequence[tuple[int, int]] = ()) -> list[Sum]:
     """Return the sums of a program that are rounded to 16 bits, each once.
 
-    Reductions, scatters and products count if a result is a sum of more than `MOST_TERMS` numbers. Loop carries and
-    collectives count always: the turns of a loop (layers, micro-batches, ring steps) and the devices along a mesh axis
-    are settings, small in a test and not in a run.
+    Reductions, scatters and products count if a result is a sum of more than `MOST_TERMS` numbers.
+    Loop carries and collectives count always: the turns of a loop (layers, micro-batches, ring
+    steps) and the devices along a mesh axis are settings, small in a test and not in a run.
 
     Args:
       program: what `jax.jit(f).trace(...).jaxpr` or `jax.make_jaxpr` gives; programs inside of it are read too.

@@ -1,8 +1,9 @@
 """No step of training adds up more than a few numbers in 16 bits, whatever it trains and wherever it runs.
 
-Steps are traced as for a GPU or a TPU (`core.backend.compiling_for`), at sizes at which every axis has more than 64 numbers, and
-not compiled. Activations are bfloat16 or float16 there but float32 on a CPU, so numbers that are computed on a CPU do not
-show such sums. What kernels of vendors do inside (cuDNN, splash) is theirs.
+Steps are traced as for a GPU or a TPU (`core.backend.compiling_for`), at sizes at which every axis
+has more than 64 numbers, and not compiled. Activations are bfloat16 or float16 there but float32 on
+a CPU, so numbers that are computed on a CPU do not show such sums. What kernels of vendors do
+inside (cuDNN, splash) is theirs.
 """
 
 import dataclasses
@@ -46,8 +47,9 @@ OPTIMIZERS = [arm().name for arm in get_args(Optimizer)]
 EXPERTS = [name for name, arm in FAMILIES.items() if "experts" in arm.__dataclass_fields__]
 TIED = [name for name, arm in FAMILIES.items() if "tied" in arm.__dataclass_fields__]
 
-# Every axis is longer than the 64 numbers that may be summed. No product of features is as long as LEAST_ROWS, and on
-# every device of every mesh below there are more rows: so a shape tells whether it has an axis of tokens.
+# Every axis is longer than the 64 numbers that may be summed. No product of features is as long as
+# LEAST_ROWS, and on every device of every mesh below there are more rows: so a shape tells whether
+# it has an axis of tokens.
 ROWS, LENGTH, LEAST_ROWS = 2**19, 128, 2**15
 SIZES = {"vocab": 4160, "depth": 2, "width": 72 * 72, "hidden": 96, "heads": 72, "kv_heads": 72}
 
@@ -69,17 +71,22 @@ class Allowed:
 ALLOWED = (
     Allowed(
         ("dot_general", "ragged_dot_general"),
-        "activations come out of a product: cuBLAS and the matrix units of TPUs add up in float32 and round once",
+        "activations come out of a product: cuBLAS and the matrix units of TPUs add up in "
+        "float32 and round once",
     ),
     Allowed(
         ("scan carry",),
-        "the residual stream and its gradient: two additions a layer, in the dtype of activations as in the models' "
-        "own implementations; and with microbatches of a pipeline the places where activations wait",
+        "the residual stream and its gradient: two additions a layer, in the dtype of "
+        "activations as in the models' "
+        "own implementations; and with microbatches of a pipeline the places where activations "
+        "wait",
     ),
     Allowed(
         ("psum", "psum_invariant"),
-        "each device of `tensor` has rounded its part of an activation once, and there are as many parts as devices "
-        "with fast wires between them; stages (`pipe`) add equal parts, of which all but one are zero or copies",
+        "each device of `tensor` has rounded its part of an activation once, and there are as "
+        "many parts as devices "
+        "with fast wires between them; stages (`pipe`) add equal parts, of which all but one are "
+        "zero or copies",
         frozenset({"tensor", "pipe"}),
     ),
     Allowed(
@@ -120,7 +127,10 @@ def settings_of(family, settings):
 
 
 def engine_of(settings, mesh):
-    """The engine of a run, its mesh of fake devices, and the shapes of a state and a batch. For `backend.compiling_for`."""
+    """The engine of a run, its mesh of fake devices, and the shapes of a state and a batch.
+
+    For `backend.compiling_for`.
+    """
     run = config.load(Run, None, [(path, str(value)) for path, value in settings.items()]).value
     sizes = {"data": 1} | (mesh or {})
     grid = meshes.build(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
@@ -252,7 +262,10 @@ def test_devices_add_up_gradients_in_float32(family, settings, mesh):
     ids=str,
 )
 def test_parameters_of_16_bits_have_gradients_summed_in_float32(family, settings, mesh):
-    """Within a step. What parameters and moments lose from step to step is a matter of their updates."""
+    """Within a step.
+
+    What parameters and moments lose from step to step is a matter of their updates.
+    """
     found = sums(family, {"precision.params": "bfloat16"} | settings, mesh=mesh)
     assert not forbidden(each for each in found if each.kind != "state")
 

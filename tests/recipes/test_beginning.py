@@ -250,7 +250,9 @@ def test_a_vocabulary_of_the_size_of_the_tokenizer_equals_auto(folder):
 
 
 @pytest.mark.parametrize("verb", ["eval", "generate --prompt=a --max_tokens=2"])
-def test_a_model_of_another_library_as_a_run_is_fixed_by_an_import(tmp_path, capsys, verb, monkeypatch):  # fmt: skip
+def test_a_model_of_another_library_as_a_run_is_fixed_by_an_import(
+    tmp_path, capsys, verb, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "hf")
     code, told = error(capsys, *verb.split(), "--workdir=hf")

@@ -49,9 +49,23 @@ def batch_of(engine):
 def test_a_bias_on_the_choice_of_experts_moves_by_its_rate_and_nothing_else(rate):
     """And stays where it is without one."""
     model = DeepSeekV3(
-        vocab=512, width=32, depth=2, heads=2, kv_rank=16, nope_dim=8, rope_dim=8, value_dim=8, experts=4, top_k=2,
-        groups=2, top_groups=1, hidden=16, shared=16, dense_hidden=32, balance_bias=rate,
-    )  # fmt: skip
+        vocab=512,
+        width=32,
+        depth=2,
+        heads=2,
+        kv_rank=16,
+        nope_dim=8,
+        rope_dim=8,
+        value_dim=8,
+        experts=4,
+        top_k=2,
+        groups=2,
+        top_groups=1,
+        hidden=16,
+        shared=16,
+        dense_hidden=32,
+        balance_bias=rate,
+    )
     engine = engine_of({}, model)
     with jax.set_mesh(engine.model.mesh):
         state, _ = engine.step(engine.init_state(), batch_of(engine))
@@ -68,9 +82,7 @@ def held(values):
 
 
 def test_the_bytes_that_the_header_shows_are_those_of_the_live_arrays():
-    """Gradients live inside of a step alone: a program that ends with them shows how they lie, and tests/training/test_zero.py
-    reads it in the step.
-    """
+    """Gradients live inside of a step alone: a program that ends with them shows how they lie, and tests/training/test_zero.py reads it in the step."""
     told = {}
     for zero in (1, 2, 3):
         engine = engine_of({"fsdp": 4, "zero": zero})

@@ -21,8 +21,10 @@ LAYOUTS = {
 }
 SAID = {
     "stages beside fsdp": "2 stages, 2 micro-batches: each stage idles 33% of ticks",
-    "circular, optimizer state split alone": "2 stages x 2 groups of layers, 2 micro-batches: each stage idles 20% of ticks",
-    "optimizer state on the host": "of optimizer (zero=2), the optimizer state on the host between steps",
+    "circular, optimizer state split alone": "2 stages x 2 groups of layers, 2 micro-batches: "
+    "each stage idles 20% of ticks",
+    "optimizer state on the host": "of optimizer (zero=2), the optimizer state on the host "
+    "between steps",
 }
 MORE = {
     "stages beside fsdp": (),

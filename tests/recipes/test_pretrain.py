@@ -29,7 +29,8 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-# What is tested here beyond the harness: a schedule that is a share of the end, evaluations on the way, samples.
+# What is tested here beyond the harness: a schedule that is a share of the end, evaluations on the
+# way, samples.
 SETTINGS = {
     "optim.lr": 1e-2,
     "schedule.name": "cosine",
@@ -113,9 +114,21 @@ def test_a_traced_window_is_summed_up_in_a_file_and_in_the_log(unbroken):
 def test_a_run_leaves_everything_that_the_contract_names(unbroken):
     names = {path.name for path in unbroken.iterdir()}
     assert names >= {
-        "config.json", "provenance.json", "environment.json", "command.sh", "metrics.jsonl", "samples.jsonl",
-        "log.txt", "warnings.jsonl", "checkpoints", "exit.json", "plots", "report.html", "baselines.json", "tokenizer",
-    }  # fmt: skip
+        "config.json",
+        "provenance.json",
+        "environment.json",
+        "command.sh",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "log.txt",
+        "warnings.jsonl",
+        "checkpoints",
+        "exit.json",
+        "plots",
+        "report.html",
+        "baselines.json",
+        "tokenizer",
+    }
     assert json.loads((unbroken / "exit.json").read_text())["code"] == 0
     assert {path.name for path in (unbroken / "plots").iterdir()} >= {"loss.png"}
     page = (unbroken / "report.html").read_text()
@@ -179,9 +192,23 @@ def test_every_step_is_logged_with_the_names_of_the_contract(unbroken):
     steps = [r for r in records(unbroken) if r["split"] == "train"]
     assert [r["step"] for r in steps] == list(range(1, 13))
     assert set(steps[0]) >= {
-        "step", "time_unix", "split", "loss_nats", "tokens", "learning_rate", "grad_norm", "param_norm", "update_ratio",
-        "step_seconds", "data_wait_seconds", "tokens_per_second", "flops_per_second", "mfu", "skipped_total", "peak_bytes",
-    }  # fmt: skip
+        "step",
+        "time_unix",
+        "split",
+        "loss_nats",
+        "tokens",
+        "learning_rate",
+        "grad_norm",
+        "param_norm",
+        "update_ratio",
+        "step_seconds",
+        "data_wait_seconds",
+        "tokens_per_second",
+        "flops_per_second",
+        "mfu",
+        "skipped_total",
+        "peak_bytes",
+    }
     assert steps[0]["mfu"] is None  # the peak of a CPU is not known
     tokens = [r["tokens"] for r in steps]
     assert tokens == sorted(tokens)

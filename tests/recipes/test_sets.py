@@ -57,7 +57,10 @@ def test_the_followed_set_ranks_checkpoints_and_is_named(config, tmp_path, capsy
 
 
 def test_like_is_ranked_with_like_and_what_is_of_a_part_says_so(config, tmp_path):
-    """The last evaluation is of the whole set, the others of two batches: those rank. Another run has the last step in its middle."""
+    """The last evaluation is of the whole set, the others of two batches: those rank.
+
+    Another run has the last step in its middle.
+    """
     seldom = "--config.eval.every=2"
     assert main(harness.words(config, tmp_path / "ended", seldom)) == 0
     longer = ("--config.train.steps=6", "--stop_at=5")

@@ -11,7 +11,8 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-# A step takes at least this long, and a pause many times as long: the machine's own noise is small beside both.
+# A step takes at least this long, and a pause many times as long: the machine's own noise is small
+# beside both.
 STEP_SECONDS, PAUSE_SECONDS = 0.1, 0.4
 SETTINGS = {
     "train.steps": 24,

@@ -73,7 +73,8 @@ def test_texts_it_never_saw_are_told_apart_as_well_as_it_says(here, record_prope
     record_property(
         "table",
         f"a classifier on 2,000 new texts: precision {precision:.3f}, recall {recall:.3f}; "
-        f"stated on {sum(stated['held_out'].values())}: {figures['precision']:.3f}, {figures['recall']:.3f}",
+        f"stated on {sum(stated['held_out'].values())}: {figures['precision']:.3f}, "
+        f"{figures['recall']:.3f}",
     )
     assert min(precision, recall) > 0.9
     # Three standard deviations of a share of about 100.

@@ -117,7 +117,10 @@ def test_callbacks_see_state_metrics_and_batch_of_their_moment_and_an_error_keep
 
 def test_it_is_there_at_once_and_brings_no_jax():
     begun = time.perf_counter()
-    code = "import sys, jaxlm; print('jax' in sys.modules, callable(jaxlm.train), 'jax' in sys.modules)"
+    code = (
+        "import sys, jaxlm; print('jax' in sys.modules, callable(jaxlm.train), 'jax' in "
+        "sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False"]
     machine.require_clock(time.perf_counter() - begun, 20)

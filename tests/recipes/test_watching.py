@@ -84,8 +84,9 @@ def test_a_step_is_watched_where_it_is_logged(every, span, due):
 
 def test_a_step_is_logged_after_the_next_one_was_observed():
     run = Run(
-        train=TrainConfig(steps=4), log=LogConfig(layers=("norms",), every=Span.parse(1), layers_every=Span.parse(1))
-    )  # fmt: skip
+        train=TrainConfig(steps=4),
+        log=LogConfig(layers=("norms",), every=Span.parse(1), layers_every=Span.parse(1)),
+    )
 
     def observed(size):
         norm = {"embedding/table": np.float32(size)}

@@ -12,7 +12,8 @@ from tests.scripts.test_setup import Machine
 
 ROOT = Path(__file__).parents[2]
 
-# Has what is written in the file `has` beside it; an installation adds all. Says how a script is run.
+# Has what is written in the file `has` beside it; an installation adds all. Says how a script is
+# run.
 PYTHON = """#!/bin/sh
 has=$(dirname "$0")/has
 lacks() { grep -q "$1" "$has" || { printf 'Traceback:\\nModuleNotFoundError: %s\\n' "$1" >&2; exit 1; }; }

@@ -48,6 +48,10 @@ def test_loop_config_and_flax_cost_at_most_their_share_of_a_step(
 ):
     """The median over rounds, in each of which both sides take turns."""
     found = bench(f"--size={size}")
-    record_property("table", f"jaxlm's step over a hand-written one, {size}: {found['ratio']:.3f}, rounds {[round(each, 3) for each in found['ratios']]}")  # fmt: skip
+    record_property(
+        "table",
+        f"jaxlm's step over a hand-written one, {size}: {found['ratio']:.3f}, rounds "
+        f"{[round(each, 3) for each in found['ratios']]}",
+    )
     assert found["parameters"] == pytest.approx(parameters, rel=0.01)
     assert found["ratio"] >= least

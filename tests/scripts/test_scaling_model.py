@@ -40,14 +40,18 @@ def test_the_table_covers_both_models_and_marks_what_does_not_pay(model, tmp_pat
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-# Llama 8B by hand: 32 layers, 4,096 wide, 8 of 32 heads for keys, 14,336 hidden, 128,256 ids, rows of 4,096 tokens.
+# Llama 8B by hand: 32 layers, 4,096 wide, 8 of 32 heads for keys, 14,336 hidden, 128,256 ids, rows
+# of 4,096 tokens.
 BLOCKS = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
 TABLE = 128256 * 4096
-# 6 FLOPs for each weight, and for attention 12 T D a layer, half of it causal; forward again is a third of all.
+# 6 FLOPs for each weight, and for attention 12 T D a layer, half of it causal; forward again is a
+# third of all.
 TOKEN_SECONDS = 4 / 3 * (6 * (BLOCKS + TABLE) + 6 * 32 * 4096 * 4096) / 459e12
-# In bf16 blocks and the unembedding are gathered twice and the embedding once; in fp32 gradients are scattered.
+# In bf16 blocks and the unembedding are gathered twice and the embedding once; in fp32 gradients
+# are scattered.
 STATE = 2 * (2 * BLOCKS + 3 * TABLE) + 4 * (BLOCKS + 2 * TABLE)
-# Two sums of the stream forward, five backward and one again in each layer, and two beside the layers; of 4 or 8 chips' tokens.
+# Two sums of the stream forward, five backward and one again in each layer, and two beside the
+# layers; of 4 or 8 chips' tokens.
 STREAM = 4096 * 2 * (8 * 32 + 2)
 FSDP_64 = 63 / 64 * STATE / 600e9  # six links, both ways
 TENSOR_4 = (

@@ -28,7 +28,8 @@ TOOLS = (
     "tr",
 )
 
-# Answers the probe, makes an environment that holds a copy of itself, notes what pip is asked for, and says what pytest is.
+# Answers the probe, makes an environment that holds a copy of itself, notes what pip is asked for,
+# and says what pytest is.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
   "-c "*import*ensurepip*) echo {version}; exit {probe} ;;
@@ -283,14 +284,23 @@ WORKERS = "-q -n logical --maxprocesses=8 --dist=loadfile"
 FAST = [(".venv", WORKERS, HURRIED)]
 SLOW = [
     *FAST,
-    (".venv", f"{WORKERS} -m slow and not alone and not parity and not cluster and not trackers and not gpu", ""),
+    (
+        ".venv",
+        f"{WORKERS} -m slow and not alone and not parity and not cluster and not trackers and "
+        f"not gpu",
+        "",
+    ),
     (".venv", "-q -m alone", ""),
     (".venv-parity", WORKERS, HURRIED),
     (".venv-parity", "-q -m parity", ""),
     (".venv-ray", "-q -m cluster tests/corpus", ""),
     (".venv-trackers", "-q -m trackers tests/monitor/test_trackers.py", ""),
-    (".venv-tpu", "-q -m slow -k topology tests/house/test_readme.py tests/recipes/diagnose/test_topology.py", ""),
-]  # fmt: skip
+    (
+        ".venv-tpu",
+        "-q -m slow -k topology tests/house/test_readme.py tests/recipes/diagnose/test_topology.py",
+        "",
+    ),
+]
 GPU = (".venv-gpu", "-q -m gpu tests/faults/test_gpu.py", "")
 
 
@@ -356,7 +366,10 @@ def test_a_failed_install_shows_the_last_words_and_is_tried_again(machine):
 
 
 def test_tested_versions_that_are_nowhere_give_way_to_allowed_ones(machine):
-    refuse = 'case "$*" in *" -c "*) echo "ERROR: No matching distribution found for jax==9"; exit 1 ;; esac'
+    refuse = (
+        'case "$*" in *" -c "*) echo "ERROR: No matching distribution found for jax==9"; '
+        "exit 1 ;; esac"
+    )
     machine.python("python3.13", "3.13", pip=refuse)
     done = machine.run("prepare .venv ''")
     assert done.returncode == 0, done.stderr

@@ -376,8 +376,18 @@ def test_leaves_of_the_base_can_be_trained_whole():
 
 @pytest.mark.parametrize("arm", ["lora", "bottleneck"])
 def test_the_observer_of_a_pipeline_has_the_adapter(arm):
-    sizes = [("mesh.data", "1"), ("mesh.pipe", "2"), ("train.batch", "4"), ("train.microbatches", "2")]  # fmt: skip
-    model = [("model.vocab", "64"), ("model.width", "16"), ("model.depth", "2"), ("model.heads", "4")]  # fmt: skip
+    sizes = [
+        ("mesh.data", "1"),
+        ("mesh.pipe", "2"),
+        ("train.batch", "4"),
+        ("train.microbatches", "2"),
+    ]
+    model = [
+        ("model.vocab", "64"),
+        ("model.width", "16"),
+        ("model.depth", "2"),
+        ("model.heads", "4"),
+    ]
     settings = [*sizes, *model, ("model.kv_heads", "2"), ("tune.name", arm)]
     run = load(Run, None, [*settings, *([("tune.rank", "2")] if arm == "lora" else [])]).value
     grid = mesh.build(run.mesh, jax.devices()[:2])

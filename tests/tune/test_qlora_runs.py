@@ -71,7 +71,11 @@ def test_a_base_of_another_dtype_is_cast_when_it_is_read(settings, base, tmp_pat
     flags = ("--config.precision.params=bfloat16", "--config.train.steps=1")
     assert main(words(settings, tmp_path / "run", base, *flags)) == 0
     layout = store_of(tmp_path / "run").layout(1)
-    assert {dtype.partition("[")[0] for path, dtype in layout.items() if "lora_" in path and path.startswith("params/")} == {"bfloat16"}  # fmt: skip
+    assert {
+        dtype.partition("[")[0]
+        for path, dtype in layout.items()
+        if "lora_" in path and path.startswith("params/")
+    } == {"bfloat16"}
 
 
 def test_a_run_is_evaluated_sampled_and_exported_with_its_adapter(run, tmp_path, capsys):

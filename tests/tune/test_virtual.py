@@ -101,7 +101,9 @@ def test_virtual_tokens_that_stand_for_ids_compute_what_the_ids_do(arm, family):
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_each_segment_of_a_packed_row_sees_them_as_if_it_were_alone(arm, kernel):
     blueprint, params = standing_for(arm, "llama")
-    alone = [logits(blueprint, params, part, positions=places(part)) for part in (IDS[:, :5], IDS[:, 5:])]  # fmt: skip
+    alone = [
+        logits(blueprint, params, part, positions=places(part)) for part in (IDS[:, :5], IDS[:, 5:])
+    ]
     of_kernel = blueprint.config.map_blocks(
         lambda block: dataclasses.replace(
             block, attention=dataclasses.replace(block.attention, kernel=kernel)
@@ -151,7 +153,11 @@ def test_decoding_gives_the_logits_of_the_forward_pass(arm, family, is_relaid):
 @pytest.mark.parametrize("arm", ["prompt", "prefix"])
 def test_a_window_does_not_hide_them_in_training_or_decoding(arm):
     blueprint, params = standing_for(arm, "mistral", window=4)
-    noise = {path: leaf for path, leaf in tree.leaves(params).items() if "leading" in path or "virtual" in path}  # fmt: skip
+    noise = {
+        path: leaf
+        for path, leaf in tree.leaves(params).items()
+        if "leading" in path or "virtual" in path
+    }
     assert noise
     moved = tree.map_with_path(lambda path, leaf: leaf + (path in noise), params)
     before, after = (

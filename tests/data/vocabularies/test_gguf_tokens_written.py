@@ -52,7 +52,8 @@ def test_pieces_of_an_imported_model_keep_their_ids(name):
     own = ImportedTokenizer(content, before=[], after=[0])
     assert read_back(written).encode_many(TEXTS) == own.encode_many(TEXTS)
     assert written["tokenizer.ggml.add_space_prefix"] == (name == "llama")
-    # llama.cpp goes by scores alone: those of pieces fall in the order in which these are merged, none like another.
+    # llama.cpp goes by scores alone: those of pieces fall in the order in which these are merged,
+    # none like another.
     scores = dict(
         zip(*(written[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores")), strict=True)
     )
@@ -70,7 +71,9 @@ def test_the_way_to_cut_words_is_recognised(pre):
     assert (
         PRE_TOKENIZERS[written["tokenizer.ggml.pre"]] == PRE_TOKENIZERS[pre] or pre == "llama-bpe"
     )
-    assert PRE_TOKENIZERS[written["tokenizer.ggml.pre"]]._replace(begins=False) == PRE_TOKENIZERS[pre]._replace(begins=False)  # fmt: skip
+    assert PRE_TOKENIZERS[written["tokenizer.ggml.pre"]]._replace(begins=False) == PRE_TOKENIZERS[
+        pre
+    ]._replace(begins=False)
     assert written["tokenizer.ggml.merges"] == [f"{a} {b}" for a, b in MERGES]
     assert written["tokenizer.ggml.token_type"][-3:] == [3, 4, 1]
 

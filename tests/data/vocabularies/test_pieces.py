@@ -19,8 +19,12 @@ from tests.data.test_tokenizer import NASTY, _random_texts
 LINES = [
     *Path(tokenize.__file__).read_text().splitlines(),
     *Path(json.__file__).read_text().splitlines(),
-    *["\u65e5\u672c\u8a9e \u306e \u30c6\u30ad\u30b9\u30c8 caf\u00e9 \ufb01 \u212b \u05e9\u05dc\u05d5\u05dd"] * 5,
-]  # fmt: skip
+    *[
+        "\u65e5\u672c\u8a9e \u306e \u30c6\u30ad\u30b9\u30c8 caf\u00e9 \ufb01 \u212b "
+        "\u05e9\u05dc\u05d5\u05dd"
+    ]
+    * 5,
+]
 AS_IS = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
 USER = ["<mask>", "\n\n", "\n", "<unused0>"]
 MODELS = {

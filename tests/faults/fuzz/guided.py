@@ -2,8 +2,9 @@
 
     python -m tests.faults.fuzz.guided KIND FOLDER SECONDS SEED
 
-FOLDER is that of the fixture in test_fuzz.py. Ends with 0 once the seconds are over; with another code, and the bytes that
-did it in FOLDER, where a reader raises what is none of ours, takes five seconds, or this process holds more than a GiB.
+FOLDER is that of the fixture in test_fuzz.py. Ends with 0 once the seconds are over; with another
+code, and the bytes that did it in FOLDER, where a reader raises what is none of ours, takes five
+seconds, or this process holds more than a GiB.
 """
 
 import sys

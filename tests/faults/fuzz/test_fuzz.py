@@ -1,6 +1,7 @@
 """Damaged files of every kind that is read: only the typed error may come out, whatever was changed.
 
-Our own changes know JSON, and what a digest is of; atheris knows which bytes reach new code. `scripts/soak --fuzz` does both.
+Our own changes know JSON, and what a digest is of; atheris knows which bytes reach new code.
+`scripts/soak --fuzz` does both.
 """
 
 import base64
@@ -70,7 +71,13 @@ RAW = (
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """The path of every value inside a JSON value."""
     found = [path]
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()  # fmt: skip
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inner:
         found += places(each, (*path, key))
     return found

@@ -184,7 +184,9 @@ def test_what_is_sent_beside_what_may_be_is_found(
     """Queries gathered as keys are, places of experts gathered instead of exchanged, a table that is looked up in parts."""
 
     def whole(x, *axes):
-        return rules.constrain(x, *(None if "heads" in axes and axis == "length" else axis for axis in axes))  # fmt: skip
+        return rules.constrain(
+            x, *(None if "heads" in axes and axis == "length" else axis for axis in axes)
+        )
 
     def gathered(x, axis, split, joined, *, tiled):
         every = jax.lax.all_gather(x, axis)
@@ -211,8 +213,14 @@ WHOLE = {
     "experts": ("expert", "model.family=mixtral", "mesh.expert=2", "mesh.tensor=1"),
     "layers": ("pipe", "mesh.pipe=2", "mesh.tensor=1"),
     # Of a Llama 8B each is less than 2% of all parameters.
-    "kv_heads": ("tensor", "model.width=4096", "model.heads=32", "model.kv_heads=8", "model.hidden=14336"),
-}  # fmt: skip
+    "kv_heads": (
+        "tensor",
+        "model.width=4096",
+        "model.heads=32",
+        "model.kv_heads=8",
+        "model.hidden=14336",
+    ),
+}
 
 
 @pytest.mark.slow
@@ -333,7 +341,16 @@ def test_every_axis_that_splits_stays_split(wanted, limit, sizes):
 
 
 def test_a_shrunk_run_has_a_mark_in_its_tokens_that_no_parameter_has():
-    run = config.load(Run, None, [("mesh.context", "4"), ("model.heads", "20"), ("model.kv_heads", "4"), ("model.width", "640")]).value  # fmt: skip
+    run = config.load(
+        Run,
+        None,
+        [
+            ("mesh.context", "4"),
+            ("model.heads", "20"),
+            ("model.kv_heads", "4"),
+            ("model.width", "640"),
+        ],
+    ).value
     small = reduced_run(run, 3, 8)
     model = small.run.model
     assert small.run.data.sequence % (2 * 4 * small.mark) == 0

@@ -90,7 +90,13 @@ def test_an_earlier_test_is_not_overwritten(config, found, capsys):
 def test_a_range_that_is_none_is_refused(config, tmp_path, capsys, flags, fix):
     code, answer = find(capsys, config, tmp_path / "out", *flags)
     assert code == 2
-    assert answer["error"]["where"] in (" ".join(flags), "--low=0 --high=1", "--low=1e-06 --high=inf", "--low=1e-06 --high=nan", "--low=1 --high=1e-06")  # fmt: skip
+    assert answer["error"]["where"] in (
+        " ".join(flags),
+        "--low=0 --high=1",
+        "--low=1e-06 --high=inf",
+        "--low=1e-06 --high=nan",
+        "--low=1 --high=1e-06",
+    )
     assert answer["error"]["fix"] == fix
     assert not list(tmp_path.iterdir())
 

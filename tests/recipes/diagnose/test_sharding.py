@@ -1,7 +1,8 @@
 """No device holds tokens x vocabulary where the mesh splits the vocabulary, and nothing is sent that no rule of sharding explains.
 
-Read off the compiled programs of runs that are made small as `jaxlm check` makes them, for every optimizer, for objectives and
-families whose programs differ, and for every axis of a mesh. What may be sent, and why, is said in `recipes/diagnose/collectives.py`.
+Read off the compiled programs of runs that are made small as `jaxlm check` makes them, for every
+optimizer, for objectives and families whose programs differ, and for every axis of a mesh. What may
+be sent, and why, is said in `recipes/diagnose/collectives.py`.
 """
 
 import dataclasses
@@ -76,7 +77,8 @@ WATCHED = ("log.layers=norms,activations,attention,noise", "train.microbatches=2
 # What no rule of sharding names, and why it may be sent.
 ALLOWED = {
     "f32[3,15]": "sums of the calibration's 15 bins, a multiple of the mark of tokens",
-    "over pipe of f32[4,32,32]": "layers are watched without the pipeline: each device reads those of all stages",
+    "over pipe of f32[4,32,32]": "layers are watched without the pipeline: each device reads "
+    "those of all stages",
 }
 
 
@@ -125,7 +127,8 @@ def wrong(small, text, **known):
     step, run = dataclasses.replace(check.step_of(small), **known), small.run
     lines = collectives.table(hlo.read_collectives(text), small.mesh, step)
     found = [
-        f"{line.source}: {line.kind} over {','.join(line.axes)} of {line.largest}, {line.sent_bytes:.0f} bytes: {line.why_unexpected}"
+        f"{line.source}: {line.kind} over {','.join(line.axes)} of {line.largest}, "
+        f"{line.sent_bytes:.0f} bytes: {line.why_unexpected}"
         for line in lines
         if line.why_unexpected
     ]

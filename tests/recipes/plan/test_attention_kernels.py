@@ -206,7 +206,8 @@ def test_a_run_of_another_platform_is_used_here_with_another_kernel_that_is_logg
         assert used.train.attention == kernel
         assert used.data.sequence == (sequence or 1024)
     assert said == [
-        "splash attention cannot compute this run here: blockwise: rows of 1024 tokens, 256 queries and keys at a time\n"
+        "splash attention cannot compute this run here: blockwise: rows of 1024 tokens, 256 "
+        "queries and keys at a time\n"
         "samples: reference, as the other kernels have no KV cache"
     ]
 

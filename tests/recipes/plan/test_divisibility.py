@@ -32,10 +32,21 @@ CASES = {
     "heads": (8, {"mesh.tensor": "8"}, ["kv_heads = 4 does not divide by 8 (tensor), 8 would"]),
     "odd heads": (
         6,
-        {"mesh.tensor": "2", "mesh.data": "3", "model.heads": "3", "model.kv_heads": "3", "model.width": "48", "train.batch": "6"},
+        {
+            "mesh.tensor": "2",
+            "mesh.data": "3",
+            "model.heads": "3",
+            "model.kv_heads": "3",
+            "model.width": "48",
+            "train.batch": "6",
+        },
         ["heads = 3 does not divide by 2"],
     ),
-    "layers": (8, {"mesh.pipe": "8", "model.depth": "10"}, ["depth = 10 does not divide by 8 (pipe), 8 or 16 would"]),
+    "layers": (
+        8,
+        {"mesh.pipe": "8", "model.depth": "10"},
+        ["depth = 10 does not divide by 8 (pipe), 8 or 16 would"],
+    ),
     "layers after dense ones": (
         2,
         LATENT | {"mesh.pipe": "2", "model.depth": "4", "model.dense_depth": "1"},
@@ -43,7 +54,12 @@ CASES = {
     ),
     "circular layers": (
         4,
-        {"mesh.pipe": "4", "model.depth": "12", "train.pipeline": "circular", "train.microbatches": "4"},
+        {
+            "mesh.pipe": "4",
+            "model.depth": "12",
+            "train.pipeline": "circular",
+            "train.microbatches": "4",
+        },
         ["depth = 12 does not divide by 8"],
     ),
     "circular micro-batches": (
@@ -53,18 +69,34 @@ CASES = {
     ),
     "circular micro-batches of a batch that is too small for them": (
         16,
-        {"mesh.pipe": "4", "train.pipeline": "circular", "train.microbatches": "2", "train.batch": "6"},
-        ["microbatches = 2 cannot fill 4 stages (pipe), 4 would", "batch = 6 does not divide by 16 (data x fsdp x expert), 16 would: 4 devices x 4"],
+        {
+            "mesh.pipe": "4",
+            "train.pipeline": "circular",
+            "train.microbatches": "2",
+            "train.batch": "6",
+        },
+        [
+            "microbatches = 2 cannot fill 4 stages (pipe), 4 would",
+            "batch = 6 does not divide by 16 (data x fsdp x expert), 16 would: 4 devices x 4",
+        ],
     ),
     "circular micro-batches that no cut of the batch gives": (
         16,
-        {"mesh.pipe": "4", "train.pipeline": "circular", "train.microbatches": "2", "train.batch": "8"},
+        {
+            "mesh.pipe": "4",
+            "train.pipeline": "circular",
+            "train.microbatches": "2",
+            "train.batch": "8",
+        },
         ["4 would", "batch = 8 does not divide by 16 (data x fsdp x expert), 16 would"],
     ),
     "rows of an evaluation": (
         8,
         {"eval.batch": "12", "train.batch": "12"},
-        ["batch = 12 does not divide by 8 (data x fsdp x expert), 8 or 16 would", "eval.batch = 12 does not"],
+        [
+            "batch = 12 does not divide by 8 (data x fsdp x expert), 8 or 16 would",
+            "eval.batch = 12 does not",
+        ],
     ),
     "experts": (
         8,
@@ -74,24 +106,41 @@ CASES = {
     "latents": (
         4,
         LATENT | {"mesh.fsdp": "4", "model.kv_rank": "18", "model.query_rank": "14"},
-        ["kv_rank = 18 does not divide by 4 (fsdp), 16 or 20 would", "query_rank = 14 does not divide by 4 (fsdp)"],
+        [
+            "kv_rank = 18 does not divide by 4 (fsdp), 16 or 20 would",
+            "query_rank = 14 does not divide by 4 (fsdp)",
+        ],
     ),
     "heads of a latent": (
         8,
         LATENT | {"mesh.tensor": "8", "mesh.data": "1", "model.heads": "6"},
         ["heads = 6 does not divide by 8 (tensor), 8 would"],
     ),
-    "sequence": (4, {"mesh.context": "4", "data.sequence": "62"}, ["sequence = 62 does not divide by 4 (context), "]),
+    "sequence": (
+        4,
+        {"mesh.context": "4", "data.sequence": "62"},
+        ["sequence = 62 does not divide by 4 (context), "],
+    ),
     "ring": (
         4,
         {"mesh.context": "4", "mesh.context_keys": "ring", "data.sequence": "60"},
         ["sequence = 60 does not divide by 8 (context), 56 or 64 would"],
     ),
     "rows": (8, {"train.batch": "12"}, ["batch = 12 does not divide by 8"]),
-    "width": (3, {"mesh.fsdp": "3", "train.batch": "15"}, ["width = 64 does not divide by 3 (fsdp), 48 or 96 would"]),
+    "width": (
+        3,
+        {"mesh.fsdp": "3", "train.batch": "15"},
+        ["width = 64 does not divide by 3 (fsdp), 48 or 96 would"],
+    ),
     "many": (
         8,
-        {"mesh.tensor": "8", "train.batch": "15", "train.microbatches": "3", "model.vocab": "100", "model.heads": "4"},
+        {
+            "mesh.tensor": "8",
+            "train.batch": "15",
+            "train.microbatches": "3",
+            "model.vocab": "100",
+            "model.heads": "4",
+        },
         ["vocab = 100", "heads = 4", "kv_heads = 4"],
     ),
     "everything": (
@@ -105,19 +154,30 @@ CASES = {
             "train.batch": "15",
             "model.kv_heads": "1",
         },
-        ["kv_heads = 1", "depth = 6", "sequence = 63", "batch = 15 does not divide by 2 (data x fsdp x expert), 14 or 16 would"],
+        [
+            "kv_heads = 1",
+            "depth = 6",
+            "sequence = 63",
+            "batch = 15 does not divide by 2 (data x fsdp x expert), 14 or 16 would",
+        ],
     ),
     "a prime number of devices": (
         7,
         {"mesh.tensor": "3"},
-        ["a multiple of 3 devices, 7 are available", "vocab = 64", "heads = 8", "kv_heads = 4", "hidden = 128"],
+        [
+            "a multiple of 3 devices, 7 are available",
+            "vocab = 64",
+            "heads = 8",
+            "kv_heads = 4",
+            "hidden = 128",
+        ],
     ),
     "no mesh for these rows": (
         8,
         {"mesh.tensor": "3", "mesh.data": "1", "train.batch": "15"},
         ["tensor=3 needs 3 devices, 8 are available"],
     ),
-}  # fmt: skip
+}
 
 
 def load(settings):
@@ -231,8 +291,17 @@ SINGLE = [
     (3, {"mesh.fsdp": "3", "train.batch": "15", "model.width": "80"}, "model.width"),
     (4, {"mesh.fsdp": "4", "model.head_dim": "8", "model.width": "70"}, "model.width"),
     (8, {"model.family": "mixtral", "model.experts": "10", "mesh.expert": "4"}, "model.experts"),
-    (16, {"mesh.pipe": "4", "train.pipeline": "circular", "train.microbatches": "2", "train.batch": "48"}, "train.microbatches"),
-]  # fmt: skip
+    (
+        16,
+        {
+            "mesh.pipe": "4",
+            "train.pipeline": "circular",
+            "train.microbatches": "2",
+            "train.batch": "48",
+        },
+        "train.microbatches",
+    ),
+]
 
 
 @pytest.mark.parametrize(("count", "settings", "path"), SINGLE, ids=str)

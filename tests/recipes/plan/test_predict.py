@@ -372,7 +372,8 @@ def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
 def test_the_plan_answers_in_two_seconds_without_jax(tmp_path):
     code = (
         "import sys\nfrom jaxlm.cli.main import main\n"
-        "assert main(['plan', '--config=configs/llama_8b.py:v5p-128', '--on=v5p-128', '--json']) == 0\n"
+        "assert main(['plan', '--config=configs/llama_8b.py:v5p-128', '--on=v5p-128', '--json']) "
+        "== 0\n"
         "print('jax' in sys.modules, file=sys.stderr)"
     )
     begun = os.times()
@@ -414,7 +415,8 @@ def test_an_encoder_decoder_is_planned_by_its_published_parameters_and_all_that_
     # 512 tokens are read for 120 or so that are written, and only those meet the unembedding.
     sides = 2 * 12 * (4 * 768**2 + 3 * 768 * 2048)
     assert 6 * sides / 2 < answer["flops_per_token"] < 6 * sides
-    # Of UL2's denoisers one writes half of a row in spans of three: 352 slots, where those of T5 are 112.
+    # Of UL2's denoisers one writes half of a row in spans of three: 352 slots, where those of T5
+    # are 112.
     code, denoised = ask(capsys, *given, "--config.objective.name=ul2")
     assert code == 0
     logits = [each["bytes_per_device"]["logits"] for each in (answer, denoised)]
@@ -485,7 +487,8 @@ def test_the_fastest_that_fits_is_found_and_fits(capsys):
 @pytest.mark.parametrize(
     ("config", "words", "flags"),
     [
-        # What this machine takes with other settings, more of the chips, chips in place of a CPU, a smaller model.
+        # What this machine takes with other settings, more of the chips, chips in place of a CPU, a
+        # smaller model.
         ("llama_1b.py", "--on=h100", r"--config\.mesh\.fsdp=1 --config\.train\.microbatches="),
         ("llama_70b.py", "--on=t4 --fit", r"--on=t4x\d+ --config\.mesh\."),
         ("llama_70b.py", "--on=v5e-64", r"--on=v5e-\d+ "),

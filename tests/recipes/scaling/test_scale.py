@@ -378,11 +378,13 @@ def test_a_real_sweep_foretells_its_largest_run_within_five_percent(
     check = answer["self_check"]
     low, high = check["interval_nats"]
     rows = [
-        f"{row['run'].rpartition('/')[2]}: {row['parameters']:,} parameters, {row['tokens']:,} tokens, {row['loss_nats']:.4f} nats"
+        f"{row['run'].rpartition('/')[2]}: {row['parameters']:,} parameters, {row['tokens']:,} "
+        f"tokens, {row['loss_nats']:.4f} nats"
         for row in answer["runs"]
     ]
     rows.append(
-        f"largest from the others {check['predicted_nats']:.4f} ({low:.4f} to {high:.4f}), error {check['error']:+.2%}"
+        f"largest from the others {check['predicted_nats']:.4f} ({low:.4f} to {high:.4f}), error "
+        f"{check['error']:+.2%}"
     )
     rows.append(f"law {answer['law']}")
     record_property("table", "\n".join(rows))

@@ -52,7 +52,9 @@ def test_special_tokens_that_a_user_spells_are_text(run, tokenizer):
 
 
 def test_a_template_of_its_own_file_comes_first_and_one_of_several_is_the_default(run):
-    settings = {"chat_template": [{"name": "x", "template": "a"}, {"name": "default", "template": "b"}]}  # fmt: skip
+    settings = {
+        "chat_template": [{"name": "x", "template": "a"}, {"name": "default", "template": "b"}]
+    }
     (run / "hub/tokenizer_config.json").write_text(json.dumps(settings))
     assert generate.template_of(run).source == "b"
     (run / "hub/chat_template.jinja").write_text("c")
@@ -72,7 +74,9 @@ def test_a_run_without_a_template_is_refused(tmp_path, capsys):
 def test_generate_answers_a_user_turn(tmp_path, capsys):
     source, run = write(tmp_path / "source"), tmp_path / "run"
     settings = json.loads((source / "tokenizer_config.json").read_text())
-    settings["chat_template"] = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"  # fmt: skip
+    settings["chat_template"] = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    )
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
     words = ("generate", f"--workdir={run}", "--temperature=0", "--max_tokens=4")
@@ -123,7 +127,10 @@ def test_a_run_that_begins_with_an_imported_one_speaks_and_leaves_as_it_does(tmp
 def test_an_imported_model_is_tuned_and_leaves_in_its_own_template(tmp_path, capsys):
     source, run, tuned = write(tmp_path / "source"), tmp_path / "run", tmp_path / "tuned"
     path = source / "tokenizer_config.json"
-    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b </s>"}]
