@@ -1,4 +1,4 @@
-"""What every test stands on: eight fake devices, strict ranks, a compile cache, caches outside of the home folder."""
+"""Settings of all tests: eight fake devices, strict ranks, a compile cache, private caches."""
 
 import collections
 import contextlib
@@ -73,12 +73,12 @@ def pytest_configure(config):
         return
     os.environ[SESSION] = uuid.uuid4().hex
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    own = tempfile.mkdtemp(prefix="tests-")
-    os.environ["TMPDIR"] = tempfile.tempdir = config.stash[OWN] = own
+    folder = tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = config.stash[OWN] = folder
 
 
 def pytest_assertrepr_compare(op, left, right):
-    """Where bytes differ, in a line: where the variable CI is set, pytest compares them to the end, for hours."""
+    """Compare bytes in one line: with the variable CI, pytest compares them in full, for hours."""
     if op == "==" and isinstance(left, bytes) and isinstance(right, bytes):
         both = enumerate(zip(left, right, strict=False))
         at = next((n for n, (a, b) in both if a != b), min(len(left), len(right)))
@@ -88,7 +88,7 @@ def pytest_assertrepr_compare(op, left, right):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test marked `few(n)`, the fast tests run the first n sets of parameters; the others are slow."""
+    """Mark as slow all but the first n sets of parameters of a test marked `few(n)`."""
     seen = collections.Counter()
     for item in items:
         few = item.get_closest_marker("few")
@@ -100,11 +100,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Fails a fast test that should be a slow one, unless it is of a line of the bar, which every run has.
+    """Fail a fast test that should be marked slow; tests of the reliability bar are exempt.
 
-    The clock and the processor's time, of this process and of those that it waited for, must both
-    be over the limit: others make the one longer, several threads the other. A slower machine has
-    more of it.
+    Both the clock and the processor time, of this process and of those that it waited for, must
+    exceed the limit: other programs lengthen the first, several threads the second. The limit is
+    higher on a slower machine.
     """
     begun, before = time.monotonic(), os.times()
     result = yield
@@ -143,7 +143,10 @@ def one_device():
 
 @pytest.fixture(scope="module")
 def without_plots():
-    """Runs of this module, in this process, draw nothing: that is a second each, and tested elsewhere."""
+    """Draw no plots in runs of this module in this process: each costs a second.
+
+    Plots have tests of their own.
+    """
     from jaxlm.monitor import plots
 
     with pytest.MonkeyPatch.context() as patch:
@@ -153,7 +156,7 @@ def without_plots():
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_of_this_worker_is_left_behind():
-    """Processes that its tests started are gone at the end, and it listens nowhere, but for pytest's own plugins."""
+    """Fail if the worker leaves a process or a listening socket, except pytest's plugins."""
     before = _listening()
     yield
     left = [f"process {pid}" for pid in _children() if not _is_resource_tracker(pid)]
@@ -162,8 +165,8 @@ def nothing_of_this_worker_is_left_behind():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The tables that tests recorded, whichever worker they ran in; and what became of the lines of the reliability bar."""
-    every = [report for found in terminalreporter.stats.values() for report in found]
+    """Print the tables that tests recorded in any worker, and the results of the bar."""
+    every = [report for outcome in terminalreporter.stats.values() for report in outcome]
     # What failed or was skipped before it was called has no report of a call.
     reports = [
         report
@@ -181,7 +184,11 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def _lines(reports) -> list[str]:
-    """A row for each line: its id, how its tests ended, and the figures that they recorded as a property of this id; and a sum."""
+    """Return a row for each line of the bar, and a row with the sums.
+
+    A row has the id of the line, the outcomes of its tests and the figures that they recorded as a
+    property with this id.
+    """
     ended = collections.defaultdict(collections.Counter)
     figures = collections.defaultdict(list)
     tests = [report for report in reports if IDS.search(report.nodeid)[0]]
@@ -194,10 +201,10 @@ def _lines(reports) -> list[str]:
     rows = [
         "{:4} {:10} {}".format(
             "{}{}".format(*line),
-            ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())),
+            ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())),
             "; ".join(figures[line]),
         ).rstrip()
-        for line, found in sorted(ended.items())
+        for line, outcomes in sorted(ended.items())
     ]
     seconds = sum(report.duration for report in tests)
     return (
@@ -213,41 +220,44 @@ def pytest_sessionstart(session):
 
 
 def pytest_sessionfinish(session):
-    """Once all workers are done, no process, shared memory or file is left that was not there before."""
+    """Fail the session if a process, shared memory or a file is left after all workers ended."""
     if hasattr(session.config, "workerinput"):
         return
-    own, before = session.config.stash[OWN], session.config.stash[BEFORE]
-    left = [_told(pid) for pid in _orphans()]
-    left += sorted(name for name in _files(own) - before if not _is_mapped(name))
+    folder, before = session.config.stash[OWN], session.config.stash[BEFORE]
+    left = [_described(pid) for pid in _orphans()]
+    left += sorted(name for name in _files(folder) - before if not _is_mapped(name))
     # By its name: where it is gone, Python's folder for temporary files is everybody's.
-    shutil.rmtree(own, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     if left:
         session.config.get_terminal_writer().line(f"\nleft behind: {', '.join(left)}")
         session.exitstatus = 1
 
 
-def _files(own: str) -> set[str]:
-    """What is in shared memory, in our folder of temporary files, at home, and in this repository but for its caches."""
+def _files(own_folder: str) -> set[str]:
+    """Paths in shared memory, our temporary folder, the home folder and this repository.
+
+    The caches of the repository are left out.
+    """
     home = Path.home()
-    places = (Path("/dev/shm"), Path(own), home, home / ".cache")
-    found = {str(path) for place in places if place.is_dir() for path in place.iterdir()}
+    places = (Path("/dev/shm"), Path(own_folder), home, home / ".cache")
+    paths = {str(path) for place in places if place.is_dir() for path in place.iterdir()}
     for folder, folders, names in os.walk(ROOT):
         folders[:] = [n for n in folders if not n.startswith(".") and n != "__pycache__"]
-        found |= {os.path.join(folder, name) for name in names}
-    return found
+        paths |= {os.path.join(folder, name) for name in names}
+    return paths
 
 
 def _is_mapped(name: str) -> bool:
-    """Whether it is shared memory that somebody still uses: it belongs to others on this machine."""
+    """Return True for shared memory that a process has mapped: it belongs to another program."""
     maps = Path("/proc").glob("[0-9]*/maps") if name.startswith("/dev/shm/") else ()
     return any(name in _read(path) for path in maps)
 
 
 def _orphans() -> list[int]:
-    """Processes of these tests, whoever is their parent by now, that do not end by themselves in seconds.
+    """Processes of these tests, with any parent, that do not end by themselves within seconds.
 
-    Those whose parent was killed notice it by a closed pipe, and are a while about ending where all
-    cores are busy.
+    A process whose parent was killed notices it by a closed pipe, and ends slowly if all cores are
+    busy.
     """
     deadline = time.monotonic() + ENDING_SECONDS
     while (left := _marked()) and time.monotonic() < deadline:
@@ -266,7 +276,7 @@ def _marked() -> list[int]:
     return [pid for pid in marked if pid != os.getpid() and not _is_resource_tracker(pid)]
 
 
-def _told(pid: int) -> str:
+def _described(pid: int) -> str:
     """A process, the test that was running where it was started, and its command."""
     environ = _read(Path(f"/proc/{pid}/environ")).split("\0")
     tests = [entry.partition("=")[2] for entry in environ if entry.startswith(TEST)]
@@ -291,9 +301,9 @@ def _listening() -> set[str]:
 
 
 def _children() -> list[int]:
-    """Of every thread.
+    """Child processes of all threads.
 
-    One that ends meanwhile takes its list along, and its children go to another.
+    If a thread ends meanwhile, its children get another parent.
     """
     return [
         int(pid)
@@ -308,7 +318,7 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def _read(path: Path) -> str:
-    """What a file of /proc says; nothing once its process or thread is gone."""
+    """Contents of a file of /proc; empty after its process or thread has ended."""
     try:
         return path.read_text(errors="replace")
     except OSError:

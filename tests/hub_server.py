@@ -79,8 +79,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             row["lfs"] = {"size": size, "sha256": digest, "pointerSize": 134}
         return row
 
-    def _answer(self, found):
-        status, headers, content = found
+    def _answer(self, answer):
+        status, headers, content = answer
         self.send_response(status)
         for key, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(key, value)

@@ -1,4 +1,4 @@
-"""Limits of time that hold on a slower machine and beside other programs."""
+"""Limits of time that hold on a slower machine and on one that runs other programs."""
 
 import os
 import time
@@ -15,9 +15,9 @@ class TooSlow(AssertionError):
 
 
 def slowness() -> float:
-    """How many times longer a piece of Python takes here than where the limits were set, at least 1.
+    """Ratio of the time of a piece of Python here to that where the limits were set, at least 1.
 
-    It counts processor time, and takes the best of three measurements: other programs do not count.
+    Processor time, the best of three measurements: other programs do not count.
     """
     taken = []
     for _ in range(3):
@@ -28,7 +28,7 @@ def slowness() -> float:
 
 
 def shared() -> float:
-    """How many times longer the clock runs here than with two cores for the test alone, at least 1."""
+    """Ratio of the clock here to that with two cores for one test alone, at least 1."""
     cores = os.cpu_count() or 1
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     return max(1.0, os.getloadavg()[0] / cores, 2 * workers / cores)
@@ -40,10 +40,13 @@ def require_processor(seconds: float, limit: float, what: str = "it") -> None:
 
 
 def require_clock(seconds: float, limit: float, what: str = "it") -> None:
-    """Raise TooSlow if seconds of the clock are over a limit, which grows with slowness() and shared()."""
+    """Raise TooSlow if seconds of the clock exceed a limit.
+
+    The limit grows with slowness() and shared().
+    """
     _require(seconds, limit, lambda: shared() * slowness(), f"{what} took {seconds:.2f} s")
 
 
-def _require(seconds, limit, factor, found) -> None:
+def _require(seconds, limit, factor, measured) -> None:
     if seconds > limit and seconds > (allowed := limit * factor()):
-        raise TooSlow(f"{found}, {allowed:.2f} are allowed here ({limit:g} on an idle machine)")
+        raise TooSlow(f"{measured}, {allowed:.2f} are allowed here ({limit:g} on an idle machine)")

@@ -1,4 +1,4 @@
-"""Stores of files for tests: one in memory, and a web server on this machine that breaks connections."""
+"""Stores of files for tests: one in memory, and a local web server that breaks connections."""
 
 import contextlib
 import functools

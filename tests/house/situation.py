@@ -19,13 +19,13 @@ SHORT = (
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """A command line, and what is changed before it in a copy of the user's folder.
+    """A command line, and the changes that are made before it in a copy of the user's folder.
 
     Args:
       words: the command line after `jaxlm`.
       change: a shell command that runs in the folder first.
       more: flags that make a pasted command short.
-      code: the exit code of the command line; None is any but 0 and 70.
+      code: the exit code of the command line; None stands for any but 0 and 70.
       prepare: changes this process first, as a full disk or a missing package would.
     """
 

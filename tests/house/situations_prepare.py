@@ -12,13 +12,14 @@ from tests.house.situation import RUN, SHORT, Situation
 
 DATA_RUN = "data run --config=r.py --out=out"
 DATA_MIX = "data mix --config.sources=a=clean --config.tokenizer=bytes"
-# A classifier of two labels that knows nothing: each is as likely, whatever the text.
+# An untrained classifier of two labels: both are as likely for every text.
 CLASSIFIER = f"""{sys.executable} -c '
 import pathlib
 import numpy
 from jaxlm.corpus.filters.linear import Features, LinearClassifier
 features = Features(buckets=8, run=1)
-linear = LinearClassifier(("good", "bad"), features, numpy.zeros((8, 2), numpy.float32), numpy.zeros(2, numpy.float32))
+weights, biases = numpy.zeros((8, 2), numpy.float32), numpy.zeros(2, numpy.float32)
+linear = LinearClassifier(("good", "bad"), features, weights, biases)
 pathlib.Path("classifier").mkdir()
 linear.write(pathlib.Path("classifier"), {{}})
 '"""

@@ -22,7 +22,7 @@ FLIP = (
 
 
 def trained(name, flags):
-    """Return a shell command that puts a run into runs/NAME; it is trained once for all situations."""
+    """Return a shell command that puts a run into runs/NAME; it is trained once for all."""
     words = f"-m jaxlm train --config=c.py --workdir=../../{name} {flags} --quiet"
     return (
         f"[ -d ../../{name} ] || {sys.executable} {words} >&2 || exit 1; cp -r ../../{name} runs/"
@@ -56,7 +56,7 @@ def other_weights(patch):
 
 
 def nearly_the_weights(patch):
-    """Make an export read back weights that differ by too little for its logits to tell."""
+    """Make an export read back weights that differ by too little to change its logits."""
     read = import_model.leaf_reader
 
     def reader(*args):

@@ -30,7 +30,7 @@ CLIP = "--config.regularization.qk_clip=50"
 
 
 def refuses_removal(patch: pytest.MonkeyPatch) -> None:
-    """No old checkpoint can be removed, as on a file system of which a part is read-only."""
+    """Refuse the removal of old checkpoints, as a file system that is read-only in part does."""
     rmtree = type(epath.Path()).rmtree
 
     def guarded(self, *args, **kwargs):
@@ -102,7 +102,10 @@ def cannot_reach_the_hub(patch: pytest.MonkeyPatch) -> None:
 
 
 def is_in_use(patch: pytest.MonkeyPatch) -> None:
-    """Another process holds the lock of the run: a second open file of this one is the same to flock."""
+    """Hold the lock of the run as another process would.
+
+    A second open file of this process is the same to flock.
+    """
     file = os.open("runs/a/lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(file, fcntl.LOCK_EX)
     os.write(file, b"pid 1 on another since yesterday\n")
@@ -247,20 +250,26 @@ ELSEWHERE = {
     # In a thread, which is not watched: by the situation "a run taken over".
     "checkpoint/store.py:_refuse_if_lost:1": "tests/house/"
     "test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
-    "parallel/host.py:check_rows:1": f"{DEVICES}_a_replay_on_too_many_devices_is_mended_by_fewer_and_not_by_another_batch",
-    # JAX mostly ends a process without its coordinator before this is raised. That the same command
-    # goes on is tested by `test_a_run_that_lost_a_process_goes_on_by_the_same_command`.
+    "parallel/host.py:check_rows:1": f"{DEVICES}_a_replay_on_too_many_devices_is_mended_by_fewer"
+    "_and_not_by_another_batch",
+    # JAX mostly ends a process without its coordinator before this is raised.
+    # `test_a_run_that_lost_a_process_goes_on_by_the_same_command` tests that the same command
+    # resumes.
     "parallel/peers.py:_lost:1": "tests/parallel/"
     "test_peers.py::test_a_rank_that_loses_the_coordinator_is_told_to_run_the_same_command",
-    "parallel/rendezvous.py:split:1": f"{DEVICES}_an_address_without_a_port_gets_one_for_the_same_host",
-    "recipes/plan/attention_kernels.py:check_length:1": f"{DEVICES}_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbours",
+    "parallel/rendezvous.py:split:1": f"{DEVICES}_an_address_without_a_port"
+    "_gets_one_for_the_same_host",
+    "recipes/plan/attention_kernels.py:check_length:1": f"{DEVICES}_a_length_that_does_not_divide"
+    "_over_devices_is_mended_by_its_neighbors",
     # Cautions of schedules and averages, which `config validate` prints and ends with 0.
     "recipes/config.py:cautions:1": "tests/cli/"
     "test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
     "recipes/config.py:cautions:2": "tests/cli/"
     "test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
-    "training/shutdown.py:exit_failed:1": f"{DEVICES}_a_run_that_lost_a_process_goes_on_by_the_same_command",
-    "training/shutdown.py:exit_stalled:1": f"{DEVICES}_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command",
+    "training/shutdown.py:exit_failed:1": f"{DEVICES}_a_run_that_lost_a_process"
+    "_goes_on_by_the_same_command",
+    "training/shutdown.py:exit_stalled:1": f"{DEVICES}_a_run_that_hangs_shows_its_limits"
+    "_and_goes_on_by_the_same_command",
 }
 
 # Places that no test reaches yet.

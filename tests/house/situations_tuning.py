@@ -85,7 +85,7 @@ SITUATIONS: dict[str, Situation] = {
     "an adapter of no layer": Situation(
         f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.at=frobnicate/*"
     ),
-    "an adapter beside no parameter": Situation(
+    "an adapter that matches no parameter": Situation(
         f"train {CONFIG} {LORA} --init_from=runs/a --config.tune.also=frobnicate/*"
     ),
     "a rank too large": Situation(
@@ -191,7 +191,7 @@ SLOW = {
     "a merge onto a base that is not quantized",
     "an adapter of nothing",
     "an adapter of no layer",
-    "an adapter beside no parameter",
+    "an adapter that matches no parameter",
     "a rank too large",
     "an adapter of experts",
     "an adapter of other settings",

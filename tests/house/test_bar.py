@@ -1,4 +1,4 @@
-"""Every line of the reliability bar has a test with its id in its name, in its tier, or a reason why not."""
+"""Every line of the bar has a test with its id in its name, in its tier, or a reason why not."""
 
 import ast
 import functools
@@ -16,8 +16,7 @@ LINES = {"a": 14, "b": 17, "c": 12, "d": 11, "e": 12, "f": 9, "s": 15, "h": 9}
 NIGHTLY = set("a1 a4 a5 a10 a12 a13 a14 b5 b13 b15 c8 c9 c10 c12 d8 d9 d10 d11 e9 h1 h5".split())
 SOAKED = {"h3": "--repeat", "s13": "--fuzz", "h9": "--minutes"}  # as long as one likes
 SLOW_ANYWAY = {
-    "h7": "a ratio of two times, within 3 %, is measured beside nothing else; scripts/test "
-    "--slow does it",
+    "h7": "a ratio of two times, within 3 %, needs an idle machine; scripts/test --slow does it",
 }
 LATER = {f"pytest.mark.{name}" for name in ("slow", "gpu", "trackers", "atheris")}
 EXPLAINED = TESTS / "faults/README.md"
@@ -30,16 +29,19 @@ WAITING = {
 
 def ids_of(name: str) -> set[str]:
     """The ids at the start of a test's name: test_f3_e3_unsafe_fields... -> f3, e3."""
-    found = set()
+    ids = set()
     for part in name.removeprefix("test_").split("_"):
         if not re.fullmatch(r"[a-hs]\d{1,2}", part):
             break
-        found.add(part)
-    return found
+        ids.add(part)
+    return ids
 
 
 def named_after_lines() -> Iterator[tuple[Path, ast.FunctionDef, bool]]:
-    """Every test that is named after lines: its file, its code, and whether no ordinary run has it, with all its parameters."""
+    """Return each test that is named after lines: its file, its code, and if it is always slow.
+
+    A test is always slow if no ordinary run has it, with any of its parameters.
+    """
     for path in sorted(TESTS.rglob("test_*.py")):
         module = ast.parse(path.read_text())
         values = {
@@ -50,9 +52,11 @@ def named_after_lines() -> Iterator[tuple[Path, ast.FunctionDef, bool]]:
         marks = values.get("pytestmark", "")
         for node in module.body:
             if isinstance(node, ast.FunctionDef) and ids_of(node.name):
-                own = [ast.unparse(decorator) for decorator in node.decorator_list]
-                own = [values.get(name, name) for name in own]  # SLOW = pytest.mark.slow
-                is_slow = any(late in own or late in marks for late in LATER)
+                decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+                decorators = [
+                    values.get(name, name) for name in decorators
+                ]  # SLOW = pytest.mark.slow
+                is_slow = any(late in decorators or late in marks for late in LATER)
                 yield path, node, is_slow
 
 
@@ -61,14 +65,16 @@ def test_every_line_has_a_test_in_its_tier_or_a_reason():
     for _, node, is_slow in named_after_lines():
         covered |= ids_of(node.name)
         in_every_run |= set() if is_slow else ids_of(node.name)
-    wanted = {f"{group}{number}" for group, last in LINES.items() for number in range(1, last + 1)}
-    assert sorted(wanted - covered - WAITING.keys() - SOAKED.keys()) == []
+    expected = {
+        f"{group}{number}" for group, last in LINES.items() for number in range(1, last + 1)
+    }
+    assert sorted(expected - covered - WAITING.keys() - SOAKED.keys()) == []
     assert sorted(covered & WAITING.keys()) == [], "what is tested waits no longer"
-    assert sorted(covered - wanted) == []
-    late = wanted - in_every_run - NIGHTLY - SOAKED.keys() - SLOW_ANYWAY.keys() - WAITING.keys()
+    assert sorted(covered - expected) == []
+    late = expected - in_every_run - NIGHTLY - SOAKED.keys() - SLOW_ANYWAY.keys() - WAITING.keys()
     assert sorted(late) == [], "a line of every run has slow tests only"
     assert sorted(in_every_run & SLOW_ANYWAY.keys()) == [], "no exception is needed any more"
-    assert wanted.issuperset(WAITING)
+    assert expected.issuperset(WAITING)
 
 
 def explained(text: str) -> dict[str, tuple[str, list[str]]]:
@@ -114,9 +120,9 @@ def test_what_runs_as_long_as_one_likes_is_in_the_soak():
 
 
 def asserts(body: list[ast.stmt], helpers: frozenset[str] = frozenset()) -> bool:
-    """Whether something is asserted for sure: not only in a loop over what may be empty.
+    """Return True if something is asserted for sure: not only in a loop that may be empty.
 
-    `helpers` are functions that do.
+    `helpers` are functions that assert for sure.
     """
     return any(_asserts(node, helpers) for node in body)
 
@@ -147,8 +153,10 @@ def _asserts(node: ast.stmt, helpers: frozenset[str]) -> bool:
 @functools.cache
 def helpers_of(path: Path) -> frozenset[str]:
     """The functions of a file that assert something for sure."""
-    found = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
-    return frozenset(node.name for node in found if asserts(node.body))
+    functions = (
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+    )
+    return frozenset(node.name for node in functions if asserts(node.body))
 
 
 # What a test does to a run or a file, and the exit code that only this leads to, which is as good
@@ -169,33 +177,33 @@ Top = ast.FunctionDef | ast.Assign
 @functools.cache
 def named_in(path: Path) -> dict[str, Top]:
     """The functions and the values at the top of a file, by their names."""
-    found: dict[str, Top] = {}
+    tops: dict[str, Top] = {}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = node
+            tops[node.name] = node
         elif isinstance(node, ast.Assign):
-            found |= {ast.unparse(target): node for target in node.targets}
-    return found
+            tops |= {ast.unparse(target): node for target in node.targets}
+    return tops
 
 
 def text_of(node: ast.FunctionDef, known: dict[str, Top]) -> list[Top]:
     """A test, and what of its file it names, and what that does."""
-    found, left = list[Top](), [node]
+    tops, left = list[Top](), [node]
     while left:
-        found.append(left.pop())
-        named = {each.id for each in ast.walk(found[-1]) if isinstance(each, ast.Name)}
-        left += [known[n] for n in sorted(named & known.keys()) if known[n] not in found + left]
-    return found
+        tops.append(left.pop())
+        named = {each.id for each in ast.walk(tops[-1]) if isinstance(each, ast.Name)}
+        left += [known[n] for n in sorted(named & known.keys()) if known[n] not in tops + left]
+    return tops
 
 
 def strikes(nodes: list[Top]) -> list[str]:
-    """How it breaks something, of `STRIKES`."""
+    """The way in which a test breaks something, a key of `STRIKES`."""
     text = "\n".join(map(ast.unparse, nodes))
     return [kind for kind in STRIKES if re.search(kind, text, re.IGNORECASE)]
 
 
 def counts(nodes: list[Top], struck: list[str]) -> bool:
-    """Whether a number is asserted that would be another one, had it struck nothing."""
+    """Return True if a number is asserted that would differ if the strike had missed."""
     codes = [STRIKES[kind] for kind in struck if STRIKES[kind]]
     for asserted in (each for node in nodes for each in ast.walk(node)):
         if isinstance(asserted, ast.Assert):
@@ -223,7 +231,7 @@ def test_h2_no_test_of_a_line_can_pass_without_an_assertion():
 
 
 def test_h2_a_test_that_breaks_something_asserts_a_count():
-    """That it is the right one is for those to see who read the test."""
+    """A reader of the test has to see that it is the right count."""
     struck, uncounted = 0, []
     for path, node, _ in named_after_lines():
         nodes = text_of(node, named_in(path))
@@ -240,7 +248,7 @@ def test_h2_a_test_that_breaks_something_asserts_a_count():
     [
         ("flip(run); assert main(run) == 0", False),
         ("flip(run); assert main(run) == 65", False),
-        ("flip(run); code, said = start(run); assert code == 65", False),
+        ("flip(run); code, output = start(run); assert code == 65", False),
         ("flip(run); assert len(found) == 12", True),
         ("break_('grads:nan@3'); assert main(run) == 79", False),
         ("break_('grads:nan@3'); assert main(run) == 0; assert skipped == 1", True),
@@ -260,7 +268,7 @@ def test_one_that_shows_nothing_of_what_it_broke_would_be_found(does, is_counted
 
 
 def test_a_figure_in_the_table_of_lines_is_of_a_test_of_that_line():
-    found = [
+    figures = [
         (node.name, call.args[0].value)
         for _, node, _ in named_after_lines()
         for call in ast.walk(node)
@@ -268,7 +276,7 @@ def test_a_figure_in_the_table_of_lines_is_of_a_test_of_that_line():
         and ast.unparse(call.func) == "record_property"
         and isinstance(call.args[0], ast.Constant)
     ]
-    assert len({line for _, line in found}) > 40
+    assert len({line for _, line in figures}) > 40
     assert [
-        (test, line) for test, line in found if line.lower() not in {"table", *ids_of(test)}
+        (test, line) for test, line in figures if line.lower() not in {"table", *ids_of(test)}
     ] == []

@@ -1,4 +1,4 @@
-"""Every error that a user can cause is told in four parts, wherever it is made."""
+"""Every error that a user can cause has four parts, in every place that raises it."""
 
 import ast
 import itertools
@@ -21,10 +21,10 @@ WORDS = main.VERBS.keys() | set(re.findall(r'add_action\(\s*"([\w-]+)"', COMMAND
 def kinds() -> set[str]:
     """The names of the typed errors, wherever they are defined."""
     classes = [n for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-    found = {JaxlmError.__name__}
-    while more := {each.name for each in classes if found & set(map(name, each.bases))} - found:
-        found |= more
-    return found
+    kinds = {JaxlmError.__name__}
+    while more := {each.name for each in classes if kinds & set(map(name, each.bases))} - kinds:
+        kinds |= more
+    return kinds
 
 
 def name(node: ast.AST) -> str:
@@ -62,30 +62,32 @@ def test_every_error_is_made_with_all_four_parts():
     places = list(made())
     assert len(places) > 200, "the errors were found"
     for place, call in places:
-        given = {each.arg: each.value for each in call.keywords}
-        assert given.keys() >= PARTS or None in given, f"{place} lacks {PARTS - given.keys()}"
-        empty = [part for part in PARTS & given.keys() if "" in texts(given[part])]
-        assert not empty, f"{place} says nothing as its {empty}"
+        keywords = {each.arg: each.value for each in call.keywords}
+        assert keywords.keys() >= PARTS or None in keywords, (
+            f"{place} lacks {PARTS - keywords.keys()}"
+        )
+        empty = [part for part in PARTS & keywords.keys() if "" in texts(keywords[part])]
+        assert not empty, f"{place} has an empty {empty}"
 
 
 @pytest.mark.parametrize("part", sorted(PARTS))
 def test_an_error_cannot_be_made_without_a_part(part):
     with pytest.raises(TypeError):
-        JaxlmError("what", **dict.fromkeys(PARTS - {part}, "said"))
+        JaxlmError("what", **dict.fromkeys(PARTS - {part}, "text"))
 
 
 def fixes(tree: ast.AST) -> list[str]:
-    """What a `fix` may say that some code gives to a call, or to a variable of this name."""
-    found = list[ast.expr]()
+    """Values that code passes to a call as its `fix`, or assigns to a variable of this name."""
+    fixed = list[ast.expr]()
     for node in ast.walk(tree):
         match node:
             case ast.keyword(arg="fix"):
-                found.append(node.value)
+                fixed.append(node.value)
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
-                found += [v for n, v in zip(names, values, strict=True) if name(n) == "fix"]
+                fixed += [v for n, v in zip(names, values, strict=True) if name(n) == "fix"]
             case ast.Assign(targets=[ast.Name(id="fix")]):
-                found.append(node.value)
-    return [said for each in found for said in texts(each)]
+                fixed.append(node.value)
+    return [said for each in fixed for said in texts(each)]
 
 
 def has_two_ways_out(line: str) -> bool:
@@ -93,7 +95,10 @@ def has_two_ways_out(line: str) -> bool:
 
 
 def has_prose(line: str) -> bool:
-    """Whether a flag or a command of ours is followed by words that are neither, and no comment; or a shell would not take it."""
+    """Return True if a command or flag of ours is followed by prose, or no shell would parse it.
+
+    Prose are words that are no command, no flag and no comment.
+    """
     command = line.partition("    # ")[0]
     first, *words = re.sub(r"'[^']*'|\"[^\"]*\"|(?<=explain )\S+", "{}", command).split() or [""]
     if first.startswith("--"):
@@ -103,7 +108,7 @@ def has_prose(line: str) -> bool:
 
 
 def has_placeholder(line: str) -> bool:
-    """Whether a command or a flag holds a word that stands for another, or a file that may not be there."""
+    """Return True if a command or a flag holds a placeholder, or a file that may not exist."""
     command = line.partition("  #")[0].replace("{}", "").replace("--help", "")
     is_pasted = command.startswith(("--", "'--", "jaxlm "))
     return is_pasted and bool(

@@ -1,4 +1,4 @@
-"""Every fix line and every `next:` line of every command is run, as printed, in a copy of its situation.
+"""Every fix line and `next:` line of every command is run, as printed, in its situation.
 
 A situation is a command line in a folder. It is run in this process, with every place of the code
 that makes a fix or a `next:` line watched; each line that comes out is then pasted in a copy of the
@@ -10,9 +10,9 @@ folder as the command left it:
 - a line of a config file replaces the line that the error names;
 - words for a person (`fetch it again`) are not run, and do not look like a command.
 
-It must end with 0, and so must what follows from it: where the fix of two mistakes is made one at a
-time, the next fix is pasted too. `NOT_YET` lists the places that no situation here reaches, so that
-a new one is noticed at once.
+It must end with 0, and so must what follows from it: if two mistakes are fixed one at a time, the
+next fix is pasted too. `NOT_YET` lists the places that no situation here reaches, so that a new one
+is noticed at once.
 """
 
 import ast
@@ -85,7 +85,9 @@ SITUATIONS = {
     "a setting as a flag, its value apart": Situation(f"train {CONFIG} --lr 0.1"),
     "a flag like none": Situation(f"train {CONFIG} --frobnicate=1"),
     "a word too many": Situation(f"train {CONFIG} word"),
-    "a setting where none is taken": Situation("eval --workdir=runs/a --config.eval.batch=4"),
+    "a setting of a verb without settings": Situation(
+        "eval --workdir=runs/a --config.eval.batch=4"
+    ),
     "--config without a value": Situation("config validate --config"),
     "--workdir without a value": Situation("train --config=c.py --workdir"),
     "a setting without a value": Situation(f"train {CONFIG} --config.optim.lr"),
@@ -343,7 +345,7 @@ SITUATIONS = {
         "for i in $(seq 40); do echo '{\"body\": \"some text, and more of it, number '$i'\"}'; "
         "done > a.jsonl",
     ),
-    "tokens tokenised again": Situation(
+    "tokens tokenized again": Situation(
         "data tokenize --config=c.py --out=more --config.data.train=tokens/train "
         "'--config.data.validation=()'"
     ),
@@ -705,7 +707,7 @@ for each in MORE:
     assert not SITUATIONS.keys() & each.SITUATIONS.keys()
     SITUATIONS |= each.SITUATIONS
 
-# A complete run is not told again; an encoder is not asked to write.
+# A complete run is not reported twice; an encoder generates no text.
 NOTHING_NEXT = {"next of train, continued without a config"}
 
 # Each is a run, or several, and another situation reaches the same places.
@@ -746,7 +748,7 @@ SLOW = SLOW.union(*(each.SLOW for each in MORE))
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, one_device, without_plots):
-    """A user's folder: texts, a config, a recipe, a finished run, token shards, a cleaned corpus, an exported model."""
+    """A user's folder: texts, config, recipe, run, token shards, corpus, exported model."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "texts").mkdir()
     for number in range(12):
@@ -788,7 +790,7 @@ class Places:
 
 
 def sites():
-    """Yield each place that makes a line to paste: a name that outlives edits, and its file and lines."""
+    """Yield each place that makes a line to paste: a lasting name, its file and lines."""
     for path in sorted((ROOT / "jaxlm").rglob("*.py")):
         tree = ast.parse(path.read_text())
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
@@ -804,7 +806,10 @@ def sites():
             for node in ast.walk(function):
                 if id(node) not in inner and makes_lines(node, named):
                     numbers[function.name] += 1
-                    name = f"{path.relative_to(ROOT / 'jaxlm')}:{function.name}:{numbers[function.name]}"
+                    name = (
+                        f"{path.relative_to(ROOT / 'jaxlm')}:{function.name}:"
+                        f"{numbers[function.name]}"
+                    )
                     yield name, (str(path), node.lineno, node.end_lineno)
 
 
@@ -825,7 +830,10 @@ def assigned(function):
 
 
 def makes_lines(node, named):
-    """Whether a piece of code makes a fix or a `next:` line that may be pasted, and does not pass one on (`self.fix`)."""
+    """Return True if a piece of code makes a fix or a `next:` line that may be pasted.
+
+    Code that passes one on (`self.fix`) does not make it.
+    """
     match node:
         case ast.Call(keywords=keywords):
             return any(
@@ -885,21 +893,31 @@ def pasted(words, error, line):
     names = {flag.partition("=")[0] for flag in flags}
     unknown = any(said in error["what"] for said in ("unknown", "not a setting", "not allowed"))
     wrong = shlex.split(error["where"])[-1] if unknown else None
-    kept, skip = [], False
+    remaining, skip = [], False
     for at, word in enumerate(words):
         follows = at + 1 < len(words) and "=" not in word and not words[at + 1].startswith("-")
         is_wrong = (
             word == wrong or word.partition("=")[0] == wrong or word.partition("=")[0] in names
         )
         if not is_wrong and not skip:
-            kept.append(word)
+            remaining.append(word)
         skip = is_wrong and follows and word.startswith("--")
-    at = kept.index("--") if "--" in kept else len(kept)
-    return [*kept[:at], *flags, *kept[at:]]
+    at = remaining.index("--") if "--" in remaining else len(remaining)
+    return [*remaining[:at], *flags, *remaining[at:]]
 
 
 def follow(line, words, error, more, places, capsys, depth=0):
-    """Paste a line, and the fixes of what it leads to; return what went wrong, or None."""
+    """Paste a line, and the fixes of what it leads to; return the failure, or None.
+
+    Args:
+      line: the line to paste.
+      words: the words of the command line that printed it.
+      error: the error that the command line raised, or None.
+      more: flags that make a pasted command short.
+      places: places that make lines, and those that were reached.
+      capsys: the output of this process.
+      depth: number of lines that were pasted before this one.
+    """
     to = None  # the file that the output is written to
     if not COMMAND.match(line):
         file, _, number = error["where"].rpartition(":") if error else ("", "", "")
@@ -909,19 +927,19 @@ def follow(line, words, error, more, places, capsys, depth=0):
         old = lines[int(number) - 1]
         lines[int(number) - 1] = old[: len(old) - len(old.lstrip())] + line
         Path(file).write_text("\n".join(lines) + "\n")
-        again = words
+        repeated = words
     elif line.startswith("jaxlm "):
         command = shlex.split(line, comments=True)[1:]
         *command, to = command if ">" in command else [*command, None]
         command = command[:-1] if to else command
         short = [w for w in shlex.split(more) if command[0] in ("train", "bench")]
-        given = {w.partition("=")[0] for w in command}
-        again = [*command, *(w for w in short if w.partition("=")[0] not in given)]
+        flags = {w.partition("=")[0] for w in command}
+        repeated = [*command, *(w for w in short if w.partition("=")[0] not in flags)]
     elif line.startswith(("--", "'")):
-        again = pasted(words, error, line)
-        short = shlex.split(more) if again[:1] == ["train"] else []
-        given = {w.partition("=")[0] for w in again}
-        again += [w for w in short if w.partition("=")[0] not in given]
+        repeated = pasted(words, error, line)
+        short = shlex.split(more) if repeated[:1] == ["train"] else []
+        flags = {w.partition("=")[0] for w in repeated}
+        repeated += [w for w in short if w.partition("=")[0] not in flags]
     elif line.startswith("export JAXLM_"):  # read at each use, so this process may set it
         name, _, value = shlex.split(line, comments=True)[1].partition("=")
         with pytest.MonkeyPatch.context() as patch:
@@ -933,17 +951,17 @@ def follow(line, words, error, more, places, capsys, depth=0):
     else:
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
         return None if done.returncode == 0 else done.stderr
-    if "--help" not in again and "--json" not in again:
-        again = [*again, "--json"]
-    code, written = run(again, places, capsys)
+    if "--help" not in repeated and "--json" not in repeated:
+        repeated = [*repeated, "--json"]
+    code, written = run(repeated, places, capsys)
     if code == 0:
         if to:
             Path(to).write_text(written.out)
         return None
     after = error_of(written)
     if after is None or depth == LONGEST_CHAIN or after == error:
-        return f"{again} ended with {code}: {after or written}"
-    return follow(after["fix"].splitlines()[0], again, after, more, places, capsys, depth + 1)
+        return f"{repeated} ended with {code}: {after or written}"
+    return follow(after["fix"].splitlines()[0], repeated, after, more, places, capsys, depth + 1)
 
 
 def marked(name):
@@ -951,7 +969,7 @@ def marked(name):
 
 
 def copied(base, folder, situation):
-    """Make a fresh copy of the base folder, changed as the situation says, and go there."""
+    """Make a fresh copy of the base folder, apply the change of the situation, and enter it."""
     shutil.copytree(base, folder)
     os.chdir(folder)
     if situation.change:
@@ -1015,7 +1033,7 @@ def test_every_test_that_pastes_a_line_elsewhere_exists():
 @pytest.mark.slow  # it runs every situation
 def test_every_place_that_makes_such_a_line_is_reached(base, places, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    # The first half of slow situations, of which only what is pasted is slow; of all, if this runs
+    # The first half of slow situations: only their pasting is slow. All of them, if this runs
     # alone.
     quick = {name for name, each in SITUATIONS.items() if each.code is None or name not in SLOW}
     for number, name in enumerate(sorted(quick - places.seen)):

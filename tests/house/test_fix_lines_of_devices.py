@@ -1,4 +1,4 @@
-"""Fix lines of situations that need devices of their own, or another process: each is run in processes."""
+"""Fix lines of situations that need devices or processes of their own: each runs in processes."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def refused(command, what):
     return said["error"]["fix"].splitlines()
 
 
-def test_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbours(config, tmp_path):
+def test_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbors(config, tmp_path):
     flags = ("--cpu_devices=2", "--config.mesh.context=2", "--stop_at=1")
     assert harness.run(harness.words(config, tmp_path / "run", *flags), XLA_FLAGS="")[0] == 0
     command = ["eval", f"--workdir={tmp_path / 'run'}", "--cpu_devices=2", "--sequence=33"]
@@ -98,12 +98,12 @@ def test_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command(confi
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_that_lost_a_process_goes_on_by_the_same_command(config, tmp_path, rank):
-    """The other process loses it in a computation, or, without rank 0, the service that coordinates."""
+    """The other process loses it in a computation, or, without rank 0, the coordination service."""
     words = harness.words(config, tmp_path / "run")
     command = ["launch", "--processes=2", "--restarts=0", "--cpu_devices=1", "--", *words]
     code, said = harness.run(command, f"step.before:sigkill@7#{rank}", XLA_FLAGS="")
     assert code == 69, said
-    if rank == 1:  # without rank 0, JAX ends the other process before it can say anything
+    if rank == 1:  # without rank 0, JAX ends the other process before it can report anything
         assert RERUN_FIX in said
         assert "Traceback" not in said
     assert harness.run(command, XLA_FLAGS="")[0] == 0

@@ -1,4 +1,4 @@
-"""What must answer at once imports no JAX."""
+"""Commands that must answer at once import no JAX."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ LIGHT = sorted(
 
 
 def heavy_after(statement: str) -> list[str]:
-    """Which heavy packages a fresh Python has imported after a statement."""
+    """Heavy packages that a fresh Python has imported after a statement."""
     code = f"import sys\n{statement}\nprint(*sorted(set({HEAVY}) & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -78,13 +78,13 @@ CLOCK = re.compile(
 
 
 def test_limits_of_time_are_those_of_machine_py_so_that_a_pause_fails_no_test():
-    found = [
+    limits = [
         f"{path.name}: {match[0]}"
         for path in CONFTEST.parent.rglob("test_*.py")
         if path != Path(__file__)
         for match in CLOCK.finditer(path.read_text())
     ]
-    assert found == []
+    assert limits == []
     assert CLOCK.search("    assert time.monotonic() - begun < 5"), "and it would be found"
     assert CLOCK.search("    assert took <= 2 + 10")
 

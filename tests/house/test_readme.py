@@ -81,15 +81,15 @@ def shortened(command: str) -> str:
         return f"{command} {shlex.join(f'{name}={value}' for name, value in TUNED.items())}"
     if "quickstart" not in configs:
         return command
-    given = {word.partition("=")[0] for word in words}
-    added = [f"{name}={value}" for name, value in TINY.items() if name not in given]
-    added += [last for word, last in SHORTER.items() if word in given or word in words]
+    names = {word.partition("=")[0] for word in words}
+    added = [f"{name}={value}" for name, value in TINY.items() if name not in names]
+    added += [last for word, last in SHORTER.items() if word in names or word in words]
     return f"{command} {shlex.join(added)}"
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A folder with the configs, some texts, an environment to activate, and `jaxlm` on the path."""
+    """A folder with the configs, texts, an environment to activate, and `jaxlm` on the path."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / "texts").mkdir()
@@ -112,7 +112,7 @@ def checkout(tmp_path_factory):
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     flags = os.environ.get("XLA_FLAGS", "")
-    own = {
+    environment = {
         "PATH": f"{folder / '.venv/bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags),
@@ -120,7 +120,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
-        env=os.environ | own,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -150,7 +150,10 @@ def marked(name: str, command: str):
     "command", [marked(name, line) for name, line in COMMANDS if line not in SCRIPTS]
 )
 def test_a_command_of_the_manual_runs(checkout, command, request, monkeypatch, capfd):
-    """In this process, on one device, if it is one command of jaxlm and not slow: starting takes seconds."""
+    """Run it in this process, on one device, if it is one fast command of jaxlm.
+
+    Starting a process takes seconds.
+    """
     words = shlex.split(shortened(command))
     is_slow = request.node.get_closest_marker("slow") is not None
     needs_shell = set("|>;&<*?$") & set(re.sub(r"'[^']*'", "", command))
@@ -165,7 +168,7 @@ def test_a_command_of_the_manual_runs(checkout, command, request, monkeypatch, c
 
 @pytest.mark.slow
 def test_the_quickstart_trains_evaluates_samples_and_is_done_the_second_time(checkout, tmp_path):
-    """The script and the real jaxlm, in an environment that is there already, at the size of TINY."""
+    """Run the script and the real jaxlm, in an environment that exists, at the size of TINY."""
     clone = tmp_path / "clone"
     shutil.copytree(checkout, clone)
     (clone / "scripts").mkdir()
@@ -210,7 +213,7 @@ def test_every_verb_is_in_the_manual():
 
 
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """What a verb takes, and its actions."""
+    """Flags of a verb, and its actions."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):

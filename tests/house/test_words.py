@@ -52,9 +52,9 @@ def public(body: list[ast.stmt]) -> list[ast.FunctionDef | ast.ClassDef]:
 
 
 def undocumented(tree: ast.Module) -> list[str]:
-    """What is public and silent.
+    """Public names without a docstring.
 
-    A method that keeps the promise of a documented Protocol or ABC of its module may be.
+    A method may have none if a documented Protocol or ABC of its module declares it.
     """
     classes = [node for node in public(tree.body) if isinstance(node, ast.ClassDef)]
     protocols = [c for c in classes if any(ABSTRACT.match(ast.unparse(base)) for base in c.bases)]
@@ -76,7 +76,7 @@ def test_everything_public_is_documented(path):
         return
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), "the module has no docstring"
-    # What these two do is said once, by cli.main.Verb.
+    # The docstring of cli.main.Verb describes these two.
     verb = {"add_arguments", "run"} if path.parent.name == "cli" else set()
     assert set(undocumented(tree)) - verb == set()
 
