@@ -39,6 +39,12 @@ REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.30, 1.00)}
 # XLA for CPU writes out the gradient, the direction and, to measure it, the update. Bytes of a step
 # of one short row over its parameters, 34M model: AdamW 3.00, Muon 3.00, Lion 2.00 to 3.00.
 CPU_COPIES = 3.0
+# Kernels of a step, forward and backward, and the seconds from the start of one to that of the next
+# if each has little work; a TPU begins them without the host. Compiled for a CPU, a step has 173
+# operations per layer and 226 outside of them; compilers for GPUs fuse more.
+KERNELS_PER_LAYER, KERNELS_PER_STEP = 100, 150
+LAUNCH_SECONDS = {"gpu": (2e-6, 8e-6), "tpu": (0.3e-6, 1e-6)}
+HOST_SECONDS = (0.3e-3, 2e-3)  # of Python between two steps, which overlaps with the device
 HOST = 8  # GPUs that share a fast interconnect
 CAPACITY = 1.25  # of the shipped GPU layouts; Fedus et al. 2021, arXiv:2101.03961, section 2.2
 
@@ -164,6 +170,17 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     assumed.append(timed if machine.chip.is_known else unknown)
     if not machine.chip.is_tpu and machine.devices > HOST:
         assumed.append(f"links between hosts are as fast as those within a host of {HOST}")
+    low, high = max(compute / high_share + update, moved), compute / low_share + update + moved
+    if not is_cpu:
+        kernels = _kernels(run, decoder)
+        launch = LAUNCH_SECONDS[target.platform]
+        least = max(launch[0] * kernels, HOST_SECONDS[0]), launch[1] * kernels + HOST_SECONDS[1]
+        if low < least[0] and machine.chip.is_known:
+            each = f"{launch[0] * 1e6:.2g} to {launch[1] * 1e6:.2g} \u00b5s"
+            assumed.append(
+                f"{kernels:,} kernels a step, {each} each, take longer than their products"
+            )
+        low, high = max(low, least[0]), max(high, least[1])
     if sent:
         assumed.append("communication overlaps with products in the best case, not in the worst")
     return Forecast(
@@ -177,11 +194,17 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         hardware_flops=hardware,
         peak_flops=peak,
         sent_bytes=sent,
-        seconds=(max(compute / high_share + update, moved), compute / low_share + update + moved),
+        seconds=(low, high),
         checkpoint_bytes=_saved(run, decoder),
         assumed=assumed,
         risks=list(_risks(run, machine, decoder, sizes)),
     )
+
+
+def _kernels(run: Run, decoder: ModelConfig) -> int:
+    """Return the number of kernels of a step."""
+    layers = len(decoder.layers) + len(decoder.heads)
+    return (KERNELS_PER_LAYER * layers + KERNELS_PER_STEP) * run.train.microbatches
 
 
 def _teacher(run: Run, assumed: list[str]) -> Run | None:

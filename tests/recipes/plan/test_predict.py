@@ -608,3 +608,14 @@ def test_every_candidate_of_a_search_can_be_laid_out():
     assert found.best.sizes == found.best.run.mesh.sizes(8)
     with pytest.raises(ConfigError):
         search.search(load({"train.batch": "7"}), on, [])
+
+
+def test_a_step_of_a_small_model_takes_as_long_as_its_kernels_and_not_as_its_products(capsys):
+    words = ("--config=quickstart", "--config.model.depth=8", "--on=h100")
+    _, small = ask(capsys, *words)
+    low, high = small["step_seconds"]
+    assert low >= 8 * 100 * 2e-6  # kernels of its layers
+    assert high < 0.02
+    assert any("kernels a step" in each for each in small["assumed"])
+    _, large = ask(capsys, "--config=llama_8b:8gpu", "--on=h100x8")
+    assert not any("kernels a step" in each for each in large["assumed"])
