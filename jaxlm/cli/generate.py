@@ -4,12 +4,15 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
 from jaxlm.core.errors import CommandError, ConfigError
+
+if TYPE_CHECKING:
+    from jaxlm.generate.config import GenerateConfig
 
 BETWEEN = "\n---\n"
 FLAGS: tuple[tuple[str, str, Any, str], ...] = (
@@ -41,6 +44,24 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, *ADAPTER)
 
 
+def read_settings(args: Any, lists: dict[str, Any], usage: str) -> "GenerateConfig":
+    """Return the settings of generation from flags of the verb, and from `lists`.
+
+    Raises ConfigError if a value is wrong; `usage` is the fix if no other value is known.
+    """
+    from jaxlm.generate.config import GenerateConfig
+
+    names = [field.name for field in dataclasses.fields(GenerateConfig)]
+    flags = selection(args, *(name for name in names if name not in lists and name in args))
+    try:
+        return config.from_json(GenerateConfig, flags | lists, where="command line")
+    except ConfigError as error:  # these settings are flags of the verb
+        error.fix = error.fix.replace("--config.", "--")
+        if error.fix.startswith(problems.EXPLAIN):
+            error.fix = usage
+        raise
+
+
 class _Stream:
     """Printer of streamed rows, one after the other: a row is held back until earlier rows end."""
 
@@ -68,19 +89,8 @@ def run(args: Any, out: Output) -> int:
         raise CommandError(what, where="--stream", why=why, fix="leave --stream out")
     is_streamed = args.beams == 1 and (args.stream or (sys.stdout.isatty() and not out.as_json))
 
-    from jaxlm.generate.config import GenerateConfig
-
     lists = {"prompts": args.prompt or [""], "stop": args.stop, "seed": args.seed or [0]}
-    names = [field.name for field in dataclasses.fields(GenerateConfig)]
-    flags = selection(args, *(name for name in names if name not in lists))
-    try:
-        settings = config.from_json(GenerateConfig, flags | lists, where="command line")
-    except ConfigError as error:  # these settings are flags of the verb
-        error.fix = error.fix.replace("--config.", "--")
-        if error.fix.startswith(problems.EXPLAIN):
-            error.fix = "jaxlm generate --help"
-        raise
-
+    settings = read_settings(args, lists, "jaxlm generate --help")
     from jaxlm.recipes.use.generate import generate
 
     show = _Stream(settings.prompts, out) if is_streamed else None

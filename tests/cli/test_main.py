@@ -170,6 +170,7 @@ LEAST = [
     "lr-find",
     "merge --out=O",
     "plan",
+    "rate",
     "replay --step=1",
     "report",
     "runs",

@@ -89,6 +89,18 @@ def full_disk(patch):
 
 
 SITUATIONS: dict[str, Situation] = {
+    "ratings of one run": Situation("rate runs/a --prompts=texts/0.txt"),
+    "ratings without prompts": Situation("rate runs/a runs/a --prompts=none.txt", code=66),
+    "ratings of an empty file": Situation(
+        "rate runs/a runs/a --prompts=p.txt", "touch p.txt", code=65
+    ),
+    "ratings of a prompt that is none": Situation(
+        "rate runs/a runs/a --prompts=p.jsonl", "echo 1 > p.jsonl", code=65
+    ),
+    "ratings of a run and itself": Situation(
+        "rate runs/a runs/a --prompts=p.txt --max_tokens=4", "echo one > p.txt", code=65
+    ),
+    "a report of no ratings": Situation("rate --report", code=66),
     "a resumed run that diverges": Situation(
         f"train --config=c.py {RUN} --config.train.steps=20 --config.optim.lr=30 "
         f"--config.guard.divergence=stop --allow_change=optim,train"
@@ -221,10 +233,16 @@ SLOW = {
     "noise of one row",
     "noise of stages of one row",
     "other data and nothing else",
+    "ratings of a run and itself",
 }
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {
+    # Their fixes, pasted, serve a page until they are interrupted.
+    "recipes/rate/server.py:__init__:1": "tests/recipes/rate/"
+    "test_rate.py::test_a_port_or_a_file_that_is_taken_is_refused_before_texts_are_written",
+    "recipes/rate/texts.py:open_ratings:1": "tests/recipes/rate/"
+    "test_rate.py::test_a_port_or_a_file_that_is_taken_is_refused_before_texts_are_written",
     "recipes/use/verify.py:_questions:1": "tests/recipes/use/"
     "test_verify.py::test_a_limit_that_no_prompt_leaves_is_refused",
     "recipes/use/verify.py:_questions:2": "tests/recipes/use/"
