@@ -49,7 +49,7 @@ def test_an_error_in_one_process_ends_all_with_70_and_the_state_saved(tmp_path, 
         )
         for rank in range(2)
     ]
-    written = harness.said_by(started)
+    written = harness.outputs_of(started)
     assert [process.returncode for process in started] == [70, 70], written
     assert "ZeroDivisionError: mine" in written[int(failing)]
     seen = [

@@ -33,7 +33,7 @@ class Life(NamedTuple):
     """How the processes of one start ended, and what each did, in order."""
 
     codes: list[int]
-    said: str
+    output: str
     events: list[list[dict]]
 
     def reads(self, rank: int, step: str) -> list[dict]:
@@ -52,7 +52,7 @@ def live(config: str, folder: Path, name: str, *flags: str, faults: str = SLOW) 
     more, under another name.
     """
     life = _live(config, folder, name, *flags, faults=faults)
-    if "Gloo context initialization failed: DEADLINE_EXCEEDED" in life.said:
+    if "Gloo context initialization failed: DEADLINE_EXCEEDED" in life.output:
         if name == "first":
             shutil.rmtree(folder / "run", ignore_errors=True)
         life = _live(config, folder, f"{name}-again", *flags, faults=faults)
@@ -83,7 +83,7 @@ def _live(config: str, folder: Path, name: str, *flags: str, faults: str) -> Lif
         )
         for rank, log in enumerate(logs)
     ]
-    said = "\n".join(harness.said_by(ranks))
+    said = "\n".join(harness.outputs_of(ranks))
     events = [[json.loads(line) for line in log.read_text().splitlines()] for log in logs]
     return Life([rank.returncode for rank in ranks], said, events)
 
@@ -99,9 +99,9 @@ def lives(config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("slow")
     save = f"--config.watch.save={SAVE_SECONDS}s"
     first = live(config, folder, "first", save, "--stop_at=12", faults=f"{SLOW},batch:nan@9-11")
-    assert first.codes == [0, 0], first.said
+    assert first.codes == [0, 0], first.output
     second = live(config, folder, "second", save, "--stop_at=14")
-    assert second.codes == [0, 0], second.said
+    assert second.codes == [0, 0], second.output
     return folder / "run", first, second
 
 
@@ -183,20 +183,20 @@ def test_a_disk_that_stands_still_ends_a_verification_on_both_and_not_one_that_i
     (tmp_path / "run").symlink_to(run)
     limit = "--config.watch.verify=3s"
     hangs = live(config, tmp_path, "hangs", limit, faults="store.read:hang#1")
-    assert hangs.codes == [76, 76], hangs.said
-    assert "nothing has moved in 'verify' for" in hangs.said
-    assert "its limit is 3 s" in hangs.said
+    assert hangs.codes == [76, 76], hangs.output
+    assert "nothing has moved in 'verify' for" in hangs.output
+    assert "its limit is 3 s" in hangs.output
     largest = max(size for path, size in files(run, 14).items() if "process_1" in path)
     slow = live(config, tmp_path, "slow", limit, faults=f"store.read:slow={largest // 8}#1")
-    assert slow.codes == [0, 0], slow.said
+    assert slow.codes == [0, 0], slow.output
     assert harness.steps(run)[-1] == 16
 
 
 @pytest.mark.parametrize(("fault", "codes"), [("raise", {74}), ("sigkill", {-9, 69, -6})])
 def test_a_step_that_a_process_did_not_hash_is_not_committed(config, tmp_path, fault, codes):
     failed = live(config, tmp_path, "first", faults=f"store.read:{fault}#1")
-    assert set(failed.codes) <= codes, failed.said
+    assert set(failed.codes) <= codes, failed.output
     assert harness.steps(tmp_path / "run") == []
     again = live(config, tmp_path, "again", "--stop_at=2", faults="")
-    assert again.codes == [0, 0], again.said
+    assert again.codes == [0, 0], again.output
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["2"]

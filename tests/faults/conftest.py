@@ -1,4 +1,4 @@
-"""One small run through the front door, with secrets all around it, for the tests that look at what a run leaves."""
+"""One small run by the command line, with secrets around it, for tests of what a run leaves."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ from tests.faults import harness
 
 ROOT = Path(__file__).parents[2]
 ONE_DEVICE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-CANARY = "c4nary-5ecret"  # followed by a number, so that a leak says where it came from
+CANARY = "c4nary-5ecret"  # followed by a number, so that a leak shows its source
 
 # Its step is that of the harness, and compiled once for both.
 SETTINGS = {
@@ -41,12 +41,12 @@ SECRETS = {
 
 @dataclasses.dataclass(frozen=True)
 class TinyRun:
-    """Where a run is, what it was made of, and what it said."""
+    """Folder of a run, its config, and its output."""
 
     workdir: Path
     config: Path
     cache: Path
-    said: str
+    output: str
 
 
 def jaxlm(*words, env=None, umask=-1, cwd=None):
@@ -63,7 +63,7 @@ def jaxlm(*words, env=None, umask=-1, cwd=None):
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """A finished run of four steps, started under umask 027 by somebody with secrets in the environment."""
+    """A finished run of four steps, started under umask 027 with secrets in the environment."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "texts").mkdir()
     config = folder / "tiny.py"

@@ -52,13 +52,16 @@ def get_config(arg=""):
 
 @dataclasses.dataclass
 class Took:
-    """Seconds that something took of a clock, and of the processor with all that was started and has ended."""
+    """Seconds of the clock, and of the processor with all processes that were started and ended."""
 
     clock: float = 0.0
     processor: float = 0.0
 
     def require(self, seconds: float, what: str = "it") -> None:
-        """By both: a clock also counts what else the machine does, and the processor counts nothing while one waits."""
+        """Raise TooSlow if both exceed the limit.
+
+        The clock also counts other programs; the processor does not count waiting.
+        """
         machine.require_processor(self.processor, seconds, what)
         machine.require_clock(self.clock, seconds, what)
 
@@ -68,7 +71,7 @@ class Took:
 
 @contextlib.contextmanager
 def timing() -> Iterator[Took]:
-    """What is timed, whose seconds are known once it is over."""
+    """Yield a Took whose seconds are set once the block is over."""
 
     def processor() -> float:
         return sum(os.times()[:4])
@@ -86,8 +89,10 @@ def write_config(folder: Path, settings: dict[str, object] | None = None) -> str
         text = " ".join(draw.choice(words) for _ in range(draw.randint(3, 60)))
         (folder / f"{number:03d}.txt").write_text(text)
     path = folder / "config.py"
-    own = "".join(f"    c.{name} = {value!r}\n" for name, value in (settings or {}).items())
-    path.write_text(CONFIG.format(folder=folder).replace("    return c\n", f"{own}    return c\n"))
+    assignments = "".join(f"    c.{name} = {value!r}\n" for name, value in (settings or {}).items())
+    path.write_text(
+        CONFIG.format(folder=folder).replace("    return c\n", f"{assignments}    return c\n")
+    )
     return str(path)
 
 
@@ -112,12 +117,12 @@ def start(
 def run(command: list[str], faults: str = "", **env: str) -> tuple[int, str]:
     """The exit code, negative for a signal, and all that was printed."""
     process = start(command, faults, **env)
-    (said,) = said_by([process])
-    return process.returncode, said
+    (output,) = outputs_of([process])
+    return process.returncode, output
 
 
-def said_by(processes: list[subprocess.Popen], seconds: float = 300) -> list[str]:
-    """What each of them printed until it ended. None outlives this, whatever happens."""
+def outputs_of(processes: list[subprocess.Popen], seconds: float = 300) -> list[str]:
+    """Return the output of each process until its end; all processes have ended afterwards."""
     try:
         return [process.communicate(timeout=seconds)[0] for process in processes]
     finally:
@@ -153,7 +158,10 @@ def store(workdir: Path) -> Store:
 
 
 def state_digest(workdir: Path, step: int | None = None) -> str:
-    """sha256 over every leaf of a step, the newest by default: its path, dtype, shape and bytes; the cursor; the counters."""
+    """sha256 over the leaves of a step, its cursor and its counters; the newest step by default.
+
+    A leaf counts with its path, dtype, shape and bytes.
+    """
     opened = store(workdir)
     step = opened.steps()[-1] if step is None else step
     meta = opened.record(step).meta
@@ -167,7 +175,7 @@ def state_digest(workdir: Path, step: int | None = None) -> str:
 
 
 def tree(workdir: Path) -> dict[str, bytes]:
-    """Every file of the run but its lock, which says who looked last."""
+    """Every file of the run but its lock, which names its last reader."""
     files = (path for path in sorted(Path(workdir).rglob("*")) if path.is_file())
     return {
         str(path.relative_to(workdir)): path.read_bytes() for path in files if path.name != "lock"
@@ -175,16 +183,19 @@ def tree(workdir: Path) -> dict[str, bytes]:
 
 
 def children(pid: int) -> dict[int, str]:
-    """The processes that those of a process's threads started, and their command lines; without what ends meanwhile."""
-    found = {}
+    """Child processes of all threads of a process, and their command lines.
+
+    A process that ends meanwhile is left out.
+    """
+    commands = {}
     for task in Path(f"/proc/{pid}/task").glob("*"):
         # A thread that ends takes its list along.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for child in (task / "children").read_text().split():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                     words = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(child)] = words.decode(errors="replace")
-    return found
+                    commands[int(child)] = words.decode(errors="replace")
+    return commands
 
 
 def exit_of(workdir: Path) -> dict:

@@ -1,4 +1,4 @@
-"""Line H3: the tests of the bar's lines that are part of every run, again and again: none may fail now and then."""
+"""Line H3: tests of the bar that are part of every run are repeated, and none may be flaky."""
 
 import collections
 import os
@@ -18,7 +18,10 @@ HURRY = "--xla_backend_optimization_level=0"
 
 
 def repeat(times: int, words: list[str]) -> int:
-    """Runs the tests of lines `times` times, those of the paths in `words` or all. 1 where one failed or did not run."""
+    """Run the tests of lines `times` times; return 1 if one failed or did not run.
+
+    Without paths in `words` all of them run.
+    """
     names = named(words)
     print(f"{len(names)} tests of lines, {times} times", flush=True)
     failed: collections.Counter[str] = collections.Counter()
@@ -50,7 +53,7 @@ def named(words: list[str]) -> list[str]:
 
 
 def run(names: list[str]) -> tuple[int, list[str]]:
-    """How many ran, and which failed, with what they said on the screen."""
+    """Return the number of tests that ran, and the failed ones with their output."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         done = subprocess.run(

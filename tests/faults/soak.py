@@ -1,10 +1,10 @@
-"""Line H9: random faults from all groups, one in half a minute; at the end every bit is as if none had been.
+"""Line H9: random faults of all groups, one in half a minute, change no bit of the result.
 
-Faults of numbers belong to the run: the reference has them too, and is told which batches the
-rewinds left out. A life of the run has one process of two devices or two processes of one: the
+Faults of numbers belong to the run: the reference has them too, and gets the list of batches that
+the rewinds left out. A life of the run has one process of two devices or two processes of one: the
 arithmetic is the same, so are the bits. Each kind of fault must have struck at least once, else
-this proves nothing, and is no success. Neither is it where faults came more seldom than that; a
-machine with more to run than cores may take as many times longer as it has more.
+this proves nothing and fails. It also fails if faults are rarer than that; a machine with more to
+run than cores may take as many times longer as it has more.
 """
 
 import argparse
@@ -49,14 +49,14 @@ NUMBERS = ",".join(
     ["grads:nan@50", "grads:spike=1000@90", "grads:inf@700"]
     + [f"batch:nan@{first}-{first + 5}" for first in (150, 500, 1500, 5000, 15000)]
 )
-# What may change where a run goes on, and what may not.
+# The settings that a resumed run may change, and those that it may not.
 FREE = ("checkpoint.every=3", "checkpoint.keep_last=2", "data.prefetch=2", "watch.eval=20m")
 REFUSED = ("optim.lr=1e-4", "seed=1", "data.sequence=16", "train.batch=16", "model.depth=1")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of fault: the exit codes that show that it struck, and how many processes the run has meanwhile."""
+    """A kind of fault: the exit codes that prove that it struck, and the run's process count."""
 
     codes: tuple[int, ...]
     processes: int = 1
@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=0)
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--fuzz", action="store_true", help="line S13, so many minutes a kind")
+    kinds.add_argument("--fuzz", action="store_true", help="line S13, minutes for each kind")
     kinds.add_argument("--repeat", type=int, metavar="TIMES", help="line H3, on these tests")
     parser.add_argument("tests", nargs="*")
     args = parser.parse_args()
@@ -103,7 +103,7 @@ def main() -> int:
 
 
 def fuzz(minutes: float, seed: int) -> int:
-    """Line S13: each kind of file, damaged for so many minutes."""
+    """Line S13: damage each kind of file for `minutes` minutes."""
     command = [
         sys.executable,
         "-m",
@@ -141,31 +141,31 @@ def soak(minutes: float, seed: int) -> int:
         # What struck least comes next, in any order.
         kind = draw.choice([k for k, count in struck.items() if count == min(struck.values())])
         fault = KINDS[kind]
-        code, said = Life(words, run, folder / "shards/train", kind, draw, deadline).live()
+        code, output = Life(words, run, folder / "shards/train", kind, draw, deadline).live()
         allowed.append(BETWEEN * machine.shared() * machine.slowness())
         counts[kind, f"exit {code}"] += 1
         struck[kind] += code in fault.codes
-        told = (
+        progress = (
             f"{(time.monotonic() - begun) / 60:5.1f} min, step {newest(run)}: {kind}, exit {code}"
         )
-        print(told, flush=True)
-        # Each may be stopped before its own fault strikes, some before they can say so.
+        print(progress, flush=True)
+        # Each may be stopped before its own fault strikes, some before they can report it.
         if code not in (*fault.codes, 75, -signal.SIGTERM):
-            print(f"{said}\nunexpected exit code {code}; see {folder}", file=sys.stderr)
+            print(f"{output}\nunexpected exit code {code}; see {folder}", file=sys.stderr)
             return 1
         if step := damage(run, draw):
             flipped.append(step)
     lived = time.monotonic() - begun
     end = f"--stop_at={newest(run) + 20}"
-    code, said = finish([*words, end])
+    code, output = finish([*words, end])
     if code == 0:
         whole.mkdir()
         if (run / "rewinds.json").exists():
             shutil.copy(run / "rewinds.json", whole)
         every = "--config.checkpoint.every=1000"
-        code, said = finish([*harness.words(config, whole, *RUN, *data), every, end])
+        code, output = finish([*harness.words(config, whole, *RUN, *data), every, end])
     if code:
-        print(f"{said}\nexit code {code}; see {folder}", file=sys.stderr)
+        print(f"{output}\nexit code {code}; see {folder}", file=sys.stderr)
         return 1
     for (kind, how), count in sorted(counts.items()):
         print(f"{count:5} x {kind:<14} {how}")
@@ -195,7 +195,7 @@ def soak(minutes: float, seed: int) -> int:
     if lost := [step for step in flipped if not in_quarantine(run, step)]:
         print(f"damaged, and not in the quarantine: steps {lost}", file=sys.stderr)
     if is_seldom := between > most:
-        print("faults came more seldom than the line asks for", file=sys.stderr)
+        print("faults were rarer than the line requires", file=sys.stderr)
     if same and not missed and not lost and not is_seldom:
         shutil.rmtree(folder)
         return 0
@@ -220,7 +220,7 @@ class Life:
     deadline: float
 
     def live(self) -> tuple[int, str]:
-        """How it ended, and what it said."""
+        """Return the exit code and the output."""
         if self.kind == "damaged shard":
             return self._with_damage()
         flags, faults = self._plan()
@@ -230,7 +230,7 @@ class Life:
         """The flags and the faults that this life has from its start."""
         draw = self.draw
         at = newest(self.workdir) + draw.randint(1, 30)
-        then = f"{at}-{at + 80}"  # an evaluation or a save comes every so many steps
+        then = f"{at}-{at + 80}"  # evaluations and saves are periodic
         match self.kind:
             case "point":
                 point, action = draw.choice(POINTS), draw.choice(["sigkill", "raise"])
@@ -295,9 +295,9 @@ class Life:
             return process.returncode, log.read()
 
     def _strike(self, process: subprocess.Popen) -> None:
-        """What comes from outside; without such a fault, the end of this life.
+        """Strike from outside; without such a fault, end this life.
 
-        Too late for one that is gone.
+        Do nothing if the process has already ended.
         """
         inside = harness.children(process.pid)
         match self.kind:
@@ -305,10 +305,10 @@ class Life:
                 process.kill()
             case "lost rank" | "stopped rank" | "frozen rank" if inside:
                 os.kill(self.draw.choice(list(inside)), SENT[self.kind])
-            case "loader worker" if found := [
+            case "loader worker" if workers := [
                 pid for pid, c in inside.items() if "spawn_main" in c
             ]:
-                os.kill(found[0], signal.SIGKILL)
+                os.kill(workers[0], signal.SIGKILL)
             case _:
                 process.terminate()
 
@@ -318,11 +318,11 @@ class Life:
         content = path.read_bytes()
         path.write_bytes(flipped_bit(content, self.draw))
         try:
-            code, said = self._start([], "")
+            code, output = self._start([], "")
         finally:
             path.write_bytes(content)
-        assert code != 65 or str(path) in said, said
-        return code, said
+        assert code != 65 or str(path) in output, output
+        return code, output
 
 
 def finish(words: list[str]) -> tuple[int, str]:
@@ -338,7 +338,7 @@ def finish(words: list[str]) -> tuple[int, str]:
 
 
 def damage(workdir: Path, draw: random.Random) -> int | None:
-    """Now and then flips a bit of the newest step, where there is another to fall back on; the step."""
+    """Sometimes flip a bit of the newest step, if there is an older one; return the step."""
     sound = [step for step in harness.steps(workdir) if not harness.store(workdir).problems(step)]
     if len(sound) < 2 or draw.random() < 0.5:
         return None
@@ -357,7 +357,7 @@ def flipped_bit(content: bytes, draw: random.Random) -> bytes:
 
 
 def in_quarantine(workdir: Path, step: int) -> bool:
-    """Whether a step was put aside, with the reason beside it."""
+    """Return True if a step was quarantined together with the reason."""
     reasons = [p.name for p in (workdir / "quarantine").glob("*.reason.txt")]
     return any(re.fullmatch(rf"{step}(\.\d+)?\.reason\.txt", name) for name in reasons)
 

@@ -55,9 +55,9 @@ NOTE = "commit_success.txt"
 def files_of(workdir: Path, step: int) -> list[Path]:
     """Every file of a step but Orbax's note of its own commit, which decides nothing."""
     inside = sorted((workdir / "checkpoints" / str(step)).rglob("*"))
-    found = [path for path in inside if path.is_file() and path.name != NOTE]
-    assert len(found) >= 6
-    return found
+    files = [path for path in inside if path.is_file() and path.name != NOTE]
+    assert len(files) >= 6
+    return files
 
 
 def flip(path: Path, draw: random.Random) -> None:
@@ -75,7 +75,7 @@ def goes_on(config: str, workdir: Path, unbroken: Path) -> None:
 
 
 def is_found(damage: Callable[[Path], None], path: Path, unbroken: Path, copy: Path) -> None:
-    """With one file of step 8 damaged, step 6 is the newest sound one, and what is wrong with 8 is named."""
+    """With one file of step 8 damaged, step 6 is the newest sound one, and the damage is named."""
     shutil.copytree(unbroken / "half/checkpoints", copy / "checkpoints")
     damage(copy / path.relative_to(unbroken / "half"))
     damaged: dict[int, list[str]] = {}
@@ -88,10 +88,10 @@ def is_found(damage: Callable[[Path], None], path: Path, unbroken: Path, copy: P
 def falls_back(
     config: str, unbroken: Path, run: Path, damages: Sequence[Callable[[Path], None]]
 ) -> None:
-    """The run that kept all of its 12 steps goes on from the newest sound one: each damage is on one of those after.
+    """The run that kept all of its 12 steps resumes from the newest sound one.
 
-    They go to files of different kinds. Of the arrays' files, which have a hash for a name, one is
-    taken.
+    Each later step has one damage. They go to files of different kinds. The files of arrays are
+    named by hashes: one of them is taken.
     """
     shutil.copytree(unbroken / "whole", run)
     damaged = {}
@@ -129,7 +129,7 @@ def test_b1_one_flipped_bit_in_any_file_is_found_before_any_state_is_used(
 def test_b1_a_flipped_bit_in_the_format_version_is_damage_and_no_newer_format(
     unbroken, tmp_path, record_property
 ):
-    """'1' is '3', '5', '9' or '0' with one bit changed: numbers all of them, of formats that are not ours."""
+    """'1' becomes '3', '5', '9' or '0' by one bit: all are numbers, of unknown formats."""
     record = unbroken / "half/checkpoints/8" / records.NAME
     place = record.read_bytes().index(b'"format_version": 1') + len('"format_version": ')
     digits = []
@@ -148,7 +148,7 @@ def test_b1_a_flipped_bit_in_the_format_version_is_damage_and_no_newer_format(
 
 @pytest.mark.parametrize("kind", ["removed", "emptied", "other bytes"])
 def test_b2_orbaxs_own_note_of_a_commit_decides_nothing(unbroken, tmp_path, kind):
-    """It is written between the record and the rename, so no digest covers it: a step is whole without."""
+    """It is written between record and rename: no digest covers it, a step is whole without."""
     shutil.copytree(unbroken / "half/checkpoints", tmp_path / "checkpoints")
     note = tmp_path / "checkpoints/8" / NOTE
     before = note.read_bytes()
@@ -173,12 +173,12 @@ DAMAGE = {
     "halved": lambda path, other: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "a byte short": lambda path, other: path.write_bytes(path.read_bytes()[:-1]),
     "removed": lambda path, other: path.unlink(),
-    "its neighbour": lambda path, other: path.write_bytes(other.read_bytes()),
+    "its neighbor": lambda path, other: path.write_bytes(other.read_bytes()),
 }
 
 
 def spoilt(kind: str, path: Path) -> None:
-    """Damages a file of a step; its neighbour is one that has other contents."""
+    """Damage a file of a step; its neighbor is one with other contents."""
     step = next(parent for parent in path.parents if parent.name.isdigit())
     others = files_of(step.parents[1], int(step.name))
     DAMAGE[kind](path, next(each for each in others if each.read_bytes() != path.read_bytes()))
@@ -215,11 +215,11 @@ def test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again(
     took = time.monotonic() - begun
     machine.require_clock(took, 30)
     record_property("B3", f"12 damaged steps named in {took:.1f} s")
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for step, path in damaged.items():
         name = path.relative_to(tmp_path / f"run/checkpoints/{step}")
-        assert f"step {step}: {name} has other contents than were written" in said
-    assert len(said.splitlines()) <= 8
+        assert f"step {step}: {name} has other contents than were written" in output
+    assert len(output.splitlines()) <= 8
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
     assert harness.steps(tmp_path / "run") == steps
     left = harness.exit_of(tmp_path / "run")
@@ -227,7 +227,10 @@ def test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again(
 
 
 def test_b5_hashing_reaches_a_gigabyte_a_second(tmp_path, record_property):
-    """Or four fifths of what hashlib does here, where that is less: other work on the machine takes from both."""
+    """Or four fifths of the rate of hashlib here, if that is less.
+
+    Other programs slow down both.
+    """
     step = tmp_path / "1"
     step.mkdir()
     for name in range(4):
@@ -235,8 +238,8 @@ def test_b5_hashing_reaches_a_gigabyte_a_second(tmp_path, record_property):
     best = 0.0
     for _ in range(3):
         begun = time.process_time()
-        found = records.digests(records.epath.Path(step))
-        best = max(best, sum(size for size, _ in found.values()) / (time.process_time() - begun))
+        hashes = records.digests(records.epath.Path(step))
+        best = max(best, sum(size for size, _ in hashes.values()) / (time.process_time() - begun))
     # Without the processor's SHA instructions, hashlib itself is the limit: then we must cost
     # little above it.
     begun = time.process_time()
@@ -313,7 +316,7 @@ sys.exit(code)
 
 
 def private_mounts(folder: Path) -> list[str] | None:
-    """What a command is begun with, to mount what no other process sees; None where this machine forbids it."""
+    """Prefix of a command that mounts what no other process sees, or None if this is forbidden."""
     for words in (["unshare", "-m"], ["unshare", "-rm"]):
         with contextlib.suppress(FileNotFoundError):
             tried = [*words, "mount", "-t", "tmpfs", "tmpfs", str(folder)]
@@ -366,7 +369,7 @@ def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
         assert reached <= second + 1
         assert "No space left on device" in done.stderr
     else:
-        # Step 21 hears of it and saves once more, which step 22 hears of.
+        # Step 21 receives it and saves once more, and step 22 receives that.
         assert reached in (21, 22)
     assert harness.steps(left)[-1] == 8
     assert not list((left / "checkpoints").glob("*tmp*"))
@@ -376,8 +379,8 @@ def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
 def test_b6_the_second_try_succeeds_where_space_came_back(config, unbroken, tmp_path):
     shutil.copytree(unbroken / "half", tmp_path / "run")
     words = harness.words(config, tmp_path / "run", *SELDOM, "--config.checkpoint.keep_last=9")
-    code, said = harness.run(words, "save.digest:enospc@12,step.before:sleep=3@13")
-    assert code == 0, said
+    code, output = harness.run(words, "save.digest:enospc@12,step.before:sleep=3@13")
+    assert code == 0, output
     log = (tmp_path / "run/log.txt").read_text()
     assert log.count("trying once more") == 1
     assert harness.steps(tmp_path / "run") == [4, 6, 8, 13, 18, 20], "at once, not when it is due"
@@ -401,14 +404,14 @@ def test_d9_a_rank_that_cannot_write_its_part_keeps_the_step_from_being_committe
         for rank, start in enumerate((LIMITED.format(bytes=1 << 30), LIMITED.format(bytes=10_000)))
     ]
     try:
-        said = [process.communicate(timeout=120)[0] for process in ranks]
+        output = [process.communicate(timeout=120)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    assert [process.returncode for process in ranks] == [74, 74], said
-    assert all("save failed: a checkpoint could not be written" in text for text in said)
-    assert "rank 1 has ended this run with exit code 74" in said[0]
+    assert [process.returncode for process in ranks] == [74, 74], output
+    assert all("save failed: a checkpoint could not be written" in text for text in output)
+    assert "rank 1 has ended this run with exit code 74" in output[0]
     assert harness.steps(tmp_path / "run") == []
     assert max(r["step"] for r in harness.records(tmp_path / "run")) <= 4, "the save was of step 2"
     assert harness.exit_of(tmp_path / "run")["code"] == 74
@@ -421,8 +424,8 @@ def test_d9_a_rank_that_cannot_write_its_part_keeps_the_step_from_being_committe
 @pytest.mark.slow
 def test_a_kill_after_the_last_commit_loses_nothing(config, unbroken, tmp_path, capsys):
     words = harness.words(config, tmp_path / "run")
-    code, said = harness.run(words, "exit:sigkill")
-    assert code == -signal.SIGKILL, said
+    code, output = harness.run(words, "exit:sigkill")
+    assert code == -signal.SIGKILL, output
     assert harness.losses(tmp_path / "run") == harness.losses(unbroken / "whole")
     assert harness.state_digest(tmp_path / "run") == harness.state_digest(unbroken / "whole")
     assert main(words) == 0
@@ -436,13 +439,13 @@ def test_b7_a_run_that_will_not_fit_the_disk_is_refused_before_it_starts(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=400_000))
     words = harness.words(config, tmp_path / "run")
     assert main(words) == 73
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     # Three newest, the best, two healthy ones, and one that is being written, each of weights and
     # two moments in float32.
-    told = re.search(r"why +(7 more of 459 KiB need 3\.14 MiB, and 391 KiB are free)", said)
-    assert told
-    record_property("B7", told[1])
-    assert "checkpoint.space" in said
+    reason = re.search(r"why +(7 more of 459 KiB need 3\.14 MiB, and 391 KiB are free)", output)
+    assert reason
+    record_property("B7", reason[1])
+    assert "checkpoint.space" in output
     assert not (tmp_path / "run/metrics.jsonl").exists()
     # Of the steps 2, 4, ... 12 those that are multiples of 4 stay for good.
     assert main([*words, "--config.checkpoint.keep_every=4"]) == 73
@@ -463,7 +466,7 @@ def test_b8_a_place_that_cannot_be_written_is_said_at_once(config, tmp_path, cap
 def test_b8_what_is_in_the_way_of_a_part_of_the_run_is_said_at_once(
     config, unbroken, tmp_path, capsys, name
 ):
-    """A file where a directory must be, or the reverse; the run has a damaged step to move away."""
+    """A file in place of a directory, or the reverse; the run has a damaged step to move away."""
     run = tmp_path / "run"
     shutil.copytree(unbroken / "half", run)
     flip(files_of(run, 8)[0], random.Random(0))
@@ -472,9 +475,9 @@ def test_b8_what_is_in_the_way_of_a_part_of_the_run_is_said_at_once(
     begun = time.monotonic()
     assert main(harness.words(config, run, "--stop_at=8")) == 73
     machine.require_clock(time.monotonic() - begun, 5)
-    said = capsys.readouterr().err
-    assert f"{name} cannot be written" in said
-    assert str(run / name) in said
+    output = capsys.readouterr().err
+    assert f"{name} cannot be written" in output
+    assert str(run / name) in output
 
 
 # Root may write anywhere: that is given up first.
@@ -494,7 +497,7 @@ for place in sys.argv[2:]:
 def test_b8_a_directory_that_may_not_be_written_is_said_at_once(
     config, unbroken, tmp_path, record_property
 ):
-    """One that is new, one below it, a run, and a run of which only the checkpoints may not be written."""
+    """A new directory, one below it, a run, and a run whose checkpoints alone are read-only."""
     for name in ("run", "half"):
         shutil.copytree(unbroken / "half", tmp_path / name)
     places = [tmp_path / "new", tmp_path / "new/below", tmp_path / "run", tmp_path / "half"]
@@ -511,11 +514,11 @@ def test_b8_a_directory_that_may_not_be_written_is_said_at_once(
     finally:
         for path in locked:
             path.chmod(0o700)
-    found = [line.split() for line in done.stdout.splitlines()]
-    assert [code for code, _ in found] == ["73"] * 4, done.stderr
-    longest = max(float(seconds) for _, seconds in found)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [code for code, _ in rows] == ["73"] * 4, done.stderr
+    longest = max(float(seconds) for _, seconds in rows)
     machine.require_clock(longest, 5)
-    record_property("B8", f"{len(found)} places, {longest:.1f} s at most")
+    record_property("B8", f"{len(rows)} places, {longest:.1f} s at most")
     assert all(str(path) in done.stderr for path in places)
     assert done.stderr.count("PermissionError") == 4
     assert harness.exit_of(tmp_path / "half")["code"] == 73
@@ -524,9 +527,9 @@ def test_b8_a_directory_that_may_not_be_written_is_said_at_once(
 def test_b9_a_second_run_on_the_same_directory_is_turned_away(
     config, unbroken, tmp_path, record_property
 ):
-    """And the first goes on as if nobody had come.
+    """The first continues undisturbed.
 
-    Seconds of the processor too, which nobody else takes from.
+    The limit is in seconds of the processor too, which other programs do not change.
     """
     run = tmp_path / "run"
     first = harness.start(harness.words(config, run), "step.before:sleep=1@3")
@@ -534,20 +537,20 @@ def test_b9_a_second_run_on_the_same_directory_is_turned_away(
         while not harness.records(run):
             time.sleep(0.02)
             assert first.poll() is None
-        first.send_signal(signal.SIGSTOP)  # so that it is there still, and computes nothing beside
+        first.send_signal(signal.SIGSTOP)  # so that it still exists, and computes nothing meanwhile
         begun, before = time.monotonic(), os.times()
-        code, said = harness.run(harness.words(config, run))
+        code, output = harness.run(harness.words(config, run))
         wall, after = time.monotonic() - begun, os.times()
-        assert code == 77, said
+        assert code == 77, output
         took = sum(after[2:4]) - sum(before[2:4])
         machine.require_processor(took, 3)
         machine.require_clock(wall, 3)
         record_property("B9", f"{wall:.1f} s, {took:.1f} of the processor")
-        assert f"pid {first.pid} on {os.uname().nodename} since 20" in said
+        assert f"pid {first.pid} on {os.uname().nodename} since 20" in output
         assert not (run / "exit.json").exists()
         first.send_signal(signal.SIGCONT)
-        said, _ = first.communicate(timeout=120)
-        assert first.returncode == 0, said
+        output, _ = first.communicate(timeout=120)
+        assert first.returncode == 0, output
     finally:
         first.kill()
         first.communicate()
@@ -561,12 +564,12 @@ def state(value=1.0):
 
 
 def test_b11_a_healthy_step_and_the_ladder_outlive_saves_that_are_not_healthy(tmp_path):
-    kept = CheckpointConfig(keep_last=2, keep_best=0, keep_every=4)
-    store = Store(tmp_path, kept, rewind_steps=100)
+    config = CheckpointConfig(keep_last=2, keep_best=0, keep_every=4)
+    store = Store(tmp_path, config, rewind_steps=100)
     for step in range(1, 11):
         store.save(step, state(), {}, healthy=step <= 5)
     store.close()
-    assert Store(tmp_path, kept, read_only=True).steps() == [1, 4, 5, 8, 9, 10]
+    assert Store(tmp_path, config, read_only=True).steps() == [1, 4, 5, 8, 9, 10]
 
 
 @pytest.mark.parametrize("every", [1, 2, 7, 10, 25, 50, 60, 100])
@@ -597,7 +600,7 @@ def record(step, *, healthy):
 
 
 def test_b11_a_state_that_is_not_finite_is_never_committed(config, tmp_path, capsys):
-    """An update can overflow though loss and gradient are finite: the guard cannot see that, the save can."""
+    """An update can overflow though loss and gradient are finite: only the save can see that."""
     flags = (
         "--config.optim.lr=3e38",
         "--config.optim.weight_decay=1000",
@@ -641,7 +644,10 @@ def test_b6_the_cause_of_a_failed_save_is_shown_though_long_paths_stand_before_i
 def test_the_metrics_through_a_step_are_on_the_disk_before_its_commit(
     config, tmp_path, monkeypatch
 ):
-    """What had been synced of metrics.jsonl, each time that a record was: the rename of its step comes after that."""
+    """Record the synced part of metrics.jsonl at each sync of a record.
+
+    The rename of its step comes after that.
+    """
     run, sync = tmp_path / "run", os.fsync
     synced, committed = set[tuple[str, int]](), {}
 
@@ -657,9 +663,9 @@ def test_the_metrics_through_a_step_are_on_the_disk_before_its_commit(
     assert main(harness.words(config, run, "--config.eval.every=6")) == 0
     assert list(committed) == [2, 4, 6, 8, 10, 12]
     for step, on_disk in committed.items():
-        own = {("train", number) for number in range(1, step + 1)}
-        own |= {("val", number) for number in (6, 12) if number <= step}
-        assert on_disk >= own, step
+        expected = {("train", number) for number in range(1, step + 1)}
+        expected |= {("val", number) for number in (6, 12) if number <= step}
+        assert on_disk >= expected, step
 
 
 def test_b13_a_step_without_its_record_is_no_checkpoint(config, unbroken, tmp_path):
@@ -679,9 +685,9 @@ def test_b17_a_newer_format_is_refused_with_both_versions(
     del values["self"]
     path.write_text(records.add_digest(json.dumps(values | {"format_version": version}, indent=1)))
     assert main(harness.words(config, tmp_path / "run")) == 65
-    said = capsys.readouterr().err
-    assert f"format {version}" in said
-    assert "format 1" in said
+    output = capsys.readouterr().err
+    assert f"format {version}" in output
+    assert "format 1" in output
     assert harness.steps(tmp_path / "run") == [4, 6, 8]
 
 
@@ -702,7 +708,7 @@ def test_a_record_says_what_the_step_holds(unbroken):
 
 @pytest.mark.parametrize("when", ["before", "while it hashes", "at the last moment"])
 def test_b10_a_process_that_lost_its_lock_commits_and_removes_nothing(tmp_path, monkeypatch, when):
-    """It is stopped for long, anywhere in a save, and goes on."""
+    """It is stopped for long, anywhere in a save, and then continued."""
     owner = ["us"]
     store = Store(tmp_path, CheckpointConfig(keep_last=1), is_owner=lambda: owner == ["us"])
     for step in (1, 2):
@@ -711,9 +717,9 @@ def test_b10_a_process_that_lost_its_lock_commits_and_removes_nothing(tmp_path, 
     digests, point = records.digests, faults.point
 
     def lost_while_hashing(directory):
-        found = digests(directory)
+        hashes = digests(directory)
         owner[:] = ["another"]
-        return found
+        return hashes
 
     def lost_at_last(name, step=None, size=None):
         point(name, step, size)
@@ -739,7 +745,7 @@ def test_b10_a_process_that_lost_its_lock_commits_and_removes_nothing(tmp_path, 
 
 
 def test_b13_the_name_of_a_step_is_on_the_disk_before_anything_follows(tmp_path, monkeypatch):
-    """A save that is waited for, the removal of older steps, the move of a step that is given up."""
+    """Before a synchronous save ends, older steps are removed, or a bad step is moved away."""
     folder, sync, point = tmp_path / "checkpoints", os.fsync, faults.point
     synced, retired = {}, {}
 
@@ -776,9 +782,9 @@ def test_a_reader_of_a_damaged_step_is_told(unbroken, tmp_path, capsys):
     assert main([*words, "--step=8"]) == 65
     assert "checkpoint 8 is damaged" in capsys.readouterr().err
     assert main(words) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out)["step"] == 6
-    assert "checkpoint 8 is damaged" in told.err
+    output = capsys.readouterr()
+    assert json.loads(output.out)["step"] == 6
+    assert "checkpoint 8 is damaged" in output.err
     assert harness.steps(tmp_path / "run") == [4, 6, 8], "a reader moves nothing"
 
 
@@ -796,15 +802,15 @@ def test_a_step_of_the_wrong_layout_is_refused(tmp_path):
 def test_b5_digests_are_a_small_part_of_a_save_and_off_the_steps_thread(
     tmp_path, monkeypatch, record_property
 ):
-    """In the best of three saves: other work on the machine, or on its disk, only ever adds to one of the two times."""
+    """Compare the best of three saves: other work on the machine only lengthens the times."""
     seen = []
     digests = records.digests
 
     def timed(directory):
         begun = time.monotonic()
-        found = digests(directory)
+        hashes = digests(directory)
         seen.append((time.monotonic() - begun, threading.current_thread() is main_thread))
-        return found
+        return hashes
 
     main_thread = threading.current_thread()
     monkeypatch.setattr(records, "digests", timed)

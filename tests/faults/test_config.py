@@ -1,4 +1,4 @@
-"""Configuration that is wrong is refused at once, whole and with the right word; a run can be repeated from what it left."""
+"""A wrong config is refused at once, in full and with the right word; a run can be repeated."""
 
 import gc
 import importlib.metadata
@@ -25,13 +25,13 @@ from tests.faults.conftest import ONE_DEVICE, ROOT
 
 def every_setting():
     """Dotted path -> (setting, the overrides that make it one), for every arm of every union."""
-    found = {path: (known, []) for path, known in settings(Run, {}).items()}
+    sections = {path: (known, []) for path, known in settings(Run, {}).items()}
     for section, union in settings(Run, {}, every_arm=True).items():
         label = tag(union.arms[0]) if union.arms else None
         for name in by_name(union.arms) if label else ():
             for path, known in settings(Run, {section: {label: name}}).items():
-                found.setdefault(path, (known, [(join(section, label), name)]))
-    return {path: each for path, each in found.items() if not each[0].arms}
+                sections.setdefault(path, (known, [(join(section, label), name)]))
+    return {path: each for path, each in sections.items() if not each[0].arms}
 
 
 SETTINGS = every_setting()
@@ -42,18 +42,21 @@ def slips(word):
     """Each kind of slip at edit distance 1, in the middle of a word and at its end."""
     at = len(word) // 2
     letter = "q" if word[at] != "q" else "z"
-    found = [
+    edits = [
         word[:at] + word[at + 1 :],
         word[:at] + word[at] + word[at:],
         word[:at] + letter + word[at + 1 :],
         word[:at] + word[at : at + 2][::-1] + word[at + 2 :],
         word + "s",
     ]
-    return [slip for slip in dict.fromkeys(found) if slip and slip != word]
+    return [slip for slip in dict.fromkeys(edits) if slip and slip != word]
 
 
 def misspelt():
-    """(wrong path, the right ones, a value, overrides) for each slip of each setting that is not a setting by itself."""
+    """Yield (wrong path, right paths, a value, overrides) for each slip of each setting.
+
+    A slip that is a setting itself is left out.
+    """
     return [
         (wrong, {path}, known.default, arms)
         for path, (known, arms) in SETTINGS.items()
@@ -63,15 +66,15 @@ def misspelt():
 
 
 def misplaced():
-    """The same for each setting in a section that has none of its name; any setting of that name is right."""
+    """The same for each setting in a section without it; any setting of that name is right."""
     leaf = {path: path.rpartition(".")[2] for path in SETTINGS}
-    found = []
+    cases = []
     for number, (path, (known, arms)) in enumerate(SETTINGS.items()):
         places = [join(section, leaf[path]) for section in SECTIONS]
         places = [place for place in places if place not in SETTINGS and place not in SECTIONS]
         right = {other for other in leaf if leaf[other] == leaf[path]}
-        found.append((places[number % len(places)], right, known.default, arms))
-    return found
+        cases.append((places[number % len(places)], right, known.default, arms))
+    return cases
 
 
 def on_the_command_line(folder, wrong, value, arms):
@@ -109,7 +112,7 @@ def in_a_config_file(folder, wrong, value, arms):
 def test_f1_every_setting_misspelt_or_in_the_wrong_section_is_refused_and_the_right_one_named(
     way, part, tmp_path, record_property
 ):
-    """On the command line each slip of each setting, in files every fourth, which is one of each setting."""
+    """On the command line each slip of each setting; in files every fourth, one of each setting."""
     named = 0
     slowest = 0.0
     mistakes = [*misspelt()[::part], *misplaced()]
@@ -129,9 +132,11 @@ def test_f1_every_setting_misspelt_or_in_the_wrong_section_is_refused_and_the_ri
         named += bool(meant) and meant[1] in right
     gc.unfreeze()
     assert len(mistakes) > 1.9 * len(SETTINGS) > 100
-    told = f"{way.__name__.replace('_', ' ')}: the nearest is right in {named} of {len(mistakes)}"
-    record_property("F1", told)
-    assert named / len(mistakes) >= 0.95, told
+    figures = (
+        f"{way.__name__.replace('_', ' ')}: the nearest is right in {named} of {len(mistakes)}"
+    )
+    record_property("F1", figures)
+    assert named / len(mistakes) >= 0.95, figures
     machine.require_processor(slowest, 1)
 
 
@@ -181,7 +186,7 @@ def get_config():
 
 
 def test_f2_everything_that_is_wrong_is_in_one_message_with_file_and_line(tmp_path, capsys):
-    """A wrong type, two values out of range, a contradiction inside a section, and one between two sections."""
+    """A wrong type, two values out of range, contradictions within a section and between two."""
     (tmp_path / "x.py").write_text(
         WRONG_FILE.replace("    return", "    c.model.heads = 7\n    return")
     )
@@ -190,8 +195,8 @@ def test_f2_everything_that_is_wrong_is_in_one_message_with_file_and_line(tmp_pa
         "--config.data.sequence=128",
     ]
     assert main(["config", "validate", *words]) == 2
-    said = capsys.readouterr().err
-    lines = said.splitlines()
+    output = capsys.readouterr().err
+    lines = output.splitlines()
     assert len(lines) <= 8
     expected = {
         f"{tmp_path}/x.py:8: train.batch": "must be int",
@@ -211,10 +216,10 @@ def test_f2_a_contradiction_between_sections_is_told_beside_a_wrong_value_elsewh
     (tmp_path / "x.py").write_text(WRONG_FILE)
     with pytest.raises(ConfigError) as caught:
         config.load(Run, f"{tmp_path}/x.py", [("data.sequence", "128")])
-    told = [
+    parts = [
         part for part in ("train.batch", "optim.b1", "data.sequence") if part in caught.value.why
     ]
-    assert told == ["train.batch", "optim.b1", "data.sequence"]
+    assert parts == ["train.batch", "optim.b1", "data.sequence"]
 
 
 def test_f2_values_that_mean_nothing_allowed_are_not_replaced_but_explained(tmp_path):
@@ -227,8 +232,10 @@ def test_f2_values_that_mean_nothing_allowed_are_not_replaced_but_explained(tmp_
 
 
 def test_f2_the_fix_mends_all_of_it(tmp_path):
-    said = WRONG_FILE.replace('"many"', '"2k"').replace("1.5", '"15%"').replace("1.0", '"9e-1"')
-    (tmp_path / "x.py").write_text(said.replace("    return", "    c.model.heads = 7\n    return"))
+    output = WRONG_FILE.replace('"many"', '"2k"').replace("1.5", '"15%"').replace("1.0", '"9e-1"')
+    (tmp_path / "x.py").write_text(
+        output.replace("    return", "    c.model.heads = 7\n    return")
+    )
     with pytest.raises(ConfigError) as caught:
         config.load(Run, f"{tmp_path}/x.py", [("data.sequence", "128")])
     flags = [
@@ -255,12 +262,12 @@ UNFIT = {
 def test_f4_what_does_not_fit_the_devices_is_refused_with_the_nearest_that_does(
     case, tiny_run, tmp_path, capsys
 ):
-    flags, said = UNFIT[case]
+    flags, output = UNFIT[case]
     words = ["train", f"--config={tiny_run.config}", f"--workdir={tmp_path}/run", *flags]
     assert jax.device_count() == 8
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert output in error
     fixes = [
         dict(re.findall(r"--config\.([\w.]+)=(\S+)", line))
         for line in error.partition("  fix ")[2].splitlines()
@@ -269,14 +276,14 @@ def test_f4_what_does_not_fit_the_devices_is_refused_with_the_nearest_that_does(
     assert all(fixes)
     works = 0
     for fix in fixes:
-        found = config.load(
+        fixed = config.load(
             Run,
             str(tiny_run.config),
             [*(flag.removeprefix("--config.").split("=") for flag in flags), *fix.items()],
         ).value
-        sizes = found.mesh.sizes(8)
-        assert found.train.batch % (sizes["data"] * sizes["fsdp"]) == 0
-        works += found.model.kv_heads % sizes["tensor"] == 0
+        sizes = fixed.mesh.sizes(8)
+        assert fixed.train.batch % (sizes["data"] * sizes["fsdp"]) == 0
+        works += fixed.model.kv_heads % sizes["tensor"] == 0
     assert works >= 1
     assert [path.name for path in (tmp_path / "run").glob("*.json*")] == ["exit.json"]
 

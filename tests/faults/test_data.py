@@ -1,4 +1,4 @@
-"""Data that is broken, moved, doubled, cut or gone: what a run says, and that it never trains on it (E1 to E12, S5)."""
+"""Broken, moved, doubled, cut or missing data is reported and not trained on (E1 to E12, S5)."""
 
 import contextlib
 import dataclasses
@@ -64,12 +64,12 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenShards:
 
 
 def opened(root: Path, train: str, seed: int = 1, **settings: object) -> dataset.Data:
-    given = {"train": (train,), "validation": ("10%",), "tokenizer": "bytes", "sequence": SEQUENCE}
-    return dataset.open_data(DataConfig(**(given | settings)), seed=seed, root=root)
+    values = {"train": (train,), "validation": ("10%",), "tokenizer": "bytes", "sequence": SEQUENCE}
+    return dataset.open_data(DataConfig(**(values | settings)), seed=seed, root=root)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
-    """The exit code of a verb, and what it says under --json."""
+    """The exit code of a verb, and its JSON output."""
     code = main([*words, "--json"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -121,11 +121,11 @@ def test_e2_another_number_of_hosts_goes_on_with_the_same_stream(
         resumed += read_by(loader, hosts, step, steps)
         first = loader.at(step, batch=BATCH, rows=slice(0, BATCH))
         cut += int((first.tokens[:, 0] != Bytes.before[0]).sum())
-    assert cut > 0, "a document must lie across rows where a run goes on"
+    assert cut > 0, "a document must span rows where a run resumes"
     assert all(map(are_same, unbroken, resumed))
 
 
-# E3: what a run says it reads
+# E3: the data that a run reports as read
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,13 @@ def test_e4_documents_of_every_broken_kind_are_counted_and_said(
     # One more than 0.1 % of them, and the first that was met is named.
     dropped = sum(len(BROKEN[reason]) for reason in list(BROKEN)[:4])
     write_records(tmp_path / "a.jsonl", list(itertools.chain(*BROKEN.values())), dropped * 900)
-    code, said = answer(capsys, "data", "stats", *words, *settings)
+    code, output = answer(capsys, "data", "stats", *words, *settings)
     assert code == 65
-    assert f"{tmp_path}/a.jsonl" in said["error"]["where"]
-    counted = re.search(r"(\d+) of the (\d+) records so far", said["error"]["why"])
+    assert f"{tmp_path}/a.jsonl" in output["error"]["where"]
+    counted = re.search(r"(\d+) of the (\d+) records so far", output["error"]["why"])
     assert counted
     assert int(counted[1]) > 0.001 * int(counted[2])
-    assert "data.max_dropped = 0.001" in said["error"]["why"]
+    assert "data.max_dropped = 0.001" in output["error"]["why"]
 
 
 @pytest.mark.parametrize("reason", list(BROKEN)[:4])
@@ -224,11 +224,11 @@ def test_e4_too_many_of_one_kind_end_with_the_file_and_the_record(
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*good, BROKEN[reason][0]]))
     words = ["data", "stats", f"--config.data.train={tmp_path}/a.jsonl"]
     words += ["--config.data.validation=()", "--config.data.tokenizer=bytes"]
-    code, said = answer(capsys, *words)
+    code, output = answer(capsys, *words)
     assert code == 65
-    assert said["error"]["where"].startswith(f"{tmp_path}/a.jsonl, line 901")
-    code, said = answer(capsys, *words, "--config.data.max_dropped=0.01")
-    assert (code, said["parts"]["train"]["left_out"]) == (0, {reason: 1})
+    assert output["error"]["where"].startswith(f"{tmp_path}/a.jsonl, line 901")
+    code, output = answer(capsys, *words, "--config.data.max_dropped=0.01")
+    assert (code, output["parts"]["train"]["left_out"]) == (0, {reason: 1})
 
 
 def test_e4_a_record_without_the_text_key_is_refused_early_and_counted_later(
@@ -366,10 +366,10 @@ def test_e4_a_million_characters_with_no_break_do_not_hang(
 # E5, E6: broken shards
 
 
-def harms(path: Path, neighbour: Path, draw: random.Random) -> dict[str, bytes | None]:
-    """What may become of a file, None for its removal."""
+def harms(path: Path, neighbor: Path, draw: random.Random) -> dict[str, bytes | None]:
+    """Damaged contents of a file by name; None stands for its removal."""
     good = path.read_bytes()
-    found: dict[str, bytes | None] = {
+    contents: dict[str, bytes | None] = {
         "removed": None,
         "empty": b"",
         "half": good[: len(good) // 2],
@@ -377,13 +377,13 @@ def harms(path: Path, neighbour: Path, draw: random.Random) -> dict[str, bytes |
         "one byte more": good + b"\0",
         "garbage": draw.randbytes(len(good)),
         "zeros": bytes(len(good)),
-        "its neighbour": neighbour.read_bytes(),
+        "its neighbor": neighbor.read_bytes(),
     }
     for number in range(4):
         bad = bytearray(good)
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-        found[f"flip {number}"] = bytes(bad)
-    return {name: content for name, content in found.items() if content != good}
+        contents[f"flip {number}"] = bytes(bad)
+    return {name: content for name, content in contents.items() if content != good}
 
 
 def read_everything(folder: Path) -> None:
@@ -403,9 +403,9 @@ def test_e5_every_harm_to_every_file_of_shards_is_found_and_named(
     files = sorted(stored.folder.iterdir())
     assert len(stored.manifest.shards) >= 4
     tried, missed, unnamed = Counter[str](), [], []
-    for path, neighbour in zip(files, files[1:] + files[:1], strict=True):
+    for path, neighbor in zip(files, files[1:] + files[:1], strict=True):
         good = path.read_bytes()
-        for name, content in harms(path, neighbour, draw).items():
+        for name, content in harms(path, neighbor, draw).items():
             if content is None:
                 path.unlink()
             else:
@@ -486,19 +486,19 @@ def test_e5_under_skip_what_cannot_be_read_weighs_nothing_and_each_piece_is_told
     plan = packing.open_plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
     loader = Loader(stored, plan, SEQUENCE, 0, workers=workers, prefetch=2, max_lost=0.9)
     count = 2 * plan.rows // BATCH  # about two epochs
-    told: list[str] = []
-    before = loader.batches(0, batch=BATCH, warn=told.append)
+    notes: list[str] = []
+    before = loader.batches(0, batch=BATCH, warn=notes.append)
     whole = [next(before) for _ in range(count)]
     before.close()  # type: ignore[attr-defined]
-    assert told == []
+    assert notes == []
 
     flipped(stored.folder / "tokens-00001.bin", 0.5)
     flipped(stored.folder / "tokens-00003.bin", 0.1)
-    harmed = loader.batches(0, batch=BATCH, warn=told.append)
-    found = [next(harmed) for _ in range(count)]
+    harmed = loader.batches(0, batch=BATCH, warn=notes.append)
+    batches = [next(harmed) for _ in range(count)]
     harmed.close()  # type: ignore[attr-defined]
     lost = 0
-    for ours, theirs in zip(found, whole, strict=True):
+    for ours, theirs in zip(batches, whole, strict=True):
         is_lost = ours.weights != theirs.weights
         lost += int(is_lost.sum())
         assert not ours.weights[is_lost].any()
@@ -507,12 +507,12 @@ def test_e5_under_skip_what_cannot_be_read_weighs_nothing_and_each_piece_is_told
         for a, b in zip(ours[3:], theirs[3:], strict=True):
             np.testing.assert_array_equal(a, b)
     assert 0 < lost < 0.5 * sum(batch.weights.sum() for batch in whole)
-    assert len(set(told)) == len(told)
-    assert all("the CRC-32 of bytes" in line and ".txt)" in line for line in told)
-    assert {line.partition("tokens-0000")[2][0] for line in told} == {"1", "3"}
+    assert len(set(notes)) == len(notes)
+    assert all("the CRC-32 of bytes" in line and ".txt)" in line for line in notes)
+    assert {line.partition("tokens-0000")[2][0] for line in notes} == {"1", "3"}
     # Each piece once, though it was read in both epochs.
-    tokens = int(told[-1].partition("); ")[2].partition(" tokens in ")[0])
-    assert tokens == sum(int(line.split()[3]) for line in told)
+    tokens = int(notes[-1].partition("); ")[2].partition(" tokens in ")[0])
+    assert tokens == sum(int(line.split()[3]) for line in notes)
     assert lost / 2 <= tokens < lost
 
 
@@ -529,13 +529,13 @@ def test_e5_more_damage_than_may_be_lost_ends_the_run_all_the_same(
         "--config.data.damaged=skip",
     ]
     assert main(harness.words(config, tmp_path / "few", *sides)) == 65
-    said = capsys.readouterr().err
-    assert "too much of the training data is damaged" in said
-    (share,) = re.findall(r"--config\.data\.max_dropped=[0-9.]+", said)
+    output = capsys.readouterr().err
+    assert "too much of the training data is damaged" in output
+    (share,) = re.findall(r"--config\.data\.max_dropped=[0-9.]+", output)
     assert main(harness.words(config, tmp_path / "run", *sides, share)) == 0
-    told = [r["text"] for r in harness.records(tmp_path / "run", "warnings.jsonl")]
-    assert len(told) >= 1
-    assert all(line.startswith("not trained on: ") for line in told)
+    warnings = [r["text"] for r in harness.records(tmp_path / "run", "warnings.jsonl")]
+    assert len(warnings) >= 1
+    assert all(line.startswith("not trained on: ") for line in warnings)
     assert all(r["loss_nats"] is not None for r in harness.records(tmp_path / "run"))
 
 
@@ -551,18 +551,18 @@ def test_e5_a_run_ends_with_65_before_it_trains_on_a_flipped_shard(
         f"--config.data.{n}={tmp_path}/out/{f}"
         for n, f in (("train", "train"), ("validation", "val"))
     ]
-    code, said = harness.run(harness.words(config, tmp_path / "run", *sides))
-    assert code == 65, said
-    assert said.count(f"{path}, document ") == 1
-    assert "CRC-32" in said
+    code, output = harness.run(harness.words(config, tmp_path / "run", *sides))
+    assert code == 65, output
+    assert output.count(f"{path}, document ") == 1
+    assert "CRC-32" in output
     assert harness.steps(tmp_path / "run") == []
     capsys.readouterr()
-    code, found = answer(capsys, "data", "check", str(path.parent))
-    assert (code, found["error"]["where"]) == (65, str(path))
+    code, result = answer(capsys, "data", "check", str(path.parent))
+    assert (code, result["error"]["where"]) == (65, str(path))
 
 
 class Wide(Bytes):
-    """So many ids that shards hold them in four bytes each; its saved self has fewer."""
+    """A vocabulary so large that shards hold each id in four bytes; its saved self has fewer."""
 
     def __init__(self):
         super().__init__()
@@ -570,7 +570,7 @@ class Wide(Bytes):
 
 
 def falsify(shards: TokenShards, document: int, position: int, value: int) -> None:
-    """Puts an id into the first shard as somebody else's writer would have: every check and digest is right."""
+    """Put an id into the first shard as a foreign writer would: every check and digest is right."""
     folder, made = shards.folder, shards.manifest
     ends = np.fromfile(folder / "documents-00000.bin", "<i8").reshape(-1, 3)[:, 0]
     length = int(ends[document] - ends[document - 1])
@@ -594,7 +594,7 @@ def falsify(shards: TokenShards, document: int, position: int, value: int) -> No
 def test_e6_an_id_past_the_vocabulary_is_found_on_the_host_with_its_place(
     tmp_path: Path, value: int, position: int
 ) -> None:
-    """Four bytes that are -1 to somebody else are 2^32 - 1.
+    """Four bytes that another program reads as -1 are 2^32 - 1.
 
     A document's last id is a label and never an input.
     """
@@ -664,19 +664,19 @@ def test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds(
     with with_a_worker(tmp_path) as (run, worker):
         os.kill(worker, signal.SIGKILL)
         begun = time.monotonic()
-        said, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=60)
         took = time.monotonic() - begun
         machine.require_clock(took, 5)
         record_property("E8", f"{took:.1f} s")
-        assert run.returncode == 70, said
-        assert "a data worker process died" in said
-        assert "exit code -9" in said
-        assert "leaked" not in said
-    fix = re.search(r"--config\.data\.workers=0.*", said)
-    assert fix, said
+        assert run.returncode == 70, output
+        assert "a data worker process died" in output
+        assert "exit code -9" in output
+        assert "leaked" not in output
+    fix = re.search(r"--config\.data\.workers=0.*", output)
+    assert fix, output
     pasted = [*run.args[3:], *shlex.split(fix[0], comments=True), "--stop_at=2"]
-    code, said = harness.run(pasted, JAXLM_CACHE=str(tmp_path / "cache"))
-    assert code == 0, said
+    code, output = harness.run(pasted, JAXLM_CACHE=str(tmp_path / "cache"))
+    assert code == 0, output
 
 
 def test_e8_the_loader_worker_of_a_killed_run_ends_with_it(tmp_path: Path) -> None:
@@ -696,14 +696,16 @@ def test_e9_a_source_slower_than_the_step_is_said_in_the_metrics_and_ends_with_7
     run = tmp_path / "run"
     command = harness.words(config, run, "--config.watch.data=10s")
     faults = "data.next:sleep=2@5-9,data.next:hang@10"
-    code, said = harness.run(command, faults, JAXLM_CACHE=str(tmp_path / "cache"))
-    assert code == 76, said
+    code, output = harness.run(command, faults, JAXLM_CACHE=str(tmp_path / "cache"))
+    assert code == 76, output
     named = f"nothing has moved in 'data', reading {tmp_path}/*.txt from /"
-    assert named in said
+    assert named in output
     assert named in harness.exit_of(run)["cause"]
     lines = {r["step"]: r for r in harness.records(run) if r["split"] == "train"}
     before, slow = ([lines[step] for step in steps] for steps in (range(2, 5), range(5, 9)))
-    record_property("E9", f"waits of {min(r['data_wait_seconds'] for r in slow):.2f} s told, of 2")
+    record_property(
+        "E9", f"waits of {min(r['data_wait_seconds'] for r in slow):.2f} s reported, of 2"
+    )
     assert max(r["data_wait_seconds"] for r in before) < 2
     assert max(r["step_seconds"] for r in before) < 2, "faster than the source will be"
     assert [r["data_wait_seconds"] >= 2 for r in slow] == [True] * 4
@@ -759,10 +761,10 @@ while number < kills or (caught < 3 and number < 5 * kills):  # chance may leave
 
 
 def contents(root: Path) -> dict[str, str]:
-    """sha256 of every file under a folder, by its path in it, except what depends on the moment of a kill.
+    """sha256 of every file under a folder, by its path in it.
 
-    That is the empty lock after a rename, and `digests`: those of files that were written a moment
-    ago are not kept.
+    Files that depend on the moment of a kill are left out: the empty lock after a rename, and
+    `digests`, as those of files that were written a moment ago are not kept.
     """
     return {
         str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -840,14 +842,14 @@ def test_e11_too_little_data_is_an_error_in_ten_seconds(
     flags = [f"--config.data.train={other}/*.txt"]
     flags.append(f"--config.data.validation={'99.9%' if kind == 'held out' else ()}")
     with harness.timing() as took:
-        code, said = harness.run(
+        code, output = harness.run(
             harness.words(config, tmp_path / "run", *flags), JAXLM_CACHE=str(tmp_path / "cache")
         )
-    assert code == 65, said
+    assert code == 65, output
     assert {"too short": "a batch takes 8", "blank": "no text", "held out": "no document"}[
         kind
-    ] in said
-    assert "Traceback" not in said
+    ] in output
+    assert "Traceback" not in output
     record_property("E11", f"{kind} {took}")
     took.require(10)
 
@@ -899,17 +901,17 @@ def test_e12_what_would_be_read_twice_is_refused_by_name(
     train, validation, names = put_twice(tmp_path, way)
     capsys.readouterr()
     words = [f"--config.data.train={train}", f"--config.data.validation={validation}"]
-    code, said = answer(capsys, "data", "stats", *words, "--config.data.tokenizer=bytes")
+    code, output = answer(capsys, "data", "stats", *words, "--config.data.tokenizer=bytes")
     assert code == 65
-    assert all(name in said["error"]["why"] for name in names), said
+    assert all(name in output["error"]["why"] for name in names), output
     assert not list((tmp_path / "cache").glob("shards/*"))
 
 
 def test_e12_empty_files_and_different_ones_of_one_size_are_no_overlap(tmp_path: Path) -> None:
     for name, text in (("a.txt", "one"), ("b.txt", ""), ("c.md", "two"), ("d.md", "")):
         (tmp_path / name).write_text(text)
-    found = opened(tmp_path / "cache", f"{tmp_path}/*.txt", validation=(f"{tmp_path}/*.md",))
-    assert found.train.shards.documents == found.validation["val"].shards.documents == 1
+    data = opened(tmp_path / "cache", f"{tmp_path}/*.txt", validation=(f"{tmp_path}/*.md",))
+    assert data.train.shards.documents == data.validation["val"].shards.documents == 1
 
 
 # S5: a manifest that leads elsewhere

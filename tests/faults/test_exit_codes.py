@@ -16,8 +16,8 @@ LEFT = re.compile(r"returncode|\bcode\b|\b(main|train|run)\(")  # what is compar
 
 
 def produced() -> set[int]:
-    """The codes that the sources can end a process with: of errors, of `os._exit`, and of the front door."""
-    found = {0} | {
+    """Exit codes in the sources: of errors, of `os._exit`, and of the command line."""
+    codes = {0} | {
         value.code
         for value in vars(errors).values()
         if isinstance(value, type) and issubclass(value, errors.JaxlmError)
@@ -25,15 +25,15 @@ def produced() -> set[int]:
     for path in (ROOT / "jaxlm").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os._exit", "sys.exit"):
-                found |= constants(node)
+                codes |= constants(node)
             elif isinstance(node, ast.FunctionDef) and node.name == "main":
-                found |= {
+                codes |= {
                     code
                     for inner in ast.walk(node)
                     if isinstance(inner, ast.Return)
                     for code in constants(inner)
                 }
-    return found
+    return codes
 
 
 def constants(node: ast.AST) -> set[int]:
@@ -46,7 +46,7 @@ def constants(node: ast.AST) -> set[int]:
 
 def expected(source: str) -> dict[int, set[str]]:
     """Exit code -> the tests of a file that compare an exit code with it."""
-    found: dict[int, set[str]] = {}
+    codes: dict[int, set[str]] = {}
     for test in ast.walk(ast.parse(source)):
         if not isinstance(test, ast.FunctionDef) or not test.name.startswith("test_"):
             continue
@@ -56,8 +56,8 @@ def expected(source: str) -> dict[int, set[str]]:
                 if any(LEFT.search(ast.unparse(side)) for side in sides):
                     for side in sides:
                         if isinstance(side, ast.Constant) and type(side.value) is int:
-                            found.setdefault(side.value, set()).add(test.name)
-    return found
+                            codes.setdefault(side.value, set()).add(test.name)
+    return codes
 
 
 def documented() -> set[int]:
@@ -94,9 +94,9 @@ def test_h8_a_model_that_does_not_fit_the_memory_ends_with_71(tiny_run, tmp_path
     )
     words = ["train", f"--config={tiny_run.config}", f"--workdir={tmp_path}/run", *flags, "--quiet"]
     assert main(words) == 71
-    said = capsys.readouterr().err
-    assert said.startswith("out of memory: ")
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert output.startswith("out of memory: ")
+    assert "Traceback" not in output
     assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == 71
 
 

@@ -1,4 +1,4 @@
-"""Lines E3, F3, F5, F8, F9 and S14: going on with something changed, and only where the user says so, or sees it."""
+"""Lines E3, F3, F5, F8, F9 and S14: resuming with a change needs the user's consent or shows it."""
 
 import dataclasses
 import importlib.metadata
@@ -69,8 +69,8 @@ def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_it
 
 def test_how_a_start_ended_says_nothing_of_the_next_that_was_killed(config, run):
     assert harness.exit_of(run)["code"] == 0
-    code, said = harness.run(harness.words(config, run), "step.before:sigkill@8")
-    assert code == -9, said
+    code, output = harness.run(harness.words(config, run), "step.before:sigkill@8")
+    assert code == -9, output
     assert not (run / "exit.json").exists()
 
 
@@ -95,20 +95,20 @@ def test_f3_e3_unsafe_fields_are_refused_with_a_table_and_a_flag(config, run, ca
     before = harness.tree(run)
     flags = [f"--config.{field}={UNSAFE[field][1]}" for field in fields]
     assert main(harness.words(config, run, *flags)) == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for field in fields:
         old, new = UNSAFE[field]
-        assert f"{field}: {old} -> {new}" in said
+        assert f"{field}: {old} -> {new}" in output
     if len(fields) > 1:
-        assert f"{len(fields)} settings differ" in said
-        assert said.count(" -> ") == len(fields)
-    assert len(said.splitlines()) <= 8
-    named = said.partition("--allow_change=")[2].split()[0]
+        assert f"{len(fields)} settings differ" in output
+        assert output.count(" -> ") == len(fields)
+    assert len(output.splitlines()) <= 8
+    named = output.partition("--allow_change=")[2].split()[0]
     assert {*fields} <= {*named.split(",")}
     assert harness.tree(run) == before, "also how the run ended"
 
 
-BACK = ("--start_at=8", "--force")  # gives steps up, once the run goes on
+BACK = ("--start_at=8", "--force")  # gives steps up, once the run resumes
 MORE = ("--config.train.steps=14", "--allow_change=train.steps")
 REFUSED = {
     "a setting of the model": ["--config.model.depth=1"],
@@ -134,7 +134,7 @@ def finished(config, half, tmp_path_factory):
 def test_a_refused_start_reads_no_array_and_leaves_a_finished_run_as_it_was(
     config, finished, tmp_path, monkeypatch, flags
 ):
-    """A checkpoint may be of a terabyte, and what is wrong must be said in seconds: by its record alone."""
+    """A checkpoint may have a terabyte: errors must come within seconds, from its record alone."""
     run = shutil.copytree(finished, tmp_path / "run")
     before = harness.tree(run)
     with monkeypatch.context() as patch:
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_shape_is_refused_whatever_was_allowed_and_all_s
 def test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew(
     config, tmp_path, capsys, monkeypatch
 ):
-    """As in a run of adamw8bit from before blocks kept to the shards of tensor: 64 numbers had one scale."""
+    """In a run of adamw8bit from before blocks followed shards, 64 numbers had one scale."""
     run, flags = tmp_path / "run", ("--config.optim.name=adamw8bit",)
     with monkeypatch.context() as before:
         for module in (adam_8bit, moments):
@@ -196,13 +196,13 @@ def test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew(
         assert main(harness.words(config, run, *flags, "--stop_at=6")) == 0
     files = harness.tree(run) | {"exit.json": b""}
     assert main(harness.words(config, run, *flags)) == 65
-    said = capsys.readouterr().err
-    assert "checkpoint 6 has another optimizer state" in said
-    assert "mlp/up/weight/scales: want float32[2, 32, 16], found float32[2, 32, 1]" in said
+    output = capsys.readouterr().err
+    assert "checkpoint 6 has another optimizer state" in output
+    assert "mlp/up/weight/scales: want float32[2, 32, 16], found float32[2, 32, 1]" in output
     assert harness.tree(run) | {"exit.json": b""} == files
-    assert "fix    --reset_optimizer    #" in said
+    assert "fix    --reset_optimizer    #" in output
     assert main(harness.words(config, run, *flags, "--reset_optimizer", "--stop_at=7")) == 0
-    assert "--workdir=runs/another\n" in said
+    assert "--workdir=runs/another\n" in output
     monkeypatch.chdir(tmp_path)
     assert main(harness.words(config, "runs/another", *flags, "--stop_at=1")) == 0
 
@@ -233,25 +233,25 @@ def test_e3_another_text_is_refused_with_a_diff_and_recorded_where_it_is_allowed
     assert main(harness.words(config, run, changed)) == 2
     assert named in capsys.readouterr().err
     assert main(harness.words(config, run, changed, "--allow_change=data.train")) == 2
-    said = capsys.readouterr().err
-    assert "the data differs from that of this run" in said
-    assert "--allow_change=data" in said
+    output = capsys.readouterr().err
+    assert "the data differs from that of this run" in output
+    assert "--allow_change=data" in output
     assert main(harness.words(config, run, changed, "--allow_change=data", "--stop_at=7")) == 0
     assert named in (run / "log.txt").read_text()
 
     # The same pattern, and other text behind it: no setting differs, and what is read does.
     (folder / "001.txt").write_text("something else again, and more of it")
     assert main(harness.words(config, run, changed)) == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert main(harness.words(config, run, changed, "--allow_change=data", "--stop_at=8")) == 0
     log = (run / "log.txt").read_text().rpartition("--stop_at=8")[2]
     old, new = (start.data for start in resume.read_starts(run)[-2:])
     differences = {name for name in old | new if old.get(name) != new.get(name)}
     assert {"train", "train.tokens"} <= differences
     for name in differences:
-        told = f"data ({name}): {str(old[name])[:12]} -> {str(new[name])[:12]}"
-        assert told in said
-        assert told in log
+        difference = f"data ({name}): {str(old[name])[:12]} -> {str(new[name])[:12]}"
+        assert difference in output
+        assert difference in log
     assert "--allow_change=data" in log
 
 
@@ -302,8 +302,8 @@ def test_f8_a_run_in_bfloat16_that_was_stopped_is_the_unbroken_one_bit_for_bit(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert harness.losses(whole) == harness.losses(parts)
     assert harness.state_digest(whole) == harness.state_digest(parts)
-    told = f"bfloat16 with stochastically rounded updates, moments in {moments}"
-    assert told in (whole / "log.txt").read_text()
+    figures = f"bfloat16 with stochastically rounded updates, moments in {moments}"
+    assert figures in (whole / "log.txt").read_text()
     dtypes = {
         path: kind.partition("[")[0]
         for path, kind in harness.store(whole).layout(6).items()
@@ -318,16 +318,16 @@ def test_f8_moments_in_bfloat16_of_a_run_of_before_the_setting_need_cast(config,
     run = tmp_path / "run"
     assert main(harness.words(config, run, *LOW, "--stop_at=2")) == 0
     step = epath.Path(run) / "checkpoints/2"
-    found = records.read(step)
-    del found.meta["config"]["precision"]["moments"]
-    records.write(step, found)
+    record = records.read(step)
+    del record.meta["config"]["precision"]["moments"]
+    records.write(step, record)
     words = harness.words(config, run, LOW[0])
     capsys.readouterr()
     assert main(words) == 65
-    said = capsys.readouterr().err
-    assert "checkpoint 2 has other dtypes than this config" in said
-    assert "found bfloat16" in said
-    assert "--cast" in said
+    output = capsys.readouterr().err
+    assert "checkpoint 2 has other dtypes than this config" in output
+    assert "found bfloat16" in output
+    assert "--cast" in output
     assert main([*words, "--cast", "--stop_at=3"]) == 0
     moments = [
         kind for path, kind in harness.store(run).layout(3).items() if path.startswith("opt_state/")

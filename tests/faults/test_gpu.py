@@ -1,8 +1,8 @@
-"""Line C12: what the same seed gives on a GPU, with kernels that always add in the same order and without.
+"""Line C12: results of one seed on a GPU, with kernels that always add in one order and without.
 
-On a machine with an NVIDIA GPU, where jaxlm and pytest are installed: python -m pytest -m gpu -s
-tests/faults/test_gpu.py. `scripts/test --slow` does it in an environment of its own where
-nvidia-smi lists one.
+On a machine with an NVIDIA GPU, if jaxlm and pytest are installed: python -m pytest -m gpu -s
+tests/faults/test_gpu.py. `scripts/test --slow` does it in an environment of its own if nvidia-smi
+lists one.
 """
 
 import json
@@ -39,14 +39,14 @@ def config(tmp_path_factory):
 
 def trained(config: str, workdir: Path, xla_flags: str, *flags: str) -> tuple[dict, str]:
     """The losses of a run on the GPU, and the digest of its last state."""
-    code, said = harness.run(
+    code, output = harness.run(
         harness.words(config, workdir, *flags),
         JAX_PLATFORMS=PLATFORM,
         XLA_FLAGS=xla_flags,
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
-        JAX_ENABLE_COMPILATION_CACHE="false",  # the second run chooses its kernels anew
+        JAX_ENABLE_COMPILATION_CACHE="false",  # the second run chooses its kernels again
     )
-    assert code == 0, said
+    assert code == 0, output
     losses = harness.losses(workdir)
     assert len(losses) == SETTINGS["train.steps"] + 1
     return losses, harness.state_digest(workdir)
@@ -63,7 +63,7 @@ def test_c12_the_same_seed_is_the_same_run_with_deterministic_kernels(config, tm
 
 
 def test_c12_without_them_the_difference_is_told(config, tmp_path, record_property):
-    """Nothing is asserted of it: it may be none."""
+    """Report the difference; there may be none, so it is not asserted."""
     (one, first), (two, second) = (trained(config, tmp_path / name, "") for name in ("one", "two"))
     assert one.keys() == two.keys()
     pairs = [(key, float.fromhex(one[key]), float.fromhex(two[key])) for key in one]

@@ -56,10 +56,10 @@ def test_an_ordinary_run_skips_nothing(unbroken):
 def records(tmp_path_factory):
     """Two files of forty records, by their paths.
 
-    A few letters of a text tell which one it is of.
+    A few letters of a text identify its file.
     """
     folder = tmp_path_factory.mktemp("records")
-    found = {}
+    texts_by_path = {}
     for name in "ab":
         texts = [
             " ".join(f"{name}{number}.{word}" for word in range(2 + 5 * number % 23))
@@ -67,8 +67,8 @@ def records(tmp_path_factory):
         ]
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        found[str(path)] = texts
-    return found
+        texts_by_path[str(path)] = texts
+    return texts_by_path
 
 
 def test_c3_a_bad_gradient_or_loss_is_skipped_counted_told_apart_and_explained(
@@ -114,8 +114,8 @@ def test_c2_a_spent_budget_ends_with_79_and_the_next_bad_step_is_not_applied(
     broken(monkeypatch, "grads:inf@15-99")
     flags = ("--config.guard.rewinds=0", "--config.checkpoint.keep_last=9")
     assert main(harness.words(config, tmp_path / "run", *STEPS, *flags)) == 79
-    said = capsys.readouterr().err
-    assert "steps 15 to 24" in said
+    output = capsys.readouterr().err
+    assert "steps 15 to 24" in output
     assert harness.exit_of(tmp_path / "run")["code"] == 79
     spikes = harness.records(tmp_path / "run", "spikes.jsonl")
     assert [s["step"] for s in spikes] == list(range(15, 25))
@@ -163,8 +163,8 @@ def test_c7_a_kill_straight_after_a_rewind_does_not_bring_the_given_up_future_ba
 ):
     rewound(config, tmp_path / "whole", monkeypatch)
     words = harness.words(config, tmp_path / "killed", *STEPS, *LIMITS, "--stop_at=30")
-    code, said = harness.run(words, "batch:nan@20-22,rewind:sigkill")
-    assert code == -9, said
+    code, output = harness.run(words, "batch:nan@20-22,rewind:sigkill")
+    assert code == -9, output
     assert max(harness.steps(tmp_path / "killed")) > 14, "killed before they were given up"
     broken(monkeypatch, "batch:nan@20-22")
     assert main(words) == 0
@@ -185,7 +185,7 @@ def test_c6_rewinds_are_counted_over_restarts_and_end_with_79(
     assert spikes == 4 * 3
     record_property("C6", "3 rewinds, then 79")
     assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 79
-    # It goes on within the same bad stretch: one more and the budget is spent again.
+    # It resumes within the same bad stretch: one more and the budget is spent again.
     assert len(harness.records(tmp_path / "run", "spikes.jsonl")) == spikes + 1
 
 
@@ -222,11 +222,11 @@ def test_c11_the_same_seed_is_the_same_run_and_another_is_another(config, unbrok
 def test_c9_a_flipped_bit_in_one_devices_gradient_is_caught_in_the_step_that_is_repeated(
     config, tmp_path, monkeypatch, capsys
 ):
-    """One of eight devices miscalculates one number of step 20, once; every fifth step is computed twice."""
+    """One of eight devices changes one number of step 20, once; each fifth step runs twice."""
     asked = collections.Counter()
 
     def bit(step, device):
-        """What the device's number is off by. The step that is repeated asks twice."""
+        """The error of the device's number. The step that is repeated calls this twice."""
         asked[int(step), int(device)] += 1
         is_wrong = (int(step), int(device)) == (19, 3) and asked[19, 3] == 2
         return np.uint32(1 << 20 if is_wrong else 0)
@@ -250,9 +250,9 @@ def test_c9_a_flipped_bit_in_one_devices_gradient_is_caught_in_the_step_that_is_
     monkeypatch.setattr(jax, "devices", jax.local_devices)
     words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.repeat_every=5")
     assert main(words) == 79
-    said = capsys.readouterr().err
-    assert "step 20 gave another result" in said
-    assert f"final_norm/scale on {jax.devices()[3]}" in said
+    output = capsys.readouterr().err
+    assert "step 20 gave another result" in output
+    assert f"final_norm/scale on {jax.devices()[3]}" in output
     assert asked[19, 3] == 2, "the second time it was wrong"
     twice = {step + 1 for (step, _), count in asked.items() if count == 2}
     assert twice == {5, 10, 15, 20}
@@ -263,7 +263,7 @@ def test_c9_a_flipped_bit_in_one_devices_gradient_is_caught_in_the_step_that_is_
 def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
     config, tmp_path, monkeypatch, capsys
 ):
-    """One device's copy of one leaf is changed before step 20; copies are compared every 8 steps."""
+    """One device's copy of one leaf changes before step 20; copies are compared every 8 steps."""
     from jaxlm.recipes.train.programs import CompiledStep
 
     step = CompiledStep.__call__
@@ -286,9 +286,9 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
     monkeypatch.setattr(jax, "devices", jax.local_devices)
     words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.compare_every=8")
     assert main(words) == 79
-    said = capsys.readouterr().err
-    assert "before step 24" in said
-    assert f"final_norm/scale on {jax.devices()[3]}" in said
+    output = capsys.readouterr().err
+    assert "before step 24" in output
+    assert f"final_norm/scale on {jax.devices()[3]}" in output
 
 
 def test_a_gradient_spike_of_the_real_run_is_skipped(config, tmp_path, monkeypatch):

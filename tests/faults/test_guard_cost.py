@@ -1,4 +1,4 @@
-"""Lines H7 and C9: what it costs in every step that a run is guarded and watched, and that steps are repeated."""
+"""Lines H7 and C9: the cost per step of guarding and watching a run, and of repeated steps."""
 
 import collections
 import statistics
@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 class Unread(np.ndarray):
-    """Ids of a shard that nobody looks at before they are used."""
+    """Ids of a shard that are not read before they are used."""
 
     def max(self, *_):
         return 0
@@ -48,12 +48,15 @@ class Unread(np.ndarray):
 def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
     tmp_path, monkeypatch, record_property
 ):
-    """One run, whose steps have by turns all of it and none: the finite and spike tests, their selection and the norms by layer; the watch and the phases that it is told of; the polls for a signal and for an error of a save; the range check of ids.
+    """Compare steps of one run with and without the guard, by turns.
+
+    The guard consists of the finite and spike tests, their selection and the norms by layer; the
+    watch and its phases; the polls for a signal and for an error of a save; the range check of ids.
 
     Then ten steps are computed twice, which at one in a hundred may cost two percent.
 
-    Times are the processor's, of all threads, and the best of each are compared, and the median of
-    the pairs: others use the machine too.
+    Times are the processor's, of all threads. The best of each are compared, and the median of the
+    pairs: other programs use the machine too.
     """
     taken = collections.defaultdict(list)
     state_of = {"number": 0, "on": True, "since": 0.0, "bare": None}
@@ -80,7 +83,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
     step = CompiledStep.__call__
 
     def bare(self, state, batch):
-        """The step without its guard, compiled beside the other."""
+        """The step without its guard, compiled in addition to the other."""
         always = jnp.bool_(True)
         with monkeypatch.context() as without:
             without.setattr(guards, "judge", lambda guard, *_, **__: (always, jnp.int32(0), guard))

@@ -1,4 +1,4 @@
-"""Which libraries are asked for, and the programs that they compile."""
+"""Required libraries, and the programs that they compile."""
 
 import ast
 import datetime
@@ -26,38 +26,38 @@ SOURCES = sorted((ROOT / "jaxlm").rglob("*.py"))
 
 
 def bounds() -> dict[str, str]:
-    """What pyproject.toml asks for, by normalize_top_k name; extras included."""
+    """Requirements of pyproject.toml by normalized name; extras included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
+    requirements = [
         *project["dependencies"],
         *functools.reduce(operator.iadd, project["optional-dependencies"].values(), []),
     ]
-    found = {}
-    for line in wanted:
+    limits = {}
+    for line in requirements:
         match = re.fullmatch(r"([\w.-]+)(\[[\w,]+\])?([^;]*)(;.*)?", line)
-        found.setdefault(match[1].lower().replace("_", "-"), match[3].strip())
-    return found
+        limits.setdefault(match[1].lower().replace("_", "-"), match[3].strip())
+    return limits
 
 
 def pins() -> dict[str, set[str]]:
     """The versions of scripts/constraints.txt, by name."""
-    found: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
     for line in (ROOT / "scripts/constraints.txt").read_text().splitlines():
         if match := re.match(r"([\w.-]+)==([\w.]+)", line):
-            found.setdefault(match[1].lower().replace("_", "-"), set()).add(match[2])
-    return found
+            versions.setdefault(match[1].lower().replace("_", "-"), set()).add(match[2])
+    return versions
 
 
 def test_s14_every_dependency_has_a_lower_bound_and_a_tested_version_within_its_bounds():
     from packaging.specifiers import SpecifierSet
 
-    wanted, tested = bounds(), pins()
-    assert len(wanted) > 20
-    assert {name for name, bound in wanted.items() if not re.search(r">=|==", bound)} == set()
-    assert set(wanted) - set(tested) == set()
+    limits, tested = bounds(), pins()
+    assert len(limits) > 20
+    assert {name for name, bound in limits.items() if not re.search(r">=|==", bound)} == set()
+    assert set(limits) - set(tested) == set()
     outside = [
         (name, version, bound)
-        for name, bound in wanted.items()
+        for name, bound in limits.items()
         for version in tested[name]
         if not SpecifierSet(bound).contains(version)
     ]
@@ -65,9 +65,9 @@ def test_s14_every_dependency_has_a_lower_bound_and_a_tested_version_within_its_
 
 
 def test_s14_libraries_that_decide_the_numbers_have_an_upper_bound():
-    wanted = bounds()
+    limits = bounds()
     names = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "tokenizers")
-    assert [name for name in names if "<" not in wanted[name]] == []
+    assert [name for name in names if "<" not in limits[name]] == []
 
 
 READERS = {
@@ -164,12 +164,18 @@ def test_s15_s1_the_compile_cache_is_private_and_a_garbage_entry_or_a_pickle_is_
     bomb = pickle.dumps(test_security.Bomb(marker))
     as_an_entry = zstandard.compress(bytes(4) + bomb)  # after the time that compiling took
     for number, path in enumerate(entries):
-        kept = path.read_bytes()
-        garbage = (as_an_entry, bomb, draw.randbytes(len(kept)), b"", kept[: len(kept) // 2])
+        content = path.read_bytes()
+        garbage = (
+            as_an_entry,
+            bomb,
+            draw.randbytes(len(content)),
+            b"",
+            content[: len(content) // 2],
+        )
         path.write_bytes(garbage[number % len(garbage)])
     folder.chmod(0o755)
-    again = compiled(tmp_path / "cache")
-    assert again == first
+    repeated = compiled(tmp_path / "cache")
+    assert repeated == first
     assert not marker.exists()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 

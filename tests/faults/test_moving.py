@@ -53,7 +53,7 @@ def train_on(mesh: dict[str, int], words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def long(config, half, tmp_path_factory):
-    """The run gone on to 28 steps where it was."""
+    """The run continued to 28 steps on its own mesh."""
     run = tmp_path_factory.mktemp("long") / "run"
     shutil.copytree(half, run)
     train_on({"data": 8}, harness.words(config, run, *LONG))
@@ -63,7 +63,15 @@ def long(config, half, tmp_path_factory):
 def moves(
     config: str, run: Path, mesh: dict[str, int], long: Path, monkeypatch: pytest.MonkeyPatch
 ) -> float:
-    """Goes on after step 8 on another mesh, with the state that was saved; how far the next 20 losses are off."""
+    """Resume after step 8 on another mesh; return the differences of the next 20 losses.
+
+    Args:
+      config: the config of the run.
+      run: the run, saved after step 8.
+      mesh: the mesh to resume on.
+      long: the same run on its own mesh, to compare with.
+      monkeypatch: sets the devices.
+    """
     saved = leaf_digests(harness.store(run).arrays(8))
     restored = []
     restore = resume.restored_state

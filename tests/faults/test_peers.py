@@ -1,7 +1,7 @@
-"""Two processes on this machine, and what becomes of one when the other is lost, fails, or stands still.
+"""Two processes on this machine, and the end of one when the other is lost, fails or stalls.
 
-The ranks are tests/distributed/worker.py, which has the trainer's crew and none of its weight; the
-last tests train.
+The ranks are tests/distributed/worker.py, with the process group of the trainer and none of its
+weight; the last tests train.
 """
 
 import collections
@@ -33,7 +33,7 @@ WORKER = [sys.executable, "-m", "tests.distributed.worker"]
 
 @dataclasses.dataclass
 class Outcome:
-    """How two ranks ended."""
+    """Ends of two ranks."""
 
     failure: WorkerFailure | None
     codes: list[int]
@@ -41,7 +41,7 @@ class Outcome:
     pids: list[int]
     ended: float
 
-    def said(self, rank: int) -> str:
+    def output(self, rank: int) -> str:
         return "\n".join(line[4:] for _, line in self.lines if line.startswith(f"[{rank}] "))
 
     def since(self, text: str) -> float:
@@ -55,7 +55,7 @@ class Outcome:
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
     """Runs two workers until both have ended; `during` is called with the ranks and each line."""
-    jax.devices()  # of this process: as many as its flags say, while it still has any
+    jax.devices()  # of this process: as many as its flags set, while it still has any
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
     def run(*words, faults="", during=lambda ranks, line: None, **options):
@@ -117,9 +117,9 @@ def test_d3_an_error_of_one_rank_ends_both_and_both_tell_it(
     assert done.since(f"[{rank}] step 8") <= 3
     record_property("D3", f"{point} {done.since(f'[{rank}] step 8'):.1f} s")
     for each in (0, 1):
-        assert "in _strike" in done.said(each), "the traceback"
-        assert f"RuntimeError: injected fault at {point}" in done.said(each)
-    assert f"rank {rank} has ended this run with exit code 70" in done.said(1 - rank)
+        assert "in _strike" in done.output(each), "the traceback"
+        assert f"RuntimeError: injected fault at {point}" in done.output(each)
+    assert f"rank {rank} has ended this run with exit code 70" in done.output(1 - rank)
     assert exit_of(tmp_path)["code"] == 70
     assert point in exit_of(tmp_path)["cause"]
 
@@ -138,7 +138,7 @@ def test_d4_a_stuck_rank_ends_both_with_the_stacks_of_both(pair, tmp_path, where
     record_property("D4", f"{where} {done.since('[1] step 8'):.1f} s, limit 3")
     for rank in (0, 1):
         assert "in work" in (tmp_path / f"stacks.{rank}.txt").read_text()
-        assert "nothing has moved in 'step'" in done.said(rank)
+        assert "nothing has moved in 'step'" in done.output(rank)
     stuck = (tmp_path / "stacks.1.txt").read_text()
     assert ("in _strike" if faults else "in hang") in stuck, "it shows where"
     assert exit_of(tmp_path)["code"] == 76
@@ -148,7 +148,7 @@ def test_d4_a_stopped_rank_ends_both(pair, tmp_path, record_property):
     sent = []
 
     def stop(ranks, line):
-        if line == "[1] step 80":  # long enough that nobody takes it for busy with its start
+        if line == "[1] step 80":  # long enough not to be taken for its start
             ranks.processes[1].send_signal(signal.SIGSTOP)
             sent.append(time.monotonic())
 
@@ -165,7 +165,7 @@ def test_d4_a_rank_whose_python_does_not_run_is_ended_from_outside(pair):
     done = pair("--steps=500", "--gil_hang=1:8", silence_seconds=8)
     assert (done.failure.rank, done.failure.code) == (1, 76)
     assert done.since("[1] step 8") <= 8 + 3 + 5
-    assert "worker.py" in done.said(1), "its stacks"
+    assert "worker.py" in done.output(1), "its stacks"
     assert done.has_no_orphans()
 
 
@@ -178,7 +178,7 @@ def test_d5_slow_is_not_stuck(pair, record_property):
     done = pair("--steps=12", "--pace=0.2", limits, faults=slow)
     assert done.failure is None, done.lines
     assert done.codes == [0, 0]
-    assert done.said(1).count("step ") == 12
+    assert done.output(1).count("step ") == 12
     record_property("D5", "0 alarms in 4 phases")
 
 
@@ -203,8 +203,8 @@ def test_d7_ranks_that_differ_refuse_before_they_compute(pair, record_property):
     assert done.codes == [2, 2]
     assert done.failure.code == 2
     for rank in (0, 1):
-        assert "fact: 0 on rank 0, 1 on rank 1" in done.said(rank)
-        assert "step 1" not in done.said(rank)
+        assert "fact: 0 on rank 0, 1 on rank 1" in done.output(rank)
+        assert "step 1" not in done.output(rank)
     took = done.ended - done.lines[0][0]
     machine.require_clock(took, 10)
     record_property("D7", f"{took:.1f} s")
@@ -260,7 +260,7 @@ def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step_which_they_save(
     assert done.codes == [75, 75], done.lines
     machine.require_clock(done.ended - sent[0], 10)
     record_property("A8", f"{done.ended - sent[0]:.1f} s")
-    stops = [re.search(r"stopped after (\d+), total (\S+)", done.said(each)) for each in (0, 1)]
+    stops = [re.search(r"stopped after (\d+), total (\S+)", done.output(each)) for each in (0, 1)]
     assert stops[0].groups() == stops[1].groups()
     step, total = int(stops[0][1]), float(stops[0][2])
     assert step >= 8
@@ -284,7 +284,7 @@ def test_a9_the_second_signal_ends_at_once(tmp_path, number, code, busy):
         time.sleep(0.5)
         process.send_signal(number)
         time.sleep(0.5)
-        assert process.poll() is None, "the first only asks"
+        assert process.poll() is None, "the first is a request"
         begun = time.monotonic()
         process.send_signal(number)
         assert process.wait(10) == code
@@ -303,7 +303,7 @@ def test_a9_the_second_signal_to_one_rank_ends_both(pair):
     done = pair("--steps=500", faults="step.before:hang@8#0", during=stop, grace_seconds=30)
     assert done.codes == [75, 75]
     assert done.since("[1] step 8") <= 0.5 + 2
-    assert done.said(0).count("step ") == 8, "it hung"
+    assert done.output(0).count("step ") == 8, "it hung"
 
 
 def listening(pid):
@@ -312,33 +312,33 @@ def listening(pid):
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             sockets.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                found.add(fields[1])
-    return found
+                addresses.add(fields[1])
+    return addresses
 
 
 def test_s10_the_coordinator_listens_where_it_was_told(pair):
-    found = []
+    addresses = []
 
     def look(ranks, line):
         if line == "[0] step 3":
-            found.extend(listening(process.pid) for process in ranks.processes)
+            addresses.extend(listening(process.pid) for process in ranks.processes)
 
     done = pair("--steps=30", during=look)
     assert done.codes == [0, 0]
-    assert found[0], "the coordinator listens"
+    assert addresses[0], "the coordinator listens"
     loopback = ("0100007F:", "0000000000000000FFFF00000100007F:")
-    assert all(address.startswith(loopback) for each in found for address in each), found
-    assert "warning" not in done.said(0)
+    assert all(address.startswith(loopback) for each in addresses for address in each), addresses
+    assert "warning" not in done.output(0)
 
 
 def test_s10_another_address_than_loopback_is_warned_of(tmp_path):
-    own = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
-    host = own[0] if own else "0.0.0.0"
+    addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    host = addresses[0] if addresses else "0.0.0.0"
     words = [f"--coordinator={host}:{free_port()}", "--num_processes=1", "--process_id=0"]
     done = subprocess.run(
         [*WORKER, f"--workdir={tmp_path}", "--steps=1", *words], capture_output=True, text=True
@@ -358,10 +358,10 @@ def front_door(tmp_path_factory):
         process = harness.start(command, faults, XLA_FLAGS="")
         if during:
             during(process)
-        said, _ = process.communicate(timeout=300)
-        (answer,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"')]
+        output, _ = process.communicate(timeout=300)
+        (answer,) = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
         assert process.returncode == answer.get("code", answer.get("error", {}).get("code"))
-        return answer, said
+        return answer, output
 
     launch.config = config
     return launch
@@ -369,8 +369,8 @@ def front_door(tmp_path_factory):
 
 @pytest.mark.slow
 def test_b15_two_processes_train_as_one_does(front_door, tmp_path):
-    answer, said = front_door(tmp_path / "two")
-    assert answer == {"code": 0, "started": 1}, said
+    answer, output = front_door(tmp_path / "two")
+    assert answer == {"code": 0, "started": 1}, output
     one = tmp_path / "one"
     command = harness.words(front_door.config, one, "--cpu_devices=4")
     assert harness.run(command, XLA_FLAGS="")[0] == 0
@@ -383,7 +383,7 @@ def test_b15_two_processes_train_as_one_does(front_door, tmp_path):
 
 
 class Recorded(NamedTuple):
-    """What the processes of a life read and restored."""
+    """Rows that the processes of a life read, and steps that they restored."""
 
     rows: dict[tuple[int, int], str]  # a row of a step's batch -> its digest
     states: list[dict[str, str]]  # of each process: a leaf of the state -> its digest
@@ -404,8 +404,8 @@ def recorded(processes: int, command: list[str], log: Path) -> Recorded:
         )
         for rank in range(processes)
     ]
-    said = harness.said_by(ranks)
-    assert [process.returncode for process in ranks] == [0] * processes, said
+    output = harness.outputs_of(ranks)
+    assert [process.returncode for process in ranks] == [0] * processes, output
     rows = {
         (line["step"], row): digest
         for file in log.parent.glob(f"{log.name}.*.jsonl")
@@ -423,7 +423,7 @@ def test_b15_a_checkpoint_moves_between_one_process_and_two(
 ):
     """With fsdp, so that each process has a part.
 
-    What follows is compared with the same run where it was saved.
+    The following steps are compared with those of the same run with the processes that saved it.
     """
     flags = ("--config.train.steps=28", "--config.mesh.data=2", "--config.mesh.fsdp=2")
     stayed, moved = tmp_path / "stayed", tmp_path / "moved"
@@ -442,8 +442,8 @@ def test_b15_a_checkpoint_moves_between_one_process_and_two(
         for count, run, name in ((before, stayed, "stay"), (after, moved, "move"))
     ]
     assert lives[1].states == [saved] * after
-    wanted = {(step, row) for step in range(8, 28) for row in range(8)}
-    ours, theirs = ({key: life.rows[key] for key in wanted} for life in lives)
+    expected = {(step, row) for step in range(8, 28) for row in range(8)}
+    ours, theirs = ({key: life.rows[key] for key in expected} for life in lives)
     assert ours == theirs, "the same data in the same order"
     losses, known = harness.losses(moved), harness.losses(stayed)
     assert losses.keys() == known.keys()
@@ -456,13 +456,13 @@ def test_b15_a_checkpoint_moves_between_one_process_and_two(
 
 @pytest.mark.slow
 def test_a8_a_preempted_pair_saves_one_step_and_goes_on(front_door, tmp_path):
-    answer, said = front_door(tmp_path, faults="step.before:sigterm@5#1")
-    assert (answer["code"], answer["started"]) == (75, 1), said
+    answer, output = front_door(tmp_path, faults="step.before:sigterm@5#1")
+    assert (answer["code"], answer["started"]) == (75, 1), output
     left = harness.exit_of(tmp_path)
     assert left["code"] == 75
     assert left["step"] == harness.steps(tmp_path)[-1] >= 5
     assert left["step"] < 12
-    assert said.count(f"stopped by SIGTERM after step {left['step']}, which is saved") >= 2
+    assert output.count(f"stopped by SIGTERM after step {left['step']}, which is saved") >= 2
     assert front_door(tmp_path)[0]["code"] == 0
     assert harness.steps(tmp_path)[-1] == 12
 
@@ -478,39 +478,39 @@ def test_a8_a_preempted_pair_saves_one_step_and_goes_on(front_door, tmp_path):
     ],
 )
 def test_d3_d9_an_error_of_one_rank_commits_nothing_more(front_door, tmp_path, fault, code):
-    answer, said = front_door(tmp_path, faults=fault)
-    assert answer["code"] == code, said
+    answer, output = front_door(tmp_path, faults=fault)
+    assert answer["code"] == code, output
     assert answer["rank"] == int(fault[-1])
     assert harness.exit_of(tmp_path)["code"] == code
     point, _, step = fault.partition(":raise@")
     assert all(each < int(step[:-2]) for each in harness.steps(tmp_path))
-    assert said.count(f"injected fault at {point}") >= 2, "on both ranks"
+    assert output.count(f"injected fault at {point}") >= 2, "on both ranks"
 
 
 @pytest.mark.slow
 def test_d1_a_killed_rank_is_started_again_and_no_bit_changes(front_door, tmp_path):
     assert front_door(tmp_path / "unbroken")[0]["code"] == 0
     killed = tmp_path / "killed"
-    answer, said = front_door(killed, faults="step.before:sigkill@7-7#1", restarts=1)
-    assert answer["code"] == 69, said
+    answer, output = front_door(killed, faults="step.before:sigkill@7-7#1", restarts=1)
+    assert answer["code"] == 69, output
     assert (answer["started"], answer["rank"]) == (2, 1), "killed in each of its two lives"
     assert harness.exit_of(killed)["code"] == 69
-    answer, said = front_door(killed, restarts=1)
-    assert answer["code"] == 0, said
+    answer, output = front_door(killed, restarts=1)
+    assert answer["code"] == 0, output
     assert harness.losses(killed) == harness.losses(tmp_path / "unbroken")
     assert harness.state_digest(killed) == harness.state_digest(tmp_path / "unbroken")
 
 
 @pytest.mark.slow
 def test_a12_a_run_that_dies_at_one_step_again_and_again_is_given_up(front_door, tmp_path):
-    """From a checkpoint that is there before: one that is made on the way is progress, and may come in any of the lives."""
+    """From a checkpoint that exists before: one made on the way would be progress."""
     assert front_door(tmp_path, "--stop_at=2")[0]["code"] == 0
     seldom = "--config.checkpoint.every=100%"
-    answer, said = front_door(tmp_path, seldom, faults="step.before:sigkill@4#0", restarts=9)
+    answer, output = front_door(tmp_path, seldom, faults="step.before:sigkill@4#0", restarts=9)
     assert answer["error"]["code"] == 70
     assert answer["error"]["what"] == "the run ended 3 times in a row without a step past 2"
     assert "SIGKILL" in answer["error"]["why"]
-    assert said.count("starting again in") == 2, "no fourth try"
+    assert output.count("starting again in") == 2, "no fourth try"
     assert harness.steps(tmp_path) == [2]
     left = harness.exit_of(tmp_path)
     assert (left["code"], left["step"]) == (70, 2), "not how the first start ended"
@@ -519,8 +519,8 @@ def test_a12_a_run_that_dies_at_one_step_again_and_again_is_given_up(front_door,
 
 @pytest.mark.slow
 def test_d4_a_stuck_rank_of_a_run_ends_both_with_the_stacks_of_both(front_door, tmp_path):
-    answer, said = front_door(tmp_path, "--config.watch.step=3s", faults="step.before:hang@7#1")
-    assert answer["code"] == 76, said
+    answer, output = front_door(tmp_path, "--config.watch.step=3s", faults="step.before:hang@7#1")
+    assert answer["code"] == 76, output
     left = harness.exit_of(tmp_path)
     assert left["code"] == 76
     last = max(record["time_unix"] for record in harness.records(tmp_path))
@@ -536,17 +536,17 @@ def test_d6_a_run_whose_peer_never_comes_ends_with_69_and_says_who_is_there(
     words = harness.words(front_door.config, tmp_path / "run", "--config.watch.join=2s")
     place = (f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2", f"--process_id={rank}")
     with harness.timing() as took:
-        code, said = harness.run([*words, *place, "--cpu_devices=1"])
-    assert code == 69, said
-    assert f"present: {rank}; absent: {1 - rank}" in said
+        code, output = harness.run([*words, *place, "--cpu_devices=1"])
+    assert code == 69, output
+    assert f"present: {rank}; absent: {1 - rank}" in output
     took.require(2 + 10)
 
 
 @pytest.mark.slow
 def test_d2_a_killed_coordinator_of_a_run_ends_the_other_rank_with_69(front_door, tmp_path):
     faults = "step.before:sigkill@7#0"
-    answer, said = front_door(tmp_path, faults=faults, restarts=0)
-    assert (answer["code"], answer["rank"]) == (69, 0), said
+    answer, output = front_door(tmp_path, faults=faults, restarts=0)
+    assert (answer["code"], answer["rank"]) == (69, 0), output
     assert "SIGKILL" in answer["cause"]
     left = harness.exit_of(tmp_path)
     assert (left["code"], left["step"]) == (69, harness.steps(tmp_path)[-1])
@@ -554,7 +554,7 @@ def test_d2_a_killed_coordinator_of_a_run_ends_the_other_rank_with_69(front_door
 
 @pytest.mark.parametrize("difference", ["config and code", "data"])
 def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_path, difference):
-    """Ten seconds are counted from their start; a machine with more to do than it has cores may take longer."""
+    """Ten seconds count from their start; an overloaded machine may take longer."""
     places = [tmp_path / "0", tmp_path / "1"]
     for place in places:
         shutil.copytree(Path(front_door.config).parent, place / "texts")
@@ -588,9 +588,9 @@ def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_pat
         "config and code": ("optim.lr: 0.001 on rank 0, 0.002 on rank 1", "code of jaxlm/core: "),
         "data": ("train: ",),
     }[difference]
-    said = harness.said_by(pair, 120)
-    assert [process.returncode for process in pair] == [2, 2], "\n".join(said)
-    for each in said:
+    output = harness.outputs_of(pair, 120)
+    assert [process.returncode for process in pair] == [2, 2], "\n".join(output)
+    for each in output:
         for line in shown:
             assert line in each
             assert " on rank 0, " in each.partition(line)[2].partition("\n")[0] + line
@@ -610,11 +610,11 @@ def test_d7_a_rank_whose_own_command_is_wrong_is_told_to_the_other(front_door, t
             harness.start([*words, f"--process_id={rank}", *([wrong] if rank == refused else [])])
             for rank in (0, 1)
         ]
-        said = harness.said_by(pair, 120)
-    assert [process.returncode for process in pair] == [2, 2], "\n".join(said)
-    assert "fix    --config.optim.lr=" in said[refused]
-    assert f"rank {refused} was refused: " in said[1 - refused]
-    assert "optim.lrr" in said[1 - refused].partition("was refused")[2]
+        output = harness.outputs_of(pair, 120)
+    assert [process.returncode for process in pair] == [2, 2], "\n".join(output)
+    assert "fix    --config.optim.lr=" in output[refused]
+    assert f"rank {refused} was refused: " in output[1 - refused]
+    assert "optim.lrr" in output[1 - refused].partition("was refused")[2]
     took.require(10)
     assert not (tmp_path / "run").exists()
 
@@ -650,9 +650,9 @@ def test_ranks_whose_launcher_is_gone_stop_and_save(front_door, tmp_path):
 
 @pytest.mark.slow
 def test_what_is_due_by_the_clock_is_due_on_all_ranks(front_door, tmp_path):
-    """An evaluation is a collective: ranks that disagreed about one would wait for each other for ever."""
-    answer, said = front_door(
+    """An evaluation is a collective: ranks that disagreed about one would wait for each other."""
+    answer, output = front_door(
         tmp_path, "--config.train.steps=40", "--config.eval.every=1s", "--config.log.every=1"
     )
-    assert answer["code"] == 0, said
+    assert answer["code"] == 0, output
     assert len([step for split, step in harness.losses(tmp_path) if split != "train"]) > 1

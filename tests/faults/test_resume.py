@@ -56,7 +56,7 @@ def is_same(workdir: Path, unbroken: Path) -> bool:
 
 @dataclasses.dataclass
 class Kills:
-    """What a series of kills has met."""
+    """Counts of the situations that a series of kills has met."""
 
     landed: int = 0
     in_a_save: int = 0
@@ -75,7 +75,7 @@ def is_saving(workdir: Path) -> bool:
 
 
 def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, count: int) -> Kills:
-    """SIGKILLs the run at random instants after the first step of each life, and at last lets it finish.
+    """SIGKILL the run at random instants after the first step of each life, then let it finish.
 
     Every second kill waits for a save to be under way first: chance alone may leave none there.
     """
@@ -110,8 +110,8 @@ def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, coun
         kills.landed += 1
         kills.in_a_save += is_saving(workdir)
         compare()
-    code, said = harness.run(command)
-    assert code == 0, said
+    code, output = harness.run(command)
+    assert code == 0, output
     compare()
     return kills
 
@@ -127,13 +127,13 @@ def on_four(monkeypatch):
 
 
 def processor_seconds() -> float:
-    """What the processes that were started and have ended took of the processor."""
+    """Processor time of the processes that were started and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def test_a2_six_kills_change_no_bit(config, tmp_path, on_four, record_property):
-    """In the 45 s of the bar, and in what two cores can do in those: the clock counts what else the machine does."""
+    """The bar allows 45 s, or their processor time on two cores: the clock counts other work."""
     flags = ("--config.train.steps=160", "--config.eval.every=100%", *SHARDED)
     seldom = "--config.checkpoint.every=100%"
     assert main(harness.words(config, tmp_path / "whole", *flags, seldom)) == 0
@@ -154,10 +154,10 @@ def test_a2_six_kills_change_no_bit(config, tmp_path, on_four, record_property):
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, on_four, record_property):
-    """In the six minutes of the bar, and in what two cores can do in those: the clock counts what else the machine does.
+    """Within six minutes of the bar, and their processor time on two cores.
 
-    Says its goodput too: each life trains for a moment and starts for seconds, so that is small,
-    and no figure to reach.
+    The clock counts other work too. The goodput is recorded: each life trains for a moment and
+    starts for seconds, so it is small, and has no target.
     """
     steps = ("--config.train.steps=600", "--config.eval.every=100%", *SHARDED)
     assert main(harness.words(config, tmp_path / "unbroken", *steps)) == 0
@@ -179,9 +179,9 @@ def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, on_four, record_prope
     machine.require_clock(wall, 360)
 
 
-# Point -> its step, the step that was committed last by then, and the intervals that may be lost.
-# Removing is asked with the step that is removed: 2 goes while 8 is saved. Each life goes on where
-# the one before was killed.
+# Point -> its step, the step that was committed last by then, and the intervals that may be lost. A
+# removal is named by the removed step: 2 goes while 8 is saved. Each life resumes after the kill of
+# the one before.
 SAVE_POINTS = {
     "save.retire": (2, 6, 2),
     "save.begin": (8, 6, 1),
@@ -195,12 +195,15 @@ SAVE_POINTS = {
 def test_a3_a_kill_at_a_point_of_saving_costs_at_most_one_interval(
     config, unbroken, tmp_path, record_property
 ):
-    """And one more than the bar has it where the save goes on in the background: the steps done since it was due."""
+    """Plus one interval in addition to the bar if the save continues in the background.
+
+    These are the steps done since the save was due.
+    """
     words = harness.words(config, tmp_path / "run", "--config.checkpoint.keep_last=1")
     lost = []
     for point, (at, newest, intervals) in SAVE_POINTS.items():
-        code, said = harness.run(words, f"{point}:sigkill@{at}")
-        assert code == -signal.SIGKILL, said
+        code, output = harness.run(words, f"{point}:sigkill@{at}")
+        assert code == -signal.SIGKILL, output
         store = harness.store(tmp_path / "run")
         committed = [step for step in store.steps() if not store.problems(step)]
         assert committed[-1] == newest, point
@@ -221,7 +224,7 @@ def checkpoint_digest(workdir: Path) -> str:
     return digest.hexdigest()
 
 
-# Ends the process once it has restored so many arrays.
+# End the process once it has restored the given number of arrays.
 HALF_RESTORED = """
 import os, signal, sys
 import jax
@@ -267,7 +270,7 @@ def test_a4_a_kill_during_a_restore_twice_harms_nothing(config, unbroken, tmp_pa
     assert is_same(tmp_path / "run", unbroken)
 
 
-# Ends the process once it has removed so many files of the step that is named. A thread of its own
+# End the process once it has removed the given number of files of the step. A thread of its own
 # removes them: the commit is held up meanwhile, so that the next life has something left to do.
 HALFWAY = """
 import os, signal, sys, time
@@ -307,7 +310,7 @@ sys.exit(main(sys.argv[4:]))
 def test_a5_a_kill_while_old_steps_are_removed_leaves_a_good_one(
     config, unbroken, tmp_path, record_property
 ):
-    """Before the first file is gone, after it, after some; while a later step is saved, and when the run ends."""
+    """Kill before the first file is gone, after it, after some, in a later save, and at the end."""
     run = tmp_path / "run"
     words = harness.words(config, run, "--config.checkpoint.keep_last=1")
     removed = []
@@ -357,7 +360,7 @@ def test_a7_a_sigterm_in_any_phase_saves_and_says_75(
         strike(fault, size)
 
     def nobody(number, _):
-        raise AssertionError("nobody took the signal")
+        raise AssertionError("no process took the signal")
 
     monkeypatch.setattr(faults, "_faults", faults.parse(PHASES[phase]))
     monkeypatch.setattr(faults, "_strike", noted)
@@ -388,7 +391,7 @@ def test_a7_a_sigterm_in_any_phase_saves_and_says_75(
 def test_a9_a_second_signal_ends_the_process_within_two_seconds(
     config, unbroken, tmp_path, number, code, record_property
 ):
-    """While step 6 is saved: all of it is written but its name, so it is no checkpoint, and the newest is the one before."""
+    """While step 6 is saved, complete but for its name: the newest checkpoint is the one before."""
     run = tmp_path / "run"
     words = harness.words(config, run)
     process = harness.start(words, "save.commit:hang@6")
@@ -400,7 +403,7 @@ def test_a9_a_second_signal_ends_the_process_within_two_seconds(
         time.sleep(0.5)
         process.send_signal(number)
         time.sleep(0.5)
-        assert process.poll() is None, "the first asks for an orderly end"
+        assert process.poll() is None, "the first requests an orderly end"
         begun = time.monotonic()
         process.send_signal(number)
         assert process.wait(10) == code
@@ -439,8 +442,8 @@ def test_a11_a_finished_run_started_again_says_so_and_writes_nothing(
     config, unbroken, capsys, record_property
 ):
     def everything() -> dict[str, bytes]:
-        found = sorted(p for p in unbroken.rglob("*") if p.is_file() and p.name != "lock")
-        return {str(p.relative_to(unbroken)): p.read_bytes() for p in found}
+        paths = sorted(p for p in unbroken.rglob("*") if p.is_file() and p.name != "lock")
+        return {str(p.relative_to(unbroken)): p.read_bytes() for p in paths}
 
     before = everything()
     begun = time.monotonic()
@@ -453,10 +456,10 @@ def test_a11_a_finished_run_started_again_says_so_and_writes_nothing(
 
 
 def late_saves(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Holds up the arrays of each save for a moment, and returns what will hold the saves that a step was done in meanwhile.
+    """Delay the arrays of each save; return the list of saves during which a step was done.
 
-    A step is over, its loss fetched, when the save after it is asked for; that finds the arrays of
-    the save before it still being written, or not.
+    A step is over, its loss fetched, when the save after it is requested; that save finds the
+    arrays of the one before still being written, or not.
     """
     begun, held, written, overlapped = list[int](), set[int](), set[int](), set[int]()
     point, save, open_array = faults.point, CheckpointSaver.save, tensorstore.open
@@ -489,14 +492,17 @@ def late_saves(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def test_a13_what_an_async_save_stores_is_what_a_sync_one_does(
     config, tmp_path, monkeypatch, record_property
 ):
-    """The state is donated to the next step while its copy is written; in the second run nothing else is done meanwhile."""
+    """The state is donated to the next step while its copy is written.
+
+    The second run does nothing else meanwhile.
+    """
     flags = ("--config.train.steps=100", "--config.checkpoint.every=1")
     keep = ("--config.checkpoint.keep_last=100", "--config.eval.every=100%")
     with monkeypatch.context() as patch:
         overlapped = late_saves(patch)
         assert main(harness.words(config, tmp_path / "async", *flags, *keep)) == 0
-    told = f"A13: a step was done while {len(overlapped)} of 100 saves were written"
-    record_property("table", told)
+    figures = f"A13: a step was done while {len(overlapped)} of 100 saves were written"
+    record_property("table", figures)
     assert len(overlapped) >= 50
     save = Store.save
 
@@ -507,9 +513,9 @@ def test_a13_what_an_async_save_stores_is_what_a_sync_one_does(
     monkeypatch.setattr(Store, "save", save_and_wait)
     assert main(harness.words(config, tmp_path / "sync", *flags, *keep)) == 0
     assert harness.steps(tmp_path / "async") == list(range(1, 101))
-    found = [harness.state_digest(tmp_path / "async", step) for step in range(1, 101)]
-    assert found == [harness.state_digest(tmp_path / "sync", step) for step in range(1, 101)]
-    assert len(set(found)) == 100
+    digests = [harness.state_digest(tmp_path / "async", step) for step in range(1, 101)]
+    assert digests == [harness.state_digest(tmp_path / "sync", step) for step in range(1, 101)]
+    assert len(set(digests)) == 100
     record_property("A13", "100 of 100 saves the same")
 
 
@@ -521,7 +527,8 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 def seen():
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threading.active_count()
+    size = os.sysconf("SC_PAGE_SIZE")
+    return pages * size, len(os.listdir("/proc/self/fd")), threading.active_count()
 state = {"params": {"w": jnp.ones((256, 1024))}, "step": jnp.int32(0)}
 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 store = Store(sys.argv[1], CheckpointConfig())
@@ -554,7 +561,7 @@ def test_a14_two_hundred_saves_leak_nothing(tmp_path, record_property):
 def test_a6_each_row_of_an_epoch_is_read_once_also_over_resumes(
     config, tmp_path, monkeypatch, record_property
 ):
-    """A run that stops three times inside an epoch and goes on over its edge; it notes the batches of its own steps."""
+    """A run stops three times inside an epoch and resumes over its edge, noting its batches."""
     words = harness.words(config, tmp_path / "run", "--config.data.packing=concat")
     words += ["--config.train.batch=64", "--config.model.depth=1", "--config.eval.every=100%"]
     batches, loaders, read = Loader.batches, [], {}

@@ -18,16 +18,16 @@ from tests.faults.conftest import CANARY, ROOT, SECRETS, jaxlm
 
 
 def leaks(*folders: Path, text: str = "") -> list[tuple[str, str]]:
-    """(file, what) wherever a canary is in the bytes of a file or its name; `text` is searched as well."""
-    found = [("output", match) for match in re.findall(rf"{CANARY}-\w+", text)]
+    """Return (file, text) for each canary in the bytes or the name of a file, or in `text`."""
+    places = [("output", match) for match in re.findall(rf"{CANARY}-\w+", text)]
     for folder in folders:
         for path in folder.rglob("*"):
             content = path.read_bytes() if path.is_file() else b""
-            found += [
+            places += [
                 (path.name, match.decode())
                 for match in re.findall(rb"%s-\w+" % CANARY.encode(), content + path.name.encode())
             ]
-    return found
+    return places
 
 
 def test_s8_a_run_writes_no_secret_of_its_environment(tiny_run, record_property):
@@ -37,13 +37,13 @@ def test_s8_a_run_writes_no_secret_of_its_environment(tiny_run, record_property)
     record_property("S8", f"0 of {len(SECRETS)} secrets in {len(files)} files")
     assert {path.suffix for path in files} >= {".json", ".jsonl", ".sh", ".txt", ".html", ".png"}
     assert list(tiny_run.workdir.glob("events/*"))
-    assert leaks(tiny_run.workdir, tiny_run.cache, text=tiny_run.said) == []
+    assert leaks(tiny_run.workdir, tiny_run.cache, text=tiny_run.output) == []
     written = json.loads((tiny_run.workdir / "environment.json").read_text())["variables"]
     assert written["NCCL_DEBUG"] == "https://***@host/log"
 
 
 def test_s8_an_exported_model_holds_no_secret(tiny_run, tmp_path):
-    """Exported by somebody with the same secrets."""
+    """The environment of the export has the same secrets."""
     out = tmp_path / "hub"
     done = jaxlm("export", f"--workdir={tiny_run.workdir}", f"--out={out}", env=SECRETS)
     assert done.returncode == 0, done.stderr
@@ -113,7 +113,9 @@ def test_s8_a_crash_writes_no_secret(tiny_run, tmp_path):
 import sys
 from jaxlm.cli import main as front
 from jaxlm.monitor import environment
-def broken(*_): raise RuntimeError("cannot reach https://user:{CANARY}-crash@host/a and password={CANARY}-crash")
+def broken(*_):
+    message = "cannot reach https://user:{CANARY}-crash@host/a and password={CANARY}-crash"
+    raise RuntimeError(message)
 environment.facts = broken
 sys.exit(front.main(sys.argv[1:]))
 """

@@ -1,4 +1,4 @@
-"""Nothing that is read is run, unpacked, or believed where it names another file."""
+"""Data is not run, not unpacked, and not trusted to name another file."""
 
 import ast
 import dataclasses
@@ -45,34 +45,34 @@ PROGRAMS = [
 
 def runs_what_it_reads(tree: ast.Module) -> list[str]:
     """The calls and imports of a module that can run what is in a file."""
-    found = []
+    calls = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-            found += [name for name in names if name.partition(".")[0] in BANNED_MODULES]
+            calls += [name for name in names if name.partition(".")[0] in BANNED_MODULES]
         elif isinstance(node, ast.ImportFrom):
             if (node.module or "").partition(".")[0] in BANNED_MODULES:
-                found.append(f"from {node.module}")
+                calls.append(f"from {node.module}")
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if called in BANNED_CALLS or called.endswith(".exec_module"):
-                found.append(called)
-            found += [
+                calls.append(called)
+            calls += [
                 "allow_pickle=True"
                 for keyword in node.keywords
                 if keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False"
             ]
-    return found
+    return calls
 
 
 def test_s1_no_source_file_can_run_what_it_reads():
-    found = [
+    calls = [
         (path.relative_to(ROOT / "jaxlm").as_posix(), call)
         for path in SOURCES
         for call in runs_what_it_reads(ast.parse(path.read_text()))
     ]
     assert len(SOURCES) > 90
-    assert found == PROGRAMS
+    assert calls == PROGRAMS
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_s1_a_pickle_posing_as_a_file_of_a_run_or_a_checkpoint_is_refused_and_no
     names = [step / "digests.json", *(step / name for name in records.read(run / step).files)]
     assert len(names) >= 4
     for name in (Path("config.json"), Path("tokenizer"), *names):
-        kept = (run / name).read_bytes()
+        original = (run / name).read_bytes()
         (run / name).write_bytes(content)
         assert main(["generate", f"--workdir={run}", "--max_tokens=1", "--step=4"]) in (2, 65), name
-        (run / name).write_bytes(kept)
+        (run / name).write_bytes(original)
     assert "Traceback" not in capsys.readouterr().err
     assert not marker.exists()
 
@@ -208,13 +208,13 @@ def test_s1_a_pickle_posing_as_a_file_of_the_cache_is_refused_or_made_again_and_
     }
     refused = []
     for path in paths:
-        kept = path.read_bytes()
+        original = path.read_bytes()
         path.write_bytes(content)
         try:
             assert first_row() == known, path
         except JaxlmError as error:
             refused.append(error.code)
-        path.write_bytes(kept)
+        path.write_bytes(original)
     assert len(paths) >= 8
     assert {*refused} <= {65}
     assert not marker.exists()
@@ -223,7 +223,7 @@ def test_s1_a_pickle_posing_as_a_file_of_the_cache_is_refused_or_made_again_and_
 def test_s2_a_program_inside_a_run_a_checkpoint_a_data_or_a_model_folder_is_never_run(
     tiny_run, tmp_path
 ):
-    """Programs under every name that Python or a trainer might look for, in every folder, and each verb from inside of one."""
+    """Put programs of names that Python looks for into every folder, and run each verb."""
     marker = tmp_path / "marker"
     bomb = (
         f"with open({str(marker)!r}, 'a') as file: file.write(__file__)\n"
@@ -287,12 +287,12 @@ ARCHIVES = {"tarfile", "zipfile", "py7zr", "rarfile", "patoolib"}
 
 
 def test_s4_no_source_file_unpacks_an_archive():
-    """gzip and zstd hold one stream and name no file; they are read as text, a line or a document at a time.
+    """gzip and zstd hold one stream and name no file; they are read as text, piece by piece.
 
-    Members of archives are streams too, in the one file that may know of archives;
+    Members of archives are streams too, in the one module for archives;
     tests/corpus/test_readers.py has bombs and names that lead out.
     """
-    found = []
+    calls = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = (
@@ -302,11 +302,11 @@ def test_s4_no_source_file_unpacks_an_archive():
                 if isinstance(node, ast.ImportFrom)
                 else []
             )
-            found += [(path.name, name) for name in modules if name.partition(".")[0] in ARCHIVES]
+            calls += [(path.name, name) for name in modules if name.partition(".")[0] in ARCHIVES]
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Attribute) and called.attr in UNPACKERS:
-                found.append((path.name, called.attr))
-    assert found == [("archives.py", "tarfile"), ("archives.py", "zipfile")]
+                calls.append((path.name, called.attr))
+    assert calls == [("archives.py", "tarfile"), ("archives.py", "zipfile")]
 
 
 BOMBS = ("a.txt.gz", "line.jsonl.zst", "blank.jsonl.gz")
@@ -315,13 +315,14 @@ import sys
 from jaxlm.cli.main import main
 from jaxlm.monitor import host_machine
 
-codes = [main(["data", "stats", sys.argv[1], f"--config.data.train={path}"]) for path in sys.argv[2:]]
+stats = ["data", "stats", sys.argv[1]]
+codes = [main([*stats, f"--config.data.train={path}"]) for path in sys.argv[2:]]
 print(*codes, host_machine.peak_memory([]).bytes >> 20)
 """
 
 
 def test_s4_ten_gigabytes_from_a_small_file_are_refused_in_little_memory(tmp_path, record_property):
-    """As a document, as a line, and as lines that hold none: streams of ten megabytes one after another."""
+    """A document, a line, and lines without one: streams of ten megabytes one after another."""
     paths = [tmp_path / name for name in BOMBS]
     for path in paths:
         part = b" " * (10**7 - 1) + b"\n" if "blank" in path.name else b"x" * 10**7
@@ -369,7 +370,7 @@ sys.addaudithook(_hear)
 def test_s5_a_checkpoint_record_that_names_a_file_outside_is_refused_and_the_file_not_opened(
     kind, tiny_run, tmp_path, opened, capsys
 ):
-    """The forger knows the file outside and its digest, and can hash the record as well as we."""
+    """The forger has the file outside and its digest, and can hash the record as jaxlm does."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("elsewhere")
@@ -377,21 +378,21 @@ def test_s5_a_checkpoint_record_that_names_a_file_outside_is_refused_and_the_fil
     run = tmp_path / "run"
     shutil.copytree(tiny_run.workdir, run)
     step = epath.Path(run / "checkpoints/4")
-    found = records.read(step)
-    first = next(iter(found.files))
+    record = records.read(step)
+    first = next(iter(record.files))
     name = {
         "above": "../../../outside/file",
         "absolute": f"{outside}/file",
-        "a link": "beside",
+        "a link": "linked",
         "a link in place of a file": first,
-        "a link to a folder": "beside/file",
+        "a link to a folder": "linked/file",
     }[kind]
     if kind == "a link to a folder":
-        (run / "checkpoints/4/beside").symlink_to(outside)
+        (run / "checkpoints/4/linked").symlink_to(outside)
     elif kind.startswith("a link"):
         (run / "checkpoints/4" / name).unlink(missing_ok=True)
         (run / "checkpoints/4" / name).symlink_to(outside / "file")
-    forged = dataclasses.replace(found, files=found.files | {name: digest})
+    forged = dataclasses.replace(record, files=record.files | {name: digest})
     records.write(step, forged)
     assert records.read(step) == forged
     del opened[:]

@@ -1,4 +1,4 @@
-"""Line H1: a bug that was put in on purpose must be caught by a line of the bar; else the bar has a hole."""
+"""Line H1: a test of the bar catches each bug that is seeded here; else the bar has a hole."""
 
 import dataclasses
 import os
@@ -34,7 +34,7 @@ BUGS = {
         "self.programs.batches(self.start + bool(self.start), self.context",
         f"{CHECKPOINT}::test_b1_b4_the_run_falls_back_and_ends_bit_identical",
     ),
-    "random numbers begin anew in each process": Bug(
+    "random numbers begin again in each process": Bug(
         "recipes/train/programs.py",
         'key=random.stream(jax.random.key(run.seed), "train")',
         'key=random.stream(jax.random.key(__import__("os").getpid()), "train")',
@@ -64,7 +64,8 @@ BUGS = {
         "jnp.where(is_good, a, b)",
         "(b + (a - b) * is_good).astype(b.dtype)",
         "tests/training/"
-        "test_step.py::test_c1_one_bad_element_of_a_gradient_changes_no_byte_and_the_next_step_is_applied",
+        "test_step.py::test_c1_one_bad_element_of_a_gradient_changes_no_byte"
+        "_and_the_next_step_is_applied",
     ),
     "a rewind leaves the later steps": Bug(
         "recipes/train/checkpointing.py",
@@ -92,7 +93,7 @@ BUGS = {
         "        if False:\n            raise DataError(",
         f"{CHECKPOINT}::test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again",
     ),
-    "nobody watches an evaluation": Bug(
+    "no limit watches an evaluation": Bug(
         "recipes/train/trainer.py",
         'self._clock.pause("eval"), self.context.processes.watch.phase("eval")',
         'self._clock.pause("eval"), self.context.processes.watch.phase("start")',
@@ -127,7 +128,7 @@ def test_h1_a_seeded_bug_is_caught(name, tmp_path, record_property):
     folder = copy(tmp_path)
     place = folder / "jaxlm" / bug.file
     text = place.read_text()
-    assert bug.right in text, "the place has changed: seed the bug anew"
+    assert bug.right in text, "the place has changed: seed the bug again"
     place.write_text(text.replace(bug.right, bug.wrong))
     done = outcome(folder, bug.test)
     assert done.returncode == 1, done.stdout[-3000:]
@@ -145,7 +146,7 @@ def test_h1_there_are_twelve_bugs_and_each_has_its_place():
 
 @pytest.mark.slow
 def test_h1_without_a_bug_these_tests_pass(tmp_path):
-    """Else the bugs above would be caught by whatever breaks them anyway."""
+    """Else the bugs above would be caught by any other failure."""
     folder = copy(tmp_path)
     tests = {bug.test for bug in BUGS.values()}
     passed = 0

@@ -1,4 +1,4 @@
-"""Text from data neither drives the terminal that shows it nor fills a log."""
+"""Text from data does not control the terminal that shows it, and does not fill a log."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Lines D4, D5 and E9 for one process, through the trainer: what hangs is noticed, named, and ended; what is slow is not."""
+"""Lines D4, D5 and E9 for one process, by the trainer: hangs are ended, slowness is not."""
 
 import html
 import itertools
@@ -46,11 +46,11 @@ def test_e9_d4_what_hangs_is_named_and_ends_with_76(
             time.sleep(0.02)
             assert process.poll() is None
         begun = time.monotonic()
-        said, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=120)
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == 76, said
+    assert process.returncode == 76, output
     took = time.monotonic() - begun
     record_property("D4", f"in {phase} {took:.1f} s, limit {limit}")
     machine.require_clock(took, limit + 3 + 3)  # and the steps between, on shared cores
@@ -58,7 +58,7 @@ def test_e9_d4_what_hangs_is_named_and_ends_with_76(
     named = f"nothing has moved in '{phase}'{source}"
     exited = harness.exit_of(tmp_path / "run")
     assert exited["code"] == 76
-    assert named in said
+    assert named in output
     assert named in exited["cause"]
     page = (tmp_path / "run/report.html").read_text()
     assert f"ended with code 76: Stalled: nothing has moved in '{phase}'" in html.unescape(page)
@@ -68,7 +68,7 @@ def test_e9_d4_what_hangs_is_named_and_ends_with_76(
 
 @pytest.mark.slow
 def test_d5_what_is_slow_within_its_limit_goes_on(config, tmp_path):
-    """Compiling, an evaluation and saves take longer than a step may, and a step longer than the median of the others."""
+    """Compiling, an evaluation and saves exceed the limit of a step, and one step the median."""
     flags = (
         *("--config.watch.step=3s", "--config.watch.compile=60s", "--config.watch.eval=30s"),
         *("--config.watch.save=30s", "--config.eval.every=6"),
@@ -77,8 +77,8 @@ def test_d5_what_is_slow_within_its_limit_goes_on(config, tmp_path):
         "compile:sleep=5,step.before:sleep=1@8,eval:sleep=4@6,save.begin:sleep=4@8,"
         "save.digest:sleep=4@10"
     )
-    code, said = harness.run(harness.words(config, tmp_path / "run", *flags), slow)
-    assert code == 0, said
+    code, output = harness.run(harness.words(config, tmp_path / "run", *flags), slow)
+    assert code == 0, output
     log = (tmp_path / "run/log.txt").read_text()
     assert float(re.search(r"compiling the step.* ([\d.]+) ?s", log)[1]) >= 5
 
@@ -86,9 +86,9 @@ def test_d5_what_is_slow_within_its_limit_goes_on(config, tmp_path):
 @pytest.mark.slow
 def test_d4_a_compiler_that_hangs_ends_with_76(config, tmp_path):
     words = harness.words(config, tmp_path / "run", "--config.watch.compile=3s")
-    code, said = harness.run(words, "compile:hang")
-    assert code == 76, said
-    assert "nothing has moved in 'compile' for 3 s" in said
+    code, output = harness.run(words, "compile:hang")
+    assert code == 76, output
+    assert "nothing has moved in 'compile' for 3 s" in output
     assert "in _strike" in (tmp_path / "run/stacks.0.txt").read_text()
 
 
@@ -146,11 +146,11 @@ def test_a7_a_sigterm_while_data_is_prepared_says_75(tmp_path):
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         begun = time.monotonic()
-        said, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=120)
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == 75, said
+    assert process.returncode == 75, output
     machine.require_clock(time.monotonic() - begun, 20)
-    assert "while the data was prepared" in said
+    assert "while the data was prepared" in output
     assert harness.exit_of(tmp_path / "run")["code"] == 75

@@ -95,18 +95,18 @@ def test_h4_what_a_test_leaves_behind_fails_the_run(tmp_path):
         # Before another run: were ours gone, it would take everybody's folder of temporary files
         # for its own.
         assert Path(os.environ["TMPDIR"]).is_dir(), "the run removed a folder that is not its own"
-    said = ended["leaves_a"].stdout
-    left = re.findall(r"process (\d+)", said.rpartition("left behind: ")[2])
+    output = ended["leaves_a"].stdout
+    left = re.findall(r"process (\d+)", output.rpartition("left behind: ")[2])
     for pid in left:
         os.kill(int(pid), signal.SIGKILL)
     for block in set(os.listdir("/dev/shm")) - before:
         if block.startswith("psm_"):
             Path("/dev/shm", block).unlink()
-    assert ended["leaves_a"].returncode == 1, said
-    assert "7 passed" in said
+    assert ended["leaves_a"].returncode == 1, output
+    assert "7 passed" in output
     assert len(left) == 2, "a child and a grandchild"
     for each in LEAVES:
-        assert re.search(each, said), said
+        assert re.search(each, output), output
     assert ended["leaves_nothing"].returncode == 0, ended["leaves_nothing"].stdout
 
 
@@ -131,16 +131,16 @@ def test_of_no_line():
 
 
 def test_h3_a_test_that_fails_now_and_then_is_found_and_named(tmp_path, monkeypatch, capsys):
-    """What `scripts/soak --repeat=20` does with the tests of all lines that are part of every run."""
+    """Repeat the tests of all lines that are part of every run, as `scripts/soak --repeat=20`."""
     (tmp_path / "test_flaky.py").write_text(FLAKY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(repeat, "WORKERS", [])
     assert repeat.repeat(2, ["test_flaky.py"]) == 1
-    said = capsys.readouterr().out
-    assert "2 tests of lines, 2 times" in said
-    assert "1 of 2: " in said
-    assert "test_c4_that_fails_the_second_time" in said
-    assert "1 of 2 tests failed now and then" in said
+    output = capsys.readouterr().out
+    assert "2 tests of lines, 2 times" in output
+    assert "1 of 2: " in output
+    assert "test_c4_that_fails_the_second_time" in output
+    assert "1 of 2 tests failed now and then" in output
 
 
 def test_h6_starting_takes_seconds_and_resuming_hardly_more(tmp_path, record_property):
@@ -149,8 +149,8 @@ def test_h6_starting_takes_seconds_and_resuming_hardly_more(tmp_path, record_pro
 
     def taken(*flags: str) -> harness.Took:
         with harness.timing() as took:
-            code, said = harness.run(harness.words(config, tmp_path / "run", *flags))
-        assert code == 0, said
+            code, output = harness.run(harness.words(config, tmp_path / "run", *flags))
+        assert code == 0, output
         return took
 
     taken("--stop_at=1")

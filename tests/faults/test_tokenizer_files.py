@@ -41,7 +41,7 @@ DEEP_JSON = {
 def test_s7_json_of_a_hundred_thousand_levels_is_an_error_and_no_crash(
     kind, tiny_run, shards, tmp_path
 ):
-    """As a tokenizer, a shard manifest, a config and a checkpoint record; in a process of its own, for a crash would end it."""
+    """Read it as a tokenizer, shard manifest, config and record; a crash ends only its process."""
     text = DEEP_JSON[kind]
     (tmp_path / "deep.json").write_text(text)
     shutil.copytree(shards, tmp_path / "shards")

@@ -1,4 +1,4 @@
-"""S7 for what an import reads beside tokenizer.json: SentencePiece models, word pieces, byte pairs, ranks, GGUF."""
+"""S7 for other tokenizer files: SentencePiece, word pieces, byte pairs, ranks, GGUF."""
 
 import json
 import random
@@ -29,12 +29,14 @@ TEXTS = {
 
 
 def tokenizers() -> dict[str, Tokenizer]:
-    found: dict[str, Tokenizer] = {name: test_pieces.imported(name) for name in test_pieces.MODELS}
+    by_name: dict[str, Tokenizer] = {
+        name: test_pieces.imported(name) for name in test_pieces.MODELS
+    }
     for pattern in ("gpt2", "gpt2, digits apart", "cl100k", "cl100k, digits apart"):
-        found[pattern] = ImportedTokenizer(
+        by_name[pattern] = ImportedTokenizer(
             test_byte_pairs.made(RANKS, pattern), before=[], after=[0]
         )
-    return found | {"word pieces": test_word_pieces.made()}
+    return by_name | {"word pieces": test_word_pieces.made()}
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def fixes(tree: ast.AST) -> list[str]:
                 fixed += [v for n, v in zip(names, values, strict=True) if name(n) == "fix"]
             case ast.Assign(targets=[ast.Name(id="fix")]):
                 fixed.append(node.value)
-    return [said for each in fixed for said in texts(each)]
+    return [output for each in fixed for output in texts(each)]
 
 
 def has_two_ways_out(line: str) -> bool:
@@ -155,5 +155,5 @@ def test_a_fix_has_one_way_out_a_line_so_that_it_can_be_pasted():
     ],
 )
 def test_a_fix_that_cannot_be_pasted_would_be_found(fix):
-    lines = [line for said in fixes(ast.parse(f"E(fix={fix})")) for line in said.splitlines()]
+    lines = [line for output in fixes(ast.parse(f"E(fix={fix})")) for line in output.splitlines()]
     assert any(has_two_ways_out(line) or has_prose(line) for line in lines)

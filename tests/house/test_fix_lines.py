@@ -891,7 +891,7 @@ def pasted(words, error, line):
     """Return the command line with a fix pasted into it."""
     flags = shlex.split(line, comments=True)
     names = {flag.partition("=")[0] for flag in flags}
-    unknown = any(said in error["what"] for said in ("unknown", "not a setting", "not allowed"))
+    unknown = any(output in error["what"] for output in ("unknown", "not a setting", "not allowed"))
     wrong = shlex.split(error["where"])[-1] if unknown else None
     remaining, skip = [], False
     for at, word in enumerate(words):

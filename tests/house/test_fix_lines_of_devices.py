@@ -20,9 +20,9 @@ def config(tmp_path_factory):
 
 def answer(command):
     """Return the exit code of a command in a process of its own, and the JSON that it ends with."""
-    code, said = harness.run([*command, "--json"], XLA_FLAGS="")
-    lines = [line for line in said.splitlines() if line.startswith("{")]
-    assert lines, said
+    code, output = harness.run([*command, "--json"], XLA_FLAGS="")
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    assert lines, output
     return code, json.loads(lines[-1])
 
 
@@ -35,10 +35,10 @@ def pasted(command, line):
 
 def refused(command, what):
     """Return the lines of the fix of a command that must be refused."""
-    code, said = answer(command)
-    assert code in (2, 65), said
-    assert what in said["error"]["what"]
-    return said["error"]["fix"].splitlines()
+    code, output = answer(command)
+    assert code in (2, 65), output
+    assert what in output["error"]["what"]
+    return output["error"]["fix"].splitlines()
 
 
 def test_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbors(config, tmp_path):
@@ -48,8 +48,8 @@ def test_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbors(c
     lines = refused(command, "rows of 33 tokens do not divide over 2 devices")
     assert lines == ["--sequence=32", "--sequence=34"]
     for line in lines:
-        code, said = answer(pasted(command, line))
-        assert code == 0, said
+        code, output = answer(pasted(command, line))
+        assert code == 0, output
 
 
 def test_a_replay_on_too_many_devices_is_mended_by_fewer_and_not_by_another_batch(config, tmp_path):
@@ -58,8 +58,8 @@ def test_a_replay_on_too_many_devices_is_mended_by_fewer_and_not_by_another_batc
     command = ["replay", f"--workdir={tmp_path / 'run'}", "--step=1", "--cpu_devices=16"]
     (line,) = refused(command, "a batch of 8 rows does not divide over 16 devices")
     assert line == "--cpu_devices=8"
-    code, said = answer(pasted(command, line))
-    assert code == 0, said
+    code, output = answer(pasted(command, line))
+    assert code == 0, output
 
 
 def test_qk_clip_in_a_pipeline_is_mended_by_leaving_either_out(config, tmp_path):
@@ -71,8 +71,8 @@ def test_qk_clip_in_a_pipeline_is_mended_by_leaving_either_out(config, tmp_path)
     words = harness.words(config, tmp_path / "run", *flags, "--cpu_devices=2", "--stop_at=1")
     for number, line in enumerate(refused(words, "QK-clip does not support a pipeline")):
         command = [*pasted(words, line), f"--workdir={tmp_path / str(number)}"]
-        code, said = answer([word for word in command if word != f"--workdir={tmp_path / 'run'}"])
-        assert code == 0, said
+        code, output = answer([word for word in command if word != f"--workdir={tmp_path / 'run'}"])
+        assert code == 0, output
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1:", "127.0.0.1:port"])
@@ -81,17 +81,17 @@ def test_an_address_without_a_port_gets_one_for_the_same_host(config, tmp_path, 
     command = harness.words(config, tmp_path / "run", *place, "--cpu_devices=1")
     (line,) = refused(command, "is not an address")
     assert line.startswith(f"--coordinator={address.partition(':')[0]}:")
-    code, said = answer(pasted(command, line))
-    assert code == 0, said
+    code, output = answer(pasted(command, line))
+    assert code == 0, output
 
 
 def test_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command(config, tmp_path):
     words = harness.words(config, tmp_path / "run", "--config.watch.step=3s")
-    code, said = harness.run(words, "step.before:hang@7-7", XLA_FLAGS="")
-    assert code == 76, said
-    assert RERUN_FIX in said
-    limits = re.search(r"jaxlm (config explain watch)", said)
-    assert limits, said
+    code, output = harness.run(words, "step.before:hang@7-7", XLA_FLAGS="")
+    assert code == 76, output
+    assert RERUN_FIX in output
+    limits = re.search(r"jaxlm (config explain watch)", output)
+    assert limits, output
     assert main(limits[1].split()) == 0
     assert harness.run(words, XLA_FLAGS="")[0] == 0
 
@@ -101,9 +101,9 @@ def test_a_run_that_lost_a_process_goes_on_by_the_same_command(config, tmp_path,
     """The other process loses it in a computation, or, without rank 0, the coordination service."""
     words = harness.words(config, tmp_path / "run")
     command = ["launch", "--processes=2", "--restarts=0", "--cpu_devices=1", "--", *words]
-    code, said = harness.run(command, f"step.before:sigkill@7#{rank}", XLA_FLAGS="")
-    assert code == 69, said
+    code, output = harness.run(command, f"step.before:sigkill@7#{rank}", XLA_FLAGS="")
+    assert code == 69, output
     if rank == 1:  # without rank 0, JAX ends the other process before it can report anything
-        assert RERUN_FIX in said
-        assert "Traceback" not in said
+        assert RERUN_FIX in output
+        assert "Traceback" not in output
     assert harness.run(command, XLA_FLAGS="")[0] == 0

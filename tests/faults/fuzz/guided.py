@@ -1,10 +1,12 @@
-"""One kind of file under atheris: libFuzzer changes its bytes, and keeps those that reach code which nothing had reached.
+"""One kind of file under atheris.
 
-    python -m tests.faults.fuzz.guided KIND FOLDER SECONDS SEED
+libFuzzer changes its bytes, and keeps those that reach new code.
 
-FOLDER is that of the fixture in test_fuzz.py. Ends with 0 once the seconds are over; with another
-code, and the bytes that did it in FOLDER, where a reader raises what is none of ours, takes five
-seconds, or this process holds more than a GiB.
+python -m tests.faults.fuzz.guided KIND FOLDER SECONDS SEED
+
+FOLDER is that of the fixture in test_fuzz.py. Ends with 0 once the seconds are over. Ends with
+another code, and the bytes that caused it in FOLDER, if a reader raises an error that is not ours
+or takes five seconds, or if this process holds more than a GiB.
 """
 
 import sys

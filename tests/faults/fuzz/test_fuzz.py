@@ -1,7 +1,7 @@
-"""Damaged files of every kind that is read: only the typed error may come out, whatever was changed.
+"""Damaged files of every kind that is read raise the typed error, for every change.
 
-Our own changes know JSON, and what a digest is of; atheris knows which bytes reach new code.
-`scripts/soak --fuzz` does both.
+The mutations here know JSON and digests; atheris finds the bytes that reach new code. `scripts/soak
+--fuzz` does both.
 """
 
 import base64
@@ -70,7 +70,7 @@ RAW = (
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """The path of every value inside a JSON value."""
-    found = [path]
+    paths = [path]
     inner = (
         value.items()
         if isinstance(value, dict)
@@ -79,12 +79,12 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
         else ()
     )
     for key, each in inner:
-        found += places(each, (*path, key))
-    return found
+        paths += places(each, (*path, key))
+    return paths
 
 
 def mutated(value: Any, draw: random.Random) -> bytes:
-    """JSON with one to three values changed, removed, renamed or repeated; or with bytes of its text damaged."""
+    """JSON with one to three values changed, removed, renamed or repeated, or damaged bytes."""
     content = json.dumps(changed(value, draw)).encode()
     return damaged(content, draw) if draw.random() < 0.4 else content
 
@@ -149,7 +149,7 @@ def of_manifest(folder: Path, content: bytes) -> None:
 
 
 def of_files(folder: Path, content: bytes) -> None:
-    """Asks where documents came from."""
+    """Look up the sources of documents."""
     (folder / "shards/files.json").write_bytes(content)
     TokenShards.open(folder / "shards").origin(0)
 
@@ -176,7 +176,7 @@ def of_record(folder: Path, content: bytes) -> None:
 
 
 def of_signed_manifest(folder: Path, content: bytes) -> None:
-    """The digest in it is right: whoever wrote it knows how."""
+    """A manifest with a right digest, as by a forger who can compute one."""
     value = json.loads(content)
     if isinstance(value, dict):
         value.pop("sha256", None)
@@ -200,7 +200,7 @@ def of_safetensors(folder: Path, content: bytes) -> None:
 
 
 def of_gguf(folder: Path, content: bytes) -> None:
-    """Opens a model of one file, builds what it describes, uses its tokenizer, and reads every tensor."""
+    """Open a model of one file, build its model, use its tokenizer, and read every tensor."""
     (folder / "model.gguf").write_bytes(content)
     opened = Gguf(folder / "model.gguf")
     family, _ = hub_architecture.read_family(opened, lambda _: None)
@@ -218,7 +218,7 @@ def fetch_all(opened: ModelSource) -> None:
 
 
 def of_hub_tokenizer(folder: Path, files: dict[str, bytes]) -> None:
-    """Uses the tokenizer that comes with a model, beside whose config these files are."""
+    """Use the tokenizer of a model, in the folder of its config."""
     described = {
         "config.json": json.dumps({"model_type": "gpt2"}).encode(),
         "model.safetensors": save({"a": np.ones(2, np.float32)}),
@@ -227,7 +227,7 @@ def of_hub_tokenizer(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def from_ranks(folder: Path, content: bytes) -> None:
-    """Ranks of tiktoken, which name no token that ends a document: the settings beside them do."""
+    """Ranks of tiktoken, which name no token that ends a document: the settings name it."""
     ends = {str(len(RANKS)): {"content": hub_tokenizer_files.GPT2_END, "special": True}}
     settings = json.dumps({"added_tokens_decoder": ends}).encode()
     of_hub_tokenizer(folder, {"tokenizer.model": content, "tokenizer_config.json": settings})
@@ -246,8 +246,8 @@ def of_template(folder: Path, content: bytes) -> None:
     place = folder / import_model.FOLDER
     place.mkdir(exist_ok=True)
     (place / "chat_template.jinja").write_bytes(content)
-    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    chat.render_chat([said, []], generate.template_of(folder))
+    output = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    chat.render_chat([output, []], generate.template_of(folder))
 
 
 def of_index(folder: Path, content: bytes) -> None:
@@ -288,7 +288,7 @@ def folder(shards: Path, tiny_run: Any, tmp_path: Path) -> Path:
 
 
 def sound(kind: str, folder: Path) -> Any:
-    """What each kind of file holds while it is whole: JSON, or bytes."""
+    """Contents of each kind of file without damage: JSON, or bytes."""
     match kind:
         case "sentencepiece":
             words = (" ".join(f"w{n * m}" for n in range(200)) for m in range(50))
@@ -367,7 +367,7 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
 
 
 def outcome_of(read: Callable[[Path, bytes], None], folder: Path, content: bytes) -> int | str:
-    """The exit code that reading the content leads to; the exception, where it is not one of ours."""
+    """The exit code that reading the content leads to, or the exception if it is not ours."""
     try:
         read(folder, content)
     except JaxlmError as error:
@@ -378,7 +378,7 @@ def outcome_of(read: Callable[[Path, bytes], None], folder: Path, content: bytes
 
 
 def fuzz(kind: str, folder: Path, minutes: float, seed: int) -> tuple[Counter[int], int]:
-    """How often reading ended in which way, and the most bytes that this process held meanwhile."""
+    """Counts of the outcomes of reading, and the peak memory of this process in bytes."""
     draw = random.Random(f"{kind} {seed}")
     whole = sound(kind, folder)
     content = sound_bytes(kind, folder)
@@ -414,9 +414,9 @@ def test_s13_a_damaged_file_gives_the_typed_error_or_works(
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as apart:
         outcomes, peak = apart.submit(fuzz, kind, folder, float(minutes), int(seed)).result()
-    told = f"{kind}: {outcomes.total()} files, {dict(outcomes)}, {peak >> 20} MiB"
-    print(f"\nS13: {told}")
-    record_property("S13", told)
+    figures = f"{kind}: {outcomes.total()} files, {dict(outcomes)}, {peak >> 20} MiB"
+    print(f"\nS13: {figures}")
+    record_property("S13", figures)
     assert outcomes.total() >= FEWER.get(kind, MUTATIONS)
     assert set(outcomes) <= {0, 2, 65, 66}
     if not kind.startswith(
@@ -434,7 +434,7 @@ def test_s13_a_damaged_file_gives_the_typed_error_or_works(
 def test_s13_what_atheris_makes_of_a_file_gives_the_typed_error_or_works(
     kind: str, folder: Path
 ) -> None:
-    """Without a right digest again, which it could not guess, and where a file is no process of its own."""
+    """The digest is not made right again: atheris could not guess it, and a file has no process."""
     minutes, seed = (os.environ.get(f"JAXLM_FUZZ_{name}") for name in ("MINUTES", "SEED"))
     seconds = round(60 * float(minutes or 0.2))
     done = subprocess.run(
