@@ -4,10 +4,14 @@ Loss and perplexity are means over all targets, ends of documents included. bits
 divided by the bytes of the text (bits_per_byte); "without ends" excludes the nll of targets without
 bytes (bits_per_byte_text), as lm-evaluation-harness and nanochat do.
 
+With --tasks the items of task files are scored, see `jaxlm docs evaluation`: samples and results
+are in the folder evals of the run, and the same command resumes. Intervals are at 95%.
+
 With --verify the last answer of each conversation is generated and compared: exact compares texts
 without white space around them, number the number after #### or else the last one.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,9 @@ COLUMNS = {
 VERIFYING = ("samples", "prompts", "max_tokens", "seed")  # flags that need --verify
 
 
+TASK_FLAGS = ("shots", "form", "limit", "too_long")  # flags that need --tasks
+
+
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--text", "GLOB", [], "files to evaluate (validation sets of the run)")
     add_flag(parser, "--sequence", "T", int, "tokens per row (that of the run)")
@@ -35,17 +42,32 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--samples", "N", int, "answers per prompt at temperature 1, besides greedy")
     add_flag(parser, "--prompts", "N", int, "conversations of each set to verify (all)")
     add_flag(parser, "--max_tokens", "N", int, "largest number of tokens of an answer (256)")
-    add_flag(parser, "--seed", "N", int, "random seed of the samples (0)")
+    add_flag(parser, "--seed", "N", int, "random seed of the samples, or of examples (0)")
+    add_flag(parser, "--tasks", "FILE,...", str, "task files to score instead of validation sets")
+    add_flag(parser, "--shots", "N", int, "examples before each item of a task (0)")
+    doc = "choices as text, or as letters after a list (cloze)"
+    add_flag(parser, "--form", ["cloze", "letters"], str, doc)
+    add_flag(parser, "--limit", "N", int, "items of each task, drawn by a hash of their ids (all)")
+    doc = "refuse tasks with items longer than a row, or skip and count these items (refuse)"
+    add_flag(parser, "--too_long", ["refuse", "skip"], str, doc)
     parser.add_run_selection()
     add_flag(parser, *ADAPTER)
 
 
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
-
-    drawn = {
-        name: value for name, value in selection(args, *VERIFYING).items() if value is not None
-    }
+    task_flags = _named(args, *TASK_FLAGS)
+    if args.tasks:
+        return _run_tasks(workdir, args, task_flags, out)
+    if task_flags:
+        name, value = next(iter(task_flags.items()))
+        raise CommandError(
+            f"--{name} needs --tasks",
+            where=f"jaxlm eval --{name}={value}",
+            why="it is a setting of tasks",
+            fix="find . -name '*.toml'    # task files, for --tasks",
+        )
+    drawn = _named(args, *VERIFYING)
     at_least_one("jaxlm eval", args, *(name for name in drawn if name != "seed"))
     if drawn and args.verify is None:
         name, value = next(iter(drawn.items()))
@@ -69,6 +91,52 @@ def run(args: Any, out: Output) -> int:
         rows.append((name, str(figures["tokens"]), *shown))
     head = f"step {answer['step']}, rows of {answer['sequence']} tokens"
     return out.result(answer, [head, *columns(rows), *_verified(answer["sets"])])
+
+
+def _named(args: Any, *names: str) -> dict[str, Any]:
+    """Return the flags that have a value."""
+    return {name: value for name, value in selection(args, *names).items() if value is not None}
+
+
+def _run_tasks(workdir: Path, args: Any, flags: dict[str, Any], out: Output) -> int:
+    """Score tasks and print their metrics with 95% intervals."""
+    if other := next(iter(_named(args, "verify", *VERIFYING[:-1])), "text" if args.text else None):
+        raise CommandError(
+            f"--{other} and --tasks exclude each other",
+            where=f"jaxlm eval --{other} --tasks={args.tasks}",
+            why="tasks have their own items",
+            fix=shlex.join(["jaxlm", "eval", f"--workdir={workdir}", f"--tasks={args.tasks}"]),
+        )
+    at_least_one("jaxlm eval", args, *(name for name in ("limit",) if name in flags))
+
+    from jaxlm.recipes.use.tasks import TaskSettings, evaluate_tasks
+
+    settings = TaskSettings(**flags, **_named(args, "seed"))
+    selected = selection(args) | selection(args, "sequence", "adapter")
+    answer = evaluate_tasks(workdir, args.tasks.split(","), settings, say=out.log, **selected)
+    rows: list[tuple[str, ...]] = [
+        ("task", "metric", "mean", "low", "high", "chance", "items", "groups")
+    ]
+    notes = []
+    for name, result in answer["tasks"].items():
+        rows += _task_rows(name, result)
+        for subset, figures in result.get("subsets", {}).items():
+            rows += _task_rows(f"  {subset}", figures)
+        counts = {**result["left_out"], "with a token across the border": result["spans_border"]}
+        notes += [f"{name}: {count} items {reason}" for reason, count in counts.items() if count]
+        notes.append(f"{name}: {result['folder']}")
+    return out.result(answer, [f"step {answer['step']}", *columns(rows), *notes])
+
+
+def _task_rows(name: str, result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return a line for each metric; the name and the counts are in the first."""
+    rows: list[tuple[str, ...]] = []
+    for metric, figures in result["metrics"].items():
+        values = [figures[key] for key in ("mean", "low", "high", "chance")]
+        shown = ["-" if value is None else f"{value:.4f}" for value in values]
+        counts = ("", "") if rows else (str(result["items"]), str(result["groups"]))
+        rows.append(("" if rows else name, metric, *shown, *counts))
+    return rows
 
 
 def _verified(sets: dict[str, Any]) -> list[str]:

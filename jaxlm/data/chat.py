@@ -8,21 +8,14 @@ Example:
 
 import dataclasses
 import datetime
-import json
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.core.errors import DataError
+from jaxlm.data.sandbox import SandboxProcess
 
 MAX_CHARACTERS = 2**20  # of a template, twenty times the largest in use
-SECONDS = 10  # of CPU time for one request
-MEMORY = 2**30  # bytes of the rendering process
 TODAY = datetime.date(2024, 7, 26)  # for templates by today's date, as the fallback of Llama 3
-WORKER = Path(__file__).with_name("chat_worker.py")
 Message = Mapping[str, Any]  # with at least `role` and `content`
 
 
@@ -70,39 +63,29 @@ class Renderer:
     ) -> None:
         self._template, self._marks = template, marks
         self._variables = {"tools": None, "documents": None, **template.tokens, **variables}
-        self._process: subprocess.Popen[bytes] | None = None
         head = {
             "template": template.source,
             "variables": self._variables,
             "marks": marks,
             "date": TODAY.isoformat(),  # on every day, so that a run answers the same
-            "seconds": SECONDS,
-            "bytes": MEMORY,
         }
-        self._head = json.dumps(head).encode() + b"\n"
+        self._process = None if template.is_trusted else SandboxProcess(head)
 
     def __enter__(self) -> "Renderer":
-        if self._template.is_trusted:
-            return self
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        if self._process is not None:
+            self._process.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            self._process.__exit__()
 
     def render(self, items: Sequence[Item]) -> list[list[str | Refusal]]:
         """Return the texts of each item.
 
         Raise DataError if the template is invalid or exceeds a limit.
         """
-        answer = self._rendered(items) if self._process is None else self._received(items)
+        answer = self._rendered(items) if self._process is None else self._process.request(items)
         if isinstance(answer, dict):
             raise _refused(self._template, answer["error"])
         return [[t if isinstance(t, str) else Refusal(*t) for t in texts] for texts in answer]
@@ -116,33 +99,6 @@ class Renderer:
             return [render(item) for item in items]
         except Exception as error:  # a template may raise anything
             return {"error": f"{type(error).__name__}: {error}"[:1000]}
-
-    def _received(self, items: Sequence[Item]) -> Any:
-        process, head = self._process, b""
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if self._head:
-            head, self._head = self._head, b""
-        # A busy machine gives less than a whole processor.
-        limit = threading.Timer(6 * SECONDS, process.kill)
-        limit.start()
-        try:
-            process.stdin.write(head + json.dumps(items).encode() + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:  # it ended before it read all
-            line = b""
-        finally:
-            limit.cancel()
-        if line.endswith(b"\n"):
-            return json.loads(line)
-        code = process.wait()
-        if code < 0:
-            return {"error": f"it needs more than {SECONDS} seconds or {MEMORY / 2**30:g} GiB"}
-        assert process.stderr is not None
-        last = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-        return {"error": f"its process ended with {code}: {''.join(last)}"}
 
 
 def render_chat(

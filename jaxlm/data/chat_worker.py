@@ -1,4 +1,4 @@
-"""Sandbox of chat templates, and the worker process that renders one under limits.
+"""Sandbox of templates, and the worker process that renders them under limits.
 
 As a script it takes JSON lines on stdin, the template first and then requests, and gives one JSON
 line for each request on stdout; it imports nothing of jaxlm. The jinja2 sandbox keeps a template
@@ -76,6 +76,34 @@ def compiled(
     return render
 
 
+def compiled_fields(templates: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return the renderer of named templates over the fields of a record, without limits.
+
+    It returns a text for each template, or [why] for one that fails. An unknown field is an error.
+    Texts keep their last line break.
+    """
+    sandbox = ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    sandbox.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    sources = {name: sandbox.from_string(source) for name, source in templates.items()}
+
+    def text(source: jinja2.Template, record: Mapping[str, Any]) -> Any:
+        try:
+            return source.render(record)
+        except Exception as error:  # a template may raise anything
+            return [f"{type(error).__name__}: {error}"[:1000]]
+
+    return lambda record: {name: text(source, record) for name, source in sources.items()}
+
+
+def _renderer(head: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Return the renderer of named templates, or of a chat template."""
+    if "templates" in head:
+        return compiled_fields(head["templates"])
+    return compiled(head["template"], head["variables"], tuple(head["marks"]), head["date"])
+
+
 def main() -> None:
     """Answer each request, a list of items, with their texts or with one error for all."""
     head = json.loads(sys.stdin.readline())
@@ -88,9 +116,7 @@ def main() -> None:
             most = int(used.ru_utime + used.ru_stime) + 1 + head["seconds"]
             resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
         try:
-            render = render or compiled(
-                head["template"], head["variables"], tuple(head["marks"]), head["date"]
-            )
+            render = render or _renderer(head)
             answer = json.dumps([render(item) for item in json.loads(line)])
         except Exception as error:  # of the template itself
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})

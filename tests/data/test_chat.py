@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jaxlm.core.errors import DataError
-from jaxlm.data import chat
+from jaxlm.data import sandbox
 from jaxlm.data.chat import ChatTemplate, render_chat
 from tests import machine
 from tests.data.chat_templates import BRACKETS, CHATML, CONVERSATIONS, TEMPLATES, TOKENS, TOOL
@@ -37,7 +37,7 @@ def test_a_trusted_template_is_rendered_in_this_process_to_the_same_text(name, m
     tools = [TOOL] if name == "tools" else None
     template = ChatTemplate(TEMPLATES[name], TOKENS)
     expected = render_chat(CONVERSATIONS, template, tools=tools)
-    monkeypatch.setattr(chat.subprocess, "run", None)
+    monkeypatch.setattr(sandbox.subprocess, "Popen", None)
     trusted = dataclasses.replace(template, is_trusted=True)
     assert render_chat(CONVERSATIONS, trusted, tools=tools) == expected
 
@@ -81,7 +81,7 @@ def test_s7_a_template_that_reaches_out_is_refused(name, is_trusted):
     ],
 )
 def test_s7_a_template_without_end_is_refused_in_time(name, monkeypatch):
-    monkeypatch.setattr(chat, "SECONDS", 1)
+    monkeypatch.setattr(sandbox, "SECONDS", 1)
     begun = time.monotonic()
     with pytest.raises(DataError, match="cannot be rendered"):
         render_chat(CONVERSATIONS, ChatTemplate(GREEDY[name], TOKENS))

@@ -33,6 +33,7 @@ from tests.house import (
     situations_prepare,
     situations_recipes,
     situations_stores,
+    situations_tasks,
     situations_texts,
     situations_tuning,
 )
@@ -700,6 +701,7 @@ MORE = (
     situations_prepare,
     situations_recipes,
     situations_stores,
+    situations_tasks,
     situations_texts,
     situations_tuning,
 )

@@ -1,0 +1,204 @@
+"""Task files: the definition of a task in TOML, checked before anything is computed.
+
+Example:
+  >>> text = 'kind = "pair"\\nitems = "a.jsonl"\\ngood = "{{ yes }}"\\nbad = "{{ no }}"'
+  >>> task = parsed(text, Path("grammar.toml"))
+  >>> task.name, task.kind.templates()
+  ('grammar', {'good': '{{ yes }}', 'bad': '{{ no }}'})
+"""
+
+import dataclasses
+import tomllib
+import typing
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.nearest import nearest_word
+
+Form = Literal["cloze", "letters"]
+TEMPLATES = ("id", "group", "subset")  # of every kind
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def _json(expression: str) -> str:
+    """Return the template that gives the value of an expression as JSON."""
+    return "{{ (" + expression + ") | tojson }}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompted:
+    """Settings of tasks with a prompt and examples.
+
+    `examples` is a file of JSON lines from which examples are drawn, by default the items.
+    `delimiter` joins a context and its answer, `between` joins examples, and `preamble` is the
+    text before the first.
+    """
+
+    context: str
+    delimiter: str = " "
+    preamble: str = ""
+    between: str = "\n\n"
+    examples: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice(Prompted):
+    """Selection of a choice by its log-likelihood after a context.
+
+    `choices` are templates, or one Jinja expression of a list of texts. `answer` is a Jinja
+    expression of the index of the right choice, or its text. `letters` is the context of the
+    letters form, a template with the further variables `context` and `options`. `unconditional` is
+    the context of the log-likelihood that pointwise mutual information subtracts.
+    """
+
+    name: ClassVar[str] = "choice"
+    choices: str | tuple[str, ...]
+    answer: str
+    letters: str = "{{ context }}\n{{ options }}\nAnswer:"
+    unconditional: str = ""
+
+    def templates(self) -> dict[str, str]:
+        """Return the templates of an item by name."""
+        named = {"context": self.context, "answer": _json(self.answer)}
+        if isinstance(self.choices, str):
+            return {**named, "choices": _json(self.choices)}
+        return named | {f"choices[{n}]": each for n, each in enumerate(self.choices)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Comparison of the log-likelihoods of two texts, where `good` should be likelier."""
+
+    name: ClassVar[str] = "pair"
+    good: str
+    bad: str
+
+    def templates(self) -> dict[str, str]:
+        """Return the templates of an item by name."""
+        return {"good": self.good, "bad": self.bad}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """Log-likelihood of texts, in bits per byte."""
+
+    name: ClassVar[str] = "text"
+    text: str = "{{ text }}"
+
+    def templates(self) -> dict[str, str]:
+        """Return the templates of an item by name."""
+        return {"text": self.text}
+
+
+Kind = Choice | Pair | Text
+KINDS: dict[str, type[Kind]] = {each.name: each for each in (Choice, Pair, Text)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task: its items and the kind of its question.
+
+    `items` is a file of JSON lines, relative to the task file. `id`, `group` and `subset` are
+    templates: items of a group are not independent of each other, and results are also given by
+    subset. Without `id`, an item is named by the number of its line.
+    """
+
+    path: Path
+    name: str
+    kind: Kind
+    items: str
+    version: int = 1
+    id: str = ""
+    group: str = ""
+    subset: str = ""
+
+    @property
+    def file(self) -> Path:
+        """File of the items."""
+        return self.path.parent / self.items
+
+    def templates(self) -> dict[str, str]:
+        """Return all templates of an item by name."""
+        shared = {name: getattr(self, name) for name in TEMPLATES}
+        return {name: text for name, text in shared.items() if text} | self.kind.templates()
+
+    def definition(self) -> dict[str, Any]:
+        """Return all settings that determine requests and scores, as JSON values."""
+        shared = {name: getattr(self, name) for name in ("name", "version", *TEMPLATES)}
+        return {**shared, "kind": self.kind.name, **dataclasses.asdict(self.kind)}
+
+
+def read(path: Path) -> Task:
+    """Return the task of a file.
+
+    Raises InputMissing if there is no such file, DataError if it is no valid task.
+    """
+    if not path.is_file():
+        raise InputMissing(
+            f"the task file {path} does not exist",
+            where=f"--tasks={path}",
+            why="a task is a TOML file; see `jaxlm docs evaluation`",
+            fix="find . -name '*.toml'",
+        )
+    try:
+        return parsed(path.read_text(encoding="utf-8"), path)
+    except UnicodeDecodeError as error:
+        raise invalid(path, f"it is not UTF-8: {error}") from error
+
+
+def parsed(text: str, path: Path) -> Task:
+    """Return the task of the content of a file. Raises DataError if it is not valid."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise invalid(path, f"it is not TOML: {error}") from error
+    label = raw.pop("kind", None)
+    if not isinstance(label, str) or label not in KINDS:
+        raise invalid(path, f"kind is {label!r}, and must be one of {', '.join(KINDS)}")
+    kind = KINDS[label]
+    specific = {field.name for field in dataclasses.fields(kind)}
+    shared = {field.name for field in dataclasses.fields(Task)} - {"path", "kind"}
+    for name in raw.keys() - specific - shared:
+        nearest = nearest_word(name, sorted(specific | shared))
+        meant = f"; the nearest setting is {nearest}" if nearest else ""
+        raise invalid(path, f"{name} is not a setting of a task of kind {label}{meant}")
+    raw.setdefault("name", path.stem)
+    built = _built(kind, {name: raw[name] for name in raw.keys() & specific}, path)
+    task: Task = _built(
+        Task, {n: raw[n] for n in raw.keys() & shared} | {"path": path, "kind": built}, path
+    )
+    if not task.name or not set(task.name) <= set(_NAME):
+        raise invalid(path, f"name is {task.name!r}; it may have letters, digits, -, _ and .")
+    return task
+
+
+_NAME = f"{LETTERS}{LETTERS.lower()}0123456789-_."
+
+
+def _built(kind: type, values: dict[str, Any], path: Path) -> Any:
+    """Return a section of the task file; lists become tuples. Raises DataError."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if field.name not in values:
+            if field.default is dataclasses.MISSING:
+                raise invalid(path, f"it has no {field.name}")
+            continue
+        value, hint = values[field.name], hints[field.name]
+        if isinstance(value, list) and all(isinstance(each, str) for each in value) and value:
+            values[field.name] = value = tuple(value)
+        types = {typing.get_origin(each) or each for each in typing.get_args(hint) or (hint,)}
+        if field.name not in ("path", "kind") and type(value) not in types:
+            expected = " or ".join(sorted(_TYPES[each] for each in types))
+            raise invalid(path, f"{field.name} is {value!r:.60}, and must be {expected}")
+    return kind(**values)
+
+
+_TYPES = {str: "text", int: "an integer", tuple: "a list of texts"}
+
+
+def invalid(path: Path, why: str) -> DataError:
+    """Return the error of a task file."""
+    return DataError(
+        "a task file is not valid", where=str(path), why=why, fix="correct the file and try again"
+    )

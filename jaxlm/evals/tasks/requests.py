@@ -1,0 +1,213 @@
+"""Requests of items: ids to score, from the token that holds the first byte of the answer on.
+
+Example:
+  >>> from jaxlm.data.tokenizer import Bytes
+  >>> encode(Bytes(), [("a", " b")])
+  [Request(ids=(1, 137, 72, 138), begin=2, spans_border=False)]
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlm.data.sandbox import SandboxProcess
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.evals.tasks import items as task_items
+from jaxlm.evals.tasks.config import LETTERS, Choice, Form, Prompted, Task, invalid
+from jaxlm.evals.tasks.items import Item
+
+
+class Request(NamedTuple):
+    """Ids of a text, and the first that is scored. The token at `begin` may also hold context."""
+
+    ids: tuple[int, ...]
+    begin: int
+    spans_border: bool
+
+    @property
+    def tokens(self) -> int:
+        """Number of scored ids."""
+        return len(self.ids) - self.begin
+
+
+class Question(NamedTuple):
+    """An item with the requests of its choices, and those without its context, if any."""
+
+    item: Item
+    shots: tuple[str, ...]
+    choices: tuple[str, ...]
+    requests: tuple[Request, ...]
+    unconditional: tuple[Request, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest request reads."""
+        return max(len(each.ids) - 1 for each in (*self.requests, *self.unconditional))
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Request]:
+    """Return the request of each pair of a context and an answer, from their joined text.
+
+    The start of a document is the run's own. If nothing precedes the answer, an end token stands in
+    for a missing start token, since the first token needs one before it.
+    """
+    joined = [context + answer for context, answer in texts]
+    encodings = tokenizer.encode_many(joined)
+    requests = []
+    for (context, answer), text, ids in zip(texts, joined, encodings, strict=True):
+        first, spans = _border(tokenizer, text, ids, len(context))
+        before = tokenizer.before or (() if first else tokenizer.after[:1])
+        assert answer
+        requests.append(Request((*before, *ids), len(before) + first, spans))
+    return requests
+
+
+def _border(tokenizer: Tokenizer, text: str, ids: list[int], border: int) -> tuple[int, bool]:
+    """Return the index of the id that holds the byte at a border, and if it also holds context."""
+    if not border:
+        return 0, False
+    pieces = [tokenizer.table[i] for i in ids]
+    lead = len(tokenizer.lead)
+    if b"".join(pieces) == (tokenizer.lead + text).encode():
+        starts = np.cumsum([0, *map(len, pieces)])[:-1] - lead
+        place = len(text[:border].encode())
+    else:  # the tokenizer changes the text, and only its own places are known
+        starts = np.array(tokenizer.encode_with_starts([text])[0][1])
+        place = border
+    index = int(np.searchsorted(starts, place, side="right")) - 1
+    # Ids without bytes, or of the bytes of one character, may have the same place.
+    index = int(np.searchsorted(starts, starts[index], side="left"))
+    return index, bool(starts[index] < place)
+
+
+class Prompter:
+    """Questions of the items of a task: contexts with examples, and the encoded requests.
+
+    Args:
+      task: the task.
+      tokenizer: the tokenizer of the run.
+      pool: items from which examples are drawn, by id.
+      shots: number of examples.
+      form: text of the choices, or letters.
+      seed: seed of the examples.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Tokenizer,
+        pool: Mapping[str, Item],
+        *,
+        shots: int = 0,
+        form: Form = "cloze",
+        seed: int = 0,
+    ):
+        self._task, self._tokenizer, self._pool = task, tokenizer, pool
+        self._names, self._shots = list(pool), shots
+        self._form, self._seed = form, seed
+
+    def questions(self, items: Sequence[Item]) -> list[Question]:
+        """Return the questions of some items. Raises DataError if the letters template fails."""
+        shots = [
+            task_items.drawn(item.id, self._names, self._shots, seed=self._seed) for item in items
+        ]
+        known = {item.id: item for item in items}
+        known |= {name: self._pool[name] for each in shots for name in each}
+        asked = self._asked(list(known.values()))
+        texts: list[list[tuple[str, str]]] = []
+        for item, names in zip(items, shots, strict=True):
+            context, answers = asked[item.id]
+            if isinstance(self._task.kind, Prompted):
+                context = self._joined(context, [asked[name] for name in names], names)
+            texts.append([(context, answer) for answer in answers])
+        alone: list[list[tuple[str, str]]] = [[] for _ in items]
+        if isinstance(self._task.kind, Choice) and self._form == "cloze":
+            empty = self._task.kind.unconditional
+            alone = [[(empty, answer) for answer in asked[item.id][1]] for item in items]
+        flat = list(itertools.chain.from_iterable([*texts, *alone]))
+        encoded = iter(encode(self._tokenizer, flat))
+        requests = [tuple(itertools.islice(encoded, len(each))) for each in texts]
+        unconditional = [tuple(itertools.islice(encoded, len(each))) for each in alone]
+        return [
+            Question(item, tuple(names), self._shown(item), *parts)
+            for item, names, *parts in zip(items, shots, requests, unconditional, strict=True)
+        ]
+
+    def _shown(self, item: Item) -> tuple[str, ...]:
+        """Return the texts of an item that are compared."""
+        return tuple(LETTERS[: len(item.choices)]) if self._form == "letters" else item.choices
+
+    def _asked(self, items: Sequence[Item]) -> dict[str, tuple[str, list[str]]]:
+        """Return the context of each item, without examples, and its answers, by id."""
+        kind = self._task.kind
+        if not isinstance(kind, Choice):
+            return {item.id: (item.context, list(item.choices)) for item in items}
+        contexts = [item.context for item in items]
+        if self._form == "letters":
+            contexts = self._lettered(kind, items)
+        return {
+            item.id: (context, [kind.delimiter + each for each in self._shown(item)])
+            for item, context in zip(items, contexts, strict=True)
+        }
+
+    def _lettered(self, kind: Choice, items: Sequence[Item]) -> list[str]:
+        """Return the contexts of the letters form."""
+        records = []
+        for item in items:
+            lines = [f"{LETTERS[n]}. {choice}" for n, choice in enumerate(item.choices)]
+            more = {"context": item.context, "options": "\n".join(lines)}
+            records.append({**item.record, **more})
+        with SandboxProcess({"templates": {"letters": kind.letters}}) as sandbox:
+            rendered = sandbox.request(records)
+        if isinstance(rendered, dict):
+            raise invalid(self._task.path, f"letters: {rendered['error']}")
+        texts = [each["letters"] for each in rendered]
+        if wrong := next((each for each in texts if not isinstance(each, str)), None):
+            raise invalid(self._task.path, f"letters: {wrong[0]}")
+        return texts
+
+    def _joined(
+        self, context: str, examples: Sequence[tuple[str, list[str]]], names: Sequence[str]
+    ) -> str:
+        """Return a context after its examples with their right answers."""
+        kind = self._task.kind
+        assert isinstance(kind, Prompted)
+        solved = [
+            text + answers[self._pool[name].answer]
+            for name, (text, answers) in zip(names, examples, strict=True)
+        ]
+        return kind.preamble + kind.between.join([*solved, context])
+
+
+def blocks(sizes: Sequence[int], tokens: int) -> list[slice]:
+    """Return slices of consecutive items of about `tokens`, a function of their sizes alone.
+
+    The items of a block are scored and stored together.
+
+    Example:
+      >>> blocks([3, 3, 1, 9, 2], 5)
+      [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    ranges, first, total = [], 0, 0
+    for number, size in enumerate(sizes, 1):
+        total += size
+        if total >= tokens or number == len(sizes):
+            ranges.append(slice(first, number))
+            first, total = number, 0
+    return ranges
+
+
+def windows(request: Request, slots: int) -> tuple[Request, ...]:
+    """Return requests of at most `slots` read tokens that score each token of a text once.
+
+    A later window begins with the last token of the previous one.
+    """
+    ids, begin = request.ids, request.begin
+    if len(ids) - 1 <= slots:
+        return (request,)
+    parts = [Request(ids[: slots + 1], begin, request.spans_border)]
+    for start in range(slots, len(ids) - 1, slots):
+        parts.append(Request(ids[start : start + slots + 1], 1, False))
+    return tuple(parts)

@@ -1,0 +1,354 @@
+"""Scores of a run on tasks, with samples and results in its `evals` folder."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh
+
+from jaxlm.core.callbacks import Log
+from jaxlm.core.config import to_json
+from jaxlm.core.errors import ConfigError, DataError, Diverged, cannot_keep
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.evals import samples as files
+from jaxlm.evals.tasks import config, items, requests, results, scoring
+from jaxlm.evals.tasks.config import Form, Prompted, Task, Text
+from jaxlm.evals.tasks.requests import Prompter, Question
+from jaxlm.evals.tasks.scoring import Scorer
+from jaxlm.monitor import sinks
+from jaxlm.recipes.use import adapter as adapters
+from jaxlm.recipes.use import load
+from jaxlm.recipes.use.evaluate import checked_length
+from jaxlm.training.lock import Lock
+
+EVALS = "evals"  # folder of a run
+TASK, RESULTS = "task.json", "results.json"
+TOO_LONG = "too long"
+ENCODED_AT_ONCE = 1000  # items
+SHOWN = 3  # items in an error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """Settings of the evaluation of tasks that are no part of a task file.
+
+    Args:
+      shots: examples before each item.
+      form: text of the choices, or letters, for tasks of choices.
+      limit: items of each task, drawn by a fixed hash of their ids; None for all.
+      too_long: refuse a task with an item that does not fit a row, or skip such items.
+      seed: seed of the draw of examples.
+    """
+
+    shots: int = 0
+    form: Form = "cloze"
+    limit: int | None = None
+    too_long: Literal["refuse", "skip"] = "refuse"
+    seed: int = 0
+
+
+def evaluate_tasks(
+    workdir: Path,
+    tasks: Sequence[str],
+    settings: TaskSettings,
+    *,
+    sequence: int | None = None,
+    adapter: str | None = None,
+    say: Log = lambda _: None,
+    **selection: Any,
+) -> dict[str, Any]:
+    """Return the results of each task by name under `tasks`, and the step.
+
+    Samples are appended to a folder of `workdir/evals` while they are computed; the same call
+    resumes from there.
+
+    Args:
+      workdir: the run.
+      tasks: task files.
+      settings: examples, form and limits.
+      sequence: length of the rows; None for the run's own.
+      adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model of the run.
+      `say`: receives log lines.
+      selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
+    """
+    read = read_tasks(tasks)
+    check_causal(workdir)
+    reader = adapters.reader(adapter, say)
+    opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
+    length = checked_length(opened, sequence)
+    mesh = opened.model.mesh
+    prepared = [PreparedTask(each, settings, opened.tokenizer, length, mesh) for each in read]
+    with jax.set_mesh(mesh):
+        model = ScoredModel(
+            params=opened.params,
+            precision=to_json(opened.run.precision),
+            step=opened.step,
+            digest=scoring.weights_digest(opened.params),
+        )
+        scored = {
+            each.task.name: run_task(
+                each, each.scorer(opened.model.blueprint.merge), model, workdir, say=say
+            )
+            for each in prepared
+        }
+    return {"step": opened.step, "sequence": length, "tasks": scored}
+
+
+def read_tasks(paths: Sequence[str]) -> list[Task]:
+    """Return the tasks of some files. Raises ConfigError if two have one name."""
+    tasks = [config.read(Path(path)) for path in paths]
+    names = [task.name for task in tasks]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(
+            f"two tasks have the name {repeated}",
+            where=f"--tasks={','.join(paths)}",
+            why="results are stored by the name of their task",
+            fix="write another name into one of the files",
+        )
+    return tasks
+
+
+def check_causal(workdir: Path) -> None:
+    """Raise ConfigError if the model of a run has no log-likelihood of a text."""
+    run = load.read_config(workdir)
+    if run.objective.prompts != "none" and run.architecture != "encoder-decoder":
+        return
+    raise ConfigError(
+        "this run cannot be scored on tasks",
+        where=f"objective.name={run.objective.name}",
+        why=f"{run.model.family} does not predict each token of a text from those before it",
+        fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # on its validation sets",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredModel:
+    """Parameters that are scored, and everything by which their results are stored."""
+
+    params: Any
+    precision: dict[str, Any]
+    step: int
+    digest: str
+
+
+class PreparedTask:
+    """A task whose items were read, encoded and checked: all that does not depend on weights.
+
+    Args:
+      task: the task.
+      settings: examples, form and limits.
+      tokenizer: the tokenizer of the run.
+      length: tokens of a row that the model reads.
+      mesh: mesh of the parameters.
+
+    Raises:
+      DataError: if an item is not valid.
+      ConfigError: if an item is too long, or all are.
+    """
+
+    def __init__(
+        self, task: Task, settings: TaskSettings, tokenizer: Tokenizer, length: int, mesh: Mesh
+    ):
+        self.task, self._settings, self._mesh, self._pad = task, settings, mesh, tokenizer.pad
+        every = items.read(task, task.file)
+        chosen = items.limited(every, settings.limit)
+        pool = {item.id: item for item in self._pool(every)} if settings.shots else {}
+        self.prompter = Prompter(
+            task,
+            tokenizer,
+            pool,
+            shots=settings.shots,
+            form=settings.form,
+            seed=settings.seed,
+        )
+        sizes, longest = [], []
+        for first in range(0, len(chosen), ENCODED_AT_ONCE):
+            asked = self.prompter.questions(chosen[first : first + ENCODED_AT_ONCE])
+            if not first:
+                self.first = asked[0].requests[0]
+            longest += [each.longest for each in asked]
+            sizes += [sum(len(one.ids) for one in each.requests) for each in asked]
+        is_scored = [isinstance(task.kind, Text) or size <= length for size in longest]
+        self._check_length(chosen, longest, is_scored, length)
+        self.items = [item for item, fits in zip(chosen, is_scored, strict=True) if fits]
+        self.left_out = {TOO_LONG: len(chosen) - len(self.items)}
+        scored_sizes = [size for size, fits in zip(sizes, is_scored, strict=True) if fits]
+        read = max(size for size, fits in zip(longest, is_scored, strict=True) if fits)
+        self.slots = scoring.row_slots(read, length, mesh)
+        self.blocks = requests.blocks(scored_sizes, scoring.BLOCK_TOKENS)
+        self._first_text = tokenizer.decode(self.first.ids)
+        definition = {
+            "task": task.definition(),
+            "items": items.digest(self.items),
+            "examples": items.digest(list(pool.values())),
+            "settings": dataclasses.asdict(settings),
+            "tokenizer": tokenizer.digest,
+            "slots": self.slots,
+        }
+        self.definition = json.loads(json.dumps(definition))
+
+    def _pool(self, every: list[items.Item]) -> list[items.Item]:
+        """Return the items that examples are drawn from."""
+        kind, shots = self.task.kind, self._settings.shots
+        if not isinstance(kind, Prompted):
+            raise ConfigError(
+                f"a task of kind {kind.name} has no examples",
+                where=f"{self.task.path}, kind",
+                why="its texts are scored as they are",
+                fix="--shots=0",
+            )
+        pool = (
+            items.read(self.task, self.task.path.parent / kind.examples, "examples")
+            if (kind.examples)
+            else every
+        )
+        if shots < len(pool):
+            return pool
+        raise ConfigError(
+            f"{shots} examples are too many",
+            where=f"--shots={shots}",
+            why=f"the task {self.task.name} has {len(pool)} items to draw from",
+            fix=f"--shots={len(pool) - 1}",
+        )
+
+    def _check_length(
+        self, chosen: list[items.Item], longest: list[int], is_scored: list[bool], length: int
+    ) -> None:
+        names = [item.id for item, fits in zip(chosen, is_scored, strict=True) if not fits]
+        if not names or (self._settings.too_long == "skip" and len(names) < len(chosen)):
+            return
+        raise ConfigError(
+            f"{len(names)} of {len(chosen)} items of {self.task.name} do not fit a row",
+            where=f"{self.task.file}, {', '.join(names[:SHOWN])}",
+            why=f"rows have {length} tokens, the longest item {max(longest)}; texts are not cut",
+            fix="--too_long=skip" if len(names) < len(chosen) else f"--sequence={max(longest)}",
+        )
+
+    def scorer(self, merge: Any) -> Scorer:
+        """Return the scorer of the task's rows for the model that `merge` makes."""
+        return Scorer(merge, self._mesh, self.slots, self._pad)
+
+    def score(self, scorer: Scorer, params: Any, block: slice) -> list[dict[str, Any]]:
+        """Return the samples of a block of items."""
+        asked = self.prompter.questions(self.items[block])
+        parts = [self._parts(question) for question in asked]
+        alone = [question.unconditional for question in asked]
+        flat = [one for each in [*parts, *alone] for one in each]
+        nats = iter(scorer.nats(params, flat))
+        by_part = [[next(nats) for _ in each] for each in parts]
+        by_choice = [[next(nats) for _ in each] for each in alone]
+        return [
+            results.sample(self.task, question, *scores)
+            for question, *scores in zip(asked, by_part, by_choice, strict=True)
+        ]
+
+    def _parts(self, question: Question) -> tuple[requests.Request, ...]:
+        """Return the requests of an item; a text longer than a row has several."""
+        if not isinstance(self.task.kind, Text):
+            return question.requests
+        return requests.windows(question.requests[0], self.slots)
+
+    def record(self) -> dict[str, Any]:
+        """Return the facts of the results that do not depend on weights."""
+        return {
+            "task": self.task.name,
+            "version": self.task.version,
+            "kind": self.task.kind.name,
+            "shots": self._settings.shots,
+            "form": self._settings.form,
+            "left_out": {name: count for name, count in self.left_out.items() if count},
+            "first_request": {
+                "ids": list(self.first.ids),
+                "begin": self.first.begin,
+                "text": self._first_text,
+            },
+        }
+
+
+def run_task(
+    prepared: PreparedTask,
+    scorer: Scorer,
+    model: ScoredModel,
+    workdir: Path,
+    *,
+    is_writer: bool = True,
+    say: Log = lambda _: None,
+) -> dict[str, Any]:
+    """Return the results of a task; samples that are on disk are not computed again.
+
+    Args:
+      prepared: the task.
+      scorer: its scorer.
+      model: the parameters.
+      workdir: the run, whose folder `evals` has the results.
+      is_writer: this process writes them.
+      `say`: receives log lines.
+
+    Raises:
+      Diverged: if a score is not finite.
+      InUse: if another process scores the same task.
+    """
+    definition = prepared.definition
+    facts = {**definition, "weights": model.digest, "precision": model.precision}
+    key = _digest(facts)
+    folder = workdir / EVALS / f"{prepared.task.name}.{key[:12]}"
+    lock = Lock(folder / "lock")
+    try:
+        if is_writer:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+    except OSError as error:
+        raise cannot_keep("the folder of a task", folder, error) from error
+    try:
+        if is_writer and not (folder / TASK).exists():
+            record = {**facts, "definition_digest": _digest(definition), "step": model.step}
+            sinks.replace(folder / TASK, json.dumps(record, indent=1).encode() + b"\n")
+        with files.Samples(folder / files.SAMPLES, is_writer=is_writer) as samples:
+            _check_order(samples, prepared.items)
+            done = len(samples.lines)
+            for block in prepared.blocks:
+                if block.stop > done:
+                    lines = prepared.score(scorer, model.params, block)
+                    _check_finite(lines, prepared.task.name, model.step)
+                    samples.append(lines[max(done - block.start, 0) :])
+                    say(f"{prepared.task.name}: {len(samples.lines)} of {len(prepared.items)}")
+            summary = results.summary(samples.lines)
+        record = {"hash": key, "step": model.step, **prepared.record(), **summary}
+        if is_writer:
+            sinks.replace(folder / RESULTS, json.dumps(record, indent=1).encode() + b"\n")
+        return {**record, "folder": str(folder)}
+    finally:
+        lock.release()
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _check_order(samples: files.Samples, expected: Sequence[items.Item]) -> None:
+    """Raise DataError if the samples on disk are not those of the first items."""
+    for number, line in enumerate(samples.lines):
+        if number >= len(expected) or line.get("id") != expected[number].id:
+            raise DataError(
+                "samples.jsonl has the samples of other items",
+                where=f"{samples.path}:{number + 1}",
+                why=f"the id is {line.get('id')!r}",
+                fix=f"rm {shlex.quote(str(samples.path))}    # all items are scored again",
+            )
+
+
+def _check_finite(lines: Sequence[dict[str, Any]], name: str, step: int) -> None:
+    """Raise Diverged if the model gave a score that is not finite."""
+    wrong = [line["id"] for line in lines if not results.is_finite(line)]
+    if wrong:
+        raise Diverged(
+            f"the model gives {len(wrong)} items a score that is not finite",
+            where=f"step {step}, task {name}",
+            why=f"the log-likelihood of {', '.join(wrong[:SHOWN])} is not a number",
+            fix="evaluate an earlier step with --step",
+        )

@@ -1,0 +1,202 @@
+"""Task files, items, the border by bytes, packing, and draws of examples."""
+
+import json
+import math
+
+import pytest
+
+from jaxlm.core.errors import DataError
+from jaxlm.data.tokenizer import Bytes, Tokenizer
+from jaxlm.evals.tasks import config, items, requests, results, scoring
+from jaxlm.evals.tasks.requests import Prompter, Request
+
+CHOICE = """
+kind = "choice"
+items = "q.jsonl"
+id = "{{ key }}"
+group = "{{ text }}"
+context = "Q: {{ q }}\\nA:"
+choices = "options"
+answer = "options.index(right)"
+"""
+RECORDS = [
+    {"key": f"k{n}", "q": f"what is {n}", "options": ["no", f"it is {n}", "x"], "right": f"it is {n}", "text": n % 3}
+    for n in range(9)
+]  # fmt: skip
+
+
+def made(folder, text=CHOICE, records=RECORDS):
+    (folder / "q.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    (folder / "q.toml").write_text(text)
+    return config.read(folder / "q.toml")
+
+
+def text_of(request):
+    return Bytes().decode(request.ids[: request.begin]), Bytes().decode(
+        request.ids[request.begin :]
+    )
+
+
+def test_an_item_is_asked_with_examples_that_its_id_draws(tmp_path):
+    task = made(tmp_path)
+    every = items.read(task, task.file)
+    pool = {item.id: item for item in every}
+    ask = Prompter(task, Bytes(), pool, shots=2, seed=0).questions
+    first, *_ = questions = ask(every)
+    assert [each.shots for each in questions] == [ask([item])[0].shots for item in every]
+    assert all(len(set(q.shots)) == 2 and q.item.id not in q.shots for q in questions)
+    assert len({each.shots for each in questions}) > 5
+    solved = "".join(f"Q: what is {n[1:]}\nA: it is {n[1:]}\n\n" for n in first.shots)
+    assert [text_of(each) for each in first.requests] == [
+        (f"{solved}Q: what is 0\nA:", f" {choice}") for choice in ("no", "it is 0", "x")
+    ]
+    assert [text_of(each) for each in first.unconditional] == [
+        ("", " no"),
+        ("", " it is 0"),
+        ("", " x"),
+    ]
+    lettered = Prompter(task, Bytes(), {}, form="letters").questions(every[:1])[0]
+    assert text_of(lettered.requests[1]) == (
+        "Q: what is 0\nA:\nA. no\nB. it is 0\nC. x\nAnswer:", " B"
+    )  # fmt: skip
+    assert lettered.unconditional == ()
+
+
+class Merging(Tokenizer):
+    """Bytes and three longer tokens, the longest first."""
+
+    def __init__(self):
+        super().__init__([*Bytes().table, b": ", b" yes", "\u00fc".encode() + b"b"])
+
+    def encode_many(self, texts):
+        return [self._ids(text.encode()) for text in texts]
+
+    def _ids(self, text):
+        ids = []
+        while text:
+            best = max((t for t in self.table if t and text.startswith(t)), key=len)
+            ids.append(self.table.index(best))
+            text = text[len(best) :]
+        return ids
+
+    def serialize(self):
+        return b"merging"
+
+
+@pytest.mark.parametrize(
+    ("context", "answer", "scored", "spans"),
+    [
+        ("a", " yes", b" yes", False),
+        ("a:", " yes", b": yes", True),  # the token of the colon also holds the space
+        ("a", "b", b"b", False),
+        ("\u00fc", "b", "\u00fcb".encode(), True),
+        ("a\u00fc", "\u00fcb", "\u00fcb".encode(), False),
+        ("", "yes", b"yes", False),
+    ],
+)
+def test_scoring_begins_at_the_token_with_the_first_byte_of_the_answer(
+    context, answer, scored, spans
+):
+    tokenizer = Merging()
+    (request,) = requests.encode(tokenizer, [(context, answer)])
+    assert b"".join(tokenizer.table[i] for i in request.ids[request.begin :]) == scored
+    assert request.spans_border == spans
+    assert request.ids[0] == tokenizer.before[0]
+
+
+def test_an_end_token_is_in_front_of_a_text_only_if_nothing_else_is():
+    tokenizer = Merging()
+    tokenizer.before = ()
+    alone, after = requests.encode(tokenizer, [("", "yes"), ("a", "b")])
+    assert (alone.ids[0], alone.begin, after.begin) == (tokenizer.eos, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"options": ["it is 0"] * 2}, "two choices are equal"),
+        ({"options": ["", "it is 0"]}, "choice 0 is empty"),
+        ({"right": "no such"}, "is not in list"),
+        ({"options": "it is 0"}, "not a list of texts"),
+        ({"key": "k1"}, "occurs twice"),
+        ({"q": "a" * (items.MAX_BYTES + 1)}, "at most 1,048,576"),
+        ({"q": "a\ud800"}, "lone surrogate"),
+        ({"options": ["it is 0"]}, "2 to 26"),
+    ],
+)
+def test_an_item_that_makes_no_question_is_named_by_its_line(change, why, tmp_path):
+    task = made(tmp_path, records=[RECORDS[0] | change, *RECORDS[1:]])
+    with pytest.raises(DataError) as error:
+        items.read(task, task.file)
+    assert why in error.value.why
+    assert "q.jsonl, line " in error.value.where
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("{{ q }}", "{{ nothing }}", "'nothing' is undefined"),
+        ("{{ q }}", "{{ q.__class__.__mro__ }}", "unsafe"),
+        ("{{ q }}", "{% for i in range(99999999) %}{% endfor %}", "Range too big"),
+        ("{{ q }}", "{{ q", "expected token"),
+        ("context", "contxt", "the nearest setting is context"),
+        ('"options"', "3", "choices is 3, and must be a list of texts or text"),
+        ("choice", "choise", "must be one of choice, pair, text"),
+        ("answer =", "# answer =", "it has no answer"),
+        ("kind", "name = 'a/b'\nkind", "may have letters"),
+        ("[", "[", ""),
+    ],
+)  # fmt: skip
+def test_a_wrong_task_file_is_refused(old, new, why, tmp_path):
+    if not why:
+        text, why = "kind = [", "it is not TOML"
+    else:
+        text = CHOICE.replace(old, new, 1)
+    with pytest.raises(DataError) as error:
+        task = made(tmp_path, text)
+        items.read(task, task.file)
+    assert why in error.value.why
+
+
+def test_a_limit_draws_by_ids_and_keeps_the_order(tmp_path):
+    task = made(tmp_path)
+    every = items.read(task, task.file)
+    some = items.limited(every, 4)
+    assert len(some) == 4
+    assert some == [item for item in every if item in some]
+    assert items.limited(every[::-1], 4) == some[::-1]
+    assert items.digest(some) != items.digest(some[::-1])
+
+
+def test_rows_hold_every_request_once_and_none_is_longer():
+    lengths = [(n * 7919) % 60 + 1 for n in range(200)]
+    rows = scoring.packed(lengths, 64)
+    assert sorted(index for row in rows for index in row) == list(range(200))
+    assert all(sum(lengths[index] for index in row) <= 64 for row in rows)
+    assert len(rows) < 1.1 * sum(lengths) / 64
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 16, 17, 40])
+def test_windows_of_a_text_score_each_token_once(count):
+    text = Request(tuple(range(count + 1)), 1, False)
+    parts = requests.windows(text, 8)
+    assert [i for each in parts for i in each.ids[each.begin :]] == list(text.ids[1:])
+    assert all(len(each.ids) <= 9 for each in parts)
+
+
+def test_choices_are_picked_by_every_normalization(tmp_path):
+    task = made(tmp_path)
+    question = Prompter(task, Bytes(), {}).questions(items.read(task, task.file)[:1])[0]
+    line = results.sample(task, question, [4.0, 9.0, 5.0], [1.0, 8.5, 1.0])
+    assert line["picks"] == {
+        "accuracy": 0,  # 4
+        "accuracy_bytes": 1,  # 9 / 7
+        "accuracy_tokens": 1,  # 9 / 8
+        "accuracy_pmi": 1,  # 0.5
+    }
+    assert line["metrics"]["accuracy"] == 0.0
+    assert line["metrics"]["accuracy_bytes"] == 1.0
+    assert results.is_finite(line)
+    assert not results.is_finite(results.sample(task, question, [4.0, math.nan, 5.0], []))
+    figures = results.summary([line, line | {"id": "b", "group": "b"}])
+    assert figures["metrics"]["accuracy_pmi"]["chance"] == pytest.approx(1 / 3)

@@ -1,0 +1,59 @@
+"""Situations of tasks, whose fixes `test_fix_lines` pastes."""
+
+import json
+import shlex
+import sys
+
+from tests.house.situation import RUN, Situation
+from tests.house.situations_recipes import BERT
+
+
+def written(name, lines):
+    """Return a shell command that writes a file."""
+    return f"printf '%s\\n' {shlex.join(lines)} > {name}"
+
+
+ITEMS = written("items.jsonl", [json.dumps({"a": "one", "b": "two", "c": "three"})] * 2)
+SHARED = ['items = "items.jsonl"']
+PAIR = "; ".join(
+    [
+        ITEMS,
+        written(
+            "pair.toml",
+            [*SHARED, 'kind = "pair"', 'good = "{{ a }} {{ b }}"', 'bad = "{{ a }} {{ c }}"'],
+        ),
+    ]
+)
+CHOICES = ['choices = ["{{ b }}", "{{ c }}"]', 'answer = "0"', 'context = "{{ a }}"']
+CHOICE = f"{ITEMS}; " + written("choice.toml", [*SHARED, 'kind = "choice"', *CHOICES])
+LONG = f"{CHOICE}; sed '1s/one/{'one ' * 40}/' -i items.jsonl"
+SCORED = f"{PAIR}; {sys.executable} -m jaxlm eval {RUN} --tasks=pair.toml --quiet >&2"
+SAMPLES = "runs/a/evals/*/samples.jsonl"
+ON_PAIR = f"eval {RUN} --tasks=pair.toml"
+ON_CHOICE = f"eval {RUN} --tasks=choice.toml"
+
+SITUATIONS: dict[str, Situation] = {
+    "examples without tasks": Situation(f"eval {RUN} --shots=2"),
+    "tasks and other text": Situation(f"{ON_PAIR} --text=texts/*.txt", PAIR),
+    "no such task": Situation(f"eval {RUN} --tasks=nothing.toml"),
+    "a task whose items are gone": Situation(ON_PAIR, f"{PAIR}; rm items.jsonl"),
+    "a task of an encoder": Situation(
+        "eval --workdir=runs/bert --tasks=pair.toml", f"{PAIR}; {BERT}"
+    ),
+    "examples of pairs": Situation(f"{ON_PAIR} --shots=1", PAIR),
+    "more examples than items": Situation(f"{ON_CHOICE} --shots=2", CHOICE),
+    "an item longer than a row": Situation(ON_CHOICE, LONG),
+    "damaged samples": Situation(ON_PAIR, f"{SCORED}; sed -i '1s/.*/[/' {SAMPLES}"),
+    "samples of other items": Situation(
+        ON_PAIR, f'{SCORED}; sed -i \'1s/"id": "1"/"id": "x"/\' {SAMPLES}'
+    ),
+}
+
+# Of these, the ones that take long.
+SLOW = {"damaged samples", "samples of other items", "a task of an encoder"}
+
+# Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
+ELSEWHERE: dict[str, str] = {}
+
+# Places that no test reaches yet.
+NOT_YET: set[str] = set()

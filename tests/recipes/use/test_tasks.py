@@ -1,0 +1,181 @@
+"""`jaxlm eval --tasks` through the front door: scores, results on disk, and resuming."""
+
+import json
+import math
+import random
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core.errors import Diverged
+from jaxlm.evals.tasks import config
+from jaxlm.recipes.use import load, tasks
+from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings
+from jaxlm.training.lock import Lock
+from tests.faults import harness
+
+TASKS = {
+    "choice": 'context = "{{ a }}"\nchoices = ["{{ b }}", "{{ c }}"]\nanswer = "0"',
+    "pair": 'good = "{{ a }} {{ b }}"\nbad = "{{ a }} {{ c }}"\nsubset = "{{ kind }}"',
+    "text": 'text = "{{ a }} {{ a }} {{ b }}"\ngroup = "{{ kind }}"',
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    draw = random.Random(0)
+    words = "one two three four five six seven".split()
+    lines = [
+        {"a": " ".join(draw.choices(words, k=3)), "b": f"{n} b", "c": f"c {n}", "kind": f"k{n % 3}"}
+        for n in range(23)
+    ]
+    (folder / "items.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for kind, text in TASKS.items():
+        (folder / f"{kind}.toml").write_text(f'kind = "{kind}"\nitems = "items.jsonl"\n{text}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder, one_device, without_plots):
+    config = harness.write_config(folder, {"train.steps": 2, "model.dropout": 0.0})
+    assert main(harness.words(config, folder / "run")) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def call(capsys, run, *words):
+    capsys.readouterr()
+    code = main(["eval", f"--workdir={run}", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def prepared(opened, path, **settings):
+    settings = TaskSettings(**settings)
+    return PreparedTask(config.read(path), settings, opened.tokenizer, 64, opened.model.mesh)
+
+
+def samples(result):
+    with open(f"{result['folder']}/samples.jsonl", "rb") as file:
+        return file.read()
+
+
+def test_scores_are_those_of_the_evaluation_step_and_the_same_command_resumes(folder, run, capsys):
+    names = ",".join(str(folder / f"{kind}.toml") for kind in TASKS)
+    words = [f"--tasks={names}", "--sequence=64", "--shots=0"]
+    code, answer = call(capsys, run, *words)
+    assert code == 0
+    assert sorted(answer["tasks"]) == sorted(TASKS)
+    # A text as an item has the nats per byte of the same text as a validation set.
+    text = answer["tasks"]["text"]
+    lines = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
+    documents = [{"text": f"{each['a']} {each['a']} {each['b']}"} for each in lines]
+    (run / "same.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in documents))
+    _, losses = call(capsys, run, f"--text={run / 'same.jsonl'}", "--sequence=2048")
+    assert text["metrics"]["bits_per_byte"]["mean"] == pytest.approx(
+        losses["bits_per_byte_text"], rel=1e-6
+    )
+    assert (text["groups"], text["items"]) == (3, 23)
+    assert set(answer["tasks"]["pair"]["subsets"]) == {"k0", "k1", "k2"}
+    choice = answer["tasks"]["choice"]
+    assert set(choice["metrics"]) == {
+        "accuracy",
+        "accuracy_bytes",
+        "accuracy_tokens",
+        "accuracy_pmi",
+    }
+    assert choice["metrics"]["accuracy"]["chance"] == 0.5
+    whole = samples(choice)
+    with open(f"{choice['folder']}/samples.jsonl", "wb") as file:
+        file.write(whole[: len(whole) // 2])  # a torn line
+    assert call(capsys, run, *words) == (0, answer)
+    assert samples(choice) == whole
+    assert main(["eval", f"--workdir={run}", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "pair" in printed
+    assert "k2" in printed
+    assert "accuracy_pmi" in printed
+
+
+def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
+    folder, trained, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tasks.scoring, "BLOCK_TOKENS", 300)
+    monkeypatch.setattr(tasks.scoring, "PASS_TOKENS", 128)
+
+    def opened_on(devices):
+        chosen = jax.local_devices()[:devices]
+        monkeypatch.setattr(jax, "devices", lambda *_: chosen)
+        monkeypatch.setattr(jax, "device_count", lambda *_: devices)
+        opened = load.load_run(trained, sequence=64)
+        task = prepared(opened, folder / "choice.toml", shots=1)
+        assert opened.model.mesh.size == devices
+        return opened, task, ScoredModel(params=opened.params, precision={}, step=2, digest="d")
+
+    def scored(opened, task, model, workdir):
+        with jax.set_mesh(opened.model.mesh):
+            scorer = task.scorer(opened.model.blueprint.merge)
+            return tasks.run_task(task, scorer, model, workdir)["folder"]
+
+    on_four, on_one = opened_on(4), opened_on(1)
+    assert len(on_one[1].blocks) > 3
+    left = scored(*on_one, tmp_path)
+    with open(f"{left}/samples.jsonl", "r+b") as file:
+        whole = file.read()
+        for share in (0.9, 0.5, 0.01):
+            file.truncate(int(share * len(whole)))
+            assert scored(*on_one, tmp_path) == left
+            file.seek(0)
+            assert file.read() == whole
+    digests = []
+    for opened, _, _ in (on_four, on_one):
+        with jax.set_mesh(opened.model.mesh):
+            digests.append(tasks.scoring.weights_digest(opened.params))
+    assert digests[0] == digests[1]
+    with open(f"{scored(*on_four, tmp_path / 'four')}/samples.jsonl", "rb") as file:
+        assert file.read() == whole
+
+
+def test_a_score_that_is_not_finite_is_counted_and_named(folder, trained, tmp_path):
+    opened = load.load_run(trained, sequence=64)
+    task = prepared(opened, folder / "pair.toml")
+    params = jax.tree.map(lambda leaf: leaf * np.float32(math.nan), opened.params)
+    model = ScoredModel(params=params, precision={}, step=2, digest="d")
+    with jax.set_mesh(opened.model.mesh), pytest.raises(Diverged) as error:
+        tasks.run_task(task, task.scorer(opened.model.blueprint.merge), model, tmp_path)
+    assert "gives 23 items" in error.value.what
+    assert error.value.code == 79
+
+
+def test_an_item_that_is_too_long_is_refused_or_skipped(folder, run, capsys, tmp_path):
+    long = {"a": "a" * 100, "b": "b", "c": "c", "kind": "k"}
+    (tmp_path / "items.jsonl").write_text(
+        (folder / "items.jsonl").read_text() + json.dumps(long) + "\n"
+    )
+    shutil.copy(folder / "choice.toml", tmp_path)
+    words = [f"--tasks={tmp_path / 'choice.toml'}", "--sequence=64"]
+    code, answer = call(capsys, run, *words)
+    assert code == 2
+    assert "1 of 24 items" in answer["error"]["what"]
+    code, answer = call(capsys, run, *words, "--too_long=skip")
+    assert (code, answer["tasks"]["choice"]["left_out"]) == (0, {"too long": 1})
+    assert answer["tasks"]["choice"]["items"] == 23
+
+
+def test_two_processes_do_not_score_one_task(folder, run, capsys):
+    words = [f"--tasks={folder / 'pair.toml'}", "--sequence=64", "--limit=4"]
+    _, answer = call(capsys, run, *words)
+    assert answer["tasks"]["pair"]["items"] == 4
+    lock = Lock(tasks.Path(answer["tasks"]["pair"]["folder"]) / "lock")
+    lock.acquire()
+    assert call(capsys, run, *words)[0] == 77
+    lock.release()
+    assert call(capsys, run, *words)[0] == 0
