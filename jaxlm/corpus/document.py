@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -34,10 +35,14 @@ class CorpusDocument:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Removed:
-    """The rule by which a stage removed a document, and the values that violated it."""
+    """The rule by which a stage removed a document, and the values that violated it.
+
+    `measured` are these values by the name that they have in the metadata of a kept document.
+    """
 
     rule: str
     detail: str
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,21 +90,48 @@ def from_line(line: bytes) -> CorpusDocument:
     return CorpusDocument(fields["text"], fields["file"], fields["record"], fields["meta"])
 
 
+def bins(document: CorpusDocument) -> dict[str, str]:
+    """Return the bin of a document in each histogram: its lower limit, or its language.
+
+    Characters and perplexity are counted by powers of two, probabilities by tenths.
+
+    Example:
+      >>> bins(CorpusDocument("ten words!", "a.txt", 1, {"language": "en", "quality": 0.97}))
+      {'characters': '8', 'language': 'en', 'quality': '0.9'}
+    """
+    named = {"characters": str(1 << max(len(document.text), 1).bit_length() - 1)}
+    meta = document.meta
+    if isinstance(language := meta.get("language"), str):
+        named["language"] = language
+    if isinstance(quality := meta.get("quality"), float):
+        named["quality"] = f"{min(math.floor(10 * quality), 9) / 10:.1f}"
+    if isinstance(perplexity := meta.get("perplexity"), float) and math.isfinite(perplexity):
+        named["perplexity"] = str(1 << max(int(perplexity), 1).bit_length() - 1)
+    return named
+
+
 @dataclasses.dataclass
 class Counts:
-    """Documents and characters by outcome, and changes made.
+    """Documents and characters by outcome, changes made, and histograms.
 
-    Outcomes are `read`, `kept`, `removed.STAGE.RULE` and `broken.KIND`.
+    Outcomes are `read`, `kept`, `removed.STAGE.RULE` and `broken.KIND`. A histogram counts kept and
+    removed documents by a measure: `MEASURE.kept.BIN`, see `bins`.
     """
 
     documents: Counter[str] = dataclasses.field(default_factory=Counter)
     characters: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: Counter[str] = dataclasses.field(default_factory=Counter)
+    histograms: Counter[str] = dataclasses.field(default_factory=Counter)
 
-    def add(self, outcome: str, text: str = "") -> None:
-        """Count a document."""
-        self.documents[outcome] += 1
-        self.characters[outcome] += len(text)
+    def add(self, outcome: str, text: str = "", count: int = 1) -> None:
+        """Count a document, or with -1 take it back."""
+        self.documents[outcome] += count
+        self.characters[outcome] += count * len(text)
+
+    def measure(self, outcome: str, document: CorpusDocument, count: int = 1) -> None:
+        """Count a document in the histograms of an outcome, or with -1 take it back."""
+        for measure, name in bins(document).items():
+            self.histograms[f"{measure}.{outcome}.{name}"] += count
 
     def __iadd__(self, other: "Counts") -> "Counts":
         for field in dataclasses.fields(self):

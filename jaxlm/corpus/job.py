@@ -25,7 +25,7 @@ from jaxlm.corpus.readers.files import can_cut, cut
 from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.data.documents import Corpus
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RECIPE, WORK, CLUSTERS = "recipe.json", "unfinished", "clusters.jsonl"
 REPORT, PAGE = "report.json", "report.html"
 MIN_PART_BYTES = 2**20  # a smaller part of a file is not worth output files of its own

@@ -57,6 +57,28 @@ def _totals(job: Job, counts: Counts) -> dict[str, Any]:
         "characters": {name: counts.characters[name] for name in ("read", "kept")},
         "funnel": funnel(job, counts),
         "notes": dict(sorted(counts.notes.items())),
+        "histograms": histograms(counts),
+    }
+
+
+def histograms(counts: Counts) -> dict[str, dict[str, dict[str, int]]]:
+    """Return documents by measure and bin, kept and removed; bins are in order.
+
+    Languages are in the order of their frequency, and numbers in theirs.
+    """
+    answer: dict[str, dict[str, dict[str, int]]] = {}
+    for key, count in counts.histograms.items():
+        measure, outcome, name = key.split(".", 2)
+        if count:
+            row = answer.setdefault(measure, {}).setdefault(name, {"kept": 0, "removed": 0})
+            row[outcome] = count
+
+    def order(item: tuple[str, dict[str, int]]) -> tuple[float, str]:
+        name, row = item
+        return (-sum(row.values()), name) if name.isalpha() else (float(name), "")
+
+    return {
+        measure: dict(sorted(rows.items(), key=order)) for measure, rows in sorted(answer.items())
     }
 
 

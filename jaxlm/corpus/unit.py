@@ -127,7 +127,8 @@ class CleaningUnits:
             after = stage(document, unit.counts.notes)
             seconds[name] += time.process_time() - begun
             if isinstance(after, Removed):
-                unit.remove(document, f"{name}.{after.rule}", after.detail)
+                measured = document.with_text(document.text, **after.measured)
+                unit.remove(document, f"{name}.{after.rule}", after.detail, measured)
                 return
             if not after.text.strip():
                 unit.remove(document, f"{name}.{NOTHING_LEFT}")
@@ -225,16 +226,24 @@ class _UnitOutput:
     def keep(self, document: CorpusDocument) -> None:
         """Count and write a kept document, which is signed."""
         self.counts.add(KEPT, document.text)
+        self.counts.measure(KEPT, document)
         self.files.write(KEPT, to_line(document))
 
-    def remove(self, document: CorpusDocument, reason: str, detail: str = "") -> None:
-        """Count and write a removed document."""
+    def remove(
+        self,
+        document: CorpusDocument,
+        reason: str,
+        detail: str = "",
+        measured: CorpusDocument | None = None,
+    ) -> None:
+        """Count and write a removed document; `measured` has what the stage measured too."""
         self.counts.add(f"removed.{reason}", document.text)
+        self.counts.measure("removed", measured or document)
         self.files.write(f"removed.{reason}", to_line(document, reason=reason, detail=detail))
 
     def uncount_kept(self, document: CorpusDocument) -> None:
-        self.counts.documents[KEPT] -= 1
-        self.counts.characters[KEPT] -= len(document.text)
+        self.counts.add(KEPT, document.text, -1)
+        self.counts.measure(KEPT, document, -1)
 
     def write_signatures(self) -> FileDigest:
         path = self._folder / SIGNATURES

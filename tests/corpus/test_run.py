@@ -452,3 +452,18 @@ def test_the_report_of_a_run_is_its_answer(crawl, capsys):
         for name in tree(Path("out"))
         if name.partition("/")[0] in ("kept", "removed", "broken", "cut", "signatures")
     }
+
+
+def test_histograms_count_each_kept_and_removed_document_once(here, capsys):
+    texts = [prose(n % 40) for n in range(60)] + ["x" * 5, "y" * 9]
+    write_lines(here / "in/a.jsonl", [{"text": text} for text in texts])
+    answer = run(
+        capsys, "--config.source=in/*.jsonl", "--config.stages=length", "--config.dedup=exact"
+    )
+    rows = answer["histograms"]["characters"]
+    assert [int(name) for name in rows] == sorted(int(name) for name in rows)
+    assert rows["4"] == {"kept": 0, "removed": 1}
+    assert rows["8"] == {"kept": 0, "removed": 1}
+    sums = {name: sum(row[name] for row in rows.values()) for name in ("kept", "removed")}
+    assert sums == {"kept": 40, "removed": 22}
+    assert "Documents by characters" in Path("out/report.html").read_text()

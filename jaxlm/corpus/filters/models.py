@@ -39,9 +39,9 @@ def language(config: Language) -> Stage:
         code, probability = identifier.classify(document.text[: config.read])
         probability = round(float(probability), 3)
         if code not in config.keep:
-            return Removed("other", f"{code}, {probability}")
+            return Removed("other", f"{code}, {probability}", {"language": code})
         if probability < config.probability:
-            return Removed("unsure", f"{code}, {probability}")
+            return Removed("unsure", f"{code}, {probability}", {"language": code})
         counts[f"language: {code}"] += 1
         return document.with_text(document.text, language=code, language_probability=probability)
 
@@ -59,7 +59,7 @@ def quality(config: Quality) -> Stage:
     def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         probability = round(float(model.probabilities(document.text)[index]), 4)
         if probability < config.least:
-            return Removed("low", f"{config.label} {probability}")
+            return Removed("low", f"{config.label} {probability}", {"quality": probability})
         return document.with_text(document.text, quality=probability)
 
     return stage
@@ -93,9 +93,9 @@ def perplexity(config: Perplexity, make: MakeScorer | None) -> Stage:
             return document
         value = float(f"{score:.4g}")
         if value > config.most:
-            return Removed("high", f"{value:g}")
+            return Removed("high", f"{value:g}", {"perplexity": value})
         if value < config.least:
-            return Removed("low", f"{value:g}")
+            return Removed("low", f"{value:g}", {"perplexity": value})
         return document.with_text(document.text, perplexity=value)
 
     return stage
