@@ -5,6 +5,10 @@ jaxlm compare --workdir=runs/lr       all runs in a folder
 
 The page has the losses over steps, tokens and seconds. Runs that differ in their seed alone are one
 result, whose doubt is the standard error over seeds.
+
+Results of `jaxlm eval --tasks` are compared item by item, each run with the first. With
+--require=not_worse:1% the exit code is 1 unless the 95% interval of each task's first metric
+excludes a loss of more than 1 point, or of 1% of bits per byte.
 """
 
 from pathlib import Path
@@ -22,6 +26,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories")
     doc = "page to write, which replaces an earlier one"
     add_flag(parser, "--out", "FILE", "compare.html", doc)
+    doc = "exit code 1 if results of tasks may be worse than those of the first run"
+    add_flag(parser, "--require", "not_worse:P%", str, doc)
 
 
 def run(args: Any, out: Output) -> int:
@@ -31,7 +37,19 @@ def run(args: Any, out: Output) -> int:
     if args.workdir:
         listed = summary.find(Path(args.workdir))
         paths += [each.path for each in listed if each.status != "damaged"]
-    return show(comparison.compare(paths), Path(args.out), out)
+    if not args.require:
+        return show(comparison.compare(paths), Path(args.out), out)
+
+    from jaxlm.recipes.compare import tasks
+
+    requirement = tasks.Requirement.parse(args.require)
+    compared = comparison.compare(paths)
+    violations = tasks.violations(compared.tasks, requirement)
+    target, answer = Path(args.out), {"violations": violations}
+    code = show(compared, target, out, answer, code=int(bool(violations)))
+    for violation in violations:
+        out.log(f"not met: {violation}")
+    return code
 
 
 def show(
@@ -55,6 +73,8 @@ def show(
     written = page.write(compared, target)
     answer = compared.record() | {"page": str(written)} | (more or {})
     lines = columns([page.RESULT_HEAD, *page.result_rows(compared.results)], "<")
+    for title, rows in page.task_tables(compared):
+        lines += ["", title, *columns([page.TASK_HEAD, *rows], "<<>>>>>><")]
     if compared.differences:
         lines += ["", *columns(page.difference_rows(compared), "<")]
     for axis in compared.tables:

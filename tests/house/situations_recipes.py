@@ -89,6 +89,9 @@ def full_disk(patch):
 
 
 SITUATIONS: dict[str, Situation] = {
+    "a requirement that is none": Situation(
+        "compare runs/a runs/b --out=p.html --require=better", "cp -r runs/a runs/b", code=2
+    ),
     "ratings of one run": Situation("rate runs/a --prompts=texts/0.txt"),
     "ratings without prompts": Situation("rate runs/a runs/a --prompts=none.txt", code=66),
     "ratings of an empty file": Situation(

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from jaxlm.core.errors import CommandError, InputMissing
 from jaxlm.monitor import report, sinks
 from jaxlm.recipes.compare import summary
 from jaxlm.recipes.compare.summary import RunSummary
+
+if TYPE_CHECKING:
+    from jaxlm.recipes.compare.tasks import TaskComparison
 
 SEED = "seed"
 UNITS = ("nats", "bits per byte")
@@ -67,6 +70,7 @@ class Comparison:
       training: losses of training, by run.
       tables: by axis, amounts of it, and each run's loss at them, None after its end.
       notes: what the reader must know.
+      tasks: tasks that the first run and another one have results of.
     """
 
     runs: dict[str, RunSummary]
@@ -76,6 +80,7 @@ class Comparison:
     training: dict[str, list[Point]]
     tables: dict[str, tuple[list[float], dict[str, list[float | None]]]]
     notes: list[str]
+    tasks: "list[TaskComparison]" = dataclasses.field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """Return the comparison as JSON."""
@@ -91,6 +96,7 @@ class Comparison:
             "results": [dataclasses.asdict(each) for each in self.results],
             "curves": points,
             "notes": self.notes,
+            "tasks": [each.record() for each in self.tasks],
         }
 
 
@@ -127,6 +133,12 @@ def compare(paths: Sequence[Path]) -> Comparison:
     }
     curves = {name: points(run, splits[name]) for name, run in runs.items()}
     training = {name: points(run, "train") for name, run in runs.items()}
+    compared: list[TaskComparison] = []
+    notes: list[str] = []
+    if any((path / "evals").is_dir() for path in paths):
+        from jaxlm.recipes.compare import tasks  # scipy takes half a second
+
+        compared, notes = tasks.compare({name: run.path for name, run in runs.items()})
     return Comparison(
         runs=runs,
         differences=differences,
@@ -134,7 +146,8 @@ def compare(paths: Sequence[Path]) -> Comparison:
         curves=curves,
         training=training,
         tables={axis: _table(curves, axis) for axis in AXES},
-        notes=_notes(runs, splits, differences),
+        notes=[*_notes(runs, splits, differences), *notes],
+        tasks=compared,
     )
 
 

@@ -11,6 +11,8 @@ from jaxlm.recipes.compare.comparison import AXES, Comparison, Result, brief
 from jaxlm.recipes.compare.summary import RunSummary
 
 RESULT_HEAD = ["result", "nats", "over the lowest", "bits per byte"]
+TASK_HEAD = ["task", "metric", "A", "B", "B - A", "p", "higher", "lower", "verdict"]
+SHOWN_ITEMS = 20
 RUN_HEAD = ["run", "status", "step", "tokens/s"]
 AMOUNTS: dict[str, Callable[[float], str]] = {
     "steps": lambda amount: f"{amount:.0f}",
@@ -53,6 +55,9 @@ def write(comparison: Comparison, target: Path) -> Path:
         result_head=RESULT_HEAD,
         results=result_rows(comparison.results),
         differences=difference_rows(comparison) if comparison.differences else None,
+        task_head=TASK_HEAD,
+        tasks=task_tables(comparison),
+        changed_items=_changed_items(comparison),
         charts=report.drawn([chart]),
         tables=[(axis, *loss_rows(comparison, axis)) for axis in AXES],
         run_head=RUN_HEAD,
@@ -85,6 +90,39 @@ def difference_rows(comparison: Comparison) -> Rows:
     if len(names) <= max(len(rows), 4):
         return table
     return [["run", *differences], *map(list, list(zip(*table, strict=True))[1:])]
+
+
+def task_tables(comparison: Comparison) -> list[tuple[str, Rows]]:
+    """Return a title, and the cells of TASK_HEAD of each metric, for each pair of runs."""
+    tables: dict[str, Rows] = {}
+    for each in comparison.tasks:
+        difference = each.difference
+        cells = [
+            *(each.task, each.metric, _interval(each.a), _interval(each.b)),
+            _interval(difference, sign="+"),
+            "-" if each.p_adjusted is None else f"{each.p_adjusted:.3g}",
+            *(str(difference.rises), str(difference.falls), each.verdict),
+        ]
+        tables.setdefault(f"A is {each.run_a}, B is {each.run_b}", []).append(cells)
+    return list(tables.items())
+
+
+def _interval(value: Any, sign: str = "") -> str:
+    """Return mean and 95% interval of an estimate or a difference."""
+    interval = "" if value.low is None else f" [{value.low:{sign}.4f}, {value.high:{sign}.4f}]"
+    return f"{value.mean:{sign}.4f}{interval}"
+
+
+def _changed_items(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return a title and the first ids of items with another result, by task and direction."""
+    lists = []
+    for each in comparison.tasks:
+        for direction, items in (("higher", each.rises), ("lower", each.falls)):
+            if items:
+                title = f"{each.task}, {each.metric}: {direction} in {each.run_b}"
+                more = f" and {len(items) - SHOWN_ITEMS} more" if items[SHOWN_ITEMS:] else ""
+                lists.append((title, ", ".join(items[:SHOWN_ITEMS]) + more))
+    return lists
 
 
 def loss_rows(comparison: Comparison, axis: str) -> tuple[list[str], Rows]:
