@@ -1,20 +1,32 @@
 """Writer of GGUF, the file format of llama.cpp, tensor by tensor. Free of JAX."""
 
+import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config
+from jaxlm.checkpoint.gguf_blocks import BY_NAME, dequantized, quantized
 from jaxlm.checkpoint.gguf_config import ARCHITECTURES, named_after
-from jaxlm.checkpoint.gguf_file import library
+from jaxlm.checkpoint.gguf_file import PLAIN, Storage, library
 from jaxlm.checkpoint.gguf_source import FREQUENCIES
-from jaxlm.checkpoint.hub_tensors import HFTensor, round_to_dtype
+from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
+from jaxlm.core.errors import DataError
 
-FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers
+# llama.cpp's numbers of the kinds of files.
+FILE_TYPES = {
+    "float32": 0, "float16": 1, "bfloat16": 32, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8,
+    "q5_1": 9, "q4_k": 14, "q4_k_m": 15, "q6_k": 18,
+}  # fmt: skip
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+QUANTIZATION_VERSION = 2
+# Storage of matrices, and the storage that llama.cpp uses for rows that its blocks do not divide.
+Scheme = Literal["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q4_k_m", "q6_k"]
+OTHERWISE = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
 class GGUFTensor(NamedTuple):
@@ -23,7 +35,12 @@ class GGUFTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     parts: tuple[HFTensor, ...]  # the experts in their order, or one tensor
-    dtype: np.dtype
+    storage: Storage
+
+    @property
+    def dtype(self) -> np.dtype | None:
+        """Return the dtype of its numbers; None if they are quantized."""
+        return PLAIN.get(self.storage.name)
 
 
 class GGUFPlan:
@@ -33,19 +50,30 @@ class GGUFPlan:
       attributes: the model's config.json.
       tensors: the tensors of a Hugging Face folder.
       dtype: dtype of the matrices: float32, bfloat16 or float16.
+      scheme: storage of the matrices whose rows its blocks divide; None for `dtype`.
 
-    Raises ValueError, with the reason, if llama.cpp lacks the architecture or one of its tensors.
+    Raises ValueError, with the reason, if llama.cpp lacks the architecture or one of its tensors,
+    or the scheme fits no tensor.
     """
 
-    def __init__(self, attributes: Mapping[str, Any], tensors: Sequence[HFTensor], dtype: np.dtype):
+    def __init__(
+        self,
+        attributes: Mapping[str, Any],
+        tensors: Sequence[HFTensor],
+        dtype: np.dtype,
+        scheme: Scheme | None = None,
+    ):
         self.attributes = attributes
         name = named_after(attributes["model_type"])
         if name is None:
             known = ", ".join(sorted({each.model_type for each in ARCHITECTURES.values()}))
             raise ValueError(f"it is a {attributes['model_type']}; known are mistral, {known}")
         self.name, self.architecture, self.dtype = name, ARCHITECTURES[name], dtype
+        self.scheme = scheme
         self.frequencies = gguf_config.frequencies(attributes)
         self.tensors = list(self._placed(tensors))
+        if scheme and all(each.dtype for each in self.tensors):
+            raise ValueError(f"no matrix has rows that the blocks of {scheme} divide")
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata of the model, without its tokenizer's."""
@@ -68,11 +96,17 @@ class GGUFPlan:
             return (leaf.astype(np.float32) + 1) - 1
 
         roundings: dict[str, Callable[[Any], Any]] = {}
+        places: dict[str, list[tuple[HFTensor, MappedSlice, Storage]]] = defaultdict(list)
         for each in self.tensors:
-            is_scale = self.architecture.is_scale(each.name)
-            rounding = rounded_scale if is_scale else round_to_dtype(each.dtype)
-            roundings |= {part.path: rounding for theirs in each.parts for part in theirs.parts}
-        return roundings
+            for theirs in each.parts:
+                for part in theirs.parts:
+                    if each.dtype is None:
+                        places[part.path].append((theirs, part, each.storage))
+                    elif self.architecture.is_scale(each.name):
+                        roundings[part.path] = rounded_scale
+                    else:
+                        roundings[part.path] = round_to_dtype(each.dtype)
+        return roundings | {path: functools.partial(_stored, each) for path, each in places.items()}
 
     def write(
         self,
@@ -85,20 +119,22 @@ class GGUFPlan:
 
         `array` returns the numbers of a Hugging Face tensor, `tokenizer` is metadata, and `title`
         the model's name. Raises InputMissing if the package `gguf` is not installed; OSError if the
-        file cannot be written.
+        file cannot be written; DataError if a tensor cannot be quantized.
         """
         gguf = library("writing a GGUF", path)
         settings = {**self.metadata(), **tokenizer}
         writer = gguf.GGUFWriter(path, settings.pop("general.architecture"))
         try:
             writer.add_name(title)
-            writer.add_file_type(FILE_TYPES[self.dtype.name])
+            writer.add_file_type(FILE_TYPES[self.scheme or self.dtype.name])
+            if self.scheme:
+                writer.add_quantization_version(QUANTIZATION_VERSION)
             for key, value in settings.items():
                 _add(gguf, writer, key, value)
             if self.frequencies is not None:
-                _declare(gguf, writer, FREQUENCIES, self.frequencies.shape, np.dtype(np.float32))
+                _declare(gguf, writer, FREQUENCIES, self.frequencies.shape, BY_NAME["F32"])
             for each in self.tensors:
-                _declare(gguf, writer, each.name, each.shape, each.dtype)
+                _declare(gguf, writer, each.name, each.shape, each.storage)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -112,14 +148,24 @@ class GGUFPlan:
             writer.close()
 
     def _numbers(self, tensor: GGUFTensor, theirs: HFTensor, array: np.ndarray) -> np.ndarray:
-        """Return a Hugging Face tensor in llama.cpp's order and scale convention, flat."""
+        """Return a Hugging Face tensor in llama.cpp's order and scale convention, flat.
+
+        Raises DataError if it cannot be quantized.
+        """
         kind = self.architecture.rotated(tensor.name)
         if kind is not None:
             heads = self.attributes["num_attention_heads" if kind == "q" else "num_key_value_heads"]
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2)
         if self.architecture.is_scale(tensor.name):
             array = array.astype(np.float32) + 1
-        return np.ascontiguousarray(array.astype(tensor.dtype)).reshape(-1)
+        if tensor.dtype is not None:
+            return np.ascontiguousarray(array.astype(tensor.dtype)).reshape(-1)
+        try:
+            return quantized(array.reshape(-1, tensor.shape[-1]), tensor.storage).reshape(-1)
+        except ValueError as error:
+            what = f"{theirs.name} cannot be stored in {tensor.storage.name}"
+            fix = "use an earlier --step, whose weights are finite, or no --scheme"
+            raise DataError(what, where="--scheme", why=str(error), fix=fix) from error
 
     def _placed(self, tensors: Sequence[HFTensor]) -> Iterator[GGUFTensor]:
         parts: dict[str, dict[int, HFTensor]] = defaultdict(dict)
@@ -133,14 +179,53 @@ class GGUFPlan:
         for name, experts in parts.items():
             first, is_stacked = experts[0], len(experts) > 1 or name.endswith("_exps.weight")
             shape = (len(experts), *first.shape) if is_stacked else first.shape
-            is_exact = self.architecture.is_exact(name, len(shape))
-            dtype = np.dtype(np.float32) if is_exact else self.dtype
-            yield GGUFTensor(name, shape, tuple(experts[i] for i in range(len(experts))), dtype)
+            own = tuple(experts[i] for i in range(len(experts)))
+            yield GGUFTensor(name, shape, own, self._storage(name, shape))
+
+    def _storage(self, name: str, shape: tuple[int, ...]) -> Storage:
+        """Return the storage of a tensor: that of the scheme, or a finer one, as in llama.cpp."""
+        if self.architecture.is_exact(name, len(shape)):
+            return BY_NAME["F32"]
+        plain = BY_NAME[STORED[self.dtype.name]]
+        if self.scheme is None:
+            return plain
+        is_output = name == "output.weight" or (
+            name == "token_embd.weight" and self.attributes["tie_word_embeddings"]
+        )
+        is_finer = is_output or (self.scheme == "q4_k_m" and self._has_more_bits(name))
+        finer = "Q8_0" if self.scheme == "q8_0" else "Q6_K"
+        storage = BY_NAME[finer if is_finer else self.scheme.upper().removesuffix("_M")]
+        while shape[-1] % storage.numbers:
+            if storage.name not in OTHERWISE:
+                return plain
+            storage = BY_NAME[OTHERWISE[storage.name]]
+        return storage
+
+    def _has_more_bits(self, name: str) -> bool:
+        """Return True if q4_k_m stores a matrix in Q6_K (`use_more_bits` of llama-quant.cpp)."""
+        match = gguf_config.LAYER.fullmatch(name)
+        if match is None or match[2] not in ("attn_v", "ffn_down", "ffn_down_exps"):
+            return False
+        layer, depth = int(match[1]), self.attributes["num_hidden_layers"]
+        first = depth // 8
+        return layer < first or layer >= 7 * depth // 8 or (layer - first) % 3 == 2
 
 
-def _declare(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    kind = gguf.GGMLQuantizationType[STORED[dtype.name]]
-    size = int(np.prod(shape)) * dtype.itemsize
+def _stored(places: Sequence[tuple[HFTensor, MappedSlice, Storage]], leaf: Any) -> np.ndarray:
+    """Return a leaf as a reader of its quantized tensors gets it."""
+    stored = np.array(leaf)
+    for theirs, part, storage in places:
+        matrix, is_same = stored[part.lead].reshape(part.sizes), theirs.layout == "same"
+        rows = quantized(matrix if is_same else matrix.T, storage)
+        back = dequantized(rows, storage)
+        stored[part.lead] = (back if is_same else back.T).reshape(part.shape)
+    return stored
+
+
+def _declare(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], storage: Storage) -> None:
+    kind = gguf.GGMLQuantizationType[storage.name]
+    size = math.prod(shape) // storage.numbers * storage.bytes
+    dtype = np.dtype(np.float32)  # not used, as the storage is named
     writer.add_tensor_info(name, shape, dtype, size, raw_dtype=kind)
 
 

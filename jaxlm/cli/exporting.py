@@ -9,13 +9,20 @@ from typing import Any
 from jaxlm.cli.arguments import Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 
+SCHEMES = ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q4_k_m", "q6_k"]
+
 
 def add_arguments(parser: Parser) -> None:
-    doc = "format: transformers, llama.cpp, or the adapter alone (gguf if --out ends so, else hf)"
+    doc = (
+        "format: transformers, llama.cpp, or the adapter alone (gguf if --out ends so or --scheme "
+    )
+    doc += "is set, else hf)"
     add_flag(parser, "--to", ["hf", "gguf", "peft"], str, doc)
     add_flag(parser, "--out", "PLACE", str, "new folder or file", required=True)
     doc = "dtype of the tensors (that of the imported model, else float32)"
     add_flag(parser, "--dtype", ["float32", "bfloat16", "float16"], str, doc)
+    doc = "storage of a GGUF's matrices in blocks; those that no block fits have --dtype"
+    add_flag(parser, "--scheme", SCHEMES, str, doc)
     parser.add_run_selection()
 
 
@@ -23,18 +30,24 @@ def run(args: Any, out: Output) -> int:
     workdir, target = Path(needed_run(args)), Path(args.out)
 
     flags = selection(args) | {"dtype": args.dtype}
+
+    from jaxlm.recipes.exchange.export_model import To, check_scheme, export_model
+
+    is_gguf = target.suffix == ".gguf" or args.scheme is not None
+    check_scheme(args.to or "gguf", args.scheme)
     if args.to == "peft":
         return _export_adapter(workdir, target, flags, out)
-
-    from jaxlm.recipes.exchange.export_model import To, export_model
-
-    to: To = args.to or ("gguf" if target.suffix == ".gguf" else "hf")
-    answer = export_model(workdir, target, to=to, say=out.log, **flags)
+    to: To = args.to or ("gguf" if is_gguf else "hf")
+    answer = export_model(workdir, target, to=to, scheme=args.scheme, say=out.log, **flags)
     parity, parameters = answer["parity"], f"{answer['parameters']:,} parameters"
     difference = f"{parity['largest_difference']:.3g} at most on {parity['tokens']} tokens"
     rounding = f"rounding moved them by {parity['largest_difference_by_rounding']:.3g}"
     model = f"{target}: {answer['architecture']}, {parameters} in {answer['dtype']}"
-    return out.result(answer, [model, f"read back: logits differ by {difference}; {rounding}"])
+    lines = [model, f"read back: logits differ by {difference}; {rounding}"]
+    if args.scheme:
+        counts = (f"{count} in {name}" for name, count in answer["storages"].items())
+        lines.insert(1, f"{answer['bytes']:,} bytes; tensors: {', '.join(counts)}")
+    return out.result(answer, lines)
 
 
 def _export_adapter(workdir: Path, target: Path, flags: dict[str, Any], out: Output) -> int:

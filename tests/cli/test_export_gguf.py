@@ -182,3 +182,51 @@ def test_without_the_package_the_extra_is_named(capsys, tmp_path, monkeypatch):
     assert code == 66
     assert "jaxlm[gguf]" in answer["error"]["fix"]
     assert not list(tmp_path.glob("x*"))
+
+
+WIDE = Llama(**SIZES | dict(width=256, depth=4, hidden=256), tied=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "storages"),
+    [
+        # The experts' hidden of 48 is no multiple of 32.
+        (FAMILIES["qwen3_moe"], "q5_1", {"Q5_1": 13, "Q6_K": 0, "Q8_0": 1, "F16": 2, "F32": 11}),
+        (WIDE, "q4_k_m", {"Q4_K": 24, "Q6_K": 5, "F32": 9}),
+    ],
+    ids=["q5_1", "q4_k_m"],
+)
+def test_a_scheme_is_read_back_bit_for_bit(family, scheme, storages, capsys, tmp_path):
+    run, out = imported(tmp_path, capsys, family), tmp_path / "model.gguf"
+    words = ("export", f"--workdir={run}", f"--out={out}", f"--scheme={scheme}", "--dtype=float16")
+    code, answer, _ = call(capsys, *words)
+    assert code == 0, answer
+    assert answer["parity"]["is_bit_identical"]
+    assert answer["parity"]["largest_difference"] <= answer["parity"]["tolerance"]
+    tensors, settings = read(out)
+    assert answer["storages"] == {name: count for name, count in storages.items() if count}
+    assert answer["bytes"] == out.stat().st_size
+    assert settings["general.file_type"] == {"q5_1": 9, "q4_k_m": 15}[scheme]
+    assert settings["general.quantization_version"] == 2
+    for name, array in ggufs.tensors(family).items():
+        kind = tensors[name].tensor_type
+        if array.ndim == 1 or "ffn_gate_inp" in name:
+            assert kind.name == "F32"
+        if kind.name == "Q5_1":
+            expected = gguf.quants.quantize(array, kind)
+            np.testing.assert_array_equal(tensors[name].data.reshape(expected.shape), expected)
+    output = tensors.get("output.weight", tensors["token_embd.weight"])
+    assert output.tensor_type.name == ("Q8_0" if family.width < 256 else "Q6_K")
+
+
+def test_weights_that_are_not_finite_and_rows_of_no_block_are_refused(capsys, tmp_path):
+    odd = Llama(**SIZES | dict(width=36, hidden=36, heads=2, kv_heads=2))
+    run = imported(tmp_path, capsys, odd)
+    words = ("export", f"--workdir={run}", f"--out={tmp_path / 'm.gguf'}", "--scheme=q8_0")
+    code, answer, _ = call(capsys, *words)
+    assert (code, answer["error"]["why"]) == (
+        2,
+        "no matrix has rows that the blocks of q8_0 divide",
+    )
+    code, answer, _ = call(capsys, *words, "--to=hf")
+    assert (code, answer["error"]["fix"]) == (2, "--to=gguf")

@@ -13,6 +13,7 @@ from etils import epath
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import ModelInfo
 
+from jaxlm.checkpoint import gguf_writer
 from jaxlm.recipes import setup
 from jaxlm.training.lock import Lock
 from tests.house.situation import CONFIG, ROOT, RUN, Situation
@@ -25,6 +26,10 @@ HUB = "import --from=hf:me/tiny --workdir=new"
 GGUF = (
     "from pathlib import Path; from tests.checkpoint import ggufs; from "
     "tests.cli.test_import_gguf import LLAMA; ggufs.write(Path('tiny.gguf'), LLAMA)"
+)
+TINY_GGUF = (
+    f'PYTHONPATH={ROOT} {PYTHON} -c "{GGUF}"; '
+    f"{PYTHON} -m jaxlm import --from=tiny.gguf --workdir=runs/tiny --quiet >&2"
 )
 CLIP = "--config.regularization.qk_clip=50"
 
@@ -53,6 +58,15 @@ def is_slow_to_commit(patch: pytest.MonkeyPatch) -> None:
         raise TimeoutError("Timed out after 1 seconds waiting for the commit")
 
     patch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", late)
+
+
+def cannot_quantize(patch: pytest.MonkeyPatch) -> None:
+    """A weight is not finite."""
+
+    def refused(rows, storage):
+        raise ValueError("it has numbers that are not finite")
+
+    patch.setattr(gguf_writer, "quantized", refused)
 
 
 def fills_the_disk(patch: pytest.MonkeyPatch) -> None:
@@ -179,6 +193,12 @@ SITUATIONS: dict[str, Situation] = {
         "import --from=exported --workdir=new", "echo >> exported/config.json"
     ),
     "a full disk under an export": Situation(f"export {RUN} --out=out", prepare=fills_the_disk),
+    "a scheme of a folder": Situation(
+        "export --workdir=runs/tiny --out=m --to=hf --scheme=q8_0", TINY_GGUF
+    ),
+    "weights that no scheme holds": Situation(
+        "export --workdir=runs/tiny --out=m.gguf --scheme=q8_0", TINY_GGUF, prepare=cannot_quantize
+    ),
     "a model of the hub without its library": Situation(HUB, prepare=has_no("huggingface_hub")),
     "a model of the hub as GGUF": Situation(
         HUB,
@@ -234,6 +254,8 @@ SLOW = {
     "a checkpoint of another shape",
     "a checkpoint that takes too long",
     "a model of the hub as GGUF",
+    "a scheme of a folder",
+    "weights that no scheme holds",
     "a run taken over",
     "all checkpoints damaged",
     "an old checkpoint that stays",

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import numpy as np
 from jaxlm.checkpoint import gguf_config, hub_architecture, hub_digests
 from jaxlm.checkpoint.gguf_file import library
 from jaxlm.checkpoint.gguf_source import Gguf
-from jaxlm.checkpoint.gguf_writer import GGUFPlan
+from jaxlm.checkpoint.gguf_writer import GGUFPlan, Scheme
 from jaxlm.checkpoint.hub_folder import Folder, write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
 from jaxlm.core import tree
@@ -37,7 +38,7 @@ DTYPES: dict[Dtype, np.dtype] = {
     "float16": np.dtype(np.float16),
 }
 # Rounding that a format applies to each leaf, by path: a function of the leaf.
-ExportedParams = Mapping[str, Callable[[jax.Array], jax.Array]]
+ExportedParams = Mapping[str, Callable[[jax.Array], jax.Array | np.ndarray]]
 GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -49,6 +50,7 @@ class ExportJob:
     family: Any  # the model settings, with the rows of the embedding filled in
     tensors: list[HFTensor]
     dtype: np.dtype
+    scheme: Scheme | None  # of a GGUF's matrices
     workdir: Path
     shard_bytes: int
     say: Log
@@ -178,7 +180,7 @@ class GGUFExport:
         self._job = job
         attributes = job.family.to_hub() | {"model_type": job.family.HUB.model_type}
         try:
-            self._plan = GGUFPlan(attributes, job.tensors, job.dtype)
+            self._plan = GGUFPlan(attributes, job.tensors, job.dtype, job.scheme)
         except ValueError as error:
             raise _unsupported(str(error)) from error
         _refuse_lost(attributes, self._plan)
@@ -196,11 +198,15 @@ class GGUFExport:
             self._tokenizer["tokenizer.chat_template"] = template.source
 
     def write(self, place: Path) -> int:
-        """Write the file; returns the number of files, 1. Raises OSError."""
+        """Write the file; returns the number of files, 1. Raises OSError, DataError."""
         place.parent.mkdir(parents=True, exist_ok=True)
         place.unlink(missing_ok=True)
         title = self._job.workdir.resolve().name
-        self._plan.write(place, self._job.array, self._tokenizer, title)
+        try:
+            self._plan.write(place, self._job.array, self._tokenizer, title)
+        except DataError:
+            place.unlink()
+            raise
         return 1
 
     def read(self, place: Path) -> Gguf:
@@ -209,8 +215,13 @@ class GGUFExport:
 
     @property
     def held(self) -> ExportedParams:
-        """Return the rounding of each leaf: vectors whole, matrices in the file's dtype."""
+        """Return the rounding of each leaf: vectors whole, matrices in the file's storage."""
         return self._plan.roundings()
+
+    @property
+    def storages(self) -> dict[str, int]:
+        """Return the number of tensors in each storage format."""
+        return dict(Counter(each.storage.name for each in self._plan.tensors))
 
     def finish(self, place: Path, answer: dict[str, Any]) -> None:
         """Write the parity report next to the file."""

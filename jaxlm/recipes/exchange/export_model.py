@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.checkpoint import hub_architecture
+from jaxlm.checkpoint.gguf_writer import Scheme
 from jaxlm.checkpoint.hub_folder import SHARD_BYTES, ModelSource
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core import tree
@@ -61,6 +62,7 @@ def export_model(
     *,
     to: To = "hf",
     dtype: export_formats.Dtype | None = None,
+    scheme: Scheme | None = None,
     shard_bytes: int = SHARD_BYTES,
     say: Log = lambda _: None,
     **selection: Any,
@@ -76,11 +78,13 @@ def export_model(
       out: the folder or the file to write.
       to: the format.
       dtype: of the tensors; None for that of the imported model, else float32.
+      scheme: storage of a GGUF's matrices in blocks; those that no block fits have `dtype`.
       shard_bytes: largest file of tensors.
       `say`: receives log lines.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
     check_new(out)
+    check_scheme(to, scheme)
     opened = load.load_run(workdir, say=say, **selection)
     check_has_format(opened.run)
     if opened.model.base:
@@ -106,6 +110,7 @@ def export_model(
         family=family,
         tensors=layout(decoder, family.HUB),
         dtype=export_formats.DTYPES[dtype or facts.get("dtype", "float32")],
+        scheme=scheme,
         workdir=workdir,
         shard_bytes=shard_bytes,
         say=say,
@@ -116,6 +121,7 @@ def export_model(
         files = format_.write(partial)
     except OSError as error:
         raise cannot_write("the export", partial, error, fix="--out=another/place") from error
+    size = sum(each.stat().st_size for each in (partial, *partial.rglob("*")) if each.is_file())
     report = compare_logits(format_.read(partial), opened, job.dtype, format_.held)
     answer = {
         "out": str(out),
@@ -125,8 +131,11 @@ def export_model(
         "parameters": model_cost.parameters(decoder),
         "tensors": len(job.tensors),
         "files": files,
+        "bytes": size,
         "parity": report,
     }
+    if isinstance(format_, export_formats.GGUFExport):
+        answer |= {"scheme": scheme, "storages": format_.storages}
     format_.finish(partial, answer)
     check(report, partial)
     os.replace(partial, out)
@@ -139,6 +148,13 @@ def check_new(out: Path) -> None:
         what = f"the {'folder' if out.is_dir() else 'file'} already exists"
         fix = f"--out={out.with_stem(f'{out.stem}-2')}"
         raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
+
+
+def check_scheme(to: str, scheme: str | None) -> None:
+    """Raise CommandError if the format has no storage in blocks."""
+    if scheme is not None and to != "gguf":
+        what, why = f"the format {to} has no scheme {scheme}", "its tensors have a dtype alone"
+        raise CommandError(what, where=f"--scheme={scheme}", why=why, fix="--to=gguf")
 
 
 def _without_heads(opened: load.LoadedRun, say: Log) -> load.LoadedRun:
@@ -199,6 +215,8 @@ def compare_logits(
 
     def rounded(path: str, leaf: jax.Array) -> jax.Array:
         result = held[path](leaf)
+        if isinstance(result, np.ndarray):
+            result = jax.device_put(result, leaf.sharding)
         if result is not leaf:
             leaf.delete()
         return result
