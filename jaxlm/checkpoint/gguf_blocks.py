@@ -25,7 +25,7 @@ def quantized(rows: Float[np.ndarray, "R N"], storage: Storage) -> UInt8[np.ndar
 
     Raises ValueError, with the reason, if a number is not finite or exceeds the format's range.
     """
-    own = {"Q4_K": _q4_k, "Q6_K": _q6_k}.get(storage.name)
+    search = {"Q4_K": _q4_k, "Q6_K": _q6_k}.get(storage.name)
     gguf = library("quantizing", PACKAGE)
     kind = gguf.GGMLQuantizationType[storage.name]
     out = np.empty((len(rows), rows.shape[1] // storage.numbers * storage.bytes), np.uint8)
@@ -38,7 +38,7 @@ def quantized(rows: Float[np.ndarray, "R N"], storage: Storage) -> UInt8[np.ndar
             raise ValueError(f"it has numbers beyond the range of {storage.name}")
         # The reciprocal of a tiny scale is infinite; the scale itself is then rounded to 0.
         with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
-            made = own(part.reshape(-1, 256)) if own else gguf.quants.quantize(part, kind)
+            made = search(part.reshape(-1, 256)) if search else gguf.quants.quantize(part, kind)
             made = made.reshape(len(part), -1)
             if not np.isfinite(dequantized(made, storage)).all():
                 raise ValueError(f"it has numbers beyond the range of {storage.name}")
@@ -110,11 +110,11 @@ def _scale_and_low(
             new = np.where(start > 0, mixed / second, new)
             start = np.minimum(start, 0)
             is_better = spread > 0
-        found = (weights * (new[:, None] * codes + start[:, None] - x) ** 2).sum(1)
-        is_better &= found < error
+        total = (weights * (new[:, None] * codes + start[:, None] - x) ** 2).sum(1)
+        is_better &= total < error
         is_better &= ~is_flat
         scale, low = np.where(is_better, new, scale), np.where(is_better, start, low)
-        error = np.where(is_better, found, error)
+        error = np.where(is_better, total, error)
     return np.where(is_flat, 0, scale), -low
 
 

@@ -179,8 +179,8 @@ class GGUFPlan:
         for name, experts in parts.items():
             first, is_stacked = experts[0], len(experts) > 1 or name.endswith("_exps.weight")
             shape = (len(experts), *first.shape) if is_stacked else first.shape
-            own = tuple(experts[i] for i in range(len(experts)))
-            yield GGUFTensor(name, shape, own, self._storage(name, shape))
+            each_expert = tuple(experts[i] for i in range(len(experts)))
+            yield GGUFTensor(name, shape, each_expert, self._storage(name, shape))
 
     def _storage(self, name: str, shape: tuple[int, ...]) -> Storage:
         """Return the storage of a tensor: that of the scheme, or a finer one, as in llama.cpp."""
