@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import charts, formatting, sinks
+from jaxlm.monitor import charts, formatting, sinks, task_results
 from jaxlm.monitor.charts import Chart, Series
 from jaxlm.monitor.plots import MAPS, PLOTS
 from jaxlm.monitor.sinks import FIGURES, Record, Shape
@@ -64,6 +64,8 @@ def render(run: Path) -> str:
     config = read_object(run / "config.json")
     coders = _coders(run)
     best = best_evaluation(config, records)
+    files = sorted(run.glob(task_results.FILES))
+    results = [read_object(path, task_results.SHAPE) for path in files]
     return filled(
         "report.html.jinja",
         title=f"jaxlm run {run.resolve().name}",
@@ -72,6 +74,9 @@ def render(run: Path) -> str:
         charts=drawn(_charts(records, best, coders)),
         links=_links(run),
         **_result(run, records, train),
+        task_head=task_results.HEAD,
+        tasks=task_results.rows(results),
+        task_charts=drawn(task_results.curves(results, records)),
         speed=_speed(train),
         advice=batch_advice(records),
         sources=_sources(train),

@@ -331,3 +331,50 @@ def test_the_report_says_it(tmp_path):
     lines = "".join(json.dumps(record) + "\n" for record in records(1000.0))
     (tmp_path / "metrics.jsonl").write_text(lines)
     assert report.batch_advice(records(1000.0)) in report.render(tmp_path)
+
+
+def task_result(run, step, mean, metric="accuracy", **more):
+    """Write a result of a task as `jaxlm eval --tasks` does; return its file."""
+    figures = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, "chance": 0.5}
+    result = {"task": "<b>", "step": step, "items": 40, "metrics": {metric: figures}} | more
+    file = run / f"evals/{step}{metric}{len(more)}/results.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(result))
+    return file
+
+
+def test_tasks_have_a_table_of_the_newest_step_and_curves_with_intervals(files):
+    task_result(files, 4, 0.6)
+    task_result(files, 8, 0.7, shots=0)
+    task_result(files, 8, 0.8, shots=5, form="letters")  # a single step has no curve
+    for step, bits in ((4, 2.0), (8, 1.5)):
+        task_result(files, step, bits, "bits_per_byte", task="texts")
+    page = Page(report.write(files).read_text())
+    at = page.texts.index("<b>, 5 shots, letters, 40 items")
+    assert [page.texts[at + n] for n in range(6)] == [
+        "<b>, 5 shots, letters, 40 items",
+        "8",
+        "accuracy",
+        "0.8000",
+        "0.7000 to 0.9000",
+        "0.5000",
+    ]
+    assert "0.7000" in page.texts
+    assert "0.6000" not in page.texts
+    shares, losses = (charts_of(page)[unit] for unit in ("share", "bits or nats"))
+    mean, low, high = shares["series"]
+    assert (mean["name"], mean["y"], mean["x"][1]) == (
+        "<b>, 40 items, accuracy",
+        [0.6, 0.7],
+        [400, 800],
+    )
+    assert (low["y"], high["y"], low["thin"]) == ([0.5, 0.6], [0.7, 0.8], True)
+    assert shares["levels"] == [["chance of <b>", 0.5]]
+    assert losses["series"][0]["y"] == [2.0, 1.5]
+
+
+def test_a_damaged_result_of_a_task_is_named(files, capsys):
+    file = task_result(files, 4, 0.6)
+    file.write_text('{"task": "x", "step": 1, "items": 2, "metrics": {"accuracy": {}}}')
+    assert main(["report", f"--workdir={files}"]) == 65
+    assert str(file) in capsys.readouterr().err
