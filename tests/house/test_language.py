@@ -13,7 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = sorted((ROOT / "jaxlm").rglob("*.py"))
-CHECKED = ("jaxlm/**/*.py", "tests/*.py", "tests/house/*.py", "tests/faults/**/*.py")
+CHECKED = (
+    "jaxlm/**/*.py",
+    "tests/*.py",
+    "tests/house/*.py",
+    "tests/faults/**/*.py",
+    "tests/recipes/**/*.py",
+)
 SOURCES = sorted(
     path
     for pattern in CHECKED

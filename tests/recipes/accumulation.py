@@ -1,4 +1,4 @@
-"""Sums that a traced program rounds to 16 bits: which they are, over how many numbers, and from which line."""
+"""Sums that a traced program rounds to 16 bits, with their lengths and source lines."""
 
 import dataclasses
 import math
@@ -21,8 +21,9 @@ MOST_TERMS = 64
 # it, as in a norm.
 LINEAR = frozenset(
     """broadcast_in_dim concatenate convert_element_type copy copy_p device_put div dynamic_slice
-    dynamic_update_slice gather mul name neg optimization_barrier pad pcast ppermute pvary reduce_precision
-    reshape rev scatter select_n sharding_constraint slice split squeeze transpose""".split()
+    dynamic_update_slice gather mul name neg optimization_barrier pad pcast ppermute pvary
+    reduce_precision reshape rev scatter select_n sharding_constraint slice split squeeze
+    transpose""".split()
 )
 ADDING = frozenset(["add", "add_any", "sub", "scatter-add"])
 COLLECTIVE = frozenset(["psum", "psum2", "psum_invariant", "reduce_scatter", "all_reduce"])
@@ -59,11 +60,13 @@ def narrow_sums(program: ClosedJaxpr, carried: Sequence[tuple[int, int]] = ()) -
     steps) and the devices along a mesh axis are settings, small in a test and not in a run.
 
     Args:
-      program: what `jax.jit(f).trace(...).jaxpr` or `jax.make_jaxpr` gives; programs inside of it are read too.
-      carried: pairs (input, output) of the program that its caller feeds back, as a training loop does its state.
+      program: the result of `jax.jit(f).trace(...).jaxpr` or `jax.make_jaxpr`; its inner programs
+        count.
+      carried: pairs (input, output) that the caller of the program feeds back, as a training loop
+        does.
     """
-    found = {*_reductions(program.jaxpr), *_carries(program.jaxpr, carried, "state")}
-    return sorted(found, key=str)
+    sums = {*_reductions(program.jaxpr), *_carries(program.jaxpr, carried, "state")}
+    return sorted(sums, key=str)
 
 
 def _is_narrow(variable: Any) -> bool:
@@ -102,7 +105,7 @@ def _reductions(jaxpr: Any) -> Iterator[Sum]:
 
 
 def _terms(equation: Any) -> int | None:
-    """Numbers that each number of the result is a sum of; 1 for a primitive that is no sum, None if devices decide."""
+    """Number of terms of each result; 1 for a primitive that is no sum, None if devices decide."""
     name, params = equation.primitive.name, equation.params
     shapes = [getattr(each.aval, "shape", ()) for each in equation.invars]
     if name in COLLECTIVE:
@@ -133,7 +136,10 @@ def _terms(equation: Any) -> int | None:
 
 
 def _scanned(equation: Any) -> tuple[Any, int, int]:
-    """Body, number of constants and number of carries of a scan, by their ranks: jax 0.12 renamed its parameters."""
+    """Body, number of constants and number of carries of a scan, by position.
+
+    jax 0.12 renamed the parameters.
+    """
     (body,) = _inner(equation)
 
     def alike(outer: Any, inner: Any) -> int:
@@ -145,7 +151,10 @@ def _scanned(equation: Any) -> tuple[Any, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Of a variable in a loop: the carries whose running sum it is, with the additions on the way; and those it depends on."""
+    """Mark of a variable in a loop: its running sums, and its dependencies.
+
+    A running sum is a carry with the additions on the way.
+    """
 
     sums: Mapping[int, frozenset["_Addition"]] = dataclasses.field(default_factory=dict)
     depends: frozenset[int] = frozenset()
@@ -165,7 +174,7 @@ class _Addition:
 
 
 def _carries(jaxpr: Any, pairs: Sequence[tuple[int, int]], kind: str) -> Iterator[Sum]:
-    """What a loop adds to its carries turn by turn, if the carry or the result of the addition has 16 bits."""
+    """Additions of a loop to its carries, if the carry or the sum has 16 bits."""
     marks = [Mark()] * len(jaxpr.invars)
     for number, (into, _) in enumerate(pairs):
         marks[into] = Mark({number: frozenset()}, frozenset([number]))
@@ -186,52 +195,52 @@ def _marked(jaxpr: Any, marks: Sequence[Mark]) -> list[Mark]:
         return Mark() if hasattr(atom, "val") else known.get(atom, Mark())
 
     for equation in jaxpr.eqns:
-        given = [of(atom) for atom in equation.invars]
-        if any(mark.depends for mark in given):
-            outs = _passed(equation, given)
+        inputs = [of(atom) for atom in equation.invars]
+        if any(mark.depends for mark in inputs):
+            outs = _passed(equation, inputs)
             known.update(zip(equation.outvars, outs, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _passed(equation: Any, given: list[Mark]) -> list[Mark]:
+def _passed(equation: Any, marks: list[Mark]) -> list[Mark]:
     """The marks of an equation's results."""
     name, params, count = equation.primitive.name, equation.params, len(equation.outvars)
     if name in LINEAR or name in ADDING:
-        merged = _merged(given)
+        merged = _merged(marks)
         if name in ("mul", "div"):
-            bent = given[0].depends & given[1].depends
+            bent = marks[0].depends & marks[1].depends
             sums = {n: seen for n, seen in merged.sums.items() if n not in bent}
             merged = Mark(sums, merged.depends)
         if name in ADDING:
-            own = frozenset([_Addition(equation)])
-            merged = Mark({n: seen | own for n, seen in merged.sums.items()}, merged.depends)
+            added = frozenset([_Addition(equation)])
+            merged = Mark({n: seen | added for n, seen in merged.sums.items()}, merged.depends)
         return [merged] * count
     if name == "cond":
-        branches = [_marked(branch, given[1:]) for branch in _inner(equation)]
+        branches = [_marked(branch, marks[1:]) for branch in _inner(equation)]
         return [
-            _merged([*each, Mark({}, given[0].depends)]) for each in zip(*branches, strict=True)
+            _merged([*each, Mark({}, marks[0].depends)]) for each in zip(*branches, strict=True)
         ]
     if name == "scan":
-        return _looped(given, *_scanned(equation))
+        return _looped(marks, *_scanned(equation))
     if name == "while":
         body = params["body_jaxpr"].jaxpr
-        inner = given[params["cond_nconsts"] :]
+        inner = marks[params["cond_nconsts"] :]
         return _looped(inner, body, params["body_nconsts"], len(body.outvars))
     for body in _inner(equation):
-        if len(body.invars) == len(given) and len(body.outvars) == count:
-            return _marked(body, given)
-    return [Mark({}, _merged(given).depends)] * count
+        if len(body.invars) == len(marks) and len(body.outvars) == count:
+            return _marked(body, marks)
+    return [Mark({}, _merged(marks).depends)] * count
 
 
-def _looped(given: list[Mark], body: Any, consts: int, carry: int) -> list[Mark]:
-    """Of a loop inside of the loop: marks go around until nothing new is marked."""
+def _looped(marks: list[Mark], body: Any, consts: int, carry: int) -> list[Mark]:
+    """Marks of a loop inside of the loop: they go around until no mark is new."""
     while True:
-        outs = _marked(body, given)
-        carried = given[consts : consts + carry]
+        outs = _marked(body, marks)
+        carried = marks[consts : consts + carry]
         after = [_merged(pair) for pair in zip(carried, outs[:carry], strict=True)]
         if after == carried:
             return after + outs[carry:]
-        given = [*given[:consts], *after, *given[consts + carry :]]
+        marks = [*marks[:consts], *after, *marks[consts + carry :]]
 
 
 def _merged(marks: Sequence[Mark]) -> Mark:
@@ -251,12 +260,12 @@ def _sum(equation: Any, result: Any, kind: str, terms: int | None) -> Sum:
 
 
 def _source(equation: Any) -> tuple[str, str]:
-    """file:line and function of the innermost frame in the package, else of the innermost one at all."""
+    """file:line and function of the innermost frame in the package, else of the innermost frame."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else []
-    own = [frame for frame in frames if Path(frame.file_name).is_relative_to(PACKAGE)]
-    for frame in own or frames:
+    inner = [frame for frame in frames if Path(frame.file_name).is_relative_to(PACKAGE)]
+    for frame in inner or frames:
         path = Path(frame.file_name)
-        shown = path.relative_to(PACKAGE.parent) if own else path
+        shown = path.relative_to(PACKAGE.parent) if inner else path
         return f"{shown}:{frame.line_num}", frame.function_name
     return "?", "?"

@@ -1,8 +1,8 @@
-"""What recipes are tested with."""
+"""Fixtures of recipes."""
 
 import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _fast(without_plots):
-    """Runs draw nothing, but for those of a module that says otherwise with a `without_plots` of its own."""
+    """Runs draw no plots, unless a module overrides `without_plots`."""

@@ -1,9 +1,9 @@
-"""No step of training adds up more than a few numbers in 16 bits, whatever it trains and wherever it runs.
+"""No step of training adds up more than a few numbers in 16 bits, on any device.
 
 Steps are traced as for a GPU or a TPU (`core.backend.compiling_for`), at sizes at which every axis
 has more than 64 numbers, and not compiled. Activations are bfloat16 or float16 there but float32 on
-a CPU, so numbers that are computed on a CPU do not show such sums. What kernels of vendors do
-inside (cuDNN, splash) is theirs.
+a CPU, so numbers that are computed on a CPU do not show such sums. Sums inside the kernels of
+vendors (cuDNN, splash) are not seen.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ EXPERTS = [name for name, arm in FAMILIES.items() if "experts" in arm.__dataclas
 TIED = [name for name, arm in FAMILIES.items() if "tied" in arm.__dataclass_fields__]
 
 # Every axis is longer than the 64 numbers that may be summed. No product of features is as long as
-# LEAST_ROWS, and on every device of every mesh below there are more rows: so a shape tells whether
-# it has an axis of tokens.
+# LEAST_ROWS, and on every device of every mesh below there are more rows: so a shape shows if it
+# has an axis of tokens.
 ROWS, LENGTH, LEAST_ROWS = 2**19, 128, 2**15
 SIZES = {"vocab": 4160, "depth": 2, "width": 72 * 72, "hidden": 96, "heads": 72, "kv_heads": 72}
 
@@ -62,10 +62,10 @@ class Allowed:
     why: str
     axes: frozenset[str] = frozenset()
 
-    def covers(self, found: Sum) -> bool:
-        """Whether this sum is one of them."""
-        of_tokens = max(found.shape, default=0) >= LEAST_ROWS
-        return of_tokens and found.kind in self.kinds and self.axes >= set(found.axes)
+    def covers(self, total: Sum) -> bool:
+        """Return True if the sum is allowed by this entry."""
+        of_tokens = max(total.shape, default=0) >= LEAST_ROWS
+        return of_tokens and total.kind in self.kinds and self.axes >= set(total.axes)
 
 
 ALLOWED = (
@@ -85,7 +85,7 @@ ALLOWED = (
         ("psum", "psum_invariant"),
         "each device of `tensor` has rounded its part of an activation once, and there are as "
         "many parts as devices "
-        "with fast wires between them; stages (`pipe`) add equal parts, of which all but one are "
+        "with fast wires between them; stages (`pipe`) add equal parts, all but one of them "
         "zero or copies",
         frozenset({"tensor", "pipe"}),
     ),
@@ -141,7 +141,15 @@ def engine_of(settings, mesh):
 
 @functools.cache
 def traced(family, platform, program, mesh, settings):
-    """The sums in 16 bits of a program of the engine, as for this platform."""
+    """Sums in 16 bits of a program of the engine, traced for a platform.
+
+    Args:
+      family: the model family.
+      platform: the platform to trace for.
+      program: the program of the engine.
+      mesh: axis sizes of the mesh.
+      settings: values by path.
+    """
     settings = settings_of(family, dict(settings))
     with backend.compiling_for(platform):
         grid, engine, arguments = engine_of(settings, dict(mesh))
@@ -152,11 +160,19 @@ def traced(family, platform, program, mesh, settings):
 
 
 def sums(family, settings=None, *, platform="gpu", mesh=None, program="step"):
-    """The sums in 16 bits of a run's step, or of another program of its engine."""
+    """Sums in 16 bits of a run's step, or of another program of its engine.
+
+    Args:
+      family: the model family.
+      settings: values by path.
+      platform: the platform to trace for.
+      mesh: axis sizes of the mesh.
+      program: the program of the engine.
+    """
     settings = settings or {}
     if mesh:
         settings = settings | {f"mesh.{axis}": size for axis, size in mesh.items()}
-    pairs = (tuple(sorted(given.items())) for given in (mesh or {}, settings))
+    pairs = (tuple(sorted(pairing.items())) for pairing in (mesh or {}, settings))
     return traced(family, platform, program, *pairs)
 
 
@@ -174,7 +190,7 @@ def test_tied_models_untied_and_untied_models_tied_sum_in_float32(family):
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_of_limited_capacity_sum_in_float32(family):
-    """With all that a router can have, and tied; `test_every_family...` has them without a limit."""
+    """With all settings of a router, and tied; `test_every_family...` has them without a limit."""
     settings = {"capacity": 1.25, "shared": 96, "balance_bias": 1e-3, "router_z": 0.1, "tied": True}
     assert not forbidden(sums(family, {f"model.{name}": v for name, v in settings.items()}))
 
@@ -189,7 +205,7 @@ def test_every_objective_sums_in_float32(objective):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_sums_and_averages_in_float32(optimizer):
-    """What it keeps from step to step is a running sum too, and so are the parameters and their average."""
+    """State that persists between steps is a running sum too, as are parameters and averages."""
     assert not forbidden(sums("qwen2", {"optim.name": optimizer, "average.name": "ema"}))
 
 
@@ -246,7 +262,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("family", "settings", "mesh"), MESHES, ids=str)
 def test_devices_add_up_gradients_in_float32(family, settings, mesh):
-    """By the collectives that the program names; `test_the_compiler...` has those that the compiler adds."""
+    """Collectives of the program; `test_the_compiler...` has those that the compiler adds."""
     assert not forbidden(sums(family, settings, mesh=mesh))
 
 
@@ -266,17 +282,17 @@ def test_parameters_of_16_bits_have_gradients_summed_in_float32(family, settings
 
     What parameters and moments lose from step to step is a matter of their updates.
     """
-    found = sums(family, {"precision.params": "bfloat16"} | settings, mesh=mesh)
-    assert not forbidden(each for each in found if each.kind != "state")
+    narrow = sums(family, {"precision.params": "bfloat16"} | settings, mesh=mesh)
+    assert not forbidden(each for each in narrow if each.kind != "state")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_that_shall_be_summed_in_16_bits_have_a_norm_in_float32(dtype):
-    """`precision.reduce` is what products give, and what is added up over micro-batches: nothing else follows it."""
+    """`precision.reduce` is the dtype of products and of their sum over micro-batches only."""
     clips = {"optim.clip_norm": 1.0, "optim.clip_groups": "('stack/*=1.0',)"}
-    found = forbidden(sums("gpt2", {"precision.reduce": dtype} | clips))
-    kinds = {text.partition(": ")[2].partition(" ")[0] for text in found}
-    assert kinds == {"dot_general", "scan"}, found
+    narrow = forbidden(sums("gpt2", {"precision.reduce": dtype} | clips))
+    kinds = {text.partition(": ")[2].partition(" ")[0] for text in narrow}
+    assert kinds == {"dot_general", "scan"}, narrow
 
 
 def test_the_norm_of_many_gradients_in_16_bits_is_that_of_the_same_in_float32():
@@ -295,7 +311,7 @@ def test_the_gradient_of_a_bias_over_many_tokens_is_the_sum_of_their_gradients(p
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     tokens, width = 65_536, 8
     draw = np.random.default_rng(0)
-    given = jnp.asarray(0.3 + draw.normal(size=(1, tokens, width)), jnp.bfloat16)
+    incoming = jnp.asarray(0.3 + draw.normal(size=(1, tokens, width)), jnp.bfloat16)
     with backend.compiling_for(platform):
         linear, _ = reference.moved(
             lambda key, init: Linear({"embed": 4}, {"mlp": width}, key=key, init=init, bias=True),
@@ -305,12 +321,12 @@ def test_the_gradient_of_a_bias_over_many_tokens_is_the_sum_of_their_gradients(p
         x = jnp.zeros((1, tokens, 4), precision.activations)
 
         @jax.jit
-        def backward(given):
-            return jax.vjp(lambda state: nnx.merge(graph, state)(x), state)[1](given)
+        def backward(incoming):
+            return jax.vjp(lambda state: nnx.merge(graph, state)(x), state)[1](incoming)
 
-        (grads,) = backward(given.astype(precision.activations))
+        (grads,) = backward(incoming.astype(precision.activations))
         grad = nnx.to_pure_dict(grads)["bias"]
-    expected = np.asarray(given, np.float64).sum((0, 1))
+    expected = np.asarray(incoming, np.float64).sum((0, 1))
     error = np.linalg.norm(np.asarray(grad, np.float64) - expected) / np.linalg.norm(expected)
     assert error < 1e-6
 

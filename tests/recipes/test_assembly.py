@@ -1,4 +1,4 @@
-"""What a run's settings make of its mesh: the schedule of its stages, and errors where they do not come out even."""
+"""The schedule of stages that a run's settings make of its mesh, and errors for uneven ones."""
 
 import dataclasses
 
@@ -25,22 +25,22 @@ def run(*, depth=8, pipe=4, **train):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("config", "expected"),
     [
         (run(), Schedule(4, 4)),
         (run(pipeline="circular"), Schedule(4, 4, 2)),
         (run(pipe=1, pipeline="circular", batch=16), None),
     ],
 )
-def test_the_mesh_and_the_loop_give_the_schedule(wanted, expected):
-    grid = mesh.build(wanted.mesh, jax.devices()[:4])
-    divisibility.check(wanted, 4)
-    assert divisibility.schedule(wanted, grid.shape) == expected
-    assert setup.build_sharded_model(wanted, 64, grid).blueprint.schedule == expected
+def test_the_mesh_and_the_loop_give_the_schedule(config, expected):
+    grid = mesh.build(config.mesh, jax.devices()[:4])
+    divisibility.check(config, 4)
+    assert divisibility.schedule(config, grid.shape) == expected
+    assert setup.build_sharded_model(config, 64, grid).blueprint.schedule == expected
 
 
 def changed(config, flags):
-    """A config with the flags that an error says to paste."""
+    """A config with the flags of an error pasted."""
     for flag in flags.split():
         path, _, value = flag.removeprefix("--config.").partition("=")
         section, name = path.split(".")
@@ -69,6 +69,6 @@ def test_what_does_not_come_out_even_is_refused_with_values_that_do(options, why
     assert why in caught.value.why
     assert caught.value.code == 2
     for flags in caught.value.fix.splitlines():
-        wanted = changed(wrong, flags)
-        divisibility.check(wanted, 4)
-        setup.check_fit(wanted, mesh.build(wanted.mesh, jax.devices()[:4]))
+        fitting = changed(wrong, flags)
+        divisibility.check(fitting, 4)
+        setup.check_fit(fitting, mesh.build(fitting.mesh, jax.devices()[:4]))

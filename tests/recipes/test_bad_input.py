@@ -1,4 +1,4 @@
-"""What a user gets wrong is said in four parts, in five seconds, before anything compiles, and harms nothing."""
+"""User errors are reported in four parts, within five seconds, before anything compiles."""
 
 import json
 import os
@@ -174,10 +174,10 @@ ENVIRONMENTS = {"half a cluster": {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_refused_in_seconds_and_harms_nothing(case, place, tmp_path):
-    flags, code, said = CASES[case]
+    flags, code, output = CASES[case]
     flags = [flag.format(p=place) for flag in flags]
     words = ["train", f"--config={place}/c.py", f"--workdir={tmp_path}/run", *flags]
-    refuse(words, tmp_path, code, said, **ENVIRONMENTS.get(case, {}))
+    refuse(words, tmp_path, code, output, **ENVIRONMENTS.get(case, {}))
     assert files(tmp_path / "run") <= {"lock", "exit.json", "log.txt", "warnings.jsonl"}
     if case not in AFTER_DATA:
         assert files(tmp_path / "cache") == set(), "no tokenizer, no shards"
@@ -194,8 +194,8 @@ def test_with_the_fix_that_is_shown_the_same_command_trains(case, place, tmp_pat
     refused = start([*words, "--json"], tmp_path)
     assert refused.returncode == code
     for number, fix in enumerate(json.loads(refused.stdout)["error"]["fix"].splitlines()):
-        again = [*words, *shlex.split(fix), f"--workdir={tmp_path}/{number}"]
-        done = start(again, tmp_path)
+        repeated = [*words, *shlex.split(fix), f"--workdir={tmp_path}/{number}"]
+        done = start(repeated, tmp_path)
         assert done.returncode == 0, (fix, done.stderr)
         assert harness.records(tmp_path / str(number))[0]["loss_nats"] > 0
 
@@ -207,19 +207,22 @@ def files(folder):
 
 def start(words, folder, **environment):
     """A finished process, which found nothing compiled before."""
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    kept |= {"JAXLM_CACHE": str(folder / "cache"), "JAX_COMPILATION_CACHE_DIR": str(folder / "xla")}
+    variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    variables |= {
+        "JAXLM_CACHE": str(folder / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
+    }
     return subprocess.run(
         [sys.executable, "-m", "jaxlm", *words],
         capture_output=True,
         text=True,
-        env=kept | environment,
+        env=variables | environment,
         timeout=120,
     )
 
 
-def refuse(words, folder, code, said, **environment):
-    """Runs a command line that is wrong: it ends soon, with a code, in four parts that have some words, and compiles nothing."""
+def refuse(words, folder, code, output, **environment):
+    """Run a wrong command line: it ends soon, with a code and four parts, and compiles nothing."""
     compiled = files(folder / "xla")
     with harness.timing() as took:
         done = start(words, folder, **environment)
@@ -234,7 +237,7 @@ def refuse(words, folder, code, said, **environment):
         for part in ("where", "why", "fix")
         if not any(line.strip().startswith(part) for line in lines)
     ] == []
-    for words_said in said:
+    for words_said in output:
         assert words_said in done.stderr
     took.require(5)
 
@@ -245,7 +248,7 @@ def test_the_workdir_of_another_config_is_refused_in_seconds_and_stays_as_it_was
     done = start([*words, "--config.data.sequence=32", "--config.train.batch=8"], tmp_path)
     assert done.returncode == 0, done.stderr
     before = harness.tree(tmp_path / "run")
-    said = ["data.sequence: 32 -> 64", "train.batch: 8 -> 4", "fix    --workdir=runs/another"]
+    output = ["data.sequence: 32 -> 64", "train.batch: 8 -> 4", "fix    --workdir=runs/another"]
     flags = ["--config.data.sequence=64", "--config.train.batch=4"]
-    refuse([*words, *flags], tmp_path, 2, [*said, "--allow_change=data.sequence,train.batch\n"])
+    refuse([*words, *flags], tmp_path, 2, [*output, "--allow_change=data.sequence,train.batch\n"])
     assert harness.tree(tmp_path / "run") == before

@@ -1,4 +1,4 @@
-"""`jaxlm train --init_from`: a run that begins with the weights of another, of a step of it, or of an imported model."""
+"""`jaxlm train --init_from`: a run that begins with weights of another run or model."""
 
 import json
 
@@ -29,14 +29,14 @@ def words(folder, name, *rest):
 
 
 def arrays(run, step):
-    found = Store(run / "checkpoints", CheckpointConfig(), read_only=True).arrays(step)
-    return {path: array for path, array in found.items() if path.startswith("params/")}
+    leaves = Store(run / "checkpoints", CheckpointConfig(), read_only=True).arrays(step)
+    return {path: array for path, array in leaves.items() if path.startswith("params/")}
 
 
 def losses(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return {each["step"]: each["loss_nats"] for each in found if each["split"] == "train"}
+    rows = [json.loads(line) for line in lines]
+    return {each["step"]: each["loss_nats"] for each in rows if each["split"] == "train"}
 
 
 def error(capsys, *args):
@@ -50,7 +50,7 @@ def test_a_run_begins_with_the_weights_of_a_step_of_another(folder):
     assert main([*begun, "--stop_at=1"]) == 0
     for path, array in arrays(folder / "a", 2).items():
         np.testing.assert_array_equal(arrays(run, 0)[path], array, err_msg=path)
-    # Where it began is kept, and it goes on from its own steps, whatever became of the other run.
+    # Its origin is kept, and it resumes from its own steps, independently of the other run.
     gone = folder / "gone"
     (folder / "a").rename(gone)
     try:
@@ -79,30 +79,33 @@ def test_without_a_config_the_new_run_has_that_of_the_run_it_begins_with(folder)
 def test_an_imported_model_and_no_text_is_an_error_before_anything_is_read(folder, capsys):
     (folder / "a/imported.json").write_text("{}")
     try:
-        code, found = error(
+        code, message = error(
             capsys, "train", f"--init_from={folder / 'a'}", f"--workdir={folder / 'new'}"
         )
     finally:
         (folder / "a/imported.json").unlink()
-    assert (code, found["fix"]) == (2, "--config.data.train='texts/*.txt'")
+    assert (code, message["fix"]) == (2, "--config.data.train='texts/*.txt'")
     assert not (folder / "new").exists()
 
 
 def test_a_step_of_it_is_replayed_from_where_it_began(folder, capsys):
     run = folder / "from-2"
     code = main(["replay", f"--workdir={run}", "--step=1", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert (code, found["from_step"], found["is_as_logged"]) == (0, 0, True)
+    report = json.loads(capsys.readouterr().out)
+    assert (code, report["from_step"], report["is_as_logged"]) == (0, 0, True)
 
 
 def test_another_model_or_tokenizer_is_refused_with_the_flags_that_do(folder, capsys):
     flag = f"--init_from={folder / 'a'}"
-    code, told = error(capsys, *words(folder, "b", flag, "--config.model.width=48"))
-    assert (code, told["what"]) == (2, "the model differs from that of the run to start from")
-    assert "--config.model.width=" in told["fix"]
-    code, told = error(capsys, *words(folder, "b", flag, "--config.data.tokenizer=characters"))
-    assert (code, told["what"]) == (2, "the tokenizer differs from that of the run to start from")
-    assert main(words(folder, "b", flag, *told["fix"].split(), "--stop_at=1")) == 0
+    code, message = error(capsys, *words(folder, "b", flag, "--config.model.width=48"))
+    assert (code, message["what"]) == (2, "the model differs from that of the run to start from")
+    assert "--config.model.width=" in message["fix"]
+    code, message = error(capsys, *words(folder, "b", flag, "--config.data.tokenizer=characters"))
+    assert (code, message["what"]) == (
+        2,
+        "the tokenizer differs from that of the run to start from",
+    )
+    assert main(words(folder, "b", flag, *message["fix"].split(), "--stop_at=1")) == 0
 
 
 @pytest.mark.parametrize(
@@ -114,25 +117,27 @@ def test_another_model_or_tokenizer_is_refused_with_the_flags_that_do(folder, ca
     ],
 )
 def test_a_place_that_is_none_is_refused(folder, capsys, place, code, what):
-    found, told = error(capsys, *words(folder, "c", f"--init_from={folder / place}"))
-    assert (found, told["what"]) == (code, what)
+    exit_code, message = error(capsys, *words(folder, "c", f"--init_from={folder / place}"))
+    assert (exit_code, message["what"]) == (code, what)
 
 
 def texts(folder, **words_):
     """A folder of twelve texts of these words, by its name."""
-    for name, own in words_.items():
+    for name, vocabulary in words_.items():
         (folder / name).mkdir()
         for number in range(12):
-            (folder / name / f"{number}.txt").write_text(f"{name} {number} {own} " * 6)
+            (folder / name / f"{number}.txt").write_text(f"{name} {number} {vocabulary} " * 6)
 
 
 def shown(run, names):
     """Checks the table of what was learnt and forgotten in the report; its differences, by set."""
-    found = {(each["split"], each["step"]): each["loss_nats"] for each in harness.records(run)}
-    last, report = max(step for _, step in found), (run / "report.html").read_text()
+    losses_by_step = {
+        (each["split"], each["step"]): each["loss_nats"] for each in harness.records(run)
+    }
+    last, report = max(step for _, step in losses_by_step), (run / "report.html").read_text()
     changes = {}
     for name in names:
-        before, after = found[name, 0], found[name, last]
+        before, after = losses_by_step[name, 0], losses_by_step[name, last]
         changes[name] = after - before
         cells = [f"{before:.4f}", f"{after:.4f}", f"{changes[name]:+.4f}"]
         row = "".join(f"<td class=number>{cell}</td>" for cell in cells)
@@ -142,7 +147,7 @@ def shown(run, names):
 
 @pytest.mark.slow
 def test_an_imported_model_learns_a_new_domain_beside_a_replay_of_the_old(folder, tmp_path, capsys):
-    """In a directory of its own, by a schedule that begins anew: the rate rises once more, and falls."""
+    """In a directory of its own, by a schedule that starts again: the rate rises and falls."""
     source, run, further = write(tmp_path / "source"), tmp_path / "run", tmp_path / "further"
     assert main(["import", f"--from={source}", f"--workdir={run}"]) == 0
     capsys.readouterr()
@@ -150,7 +155,7 @@ def test_an_imported_model_learns_a_new_domain_beside_a_replay_of_the_old(folder
     assert f"--init_from={run}" in fix
     texts(tmp_path, old="one two three four", new="red green blue")
     sets = [f"{name}={tmp_path}/{name}" for name in ("new", "old")]
-    own = {
+    settings = {
         "data.train": ",".join(f"{each}/[0-9].txt" for each in sets),
         "data.validation": ",".join(f"{each}/1[01].txt" for each in sets),
         "data.mixture.name": "weights",
@@ -163,7 +168,7 @@ def test_an_imported_model_learns_a_new_domain_beside_a_replay_of_the_old(folder
         "log.every": "1",
     }
     begin = ["train", f"--config={run}/config.json", fix.split()[0], f"--workdir={further}"]
-    assert main([*begin, "--quiet", *(f"--config.{k}={v}" for k, v in own.items())]) == 0
+    assert main([*begin, "--quiet", *(f"--config.{k}={v}" for k, v in settings.items())]) == 0
     steps = [each for each in harness.records(further) if each["split"] == "train"]
     rates = [each["learning_rate"] for each in steps]
     assert rates.index(max(rates)) in (3, 4)
@@ -175,7 +180,7 @@ def test_an_imported_model_learns_a_new_domain_beside_a_replay_of_the_old(folder
 
 
 def test_what_was_forgotten_is_a_number_in_the_report(folder, capsys):
-    """Of other words than the run began with: the loss of each named set before the first step, and after the last."""
+    """The words differ from those of the first run: each named set is evaluated first and last."""
     texts(folder, old="one two three four", new="red green blue", more="red blue")
     run = folder / "domain"
     begun = words(
@@ -194,8 +199,8 @@ def test_what_was_forgotten_is_a_number_in_the_report(folder, capsys):
     text = f"--text={folder}/old/*.txt"
     assert main(["eval", f"--workdir={folder / 'a'}", text, "--json"]) == 0
     before = json.loads(capsys.readouterr().out)
-    found = {(each["split"], each["step"]): each for each in harness.records(run)}
-    np.testing.assert_allclose(found["old", 0]["loss_nats"], before["loss_nats"], rtol=1e-6)
+    rows = {(each["split"], each["step"]): each for each in harness.records(run)}
+    np.testing.assert_allclose(rows["old", 0]["loss_nats"], before["loss_nats"], rtol=1e-6)
     changes = shown(run, ("old", "new"))
     assert changes["new"] < changes["old"]
     assert "nats before" not in (folder / "a" / "report.html").read_text()
@@ -209,7 +214,7 @@ def model_of(run):
 def test_the_model_and_the_tokenizer_of_the_other_run_replace_those_of_a_config(folder, capsys):
     """A shipped config trains on from any run: its own model and tokenizer are named, and left."""
     run = folder / "by-name"
-    given = {
+    settings = {
         "data.train": f"{folder}/texts/*.txt",
         "data.validation": "tail:20%",
         "data.sequence": "32",
@@ -219,7 +224,7 @@ def test_the_model_and_the_tokenizer_of_the_other_run_replace_those_of_a_config(
         "model.dropout": "0.1",  # keeps the meaning of the weights
     }
     command = ["train", "--config=quickstart", f"--init_from={folder / 'a'}", f"--workdir={run}"]
-    command += [f"--config.{path}={value}" for path, value in given.items()]
+    command += [f"--config.{path}={value}" for path, value in settings.items()]
     assert main([*command, "--stop_at=2"]) == 0
     (model, tokenizer), (source, _) = model_of(run), model_of(folder / "a")
     assert model == source | {"dropout": 0.1, "init": "gpt2"}  # of no meaning to weights
@@ -255,9 +260,9 @@ def test_a_model_of_another_library_as_a_run_is_fixed_by_an_import(
 ):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "hf")
-    code, told = error(capsys, *verb.split(), "--workdir=hf")
-    assert (code, told["what"]) == (2, "hf is a model of another library")
-    command = told["fix"].split()
+    code, message = error(capsys, *verb.split(), "--workdir=hf")
+    assert (code, message["what"]) == (2, "hf is a model of another library")
+    command = message["fix"].split()
     assert main([*command[1:], "--quiet"]) == 0
     more = [] if verb != "eval" else [f"--text={__file__}", "--sequence=32"]
     assert main([*verb.split(), command[-1], *more]) == 0
@@ -267,10 +272,10 @@ def test_a_recipe_as_the_config_of_a_run_is_fixed_to_its_verb(tmp_path, capsys, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a text of some words. " * 200)
     more = ["--config.source=a.txt", "--quiet"]
-    code, told = error(capsys, "train", "--config=data/clean-stdlib", "--workdir=x")
+    code, message = error(capsys, "train", "--config=data/clean-stdlib", "--workdir=x")
     assert code == 2
-    assert told["fix"] == "jaxlm data run --config=data/clean_stdlib --out=out"
-    assert main([*told["fix"].split()[1:], *more]) == 0
+    assert message["fix"] == "jaxlm data run --config=data/clean_stdlib --out=out"
+    assert main([*message["fix"].split()[1:], *more]) == 0
     capsys.readouterr()
-    code, told = error(capsys, "data", "run", "--config=quickstart", "--out=out")
-    assert (code, told["fix"]) == (2, "jaxlm train --config=quickstart --workdir=runs/a")
+    code, message = error(capsys, "data", "run", "--config=quickstart", "--out=out")
+    assert (code, message["fix"]) == (2, "jaxlm train --config=quickstart --workdir=runs/a")

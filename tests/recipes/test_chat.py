@@ -1,4 +1,4 @@
-"""Training on conversations through the front door: loss, resuming, answers, and what is refused."""
+"""Training on conversations by the command line: loss, resuming, answers, and refusals."""
 
 import itertools
 import json
@@ -71,7 +71,7 @@ def test_the_loss_of_answers_falls_and_a_resumed_run_is_the_same(config, unbroke
 
 
 def test_speed_counts_every_token_that_is_read_and_not_only_those_trained_on(unbroken):
-    """As peers print it; model FLOPs follow it, and neither counts padding."""
+    """Peers print it so; model FLOPs follow it, and neither counts padding."""
     rows = [r for r in harness.records(unbroken) if r["split"] == "train"]
     slots = 8 * 96
     for before, row in itertools.pairwise(rows[:8]):
@@ -119,8 +119,8 @@ def test_conversations_without_an_answer_end_before_the_first_step(config, tmp_p
     turns = [[{"role": "user", "content": "a"}]] * 5
     train = write(tmp_path / "none.jsonl", turns)
     assert main(harness.words(config, tmp_path / "run", f"--config.data.train={train}")) == 65
-    told = capsys.readouterr().err
-    assert "no conversation has an answer" in told
+    errors = capsys.readouterr().err
+    assert "no conversation has an answer" in errors
     assert not (tmp_path / "run/checkpoints").exists()
     turns = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 500}]] * 5
     train = write(tmp_path / "long.jsonl", turns)

@@ -1,4 +1,7 @@
-"""The learning rate of a run that runs: changed, written down, the same when done again; what is not understood changes nothing."""
+"""The learning rate of a live run can be changed, and a replay repeats the change.
+
+A file that is not understood changes nothing.
+"""
 
 import json
 import os
@@ -25,8 +28,8 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory):
-    """Stopped after four steps, told another rate, and ended."""
-    workdir = tmp_path_factory.mktemp("runs") / "told"
+    """A run that stopped after four steps, got another rate, and ended."""
+    workdir = tmp_path_factory.mktemp("runs") / "controlled"
     assert main([*harness.words(config, workdir), "--stop_at=4"]) == 0
     (workdir / "control.json").write_text('{"lr": 1e-3}')
     assert main(harness.words(config, workdir)) == 0
@@ -47,13 +50,13 @@ def test_a_change_is_followed_from_the_next_update_on_said_and_written_down(run)
 
 @pytest.mark.slow
 def test_a_run_that_passes_it_again_is_the_same_in_every_bit(config, run, tmp_path, capsys):
-    """From before it, though nobody asks for it any more; and one of its steps alone."""
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    (again / "control.json").unlink()
-    assert main([*harness.words(config, again), "--start_at=2", "--force"]) == 0
-    assert harness.state_digest(again) == harness.state_digest(run)
-    assert harness.losses(again) == harness.losses(run)
+    """From before the change, without a new request; and one of its steps alone."""
+    repeated = tmp_path / "again"
+    shutil.copytree(run, repeated)
+    (repeated / "control.json").unlink()
+    assert main([*harness.words(config, repeated), "--start_at=2", "--force"]) == 0
+    assert harness.state_digest(repeated) == harness.state_digest(run)
+    assert harness.losses(repeated) == harness.losses(run)
     capsys.readouterr()
     assert main(["replay", f"--workdir={run}", "--step=6", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["is_as_logged"]
@@ -61,18 +64,18 @@ def test_a_run_that_passes_it_again_is_the_same_in_every_bit(config, run, tmp_pa
 
 @pytest.fixture
 def made(tmp_path):
-    said = []
+    output = []
 
     def make(**options):
         directory = RunDir(tmp_path, **options)
         changes = control.load_changes(tmp_path, {}, lambda name, value: value)
-        return Control(directory, LR, changes, said.append)
+        return Control(directory, LR, changes, output.append)
 
-    return make, said, tmp_path
+    return make, output, tmp_path
 
 
-def look(found, step):
-    found.poll(step, lambda value: value)
+def look(control, step):
+    control.poll(step, lambda value: value)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def look(found, step):
     [
         (b"", "Expecting value"),
         (b"{", "Expecting"),
-        (b"[" * 4000, ""),  # Python 3.11 says something else of it than 3.13
+        (b"[" * 4000, ""),  # Python 3.11 and 3.13 have different messages
         (b'{"lr": 0}', "above zero"),
         (b'{"lr": -1}', "above zero"),
         (b'{"lr": NaN}', "above zero"),
@@ -95,46 +98,46 @@ def look(found, step):
     ],
 )
 def test_what_is_not_understood_is_said_once_and_changes_nothing(content, why, made):
-    make, said, folder = made
-    found = make()
+    make, output, folder = made
+    control = make()
     (folder / "control.json").write_bytes(content)
     for step in range(3):
-        look(found, step)
-        assert found.lr_scale(step) == 1
-    assert len(said) == 1
-    assert "ignoring control.json" in said[0]
-    assert why in said[0]
+        look(control, step)
+        assert control.lr_scale(step) == 1
+    assert len(output) == 1
+    assert "ignoring control.json" in output[0]
+    assert why in output[0]
     assert not (folder / "control.jsonl").exists()
     (folder / "control.json").write_text('{"lr": 6e-3}')
-    look(found, 3)
-    assert found.lr_scale(3) == 2
+    look(control, 3)
+    assert control.lr_scale(3) == 2
 
 
 def test_a_file_that_everybody_may_write_is_left_aside(made):
-    make, said, folder = made
+    make, output, folder = made
     (folder / "control.json").write_text('{"lr": 1e-3}')
     os.chmod(folder / "control.json", 0o666)
-    found = make()
-    look(found, 0)
-    assert found.lr_scale(0) == 1
-    assert "every user can write it" in said[0]
+    control = make()
+    look(control, 0)
+    assert control.lr_scale(0) == 1
+    assert "every user can write it" in output[0]
 
 
 def test_a_later_change_gives_up_those_that_were_yet_to_come(made):
     make, _, folder = made
-    found = make()
+    first = make()
     for step, lr in ((2, 6e-3), (5, 1.5e-3)):
         (folder / "control.json").write_text(json.dumps({"lr": lr}))
-        look(found, step)
-    assert [found.lr_scale(step) for step in range(7)] == [1, 1, 2, 2, 2, 0.5, 0.5]
-    again = make()  # resumed before both
-    look(again, 1)
-    assert [again.lr_scale(step) for step in range(7)] == [
-        found.lr_scale(step) for step in range(7)
+        look(first, step)
+    assert [first.lr_scale(step) for step in range(7)] == [1, 1, 2, 2, 2, 0.5, 0.5]
+    resumed = make()  # resumed before both
+    look(resumed, 1)
+    assert [resumed.lr_scale(step) for step in range(7)] == [
+        first.lr_scale(step) for step in range(7)
     ]
     (folder / "control.json").write_text('{"lr": null}')
-    look(again, 3)
-    assert [again.lr_scale(step) for step in range(7)] == [1, 1, 2, 1, 1, 1, 1]
+    look(resumed, 3)
+    assert [resumed.lr_scale(step) for step in range(7)] == [1, 1, 2, 1, 1, 1, 1]
     assert control.read_changes(folder) == [RateChange(2, 6e-3), RateChange(3, None)]
 
 
@@ -149,5 +152,5 @@ def test_processes_that_read_nothing_follow_the_first(made):
 
 def test_a_lost_record_is_made_up_for_by_the_checkpoint(tmp_path):
     meta = {"control": [{"step": 4, "lr": 6e-3}]}
-    found = control.load_changes(tmp_path, meta, lambda name, value: value)
-    assert [control.lr_scale(found, step, LR) for step in (3, 4)] == [1, 2]
+    changes = control.load_changes(tmp_path, meta, lambda name, value: value)
+    assert [control.lr_scale(changes, step, LR) for step in (3, 4)] == [1, 2]

@@ -113,8 +113,8 @@ def test_json_says_it(diverged, config, capsys):
     before = harness.exit_of(run)
     for _ in range(2):  # a run that is over is not well afterwards
         assert main(harness.words(config, run, HUGE)) == 0
-        assert "already complete at step 24" in (said := capsys.readouterr().out)
-        assert "worse than the uniform coder" in said
+        assert "already complete at step 24" in (output := capsys.readouterr().out)
+        assert "worse than the uniform coder" in output
         assert harness.exit_of(run) == before
 
 
@@ -131,9 +131,9 @@ def test_a_healthy_run_is_warned_of_nothing_and_is_what_it_was(healthy):
 def test_stop_ends_the_run_with_79_and_keeps_what_was_saved_before(config, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(harness.words(config, run, HUGE, STOP)) == 79
-    said = capsys.readouterr().err
-    assert "worse than the uniform coder" in said
-    assert "jaxlm lr-find --config=" in said
+    output = capsys.readouterr().err
+    assert "worse than the uniform coder" in output
+    assert "jaxlm lr-find --config=" in output
     ended = harness.exit_of(run)
     assert ended["code"] == 79
     assert "worse than the uniform coder" in ended["cause"]
@@ -168,10 +168,10 @@ def test_a_run_that_learns_nothing_is_worse_than_the_unigram_coder_from_its_midd
     settings = ("--config.train.steps=120", "--config.eval.every=20", "--config.optim.lr=1e-9")
     run = tmp_path / "run"
     assert main(harness.words(config, run, *settings, "--config.checkpoint.every=60")) == 0
-    said = warned(run)
-    assert said
-    assert min(record["step"] for record in said) == 60
-    assert "unigram" in said[0]["text"] or "uniform" in said[0]["text"]
+    output = warned(run)
+    assert output
+    assert min(record["step"] for record in output) == 60
+    assert "unigram" in output[0]["text"] or "uniform" in output[0]["text"]
     assert "<tr class=ours>" not in (run / "report.html").read_text()
 
 

@@ -1,4 +1,4 @@
-"""An encoder-decoder through the front door: trained with spans, evaluated, asked, exported; what cannot be is refused."""
+"""An encoder-decoder by the command line: trained with spans, evaluated, sampled, exported."""
 
 import re
 
@@ -48,11 +48,11 @@ def trained(config, tmp_path_factory):
 
 
 def test_an_encoder_decoder_learns_what_was_cut_out_and_writes(trained, capsys):
-    found = harness.records(trained)
-    first, *_, last = (r for r in found if r["split"] == "train")
+    records = harness.records(trained)
+    first, *_, last = (r for r in records if r["split"] == "train")
     assert last["loss_nats"] < first["loss_nats"]
     assert first["flops_per_second"] > 0
-    assert [r["split"] for r in found].count("val") == 1
+    assert [r["split"] for r in records].count("val") == 1
     assert " a step, " in (trained / "log.txt").read_text()
     asked = asking(trained)
     ids = written(capsys, trained)
@@ -72,14 +72,14 @@ def test_one_that_learns_by_denoisers_is_stopped_evaluated_replayed_and_asked(
     flags = [*SMALL, *DENOISERS, "--config.train.steps=6", "--config.eval.batches=all"]
     assert main(harness.words(config, run, *flags, "--stop_at=3")) == 0
     assert main(harness.words(config, run, *flags)) == 0
-    found = harness.records(run)
-    trained = [r for r in found if r["split"] == "train"]
+    records = harness.records(run)
+    trained = [r for r in records if r["split"] == "train"]
     assert [r["step"] for r in trained] == [1, 2, 3, 4, 5, 6]
-    (logged,) = (r for r in found if r["split"] == "val")
+    (logged,) = (r for r in records if r["split"] == "val")
     assert logged["loss_nats"] < trained[0]["loss_nats"]
-    code, again = call(capsys, "eval", f"--workdir={run}")
-    assert (code, again["tokens"]) == (0, logged["tokens"])
-    assert again["loss_nats"] == pytest.approx(logged["loss_nats"], rel=1e-6)
+    code, evaluated = call(capsys, "eval", f"--workdir={run}")
+    assert (code, evaluated["tokens"]) == (0, logged["tokens"])
+    assert evaluated["loss_nats"] == pytest.approx(logged["loss_nats"], rel=1e-6)
     code, answer = call(capsys, "replay", f"--workdir={run}", "--step=5")
     assert (code, answer["is_as_logged"]) == (0, True)
     written(capsys, run)
@@ -90,7 +90,7 @@ def asking(run):
 
 
 def written(capsys, run):
-    """The ids that a run goes on with, each the likeliest."""
+    """The likeliest ids by which a run continues a text."""
     code, answer = call(capsys, *asking(run), "--max_tokens=5")
     assert code == 0
     ids = answer["samples"][0]["ids"]
@@ -114,8 +114,8 @@ def likeliest(run, prompt, ids):
         return model(tokens, source=source)[0]
 
     with jax.set_mesh(opened.model.mesh):
-        found = np.where(text[None], scores(opened.params), -np.inf)
-    return found.argmax(-1).tolist()
+        permitted = np.where(text[None], scores(opened.params), -np.inf)
+    return permitted.argmax(-1).tolist()
 
 
 @pytest.mark.slow
@@ -187,8 +187,8 @@ def test_peek_shows_what_is_read_and_what_is_written(objective, config, capsys):
     capsys.readouterr()
     flags = [f"--config={config}", *SMALL, *objective, "--config.train.batch=32"]
     assert main(["data", "peek", *flags, "--rows=32"]) == 0
-    said = capsys.readouterr().out
-    pairs = re.findall("\u2039([^\u203a]*)\u203a\u00ab([^\u00bb]*)\u00bb", said)
+    output = capsys.readouterr().out
+    pairs = re.findall("\u2039([^\u203a]*)\u203a\u00ab([^\u00bb]*)\u00bb", output)
     assert len(pairs) > 1
     have_spans = set()
     for read, written in pairs:
@@ -200,7 +200,7 @@ def test_peek_shows_what_is_read_and_what_is_written(objective, config, capsys):
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """A T5 that was imported, and flags of a run that goes on from it."""
+    """An imported T5, and flags of a run that continues from it."""
     folder = tmp_path_factory.mktemp("t5")
     files, settings, attributes, *_ = FORMS["t5"]
     family = T5(vocab=703, width=32, depth=1, heads=4, hidden=48)
@@ -218,8 +218,8 @@ def test_an_imported_t5_goes_on_with_its_own_sentinels(imported, capsys):
     _, flags = imported
     capsys.readouterr()
     assert main(["data", "peek", *flags, "--rows=1"]) == 0
-    said = capsys.readouterr().out
-    read, written = re.search("\u2039([^\u203a]*)\u203a\u00ab([^\u00bb]*)\u00bb", said).groups()
+    output = capsys.readouterr().out
+    read, written = re.search("\u2039([^\u203a]*)\u203a\u00ab([^\u00bb]*)\u00bb", output).groups()
     for number in range(3):
         assert f"<extra_id_{number}>" in read
     assert written.startswith("<extra_id_0>")

@@ -1,4 +1,4 @@
-"""Encoders, and decoders beside them, on meshes of several devices."""
+"""Encoders, and decoders too, on meshes of several devices."""
 
 import numpy as np
 import pytest

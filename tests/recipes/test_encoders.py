@@ -1,4 +1,4 @@
-"""Encoders through the front door: trained, evaluated, imported, exported; and what cannot be is refused."""
+"""Encoders by the command line: trained, evaluated, imported, exported, and refusals."""
 
 import json
 
@@ -44,10 +44,10 @@ def trained(config, tmp_path_factory):
 
 
 def test_an_encoder_learns_what_is_hidden_and_does_not_go_on(trained, capsys):
-    found = harness.records(trained)
-    first, *_, last = (r["loss_nats"] for r in found if r["split"] == "train")
+    records = harness.records(trained)
+    first, *_, last = (r["loss_nats"] for r in records if r["split"] == "train")
     assert last < first
-    assert [r["split"] for r in found].count("val") == 1
+    assert [r["split"] for r in records].count("val") == 1
     code, answer = call(capsys, "generate", f"--workdir={trained}", "--prompt=one")
     assert code == 2
     assert "cannot continue a text" in answer["error"]["what"]
@@ -55,15 +55,15 @@ def test_an_encoder_learns_what_is_hidden_and_does_not_go_on(trained, capsys):
 
 @pytest.mark.slow
 def test_an_encoder_goes_to_transformers_and_back(trained, tmp_path, capsys):
-    out, again = tmp_path / "out", tmp_path / "again"
+    out, returned = tmp_path / "out", tmp_path / "again"
     code, answer = call(capsys, "export", f"--workdir={trained}", f"--out={out}")
     assert (code, answer["architecture"]) == (0, "RobertaForMaskedLM")
     assert answer["parity"]["is_bit_identical"]
     assert json.loads((out / "config.json").read_text())["pad_token_id"] == 0
     write_tokenizer(out)
-    code, answer = call(capsys, "import", f"--from={out}", f"--workdir={again}")
+    code, answer = call(capsys, "import", f"--from={out}", f"--workdir={returned}")
     assert (code, answer["ignored"]) == (0, [])
-    learnt = json.loads((again / "config.json").read_text())["objective"]["name"]
+    learnt = json.loads((returned / "config.json").read_text())["objective"]["name"]
     assert learnt == "masked"
 
 
@@ -97,9 +97,9 @@ def test_older_names_are_understood_and_heads_of_other_tasks_are_told_and_left(t
     save_file(stored, source / "model.safetensors")
     capsys.readouterr()
     assert main(["import", f"--from={source}", f"--workdir={run}", "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["ignored"] == ["bert.pooler.dense.weight"]
-    assert "BertForMaskedLM has no such part: bert.pooler.dense.weight" in said.err
+    output = capsys.readouterr()
+    assert json.loads(output.out)["ignored"] == ["bert.pooler.dense.weight"]
+    assert "BertForMaskedLM has no such part: bert.pooler.dense.weight" in output.err
     arrays = harness.store(run).arrays(0)
     (scale,) = [leaf for path, leaf in arrays.items() if path.endswith("embedding_norm/scale")]
     np.testing.assert_array_equal(scale, weights.weight("bert.embeddings.LayerNorm.weight", (32,)))

@@ -1,4 +1,4 @@
-"""What an engine holds: bytes by ZeRO stage, one state and never two, and the optimizer's state where it was asked for."""
+"""Arrays of an engine: bytes by ZeRO stage, one state and never two, offloaded optimizer state."""
 
 import gc
 import math
@@ -82,19 +82,22 @@ def held(values):
 
 
 def test_the_bytes_that_the_header_shows_are_those_of_the_live_arrays():
-    """Gradients live inside of a step alone: a program that ends with them shows how they lie, and tests/training/test_zero.py reads it in the step."""
-    told = {}
+    """Gradients exist inside of a step alone: a program that ends with them shows their layout.
+
+    tests/training/test_zero.py reads the layout in the step.
+    """
+    figures = {}
     for zero in (1, 2, 3):
         engine = engine_of({"fsdp": 4, "zero": zero})
-        told[zero] = engine.bytes_per_device()
+        figures[zero] = engine.bytes_per_device()
         state = engine.init_state()
-        assert told[zero]["parameters"] == held(state.params)
-        assert told[zero]["optimizer"] == held(state.opt_state)
+        assert figures[zero]["parameters"] == held(state.params)
+        assert figures[zero]["optimizer"] == held(state.opt_state)
         with jax.set_mesh(engine.model.mesh):
-            assert told[zero]["gradients"] == held(engine.gradient(state, batch_of(engine)))
+            assert figures[zero]["gradients"] == held(engine.gradient(state, batch_of(engine)))
     whole = tree.size_bytes(engine.model.blueprint.shapes)
     shares = {
-        name: [told[zero][name] / whole for zero in (1, 2, 3)]
+        name: [figures[zero][name] / whole for zero in (1, 2, 3)]
         for name in ("parameters", "gradients", "optimizer")
     }
     assert shares["parameters"] == [1, 1, 1 / 4]
@@ -150,7 +153,7 @@ def test_a_step_writes_over_its_state_and_leaves_it_where_it_was(devices, train)
     [("mlp_out", 0, 1), ("layer_in,attention_out", 2, 0)],
 )
 def test_activations_that_are_kept_on_the_host_are_on_no_device(names, on_host, on_devices):
-    """By what the loop over layers hands to the loop back: of each layer the stream, and what was asked for."""
+    """The residuals of the loop over layers: the stream of each layer, and saved activations."""
     engine = engine_of({"fsdp": 2}, remat=f"offload:{names}")
     with jax.set_mesh(engine.model.mesh):
         text = str(engine.step.trace(engine.abstract(), batch_of(engine)).jaxpr)

@@ -1,4 +1,4 @@
-"""Training with experts: the losses of one device on every mesh, micro-batched or not, and what is refused."""
+"""Training with experts: the losses of one device on every mesh, and refusals."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ COUNT = 20
 
 
 def batches():
-    """Rows of one or two documents, with padding at the ends of some and prompts that weigh nothing."""
+    """Rows of one or two documents, with padding at some ends and prompts of weight zero."""
     draw = np.random.default_rng(0)
     for _ in range(COUNT):
         tokens = draw.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
@@ -60,7 +60,15 @@ def batches():
 
 
 def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
-    """The metrics of each step on a mesh, the first gradient if asked for, and the parameters at the end."""
+    """Metrics of each step on a mesh, the first gradient if requested, and the last parameters.
+
+    Args:
+      model: settings of the model.
+      sizes: axis sizes of the mesh.
+      microbatches: micro-batches per step.
+      optim: settings of the optimizer.
+      differentiated: also return the first gradient.
+    """
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     run = Run(
         model=model,
@@ -115,9 +123,9 @@ def on_one_device(model, **rest):
 
 def assert_same(expected, got):
     names = ("loss_nats", "grad_norm", "moe_loss", "moe_balance", "moe_z", "moe_dropped")
-    for there, here in zip(expected[0], got[0], strict=True):
+    for other, here in zip(expected[0], got[0], strict=True):
         for name in (*names, "moe_load_max"):
-            assert here[name] == pytest.approx(there[name], rel=1e-5, abs=1e-7), name
+            assert here[name] == pytest.approx(other[name], rel=1e-5, abs=1e-7), name
     for path, leaf in expected[1].items():
         size = float(jnp.abs(leaf).max())
         np.testing.assert_allclose(got[1][path], leaf, atol=1e-5 * size, rtol=1e-5, err_msg=path)
@@ -224,10 +232,10 @@ def test_dropped_tokens_are_said_once_in_the_log_and_stand_in_the_report(tmp_pat
     assert len(dropped) == 4
     assert min(dropped) > 0.2
     assert max(dropped) < 2 * dropped[0]
-    (told,) = harness.records(out, "warnings.jsonl")
-    assert told["step"] == 1
-    assert f"experts dropped {dropped[0]:.2%} of the tokens routed to them" in told["text"]
-    assert told["text"] in (out / "log.txt").read_text()
+    (warning,) = harness.records(out, "warnings.jsonl")
+    assert warning["step"] == 1
+    assert f"experts dropped {dropped[0]:.2%} of the tokens routed to them" in warning["text"]
+    assert warning["text"] in (out / "log.txt").read_text()
     report = (out / "report.html").read_text()
     assert f"{dropped[-1]:.3%}</td>" in report
     assert f"{np.mean(dropped):.3%}</td>" in report
@@ -235,12 +243,12 @@ def test_dropped_tokens_are_said_once_in_the_log_and_stand_in_the_report(tmp_pat
 
 
 def test_a_share_that_grows_is_told_again_at_twice_the_last():
-    told = []
-    dropping = DroppedTokenWarning(lambda text, step: told.append(step))
+    notes = []
+    dropping = DroppedTokenWarning(lambda text, step: notes.append(step))
     for step, share in enumerate((0.0, 0.01, 0.015, 0.021, 0.03, 0.05, float("nan"))):
         dropping.check(step, {"moe_dropped": share, "moe_load_max": 2.0})
     dropping.check(9, {"loss_nats": 1.0})
-    assert told == [1, 3, 5]
+    assert notes == [1, 3, 5]
 
 
 @pytest.mark.slow

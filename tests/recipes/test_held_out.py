@@ -1,4 +1,4 @@
-"""What a run validates on if the user names only the text to train on; through the front door."""
+"""The validation data of a run whose user names only training text; by the command line."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def shown(capsys, *words):
 
 @pytest.fixture(scope="module")
 def run(texts, tmp_path_factory):
-    """The quickstart with `data.train` set on the command line, and nothing said of validation."""
+    """The quickstart with `data.train` set on the command line, and no validation setting."""
     folder = tmp_path_factory.mktemp("runs")
     return trained(folder / "run", *flags(), f"--config.data.train={texts}/*.txt")
 
@@ -72,8 +72,8 @@ def text_of(workdir):
     """The text that a run trains on and validates on, by the shards that it reads."""
     run = configs.load(Run, str(workdir / "config.json")).value
     data = dataset.open_data(run.data, seed=run.seed)
-    found = {"train": data.train.shards} | {n: s.shards for n, s in data.validation.items()}
-    return {name: decoded(shards) for name, shards in found.items()}
+    parts = {"train": data.train.shards} | {n: s.shards for n, s in data.validation.items()}
+    return {name: decoded(shards) for name, shards in parts.items()}
 
 
 def decoded(shards):
@@ -108,9 +108,9 @@ def test_config_says_who_set_what_is_held_out(texts, capsys):
     assert value == ["tail:5%"]
     assert REASON in origin
     assert main(["config", "explain", "data.validation", f"--config={QUICKSTART}", mine]) == 0
-    said = capsys.readouterr().out
-    assert "tail:5%" in said
-    assert REASON in said
+    output = capsys.readouterr().out
+    assert "tail:5%" in output
+    assert REASON in output
     assert main(["config", "diff", QUICKSTART, QUICKSTART, mine, "--json"]) == 0
     changes = json.loads(capsys.readouterr().out)["changes"]
     assert {change["path"] for change in changes} == {"data.train", "data.validation"}
@@ -131,15 +131,15 @@ def test_the_quickstart_alone_is_what_it_was(capsys):
 )
 def test_validation_that_the_user_names_is_used(named, value, texts, capsys):
     words = (f"--config.data.train={texts}/*.txt", f"--config.data.validation={named}")
-    found, origin = shown(capsys, f"--config={QUICKSTART}", *words)
-    assert (found, origin) == (value, words[1])
+    values, origin = shown(capsys, f"--config={QUICKSTART}", *words)
+    assert (values, origin) == (value, words[1])
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_resolved_config_takes_other_text_like_the_file_it_came_from(
     order, run, texts, tmp_path, capsys
 ):
-    """Neither the library's validation text nor a hold-out was named by anyone."""
+    """The user named no validation text and no hold-out."""
     other = f"--config.data.train={texts}/[m]*.txt"
     assert shown(capsys, f"--config={run / 'config.json'}", other)[0] == ["tail:5%"]
     assert main(["config", "show", "--json", f"--config={QUICKSTART}"]) == 0
@@ -181,13 +181,13 @@ def test_the_function_holds_out_of_text_that_it_is_given(kind, run, texts, tmp_p
     settings |= {"log.sinks": (), "sample.prompts": (), "model.family": "qwen3"}
     train = (f"{texts}/*.txt",)
     if kind == "settings":
-        given, settings = QUICKSTART, settings | {"data.train": train}
+        config, settings = QUICKSTART, settings | {"data.train": train}
     elif kind == "draft":
-        given = configs.new(Run)
-        given.data.train = train
+        config = configs.new(Run)
+        config.data.train = train
     else:
-        given = Run(data=type(Run().data)(train=train))
-    jaxlm.train(given, workdir=tmp_path / "run", settings=settings, quiet=True)
+        config = Run(data=type(Run().data)(train=train))
+    jaxlm.train(config, workdir=tmp_path / "run", settings=settings, quiet=True)
     saved = json.loads((tmp_path / "run/config.json").read_text())
     assert saved["data"]["validation"] == ["tail:5%"]
     assert text_of(tmp_path / "run") == text_of(run)
@@ -210,14 +210,14 @@ def test_a_hold_out_of_less_than_a_row_is_an_error_whose_fix_works(tmp_path, cap
     (tmp_path / "short.txt").write_text(TEXT[:400])
     mine = f"--config.data.train={tmp_path}/*.txt"
     trained(tmp_path / "refused", *flags(), mine, code=2)
-    said = capsys.readouterr().err
-    assert "too little text is held out" in said
-    assert "val has 22 tokens, and a row 32" in said
-    fixes = [line.split()[-1 if "fix" in line else 0] for line in said.splitlines()]
+    output = capsys.readouterr().err
+    assert "too little text is held out" in output
+    assert "val has 22 tokens, and a row 32" in output
+    fixes = [line.split()[-1 if "fix" in line else 0] for line in output.splitlines()]
     share = next(word for word in fixes if word.startswith("--config.data.validation=tail:"))
     trained(tmp_path / "run", *flags(), mine, share)
     assert [r["split"] for r in harness.records(tmp_path / "run")].count("val") > 0
-    assert "'--config.data.validation=()'" in said
+    assert "'--config.data.validation=()'" in output
 
 
 def test_token_shards_are_refused_with_ways_out_of_the_users_own_text(texts, tmp_path, capsys):
@@ -228,9 +228,9 @@ def test_token_shards_are_refused_with_ways_out_of_the_users_own_text(texts, tmp
     assert decoded(TokenShards.open(tmp_path / "shards/val")) == TEXT[int(len(TEXT) * 0.95) :]
     stored = f"--config.data.train={tmp_path / 'shards/train'}"
     trained(tmp_path / "refused", *flags(), stored, code=2)
-    said = capsys.readouterr().err
-    assert "stdlib" not in said
-    fix = said.partition("fix")[2].strip()
+    output = capsys.readouterr().err
+    assert "stdlib" not in output
+    fix = output.partition("fix")[2].strip()
     assert fix == f"--config.data.validation={tmp_path / 'shards/val'}"
     trained(tmp_path / "run", *flags(), stored, fix)
     (tmp_path / "shards/val").rename(tmp_path / "elsewhere")
@@ -252,7 +252,7 @@ def test_the_tokenizer_of_own_text_is_trained_on_that_text(texts, tmp_path):
 
 @pytest.mark.slow  # the library's validation text is compressed for the report
 def test_a_run_from_before_keeps_its_own_data(texts, tmp_path):
-    """A run of an earlier version, which validated on the library by default, goes on with that."""
+    """A run of an earlier version, which validated on the library by default, keeps doing so."""
     mine = f"--config.data.train={texts}/*.txt"
     before = "--config.data.validation=stdlib:validation"
     few = flags(**{"eval.batches": 2, "eval.every": 2, "train.steps": 400})

@@ -1,4 +1,4 @@
-"""The ranks here are scripts of a line or two: what is tested is who is started again, and who is blamed."""
+"""Ranks are scripts of a line or two: the tests check which are restarted or blamed."""
 
 import signal
 import sys
@@ -33,7 +33,7 @@ def command(folder, script):
 
 @pytest.fixture
 def job(tmp_path):
-    """A job whose ranks run a script, and what it says."""
+    """A job whose ranks run a script, and its output."""
 
     def make(script, *, count=1, restarts=10, pause=0.01, **options):
         made = ElasticJob(
@@ -41,14 +41,14 @@ def job(tmp_path):
             count,
             workdir=tmp_path,
             restarts=restarts,
-            log=said.append,
+            log=output.append,
             pause_seconds=pause,
             **options,
         )
         return made
 
-    said = []
-    make.said = said
+    output = []
+    make.said = output
     return make
 
 

@@ -106,11 +106,11 @@ def test_an_export_is_loaded_and_computes_the_same(model, tmp_path):
     parity = model.export(tmp_path / "hf")["parity"]
     assert parity["is_bit_identical"]
     lines = []
-    again = jaxlm.load(tmp_path / "hf", say=lines.append)
-    assert again.score(TEXT).nats == pytest.approx(model.score(TEXT).nats, abs=1e-5)
+    loaded = jaxlm.load(tmp_path / "hf", say=lines.append)
+    assert loaded.score(TEXT).nats == pytest.approx(model.score(TEXT).nats, abs=1e-5)
     assert any("importing" in line for line in lines)
     lines.clear()
-    assert jaxlm.load(tmp_path / "hf", say=lines.append).workdir == again.workdir
+    assert jaxlm.load(tmp_path / "hf", say=lines.append).workdir == loaded.workdir
     assert not any("importing" in line for line in lines), "the same files are imported once"
 
 

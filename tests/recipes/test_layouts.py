@@ -1,4 +1,4 @@
-"""Training through the front door on other meshes, and with the optimizer's state elsewhere: the same run."""
+"""Training by the command line on other meshes, or with offloaded state, is the same run."""
 
 import json
 
@@ -15,19 +15,19 @@ from tests.recipes.test_pretrain import SETTINGS, records, train
 
 STEPS = ("--config.train.steps=4", "--config.checkpoint.every=2", "--config.eval.every=4")
 LAYOUTS = {
-    "stages beside fsdp": ("pipe=2", "fsdp=2"),
+    "stages and fsdp": ("pipe=2", "fsdp=2"),
     "circular, optimizer state split alone": ("pipe=2", "fsdp=2", "zero=1"),
     "optimizer state on the host": ("fsdp=4", "zero=2"),
 }
-SAID = {
-    "stages beside fsdp": "2 stages, 2 micro-batches: each stage idles 33% of ticks",
+HEADERS = {
+    "stages and fsdp": "2 stages, 2 micro-batches: each stage idles 33% of ticks",
     "circular, optimizer state split alone": "2 stages x 2 groups of layers, 2 micro-batches: "
     "each stage idles 20% of ticks",
     "optimizer state on the host": "of optimizer (zero=2), the optimizer state on the host "
     "between steps",
 }
 MORE = {
-    "stages beside fsdp": (),
+    "stages and fsdp": (),
     "circular, optimizer state split alone": ("--config.train.pipeline=circular",),
     "optimizer state on the host": (
         "--config.train.offload=optimizer",
@@ -43,8 +43,8 @@ def test_how_state_is_split_and_kept_may_change_when_a_run_goes_on():
         [("mesh.pipe", "2"), ("train.pipeline", "circular"), ("train.pipeline_repeats", "4")],
         [("train.offload", "optimizer"), ("train.remat", "offload:mlp_out")],
     ):
-        wanted = configs.load(Run, None, flags).value
-        changes = resume.check(saved, wanted, ResumeOptions(), 1)
+        changed = configs.load(Run, None, flags).value
+        changes = resume.check(saved, changed, ResumeOptions(), 1)
         assert {change.path for change in changes} == {path for path, _ in flags}
 
 
@@ -83,5 +83,5 @@ def test_a_run_is_the_same_on_another_layout_and_goes_on_from_another(
     assert [row[:2] for row in one] == [row[:2] for row in other]
     np.testing.assert_allclose([row[2] for row in other], [row[2] for row in one], rtol=1e-5)
     assert samples(tmp_path / "run") == samples(plain)
-    assert SAID[name] in " ".join((tmp_path / "run/log.txt").read_text().split())
+    assert HEADERS[name] in " ".join((tmp_path / "run/log.txt").read_text().split())
     assert jax.device_count() == 8

@@ -1,4 +1,4 @@
-"""Runs in float16, int8 and fp8: they learn what others learn, and the loss scale goes on where it stood."""
+"""Runs in float16, int8 and fp8 learn as others do, and the loss scale is resumed."""
 
 import itertools
 import json
@@ -59,10 +59,10 @@ def test_the_scale_goes_on_after_a_stop_and_a_step_is_done_again_with_its_own(
     assert harness.state_digest(tmp_path / "parts") == harness.state_digest(scaled)
     capsys.readouterr()
     assert main(["replay", f"--workdir={scaled}", "--step=12", "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["is_as_logged"]
-    assert again["grad_norm"] == whole[-1]["grad_norm"]
-    assert all(norm for norms in again["layers"].values() for norm in np.ravel(norms))
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_as_logged"]
+    assert report["grad_norm"] == whole[-1]["grad_norm"]
+    assert all(norm for norms in report["layers"].values() for norm in np.ravel(norms))
 
 
 @pytest.mark.slow
@@ -99,13 +99,16 @@ def test_rounded_products_train_and_evaluation_is_not_rounded(
     (ended,) = [r for r in harness.records(tmp_path / "run") if r["split"] == "val"]
     capsys.readouterr()
     assert main(["eval", f"--workdir={tmp_path / 'run'}", "--json", "--batch=3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["loss_nats"] == pytest.approx(ended["loss_nats"], rel=1e-5)
+    report = json.loads(capsys.readouterr().out)
+    assert report["loss_nats"] == pytest.approx(ended["loss_nats"], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_the_quickstarts_model_learns_in_low_precision_as_in_bfloat16(tmp_path, record_property):
-    """The course of 150 steps on the standard library's source, its end in validation; seeds tell what noise is."""
+    """The course of 150 steps on the standard library's source, and its end in validation.
+
+    The noise is measured by seeds.
+    """
     settings = {
         "train.steps": 150,
         "data.tokenizer": "bytes",
@@ -121,9 +124,9 @@ def test_the_quickstarts_model_learns_in_low_precision_as_in_bfloat16(tmp_path, 
         "fp8": {"precision.products": "fp8"},
     }
     ends, courses = {}, {}
-    for number, (name, own) in enumerate(arms.items()):
+    for number, (name, losses) in enumerate(arms.items()):
         workdir = tmp_path / str(number)
-        flags = [f"--config.{key}={value}" for key, value in (settings | own).items()]
+        flags = [f"--config.{key}={value}" for key, value in (settings | losses).items()]
         records = trained("configs/quickstart.py", workdir, *flags)
         (end,) = [
             r["loss_nats"]

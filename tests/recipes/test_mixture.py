@@ -1,4 +1,4 @@
-"""A mixture of three sources through the front door: trained, stopped, resumed, refused, looked at."""
+"""A mixture of three sources by the command line: trained, stopped, resumed, refused, shown."""
 
 import json
 
@@ -41,7 +41,7 @@ def unbroken(config, tmp_path_factory):
 
 
 def sources(workdir):
-    """What each logged step says of the sources, by step."""
+    """Figures of the sources in each logged step, by step."""
     return {
         r["step"]: {name: value for name, value in r.items() if name.startswith("sources/")}
         for r in harness.records(workdir)
@@ -50,9 +50,9 @@ def sources(workdir):
 
 
 def test_what_was_read_of_each_source_is_in_metrics_log_and_report(unbroken):
-    found = harness.records(unbroken)
-    assert {r["split"] for r in found} == {"train", "val_web", "val_code", "val_books"}
-    trained = {r["step"]: r for r in found if r["split"] == "train"}
+    records = harness.records(unbroken)
+    assert {r["split"] for r in records} == {"train", "val_web", "val_code", "val_books"}
+    trained = {r["step"]: r for r in records if r["split"] == "train"}
     for step, record in trained.items():
         rows, tokens = (
             sum(record[f"sources/{name}/{what}"] for name in ("web", "code", "books"))
@@ -67,7 +67,7 @@ def test_what_was_read_of_each_source_is_in_metrics_log_and_report(unbroken):
     size = last["sources/books/rows"] / last["sources/books/epochs"]
     assert last["sources/books/rows"] == int(0.1 * round(size)) > 2
     assert last["sources/books/weight"] == 0, "its most epochs are over"
-    followed = {r["step"]: r["loss_nats"] for r in found if r["split"] == "val_code"}
+    followed = {r["step"]: r["loss_nats"] for r in records if r["split"] == "val_code"}
     assert harness.store(unbroken).record(8).loss_nats == followed[8]
     log = (unbroken / "log.txt").read_text()
     assert "val_code ranks checkpoints" in log
@@ -116,9 +116,9 @@ def test_another_mixture_at_a_resume_is_refused_field_by_field(
     flags, shown, fix, config, unbroken, capsys
 ):
     assert main(harness.words(config, unbroken, *flags)) == 2
-    told = capsys.readouterr().err
-    assert all(each in told for each in shown)
-    assert fix in told
+    errors = capsys.readouterr().err
+    assert all(each in errors for each in shown)
+    assert fix in errors
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_weights_that_are_no_mixture_are_named_before_anything_is_read(
     flag, why, fix, config, capsys
 ):
     code = main(["config", "validate", f"--config={config}", f"--config.data.mixture.{flag}"])
-    told = "".join(capsys.readouterr())
+    output = "".join(capsys.readouterr())
     assert code == (2 if why else 0)
-    assert why in told
-    assert fix in told
+    assert why in output
+    assert fix in output
 
 
 def test_the_shares_are_shown_by_stats_and_peek(config, capsys):

@@ -66,27 +66,30 @@ def test_an_export_says_that_it_leaves_the_heads_out(run, tmp_path, capsys):
 
 def test_the_plan_counts_the_heads(config, run, capsys):
     words = ["plan", f"--config={config}", "--on=cpu", "--config.model.vocab=320"]
-    found = answer(capsys, *words)
+    plan = answer(capsys, *words)
     plain = answer(capsys, *words, "--config.objective.name=causal")
     arrays = harness.store(run).arrays(4)
     heads = sum(leaf.size for path, leaf in arrays.items() if path.startswith("params/heads/"))
-    assert found["parameters"] - plain["parameters"] == heads
+    assert plan["parameters"] - plain["parameters"] == heads
     for name in ("parameters", "gradients", "optimizer", "logits", "activations"):
-        assert found["bytes_per_device"][name] > plain["bytes_per_device"][name]
-    assert found["flops_per_token"] > plain["flops_per_token"]
+        assert plan["bytes_per_device"][name] > plain["bytes_per_device"][name]
+    assert plan["flops_per_token"] > plain["flops_per_token"]
 
 
 def test_peek_shows_what_each_head_predicts(config, capsys):
-    """Of every segment the same text; the head k tokens ahead begins k tokens later, and in a mixture it is idle in some rows."""
-    found = answer(capsys, "data", "peek", f"--config={config}", "--rows=4")["rows"]
-    for segment in (segment for row in found for segment in row):
+    """Each segment has the same text; the head k tokens ahead begins k tokens later.
+
+    In a mixture the head is idle in some rows.
+    """
+    rows = answer(capsys, "data", "peek", f"--config={config}", "--rows=4")["rows"]
+    for segment in (segment for row in rows for segment in row):
         first, marked = segment["text"].rstrip("\u00bb").split("\u00ab")
         tokens = re.findall(r"<\|\w+\|>|.", marked)
         for k in (1, 2):
             seen, rest = "".join(tokens[:k]), "".join(tokens[k:])
             assert segment[f"ahead_{k + 1}"] == first + seen + (rest and f"\u00ab{rest}\u00bb")
-    found = answer(capsys, "data", "peek", f"--config={config}", "--rows=8", *MIXED)["rows"]
-    assert {tuple(sorted(row[0])) for row in found} == {
+    rows = answer(capsys, "data", "peek", f"--config={config}", "--rows=8", *MIXED)["rows"]
+    assert {tuple(sorted(row[0])) for row in rows} == {
         ("source", "text"),
         ("ahead_2", "source", "text"),
     }

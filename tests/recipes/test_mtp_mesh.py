@@ -1,4 +1,4 @@
-"""Multi-token prediction split over a mesh: the losses of one device, and nothing sent that should stay."""
+"""Multi-token prediction split over a mesh: the losses of one device, and no needless traffic."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def test_a_mesh_trains_as_one_device_does(sizes, heads):
         objective=MTP(heads=heads, weights=(0.3, 0.2)), mesh=MeshConfig(**{"data": 1} | sizes)
     )
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, microbatches=2))
-    found = check.check(run, devices=4)
-    assert found["is_equal"], found["deviation"]
-    assert not found["replicated"]
-    assert not found["unexpected"]
+    report = check.check(run, devices=4)
+    assert report["is_equal"], report["deviation"]
+    assert not report["replicated"]
+    assert not report["unexpected"]

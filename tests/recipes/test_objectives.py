@@ -1,4 +1,7 @@
-"""Every objective through the front door: a few steps, an evaluation, a stop and a replay; and what cannot be is refused."""
+"""Every objective by the command line: a few steps, an evaluation, a stop and a replay.
+
+Impossible settings are refused.
+"""
 
 import json
 import typing
@@ -55,12 +58,12 @@ def named():
 def test_an_objective_trains_evaluates_and_samples(name, config, tmp_path):
     flags = MIXED if name == "mixture" else [f"--config.objective.name={name}"]
     assert main(harness.words(config, tmp_path / "run", *flags)) == 0
-    found = harness.records(tmp_path / "run")
-    first, *_, last = (r["loss_nats"] for r in found if r["split"] == "train")
+    records = harness.records(tmp_path / "run")
+    first, *_, last = (r["loss_nats"] for r in records if r["split"] == "train")
     assert last < first
-    splits = {r["split"] for r in found}
+    splits = {r["split"] for r in records}
     assert splits == {"train", "val"} | (PARTS if name == "mixture" else set())
-    assert any("ahead_2_nats" in r for r in found) == (name in ("mixture", "mtp"))
+    assert any("ahead_2_nats" in r for r in records) == (name in ("mixture", "mtp"))
     samples = (tmp_path / "run/samples.jsonl").read_text()
     assert bool(samples) == (name != "masked")
     log = (tmp_path / "run/log.txt").read_text()
@@ -91,9 +94,9 @@ def test_an_evaluation_of_its_own_reads_as_the_run_does(config, tmp_path, capsys
     logged = [r for r in harness.records(tmp_path / "run") if r["split"] == "val"][-1]
     capsys.readouterr()
     assert main(["eval", f"--workdir={tmp_path}/run", "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["tokens"] == logged["tokens"]
-    assert again["loss_nats"] == pytest.approx(logged["loss_nats"], rel=1e-6)
+    repeated = json.loads(capsys.readouterr().out)
+    assert repeated["tokens"] == logged["tokens"]
+    assert repeated["loss_nats"] == pytest.approx(logged["loss_nats"], rel=1e-6)
     text = str(tmp_path / "text.txt")
     with open(text, "w") as file:
         file.write("one two three four five six " * 20)
@@ -116,12 +119,12 @@ def test_a_model_that_fills_gaps_is_not_asked_to_go_on(config, tmp_path, capsys)
 def test_peek_shows_what_is_read_and_what_is_predicted(name, config, capsys):
     flags = [f"--config={config}", f"--config.objective.name={name}", "--rows=8"]
     assert main(["data", "peek", *flags]) == 0
-    said = capsys.readouterr().out
-    assert "\u00ab" in said
-    assert ("\u2039" in said) == (name not in ("causal", "fim", "mtp"))
-    assert ("ahead_2: " in said) == (name == "mtp")
+    output = capsys.readouterr().out
+    assert "\u00ab" in output
+    assert ("\u2039" in output) == (name not in ("causal", "fim", "mtp"))
+    assert ("ahead_2: " in output) == (name == "mtp")
     for token, names in SHOWN.items():
-        assert (token in said) == (name in names)
+        assert (token in output) == (name in names)
 
 
 def test_rows_too_short_for_an_objective_are_refused_before_anything_compiles(config, capsys):

@@ -1,4 +1,4 @@
-"""Parts of a user by dotted path: an objective, an optimizer and a family in files outside of jaxlm."""
+"""Parts of a user by dotted path: an objective, an optimizer and a family in own files."""
 
 import hashlib
 import json
@@ -105,10 +105,10 @@ def train(folder):
 def test_parts_of_a_user_train_as_the_shipped_ones_that_compute_the_same(train):
     train("own", OWN)
     train("shipped", SHIPPED)
-    own, shipped = (
+    losses, shipped = (
         [r["loss_nats"] for r in harness.records(Path(run))] for run in ("own", "shipped")
     )
-    assert own == shipped
+    assert losses == shipped
     saved = json.loads(Path("own/config.json").read_text())
     sources = {saved[name]["source"] for name in ("objective", "optim", "model")}
     assert len(sources) == 1
@@ -139,7 +139,7 @@ def test_a_changed_file_is_found_at_resume_and_a_run_is_read_with_its_own(train,
 
 
 def test_a_run_directory_from_elsewhere_runs_no_code(folder, capsys):
-    """Neither the file that its config names, though it is there, nor one without a digest."""
+    """It runs no file that its config names, although it exists, and no file without a digest."""
     overrides = [("objective.name", "mine.py:Focal")]
     saved = configs.to_json(configs.load(Run, None, overrides).value)
     shutil.rmtree(folder / "cache/own")

@@ -1,4 +1,4 @@
-"""Training through the front door: the command line, real text on disk, and the files that it writes."""
+"""Training by the command line, on real text on disk, and the files that it writes."""
 
 import dataclasses
 import json
@@ -88,21 +88,21 @@ def unbroken(config, tmp_path_factory):
 def test_a_traced_window_is_summed_up_in_a_file_and_in_the_log(unbroken):
     """Steps 7 and 8: the evaluation and the save between them are theirs too."""
     assert list((unbroken / "profile").rglob("*.xplane.pb"))
-    found = json.loads((unbroken / "profile/summary.json").read_text())
-    shares = found["shares"]
+    profile = json.loads((unbroken / "profile/summary.json").read_text())
+    shares = profile["shares"]
     assert set(shares) == {"matmul", "attention", "communication", "other", "data_wait", "python"}
     assert sum(shares.values()) == pytest.approx(1)
-    assert found["steps"] == 2
-    assert found["seconds"] > 0
+    assert profile["steps"] == 2
+    assert profile["seconds"] > 0
     assert min(shares[kind] for kind in ("matmul", "attention", "other", "data_wait")) > 0
     assert shares["communication"] == 0, "there is one device"
-    named = {each["kind"]: each for each in found["operations"]}
+    named = {each["kind"]: each for each in profile["operations"]}
     assert set(named) <= {"matmul", "attention", "other"}
-    assert any(each["source"].startswith("jaxlm/") for each in found["operations"])
-    times = [each["seconds"] for each in found["operations"]]
+    assert any(each["source"].startswith("jaxlm/") for each in profile["operations"])
+    times = [each["seconds"] for each in profile["operations"]]
     assert times == sorted(times, reverse=True)
     assert min(times) > 0
-    unknown, of = (int(word) for word in found["not_told"][0].split() if word.isdecimal())
+    unknown, of = (int(word) for word in profile["not_told"][0].split() if word.isdecimal())
     assert unknown < of / 2, "the operations of the trace are those of the step's program"
     log = (unbroken / "log.txt").read_text()
     assert "trace of 2 steps" in log
@@ -148,13 +148,13 @@ def test_the_run_stands_among_the_four_yardsticks_at_its_end(unbroken):
     log = (unbroken / "log.txt").read_text()
     _, _, block = log.partition("validation set val, bits per byte\n")
     rows = [re.fullmatch(r"  (\S.*?) +([\d.]+)( <)?", line) for line in block.splitlines()[:5]]
-    found = {row[1]: float(row[2]) for row in rows}
-    assert set(found) == {"unigram", "gzip -9", "bz2 -9", "xz -9e", "this run"}
-    assert list(found.values()) == sorted(found.values(), reverse=True)
+    marks = {row[1]: float(row[2]) for row in rows}
+    assert set(marks) == {"unigram", "gzip -9", "bz2 -9", "xz -9e", "this run"}
+    assert list(marks.values()) == sorted(marks.values(), reverse=True)
     assert [row[1] for row in rows if row[3]] == ["this run"]
     known = json.loads((unbroken / "baselines.json").read_text())
     assert {name: round(bits, 4) for name, bits in known.items()} == {
-        name: bits for name, bits in found.items() if name != "this run"
+        name: bits for name, bits in marks.items() if name != "this run"
     }
 
 
@@ -231,7 +231,7 @@ def test_the_same_prompts_are_sampled_whenever_that_is_due(unbroken):
 
 
 def test_stopping_and_going_on_changes_no_bit(config, unbroken, tmp_path):
-    """With dropout, packing and an evaluation on the way. tests/faults has a process for each part."""
+    """With dropout, packing and an evaluation on the way. tests/faults has one process per part."""
     assert train(config, tmp_path / "run", "--stop_at=5") == 0
     assert json.loads((tmp_path / "run/exit.json").read_text())["step"] == 5
     assert [r["step"] for r in records(tmp_path / "run") if r["split"] == "train"] == [
@@ -258,17 +258,17 @@ def test_what_is_left_out_is_said_at_every_start_and_samples_need_no_validation(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     flags = [f"--config.data.train={tmp_path}/a.jsonl", "--config.data.validation=()"]
     flags += ["--config.train.steps=4", "--config.sample.every=3", "--config.schedule.end=8"]
-    run, said = tmp_path / "run", "left out of train: 20 empty"
+    run, warning = tmp_path / "run", "left out of train: 20 empty"
     assert train(config, run, *flags, "--stop_at=2") == 0
     assert train(config, run, *flags) == 0
-    assert (run / "log.txt").read_text().splitlines().count(said) == 2
-    found = harness.records(run, "warnings.jsonl")
-    assert [each["step"] for each in found] == [0, 0, 2, 2]
-    assert [each["text"] for each in found[1::2]] == [said, said]
-    for each in found[::2]:
+    assert (run / "log.txt").read_text().splitlines().count(warning) == 2
+    warnings = harness.records(run, "warnings.jsonl")
+    assert [each["step"] for each in warnings] == [0, 0, 2, 2]
+    assert [each["text"] for each in warnings[1::2]] == [warning, warning]
+    for each in warnings[::2]:
         assert "the schedule ends at step 8 and the run at 4" in each["text"]
         assert each["text"].endswith("--config.schedule.end=100%")
-    assert f"step 0, 2 times: {said}" in (run / "report.html").read_text()
+    assert f"step 0, 2 times: {warning}" in (run / "report.html").read_text()
     assert {s["step"] for s in harness.records(run, "samples.jsonl")} == {3, 4}
 
 
@@ -278,8 +278,8 @@ def test_a_run_goes_on_with_another_mesh_and_the_losses_stay(config, unbroken, t
     mesh = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
     words = harness.words(config, tmp_path / "run", *mesh)
     eight = "--xla_force_host_platform_device_count=8"
-    code, said = harness.run(words, XLA_FLAGS=eight)
-    assert code == 0, said
+    code, output = harness.run(words, XLA_FLAGS=eight)
+    assert code == 0, output
     mine, theirs = losses(tmp_path / "run"), losses(unbroken)
     for key, loss in theirs.items():
         np.testing.assert_allclose(
@@ -307,12 +307,12 @@ def test_a_terminated_run_saves_says_75_and_goes_on(config, tmp_path):
         machine.require_clock(time.monotonic() - begun, 120)
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75, said
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 75, output
     ended = json.loads((run / "exit.json").read_text())
     assert ended["code"] == 75
     assert Store(run / "checkpoints", CheckpointConfig(), read_only=True).steps() == [ended["step"]]
-    assert f"after step {ended['step']}, which is saved" in said
+    assert f"after step {ended['step']}, which is saved" in output
     assert main([*words, f"--stop_at={ended['step'] + 1}"]) == 0
     steps = [r["step"] for r in records(run) if r["split"] == "train"]
     assert steps == list(range(1, ended["step"] + 2))
@@ -338,10 +338,10 @@ def test_another_config_in_the_same_directory_is_refused_with_the_difference(
     config, unbroken, capsys
 ):
     assert train(config, unbroken, "--config.optim.lr=0.5", "--config.log.every=2") == 2
-    said = capsys.readouterr().err
-    assert "optim.lr: 0.01 -> 0.5" in said
-    assert "log.every" not in said
-    assert "--allow_change=optim.lr" in said
+    output = capsys.readouterr().err
+    assert "optim.lr: 0.01 -> 0.5" in output
+    assert "log.every" not in output
+    assert "--allow_change=optim.lr" in output
 
 
 @pytest.mark.slow
@@ -427,18 +427,18 @@ def test_generate_is_repeatable_and_greedy_at_temperature_zero(unbroken, capsys)
 
 
 def test_ranks_that_were_told_other_flags_differ_by_their_names(tmp_path):
-    """Of each flag that changes what a rank does; what is a rank's own may differ."""
-    told = {"workdir": tmp_path / "b", "init_from": "runs/a@3", "stop_at": 0}
+    """Each flag that changes the work of a rank is compared; local flags may differ."""
+    flags = {"workdir": tmp_path / "b", "init_from": "runs/a@3", "stop_at": 0}
     resumed = {"start_at": 0, "force": True, "reset_optimizer": True, "cast": True}
     resumed |= {"allow_change": ("optim.lr",)}
-    own = {"arguments", "process", "cpu_devices", "quiet", "verbose"}
+    local = {"arguments", "process", "cpu_devices", "quiet", "verbose"}
     assert {field.name for field in dataclasses.fields(ResumeOptions)} == resumed.keys()
-    assert {field.name for field in dataclasses.fields(StartOptions)} == {*told, "resume", *own}
+    assert {field.name for field in dataclasses.fields(StartOptions)} == {*flags, "resume", *local}
     loaded = configs.load(Run, None, [])
     one = StartOptions(
         workdir=tmp_path / "a", arguments=[], resume=ResumeOptions(), process=ProcessSpec()
     )
-    others = [(name, dataclasses.replace(one, **{name: told[name]})) for name in told]
+    others = [(name, dataclasses.replace(one, **{name: flags[name]})) for name in flags]
     others += [
         (name, dataclasses.replace(one, resume=ResumeOptions(**{name: value})))
         for name, value in resumed.items()

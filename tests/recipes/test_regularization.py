@@ -1,4 +1,4 @@
-"""What disturbs and steadies training, through the front door."""
+"""Regularization and stabilization of training, by the command line."""
 
 import jax
 import numpy as np
@@ -35,8 +35,8 @@ def test_where_heads_cannot_be_scaled_back_it_is_said_before_compiling():
     staged = Run(mesh=MeshConfig(data=1, pipe=2), regularization=CLIPPED)
     with pytest.raises(ConfigError, match="pipeline"):
         setup.build_sharded_model(staged, 64, mesh.build(staged.mesh, jax.devices()[:2]))
-    for kept in (AdamW(freeze=("*/attention/query/*",)), AdamW(lr_scale=("*/key/weight=0",))):
-        held = Run(optim=kept, regularization=CLIPPED)
+    for optim in (AdamW(freeze=("*/attention/query/*",)), AdamW(lr_scale=("*/key/weight=0",))):
+        held = Run(optim=optim, regularization=CLIPPED)
         with pytest.raises(ConfigError, match="frozen"):
             setup.build_sharded_model(held, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
     averaged = Run(optim=ScheduleFree(), regularization=CLIPPED)
@@ -58,7 +58,7 @@ def test_all_of_it_together_goes_on_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_heads_come_back_alike_in_micro_batches_and_over_a_mesh(tmp_path):
-    """The largest logit of a step is that of all of its rows and heads, wherever they are computed."""
+    """The largest logit of a step is that of all of its rows and heads, on all devices."""
     plain = {"model.dropout": 0.0, "regularization.qk_clip": 0.003, "data.validation": ()}
     config = harness.write_config(tmp_path, plain | {"train.steps": 3, "checkpoint.every": 3})
     ways = {
@@ -68,8 +68,8 @@ def test_heads_come_back_alike_in_micro_batches_and_over_a_mesh(tmp_path):
     }
     for name, flags in ways.items():
         words = harness.words(config, tmp_path / name, *flags)
-        code, said = harness.run(words, XLA_FLAGS="")
-        assert code == 0, said
+        code, output = harness.run(words, XLA_FLAGS="")
+        assert code == 0, output
     whole = harness.store(tmp_path / "whole").arrays(3)
     records = harness.records(tmp_path / "whole")
     assert all(record["qk_clipped_heads"] > 0 for record in records)

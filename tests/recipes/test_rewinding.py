@@ -1,4 +1,4 @@
-"""Where a rewind goes back to, and which checkpoints it reads for that."""
+"""The target of a rewind, and the checkpoints that it reads."""
 
 import json
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ SPENT = SimpleNamespace(first=11, step=12, values={})
 
 @pytest.fixture
 def run(tmp_path):
-    """A store with six steps, of which the fourth is not healthy, and the rewinds of its run."""
+    """A store with six steps, the fourth not healthy, and the rewinds of its run."""
 
     def make(*steps):
         store = Store(tmp_path / "checkpoints", CheckpointConfig(keep_last=99))
@@ -39,16 +39,16 @@ def run(tmp_path):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The steps of which files were hashed from now on."""
-    found, digest = [], records._digest
+    """The steps whose files are hashed from now on."""
+    steps, digest = [], records._digest
 
     def noted(path, *rest):
-        found.append(int(str(path).rpartition("/checkpoints/")[2].partition("/")[0]))
+        steps.append(int(str(path).rpartition("/checkpoints/")[2].partition("/")[0]))
         return digest(path, *rest)
 
     def start():
         monkeypatch.setattr(records, "_digest", noted)
-        return found
+        return steps
 
     return start
 
@@ -72,13 +72,13 @@ def test_a_rewind_reads_the_checkpoint_that_it_goes_back_to_and_no_other(run, re
 def test_a_rewind_to_a_damaged_checkpoint_sets_it_aside_and_goes_further_back(run, read):
     store, rewinds = run(2, 4, 6, 8, 10, 12)
     damage(store, 2, 6)
-    steps, said = read(), []
-    assert rewinds.rewind(SPENT, store, GUARD, said.append).to == 4
+    steps, output = read(), []
+    assert rewinds.rewind(SPENT, store, GUARD, output.append).to == 4
     assert set(steps) == {6, 4}
     assert store.steps() == [2, 4], "2 was not looked at"
     assert "other contents" in (store.directory.parent / "quarantine/6.reason.txt").read_text()
-    assert len(said) == 1
-    assert said[0].startswith("checkpoint 6 is damaged (")
+    assert len(output) == 1
+    assert output[0].startswith("checkpoint 6 is damaged (")
 
 
 def test_a_rewind_that_reaches_behind_the_oldest_checkpoint_goes_to_the_oldest_that_is_whole(run):

@@ -1,4 +1,4 @@
-"""Line B6: a save that fails is tried once more, wherever in a run that happens; twice in a row ends it."""
+"""Line B6: a save that fails is tried once more, in any phase; twice in a row ends the run."""
 
 import time
 from types import SimpleNamespace
@@ -40,14 +40,14 @@ class Failing(Store):
         super()._complete()
 
 
-def saves(kept, processes=1):
+def saves(store, processes=1):
     programs = SimpleNamespace(data=SimpleNamespace(fingerprint={}), is_finite=lambda _: True)
     context = SimpleNamespace(
         run=Run(),
         processes=SimpleNamespace(peers=SimpleNamespace(count=processes)),
         directory=SimpleNamespace(is_writer=True, step=0),
         console=SimpleNamespace(say=lambda text: None, warn=lambda text, step: None),
-        store=kept,
+        store=store,
         rewinds=SimpleNamespace(as_json=list),
     )
     made = CheckpointSaver(context, programs, SimpleNamespace(as_json=lambda step: []))
@@ -60,19 +60,19 @@ def saves(kept, processes=1):
 
 
 def noticed(made):
-    """A step later, or a few: when the check of each step knows of the failure."""
+    """The check of a step receives the failure, one or a few steps later."""
     for _ in range(200):
         made.check()
         if made.is_retry_due:
             return
         time.sleep(0.01)
-    raise AssertionError("nobody noticed")
+    raise AssertionError("the failure was not noticed")
 
 
 @pytest.mark.parametrize("how", ["begin", "background"])
 def test_a_save_that_fails_once_is_made_up_for_in_the_next_step(tmp_path, how):
-    kept = Failing(tmp_path, **{how: (1, 3)})
-    made, save = saves(kept)
+    store = Failing(tmp_path, **{how: (1, 3)})
+    made, save = saves(store)
     for failing, retried in (
         (4, 5),
         (8, 9),
@@ -82,67 +82,67 @@ def test_a_save_that_fails_once_is_made_up_for_in_the_next_step(tmp_path, how):
         save(retried)
         assert not made.is_retry_due
     made.finish()
-    assert kept.steps() == [5, 9]
-    kept.close()
+    assert store.steps() == [5, 9]
+    store.close()
 
 
 @pytest.mark.parametrize("how", ["begin", "background"])
 @pytest.mark.parametrize("second", [5, 6], ids=["the next step", "a later one"])
 def test_two_failures_in_a_row_end_the_run(tmp_path, how, second):
-    kept = Failing(tmp_path, **{how: (1, 2)})
-    made, save = saves(kept)
+    store = Failing(tmp_path, **{how: (1, 2)})
+    made, save = saves(store)
     save(4)
     noticed(made)
     with pytest.raises(SaveFailed):
         save(second)
         noticed(made)
-    kept.release()
-    assert kept.steps() == []
+    store.release()
+    assert store.steps() == []
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("how", ["begin", "background"])
 def test_the_last_save_of_a_run_is_tried_once_more_as_well(tmp_path, how):
-    kept = Failing(tmp_path, **{how: (1,)})
-    made, save = saves(kept)
+    store = Failing(tmp_path, **{how: (1,)})
+    made, save = saves(store)
     save(12)
     made.finish()
-    assert kept.steps() == [12]
-    kept.close()
+    assert store.steps() == [12]
+    store.close()
 
 
 @pytest.mark.parametrize("how", ["begin", "background"])
 def test_the_last_save_failing_twice_is_an_error(tmp_path, how):
-    kept = Failing(tmp_path, **{how: (2, 3)})
-    made, save = saves(kept)
+    store = Failing(tmp_path, **{how: (2, 3)})
+    made, save = saves(store)
     save(8)
     save(12)
     with pytest.raises(SaveFailed):
         made.finish()
-    kept.release()
-    assert kept.steps() == [8]
+    store.release()
+    assert store.steps() == [8]
 
 
 def test_where_there_are_peers_the_first_failure_ends_the_run(tmp_path):
-    kept = Failing(tmp_path, begin=(1,))
-    _, save = saves(kept, processes=2)
+    store = Failing(tmp_path, begin=(1,))
+    _, save = saves(store, processes=2)
     with pytest.raises(SaveFailed):
         save(4)
-    kept.close()
+    store.close()
 
 
 def test_what_a_rewind_gives_up_is_not_saved_again(tmp_path):
-    kept = Failing(tmp_path, background=(1,))
-    made, save = saves(kept)
+    store = Failing(tmp_path, background=(1,))
+    made, save = saves(store)
     save(4)
     made.abandon()
     assert not made.is_retry_due
     made.finish()
-    assert (kept.number, kept.steps()) == (1, [])
+    assert (store.number, store.steps()) == (1, [])
     save(3)
     made.finish()
-    assert kept.steps() == [3]
-    kept.close()
+    assert store.steps() == [3]
+    store.close()
 
 
 def test_what_a_failed_save_left_goes_though_its_writers_are_still_at_it(tmp_path, monkeypatch):

@@ -26,18 +26,18 @@ def test_the_followed_set_ranks_checkpoints_and_is_named(config, tmp_path, capsy
     whole = "--config.eval.batches=all"
     assert main(harness.words(config, tmp_path / "run", "--json", whole)) == 0
     answer = json.loads(capsys.readouterr().out)
-    found = {
+    losses = {
         (r["split"], r["step"]): r["loss_nats"]
         for r in harness.records(tmp_path / "run")
         if r["split"] != "train"
     }
-    assert set(found) == {(name, step) for name in ("near", "far") for step in range(1, 5)}
-    assert answer["loss_nats"] == found["far", 4] != found["near", 4]
+    assert set(losses) == {(name, step) for name in ("near", "far") for step in range(1, 5)}
+    assert answer["loss_nats"] == losses["far", 4] != losses["near", 4]
     record = harness.store(tmp_path / "run").record(4)
-    assert record.loss_nats == found["far", 4]
+    assert record.loss_nats == losses["far", 4]
     best = record.meta["progress"]
-    assert best["best_loss"] == found["far", best["best_step"]]
-    assert best["best_loss"] == min(found["far", step] for step in range(1, 5))
+    assert best["best_loss"] == losses["far", best["best_step"]]
+    assert best["best_loss"] == min(losses["far", step] for step in range(1, 5))
     log = (tmp_path / "run/log.txt").read_text()
     assert "far ranks checkpoints" in log
     assert "nats on far" in log
@@ -45,7 +45,7 @@ def test_the_followed_set_ranks_checkpoints_and_is_named(config, tmp_path, capsy
     evaluated = json.loads(capsys.readouterr().out)
     assert evaluated["loss_nats"] == evaluated["sets"]["far"]["loss_nats"]
 
-    # Another set to follow is another run's, or one's that begins to count anew.
+    # Another set to follow belongs to another run, or to one that starts counting again.
     more = ["--config.eval.follow=near", "--config.train.steps=5", whole]
     assert main(harness.words(config, tmp_path / "run", *more)) == 2
     assert "eval.follow: far -> near" in capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_a_set_that_is_not_there_is_refused_before_anything_is_compiled(
     flags, what, fix, config, tmp_path, capsys
 ):
     assert main(harness.words(config, tmp_path / "run", *flags)) == 2
-    told = capsys.readouterr().err
-    assert what in told
-    assert fix in told
-    assert "compiling" not in told
+    errors = capsys.readouterr().err
+    assert what in errors
+    assert fix in errors
+    assert "compiling" not in errors

@@ -19,8 +19,8 @@ def start(step, name, rewinds=0, reset=False):
     )
 
 
-def shown(found):
-    return [(each.step, each.config["name"], each.reset_optimizer) for each in found]
+def shown(rows):
+    return [(each.step, each.config["name"], each.reset_optimizer) for each in rows]
 
 
 def test_a_later_start_does_the_steps_behind_it_again():
@@ -37,7 +37,7 @@ def test_a_rewind_goes_on_under_the_config_of_its_process():
     made = [Rewind(21, 14, 16, 24), Rewind(31, 5, 6, 8)]
     begun = [start(0, "a"), start(10, "b", reset=True), start(20, "c", rewinds=1)]
     assert shown(resume.lineage(begun, made)) == [(0, "a", False), (5, "c", False)]
-    # The optimizer's state began anew at 10; what was saved at 14 is from after that.
+    # The optimizer's state was reset at 10; the save at 14 is from after that.
     assert shown(resume.lineage(begun, made[:1])) == [
         (0, "a", False),
         (10, "b", True),

@@ -1,4 +1,4 @@
-"""The speed of a run's steps in its records, beside what interrupts them; through the front door."""
+"""Records have the speed of a run's steps, and the pauses; by the command line."""
 
 import itertools
 import statistics
@@ -11,8 +11,8 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-# A step takes at least this long, and a pause many times as long: the machine's own noise is small
-# beside both.
+# A step takes at least this long, and a pause many times as long: noise of the machine is small
+# compared with both.
 STEP_SECONDS, PAUSE_SECONDS = 0.1, 0.4
 SETTINGS = {
     "train.steps": 24,
@@ -92,15 +92,15 @@ def test_no_evaluation_or_save_changes_the_speed_of_the_steps_around_it(rows):
 
 def test_a_pause_is_in_the_row_of_the_step_behind_it_under_its_own_name(rows):
     for kind, steps in DUE.items():
-        found = [
+        noted = [
             row["step"] for _, row in intervals(rows) if row.get(f"pause_seconds/{kind}", 0.0) > 0
         ]
-        wanted = [
+        expected = [
             row["step"]
             for before, row in intervals(rows)
             if any(before["step"] <= step < row["step"] for step in steps)
         ]
-        assert found == wanted, kind
+        assert noted == expected, kind
     paused = [row["pause_seconds"] for row in rows if "pause_seconds/eval" in row]
     assert min(paused) >= PAUSE_SECONDS
     still = [row["pause_seconds"] for row in rows if not row["pause_seconds"]]

@@ -1,4 +1,4 @@
-"""A classifier from examples: its step, what it finds in texts it never saw, and the stages that use it."""
+"""A classifier from examples: its step, its answers on new texts, and stages that use it."""
 
 import functools
 import json
@@ -22,10 +22,18 @@ SPAM = [f"spam{n}" for n in range(300)]
 BOTH = [f"both{n}" for n in range(300)]
 
 
-def texts(own: list[str], other: list[str], count: int, seed: str, share: float) -> list[str]:
-    """Texts of 30 words: a share of their own, a fifth of that of the others', the rest of both."""
+def texts(first: list[str], other: list[str], count: int, seed: str, share: float) -> list[str]:
+    """Texts of 30 words from two lists and a shared rest.
+
+    Args:
+      first: words of this label: a share of each text.
+      other: words of the other label: a fifth of the share.
+      count: number of texts.
+      seed: seed of the draw.
+      share: fraction of words from `first`.
+    """
     draw = random.Random(seed)
-    pools, weights = (own, other, BOTH), (share, share / 5, 1 - 1.2 * share)
+    pools, weights = (first, other, BOTH), (share, share / 5, 1 - 1.2 * share)
     return [
         " ".join(draw.choice(draw.choices(pools, weights)[0]) for _ in range(30))
         for _ in range(count)
@@ -38,10 +46,10 @@ def trained(tmp_path_factory):
     here = tmp_path_factory.mktemp("classifier")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
-        for name, own, other in (("good", PROSE, SPAM), ("bad", SPAM, PROSE)):
+        for name, words, other in (("good", PROSE, SPAM), ("bad", SPAM, PROSE)):
             write_lines(
                 here / f"{name}.jsonl",
-                [{"text": text} for text in texts(own, other, 500, name, 0.3)],
+                [{"text": text} for text in texts(words, other, 500, name, 0.3)],
             )
         with open("good.jsonl", "a") as file:
             file.write(json.dumps({"text": texts(SPAM, PROSE, 1, "bad", 0.3)[0]}) + '\n{"tex\n')
@@ -67,8 +75,8 @@ def test_texts_it_never_saw_are_told_apart_as_well_as_it_says(here, record_prope
     assert 380 <= stated["examples"]["good"] <= 420
     model = LinearClassifier.read(Path("classifier"), "quality.model")
     good, bad = texts(PROSE, SPAM, 1000, "new good", 0.3), texts(SPAM, PROSE, 1000, "new bad", 0.3)
-    said = np.array([model.probabilities(text)[0] >= 0.5 for text in (*good, *bad)])
-    precision, recall = said[:1000].sum() / said.sum(), said[:1000].mean()
+    output = np.array([model.probabilities(text)[0] >= 0.5 for text in (*good, *bad)])
+    precision, recall = output[:1000].sum() / output.sum(), output[:1000].mean()
     figures = stated["labels"]["good"]
     record_property(
         "table",
@@ -122,10 +130,10 @@ def test_what_comes_next_works_when_it_is_pasted(here, capsys):
 
 def _reference(model: LinearClassifier, text: str) -> np.ndarray:
     """The probabilities in float64, bucket by bucket."""
-    found = sorted(set(model.features.of(text).tolist()))
+    features = sorted(set(model.features.of(text).tolist()))
     logits = model.bias.astype(np.float64)
-    for bucket in found:
-        logits = logits + model.weights[bucket].astype(np.float64) / len(found) ** 0.5
+    for bucket in features:
+        logits = logits + model.weights[bucket].astype(np.float64) / len(features) ** 0.5
     return np.exp(logits) / np.exp(logits).sum()
 
 

@@ -27,21 +27,21 @@ def config(tmp_path_factory):
 def test_a_run_tells_its_callbacks_what_it_writes_and_ends_where_one_asks_or_fails(
     config, tmp_path
 ):
-    """After the step that is computed meanwhile, which is saved; the same call goes on from there."""
-    told, run = [], tmp_path / "run"
+    """It ends after the step that is computed meanwhile, which is saved; the same call resumes."""
+    events, run = [], tmp_path / "run"
 
     def stop(step, metrics):
-        told.append(metrics)
+        events.append(metrics)
         return step == 2
 
     same = {"workdir": run, "settings": {"optim.lr": 1e-3}, "quiet": True}
     result = jaxlm.train(config, callbacks=[stop], **same)
     assert (result.step, result.complete, result.workdir) == (3, False, run)
-    assert [(r["split"], r["step"]) for r in told] == [
+    assert [(r["split"], r["step"]) for r in events] == [
         ("train", 1), ("train", 2), ("train", 3), ("val", 3),
     ]  # fmt: skip
     written = harness.records(run)
-    assert [r["loss_nats"] for r in told] == [r["loss_nats"] for r in written]
+    assert [r["loss_nats"] for r in events] == [r["loss_nats"] for r in written]
     assert result.metrics["loss_nats"] == written[-1]["loss_nats"]
     assert harness.steps(run)[-1] == 3
     assert "--config.optim.lr=0.001" in (run / "command.sh").read_text()
@@ -52,12 +52,12 @@ def test_a_run_tells_its_callbacks_what_it_writes_and_ends_where_one_asks_or_fai
 
     value = configs.load(Run, config).value
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
-        jaxlm.train(value, callbacks=[fail, told.append], **same)
+        jaxlm.train(value, callbacks=[fail, events.append], **same)
     assert "fail" in [entry.name for entry in caught.traceback]
     assert harness.steps(run)[-1] == 5
     assert harness.exit_of(run)["code"] == 70
     assert f"--config={run}/config.json" in (run / "command.sh").read_text()
-    assert len(told) == 4, "the other was not called any more"
+    assert len(events) == 4, "the other was not called any more"
 
 
 class Moments(jaxlm.Callback):
@@ -132,9 +132,9 @@ def test_a_config_of_a_notebook_is_taken_as_it_is():
     draft = configs.new(Run)
     draft.optim.name = "lion"
     draft.schedule.warmup = "5%"
-    found = _loaded(draft, {"optim.lr": 2e-4, "sample.prompts": ("a", "b")}).value
-    assert (found.optim.name, found.optim.lr, str(found.schedule.warmup)) == ("lion", 2e-4, "5%")
-    assert found.sample.prompts == ("a", "b")
+    config = _loaded(draft, {"optim.lr": 2e-4, "sample.prompts": ("a", "b")}).value
+    assert (config.optim.name, config.optim.lr, str(config.schedule.warmup)) == ("lion", 2e-4, "5%")
+    assert config.sample.prompts == ("a", "b")
 
 
 def test_the_command_line_calls_the_same_function(tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ def unbroken(config, tmp_path_factory):
 @pytest.mark.slow
 def test_each_stage_is_said_compiled_once_and_counted(unbroken):
     log = (unbroken / "log.txt").read_text()
-    # Each is said when it begins and when it is done.
+    # Each is reported at its beginning and at its end.
     assert [log.count(f"compiling the step for {shape}") for shape in SHAPES] == [2, 2, 2]
     assert log.count("compiling the step") == 6
     assert "steps 1 to 2: 8 rows x 16 tokens, 128 a step" in log
@@ -51,7 +51,7 @@ def test_each_stage_is_said_compiled_once_and_counted(unbroken):
     padding = [all_ - r["tokens"] for all_, r in zip(slots, trained, strict=True)]
     assert padding == sorted(padding)
     assert 0 <= padding[0] <= padding[-1] < 32, "of the one row that ends the text"
-    # 512 tokens are over after 3 steps: of the warm-up's 4 parts so many each.
+    # 512 tokens are over after 3 steps: the steps of the 4 parts of the warm-up.
     rates = [r["learning_rate"] / 3e-3 for r in trained]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
     work = [r["flops_per_second"] * r["step_seconds"] for r in trained]
@@ -62,13 +62,16 @@ def test_each_stage_is_said_compiled_once_and_counted(unbroken):
 
 
 def test_going_on_from_inside_a_stage_changes_no_bit(config, unbroken, tmp_path):
-    """From step 3 of a copy of the run, over the beginning of the last stage; what it had of later steps is cut."""
+    """From step 3 of a copy of the run, over the beginning of the last stage.
+
+    Later steps of the copy are cut.
+    """
     run = tmp_path / "run"
     shutil.copytree(unbroken, run)
     assert main(harness.words(config, run, "--start_at=3", "--force", "--stop_at=5")) == 0
-    found, wanted = harness.losses(run), harness.losses(unbroken)
-    assert list(found) == [("train", step) for step in range(1, 6)]
-    assert found == {key: wanted[key] for key in found}
+    losses, expected = harness.losses(run), harness.losses(unbroken)
+    assert list(losses) == [("train", step) for step in range(1, 6)]
+    assert losses == {key: expected[key] for key in losses}
     assert harness.state_digest(run) == harness.state_digest(unbroken, 5)
 
 
@@ -83,14 +86,14 @@ def test_stopping_inside_a_stage_and_going_on_changes_no_bit(stop, config, unbro
 
 @pytest.mark.slow
 def test_rows_that_predict_further_tokens_are_cut_too(config, unbroken, tmp_path):
-    """The rows are those of causal, and so is the loss of the next token before the first update."""
+    """The rows are those of causal, and so is the first loss of the next token."""
     run = tmp_path / "run"
     assert main(harness.words(config, run, "--config.objective.name=mtp", "--stop_at=6")) == 0
-    found = [r for r in harness.records(run) if r["split"] == "train"]
+    rows = [r for r in harness.records(run) if r["split"] == "train"]
     plain = [r for r in harness.records(unbroken) if r["split"] == "train"]
-    assert [r["tokens"] for r in found] == [r["tokens"] for r in plain[:6]]
-    assert found[0]["loss_nats"] == pytest.approx(plain[0]["loss_nats"], rel=1e-6)
-    assert all(0 < r["ahead_2_nats"] < 9 for r in found)
+    assert [r["tokens"] for r in rows] == [r["tokens"] for r in plain[:6]]
+    assert rows[0]["loss_nats"] == pytest.approx(plain[0]["loss_nats"], rel=1e-6)
+    assert all(0 < r["ahead_2_nats"] < 9 for r in rows)
 
 
 @pytest.mark.slow
@@ -114,12 +117,12 @@ def test_a_step_of_an_early_stage_is_done_again(unbroken, capsys):
 def test_a_warmup_that_is_none_is_named_with_a_fix(flags, why, config, capsys):
     words = ["config", "validate", f"--config={config}"]
     assert main([*words, *(f"--config.{flag}" for flag in flags)]) == 2
-    told = "".join(capsys.readouterr())
-    assert why in told
-    fix = next(line.split("fix")[1].strip() for line in told.splitlines() if " fix " in line)
-    given = dict(flag.split("=", 1) for flag in flags)
+    output = "".join(capsys.readouterr())
+    assert why in output
+    fix = next(line.split("fix")[1].strip() for line in output.splitlines() if " fix " in line)
+    settings = dict(flag.split("=", 1) for flag in flags)
     path, _, value = shlex.split(fix)[0].removeprefix("--config.").partition("=")
-    loaded = configs.load(Run, config, list((given | {path: value}).items()))
+    loaded = configs.load(Run, config, list((settings | {path: value}).items()))
     assert loaded.value.train.steps == 8
 
 

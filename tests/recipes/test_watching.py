@@ -56,7 +56,7 @@ def test_figures_of_layers_stand_in_the_first_logged_step_of_each_interval(runs)
             assert f"layers/{layer}/{name}" in record
     parts = ("0", "1", "embedding/table", "final_norm/scale", "unembedding/weight")
     whole = np.linalg.norm([record[f"layers/{part}/grad_norm"] for part in parts])
-    # Dropout draws by micro-batch, and noise is told from more of them than the step has.
+    # Dropout draws by micro-batch, and noise is estimated from more of them than the step has.
     np.testing.assert_allclose(whole, record["grad_norm"], rtol=0.03)
     assert record["gradient_noise"] > 0
     advised = "the noise scale of the gradient is " in (runs[1] / "report.html").read_text()
@@ -145,7 +145,7 @@ def test_one_row_a_device_has_no_noise_to_tell():
 
 
 def test_the_noise_scale_of_a_known_problem_is_found():
-    """Gradients g of tokens are G plus normal noise of covariance S: the ratio is tr(S) / |G|^2, by hand."""
+    """Gradients of tokens are G plus normal noise of covariance S: the ratio is tr(S) / |G|^2."""
     draw = np.random.default_rng(0)
     true, deviations = np.array([1.0, -2.0, 0.5]), np.array([3.0, 1.0, 5.0])
     tokens, parts, estimates = 64, 4, []
@@ -157,6 +157,6 @@ def test_the_noise_scale_of_a_known_problem_is_found():
         estimates.append(
             observe.gradient_noise(Observed({}, notes, square, np.float64(tokens)), parts)
         )
-    found = np.mean(estimates, axis=0)
-    np.testing.assert_allclose(found[0], (true**2).sum(), rtol=0.03)
-    np.testing.assert_allclose(found[1], (deviations**2).sum(), rtol=0.03)
+    averages = np.mean(estimates, axis=0)
+    np.testing.assert_allclose(averages[0], (true**2).sum(), rtol=0.03)
+    np.testing.assert_allclose(averages[1], (deviations**2).sum(), rtol=0.03)

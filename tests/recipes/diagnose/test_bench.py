@@ -43,16 +43,16 @@ def test_sizes_are_named_by_their_parameters(name, least, most):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["--sizes=2M"], 2, "size '2M' does not exist"),
         (["--config=configs/quickstart.py"], 2, "bench takes no --config"),
         (["--compare=nowhere.json"], 66, "the bench file does not exist"),
     ],
 )
-def test_words_that_make_no_sense_are_refused(words, code, said, capsys):
+def test_words_that_make_no_sense_are_refused(words, code, message, capsys):
     assert main(["bench", *words]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,16 @@ def test_rows_of_noise_are_read_both_ways_where_the_objective_does(file):
 
 
 def test_a_sound_config_passes_and_shows_what_it_sends(file, capsys):
-    found = check(capsys, file, "--steps=2", code=0)
-    assert found["ok"]
-    assert found["deviation"] < 1e-5
-    assert len(found["gradients"]) > 8
-    assert max(found["gradients"].values()) == found["gradients"][found["worst_gradient"]] < 1e-4
-    assert found["replicated"] == found["unexpected"] == []
-    assert found["mesh"] == dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2}
-    assert found["changes"]["model.depth"] == [12, 2]
+    report = check(capsys, file, "--steps=2", code=0)
+    assert report["ok"]
+    assert report["deviation"] < 1e-5
+    assert len(report["gradients"]) > 8
+    assert max(report["gradients"].values()) == report["gradients"][report["worst_gradient"]] < 1e-4
+    assert report["replicated"] == report["unexpected"] == []
+    assert report["mesh"] == dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2}
+    assert report["changes"]["model.depth"] == [12, 2]
     sent = {}
-    for each in found["collectives"]:
+    for each in report["collectives"]:
         key = (each["kind"], *each["axes"], each["content"])
         sent.setdefault(key, []).append(each)
     assert any("jaxlm/nn/" in c["source"] for c in sent["all-gather", "fsdp", "parameters"])
@@ -106,11 +106,11 @@ def test_one_leaf_whose_gradient_has_another_sign_is_named_though_losses_and_nor
         return checks.TrialResult(same, same, gradient, {}, "ENTRY %main () -> f32[] {\n}\n")
 
     monkeypatch.setattr(checks, "_try", tried)
-    found = check(capsys, file, code=1)
-    assert (found["deviation"], found["is_equal"]) == (0, False)
-    assert found["worst_gradient"] == "turned"
-    assert found["gradients"]["turned"] == pytest.approx(2)
-    assert found["gradients"]["good"] == 0 < found["gradients"]["keys/bias"] < 1e-5
+    report = check(capsys, file, code=1)
+    assert (report["deviation"], report["is_equal"]) == (0, False)
+    assert report["worst_gradient"] == "turned"
+    assert report["gradients"]["turned"] == pytest.approx(2)
+    assert report["gradients"]["good"] == 0 < report["gradients"]["keys/bias"] < 1e-5
     assert main(["check", f"--config={file}", "--devices=4"]) == 1
     assert "2.0e+00 of 1e-04 at most, in turned" in capsys.readouterr().out
 
@@ -124,10 +124,10 @@ def test_hidden_units_that_are_gathered_and_a_rule_that_replicates_are_found(
 
     monkeypatch.setattr(mlp, "constrain", wrong)
     monkeypatch.setitem(logical.RULES, "vocab", None)
-    found = check(capsys, file, "--steps=1", code=1)
-    gathers = [c for c in found["unexpected"] if c["kind"] == "all-gather"]
+    report = check(capsys, file, "--steps=1", code=1)
+    gathers = [c for c in report["unexpected"] if c["kind"] == "all-gather"]
     assert any(c["axes"] == ["tensor"] and "jaxlm/nn/" in c["source"] for c in gathers)
-    assert {each["path"]: each["axes"] for each in found["replicated"]} == {
+    assert {each["path"]: each["axes"] for each in report["replicated"]} == {
         "embedding/table": ["tensor"],
         "unembedding/weight": ["tensor"],
     }
@@ -152,15 +152,15 @@ def test_each_bug_that_was_put_in_is_found(file, capsys, monkeypatch, sharded_on
         monkeypatch.setattr(decoder, "constrain", stream)
     else:
         monkeypatch.setitem(logical.RULES, bug, None)
-    found = check(capsys, file, "--steps=1", code=1)
+    report = check(capsys, file, "--steps=1", code=1)
     if bug == "logits":
-        assert {c["content"] for c in found["unexpected"]} >= {"logits"}
-        assert found["whole_logits"]
+        assert {c["content"] for c in report["unexpected"]} >= {"logits"}
+        assert report["whole_logits"]
     elif bug == "embed":
-        assert all(each["axes"] == ["fsdp"] for each in found["replicated"])
-        assert len(found["replicated"]) >= 6
+        assert all(each["axes"] == ["fsdp"] for each in report["replicated"])
+        assert len(report["replicated"]) >= 6
     else:
-        assert found["unexpected"]
+        assert report["unexpected"]
 
 
 SPLIT = ("mesh.context=2", "mesh.fsdp=1", "mesh.tensor=1")
@@ -181,7 +181,7 @@ PLACED = ("model.family=mixtral", "model.capacity=1.25", "mesh.expert=2", "mesh.
 def test_what_is_sent_beside_what_may_be_is_found(
     file, capsys, monkeypatch, sharded_only, bug, settings, kind, over
 ):
-    """Queries gathered as keys are, places of experts gathered instead of exchanged, a table that is looked up in parts."""
+    """Queries are gathered like keys, experts instead of exchanged; a table is read in parts."""
 
     def whole(x, *axes):
         return rules.constrain(
@@ -191,8 +191,8 @@ def test_what_is_sent_beside_what_may_be_is_found(
     def gathered(x, axis, split, joined, *, tiled):
         every = jax.lax.all_gather(x, axis)
         size = x.shape[split] // len(every)
-        own = jax.lax.axis_index(axis) * size
-        parts = [jax.lax.dynamic_slice_in_dim(one, own, size, split) for one in every]
+        start = jax.lax.axis_index(axis) * size
+        parts = [jax.lax.dynamic_slice_in_dim(one, start, size, split) for one in every]
         return jax.numpy.concatenate(parts, joined)
 
     if bug == "queries":
@@ -202,10 +202,10 @@ def test_what_is_sent_beside_what_may_be_is_found(
     else:
         monkeypatch.setattr(embedding, "constrain", lambda x, *axes: x)
     flags = [f"--config.{setting}" for setting in settings]
-    found = check(capsys, file, *flags, "--steps=1", code=1)
-    assert (kind, [over]) in [(each["kind"], each["axes"]) for each in found["unexpected"]]
+    report = check(capsys, file, *flags, "--steps=1", code=1)
+    assert (kind, [over]) in [(each["kind"], each["axes"]) for each in report["unexpected"]]
     if bug == "queries" and "model.family=bert" in settings:
-        heads = [each for each in found["unexpected"] if each["largest"].count(",") == 3]
+        heads = [each for each in report["unexpected"] if each["largest"].count(",") == 3]
         assert any(each["kind"] == "all-gather" for each in heads), "the queries among them"
 
 
@@ -231,10 +231,10 @@ def test_matrices_that_their_own_axis_does_not_split_are_found(
     monkeypatch.setitem(logical.RULES, axis, None)
     over, *settings = WHOLE[axis]
     flags = [f"--config.{setting}" for setting in settings]
-    found = check(capsys, file, *flags, "--steps=1", code=1)
-    assert not found["ok"]
-    assert all(each["axes"] == [over] for each in found["replicated"])
-    paths = {each["path"].removeprefix("stack/0/") for each in found["replicated"]}
+    report = check(capsys, file, *flags, "--steps=1", code=1)
+    assert not report["ok"]
+    assert all(each["axes"] == [over] for each in report["replicated"])
+    paths = {each["path"].removeprefix("stack/0/") for each in report["replicated"]}
     attention = {f"attention/{name}/weight" for name in ("query", "key", "value", "out")}
     mlp = {f"mlp/{name}/weight" for name in ("gate", "up", "down")}
     assert (
@@ -278,8 +278,8 @@ def test_matrices_that_their_own_axis_does_not_split_are_found(
     ids=lambda flags: " ".join(flag.removeprefix("--config.") for flag in flags),
 )
 def test_sound_configs_of_every_axis_pass(file, capsys, flags):
-    found = check(capsys, file, *flags, code=0)
-    assert found["ok"]
+    report = check(capsys, file, *flags, code=0)
+    assert report["ok"]
 
 
 def test_the_words_for_people_name_what_is_wrong(capsys, monkeypatch):
@@ -323,21 +323,25 @@ def test_the_words_for_people_name_what_is_wrong(capsys, monkeypatch):
 
 
 def test_a_misfit_of_the_config_itself_is_an_error_and_no_answer(file, capsys):
-    found = check(capsys, file, "--config.mesh.tensor=8", code=2)
-    assert "kv_heads = 4" in found["error"]["why"]
+    report = check(capsys, file, "--config.mesh.tensor=8", code=2)
+    assert "kv_heads = 4" in report["error"]["why"]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "limit", "sizes"),
+    ("settings", "limit", "sizes"),
     [
         ({"fsdp": "auto", "data": 1}, 8, {"fsdp": 8}),
         ({"data": "auto", "fsdp": 16, "tensor": 2}, 8, {"data": 2, "fsdp": 2, "tensor": 2}),
         ({"data": "auto", "fsdp": 16}, 8, {"data": 2, "fsdp": 4}),
-        ({"pipe": 2, "data": 2, "fsdp": 2, "tensor": 2}, 8, {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 2}),
+        (
+            {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 2},
+            8,
+            {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 2},
+        ),
     ],
-)  # fmt: skip
-def test_every_axis_that_splits_stays_split(wanted, limit, sizes):
-    assert mesh_sizes(MeshConfig(**wanted), limit) == dict.fromkeys(AXES, 1) | sizes
+)
+def test_every_axis_that_splits_stays_split(settings, limit, sizes):
+    assert mesh_sizes(MeshConfig(**settings), limit) == dict.fromkeys(AXES, 1) | sizes
 
 
 def test_a_shrunk_run_has_a_mark_in_its_tokens_that_no_parameter_has():
@@ -453,7 +457,7 @@ def test_tokens_go_to_experts_by_one_way():
 
 
 def test_queries_of_heads_with_keys_of_their_own_are_found_by_counting():
-    """Keys and values of two layers are four arrays; a fifth of their shape is something else, and any of the five may be it."""
+    """Keys and values of two layers are four arrays; a fifth array of their shape is the fault."""
     groups = read_groups("replica_groups={{0,1}}", 2)
     gather = Collective(
         kind="all-gather", name="g", shapes=(KEYS,), groups=groups, times=4, op="", source=LINEAR

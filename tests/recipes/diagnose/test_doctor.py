@@ -23,26 +23,26 @@ def test_a_machine_that_computes_is_found_well(capsys, tmp_path):
     assert main(["doctor", f"--workdir={tmp_path}/not/there/yet", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"]
-    found = {each["name"]: each for each in answer["findings"]}
+    findings = {each["name"]: each for each in answer["findings"]}
     assert {each["verdict"] for each in answer["findings"]} <= {"ok", "warning"}
     for number in range(8):
-        numbers = found[f"device {number}"]["numbers"]
+        numbers = findings[f"device {number}"]["numbers"]
         assert min(numbers.values()) > 1e8
         assert set(numbers) == {"flops_per_second_float32", "flops_per_second_bfloat16"}
-    assert found["all-reduce"]["said"].startswith("right over 8 devices")
-    assert found["all-reduce"]["numbers"]["bytes_per_second"] > 1e5
-    assert found["run folder"]["numbers"]["write_bytes_per_second"] > 1e5
-    assert found["memory"]["numbers"]["total_bytes"] > 2**30
+    assert "right over 8 devices" in str(findings["all-reduce"])
+    assert findings["all-reduce"]["numbers"]["bytes_per_second"] > 1e5
+    assert findings["run folder"]["numbers"]["write_bytes_per_second"] > 1e5
+    assert findings["memory"]["numbers"]["total_bytes"] > 2**30
     assert not list(tmp_path.iterdir()), "what was written is gone"
 
 
 def test_a_device_that_computes_wrongly_is_found(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(device_checks.jnp, "matmul", lambda x, y: (x @ y).at[3, 5].add(1e3))
     assert main(["doctor", f"--workdir={tmp_path}"]) == 1
-    said = capsys.readouterr().out
-    assert "PROBLEM: float32 is off by" in said
-    assert "fix: remove the device" in said
-    assert said.rstrip().endswith("8 problems")
+    output = capsys.readouterr().out
+    assert "PROBLEM: float32 is off by" in output
+    assert "fix: remove the device" in output
+    assert output.rstrip().endswith("8 problems")
 
 
 def test_a_sum_that_is_wrong_is_found(monkeypatch):
@@ -65,9 +65,9 @@ def test_a_gpu_that_jax_does_not_use_is_told_with_the_reason(monkeypatch, tmp_pa
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert main(["doctor", f"--workdir={tmp_path}"]) == 0
-    said = capsys.readouterr().out
-    assert "WARNING: NVIDIA H200 is not used: JAX_PLATFORMS=cpu keeps JAX from it" in said
-    assert "fix: unset JAX_PLATFORMS" in said
+    output = capsys.readouterr().out
+    assert "WARNING: NVIDIA H200 is not used: JAX_PLATFORMS=cpu keeps JAX from it" in output
+    assert "fix: unset JAX_PLATFORMS" in output
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_a_gpu_that_jax_does_not_use_is_told_with_the_reason(monkeypatch, tmp_pa
     ],
 )
 def test_what_is_there_and_not_used_has_a_fix(hardware, backend, packages, platforms, expected):
-    found = problems(doctor.accelerators(hardware, backend, packages, platforms))
+    fixes = problems(doctor.accelerators(hardware, backend, packages, platforms))
     if expected is None:
-        assert not found
+        assert not fixes
     else:
-        ((_, fix),) = found
+        ((_, fix),) = fixes
         assert expected in fix
 
 
@@ -103,18 +103,18 @@ def test_what_is_there_and_not_used_has_a_fix(hardware, backend, packages, platf
 )
 def test_a_driver_that_is_too_old_for_its_plugin_is_reported(driver, plugin, fix):
     packages = JAX | {f"jax-cuda{plugin}-plugin": "0.12.0"}
-    found = problems(doctor.accelerators(Hardware(("GPU",), driver), "gpu", packages, ""))
-    assert [fix in each for _, each in found] == ([True] if fix else [])
+    fixes = problems(doctor.accelerators(Hardware(("GPU",), driver), "gpu", packages, ""))
+    assert [fix in each for _, each in fixes] == ([True] if fix else [])
 
 
 def test_plugins_of_another_release_or_of_two_are_reported():
     assert not problems(doctor.versions(CUDA13, (3, 13)))
-    ((said, fix),) = problems(doctor.versions(CUDA13 | {"jax-cuda13-plugin": "0.11.2"}, (3, 13)))
-    assert "0.11.2 with jaxlib 0.12.0.1" in said
+    ((output, fix),) = problems(doctor.versions(CUDA13 | {"jax-cuda13-plugin": "0.11.2"}, (3, 13)))
+    assert "0.11.2 with jaxlib 0.12.0.1" in output
     assert fix == f"{sys.executable} -m pip install 'jax-cuda13-plugin==0.12.0.1'"
     both = CUDA13 | {"jax-cuda12-plugin": "0.12.0"}
-    ((said, fix),) = problems(doctor.versions(both, (3, 13)))
-    assert "CUDA 12 and 13" in said
+    ((output, fix),) = problems(doctor.versions(both, (3, 13)))
+    assert "CUDA 12 and 13" in output
     assert fix.endswith("pip uninstall jax-cuda12-plugin")
 
 
@@ -122,5 +122,5 @@ def test_little_memory_and_a_folder_that_cannot_be_written_are_reported(tmp_path
     assert doctor.host_memory({}).verdict == "ok"
     assert doctor.host_memory({"MemTotal": 8 * 2**30, "MemAvailable": 2**30}).verdict == "warning"
     (tmp_path / "file").write_text("")
-    found = doctor.disk("run folder", tmp_path / "file", "name a --workdir on another disk")
-    assert (found.verdict, found.fix) == ("problem", "name a --workdir on another disk")
+    finding = doctor.disk("run folder", tmp_path / "file", "name a --workdir on another disk")
+    assert (finding.verdict, finding.fix) == ("problem", "name a --workdir on another disk")

@@ -1,4 +1,4 @@
-"""`jaxlm lr-find`: the test through the front door, what it leaves, what it refuses, and whether its rate is a good one."""
+"""`jaxlm lr-find` by the command line: its files, its refusals, and the quality of its rate."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ def find(capsys, config, out, *flags):
 
 
 @pytest.fixture(scope="module")
-def found(config, tmp_path_factory):
+def rate_test(config, tmp_path_factory):
     """Rates up to one that no model survives, and the printed answer."""
     folder = tmp_path_factory.mktemp("work")
     with pytest.MonkeyPatch.context() as patch:
@@ -46,8 +46,8 @@ def found(config, tmp_path_factory):
     return folder, "\n".join(lines)
 
 
-def test_the_curve_the_plot_and_flags_to_paste_and_nothing_else(found):
-    folder, said = found
+def test_the_curve_the_plot_and_flags_to_paste_and_nothing_else(rate_test):
+    folder, output = rate_test
     assert {path.name for path in folder.rglob("*")} == {"lr-find", "lr-find.json", "lr-find.png"}
     assert (folder / "lr-find/lr-find.png").read_bytes().startswith(b"\x89PNG")
     answer = json.loads((folder / "lr-find/lr-find.json").read_text())
@@ -64,12 +64,12 @@ def test_the_curve_the_plot_and_flags_to_paste_and_nothing_else(found):
     assert "smoothed loss was 1.5 times its lowest" in answer["ended"]
     assert 1e-4 < answer["suggested_lr"] < 1
     assert answer["flags"] == [f"--config.optim.lr={answer['suggested_lr']:.2g}"]
-    assert said.endswith(f"suggested {answer['flags'][0]}")
-    assert "lowest" in said
+    assert output.endswith(f"suggested {answer['flags'][0]}")
+    assert "lowest" in output
 
 
-def test_an_earlier_test_is_not_overwritten(config, found, capsys):
-    folder, _ = found
+def test_an_earlier_test_is_not_overwritten(config, rate_test, capsys):
+    folder, _ = rate_test
     before = (folder / "lr-find/lr-find.json").read_bytes()
     code, answer = find(capsys, config, folder / "lr-find")
     assert (code, answer["error"]["code"]) == (73, 73)

@@ -1,4 +1,4 @@
-"""`jaxlm replay`: steps of a run done again, among them one that was not applied, and one that was given up."""
+"""`jaxlm replay` repeats steps of a run, also one that was not applied or was given up."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory):
-    """A run that stopped at step 4, went on with another learning rate, and did not apply steps 9 and 10."""
+    """A run that stopped at step 4, resumed with another rate, and did not apply steps 9 and 10."""
     workdir = tmp_path_factory.mktemp("runs") / "run"
     flags = ("--config.checkpoint.every=4", "--config.checkpoint.keep_last=9")
     assert main(harness.words(config, workdir, *flags, "--stop_at=4")) == 0
@@ -75,41 +75,41 @@ def snapshot(workdir):
 
 @pytest.mark.parametrize(("step", "start"), [(3, 0), (12, 8)])
 def test_the_loss_of_a_step_is_the_logged_one_in_every_bit(run, capsys, step, start):
-    """Before and after the change of the learning rate, and behind the steps that were not applied."""
+    """Before and after the change of the learning rate, and after the skipped steps."""
     before = snapshot(run)
-    found = replay(capsys, run, step)
+    report = replay(capsys, run, step)
     record = logged(run)[step]
-    assert found["loss_nats"].hex() == found["loss_hex"] == record["loss_nats"].hex()
-    assert found["grad_norm"].hex() == record["grad_norm"].hex()
-    assert found["learning_rate"] == record["learning_rate"]
-    assert found["is_as_logged"]
-    assert found["is_applied"]
-    assert (found["from_step"], found["batch"]) == (start, step - 1)
+    assert report["loss_nats"].hex() == report["loss_hex"] == record["loss_nats"].hex()
+    assert report["grad_norm"].hex() == record["grad_norm"].hex()
+    assert report["learning_rate"] == record["learning_rate"]
+    assert report["is_as_logged"]
+    assert report["is_applied"]
+    assert (report["from_step"], report["batch"]) == (start, step - 1)
     assert snapshot(run) == before
 
 
 def test_the_norms_by_layer_add_up_to_the_norm_of_the_gradient(run, capsys):
-    found = replay(capsys, run, 7)
-    assert found["from_step"] == 4
-    assert found["is_as_logged"]
-    assert total(found["layers"]) == pytest.approx(found["grad_norm"], rel=1e-5)
-    assert len(found["layers"]["stack/0/mlp/down/weight"]) == 2
-    losses = [row["loss_nats"] for row in found["rows"]]
+    report = replay(capsys, run, 7)
+    assert report["from_step"] == 4
+    assert report["is_as_logged"]
+    assert total(report["layers"]) == pytest.approx(report["grad_norm"], rel=1e-5)
+    assert len(report["layers"]["stack/0/mlp/down/weight"]) == 2
+    losses = [row["loss_nats"] for row in report["rows"]]
     assert losses == sorted(losses, reverse=True)
-    assert max(losses) > found["loss_nats"] - 0.1
-    assert len({row["row"] for row in found["rows"]}) == 5
+    assert max(losses) > report["loss_nats"] - 0.1
+    assert len({row["row"] for row in report["rows"]}) == 5
 
 
 def test_a_step_that_was_not_applied_shows_what_spikes_jsonl_has(run, capsys):
     spike = harness.records(run, "spikes.jsonl")[0]
     assert (spike["step"], spike["batch"]) == (BAD_BATCH + 1, BAD_BATCH)
-    found = replay(capsys, run, BAD_BATCH + 1)
-    assert found["is_as_logged"]
-    assert not found["is_applied"]
-    assert found["loss_nats"] is None
-    assert found["kind"] == "loss not finite, gradient not finite"
+    report = replay(capsys, run, BAD_BATCH + 1)
+    assert report["is_as_logged"]
+    assert not report["is_applied"]
+    assert report["loss_nats"] is None
+    assert report["kind"] == "loss not finite, gradient not finite"
     for name in ("kind", "batch", "documents", "layers", "layers_not_finite", "learning_rate"):
-        assert found[name] == spike[name], name
+        assert report[name] == spike[name], name
 
 
 def test_without_the_fault_the_batch_is_an_ordinary_one_and_the_log_is_said_to_differ(
@@ -127,10 +127,10 @@ def test_without_the_fault_the_batch_is_an_ordinary_one_and_the_log_is_said_to_d
 
 
 def test_after_a_rewind_a_step_has_its_new_batch_and_the_old_one_can_be_asked_for(rewound, capsys):
-    found = replay(capsys, rewound, 9)
-    assert found["batch"] == 8 + 4
-    assert found["is_applied"]
-    assert found["loss_nats"].hex() == logged(rewound)[9]["loss_nats"].hex()
+    report = replay(capsys, rewound, 9)
+    assert report["batch"] == 8 + 4
+    assert report["is_applied"]
+    assert report["loss_nats"].hex() == logged(rewound)[9]["loss_nats"].hex()
     given_up = replay(capsys, rewound, 10, "--rewinds=0")
     assert given_up["batch"] == BAD_BATCH + 1
     assert not given_up["is_applied"]
@@ -144,9 +144,9 @@ def test_after_a_rewind_a_step_has_its_new_batch_and_the_old_one_can_be_asked_fo
 def test_a_damaged_checkpoint_is_passed_over(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run/checkpoints/8/digests.json").unlink()
-    found = replay(capsys, tmp_path / "run", 12)
-    assert found["from_step"] == 4
-    assert found["is_as_logged"]
+    report = replay(capsys, tmp_path / "run", 12)
+    assert report["from_step"] == 4
+    assert report["is_as_logged"]
 
 
 def test_a_step_behind_a_change_that_no_checkpoint_leads_to_is_refused(run, tmp_path, capsys):
@@ -163,8 +163,8 @@ def test_a_step_behind_a_new_optimizer_state_is_done_with_that(config, tmp_path,
     keep = "--config.checkpoint.keep_last=9"
     assert main([*words, keep, "--stop_at=4"]) == 0
     assert main([*words, keep, "--reset_optimizer", "--stop_at=6"]) == 0
-    found = replay(capsys, workdir, 6)
-    assert (found["is_as_logged"], found["from_step"]) == (True, 4)
+    report = replay(capsys, workdir, 6)
+    assert (report["is_as_logged"], report["from_step"]) == (True, 4)
     (workdir / "checkpoints/4/digests.json").unlink()
     error = replay(capsys, workdir, 5, code=65)["error"]
     assert error["where"] == "step 4, where the run resumed"
@@ -177,8 +177,8 @@ def test_a_step_behind_a_cast_is_done_in_the_new_dtypes(config, tmp_path, capsys
     assert main(words) == 0
     cast = ("--config.precision.params=bfloat16", "--cast")
     assert main([*words, *cast, "--stop_at=6", "--config.checkpoint.every=6"]) == 0
-    found = replay(capsys, tmp_path / "run", 6)
-    assert (found["is_as_logged"], found["from_step"]) == (True, 4)
+    report = replay(capsys, tmp_path / "run", 6)
+    assert (report["is_as_logged"], report["from_step"]) == (True, 4)
 
 
 @pytest.mark.slow
@@ -194,18 +194,18 @@ def test_steps_that_were_done_again_from_an_older_one_are_replayed_as_they_are_n
     back = ("--start_at=2", "--force", "--config.optim.lr=1e-3", change)
     assert main([*words, keep, *back, "--stop_at=6"]) == 0
     for step, rate in ((2, 3e-3), (4, 1e-3), (6, 1e-3)):
-        found = replay(capsys, workdir, step)
-        assert found["is_as_logged"], step
-        assert found["learning_rate"] == pytest.approx(rate)
+        report = replay(capsys, workdir, step)
+        assert report["is_as_logged"], step
+        assert report["learning_rate"] == pytest.approx(rate)
 
 
 @pytest.mark.slow
 def test_a_process_of_its_own_with_the_fault_sees_the_step_that_was_not_applied(run):
     words = ["replay", f"--workdir={run}", f"--step={BAD_BATCH + 1}", "--quiet"]
-    code, said = harness.run(words, FAULTS)
-    assert code == 0, said
-    assert "verdict   not applied: loss not finite, gradient not finite" in said
-    assert "loss      nan nats, equal to the logged loss, bit for bit" in said
+    code, output = harness.run(words, FAULTS)
+    assert code == 0, output
+    assert "verdict   not applied: loss not finite, gradient not finite" in output
+    assert "loss      nan nats, equal to the logged loss, bit for bit" in output
 
 
 @pytest.mark.slow
@@ -213,14 +213,14 @@ def test_where_the_guard_knows_no_spikes_the_norms_are_taken_all_the_same(config
     """Over eight devices, of micro-batches."""
     flags = ("--config.guard.sigmas=none", "--config.train.microbatches=2")
     words = harness.words(config, tmp_path / "run", *flags, "--config.train.batch=16")
-    code, said = harness.run([*words, "--stop_at=3"], **EIGHT)
-    assert code == 0, said
+    code, output = harness.run([*words, "--stop_at=3"], **EIGHT)
+    assert code == 0, output
     words = ["replay", f"--workdir={tmp_path / 'run'}", "--step=3", "--json", "--quiet"]
-    code, said = harness.run(words, **EIGHT)
-    assert code == 0, said
-    found = json.loads(said.splitlines()[-1])
-    assert found["loss_nats"].hex() == logged(tmp_path / "run")[3]["loss_nats"].hex()
-    assert total(found["layers"]) == pytest.approx(found["grad_norm"], rel=1e-5)
+    code, output = harness.run(words, **EIGHT)
+    assert code == 0, output
+    report = json.loads(output.splitlines()[-1])
+    assert report["loss_nats"].hex() == logged(tmp_path / "run")[3]["loss_nats"].hex()
+    assert total(report["layers"]) == pytest.approx(report["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("step", "fix"), [(0, "--step=1"), (-3, "--step=1"), (13, "--step=12")])

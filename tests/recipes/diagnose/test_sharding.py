@@ -1,8 +1,8 @@
-"""No device holds tokens x vocabulary where the mesh splits the vocabulary, and nothing is sent that no rule of sharding explains.
+"""No device holds tokens x vocabulary if the mesh splits the vocabulary, or sends too much.
 
-Read off the compiled programs of runs that are made small as `jaxlm check` makes them, for every
-optimizer, for objectives and families whose programs differ, and for every axis of a mesh. What may
-be sent, and why, is said in `recipes/diagnose/collectives.py`.
+Read from the compiled programs of runs that are made small as `jaxlm check` makes them, for every
+optimizer, for objectives and families whose programs differ, and for every axis of a mesh.
+`recipes/diagnose/collectives.py` lists the collectives that are allowed, with reasons.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ ALLOWED = {
 
 
 def smaller(settings):
-    """The run of these settings as `jaxlm check` makes it small, with a vocabulary that is unmistakable."""
+    """The run of these settings, reduced as by `jaxlm check`, with an unmistakable vocabulary."""
     run = config.load(Run, None, [tuple(each.split("=", 1)) for each in settings]).value
     small = reduced_run(run, 1, 8)
     raw = config.to_json(small.run)
@@ -110,7 +110,7 @@ def sources():
 
 
 def compiled(settings, program):
-    """The text of the training step, of the one that is watched, or of an evaluation's; and what is known of it."""
+    """Compiled text of the training step, the watched step or an evaluation, and its facts."""
     small, grid, engine = engine_of(settings)
     batch, state = collectives.abstract_batch(small.run, grid), engine.abstract()
     with jax.set_mesh(grid):
@@ -126,22 +126,22 @@ def wrong(small, text, **known):
     """Return unexpected arrays and collectives, a line each."""
     step, run = dataclasses.replace(check.step_of(small), **known), small.run
     lines = collectives.table(hlo.read_collectives(text), small.mesh, step)
-    found = [
+    problems = [
         f"{line.source}: {line.kind} over {','.join(line.axes)} of {line.largest}, "
         f"{line.sent_bytes:.0f} bytes: {line.why_unexpected}"
         for line in lines
         if line.why_unexpected
     ]
-    found = [line for line in found if not any(each in line for each in ALLOWED)]
+    problems = [line for line in problems if not any(each in line for each in ALLOWED)]
     results = hlo.read_results(text)
-    found += collectives.unsharded_arrays(results, small.mesh, step)
+    problems += collectives.unsharded_arrays(results, small.mesh, step)
     if logical.ways(small.mesh, "vocab") == 1:
-        return found
+        return problems
     # In any shape: as many numbers as one chunk of a device's tokens has logits.
     tokens = run.tokens_per_step if small.mesh["pipe"] > 1 else small.tokens
     tokens //= logical.ways(small.mesh, "batch") * logical.ways(small.mesh, "length")
     least = tokens * VOCAB // (1 if run.loss.chunk is None else 2)
-    return found + [
+    return problems + [
         f"{each.op_name}: {each.op} of {each.shape}"
         for each in results
         if each.shape.elements >= least and not each.shape.elements % (PRIME * small.mark)
@@ -195,7 +195,7 @@ EVERYWHERE = pytest.mark.parametrize(
 @pytest.mark.slow
 @EVERYWHERE
 def test_nor_does_a_step_that_is_watched(settings):
-    """Figures of layers and hidden units are gathered, as each device has all of them in the end."""
+    """Figures of layers and hidden units are gathered: each device needs all of them."""
     small, text = compiled((*settings, *WATCHED), "observe")
     assert not wrong(small, text, figures=small.run.model.depth * small.run.model.hidden)
 
@@ -213,7 +213,10 @@ def test_nor_does_an_evaluation(settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 def test_nor_does_generation_but_for_one_token_of_each_text(beams):
-    """Cuts such as top-p sort the logits of a row's last token, which are whole; those of its prompt are on no device."""
+    """Cuts such as top-p sort the logits of a row's last token, which are whole.
+
+    No device has the logits of the prompt.
+    """
     small, grid, engine = engine_of(BOTH)
     rows, length = 2, 2 * small.mark
     shared = dict(max_tokens=8, ends=(3,), pad=0, allowed=jax.numpy.ones(VOCAB, bool))
@@ -242,16 +245,17 @@ GATHER = """HloModule m, num_partitions=4
 
 ENTRY %main (p: f32[1,10,127]) -> f32[1,10,508] {
   %p = f32[1,10,127]{2,1,0} parameter(0)
-  ROOT %g = f32[1,10,508]{2,1,0} all-gather(%p), dimensions={2}, replica_groups={{0,1,2,3}}, metadata={op_name="jit(step)/cumsum"}
+  ROOT %g = f32[1,10,508]{2,1,0} all-gather(%p), dimensions={2}, replica_groups={{0,1,2,3}}, \
+metadata={op_name="jit(step)/cumsum"}
 }
 """
 
 
 def test_whole_logits_and_a_gathered_moment_are_found():
     small = smaller(TENSOR)
-    found = wrong(small, GATHER)
-    assert any("logits are sent whole" in line for line in found)
-    assert any(line == "jit(step)/cumsum: all-gather of f32[1,10,508]" for line in found)
+    lines = wrong(small, GATHER)
+    assert any("logits are sent whole" in line for line in lines)
+    assert any(line == "jit(step)/cumsum: all-gather of f32[1,10,508]" for line in lines)
     flat = GATHER.replace("f32[1,10,508]", "f32[5080]")
     assert any("all-gather of f32[5080]" in line for line in wrong(small, flat))
     moment = GATHER.replace("f32[1,10,127]", "f32[64,192]").replace("f32[1,10,508]", "f32[64,768]")

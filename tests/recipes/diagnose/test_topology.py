@@ -75,10 +75,10 @@ def test_a_missing_compiler_is_reported(capsys):
 def test_a_shipped_config_compiles_for_its_slice_and_fits(capsys, shipped, name, axes):
     words = ["check", f"--config=configs/{shipped}.py:{name}", f"--topology={name}", "--json"]
     assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["devices"] == SLICES[name].devices
-    assert 0 < found["bytes_per_device"]["total"] < found["hbm_bytes"]
-    assert {axis for each in found["collectives"] for axis in each["axes"]} >= axes
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["devices"] == SLICES[name].devices
+    assert 0 < plan["bytes_per_device"]["total"] < plan["hbm_bytes"]
+    assert {axis for each in plan["collectives"] for axis in each["axes"]} >= axes
 
 
 SMALL = {
@@ -105,7 +105,7 @@ SMALL = {
     [("v5e-4", "auto"), ("v5p-8", "splash"), ("v6e-4", "splash"), ("v5e-4", "blockwise")],
 )
 def test_a_step_for_tpus_has_splash_attention_forward_and_back(name, kernel):
-    """One kernel forward and two back, each of a device's own rows and heads; other attention has none."""
+    """One kernel forward and two backward, each of a device's rows and heads; others have none."""
     settings = SMALL | {"train.attention": kernel}
     run = config.load(Run, None, list(settings.items())).value
     grid = mesh.build(run.mesh, collectives.devices_of(SLICES[name]))

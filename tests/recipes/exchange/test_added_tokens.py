@@ -27,11 +27,11 @@ def test_added_ids_have_the_mean_of_the_others(path, shape):
     whole = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
     known = np.take(whole, range(KNOWN), axis)
     mean = known.mean(axis, keepdims=True)
-    wanted = np.concatenate([known, mean, mean], axis)
+    expected = np.concatenate([known, mean, mean], axis)
     for begin, end in ((0, SIZE), (1, 4), (4, 5)):
         within = tuple(
             slice(begin, end) if number == axis else slice(0, size)
             for number, size in enumerate(shape)
         )
-        found = extended.leaf(path, shape, within, np.dtype(np.float32))
-        np.testing.assert_allclose(found, wanted[within], rtol=1e-6)
+        leaf = extended.leaf(path, shape, within, np.dtype(np.float32))
+        np.testing.assert_allclose(leaf, expected[within], rtol=1e-6)

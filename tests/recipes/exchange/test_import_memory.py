@@ -31,12 +31,12 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 def peak(words, folder):
     """Exit code of a command, and the most anonymous memory that it held."""
-    with open(folder / "said", "w") as said:
+    with open(folder / "output", "w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "jaxlm", *words],
             cwd=ROOT,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             env=os.environ | {"XLA_FLAGS": ""},
         )
     most = 0
@@ -49,19 +49,19 @@ def peak(words, folder):
 
 
 def test_a_part_of_a_leaf_is_on_its_devices_before_the_next_is_read(tmp_path, monkeypatch):
-    """Each of eight devices has an eighth of a matrix, and the host never more; shared parts of a norm are read once."""
+    """Each device has an eighth of a matrix, and the host never more; a norm is read once."""
     read, seen = Reader.leaf, collections.defaultdict(list)
     others = (
         jax.live_arrays()
     )  # of tests before this one; held, so that none of them ends meanwhile
 
     def leaf(self, path, shape, within, dtype):
-        found = read(self, path, shape, within, dtype)
-        there = [each for each in jax.live_arrays() if each.shape == found.shape]
+        block = read(self, path, shape, within, dtype)
+        live = [each for each in jax.live_arrays() if each.shape == block.shape]
         seen[path].append(
-            (found.size, len(there) - sum(found.shape == each.shape for each in others))
+            (block.size, len(live) - sum(block.shape == each.shape for each in others))
         )
-        return found
+        return block
 
     monkeypatch.setattr(Reader, "leaf", leaf)
     mesh = [f"--config.mesh.{axis}={ways}" for axis, ways in dict(data=1, fsdp=4, tensor=2).items()]
@@ -74,7 +74,7 @@ def test_a_part_of_a_leaf_is_on_its_devices_before_the_next_is_read(tmp_path, mo
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A folder of 2.1 GB in bfloat16, and the bytes of its largest leaf, which is of all layers together."""
+    """A folder of 2.1 GB in bfloat16, and the bytes of its largest leaf, which has all layers."""
     source = tmp_path_factory.mktemp("large")
     row = np.random.default_rng(0).normal(0, 0.02, 2**20).astype(BF16)
     tensors = layout(FAMILY.build(), FAMILY.HUB)
@@ -98,10 +98,10 @@ def test_an_import_holds_little_beside_the_arrays(large, devices, tmp_path, reco
     words = ["import", f"--from={source}", f"--workdir={tmp_path / 'run'}", "--json"]
     words += [f"--cpu_devices={devices}", "--config.mesh.data=1", f"--config.mesh.fsdp={devices}"]
     code, most = peak([*words, "--config.precision.params=bfloat16"], tmp_path)
-    assert code == 0, (tmp_path / "said").read_text()
+    assert code == 0, (tmp_path / "output").read_text()
     shutil.rmtree(tmp_path / "run")
     beyond, allowed = most - arrays, 1.2 * largest / devices + 1e9
-    told = {"arrays": arrays, "beyond": beyond, "allowed": allowed, "of an idle process": before}
-    figures = {name: f"{n / 1e9:.2f} GB" for name, n in told.items()}
+    sizes = {"arrays": arrays, "beyond": beyond, "allowed": allowed, "of an idle process": before}
+    figures = {name: f"{n / 1e9:.2f} GB" for name, n in sizes.items()}
     record_property("table", json.dumps({"devices": devices} | figures))
-    assert beyond < allowed, told
+    assert beyond < allowed, sizes

@@ -51,9 +51,9 @@ def test_the_exchange_of_keys_is_chosen_set_and_reported():
     )
     large = run_of(model, sequence=8192)
     assert attention_kernels.with_kernels(large, model.build(), GRID, CPU).has_ring
-    said = attention_kernels.describe_kernels(large, model.build(), GRID, CPU)
-    assert said.startswith("keys in a ring of 4 devices, zigzag over 8 chunks: ")
-    assert "MiB a device, above 256\nsamples: reference" in said
+    output = attention_kernels.describe_kernels(large, model.build(), GRID, CPU)
+    assert output.startswith("keys in a ring of 4 devices, zigzag over 8 chunks: ")
+    assert "MiB a device, above 256\nsamples: reference" in output
     forced = run_of(model, context_keys="ring")
     assert attention_kernels.with_kernels(forced, model.build(), GRID, CPU).has_ring
     assert attention_kernels.describe_kernels(forced, model.build(), WHOLE, CPU).startswith(
@@ -116,9 +116,9 @@ def test_each_platform_has_its_kernel_and_says_why_not():
             0
         ].attention.kernel == ("reference")
     short = dataclasses.replace(run, data=DataConfig(sequence=1000))
-    said = attention_kernels.describe_kernels(short, model.build(), WHOLE, TPU)
-    assert said.startswith("blockwise: rows of 1000 tokens")
-    assert "; splash not: rows of 1000 tokens are not a multiple of 128\n" in said
+    output = attention_kernels.describe_kernels(short, model.build(), WHOLE, TPU)
+    assert output.startswith("blockwise: rows of 1000 tokens")
+    assert "; splash not: rows of 1000 tokens are not a multiple of 128\n" in output
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_plan_knows_the_kernel_of_its_machine(on, kernel):
 
 
 def test_a_run_of_another_platform_is_used_here_with_another_kernel_that_is_logged():
-    said = []
+    output = []
     grid = mesh.build(MeshConfig(), jax.devices())
     for name, sequence, kernel in (
         ("splash", None, "auto"),
@@ -202,10 +202,10 @@ def test_a_run_of_another_platform_is_used_here_with_another_kernel_that_is_logg
         run = run_of(Llama(**SIZES, kv_heads=4), sequence=1024).changed(
             {"train.attention": name, "mesh.context": 1, "mesh.data": "auto"}
         )
-        used = load._adapted_to_mesh(run, 64, grid, sequence, said.append)
+        used = load._adapted_to_mesh(run, 64, grid, sequence, output.append)
         assert used.train.attention == kernel
         assert used.data.sequence == (sequence or 1024)
-    assert said == [
+    assert output == [
         "splash attention cannot compute this run here: blockwise: rows of 1024 tokens, 256 "
         "queries and keys at a time\n"
         "samples: reference, as the other kernels have no KV cache"
@@ -245,7 +245,7 @@ def test_runs_by_blocks_and_in_a_ring_learn_sample_and_are_evaluated_as_one_of_a
     tmp_path, capsys
 ):
     config = harness.write_config(tmp_path, SETTINGS)
-    found = {}
+    results = {}
     split = ["--config.mesh.data=2", "--config.mesh.context=4", "--config.mesh.context_keys=ring"]
     blocks = ["--config.train.attention=blockwise"]
     for name, flags in {"whole": [], "blocks": blocks, "split": split}.items():
@@ -257,16 +257,16 @@ def test_runs_by_blocks_and_in_a_ring_learn_sample_and_are_evaluated_as_one_of_a
         losses = [json.loads(line)["loss_nats"] for line in lines]
         losses.append(json.loads(capsys.readouterr().out)["loss_nats"])
         samples = (workdir / "samples.jsonl").read_text().splitlines()
-        found[name] = losses, [json.loads(line)["text"] for line in samples]
-    assert len(found["whole"][0]) == 4 + 2 + 1
-    assert len(found["whole"][1]) == 4
+        results[name] = losses, [json.loads(line)["text"] for line in samples]
+    assert len(results["whole"][0]) == 4 + 2 + 1
+    assert len(results["whole"][1]) == 4
     for name, words in {
         "whole": "reference: rows of 32 tokens",
         "blocks": "blockwise: set by train.attention",
         "split": "keys in a ring of 4 devices",
     }.items():
-        np.testing.assert_allclose(found[name][0], found["whole"][0], rtol=1e-5)
-        assert found[name][1] == found["whole"][1]
+        np.testing.assert_allclose(results[name][0], results["whole"][0], rtol=1e-5)
+        assert results[name][1] == results["whole"][1]
         environment = json.loads((tmp_path / name / "environment.json").read_text())
         assert environment["attention"].startswith(words)
     capsys.readouterr()

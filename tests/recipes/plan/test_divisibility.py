@@ -25,7 +25,7 @@ SMALL = {
 }
 
 LATENT = {"model.family": "deepseek_v3", "model.kv_heads": None}
-# devices, settings, what is said
+# devices, settings, message
 CASES = {
     "devices": (8, {"mesh.tensor": "3"}, ["a multiple of 3 devices, 8 are available"]),
     "devices and heads": (8, {"mesh.data": "1", "mesh.tensor": "16"}, ["needs 16", "kv_heads = 4"]),
@@ -191,13 +191,13 @@ def pasted(line):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_does_not_fit_is_said_at_once_and_every_line_of_the_fix_mends_it(case):
-    count, settings, said = CASES[case]
+    count, settings, output = CASES[case]
     settings = SMALL | settings
     with pytest.raises(ConfigError) as caught:
         divisibility.check(load(settings), count)
     assert caught.value.code == 2
     assert len(str(caught.value).splitlines()) <= 8
-    for words in said:
+    for words in output:
         assert words in caught.value.why
     lines = caught.value.fix.splitlines()
     assert lines
@@ -220,9 +220,9 @@ def test_slices_that_a_mesh_cannot_be_cut_into_are_said_beside_all_else(settings
         divisibility.check(load(settings | pasted(line)), count, slices)
 
 
-def distance(sizes, wanted):
-    """By how many doublings and halvings two meshes differ, and by how many in the axis that differs most."""
-    apart = [abs(math.log2(sizes[axis] / wanted[axis])) for axis in wanted]
+def distance(sizes, other):
+    """Number of doublings and halvings between two meshes, and the most on one axis."""
+    apart = [abs(math.log2(sizes[axis] / other[axis])) for axis in other]
     return round(sum(apart), 6), round(max(apart), 6)
 
 
@@ -254,10 +254,10 @@ def test_the_meshes_offered_are_all_that_are_nearest_of_all_there_are(count, set
     run = load(asked)
     with pytest.raises(ConfigError) as caught:
         divisibility.check(run, count)
-    wanted = {axis: size for axis in AXES if (size := getattr(run.mesh, axis)) != "auto"}
-    if (left := count / math.prod(wanted.values())).is_integer():
-        wanted = {"data": int(left)} | wanted
-    used = FREE | {axis for axis, size in wanted.items() if size > 1}
+    requested = {axis: size for axis in AXES if (size := getattr(run.mesh, axis)) != "auto"}
+    if (left := count / math.prod(requested.values())).is_integer():
+        requested = {"data": int(left)} | requested
+    used = FREE | {axis for axis, size in requested.items() if size > 1}
     fits = [
         sizes
         for sizes in meshes(count)
@@ -265,20 +265,22 @@ def test_the_meshes_offered_are_all_that_are_nearest_of_all_there_are(count, set
         and not any(divisibility.find_indivisible(run, sizes))
     ]
     lines = [line for line in caught.value.fix.splitlines() if "mesh." in line]
-    found = [load(asked | pasted(line)).mesh.sizes(count) for line in lines]
-    distances = sorted(distance(sizes, wanted) for sizes in fits)
-    assert [distance(sizes, wanted) for sizes in found] == distances[: len(found)]
-    assert distances.count(distances[0]) == 1 or distances[0] == distance(found[-1], wanted)
-    left = distances[len(found) :].count(distance(found[-1], wanted))
-    assert left == 0 or len(found) == MAX_FIXES
+    offered = [load(asked | pasted(line)).mesh.sizes(count) for line in lines]
+    distances = sorted(distance(sizes, requested) for sizes in fits)
+    assert [distance(sizes, requested) for sizes in offered] == distances[: len(offered)]
+    assert distances.count(distances[0]) == 1 or distances[0] == distance(offered[-1], requested)
+    left = distances[len(offered) :].count(distance(offered[-1], requested))
+    assert left == 0 or len(offered) == MAX_FIXES
     named = re.findall(r"as near as the last mesh below: (.*)", caught.value.why)
     rest = [
         load(asked | {f"mesh.{axis}": size for axis, size in re.findall(r"(\w+)=(\d+)", mesh)})
         for mesh in (named[0].split(", ") if named else [])
     ]
-    told = [run.mesh.sizes(count) for run in rest]
-    assert [distance(sizes, wanted) for sizes in told] == [distance(found[-1], wanted)] * left
-    assert len({str(sizes) for sizes in found + told}) == len(found) + left
+    nearest = [run.mesh.sizes(count) for run in rest]
+    assert [distance(sizes, requested) for sizes in nearest] == [
+        distance(offered[-1], requested)
+    ] * left
+    assert len({str(sizes) for sizes in offered + nearest}) == len(offered) + left
 
 
 SINGLE = [

@@ -48,13 +48,13 @@ def test_a_run_with_a_capacity_is_exported_without_and_says_so(config, tmp_path,
 def test_training_without_a_capacity_is_cautioned_on_gpus_alone(
     config, tmp_path, monkeypatch, platform
 ):
-    """Compiled for the CPU of this machine, which is said to be another device."""
+    """Compiled for the CPU of this machine, which is reported as another device."""
     monkeypatch.setattr(setup, "target", lambda mesh: Target(platform))
     run = tmp_path / "run"
     assert main(harness.words(config, run, "--config.model.capacity=None")) == 0
     log = (run / "log.txt").read_text()
-    told = "model.capacity=None makes XLA for GPUs multiply each row with the weights of all 4"
-    assert (told in log) == (platform == "gpu")
+    caution = "model.capacity=None makes XLA for GPUs multiply each row with the weights of all 4"
+    assert (caution in log) == (platform == "gpu")
     if platform == "gpu":
         assert "4 times the FLOPs that the tokens' experts need" in log
         assert "--config.model.capacity=1.25" in log

@@ -34,18 +34,18 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
     file = harness.write_config(tmp_path / "texts", SETTINGS)
     words = ["train", f"--config={file}", "--config.train.memory_gib=0.012", "--quiet"]
     assert main([*words, f"--workdir={tmp_path / 'short'}"]) == 71
-    said = capsys.readouterr().err
-    needed, there = re.search(
-        r"needs ([\d.]+) MiB per device, ([\d.]+) MiB is available", said
+    output = capsys.readouterr().err
+    needed, available = re.search(
+        r"needs ([\d.]+) MiB per device, ([\d.]+) MiB is available", output
     ).groups()
-    assert float(needed) > float(there) == pytest.approx(12.3, rel=0.01)
-    assert "biggest: " in said
-    assert "checked before the first step" in said
+    assert float(needed) > float(available) == pytest.approx(12.3, rel=0.01)
+    assert "biggest: " in output
+    assert "checked before the first step" in output
     assert not (tmp_path / "short/metrics.jsonl").read_text()
     assert json.loads((tmp_path / "short/exit.json").read_text())["code"] == 71
-    first = said.split("fix")[1].splitlines()[0]
+    first = output.split("fix")[1].splitlines()[0]
     flags, promised = re.match(r"\s*(.*?)    # ([\d.]+) MiB a device", first).groups()
-    assert float(promised) <= float(there)
+    assert float(promised) <= float(available)
     assert main([*words, *flags.split(), f"--workdir={tmp_path / 'fits'}"]) == 0
     held = json.loads((tmp_path / "fits/forecast.json").read_text())["compiled_bytes_per_device"]
     assert held["total"] <= 0.012 * 2**30
@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
 
 @pytest.mark.usefixtures("one_device", "without_plots")
 def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkeypatch, capsys):
-    """The step raises what XLA does, at the third: exit 71, the biggest parts, and fixes that make it smaller."""
+    """The third step raises the error of XLA: exit 71, the biggest parts, and fixes."""
     step = CompiledStep.__call__
 
     def short(self, state, batch):
@@ -70,13 +70,13 @@ def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkey
     monkeypatch.setattr(CompiledStep, "__call__", short)
     run = tmp_path / "run"
     assert main(harness.words(harness.write_config(tmp_path), run)) == 71
-    said = capsys.readouterr().err
-    assert said.startswith("out of memory: this run needs more than ")
-    assert "reported by the device" in said
-    assert re.search(r"biggest: \w+ [\d.]+ [KM]iB · ", said)
-    assert re.search(r"fix +--config\.[\w.=]+.*    # [\d.]+ [KMG]iB per device, ", said)
-    assert "Traceback" not in said
-    assert len(said.splitlines()) <= 8
+    output = capsys.readouterr().err
+    assert output.startswith("out of memory: this run needs more than ")
+    assert "reported by the device" in output
+    assert re.search(r"biggest: \w+ [\d.]+ [KM]iB · ", output)
+    assert re.search(r"fix +--config\.[\w.=]+.*    # [\d.]+ [KMG]iB per device, ", output)
+    assert "Traceback" not in output
+    assert len(output.splitlines()) <= 8
     left = harness.exit_of(run)
     assert (left["code"], left["step"]) == (71, 2)
     assert left["cause"].startswith("OutOfMemory: ")
@@ -87,10 +87,10 @@ def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkey
 def test_an_error_of_the_device_becomes_the_same_words():
     run = config.load(Run, "configs/llama_1b.py", []).value
     forecast = predict.forecast(run, machine("h200", flag="--on"))
-    told = oom.oom_error(forecast, None, 20 * 2**30, when="reported by the device")
-    assert isinstance(told, OutOfMemory)
-    assert told.code == 71
-    lines = told.fix.splitlines()
+    error = oom.oom_error(forecast, None, 20 * 2**30, when="reported by the device")
+    assert isinstance(error, OutOfMemory)
+    assert error.code == 71
+    lines = error.fix.splitlines()
     assert 1 <= len(lines) <= 3
     for line in lines:
         flags, _, promise = line.partition("    # ")
@@ -104,6 +104,6 @@ def test_an_error_of_the_device_becomes_the_same_words():
 
 
 def test_a_chip_that_no_table_knows_has_no_plan_but_an_error():
-    told = oom.oom_error(None, 3 * 2**30, 2**30, when="reported by the device")
-    assert "3 GiB" in told.why
-    assert told.fix
+    error = oom.oom_error(None, 3 * 2**30, 2**30, when="reported by the device")
+    assert "3 GiB" in error.why
+    assert error.fix

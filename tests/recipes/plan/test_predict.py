@@ -46,8 +46,8 @@ PAIRED = {"model.family": "t5", "objective.name": "span"}
 
 
 def load(settings):
-    given = {path: value for path, value in (SMALL | settings).items() if value is not None}
-    return config.load(Run, None, list(given.items())).value
+    values = {path: value for path, value in (SMALL | settings).items() if value is not None}
+    return config.load(Run, None, list(values.items())).value
 
 
 def planned(run, devices=1):
@@ -124,12 +124,12 @@ def test_the_bytes_of_the_state_are_those_of_the_live_layout(settings, devices):
     data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=np.zeros(512, np.int32), lead=""))
     with jax.set_mesh(grid):
         live = TrainPrograms(run, data, model).bytes_per_device()
-    said = device_memory.held_bytes(run, planned(run, devices).decoder, run.mesh.sizes(devices))
+    output = device_memory.held_bytes(run, planned(run, devices).decoder, run.mesh.sizes(devices))
     if run.train.offload:
-        assert said.pop("optimizer") == 0
+        assert output.pop("optimizer") == 0
         live.pop("optimizer")
     scalars = 64  # counters of updates
-    assert {name: round(size) for name, size in said.items()} == pytest.approx(live, abs=scalars)
+    assert {name: round(size) for name, size in output.items()} == pytest.approx(live, abs=scalars)
 
 
 STAGES = {"mesh.pipe": "2", "mesh.data": "2", "train.microbatches": "4"}
@@ -258,8 +258,8 @@ def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, sett
     exact = programs.compiled_memory(
         collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
     )
-    said = planned(run, devices).bytes_per_device
-    assert said["total"] == pytest.approx(exact["total"], rel=0.2)
+    output = planned(run, devices).bytes_per_device
+    assert output["total"] == pytest.approx(exact["total"], rel=0.2)
 
 
 # Of width 512 and 6 layers. With one row a layer's dequantized weights show.
@@ -293,10 +293,10 @@ def test_the_bytes_of_an_adapters_step_are_those_of_the_compiler_within_a_tenth(
     exact = programs.compiled_memory(
         collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
     )
-    said = planned(run, devices).bytes_per_device
-    held = sum(said.get(name, 0) for name in ("parameters", "optimizer", "base"))
+    output = planned(run, devices).bytes_per_device
+    held = sum(output.get(name, 0) for name in ("parameters", "optimizer", "base"))
     assert exact["arguments"] == pytest.approx(held, rel=0.005)
-    assert said["total"] == pytest.approx(exact["total"], rel=0.1)
+    assert output["total"] == pytest.approx(exact["total"], rel=0.1)
 
 
 EXPERTS = {"model.family": "mixtral", "model.experts": "8", "train.stack": "unroll"}
@@ -310,8 +310,8 @@ def test_the_flops_of_experts_are_those_of_the_compiler(settings, most):
     run = load(EXPERTS | {"model.depth": "1", "model.hidden": "256"} | settings)
     compiled = collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
     forecast = planned(run)
-    exact, said = compiled.cost_analysis()["flops"], forecast.hardware_flops
-    assert said == pytest.approx(exact, rel=0.2)
+    exact, output = compiled.cost_analysis()["flops"], forecast.hardware_flops
+    assert output == pytest.approx(exact, rel=0.2)
     (mlp,) = {block.mlp for block in forecast.decoder.layers}
     sizes, length = forecast.sizes, run.data.sequence
     assert model_cost.expert_flops_ratio(mlp, length, sizes, is_dense=True) == pytest.approx(
@@ -323,7 +323,7 @@ def test_the_flops_of_experts_are_those_of_the_compiler(settings, most):
 
 
 def test_dropless_experts_on_gpus_are_a_risk_with_its_numbers_and_none_on_tpus(capsys):
-    """8,192 tokens of a device, gathered from 8, choose up to 6 of its 8 experts each: 393,216 rows."""
+    """8,192 tokens of a device, gathered from 8, choose up to 6 of its 8 experts: 393,216 rows."""
     words = ("--config=configs/moe_fine.py:8gpu", "--config.model.capacity=None")
     mesh_of_8 = ("--config.mesh.expert=8", "--config.mesh.fsdp=1")
     _, on_gpus = ask(capsys, *words, *mesh_of_8, "--on=h100x8")
@@ -356,17 +356,19 @@ def test_dropless_experts_on_gpus_are_a_risk_with_its_numbers_and_none_on_tpus(c
     ids=["float32", "bfloat16", "bfloat16, moments too"],
 )
 def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
-    """For a model that dwarfs its one row, gradient, direction and update are written out, and
-    nothing beside them but, in float32, moments that are kept in bfloat16."""
+    """For a model that dwarfs its one row, only gradient, direction and update are written out.
+
+    In float32, moments that are kept in bfloat16 are written out too.
+    """
     small = {"model.width": "256", "model.hidden": "768", "model.vocab": "4096"}
     rows = {"data.sequence": "16", "train.batch": "1", "log.every": "10"}
     run = load(small | rows | dtypes)
     exact = programs.compiled_memory(
         collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
     )
-    said = planned(run).bytes_per_device
-    assert exact["temporary"] == pytest.approx(copies * said["parameters"], rel=0.03)
-    assert exact["total"] == pytest.approx(said["total"], rel=0.03)
+    output = planned(run).bytes_per_device
+    assert exact["temporary"] == pytest.approx(copies * output["parameters"], rel=0.03)
+    assert exact["total"] == pytest.approx(output["total"], rel=0.03)
 
 
 def test_the_plan_answers_in_two_seconds_without_jax(tmp_path):
@@ -408,8 +410,8 @@ def test_an_encoder_decoder_is_planned_by_its_published_parameters_and_all_that_
         "--config.objective.name=span",
         "--config.train.batch=64",
     )
-    given = (*words, "--config.data.sequence=512", "--config.train.remat=full", "--on=h100x8")
-    code, answer = ask(capsys, *given)
+    flags = (*words, "--config.data.sequence=512", "--config.train.remat=full", "--on=h100x8")
+    code, answer = ask(capsys, *flags)
     assert (code, answer["fits"], answer["devices"]) == (0, True, 8)
     assert answer["parameters"] == 247_577_856
     # 512 tokens are read for 120 or so that are written, and only those meet the unembedding.
@@ -417,12 +419,12 @@ def test_an_encoder_decoder_is_planned_by_its_published_parameters_and_all_that_
     assert 6 * sides / 2 < answer["flops_per_token"] < 6 * sides
     # Of UL2's denoisers one writes half of a row in spans of three: 352 slots, where those of T5
     # are 112.
-    code, denoised = ask(capsys, *given, "--config.objective.name=ul2")
+    code, denoised = ask(capsys, *flags, "--config.objective.name=ul2")
     assert code == 0
     logits = [each["bytes_per_device"]["logits"] for each in (answer, denoised)]
     assert logits[1] / logits[0] == pytest.approx(352 / 112)
     mesh = ("--config.mesh.data=1", "--config.mesh.tensor=2", "--config.mesh.fsdp=4")
-    code, split = ask(capsys, *given, *mesh)
+    code, split = ask(capsys, *flags, *mesh)
     assert code == 0
     assert set(split["sent_bytes_per_device"]) == {"tensor", "fsdp"}
     assert split["bytes_per_device"]["parameters"] < answer["bytes_per_device"]["parameters"] / 7
@@ -447,9 +449,9 @@ def test_a_gpu_that_is_not_in_the_table_is_planned_by_its_memory_without_times(c
         )
         assert main(["plan", *words, f"--memory={memory}"]) == 0
         assert "no figures for this chip" in capsys.readouterr().out
-    code, found = ask(capsys, *words, "--memory=16GB", "--fit")
-    assert found["fits"]
-    assert found["step_seconds"] is None
+    code, plan = ask(capsys, *words, "--memory=16GB", "--fit")
+    assert plan["fits"]
+    assert plan["step_seconds"] is None
 
 
 def test_a_budget_has_no_days_on_a_gpu_of_unknown_speed(capsys):
@@ -458,7 +460,7 @@ def test_a_budget_has_no_days_on_a_gpu_of_unknown_speed(capsys):
 
 
 def test_what_fsdp_sends_is_by_what_it_splits(capsys):
-    """Four micro-batches send weights once under ZeRO 1 and 2, and gradients twice and once each."""
+    """Four micro-batches send weights once under ZeRO 1 and 2, and gradients twice and once."""
     words = ("--config=configs/quickstart.py", "--on=h100x8", "--config.train.microbatches=4")
     words += ("--config.train.batch=64", "--config.mesh.data=1", "--config.mesh.fsdp=8")
     sent = {}
@@ -471,16 +473,16 @@ def test_what_fsdp_sends_is_by_what_it_splits(capsys):
 
 
 def test_the_fastest_that_fits_is_found_and_fits(capsys):
-    wanted = ["--config=configs/llama_1b.py", "--on=h100x8"]
-    code, plain = ask(capsys, *wanted)
+    words = ["--config=configs/llama_1b.py", "--on=h100x8"]
+    code, plain = ask(capsys, *words)
     assert code == 0
-    code, found = ask(capsys, *wanted, "--fit")
+    code, plan = ask(capsys, *words, "--fit")
     assert code == 0
-    assert found["fits"]
-    assert found["fit"]["tried"] > found["fit"]["fitting"] > 0
-    assert not plain["fits"] or sum(found["step_seconds"]) <= sum(plain["step_seconds"])
-    code, pasted = ask(capsys, *wanted, *found["fit"]["flags"].split())
-    assert pasted["bytes_per_device"] == found["bytes_per_device"]
+    assert plan["fits"]
+    assert plan["fit"]["tried"] > plan["fit"]["fitting"] > 0
+    assert not plain["fits"] or sum(plan["step_seconds"]) <= sum(plain["step_seconds"])
+    code, pasted = ask(capsys, *words, *plan["fit"]["flags"].split())
+    assert pasted["bytes_per_device"] == plan["bytes_per_device"]
 
 
 @pytest.mark.few(3)
@@ -558,7 +560,7 @@ def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--on=h101x8"], "no machine 'h101x8'"),
         (["--on=cpu", "--price=0"], "a price of 0"),
@@ -566,9 +568,9 @@ def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_
         (["--on=h200", "--exact"], "GPU of another machine"),
     ],
 )
-def test_words_that_make_no_sense_are_refused_with_a_fix(words, said, capsys):
+def test_words_that_make_no_sense_are_refused_with_a_fix(words, message, capsys):
     assert main(["plan", "--config=configs/quickstart.py", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do(capsys):
@@ -596,16 +598,16 @@ def test_the_compiler_s_account_is_shown_beside_the_plan():
         check=True,
     )
     answer = json.loads(done.stdout)
-    exact, said = answer["compiled_bytes_per_device"], answer["bytes_per_device"]
-    assert exact["arguments"] == pytest.approx(said["parameters"] + said["optimizer"], rel=0.05)
+    exact, output = answer["compiled_bytes_per_device"], answer["bytes_per_device"]
+    assert exact["arguments"] == pytest.approx(output["parameters"] + output["optimizer"], rel=0.05)
 
 
 def test_every_candidate_of_a_search_can_be_laid_out():
     run = load({"mesh.data": "auto", "train.batch": "16"})
     on = machine("h100x8", flag="--on")
-    found = search.search(run, on, [])
-    assert found.best
-    assert found.best.sizes == found.best.run.mesh.sizes(8)
+    candidates = search.search(run, on, [])
+    assert candidates.best
+    assert candidates.best.sizes == candidates.best.run.mesh.sizes(8)
     with pytest.raises(ConfigError):
         search.search(load({"train.batch": "7"}), on, [])
 

@@ -79,9 +79,9 @@ def test_the_rater_sees_each_pair_once_and_never_a_name_of_a_run(rating):
     everything = json.dumps(seen) + send("GET", "/?")[1]
     assert "secret" not in everything
     # The same command continues after the ratings of the file.
-    again = server.Session(NAMES, PAIRS, serving.session._file, texts.read_ratings(file))
-    assert again.next("ann") == {"done": 20, "of": 20}
-    assert again.next("bob")["done"] == 0
+    continued = server.Session(NAMES, PAIRS, serving.session._file, texts.read_ratings(file))
+    assert continued.next("ann") == {"done": 20, "of": 20}
+    assert continued.next("bob")["done"] == 0
 
 
 def test_the_page_runs_no_script_but_its_own_and_needs_the_key_and_the_host(rating):

@@ -1,4 +1,4 @@
-"""The law of loss: its optimum, its constants, and a fit that finds them again, against references in float64."""
+"""The law of loss, its optimum and a fit of its constants, against references in float64."""
 
 import numpy as np
 import pytest
@@ -26,10 +26,10 @@ def test_the_closed_form_is_where_a_numerical_search_ends(law, budget):
         parameters = np.exp(log_parameters)
         return law.E + law.A / parameters**law.alpha + law.B / (budget / 6 / parameters) ** law.beta
 
-    found = minimize_scalar(loss, bounds=(0, 60), method="bounded", options={"xatol": 1e-9})
+    minimum = minimize_scalar(loss, bounds=(0, 60), method="bounded", options={"xatol": 1e-9})
     best = law.optimum(budget)
-    assert best.parameters == pytest.approx(np.exp(found.x), rel=1e-4)
-    assert best.loss_nats == pytest.approx(found.fun, rel=1e-12)
+    assert best.parameters == pytest.approx(np.exp(minimum.x), rel=1e-4)
+    assert best.loss_nats == pytest.approx(minimum.fun, rel=1e-12)
     assert 6 * best.parameters * best.tokens == pytest.approx(budget, rel=1e-12)
 
 
@@ -51,7 +51,10 @@ def test_a_costlier_size_is_chosen_less():
 
 
 def test_the_published_constants_give_the_published_answers():
-    """For the budget of Gopher and Chinchilla: 40 billion parameters in table 3 of the one, about 20 tokens a parameter in the other."""
+    """Check the optimum for the budget of Gopher and Chinchilla.
+
+    40 billion parameters in table 3 of the one, about 20 tokens a parameter in the other.
+    """
     replicated, original = (law.optimum(5.76e23) for law in PUBLISHED.values())
     assert original.parameters == pytest.approx(40e9, rel=0.02)
     assert replicated.parameters == pytest.approx(70e9, rel=0.05)
@@ -59,14 +62,14 @@ def test_the_published_constants_give_the_published_answers():
 
 
 def test_a_fit_finds_the_constants_that_runs_were_made_with():
-    found = fit(runs(5e-4))
-    assert found.alpha == pytest.approx(KNOWN.alpha, rel=0.03)
-    assert found.beta == pytest.approx(KNOWN.beta, rel=0.03)
-    assert pytest.approx(KNOWN.E, rel=0.03) == found.E
+    fitted = fit(runs(5e-4))
+    assert fitted.alpha == pytest.approx(KNOWN.alpha, rel=0.03)
+    assert fitted.beta == pytest.approx(KNOWN.beta, rel=0.03)
+    assert pytest.approx(KNOWN.E, rel=0.03) == fitted.E
     budget = 1e21
-    best, wanted = found.optimum(budget), KNOWN.optimum(budget)
-    assert best.parameters == pytest.approx(wanted.parameters, rel=0.1)
-    assert best.loss_nats == pytest.approx(wanted.loss_nats, rel=0.005)
+    best, expected = fitted.optimum(budget), KNOWN.optimum(budget)
+    assert best.parameters == pytest.approx(expected.parameters, rel=0.1)
+    assert best.loss_nats == pytest.approx(expected.loss_nats, rel=0.005)
 
 
 @pytest.mark.parametrize("scatter", [5e-4, 3e-3])
@@ -78,8 +81,8 @@ def test_no_other_search_finds_a_lower_minimum(scatter):
 
     def value(x):
         e, a, b, alpha, beta = x
-        said = np.logaddexp(np.logaddexp(e, a - alpha * sizes), b - beta * tokens)
-        far = np.abs(said - np.log(points.losses)) / scale
+        output = np.logaddexp(np.logaddexp(e, a - alpha * sizes), b - beta * tokens)
+        far = np.abs(output - np.log(points.losses)) / scale
         huber = np.where(far < 1, far**2 / 2, far - 0.5).sum()
         floor = (e - np.log(points.losses.min() / 3)) ** 2 / 2
         return huber + floor + ((alpha - 0.35) ** 2 + (beta - 0.35) ** 2) / (2 * 0.15**2)
@@ -96,19 +99,19 @@ def test_one_run_that_went_wrong_does_not_move_the_law():
     points = runs(5e-4)
     losses = points.losses.copy()
     losses[7] *= 1.2
-    best, wanted = fit(points._replace(losses=losses)).optimum(1e21), KNOWN.optimum(1e21)
-    assert best.parameters == pytest.approx(wanted.parameters, rel=0.1)
+    best, expected = fit(points._replace(losses=losses)).optimum(1e21), KNOWN.optimum(1e21)
+    assert best.parameters == pytest.approx(expected.parameters, rel=0.1)
 
 
 def test_runs_drawn_again_spread_as_new_runs_would():
     """The interval of 80% contains the truth in about 80% of 30 sets of runs."""
-    wanted = np.log(KNOWN.optimum(1e20).parameters)
+    expected = np.log(KNOWN.optimum(1e20).parameters)
     inside = 0
     for seed in range(30):
         points = runs(2e-3, seed=seed)
         laws = resample(points, fit(points), 40)
         low, high = np.quantile([np.log(law.optimum(1e20).parameters) for law in laws], [0.1, 0.9])
-        inside += low <= wanted <= high
+        inside += low <= expected <= high
     assert 18 <= inside <= 29
 
 

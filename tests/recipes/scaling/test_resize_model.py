@@ -32,8 +32,8 @@ def test_every_width_is_a_model_that_the_family_accepts(run, width):
     assert changed.model.width == width
     share = width / run.model.width
     assert changed.model.depth == max(1, round(run.model.depth * share))
-    own = dataclasses.replace(changed.model, vocab=512).build()
-    assert model_cost.parameters(own) == model_cost.parameters(
+    model = dataclasses.replace(changed.model, vocab=512).build()
+    assert model_cost.parameters(model) == model_cost.parameters(
         resize_model.decoder(run, 512, width)
     )
 
@@ -52,8 +52,8 @@ def test_heads_keep_their_size_where_the_width_allows_it():
 @pytest.mark.parametrize("parameters", [1e8, 1e9, 7e10])
 def test_the_nearest_shape_has_about_so_many_parameters(run, parameters):
     width = resize_model.nearest(run, 50_304, parameters)
-    found = model_cost.active_parameters(resize_model.decoder(run, 50_304, width))
-    assert found == pytest.approx(parameters, rel=0.12)
+    nearest_count = model_cost.active_parameters(resize_model.decoder(run, 50_304, width))
+    assert nearest_count == pytest.approx(parameters, rel=0.12)
 
 
 def test_costs_are_those_of_the_models(run):

@@ -1,4 +1,4 @@
-"""`jaxlm scale` through the front door: the plan, what it refuses and with which fix, and a real sweep."""
+"""`jaxlm scale` by the command line: the plan, its refusals and fixes, and a real sweep."""
 
 import json
 import shlex
@@ -30,7 +30,17 @@ def scale(capsys, *flags):
 
 
 def write_run(folder, width, steps, *, done=None, settings=(), data=(), losses=LAW, scatter=0.0):
-    """The files of a finished run, its loss by a law; `done` steps of it, where it did not come to its end."""
+    """Write the files of a finished run, with its loss by a law.
+
+    Args:
+      folder: parent of the run.
+      width, steps: width of the model and number of steps.
+      done: number of steps before an interruption; None for a finished run.
+      settings: values by path.
+      data: the training text.
+      losses: return the loss of a model and its tokens.
+      scatter: relative noise of the loss.
+    """
     run = configs.load(
         Run,
         None,
@@ -85,8 +95,8 @@ def runs(tmp_path):
 def test_published_constants_answer_without_a_config(capsys):
     code, answer = scale(capsys, "--budget=5.76e23")
     assert code == 0
-    wanted = PUBLISHED["arXiv:2404.10102"].optimum(5.76e23)
-    assert (answer["parameters"], answer["tokens"]) == (wanted.parameters, wanted.tokens)
+    expected = PUBLISHED["arXiv:2404.10102"].optimum(5.76e23)
+    assert (answer["parameters"], answer["tokens"]) == (expected.parameters, expected.tokens)
     assert answer["tokens_per_parameter"] == pytest.approx(18.4, rel=0.01)
     low, high = answer["band"]["parameters"]
     assert (low, high) == (pytest.approx(40.3e9, rel=0.01), answer["parameters"])
@@ -158,8 +168,8 @@ def test_what_does_not_fit_is_answered_with_the_nearest_that_does(capsys, on, ne
     ],
 )
 def test_nonsense_is_refused_with_what_makes_sense(capsys, flags, code, fix):
-    found, answer = scale(capsys, *flags)
-    assert found == code
+    exit_code, answer = scale(capsys, *flags)
+    assert exit_code == code
     assert all(answer["error"][part] for part in ("what", "why", "fix"))
     assert answer["error"]["fix"].startswith(fix)
     assert len(capsys.readouterr().err.splitlines()) <= 8
@@ -191,10 +201,10 @@ def test_own_runs_give_a_law_that_foretells_the_largest(runs, capsys):
     assert (runs / "scale.png").read_bytes().startswith(b"\x89PNG")
     # What is drawn in the text, to a person.
     assert main(["scale", "--budget=3e12", f"--runs={runs}/w*"]) == 0
-    said = capsys.readouterr().out
-    assert "w48-s300" in said
-    assert f"--config={runs}/w48-s300/config.json --config." in said
-    assert "assumed " in said
+    output = capsys.readouterr().out
+    assert "w48-s300" in output
+    assert f"--config={runs}/w48-s300/config.json --config." in output
+    assert "assumed " in output
 
 
 def test_the_flops_of_a_run_are_those_of_its_model_and_not_six_a_parameter(runs, capsys):
@@ -266,8 +276,8 @@ def test_too_few_runs_are_refused_with_lines_that_make_the_missing_ones(
     assert len(lines) == missing
     for line in lines:
         words = dict(word.partition("=")[::2] for word in shlex.split(line)[2:])
-        own = [(k[9:], v) for k, v in words.items() if k.startswith("--config.")]
-        run = configs.load(Run, words["--config"], own).value  # a line to paste that works
+        settings = [(k[9:], v) for k, v in words.items() if k.startswith("--config.")]
+        run = configs.load(Run, words["--config"], settings).value  # a line to paste that works
         write_run(tmp_path / words["--workdir"], run.model.width, run.train.steps)
     assert scale(capsys, "--budget=1e12", f"--runs={tmp_path}/*")[0] == 0
 
@@ -294,8 +304,8 @@ def test_a_ladder_ends_each_run_at_its_own_end():
             ("schedule.warmup", "10%"),
             ("train.patience", "None"),
         } <= set(changed)
-        own = configs.load(Run, "configs/quickstart.py", changed).value
-        assert own.schedule.end.steps(own.train.steps, own.tokens_per_step) == own.train.steps
+        rung = configs.load(Run, "configs/quickstart.py", changed).value
+        assert rung.schedule.end.steps(rung.train.steps, rung.tokens_per_step) == rung.train.steps
     quickstart = configs.load(Run, "configs/quickstart.py").value
     plain = [*sweep.rungs(quickstart).values()][-1]
     assert plain == [
@@ -327,7 +337,7 @@ def test_a_ladder_too_short_for_a_law_is_refused_before_anything_is_trained(
 
 
 def test_an_interrupted_sweep_goes_on_with_the_runs_that_are_left(tmp_path, monkeypatch, capsys):
-    """The second start trains what the first did not: each rung goes through the door of `jaxlm train`."""
+    """The second start trains the remaining runs: each rung passes the checks of `jaxlm train`."""
     (tmp_path / "texts").mkdir()
     file = harness.write_config(tmp_path / "texts")
     begun = []
@@ -358,7 +368,7 @@ def test_an_interrupted_sweep_goes_on_with_the_runs_that_are_left(tmp_path, monk
 def test_a_real_sweep_foretells_its_largest_run_within_five_percent(
     tmp_path, capsys, record_property
 ):
-    """Six runs on bytes of Python's library, about 9 to 130 thousand parameters; a second start trains nothing."""
+    """Six runs on Python's library, 9 to 130 thousand parameters; a second start trains nothing."""
     settings = {
         "data.tokenizer": "bytes",
         "data.sequence": "64",

@@ -1,4 +1,4 @@
-"""Averages through the front door: kept, saved, resumed, evaluated, used, and made of checkpoints."""
+"""Averages by the command line: kept, saved, resumed, evaluated, used, made of checkpoints."""
 
 import json
 import math
@@ -51,13 +51,13 @@ def answer(capsys, *words):
 
 def test_what_is_saved_is_the_average_of_what_was_saved_before(run):
     arrays = harness.store(run).arrays(8)
-    kept = params(run, 3)
+    saved = params(run, 3)
     for n in range(1, 6):
         decay = min(0.9, (1 + n) / (10 + n))
         for path, p in params(run, 3 + n).items():
-            kept[path] = decay * kept[path] + (1 - decay) * p
-    for path, wanted in kept.items():
-        np.testing.assert_allclose(arrays[f"average/{path}"], wanted, rtol=1e-5, atol=1e-7)
+            saved[path] = decay * saved[path] + (1 - decay) * p
+    for path, expected in saved.items():
+        np.testing.assert_allclose(arrays[f"average/{path}"], expected, rtol=1e-5, atol=1e-7)
         assert (arrays[f"average/{path}"] != arrays[f"params/{path}"]).any()
 
 
@@ -72,13 +72,13 @@ def test_stopping_and_going_on_changes_no_bit_of_it(config, run, tmp_path):
 def test_it_is_evaluated_beside_the_parameters_and_on_demand(run, capsys):
     rows = {(r["split"], r["step"]): r for r in harness.records(run) if r["split"] != "train"}
     assert set(rows) == {(name, step) for name in ("val", "val.ema") for step in (6, 8)}
-    found = {
+    losses = {
         name: answer(capsys, "eval", f"--workdir={run}", *flags)["loss_nats"]
         for name, flags in (("val", ()), ("val.ema", ("--weights=ema",)))
     }
-    for name, loss in found.items():
+    for name, loss in losses.items():
         assert loss == pytest.approx(rows[name, 8]["loss_nats"], rel=1e-6)
-    assert abs(found["val"] - found["val.ema"]) > 1e-4
+    assert abs(losses["val"] - losses["val.ema"]) > 1e-4
 
 
 def test_it_writes_text_and_is_exported(run, tmp_path, capsys):
@@ -94,17 +94,20 @@ def test_it_writes_text_and_is_exported(run, tmp_path, capsys):
 
 def test_an_average_that_the_run_has_not_is_refused(run, capsys):
     assert main(["eval", f"--workdir={run}", "--weights=swa"]) == 2
-    said = capsys.readouterr().err
-    assert "stores no swa" in said
-    assert "--weights=ema" in said
+    output = capsys.readouterr().err
+    assert "stores no swa" in output
+    assert "--weights=ema" in output
 
 
 @pytest.mark.slow
 def test_swa_from_a_step_on_its_own_schedule_is_evaluated_and_exported(config, tmp_path, capsys):
-    """Cycles of two updates from the fourth on, at half of the peak and then a tenth; their ends are averaged."""
+    """Cycles of two updates from the fourth on, at half of the peak and then a tenth.
+
+    Their ends are averaged.
+    """
     run = tmp_path / "run"
-    own = {"name": "swa", "begin": 4, "every": 2, "high": 0.5, "low": 0.1}
-    flags = [f"--config.average.{name}={value}" for name, value in own.items()]
+    settings = {"name": "swa", "begin": 4, "every": 2, "high": 0.5, "low": 0.1}
+    flags = [f"--config.average.{name}={value}" for name, value in settings.items()]
     flags += ["--config.schedule.name=constant", "--config.schedule.warmup=0"]
     assert main(harness.words(config, run, *flags, "--config.optim.lr=0.01")) == 0
     train = [r for r in harness.records(run) if r["split"] == "train"]
@@ -116,9 +119,9 @@ def test_swa_from_a_step_on_its_own_schedule_is_evaluated_and_exported(config, t
         np.testing.assert_allclose(arrays[f"average/{path}"], mean, rtol=1e-5, atol=1e-7)
     losses = {r["split"]: r["loss_nats"] for r in harness.records(run) if r["step"] == 8}
     capsys.readouterr()
-    found = answer(capsys, "eval", f"--workdir={run}", "--weights=swa")["loss_nats"]
-    assert found == pytest.approx(losses["val.swa"], rel=1e-6)
-    assert abs(found - losses["val"]) > 1e-4
+    loss = answer(capsys, "eval", f"--workdir={run}", "--weights=swa")["loss_nats"]
+    assert loss == pytest.approx(losses["val.swa"], rel=1e-6)
+    assert abs(loss - losses["val"]) > 1e-4
     out = tmp_path / "hub"
     answer(capsys, "export", f"--workdir={run}", f"--out={out}", "--weights=swa")
     from safetensors.numpy import load_file
@@ -138,10 +141,10 @@ def test_a_run_may_begin_to_average_later_and_stop_to(config, run, tmp_path):
     allowed = [*harness.words(config, workdir), "--allow_change=average"]
     assert main([*allowed, "--stop_at=5"]) == 0
     before, arrays = params(workdir, 4), harness.store(workdir).arrays(5)
-    kept = min(0.9, 3 / 12)
+    decay = min(0.9, 3 / 12)
     for path, p in params(workdir, 5).items():
-        wanted = kept * before[path] + (1 - kept) * p
-        np.testing.assert_allclose(arrays[f"average/{path}"], wanted, rtol=1e-5, atol=1e-7)
+        expected = decay * before[path] + (1 - decay) * p
+        np.testing.assert_allclose(arrays[f"average/{path}"], expected, rtol=1e-5, atol=1e-7)
     assert main([*allowed, none, "--stop_at=6"]) == 0
     assert not any(path.startswith("average/") for path in harness.store(workdir).arrays(6))
     assert params(workdir, 6).keys() == before.keys()
@@ -163,14 +166,14 @@ def test_a_run_from_anothers_weights_begins_its_average_there(config, run, tmp_p
 def test_checkpoints_are_averaged_into_a_run_that_can_be_used(run, tmp_path, capsys):
     out = tmp_path / "out"
     words = ["average", f"--workdir={run}", "--steps=6,7", f"--with={run}@8", "--proportions=1,2,5"]
-    found = answer(capsys, *words, f"--out={out}")
-    assert [each["share"] for each in found["of"]] == [1 / 8, 2 / 8, 5 / 8]
+    averaged = answer(capsys, *words, f"--out={out}")
+    assert [each["share"] for each in averaged["of"]] == [1 / 8, 2 / 8, 5 / 8]
     mixed = [params(run, step) for step in (6, 7, 8)]
     for path, leaf in harness.store(out).arrays(0).items():
         p, q, r = (each[path.removeprefix("params/")] for each in mixed)
         assert (leaf == ((p + 2 * q + 5 * r) / 8).astype(np.float32)).all()
         assert leaf.dtype == np.float32
-    assert found["parameters"] == sum(each.size for each in mixed[0].values())
+    assert averaged["parameters"] == sum(each.size for each in mixed[0].values())
     assert math.isfinite(answer(capsys, "eval", f"--workdir={out}")["loss_nats"])
     assert main([*words, f"--out={out}"]) == 2, "nothing is overwritten"
 
@@ -197,7 +200,7 @@ def test_what_cannot_be_averaged_is_refused(run, tmp_path, capsys):
         (("--steps=7,99",), 66, "no checkpoint of step 99"),
         ((), 2, "no step is named"),
     ):
-        found = said(*flags)
-        assert found[0] == code, (flags, found)
-        assert word in found[1]
+        message = said(*flags)
+        assert message[0] == code, (flags, message)
+        assert word in message[1]
     assert not (tmp_path / "out").exists()

@@ -38,8 +38,8 @@ def test_each_request_has_its_own_seed_and_reason(capsys, run):
     # The padding of the prompt is another one, and it is alone.
     code, alone = call(capsys, run, PROMPTS[0], "--seed=3", "--min_p=0.001")
     assert alone["samples"][0]["ids"] == answer["samples"][0]["ids"]
-    found, wanted = (each["samples"][0]["log_probabilities"] for each in (alone, answer))
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    values, expected = (each["samples"][0]["log_probabilities"] for each in (alone, answer))
+    np.testing.assert_allclose(values, expected, atol=1e-4)
 
 
 def test_a_text_is_cut_before_its_stop(capsys, run):
@@ -94,9 +94,9 @@ def test_what_cannot_be_is_refused_before_anything_is_opened(capsys, words, name
 def printed(capsys, run, *words):
     capsys.readouterr()
     code = main(["generate", f"--workdir={run}", "--max_tokens=23", *words])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    return said.out
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return output.out
 
 
 @pytest.mark.few(2)

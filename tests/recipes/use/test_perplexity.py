@@ -66,8 +66,8 @@ def test_the_perplexity_is_that_of_float64(model):
     for size in (32, 64, 200):
         text = ("one two three four five six " * 8)[:size]
         with jax.set_mesh(opened.model.mesh):
-            wanted = reference(opened, text, 75)
-        assert score(text) == pytest.approx(wanted, rel=2e-5)
+            expected = reference(opened, text, 75)
+        assert score(text) == pytest.approx(expected, rel=2e-5)
     assert score("") is None
 
 
@@ -79,15 +79,15 @@ def test_noise_is_told_from_what_the_run_has_learnt(model, tmp_path, monkeypatch
     words = ["--config.source=in/*.jsonl", "--config.stages=perplexity", "--config.unit_bytes=1"]
     words += [f"--config.perplexity.run={model}", "--config.perplexity.most=8"]
     answer = run(capsys, *words)
-    found = kept()
-    right = sum(text in good for text in found)
-    assert right / len(found) >= 0.95, "precision"
+    report = kept()
+    right = sum(text in good for text in report)
+    assert right / len(report) >= 0.95, "precision"
     assert right / len(good) >= 0.95, "recall"
     assert answer["removed"]["perplexity.high"] == len(removed()["perplexity.high"])
     assert all(1 < row["meta"]["perplexity"] <= 8 for row in lines("kept/*.jsonl"))
     shutil.rmtree("out")
     least = ("--config.perplexity.most=1e9", "--config.perplexity.least=8")
-    assert run(capsys, *words, *least)["removed"]["perplexity.low"] == len(found)
+    assert run(capsys, *words, *least)["removed"]["perplexity.low"] == len(report)
 
 
 @pytest.mark.slow
