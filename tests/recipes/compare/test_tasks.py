@@ -12,7 +12,15 @@ from jaxlm.recipes.compare import tasks
 def write(
     run, values, *, metric="accuracy", step=10, shots=0, groups=None, task="facts", weights="a"
 ):
-    """Write a run with results of a task as `jaxlm eval --tasks` does."""
+    """Write a run with results of a task as `jaxlm eval --tasks` does.
+
+    Args:
+      run: the directory of the run.
+      values: the metric of each item.
+      metric, step, shots: name of the metric, step of the checkpoint, number of examples.
+      groups: group of each item; None puts each into its own.
+      task, weights: name of the task, and of the evaluated weights.
+    """
     folder = run / "evals" / f"{task}.{step}{shots}{weights}"
     folder.mkdir(parents=True)
     (run / "config.json").write_text("{}")
