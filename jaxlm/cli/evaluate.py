@@ -6,6 +6,7 @@ bytes (bits_per_byte_text), as lm-evaluation-harness and nanochat do.
 
 With --tasks the items of task files are scored, see `jaxlm docs evaluation`: samples and results
 are in the folder evals of the run, and the same command resumes. Intervals are at 95%.
+--against_training looks for the items in the documents that the run trained on.
 
 With --verify the last answer of each conversation is generated and compared: exact compares texts
 without white space around them, number the number after #### or else the last one.
@@ -50,6 +51,8 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--limit", "N", int, "items of each task, drawn by a hash of their ids (all)")
     doc = "refuse tasks with items longer than a row, or skip and count these items (refuse)"
     add_flag(parser, "--too_long", ["refuse", "skip"], str, doc)
+    doc = "look for items of tasks in the training data, and score touched and untouched ones"
+    parser.add_switch("--against_training", doc)
     parser.add_run_selection()
     add_flag(parser, *ADAPTER)
 
@@ -59,11 +62,11 @@ def run(args: Any, out: Output) -> int:
     task_flags = _named(args, *TASK_FLAGS)
     if args.tasks:
         return _run_tasks(workdir, args, task_flags, out)
-    if task_flags:
-        name, value = next(iter(task_flags.items()))
+    if task_flags or args.against_training:
+        name = next(iter(task_flags), "against_training")
         raise CommandError(
             f"--{name} needs --tasks",
-            where=f"jaxlm eval --{name}={value}",
+            where=shlex.join(["jaxlm", *args.words]),
             why="it is a setting of tasks",
             fix="find . -name '*.toml'    # task files, for --tasks",
         )
@@ -109,11 +112,17 @@ def _run_tasks(workdir: Path, args: Any, flags: dict[str, Any], out: Output) -> 
         )
     at_least_one("jaxlm eval", args, *(name for name in ("limit",) if name in flags))
 
+    from jaxlm.recipes.use import contamination
     from jaxlm.recipes.use.tasks import TaskSettings, evaluate_tasks
 
     settings = TaskSettings(**flags, **_named(args, "seed"))
     selected = selection(args) | selection(args, "sequence", "adapter")
-    answer = evaluate_tasks(workdir, args.tasks.split(","), settings, say=out.log, **selected)
+    tasks = args.tasks.split(",")
+    training = contamination.training_parts(workdir) if args.against_training else None
+    answer = evaluate_tasks(workdir, tasks, settings, say=out.log, **selected)
+    if training is not None:
+        compared = contamination.check_tasks(training, tasks, answer["tasks"], out.log)
+        answer["against_training"] = compared
     rows: list[tuple[str, ...]] = [
         ("task", "metric", "mean", "low", "high", "chance", "items", "groups")
     ]
@@ -125,14 +134,33 @@ def _run_tasks(workdir: Path, args: Any, flags: dict[str, Any], out: Output) -> 
         counts = {**result["left_out"], "with a token across the border": result["spans_border"]}
         notes += [f"{name}: {count} items {reason}" for reason, count in counts.items() if count]
         notes.append(f"{name}: {result['folder']}")
+        if training is not None:
+            more, lines = _against_training(name, compared[name])
+            rows += more
+            notes += lines
     return out.result(answer, [f"step {answer['step']}", *columns(rows), *notes])
+
+
+def _against_training(
+    name: str, compared: dict[str, Any]
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return the rows of touched and untouched items, and notes on the touched ones."""
+    labels = {"touched": "  in training data", "untouched": "  not in it"}
+    rows = [row for part, label in labels.items() for row in _task_rows(label, compared[part])]
+    notes = [f"{name}: {compared['file']} names the documents of each item in the training data"]
+    if compared["first"]:
+        item, listed = compared["first"]
+        notes.append(f"{name}: {item} is in {listed['documents']}: {'; '.join(listed['first'])}")
+    if compared["too_short"]:
+        notes.append(f"{name}: {compared['too_short']} items are too short to look for")
+    return rows, notes
 
 
 def _task_rows(name: str, result: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return a line for each metric; the name and the counts are in the first."""
     rows: list[tuple[str, ...]] = []
     for metric, figures in result["metrics"].items():
-        values = [figures[key] for key in ("mean", "low", "high", "chance")]
+        values = [figures.get(key) for key in ("mean", "low", "high", "chance")]
         shown = ["-" if value is None else f"{value:.4f}" for value in values]
         counts = ("", "") if rows else (str(result["items"]), str(result["groups"]))
         rows.append(("" if rows else name, metric, *shown, *counts))
