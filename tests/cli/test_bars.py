@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 
 def shown(monkeypatch, stream: io.StringIO, quiet: bool = False) -> str:
-    """What is written while half of 80 MB is done in a third of a second, and the rest is left."""
+    """Output while half of 80 MB is done in a third of a second, and the rest is left."""
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
@@ -51,9 +51,9 @@ def test_a_log_has_a_line_now_and_then_with_the_rate_and_the_time_that_is_left(m
     shown(monkeypatch, io.StringIO())
     lines = capsys.readouterr().out.splitlines()
     assert 1 <= len(lines) <= 3
-    found = re.fullmatch(
+    line = re.fullmatch(
         r"of a test: cleaning: ([\d.]+) MiB of 76.3 MiB, ([\d.]+) MiB a second, [\d.:]+s? left",
         lines[-1],
     )
-    assert found, lines
-    assert 30 < float(found[2]) < 300
+    assert line, lines
+    assert 30 < float(line[2]) < 300

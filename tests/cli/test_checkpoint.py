@@ -1,4 +1,4 @@
-"""`jaxlm checkpoint`: list, inspect, diff and verify, on a tiny run and on copies of it that are broken."""
+"""`jaxlm checkpoint`: list, inspect, diff and verify, on a tiny run and on broken copies."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of six steps that saved every second, and went on after the fourth with longer samples."""
+    """A run of six steps that saved every second, and resumed at the fourth with longer samples."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "texts").mkdir()
     config = harness.write_config(folder / "texts")
@@ -28,7 +28,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def broken(run, tmp_path):
-    """A copy of the run in which one bit of one array of step 4 is another; with the name of the file."""
+    """A copy of the run with one flipped bit in an array of step 4, and the name of the file."""
     shutil.copytree(run, tmp_path / "a")
     step = tmp_path / "a/checkpoints/4"
     largest = max(
@@ -41,7 +41,7 @@ def broken(run, tmp_path):
 
 
 def answer(capsys, *words, code=0):
-    """What the verb says under --json."""
+    """The JSON output of the verb."""
     assert main(["checkpoint", *map(str, words), "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
@@ -54,14 +54,14 @@ def snapshot(folder: Path):
 
 
 def test_the_list_has_every_step_with_its_marks(run, capsys):
-    found = answer(capsys, "list", f"--workdir={run}")
-    assert [row["step"] for row in found["steps"]] == [2, 4, 6]
-    assert (found["newest"], found["quarantine"]) == (6, [])
-    losses = {row["step"]: row["loss_nats"] for row in found["steps"]}
+    report = answer(capsys, "list", f"--workdir={run}")
+    assert [row["step"] for row in report["steps"]] == [2, 4, 6]
+    assert (report["newest"], report["quarantine"]) == (6, [])
+    losses = {row["step"]: row["loss_nats"] for row in report["steps"]}
     evaluated = {r["step"]: r["loss_nats"] for r in harness.records(run) if r["split"] == "val"}
     assert losses == {2: None} | evaluated
-    assert found["best"] == min(evaluated, key=evaluated.get)
-    for row in found["steps"]:
+    assert report["best"] == min(evaluated, key=evaluated.get)
+    for row in report["steps"]:
         folder = run / "checkpoints" / str(row["step"])
         files = json.loads((folder / "digests.json").read_text())["files"]
         assert row["bytes"] == sum((folder / name).stat().st_size for name in files) > 100_000
@@ -76,10 +76,10 @@ def test_the_list_says_what_is_wrong_and_what_lies_in_the_quarantine(broken, cap
     folder = workdir / "quarantine/3"
     folder.mkdir(parents=True)
     (workdir / "quarantine/3.reason.txt").write_text("abandoned by the rewind to 2\n")
-    found = answer(capsys, "list", f"--workdir={workdir}")
-    assert "digests.json does not match its own digest" in found["steps"][0]["problem"]
-    assert [row["problem"] for row in found["steps"][1:]] == [None, None]
-    assert found["quarantine"] == [{"path": str(folder), "reason": "abandoned by the rewind to 2"}]
+    report = answer(capsys, "list", f"--workdir={workdir}")
+    assert "digests.json does not match its own digest" in report["steps"][0]["problem"]
+    assert [row["problem"] for row in report["steps"][1:]] == [None, None]
+    assert report["quarantine"] == [{"path": str(folder), "reason": "abandoned by the rewind to 2"}]
     assert main(["checkpoint", "list", f"--workdir={workdir}"]) == 0
     shown = capsys.readouterr().out
     assert "digests.json does not" in shown
@@ -87,18 +87,18 @@ def test_the_list_says_what_is_wrong_and_what_lies_in_the_quarantine(broken, cap
 
 
 def test_inspect_tells_what_was_saved_and_the_layout_of_every_array(run, capsys):
-    found = answer(capsys, "inspect", f"--workdir={run}", "--step=4")
+    report = answer(capsys, "inspect", f"--workdir={run}", "--step=4")
     record = harness.store(run).record(4)
-    assert {name: found[name] for name in ("data", "progress", "evaluation", "rewinds")} == {
+    assert {name: report[name] for name in ("data", "progress", "evaluation", "rewinds")} == {
         name: record.meta[name] for name in ("data", "progress", "evaluation", "rewinds")
     }
     arrays = harness.store(run).arrays(4)
-    assert {leaf["path"]: (leaf["dtype"], tuple(leaf["shape"])) for leaf in found["leaves"]} == {
+    assert {leaf["path"]: (leaf["dtype"], tuple(leaf["shape"])) for leaf in report["leaves"]} == {
         path: (array.dtype.name, array.shape) for path, array in arrays.items()
     }
-    assert found["state_bytes"] == sum(array.nbytes for array in arrays.values())
-    assert list(found["groups"]) == ["guard", "opt_state", "params", "step"]
-    assert sum(found["groups"].values()) == found["state_bytes"]
+    assert report["state_bytes"] == sum(array.nbytes for array in arrays.values())
+    assert list(report["groups"]) == ["guard", "opt_state", "params", "step"]
+    assert sum(report["groups"].values()) == report["state_bytes"]
     assert answer(capsys, "inspect", f"--workdir={run}")["step"] == 6
     assert main(["checkpoint", "inspect", f"--workdir={run}", "--step=4"]) == 0
     shown = capsys.readouterr().out
@@ -109,28 +109,28 @@ def test_inspect_tells_what_was_saved_and_the_layout_of_every_array(run, capsys)
 def test_a_step_differs_from_itself_in_nothing(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "copy")
     words = (f"--workdir={run}", "--step=4", f"--other_workdir={tmp_path}/copy")
-    found = answer(capsys, "diff", *words)
-    assert found["is_identical"]
-    assert found["identical"] > 20
-    assert (found["different"], found["layouts"], found["config"]) == ([], [], [])
+    report = answer(capsys, "diff", *words)
+    assert report["is_identical"]
+    assert report["identical"] > 20
+    assert (report["different"], report["layouts"], report["config"]) == ([], [], [])
 
 
 def test_two_steps_differ_where_their_arrays_and_settings_do(run, capsys):
     words = (f"--workdir={run}", "--step=4", "--other=6")
-    found = answer(capsys, "diff", *words)
-    assert not found["is_identical"]
-    assert found["config"] == [{"path": "sample.max_tokens", "old": 64, "new": 7}]
+    report = answer(capsys, "diff", *words)
+    assert not report["is_identical"]
+    assert report["config"] == [{"path": "sample.max_tokens", "old": 64, "new": 7}]
     a, b = (harness.store(run).arrays(step) for step in (4, 6))
     unequal = {path for path in a if a[path].tobytes() != b[path].tobytes()}
-    assert {leaf["path"] for leaf in found["different"]} == unequal
+    assert {leaf["path"] for leaf in report["different"]} == unequal
     assert any(path.startswith("params/") for path in unequal)
-    for leaf in found["different"]:
+    for leaf in report["different"]:
         gap = np.abs(a[leaf["path"]].astype(np.float64) - b[leaf["path"]])
         assert leaf["max_abs_difference"] == gap.max() > 0
         assert leaf["of"] == gap.size
-    (number,) = (leaf for leaf in found["different"] if leaf["path"] == "step")
+    (number,) = (leaf for leaf in report["different"] if leaf["path"] == "step")
     assert (number["max_abs_difference"], number["elements"], number["of"]) == (2, 1, 1)
-    assert found["identical"] == len(a) - len(unequal)
+    assert report["identical"] == len(a) - len(unequal)
     assert main(["checkpoint", "diff", *words]) == 0
     assert "sample.max_tokens: 64 -> 7" in capsys.readouterr().out
 
@@ -142,16 +142,16 @@ def test_a_diff_with_nothing_is_refused(run, capsys):
 
 def test_verify_reads_every_byte_and_modifies_nothing(run, capsys):
     before = snapshot(run)
-    found = answer(capsys, "verify", f"--workdir={run}")
-    assert found == {"sound": [2, 4, 6], "damaged": {}}
+    report = answer(capsys, "verify", f"--workdir={run}")
+    assert report == {"sound": [2, 4, 6], "damaged": {}}
     assert snapshot(run) == before
 
 
 def test_a_flipped_bit_ends_verify_with_65_and_names_the_file_and_the_step(broken, capsys):
     workdir, name = broken
     before = snapshot(workdir)
-    found = answer(capsys, "verify", f"--workdir={workdir}", code=65)
-    assert found == {
+    report = answer(capsys, "verify", f"--workdir={workdir}", code=65)
+    assert report == {
         "sound": [2, 6],
         "damaged": {"4": [f"{name} has other contents than were written"]},
     }
@@ -173,8 +173,8 @@ def test_a_step_that_its_run_removes_meanwhile_is_not_called_damaged(
         return problems(store, step)
 
     monkeypatch.setattr(Store, "problems", late)
-    found = answer(capsys, "verify", f"--workdir={tmp_path}/a")
-    assert found == {"sound": [4, 6], "damaged": {}}
+    report = answer(capsys, "verify", f"--workdir={tmp_path}/a")
+    assert report == {"sound": [4, 6], "damaged": {}}
 
 
 def test_a_damaged_step_is_not_opened(broken, capsys):

@@ -72,10 +72,10 @@ def test_explain_says_what_a_setting_is_and_who_set_it(capsys):
 
 @pytest.mark.parametrize("path", config.flatten(Run()))
 def test_every_setting_is_explained(path):
-    found = config.explain(Run, None, path)
-    assert found.doc
-    assert found.type
-    assert found.value == found.default, "the default has two places"
+    explanation = config.explain(Run, None, path)
+    assert explanation.doc
+    assert explanation.type
+    assert explanation.value == explanation.default, "the default has two places"
 
 
 def test_explain_without_a_path_lists_the_sections_and_of_a_section_its_settings(capsys):
@@ -118,7 +118,7 @@ def test_validate_is_0_or_2_and_a_file_that_is_not_there_is_66(capsys):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "reason"),
     [
         (("schedule.end=770",), "ends at step 770 and the run at 77, whose last update has 98%"),
         (("schedule.name=wsd", "schedule.end=100"), "has 100% of the peak"),
@@ -126,10 +126,10 @@ def test_validate_is_0_or_2_and_a_file_that_is_not_there_is_66(capsys):
         (("average.name=swa", "average.begin=70", "average.every=9"), "averaged, at update 79"),
     ],
 )
-def test_validate_names_what_the_run_does_not_reach_and_how_it_would(capsys, settings, said):
+def test_validate_names_what_the_run_does_not_reach_and_how_it_would(capsys, settings, reason):
     words = ["validate", "--config=x.py", *(f"--config.{each}" for each in settings)]
     (caution,) = answer(capsys, *words)["cautions"]
-    assert said in caution["why"]
+    assert reason in caution["why"]
     assert main(["config", *words]) == 0
     assert caution["fix"] in capsys.readouterr().out
     assert answer(capsys, *words, caution["fix"])["cautions"] == []
@@ -146,9 +146,9 @@ def test_plot_draws_the_rate_of_every_update_and_says_where(capsys, tmp_path):
     first = (tmp_path / drawn["plot"]).read_bytes()
     assert matplotlib.image.imread(tmp_path / drawn["plot"])[..., :3].std() > 0.01
     assert main(["config", "plot", *words, "--config.train.steps=90000", "--out=a/b.png"]) == 0
-    said = capsys.readouterr().out
-    assert "0.00123 at most" in said
-    assert said.splitlines()[-1].endswith("a/b.png")
+    output = capsys.readouterr().out
+    assert "0.00123 at most" in output
+    assert output.splitlines()[-1].endswith("a/b.png")
     assert (tmp_path / "a/b.png").read_bytes() != first
 
 
@@ -237,19 +237,19 @@ def test_a_setting_in_the_wrong_section_names_the_right_one():
 
 
 def shown(capsys, *words):
-    found = answer(capsys, "show", *words)
-    return found["config"]["model"], found["provenance"]
+    values = answer(capsys, "show", *words)
+    return values["config"]["model"], values["provenance"]
 
 
 def test_a_published_size_is_one_word_and_what_is_said_beside_it_counts_in_any_order(capsys):
     published, depth = "--config.model=qwen3-0.6b", "--config.model.depth=4"
-    found, origins = shown(capsys, published, depth)
-    assert (found, origins) == shown(capsys, depth, published)
-    wanted = config.to_json(union.SIZES["qwen3-0.6b"])
-    assert found == wanted | {"depth": 4}
-    assert wanted["depth"] == 28
+    model, origins = shown(capsys, published, depth)
+    assert (model, origins) == shown(capsys, depth, published)
+    expected = config.to_json(union.SIZES["qwen3-0.6b"])
+    assert model == expected | {"depth": 4}
+    assert expected["depth"] == 28
     assert (origins["model.width"], origins["model.depth"]) == (published, depth)
-    assert shown(capsys, "--config=x.py", published)[0] == wanted, (
+    assert shown(capsys, "--config=x.py", published)[0] == expected, (
         "nothing of the file's model stays"
     )
 
@@ -260,9 +260,9 @@ def test_a_published_size_in_a_config_file(capsys):
         "def get_config():\n    c = config.new(Run)\n    c.model = 'llama3.2-1b'\n"
         "    c.model.max_positions = 4096\n    return c\n"
     )
-    found, origins = shown(capsys, "--config=sized.py")
-    wanted = config.to_json(union.SIZES["llama3.2-1b"])
-    assert found == wanted | {"max_positions": 4096}
+    model, origins = shown(capsys, "--config=sized.py")
+    expected = config.to_json(union.SIZES["llama3.2-1b"])
+    assert model == expected | {"max_positions": 4096}
     assert (origins["model.width"], origins["model.max_positions"]) == ("sized.py:7", "sized.py:8")
 
 

@@ -39,7 +39,7 @@ SETTINGS = [
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict:
-    """What a verb says under --json."""
+    """The JSON output of a verb."""
     assert main([*words, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
@@ -103,9 +103,9 @@ def test_tokenised_folders_are_whole_and_can_be_trained_on(
     written = answer(capsys, "data", "tokenize", "--out=out", *SETTINGS)
     folder = written["train"]["folder"]
     assert answer(capsys, "data", "check", folder)["documents"] == written["train"]["documents"]
-    again = ["--config.data.train=out/train", "--config.data.validation=out/val", *SETTINGS[2:]]
+    flags = ["--config.data.train=out/train", "--config.data.validation=out/val", *SETTINGS[2:]]
     assert (
-        answer(capsys, "data", "stats", *again)["parts"]["train"]["tokens"]
+        answer(capsys, "data", "stats", *flags)["parts"]["train"]["tokens"]
         == written["train"]["tokens"]
     )
     path = Path(folder, "tokens-00000.bin")
@@ -123,8 +123,8 @@ def test_a_tokenised_mixture_is_the_same_mixture(capsys: pytest.CaptureFixture[s
     after = answer(capsys, "data", "stats", *shlex.split(line), *defaults)["parts"]
     assert {"train/a", "train/b", "val_a", "val_b"} < set(after)
     for name, part in before.items():
-        kept = {"tokens", "documents", "share", "epochs"} & set(part)
-        assert {what: part[what] for what in kept} == {what: after[name][what] for what in kept}
+        known = {"tokens", "documents", "share", "epochs"} & set(part)
+        assert {what: part[what] for what in known} == {what: after[name][what] for what in known}
 
 
 def test_a_second_tokenize_into_the_same_folder_is_refused(
@@ -178,9 +178,9 @@ def test_tokenising_shows_a_bar_on_a_terminal_that_is_gone_at_its_end(tmp_path: 
     while chunk := _read(ours):
         shown += chunk
     os.close(ours)
-    said, _ = done.communicate()
+    output, _ = done.communicate()
     assert done.returncode == 0, shown.decode()
-    assert "\x1b" not in said
+    assert "\x1b" not in output
     text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
     for part in ("train", "val"):
         assert re.search(rf"tokenizing {part} +\S+ +(\S+)/\1 ", text), text
@@ -189,7 +189,7 @@ def test_tokenising_shows_a_bar_on_a_terminal_that_is_gone_at_its_end(tmp_path: 
 
 
 def _read(terminal: int) -> bytes:
-    """What was written to it; nothing once its other side is closed."""
+    """Text that was written to a pipe; empty once its other side is closed."""
     try:
         return os.read(terminal, 4096)
     except OSError:

@@ -1,4 +1,4 @@
-"""`jaxlm import` and `jaxlm export`: folders of Hugging Face in, as they were out again, and nothing of a damaged one taken."""
+"""`jaxlm import` and `jaxlm export`: Hugging Face folders come back equal, damaged ones not."""
 
 import hashlib
 import json
@@ -86,8 +86,8 @@ def write(folder, name="llama", dtype="float32"):
 
 def call(capsys, *words):
     code = main([*words, "--json"])
-    said = capsys.readouterr()
-    return code, json.loads(said.out), said.err
+    output = capsys.readouterr()
+    return code, json.loads(output.out), output.err
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_f7_what_is_exported_is_what_was_imported_bit_for_bit(
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / file).read_bytes() == (source / file).read_bytes()
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
-    own = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
-    assert after == before | own
+    ids = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
+    assert after == before | ids
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -146,16 +146,16 @@ def test_layers_that_predict_further_tokens_are_left_out_and_counted(capsys, tmp
     attributes = json.loads((source / "config.json").read_text())
     attributes["num_nextn_predict_layers"] = 1
     (source / "config.json").write_text(json.dumps(attributes))
-    code, answer, said = call(capsys, *words)
+    code, answer, output = call(capsys, *words)
     assert (code, answer["ignored"]) == (0, sorted(further))
-    assert f"not read: {len(further)} tensors of model.layers.2.*" in said
-    assert "does not compute" in said
-    assert "objective.name=mtp" in said
-    assert "eh_proj" not in said
+    assert f"not read: {len(further)} tensors of model.layers.2.*" in output
+    assert "does not compute" in output
+    assert "objective.name=mtp" in output
+    assert "eh_proj" not in output
 
 
 def part_of_a_larger(source, begins):
-    """The folder as if its Gemma 3 were the text part of one that sees images; what the other parts of it are called."""
+    """Return the folder as the text part of a Gemma 3 that sees images, and its other parts."""
     path = source / "config.json"
     attributes = json.loads(path.read_text())
     vision = {"model_type": "siglip_vision_model", "hidden_size": 8}
@@ -180,10 +180,10 @@ def test_the_text_part_of_a_model_that_sees_images_is_a_model(capsys, tmp_path, 
     source, run, out = write(tmp_path / "source", "gemma3"), tmp_path / "run", tmp_path / "out"
     stored, others = part_of_a_larger(source, begins)
     words = ("import", f"--from={source}", f"--workdir={run}")
-    code, answer, told = call(capsys, *words)
+    code, answer, printed = call(capsys, *words)
     assert (code, answer["family"], answer["ignored"]) == (0, "gemma3", sorted(others))
-    assert "not read: 2 tensors of" in told
-    assert "vision_tower.*, which is outside Gemma3ForCausalLM" in told
+    assert "not read: 2 tensors of" in printed
+    assert "vision_tower.*, which is outside Gemma3ForCausalLM" in printed
     assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
     written = load_file(out / "model.safetensors")
     assert written.keys() == stored.keys()
@@ -223,7 +223,7 @@ def test_what_is_not_known_of_a_model_that_sees_images_is_refused(capsys, tmp_pa
             {"topk_method": "greedy"},
             "topk_method = 'greedy', and 'noaux_tc' is what jaxlm computes",
         ),
-        ({"num_key_value_heads": 2}, "num_key_value_heads = 2, and 4 or None is"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2, and 4 or None"),
         ({"attention_bias": True}, "attention_bias = True"),
     ],
 )
@@ -287,8 +287,8 @@ def test_weights_without_the_config_that_makes_them_a_run_are_kept_and_imported_
     assert call(capsys, *words)[0] == 0
     (run / "config.json").unlink()
     assert call(capsys, *words)[0] == 0
-    (kept,) = run.glob("quarantine/*/digests.json")
-    assert kept.read_bytes() != (run / "checkpoints/0/digests.json").read_bytes()
+    (digests,) = run.glob("quarantine/*/digests.json")
+    assert digests.read_bytes() != (run / "checkpoints/0/digests.json").read_bytes()
     (run / "config.json").unlink()
     (run / "imported.json").unlink()  # then it may be anybody's
     code, answer, _ = call(capsys, *words)
@@ -303,11 +303,11 @@ def test_added_tokens_have_the_mean_of_the_others_and_those_stay_as_they_were(
     added = ["<|tool|>", "naïve", *(f"token{i}" for i in range(70))]
     words = [f"--add_token={token}" for token in added]
     mesh = ("--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.tensor=2")
-    code, answer, said = call(
+    code, answer, output = call(
         capsys, "import", f"--from={source}", f"--workdir={run}", *words, *mesh
     )
     assert (code, answer["added_tokens"]) == (0, added)
-    assert "72 tokens added; their rows are the mean of the 258 others" in said
+    assert "72 tokens added; their rows are the mean of the 258 others" in output
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert (code, answer["parity"]["is_bit_identical"]) == (0, True)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
@@ -326,21 +326,21 @@ def test_added_tokens_have_the_mean_of_the_others_and_those_stay_as_they_were(
     exported = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     ids = exported.encode(text, add_special_tokens=False).ids
     ours = Folder(out)
-    found = import_model.read_tokenizer(ours)
-    assert found.encode(text) == ids
+    tokenizer = import_model.read_tokenizer(ours)
+    assert tokenizer.encode(text) == ids
     assert {258, 259} < set(ids)
-    assert found.decode(ids) == text
+    assert tokenizer.decode(ids) == text
 
 
 def test_a_vocabulary_that_lacks_the_added_tokens_is_not_exported_beside(capsys, tmp_path):
     source = write(tmp_path / "source")
     (source / "vocab.json").write_text('{"a": 0}')
     (source / "merges.txt").write_text("#version: 0.2\n")
-    for words, there in (((), True), (("--add_token=<|tool|>",), False)):
-        run, out = tmp_path / f"run {there}", tmp_path / f"out {there}"
+    for words, is_exported in (((), True), (("--add_token=<|tool|>",), False)):
+        run, out = tmp_path / f"run {is_exported}", tmp_path / f"out {is_exported}"
         assert call(capsys, "import", f"--from={source}", f"--workdir={run}", *words)[0] == 0
         assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
-        assert {(out / name).exists() for name in ("vocab.json", "merges.txt")} == {there}
+        assert {(out / name).exists() for name in ("vocab.json", "merges.txt")} == {is_exported}
 
 
 @pytest.mark.parametrize("token", ["", "a", "<s>"])
@@ -365,59 +365,65 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, begins, adde
         settings = json.loads((source / "tokenizer_config.json").read_text())
         settings["add_bos_token"] = added
         (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = import_model.read_tokenizer(Folder(source))
-    assert (list(found.before), found.after) == (first, (257,))
+    tokenizer = import_model.read_tokenizer(Folder(source))
+    assert (list(tokenizer.before), tokenizer.after) == (first, (257,))
 
 
 def test_a_model_of_several_files_is_read_and_written(capsys, tmp_path):
     source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
-    index, found = split(source)
+    index, tensors = split(source)
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
-    assert (code, answer["tensors"]) == (0, len(found))
+    assert (code, answer["tensors"]) == (0, len(tensors))
     answer = export_model.export_model(run, out, dtype="bfloat16", shard_bytes=20_000)
     written = json.loads((out / "model.safetensors.index.json").read_text())
     files = set(written["weight_map"].values())
-    assert written["metadata"]["total_size"] == 2 * sum(array.size for array in found.values())
+    assert written["metadata"]["total_size"] == 2 * sum(array.size for array in tensors.values())
     assert len(files) == answer["files"] > 3
     assert answer["parity"]["is_bit_identical"]
     assert answer["parity"]["largest_difference_by_rounding"] > 1e-4
     for file in files:
         for name, array in load_file(out / file).items():
             assert written["weight_map"][name] == file
-            np.testing.assert_array_equal(array, found[name].astype(ml_dtypes.bfloat16))
+            np.testing.assert_array_equal(array, tensors[name].astype(ml_dtypes.bfloat16))
 
 
 def tensors_of(source, change):
     file = source / "model.safetensors"
-    found = load_file(file)
-    change(found)
-    save_file(found, file)
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
 
 
 LAYER = "model.layers.1.self_attn.q_proj.weight"
 
 
-def transposed(found):
+def transposed(tensors):
     name = "model.layers.0.mlp.up_proj.weight"
-    found[name] = np.ascontiguousarray(found[name].T)
+    tensors[name] = np.ascontiguousarray(tensors[name].T)
 
 
 DAMAGES = {
-    "one tensor absent": (lambda found: found.pop(LAYER), ["missing", LAYER]),
-    "one more": (lambda found: found.update(extra=np.ones(3, np.float32)), ["unexpected", "extra"]),
+    "one tensor absent": (lambda tensors: tensors.pop(LAYER), ["missing", LAYER]),
+    "one more": (
+        lambda tensors: tensors.update(extra=np.ones(3, np.float32)),
+        ["unexpected", "extra"],
+    ),
     "another shape": (
-        lambda found: found.update({LAYER: np.ones((31, 32), np.float32)}),
+        lambda tensors: tensors.update({LAYER: np.ones((31, 32), np.float32)}),
         [f"{LAYER}: got [31, 32], want [32, 32]"],
     ),
     "another dtype": (
-        lambda found: found.update({LAYER: np.ones((32, 32), np.int64)}),
+        lambda tensors: tensors.update({LAYER: np.ones((32, 32), np.int64)}),
         [f"{LAYER}: got I64, want F32, F16, BF16"],
     ),
     "transposed": (transposed, ["up_proj.weight: got [32, 48], want [48, 32]"]),
-    "no head": (lambda found: found.pop("lm_head.weight"), ["missing", "lm_head.weight [320, 32]"]),
+    "no head": (
+        lambda tensors: tensors.pop("lm_head.weight"),
+        ["missing", "lm_head.weight [320, 32]"],
+    ),
     "several": (
-        lambda found: [found.pop(name) for name in list(found) if ".0." in name],
+        lambda tensors: [tensors.pop(name) for name in list(tensors) if ".0." in name],
         [
             f"model.layers.0.{part}"
             for part in ("mlp.gate_proj", "self_attn.k_proj", "input_layernorm")
@@ -430,13 +436,13 @@ DAMAGES = {
 def test_f6_a_damaged_folder_is_refused_with_the_whole_list_and_nothing_is_made(
     capsys, tmp_path, damage
 ):
-    change, said = DAMAGES[damage]
+    change, output = DAMAGES[damage]
     source, run = write(tmp_path / "source"), tmp_path / "run"
     tensors_of(source, change)
-    code, answer, told = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    code, answer, printed = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert (code, answer["error"]["code"]) == (65, 65)
-    for part in said:
-        assert part in told
+    for part in output:
+        assert part in printed
     error = answer["error"]
     listed = error.get("every", error["why"].splitlines()[1:])
     assert {line.split()[0] for line in listed} <= {"missing", "unexpected", "shape", "dtype"}
@@ -454,29 +460,31 @@ def test_f6_more_than_an_error_has_room_for_is_listed_all_the_same(capsys, tmp_p
         (source / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
         names = [f"model.more.{number}" for number in range(9)]
-        tensors_of(source, lambda found: found.update(dict.fromkeys(names, found[LAYER])))
+        tensors_of(source, lambda tensors: tensors.update(dict.fromkeys(names, tensors[LAYER])))
     words = ("import", f"--from={source}", f"--workdir={tmp_path / 'run'}", "--quiet")
-    code, answer, told = call(capsys, *words)
+    code, answer, printed = call(capsys, *words)
     assert code == 65
     assert "and 4 more, listed above" in answer["error"]["why"]
     for name in names:
         assert sum(name in line for line in answer["error"]["every"]) == 1
-        assert name in told.partition("and 4 more")[0]
+        assert name in printed.partition("and 4 more")[0]
 
 
 def split(source):
     """The model in two files with an index, as a dict to be harmed."""
-    found = load_file(source / "model.safetensors")
+    tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
-    names = sorted(found)
+    names = sorted(tensors)
     parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
-    for file, own in parts.items():
-        save_file({name: found[name] for name in own}, source / file)
-    return {"weight_map": {name: file for file, own in parts.items() for name in own}}, found
+    for file, members in parts.items():
+        save_file({name: tensors[name] for name in members}, source / file)
+    return {
+        "weight_map": {name: file for file, members in parts.items() for name in members}
+    }, tensors
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         ("a name in no file", "nowhere is not in a.safetensors"),
         ("a name left out", "but the index names None"),
@@ -486,9 +494,9 @@ def split(source):
         ("not JSON", "is not a JSON object"),
     ],
 )
-def test_f6_an_index_that_does_not_match_its_files_is_refused(capsys, tmp_path, harm, said):
+def test_f6_an_index_that_does_not_match_its_files_is_refused(capsys, tmp_path, harm, message):
     source = write(tmp_path / "source")
-    index, found = split(source)
+    index, tensors = split(source)
     names = index["weight_map"]
     text = None
     if harm == "a name in no file":
@@ -496,8 +504,8 @@ def test_f6_an_index_that_does_not_match_its_files_is_refused(capsys, tmp_path, 
     elif harm == "a name left out":
         names.pop(LAYER)
     elif harm == "two files have it":
-        own = [name for name, file in names.items() if file == "b.safetensors"]
-        save_file({name: found[name] for name in [*own, min(names)]}, source / "b.safetensors")
+        second = [name for name, file in names.items() if file == "b.safetensors"]
+        save_file({name: tensors[name] for name in [*second, min(names)]}, source / "b.safetensors")
     elif harm == "a file that is not there":
         names[LAYER] = "c.safetensors"
     elif harm == "no map":
@@ -508,7 +516,7 @@ def test_f6_an_index_that_does_not_match_its_files_is_refused(capsys, tmp_path, 
     place.write_text(json.dumps(index) if text is None else text)
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
     assert code == (66 if "not there" in harm else 65)
-    assert said in answer["error"]["what"] + answer["error"]["why"]
+    assert message in answer["error"]["what"] + answer["error"]["why"]
 
 
 def header(**tensors):
@@ -576,7 +584,7 @@ def test_s3_a_lie_costs_at_most_a_second_and_a_hundred_megabytes(tmp_path, recor
     took = [harness.Took(*each) for each in zip(seconds[::2], seconds[1::2], strict=True)]
     assert len(took) == len(LIES) >= 7
     slowest = max(took, key=lambda each: each.processor)
-    record_property("S3", f"{len(took)} lies, {slowest}, {kilobytes / 1e3:.0f} MB")
+    record_property("S3", f"{len(took)} false records, {slowest}, {kilobytes / 1e3:.0f} MB")
     for each in took:
         each.require(1)
     assert kilobytes * 1024 <= 100e6
@@ -626,11 +634,11 @@ def test_s3_a_flipped_bit_of_an_exported_payload_is_refused_by_the_files_name(
         struck.add(name)
     assert len(struck) == len(files)
     shutil.copytree(exported, source)
-    code, _, told = call(capsys, *words)
+    code, _, printed = call(capsys, *words)
     assert code == 0
-    beside = 4  # config.json, generation_config.json, tokenizer.json, tokenizer_config.json
-    count = len(files) + 1 + beside
-    assert f"compared by sha256: {count} of {count} files\n" in told
+    others = 4  # config.json, generation_config.json, tokenizer.json, tokenizer_config.json
+    count = len(files) + 1 + others
+    assert f"compared by sha256: {count} of {count} files\n" in printed
 
 
 def test_s3_what_an_export_writes_down_is_what_sha256sum_compares(exported):
@@ -658,15 +666,15 @@ def test_an_export_says_what_generation_begins_and_ends_with_and_what_the_run_wa
 
 def test_s3_a_folder_that_says_nothing_of_its_files_is_imported_and_that_is_said(capsys, tmp_path):
     source, run = write(tmp_path / "source"), tmp_path / "run"
-    code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    code, _, printed = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert code == 0
-    said = [line for line in told.splitlines() if line.startswith("no sha256 to compare with")]
-    assert len(said) == 1
+    output = [line for line in printed.splitlines() if line.startswith("no sha256 to compare with")]
+    assert len(output) == 1
     digest = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
     (source / "SHA256SUMS").write_text(f"of no form\n{digest} *config.json\n")
-    code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'other'}")
+    code, _, printed = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'other'}")
     assert code == 0
-    assert "compared by sha256: 1 of 4 files; no sha256 is known of tokenizer.json" in told
+    assert "compared by sha256: 1 of 4 files; no sha256 is known of tokenizer.json" in printed
 
 
 def test_s3_a_cache_of_the_hub_names_its_large_files_by_what_they_must_hold(capsys, tmp_path):
@@ -688,9 +696,9 @@ def test_s3_a_cache_of_the_hub_names_its_large_files_by_what_they_must_hold(caps
     assert answer["error"]["fix"].startswith(f"rm {blob}    # ")
     assert not (tmp_path / "run").exists()
     flip(blob, payload(blob)[1] - 100)
-    code, _, told = call(capsys, *words)
+    code, _, printed = call(capsys, *words)
     assert code == 0
-    assert "compared by sha256: 1 of 4 files; no sha256 is known of config.json" in told
+    assert "compared by sha256: 1 of 4 files; no sha256 is known of config.json" in printed
 
 
 @pytest.mark.parametrize("way", ["climbs", "absolute", "a link"])
@@ -728,9 +736,9 @@ def test_s6_code_that_comes_with_a_model_is_not_run(capsys, tmp_path, monkeypatc
     (source / "config.json").write_text(json.dumps(attributes))
     (source / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setenv("HF_HUB_TRUST_REMOTE_CODE", "1")
-    code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    code, _, printed = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
     assert code == 0
-    assert "never run" in told
+    assert "never run" in printed
     assert not (tmp_path / "ran").exists()
 
 
@@ -743,7 +751,7 @@ def test_s1_a_folder_of_pickles_is_refused_with_the_way_out(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value", "said"),
+    ("attribute", "value", "message"),
     [
         ("model_type", "mamba", "model type 'mamba' is not known"),
         ("attention_bias", True, "attention_bias = True, and False is what jaxlm computes"),
@@ -755,13 +763,15 @@ def test_s1_a_folder_of_pickles_is_refused_with_the_way_out(capsys, tmp_path):
         ("num_key_value_heads", 3, "heads = 4 does not divide by kv_heads = 3"),
     ],
 )
-def test_attributes_that_are_not_understood_are_refused(capsys, tmp_path, attribute, value, said):
+def test_attributes_that_are_not_understood_are_refused(
+    capsys, tmp_path, attribute, value, message
+):
     source = write(tmp_path / "source")
     attributes = json.loads((source / "config.json").read_text()) | {attribute: value}
     (source / "config.json").write_text(json.dumps(attributes))
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
     assert code in (2, 65)
-    assert printable(said) in answer["error"]["what"] + answer["error"]["why"]
+    assert printable(message) in answer["error"]["what"] + answer["error"]["why"]
 
 
 def test_a_head_that_is_stored_beside_a_tied_embedding_must_be_the_same(capsys, tmp_path):
@@ -772,7 +782,8 @@ def test_a_head_that_is_stored_beside_a_tied_embedding_must_be_the_same(capsys, 
     assert code == 65
     assert "differs from the embedding" in answer["error"]["what"]
     tensors_of(
-        source, lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"]})
+        source,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}),
     )
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run2'}")
     assert (code, answer["ignored"]) == (0, ["lm_head.weight"])
@@ -785,7 +796,7 @@ def test_an_export_whose_config_says_something_else_is_not_called_finished(
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
     real = export_formats._attributes
     monkeypatch.setattr(
-        export_formats, "_attributes", lambda *given: real(*given) | {"rope_theta": 123.0}
+        export_formats, "_attributes", lambda *args: real(*args) | {"rope_theta": 123.0}
     )
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 1
@@ -800,16 +811,18 @@ def test_numbers_of_two_dtypes_come_back_whole_whatever_config_json_calls_them(c
         tmp_path / "out",
     )
     file = source / "model.safetensors"
-    given = load_file(file)
-    wide = next(name for name in given if "mlp" in name)
-    given[wide] = given[wide].astype(np.float32) + 1e-5
-    save_file(given, file, metadata={"format": "pt"})
-    code, answer, said = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    tensors = load_file(file)
+    wide = next(name for name in tensors if "mlp" in name)
+    tensors[wide] = tensors[wide].astype(np.float32) + 1e-5
+    save_file(tensors, file, metadata={"format": "pt"})
+    code, answer, output = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert (code, answer["dtype"]) == (0, "float32")
-    assert "config.json declares 'bfloat16', but the matrices are BF16 and F32" in said
+    assert "config.json declares 'bfloat16', but the matrices are BF16 and F32" in output
     assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
     back = load_file(out / "model.safetensors")
-    assert all(np.array_equal(back[name], each.astype(np.float32)) for name, each in given.items())
+    assert all(
+        np.array_equal(back[name], each.astype(np.float32)) for name, each in tensors.items()
+    )
 
 
 def last_row(array):
@@ -820,7 +833,7 @@ def last_row(array):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "message"),
     [
         ("mlp", lambda array: array * 1.01, "other logits"),
         ("mlp", lambda array: array * np.nan, "not finite"),
@@ -828,11 +841,11 @@ def last_row(array):
     ],
 )
 def test_an_export_that_reads_back_otherwise_is_not_called_finished(
-    capsys, tmp_path, monkeypatch, name, change, said
+    capsys, tmp_path, monkeypatch, name, change, message
 ):
-    """Also where no logit shows it, and where a logit is no number, which is not above a limit.
+    """The error is raised if no logit differs, or if a logit is no number and so above no limit.
 
-    Its config has what SmolLM2's has.
+    The config of the model has the keys of SmolLM2's.
     """
     source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
     attributes = json.loads((source / "config.json").read_text())
@@ -850,6 +863,6 @@ def test_an_export_that_reads_back_otherwise_is_not_called_finished(
     monkeypatch.setattr(export_formats, "write_tensors", harmed)
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 1
-    assert said in answer["error"]["what"]
+    assert message in answer["error"]["what"]
     assert not out.exists()
     assert (tmp_path / "out.partial/parity.json").exists()

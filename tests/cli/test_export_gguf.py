@@ -59,9 +59,9 @@ def imported(tmp_path, capsys, family):
 
 def read(path):
     """Tensors and metadata by the package's own reader."""
-    found = gguf.GGUFReader(path)
-    tensors = {each.name: each for each in found.tensors}
-    return tensors, {name: field.contents() for name, field in found.fields.items()}
+    reader = gguf.GGUFReader(path)
+    tensors = {each.name: each for each in reader.tensors}
+    return tensors, {name: field.contents() for name, field in reader.fields.items()}
 
 
 def numbers(tensor):
@@ -73,7 +73,7 @@ def numbers(tensor):
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tensors_and_settings_are_those_of_llama_cpps_conversion(name, capsys, tmp_path):
-    """Beside a file that the tests write by the definition, tensor by tensor and setting by setting."""
+    """The reference is a file that the tests write by the definition, tensor by tensor."""
     family, out = FAMILIES[name], tmp_path / "model.gguf"
     run = imported(tmp_path, capsys, family)
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
@@ -118,23 +118,23 @@ def test_matrices_are_rounded_and_vectors_are_not(dtype, capsys, tmp_path):
     tensors, settings = read(out)
     for name, array in ggufs.tensors(family).items():
         is_whole = array.ndim == 1 or "ffn_gate_inp" in name
-        found = numbers(tensors[name]).reshape(array.shape)
-        assert found.dtype == (np.float32 if is_whole else as_type), name
-        np.testing.assert_array_equal(found, array.astype(found.dtype), err_msg=name)
+        rounded = numbers(tensors[name]).reshape(array.shape)
+        assert rounded.dtype == (np.float32 if is_whole else as_type), name
+        np.testing.assert_array_equal(rounded, array.astype(rounded.dtype), err_msg=name)
     assert settings["general.file_type"] == {"bfloat16": 32, "float16": 1}[dtype]
 
 
 def test_what_is_imported_again_says_and_computes_the_same(capsys, tmp_path):
-    run, out, again = (
+    run, out, second = (
         imported(tmp_path, capsys, FAMILIES["gemma2"]),
         tmp_path / "a/model.gguf",
         tmp_path / "again",
     )
     assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
-    assert call(capsys, "import", f"--from={out}", f"--workdir={again}")[0] == 0
+    assert call(capsys, "import", f"--from={out}", f"--workdir={second}")[0] == 0
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 40)
     answers = []
-    for workdir in (run, again):
+    for workdir in (run, second):
         words = ("eval", f"--workdir={workdir}", f"--text={tmp_path / 'text.txt'}", "--batch=4")
         code, answer, _ = call(capsys, *words)
         assert code == 0, answer

@@ -1,4 +1,4 @@
-"""A fix never changes what the user asked for: the same value, or the command that lists what there is."""
+"""A fix never changes the request: the same value, or the command that lists the values."""
 
 import decimal
 import json
@@ -75,7 +75,7 @@ def test_a_setting_given_as_a_flag_is_fixed_to_the_setting_with_its_value(words,
 
 
 @pytest.mark.parametrize(
-    ("given", "fix"),
+    ("flag", "fix"),
     [
         ("--batch_size=64", "--config.train.batch=64"),
         ("--max-steps=2k", "--config.train.steps=2000"),
@@ -97,8 +97,8 @@ def test_a_setting_given_as_a_flag_is_fixed_to_the_setting_with_its_value(words,
         ("--forec", "--force"),
     ],
 )
-def test_an_unknown_flag_keeps_its_value_or_lists_the_flags(given, fix, capsys):
-    assert refused(capsys, "train", "--workdir=r", given)["fix"] == fix
+def test_an_unknown_flag_keeps_its_value_or_lists_the_flags(flag, fix, capsys):
+    assert refused(capsys, "train", "--workdir=r", flag)["fix"] == fix
 
 
 def test_a_setting_of_a_recipe_given_as_a_flag_is_fixed_to_the_setting(capsys):
@@ -115,7 +115,7 @@ def test_names_of_other_trainers_are_settings_that_exist():
 
 
 @pytest.mark.parametrize(
-    ("given", "fix"),
+    ("override", "fix"),
     [
         ("precision.compute=fp16", "--config.precision.compute=float16"),
         ("precision.compute=bf16", "--config.precision.compute=bfloat16"),
@@ -133,8 +133,8 @@ def test_names_of_other_trainers_are_settings_that_exist():
         ("train.memory_gib=24GB", "jaxlm config explain train.memory_gib"),
     ],
 )
-def test_a_wrong_value_is_fixed_to_the_same_value_or_explained(given, fix, capsys):
-    assert refused(capsys, "config", "validate", f"--config.{given}")["fix"] == fix
+def test_a_wrong_value_is_fixed_to_the_same_value_or_explained(override, fix, capsys):
+    assert refused(capsys, "config", "validate", f"--config.{override}")["fix"] == fix
 
 
 def test_numbers_that_are_taken_need_no_fix():
@@ -195,21 +195,21 @@ def test_of_every_setting_a_wrong_value_gets_the_same_value_or_an_explanation(sc
     suggested = explained = 0
     for (name, path), known in PLAIN.items():
         for text in wrong_values(known) if name == schema else ():
-            said = wrong(SCHEMAS[schema], (path, text))
-            if said is None or "is not allowed" not in said.what:
+            output = wrong(SCHEMAS[schema], (path, text))
+            if output is None or "is not allowed" not in output.what:
                 continue  # a value that is right by itself, and contradicts another setting
-            if said.fix == f"jaxlm config explain {path}":
+            if output.fix == f"jaxlm config explain {path}":
                 explained += 1
                 continue
-            flags = [word.removeprefix("--config.") for word in shlex.split(said.fix)]
+            flags = [word.removeprefix("--config.") for word in shlex.split(output.fix)]
             pairs = dict(f.partition("=")[::2] for f in flags)
             is_arm = (
                 typing.get_origin(known.kind) is typing.Literal and len(choices(known.kind)) == 1
             )
             value = pairs[path] if is_arm else read(known.kind, pairs[path])
-            assert means_the_same(known, text, value), (path, text, said.fix)
+            assert means_the_same(known, text, value), (path, text, output.fix)
             left = wrong(SCHEMAS[schema], *pairs.items())
-            assert left is None or "is not allowed" not in str(left), (path, text, said.fix)
+            assert left is None or "is not allowed" not in str(left), (path, text, output.fix)
             suggested += 1
     assert suggested > 60
     assert explained > 300
@@ -219,9 +219,9 @@ def test_of_every_setting_a_wrong_value_gets_the_same_value_or_an_explanation(sc
 def test_what_an_explanation_is_promised_of_is_explained(name, capsys):
     paths = [path for schema, path in PLAIN if schema == name]
     assert main(["config", "explain", *paths]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for path in paths:
-        assert f"{path}\n" in told
+        assert f"{path}\n" in output
 
 
 @pytest.mark.parametrize("source", [[], ["--config.source=mine/*.txt"]])

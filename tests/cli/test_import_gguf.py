@@ -1,4 +1,4 @@
-"""`jaxlm import --from=FILE.gguf`: the same run as from a folder with the same numbers, or none at all."""
+"""`jaxlm import --from=FILE.gguf` makes the run of a folder with the same numbers, or none."""
 
 import json
 
@@ -19,7 +19,7 @@ TEXT = "ab cd aab \u6f22\U0001f600 efgh"
 
 
 def dequantised(stored: dict[str, np.ndarray], storage: str) -> dict[str, np.ndarray]:
-    """What the format's own dequantiser makes of the tensors of a file, by llama.cpp's names."""
+    """Tensors of a file by llama.cpp's names, as the format's own package dequantizes them."""
     kind = gguf.GGMLQuantizationType[storage]
     return {
         name: gguf.quants.dequantize(array, kind) if array.dtype == np.uint8 else array
@@ -28,10 +28,10 @@ def dequantised(stored: dict[str, np.ndarray], storage: str) -> dict[str, np.nda
 
 
 def folder_of(path, stored: dict[str, np.ndarray], source: Gguf) -> None:
-    """A folder of Hugging Face with these numbers, under the names and in the order of transformers."""
+    """A Hugging Face folder with these numbers, under the names and in transformers' order."""
     path.mkdir()
     weights.write(path, LLAMA)
-    found = load_file(path / "model.safetensors")
+    tensors = load_file(path / "model.safetensors")
     order = ggufs.tensors(LLAMA)
     assert order.keys() == stored.keys()
     for name, array in stored.items():
@@ -40,8 +40,8 @@ def folder_of(path, stored: dict[str, np.ndarray], source: Gguf) -> None:
             heads = LLAMA.heads if "attn_q" in name else LLAMA.kv_heads
             # The inverse of the permutation, from its definition.
             array = array.reshape(heads, -1, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        found[theirs] = np.ascontiguousarray(array, np.float32)
-    save_file(found, path / "model.safetensors")
+        tensors[theirs] = np.ascontiguousarray(array, np.float32)
+    save_file(tensors, path / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes(source.read(name, 2**20))
 
@@ -82,8 +82,8 @@ def test_a_quantised_file_comes_in_with_its_tokenizer(capsys, tmp_path):
         "max_positions": 64,
     }
     code, shown, _ = call(capsys, "tokenizer", "show", str(run / "tokenizer"), f"--text={TEXT}")
-    kept = tokenizers.Tokenizer.from_file(str(run / "hub/tokenizer.json"))
-    assert shown["ids"] == kept.encode(TEXT, add_special_tokens=False).ids
+    tokenizer = tokenizers.Tokenizer.from_file(str(run / "hub/tokenizer.json"))
+    assert shown["ids"] == tokenizer.encode(TEXT, add_special_tokens=False).ids
     assert shown["lossless"]
     settings = json.loads((run / "hub/tokenizer_config.json").read_text())
     assert (settings["bos_token"], settings["eos_token"]) == ("<s>", "</s>")
@@ -91,7 +91,7 @@ def test_a_quantised_file_comes_in_with_its_tokenizer(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("drop", "change", "said"),
+    ("drop", "change", "expected"),
     [
         (
             ("blk.1.attn_q.weight", "output_norm.weight"),
@@ -120,15 +120,15 @@ def test_a_quantised_file_comes_in_with_its_tokenizer(capsys, tmp_path):
     ],
 )
 def test_a_file_that_does_not_fit_its_settings_is_refused_with_the_whole_list(
-    drop, change, said, capsys, tmp_path
+    drop, change, expected, capsys, tmp_path
 ):
     file, run = tmp_path / "model.gguf", tmp_path / "run"
     ggufs.write(file, LLAMA, drop=drop, change=change)
-    code, answer, told = call(capsys, "import", f"--from={file}", f"--workdir={run}")
+    code, answer, printed = call(capsys, "import", f"--from={file}", f"--workdir={run}")
     assert code == 65
-    for line in said:
-        assert line in told
-    assert answer["error"]["what"].startswith(f"{len(said)} tensors")
+    for line in expected:
+        assert line in printed
+    assert answer["error"]["what"].startswith(f"{len(expected)} tensors")
     assert not run.exists()
 
 
@@ -139,10 +139,13 @@ def test_a_file_that_does_not_fit_its_settings_is_refused_with_the_whole_list(
         (lambda content: content[:-4096], 65),
         (lambda content: b"\x80\x04\x95" + content[3:], 65),
         (lambda content: content.replace(b"llama.block_count", b"llama.block_cOunt"), 65),
-        (lambda content: content.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), 65),
+        (
+            lambda content: content.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"),
+            65,
+        ),
         (None, 66),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_model_is_refused_and_nothing_is_made(harm, code, capsys, tmp_path):
     file, run = tmp_path / "model.gguf", tmp_path / "run"
     ggufs.write(file, LLAMA)
@@ -152,8 +155,8 @@ def test_a_file_that_is_no_model_is_refused_and_nothing_is_made(harm, code, caps
         content = file.read_bytes()
         assert harm(content) != content
         file.write_bytes(harm(content))
-    found, answer, _ = call(capsys, "import", f"--from={file}", f"--workdir={run}")
-    assert (found, answer["error"]["code"]) == (code, code)
+    exit_code, answer, _ = call(capsys, "import", f"--from={file}", f"--workdir={run}")
+    assert (exit_code, answer["error"]["code"]) == (code, code)
     assert not run.exists()
 
 

@@ -1,4 +1,4 @@
-"""`jaxlm import --from=hf:ORG/NAME`: the real huggingface_hub against a server of our own that speaks as the hub does."""
+"""`jaxlm import --from=hf:ORG/NAME`: the real huggingface_hub against a server of our own."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def publish(hub, name="own/tiny", shards=False):
-    """A model of the family llama, with what must not be fetched beside it."""
+    """A model of the family llama, and files that must not be fetched."""
     folder = hub.root / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     write(folder)
@@ -61,14 +61,14 @@ def fetched(name, check=lambda config, where: None, **options):
 
 
 def test_a_model_is_imported_by_its_name_and_nothing_else_of_it_is_fetched(hub, tmp_path):
-    """The front door in a process of its own, which knows the hub by the environment only."""
+    """The command line in a process of its own, which finds the hub by the environment only."""
     folder = publish(hub)
     run = tmp_path / "run"
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     words = ["import", "--from=hf:own/tiny@v1", f"--workdir={run}", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "jaxlm", *words],
-        env=os.environ | own,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -85,22 +85,22 @@ def test_a_model_is_imported_by_its_name_and_nothing_else_of_it_is_fetched(hub, 
 
 def test_shards_come_by_their_index_once_and_say_how_far_they_are(hub):
     folder = publish(hub, shards=True)
-    shown, said = [], []
+    shown, output = [], []
     name = "hf:own/tiny"
-    found = fetched(name, say=said.append, show=lambda *each: shown.append(each))
+    fetched_folder = fetched(name, say=output.append, show=lambda *each: shown.append(each))
     shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
     assert len(shards) > 2
-    beside = ["config.json", "tokenizer.json", "tokenizer_config.json"]
-    assert sorted(files_asked_for(hub)) == sorted([*beside, INDEX, *shards])
+    small = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(files_asked_for(hub)) == sorted([*small, INDEX, *shards])
     for shard in shards:
         size = (folder / shard).stat().st_size
         assert shown[-1][0] in shards
         assert [done for file, done, total in shown if (file, total) == (shard, size)][-1] == size
-        assert (found.path / shard).read_bytes() == (folder / shard).read_bytes()
-    assert said[-1].endswith(f"({len(shards) + 4} of {len(shards) + 4})")
-    assert Folder(found.path).tensors() == tree_of(folder)
+        assert (fetched_folder.path / shard).read_bytes() == (folder / shard).read_bytes()
+    assert output[-1].endswith(f"({len(shards) + 4} of {len(shards) + 4})")
+    assert Folder(fetched_folder.path).tensors() == tree_of(folder)
     hub.asked.clear()
-    assert fetched(name) == found
+    assert fetched(name) == fetched_folder
     assert files_asked_for(hub) == [], "what was fetched is there"
 
 
@@ -188,9 +188,9 @@ def test_s5_an_index_that_names_files_elsewhere_makes_none_of_them_fetched(hub):
         index["weight_map"][first] = evil
         (folder / INDEX).write_text(json.dumps(index))
         shutil.rmtree(hub.cache, ignore_errors=True)
-        found = fetched("hf:own/tiny")
+        fetched_folder = fetched("hf:own/tiny")
         assert evil not in files_asked_for(hub)
-        assert not (found.path / evil).is_file()
+        assert not (fetched_folder.path / evil).is_file()
 
 
 def test_s3_a_bit_that_flips_in_the_cache_is_refused_and_the_fix_fetches_the_file_anew(

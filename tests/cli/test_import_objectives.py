@@ -1,4 +1,4 @@
-"""What an imported model learns by: with the marks of its own tokenizer, or with those that are added."""
+"""Objectives of an imported model: with the marks of its tokenizer, or with added ones."""
 
 import json
 import re
@@ -41,13 +41,13 @@ def write_model(folder, family, special, **sizes):
 
 
 def imported(capsys, source, run, *words):
-    code, answer, said = call(capsys, "import", f"--from={source}", f"--workdir={run}", *words)
-    assert code == 0, (answer, said)
+    code, answer, output = call(capsys, "import", f"--from={source}", f"--workdir={run}", *words)
+    assert code == 0, (answer, output)
     return run
 
 
 def flags(folder, run, objective):
-    """Of a run that goes on from an imported one, on a text of words."""
+    """Flags of a run that continues from an imported one, on a text of words."""
     (folder / "text.txt").write_text(" ".join(f"the {n}th of many words" for n in range(3000)))
     data = (f"--config.data.train={folder / 'text.txt'}", "--config.data.validation=tail:10%")
     short = ("--config.data.sequence=64", "--config.train.batch=8", "--config.train.steps=1")
@@ -122,10 +122,10 @@ def test_without_marks_the_two_ways_that_are_shown_both_work(objective, tmp_path
     words = flags(tmp_path, run, objective)
     code, answer, _ = call(capsys, "data", "peek", *words)
     assert code == answer["error"]["code"] == 2
-    other, again = answer["error"]["fix"].splitlines()
+    other, second = answer["error"]["fix"].splitlines()
     peeked(capsys, *words, other)
     more = tmp_path / "more"
-    tokens = shlex.split(" ".join(re.findall(r"--add_token='[^']+'", again)))
+    tokens = shlex.split(" ".join(re.findall(r"--add_token='[^']+'", second)))
     words_of_import = ["import", f"--from={source}", f"--workdir={more}", *tokens, "--quiet"]
     assert main(words_of_import) == 0
     peeked(capsys, *flags(tmp_path, more, objective))

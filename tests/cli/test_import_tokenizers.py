@@ -38,19 +38,19 @@ def write(
 
 
 def brought_in(capsys, tmp_path: Path) -> tuple[Path, str]:
-    """A run of a model with a SentencePiece model, and what the import said."""
+    """A run of a model with a SentencePiece model, and the output of its import."""
     source = write(tmp_path / "source", {"tokenizer.model": model("llama")})
-    code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    code, _, output = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
     assert code == 0
-    return tmp_path / "run", told
+    return tmp_path / "run", output
 
 
 THEIRS = sentencepiece.SentencePieceProcessor(model_proto=model("llama"))
 
 
 def test_a_sentencepiece_model_comes_in_with_its_ids(capsys, tmp_path):
-    run, told = brought_in(capsys, tmp_path)
-    assert "tokenizer.model was converted to a tokenizer.json" in told
+    run, output = brought_in(capsys, tmp_path)
+    assert "tokenizer.model was converted to a tokenizer.json" in output
     text = "  caf\u00e9 <s> \U0001f600\n"
     code, shown, _ = call(capsys, "tokenizer", "show", str(run / "tokenizer"), f"--text={text}")
     assert (code, shown["ids"], shown["lossless"]) == (0, THEIRS.encode(text), True)
@@ -63,11 +63,11 @@ def test_a_sentencepiece_model_goes_out_as_it_was_beside_a_tokenizer_json(capsys
     code, *_ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 0
     assert (out / "tokenizer.model").read_bytes() == model("llama")
-    again = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
-    again.encode_special_tokens = True
+    exported = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    exported.encode_special_tokens = True
     for text in NASTY:
-        assert again.encode(text, add_special_tokens=False).ids == THEIRS.encode(text)
-    assert again.encode("a").ids == [THEIRS.bos_id(), *THEIRS.encode("a")]
+        assert exported.encode(text, add_special_tokens=False).ids == THEIRS.encode(text)
+    assert exported.encode("a").ids == [THEIRS.bos_id(), *THEIRS.encode("a")]
 
 
 RANKS = trained("low lower lowest low low", 4)
@@ -121,28 +121,28 @@ FORMS = {
 def test_each_form_begins_and_ends_documents_as_its_model_does(tmp_path, form):
     files, settings, attributes, before, after, size = FORMS[form]
     source = write(tmp_path / "source", files, settings, **attributes)
-    found = read_tokenizer(Folder(source))
-    assert (found.before, found.after, found.size) == (before, after, size)
+    tokenizer = read_tokenizer(Folder(source))
+    assert (tokenizer.before, tokenizer.after, tokenizer.size) == (before, after, size)
     texts = ["low lower e\u0301 \u6f22", "<s></s><pad>[CLS]<|endoftext|><|end|><extra_id_0>"]
-    special = set(found.specials.values()) - {found.unk}
+    special = set(tokenizer.specials.values()) - {tokenizer.unk}
     for text in texts:
-        ids = found.encode(text)
+        ids = tokenizer.encode(text)
         assert ids
         assert not special & set(ids)
     if form == "qwen's tiktoken":
-        assert found.encode("e\u0301") == found.encode("\u00e9")
+        assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
     elif form in ("gpt2", "tiktoken"):
-        assert found.decode(found.encode(texts[0])) == texts[0]
+        assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
 
 
 def test_a_sentinel_of_t5_counts_from_the_end(tmp_path):
     files, settings, attributes, *_ = FORMS["t5"]
-    found = read_tokenizer(Folder(write(tmp_path / "source", files, settings, **attributes)))
-    assert [found.specials[f"<extra_id_{i}>"] for i in range(3)] == [702, 701, 700]
+    tokenizer = read_tokenizer(Folder(write(tmp_path / "source", files, settings, **attributes)))
+    assert [tokenizer.specials[f"<extra_id_{i}>"] for i in range(3)] == [702, 701, 700]
 
 
 @pytest.mark.parametrize(
-    ("files", "settings", "attributes", "said"),
+    ("files", "settings", "attributes", "message"),
     [
         (
             {"qwen.tiktoken": lines(BYTES)},
@@ -169,11 +169,11 @@ def test_a_sentinel_of_t5_counts_from_the_end(tmp_path):
         ({"tokenizer.model": lines(RANKS)}, {}, NONE, "no id ends a document"),
     ],
 )
-def test_a_form_that_cannot_be_read_is_refused(tmp_path, files, settings, attributes, said):
+def test_a_form_that_cannot_be_read_is_refused(tmp_path, files, settings, attributes, message):
     source = write(tmp_path / "source", files, settings, **attributes)
     with pytest.raises(DataError) as caught:
         read_tokenizer(Folder(source))
-    assert said in f"{caught.value.what} {caught.value.why}"
+    assert message in f"{caught.value.what} {caught.value.why}"
 
 
 def test_a_folder_without_a_tokenizer_is_told_what_was_looked_for(tmp_path):
@@ -184,6 +184,6 @@ def test_a_folder_without_a_tokenizer_is_told_what_was_looked_for(tmp_path):
 
 def test_ids_that_differ_from_sentencepiece_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxlm.data.vocabularies.pieces.differences", lambda *_: ["\u00e9"])
-    told: list[str] = []
-    read_tokenizer(Folder(write(tmp_path / "source", {"spiece.model": model("t5")})), told.append)
-    assert "encodes 1 of 8 probe texts otherwise than SentencePiece" in told[0]
+    notes: list[str] = []
+    read_tokenizer(Folder(write(tmp_path / "source", {"spiece.model": model("t5")})), notes.append)
+    assert "encodes 1 of 8 probe texts otherwise than SentencePiece" in notes[0]

@@ -29,7 +29,7 @@ from jaxlm.recipes.config import Run
 
 @pytest.fixture
 def verb(monkeypatch):
-    """A verb called `probe` whose run does what the test says."""
+    """A verb `probe` whose run is that of the test."""
     module = types.ModuleType("probe_verb", "Probes.")
     module.add_arguments = lambda parser: (
         parser.add_argument("--max_tokens", type=int, default=1),
@@ -43,9 +43,9 @@ def verb(monkeypatch):
 
 
 def seen(verb) -> dict:
-    kept: dict = {}
-    verb.run = lambda args, out: kept.update(vars(args)) or 0
-    return kept
+    values: dict = {}
+    verb.run = lambda args, out: values.update(vars(args)) or 0
+    return values
 
 
 def test_help_names_every_verb_and_imports_nothing_heavy():
@@ -86,27 +86,27 @@ def test_no_verb_shows_the_usage_and_is_an_error(capsys):
 
 
 def test_shared_flags_are_found_wherever_they_stand(verb):
-    kept = seen(verb)
+    values = seen(verb)
     words = (
         "probe --config.a.b=1 one --json --config c.py:x two --config.c.d -2 --workdir=w "
         "--config.s=a=b --max_tokens=3"
     )
     assert main(words.split()) == 0
-    assert kept["overrides"] == [("a.b", "1"), ("c.d", "-2"), ("s", "a=b")]
-    assert (kept["config"], kept["workdir"], kept["json"], kept["quiet"]) == (
+    assert values["overrides"] == [("a.b", "1"), ("c.d", "-2"), ("s", "a=b")]
+    assert (values["config"], values["workdir"], values["json"], values["quiet"]) == (
         "c.py:x",
         "w",
         True,
         False,
     )
-    assert (kept["max_tokens"], kept["rest"]) == (3, ["one", "two"])
+    assert (values["max_tokens"], values["rest"]) == (3, ["one", "two"])
 
 
 def test_words_after_two_dashes_are_left_alone(verb):
-    kept = seen(verb)
+    values = seen(verb)
     assert main(["probe", "--quiet", "--", "--config=a", "--json"]) == 0
-    assert kept["rest"] == ["--config=a", "--json"]
-    assert (kept["quiet"], kept["json"], kept["config"]) == (True, False, None)
+    assert values["rest"] == ["--config=a", "--json"]
+    assert (values["quiet"], values["json"], values["config"]) == (True, False, None)
 
 
 @pytest.mark.parametrize(
@@ -206,11 +206,11 @@ def test_a_misspelt_setting_is_refused_by_every_verb(words, capsys, tmp_path):
         " ".join(itertools.takewhile(lambda word: word[0] != "-", words.split())), []
     )
     code = main([*words.split(), *more, "--config.bogus=1"])
-    told = capsys.readouterr().err
-    assert code == 2, told
-    assert "bogus" in told
+    errors = capsys.readouterr().err
+    assert code == 2, errors
+    assert "bogus" in errors
     for part in ("where", "why", "fix"):
-        assert f"\n  {part:<6} " in told
+        assert f"\n  {part:<6} " in errors
 
 
 @pytest.mark.parametrize(
@@ -344,11 +344,11 @@ def test_a_place_that_is_no_path_is_refused_and_no_folder_gets_its_name(
 ):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 73
-    said = capsys.readouterr().err
-    assert said.startswith("output not writable: ")
+    output = capsys.readouterr().err
+    assert output.startswith("output not writable: ")
     flag, _, url = words[-1].partition("=")
-    assert f"where  {flag}={url}\n" in said
-    assert f"fix    {flag}={url.partition('://')[2].strip('/')}\n" in said
+    assert f"where  {flag}={url}\n" in output
+    assert f"fix    {flag}={url.partition('://')[2].strip('/')}\n" in output
     assert not list(tmp_path.iterdir())
 
 

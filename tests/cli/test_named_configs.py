@@ -109,8 +109,8 @@ def installed(tmp_path_factory):
     place = folder / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     site = place / "lib" / Path(sysconfig.get_path("purelib")).parent.name / "site-packages"
-    own = [*pip, f"--python={place / 'bin/python'}", "install", "--no-deps", "--no-index"]
-    subprocess.run([*own, str(wheel)], check=True)
+    command = [*pip, f"--python={place / 'bin/python'}", "install", "--no-deps", "--no-index"]
+    subprocess.run([*command, str(wheel)], check=True)
     # The dependencies of this environment, without the lines that add a checkout to the path.
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     return place / "bin/jaxlm"

@@ -1,4 +1,4 @@
-"""What a terminal gets: color unless it is refused, and a description of every verb and action."""
+"""Output on a terminal: color unless it is refused, and a description of every verb."""
 
 import io
 import os

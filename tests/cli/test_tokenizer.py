@@ -23,7 +23,7 @@ SETTINGS = ["--config.data.train=a.txt", "--config.data.validation=v.txt"]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict:
-    """What a verb says under --json."""
+    """The JSON output of a verb."""
     assert main([*words, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 

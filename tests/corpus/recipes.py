@@ -1,4 +1,4 @@
-"""What the tests of recipes share: a config file, a run of the command, and what it wrote."""
+"""Parts of the tests of recipes: a config file, a run of the command, and its output."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from jaxlm.corpus.config import Recipe
 def get_config():
     return config.new(Recipe)
 """
-# The same words in another order in each document, so that none is like another.
+# The same words in another order in each document, so that no two are similar.
 WORDS = (
     "the river of stones and that have with water moves under bridges while people carry letters "
     "to towns "
@@ -44,8 +44,8 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
 def run(capsys: Any, *words: str, code: int = 0) -> dict[str, Any]:
     """The answer of `jaxlm data run` in the current folder with --out=out."""
     Path("recipe.py").write_text(RECIPE)
-    given = ["data", "run", "--config=recipe.py", "--out=out", "--json", *words]
-    assert main(given) == code
+    command = ["data", "run", "--config=recipe.py", "--out=out", "--json", *words]
+    assert main(command) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -72,5 +72,5 @@ def removed() -> dict[str, list[dict[str, Any]]]:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder but its lock."""
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

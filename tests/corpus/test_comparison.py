@@ -23,7 +23,7 @@ def edited(text: str) -> str:
 
 @pytest.fixture
 def before(here, capsys):
-    """The folder of a run over two files, of which the second repeats the first but for a page and a note."""
+    """A run over two files: the second repeats the first but for a page and a note."""
     write_lines(here / "old/a.jsonl", [{"text": prose(1)}, {"text": f"{prose(2, 400)}\n\n{NOTE}"}])
     write_lines(here / "old/b.jsonl", [{"text": prose(1)}, {"text": f"{prose(3, 400)}\n\n{NOTE}"}])
     run(capsys, "--config.source=old/*.jsonl", *KINDS)
@@ -52,9 +52,9 @@ def test_what_an_earlier_run_kept_is_a_duplicate_and_is_left_alone(before, here,
     assert answer["removed"] == {"exact": 2, "near": 1}
     assert answer["notes"] == {"spans: cut out": 1}
     assert removed()["exact"][0]["detail"] == "before/kept/00000.jsonl, record 1; agreement 1"
-    found = {cluster["kind"]: cluster for cluster in lines("clusters.jsonl")}
-    assert found["near"]["kept"] == {"file": "before/kept/00000.jsonl", "record": 2}
-    assert [each["file"] for each in found["near"]["removed"]] == ["in/b.jsonl"]
+    clusters = {cluster["kind"]: cluster for cluster in lines("clusters.jsonl")}
+    assert clusters["near"]["kept"] == {"file": "before/kept/00000.jsonl", "record": 2}
+    assert [each["file"] for each in clusters["near"]["removed"]] == ["in/b.jsonl"]
 
 
 def test_the_bytes_are_the_same_with_any_number_of_processes_and_a_third_run_sees_both(

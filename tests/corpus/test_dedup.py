@@ -1,4 +1,4 @@
-"""What is found twice: the probability that is stated against exact Jaccard, clusters, spans."""
+"""Duplicates: the stated probability against exact Jaccard, clusters, spans."""
 
 import itertools
 import json
@@ -30,12 +30,12 @@ def jaccard(one: str, other: str) -> float:
 
 
 def pairs(similarity: float, count: int, seed: int) -> list[tuple[str, str]]:
-    """Pairs of random texts, of which one has as many words changed as make them about so similar."""
+    """Pairs of random texts; one has as many words changed as the similarity requires."""
     draw = random.Random(seed)
     size = 300
     # A changed word changes five runs of one text: s = (n - 5k) / (n + 5k).
     changed = round(size * (1 - similarity) / (1 + similarity) / CONFIG.words)
-    found = []
+    pairs = []
     for _ in range(count):
         text = draw.choices(VOCABULARY, k=size)
         other = list(text)
@@ -44,8 +44,8 @@ def pairs(similarity: float, count: int, seed: int) -> list[tuple[str, str]]:
             other[at + draw.randrange(step - CONFIG.words + 1 if step > CONFIG.words else 1)] = (
                 "changed"
             )
-        found.append((" ".join(text), " ".join(other)))
-    return found
+        pairs.append((" ".join(text), " ".join(other)))
+    return pairs
 
 
 def found_share(texts: list[tuple[str, str]]) -> float:
@@ -85,33 +85,36 @@ def test_pairs_that_are_not_alike_are_left_alone():
 
 
 def test_pairs_that_are_taken_for_alike_are(record_property):
-    """Precision among pairs of every similarity, as many of each, with exact Jaccard as the judge; recall beside it."""
+    """Precision among pairs of every similarity, with exact Jaccard as the judge; and recall.
+
+    There are as many pairs of each similarity.
+    """
     steps = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     texts = [pair for seed, step in enumerate(steps) for pair in pairs(step, 60, seed)]
     exact = np.array([jaccard(*pair) for pair in texts])
     every = np.array([signature(text, CONFIG) for pair in texts for text in pair])
-    found = np.zeros(len(texts), bool)
+    is_pair = np.zeros(len(texts), bool)
     for one, other, _ in similar(every, CONFIG):
         assert other == one ^ 1, "texts of different pairs share nothing"
-        found[one // 2] = True
-    for alike, least in (
+        is_pair[one // 2] = True
+    for threshold, least in (
         (0.7, 0.8),
         (0.65, 0.97),
     ):  # a signature's share has an error of a few hundredths
-        is_alike = exact >= alike
-        precision = (found & is_alike).sum() / found.sum()
+        is_alike = exact >= threshold
+        precision = (is_pair & is_alike).sum() / is_pair.sum()
         record_property(
             "table",
-            f"near duplicates, alike from Jaccard {alike:g} on: precision {precision:.3f}, recall "
-            f"{found[is_alike].mean():.3f}; {found.sum()} of {len(texts)} pairs of Jaccard 0.3 "
+            f"near duplicates of Jaccard {threshold:g} or more: precision {precision:.3f}, recall "
+            f"{is_pair[is_alike].mean():.3f}; {is_pair.sum()} of {len(texts)} pairs of Jaccard 0.3 "
             f"to 0.9 found",
         )
         assert precision >= least
-    assert not found[exact < 0.55].any()
+    assert not is_pair[exact < 0.55].any()
 
 
 def test_the_clusters_are_those_of_brute_force(here, capsys):
-    """Families of edited texts, on several files: every pair compared exactly says which belong together."""
+    """Families of edited texts, on several files; exact comparison is the reference."""
     draw = random.Random(5)
     texts = []
     for _ in range(12):
@@ -199,7 +202,7 @@ def test_spans_stay_where_they_stood_first_in_what_stays(here, capsys):
             "--config.unit_bytes=1",
         ),
     )
-    # The second row's prose and the note's first place stay; all else that is said again goes.
+    # The second row's prose and the note's first place stay; all other repetitions go.
     assert kept() == [
         prose(91),
         prose(90),

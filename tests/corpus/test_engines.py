@@ -1,4 +1,4 @@
-"""The engine ray: what it does with units, on a stand-in for Ray; and with Ray itself on a cluster of two nodes."""
+"""The engine ray: its units on a stand-in for Ray, and on a real cluster of two nodes."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ class Died(Exception):
 
 
 class StandIn:
-    """As much of Ray as the engine calls, in one process: units end in the order in which they begin."""
+    """The part of Ray that the engine calls, in one process; units end in their order."""
 
     exceptions = SimpleNamespace(RayTaskError=ModuleNotFoundError, RayError=Died)
 
@@ -185,7 +185,7 @@ def crawl(here):
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """Starts a cluster of two nodes of one core each on this machine; faults strike in all that they do."""
+    """Start a cluster of two nodes of one core each here; faults strike in all their work."""
     from ray.cluster_utils import Cluster
 
     begun = []
@@ -226,22 +226,22 @@ def test_two_nodes_write_the_bytes_of_one_process_and_go_on_where_they_were_stop
     assert any(b"near" in line for line in alone["clusters.jsonl"].splitlines())
     healthy, _ = nodes()
     running = begin(healthy, "together")
-    said = running.communicate()[0]
-    assert running.returncode == 0, said
-    assert "ray: 2 machines, 2 cores" in said
+    output = running.communicate()[0]
+    assert running.returncode == 0, output
+    assert "ray: 2 machines, 2 cores" in output
     assert tree(Path("together")) == alone
     mixing = ["mix", "--config.sources=web=out", "--config.tokenizer=bytes"]
     mixing += ["--config.unit_bytes=5000", "--config.held_out=0.2"]
     assert main(["data", *mixing, "--out=mixed"]) == 0
     running = begin(healthy, "mixed together", mixing)
-    said = running.communicate()[0]
-    assert running.returncode == 0, said
+    output = running.communicate()[0]
+    assert running.returncode == 0, output
     assert tree(Path("mixed together")) == tree(Path("mixed"))
     broken, _ = nodes(faults="prepare.clean:sigkill@1")
     running = begin(broken, "killed")
-    said = running.communicate()[0]
-    assert running.returncode == 69, said
-    assert "unit 1, WorkerCrashedError" in said
+    output = running.communicate()[0]
+    assert running.returncode == 69, output
+    assert "unit 1, WorkerCrashedError" in output
     names = {path.name for path in Path("killed/unfinished").iterdir()}
     assert {"00000", "00002", "00003", "00004", "00005"} <= names
     running = begin(healthy, "killed")
@@ -259,6 +259,6 @@ def test_a_node_that_is_lost_on_the_way_loses_nothing(crawl, capsys, nodes):
         assert running.poll() is None, running.communicate()[0]
         time.sleep(0.05)
     cluster.remove_node(second, allow_graceful=False)
-    said = running.communicate()[0]
-    assert running.returncode == 0, said
+    output = running.communicate()[0]
+    assert running.returncode == 0, output
     assert tree(Path("together")) == tree(Path("out"))

@@ -1,4 +1,4 @@
-"""What each rule removes, at its threshold and just beside it, through the command."""
+"""Removals of each rule, just within and just beyond its threshold, by the command."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def reasons(capsys, texts, *words, **fields):
     rows = [{"text": text, **fields} if isinstance(text, str) else text for text in texts]
     write_lines(Path("in/a.jsonl"), rows)
     run(capsys, "--config.source=in/a.jsonl", "--config.dedup=()", *words)
-    fate = {row["record"]: name for name, found in removed().items() for row in found}
+    fate = {row["record"]: name for name, removals in removed().items() for row in removals}
     return [fate.get(number, "kept") for number in range(1, len(rows) + 1)]
 
 
@@ -33,12 +33,12 @@ def test_mojibake_is_undone_and_what_is_right_stays(capsys):
 
 
 def test_length_is_between_two_limits(capsys):
-    found = reasons(
+    outcome = reasons(
         capsys,
         ["a" * 9, "a" * 10, "a" * 20, "a" * 21],
         *("--config.stages=length", "--config.length.least=10", "--config.length.most=20"),
     )
-    assert found == ["length.short", "kept", "kept", "length.long"]
+    assert outcome == ["length.short", "kept", "kept", "length.long"]
 
 
 WORDS = prose(1, words=96).replace("\n", " ").split()
@@ -83,8 +83,8 @@ def test_gophers_rules_of_repetition_name_what_is_repeated(capsys):
         " ".join([*" ".join(lines_[:10]).split(), *["buy now"] * 60]),
         " ".join(lines_[:10] + [f"{lines_[0]} {word}" for word in ("red", "blue")]),
     ]
-    found = reasons(capsys, texts, "--config.stages=repetition")
-    assert found == [
+    outcome = reasons(capsys, texts, "--config.stages=repetition")
+    assert outcome == [
         "kept",
         "repetition.lines",
         "repetition.line_characters",
@@ -120,8 +120,8 @@ def test_the_rules_of_c4_cut_lines_and_then_pages(capsys):
         f"{page}\nvar a = {{}};",
         f"{page}\nLorem ipsum dolor sit amet.",
     ]
-    found = reasons(capsys, texts, "--config.stages=c4")
-    assert found == ["kept", "kept", "c4.sentences", "c4.sentences", "c4.brace", "c4.lorem_ipsum"]
+    outcome = reasons(capsys, texts, "--config.stages=c4")
+    assert outcome == ["kept", "kept", "c4.sentences", "c4.sentences", "c4.brace", "c4.lorem_ipsum"]
     assert kept() == [page, f"{page}\nTrue  so far."]
 
 
@@ -133,8 +133,8 @@ def test_finewebs_rules_find_lists(capsys):
         "\n".join([*sentences[:3], *(f"Item number {n}." for n in range(7))]),
         "\n".join([*sentences, sentences[0], sentences[1]]),
     ]
-    found = reasons(capsys, texts, "--config.stages=fineweb")
-    assert found == [
+    outcome = reasons(capsys, texts, "--config.stages=fineweb")
+    assert outcome == [
         "kept",
         "fineweb.punctuation",
         "fineweb.short_lines",
@@ -150,7 +150,9 @@ def test_languages_are_told_apart(capsys):
         "ein Buch liest.",
         "Les enfants jouent dans le jardin pendant que leur grand-m\u00e8re lit un livre "
         "pr\u00e8s de la fen\u00eatre.",
-        "\u5b50\u4f9b\u305f\u3061\u306f\u5ead\u3067\u904a\u3093\u3067\u3044\u307e\u3059\u3002\u7956\u6bcd\u306f\u7a93\u306e\u305d\u3070\u3067\u672c\u3092\u8aad\u3093\u3067\u3044\u307e\u3059\u3002",
+        "\u5b50\u4f9b\u305f\u3061\u306f\u5ead\u3067\u904a\u3093\u3067\u3044\u307e\u3059\u3002"
+        "\u7956\u6bcd\u306f\u7a93\u306e\u305d\u3070"
+        "\u3067\u672c\u3092\u8aad\u3093\u3067\u3044\u307e\u3059\u3002",
         "8471 2094 5561",
     ]
     words = ["--config.stages=language", "--config.language.keep=en,de"]
@@ -186,8 +188,8 @@ def test_code_must_parse_and_be_written_by_people(here, capsys):
     for name, text in files.items():
         (here / "in" / name).write_text(text)
     run(capsys, "--config.source=in/*", "--config.stages=code", "--config.dedup=()")
-    found = {row["file"]: name for name, rows in removed().items() for row in rows}
-    assert found == {
+    outcome = {row["file"]: name for name, rows in removed().items() for row in rows}
+    assert outcome == {
         "in/broken.py": "code.syntax",
         "in/made.py": "code.generated",
         "in/long.c": "code.long_line",
@@ -210,13 +212,13 @@ def test_urls_of_a_list_are_removed_by_domain_and_by_start(here, capsys):
         "": "kept",
     }
     rows = [{"text": "x", "url": url} for url in urls]
-    found = reasons(
+    outcome = reasons(
         capsys,
         [*rows, {"text": "no url"}],
         "--config.stages=urls",
         "--config.urls.blocked=list.txt",
     )
-    assert found == [*urls.values(), "kept"]
+    assert outcome == [*urls.values(), "kept"]
 
 
 def test_documents_that_share_words_with_an_evaluation_set_are_named(here, capsys):
@@ -230,7 +232,7 @@ def test_documents_that_share_words_with_an_evaluation_set_are_named(here, capsy
     assert reasons(capsys, texts, *words) == ["decontaminate.shared", "kept", "kept"]
     detail = removed()["decontaminate.shared"][0]["detail"]
     assert "eval/quiz.jsonl, record 2: which of the seven" in detail
-    other = "And what did the second ferryman say to the younger of both sisters that evening?"
+    other = "And what did the second ferryman bring to the younger of both sisters that evening?"
     write_lines(here / "eval/story.jsonl", [{"text": other}])
     write_lines(here / "in/b.jsonl", [{"text": f"{other} {question}"}])
     source = ("--config.source=in/*.jsonl", "--config.dedup=()")
@@ -240,10 +242,10 @@ def test_documents_that_share_words_with_an_evaluation_set_are_named(here, capsy
         "decontaminate: documents that share with eval/story.jsonl": 1,
     }
     assert report["evaluations"] == {"records": 3, "too_short": 1}
-    said = "1 of 3 records of the evaluation sets are shorter than a run of words"
-    assert said in (here / "both/report.html").read_text()
+    output = "1 of 3 records of the evaluation sets are shorter than a run of words"
+    assert output in (here / "both/report.html").read_text()
     assert main(["data", "run", "--config=recipe.py", "--out=third", *source, *words]) == 0
-    assert said in capsys.readouterr().out
+    assert output in capsys.readouterr().out
 
 
 def test_an_evaluation_set_that_cannot_be_compared_is_refused(here, capsys):
@@ -271,7 +273,7 @@ def test_a_changed_evaluation_set_is_another_recipe(here, capsys):
     write_lines(here / "eval.jsonl", [{"text": prose(2)}])
     run(capsys, *words)
     write_lines(here / "eval.jsonl", [{"text": prose(1)}])
-    assert run(capsys, *words, code=2)["error"]["why"] == "beside differ"
+    assert run(capsys, *words, code=2)["error"]["why"].endswith("side differ")
 
 
 def test_every_stage_has_its_maker():

@@ -14,7 +14,7 @@ MIT = (
     "software and associated files"
 )
 BSD = (
-    "Copyright 2020 Somebody. All rights reserved. Redistribution and use in source and binary "
+    "Copyright 2020 Example. All rights reserved. Redistribution and use in source and binary "
     "forms, with or without "
     "modification, are permitted provided that the following conditions are met: 1. "
     "Redistributions of source code must "
@@ -35,10 +35,7 @@ HEADS = {
     ],
     "MIT": [MIT, "This is released under the MIT license.", ":license: MIT, see LICENSE"],
     "BSD-2-Clause": [BSD, "Use is under the Simplified BSD License"],
-    "BSD-3-Clause": [
-        f"{BSD} 3. Neither the name of the copyright holder nor the names of its contributors "
-        f"may be used"
-    ],
+    "BSD-3-Clause": [f"{BSD} 3. Neither the name of the copyright holder may be used"],
     "BSD-4-Clause": [
         f"{BSD} 3. All advertising materials mentioning features must name us. Neither the name "
         f"of us may"
@@ -110,7 +107,7 @@ HEADS = {
         "def license_of(package): return package.metadata['License'] or 'MIT'",
         "She asked for permission to use the car, free of charge, and it was granted.",
         "A warranty as is: domain names are redistributed by the public office.",
-        "Copyright (c) 2020 Somebody. All rights reserved. See the file LICENSE.",
+        "Copyright (c) 2020 Example. All rights reserved. See the file LICENSE.",
         "Apache is a web server; the Mozilla foundation makes a browser, and MIT is a university.",
     ],
 }
@@ -125,9 +122,9 @@ STYLES = (
 
 
 def samples() -> list[tuple[str, str]]:
-    """Each head in every style of comment, wrapped at some width, over and under other text; and its name."""
+    """Each head in every style of comment, wrapped and surrounded by other text; and its name."""
     draw = random.Random(3)
-    found = []
+    samples = []
     for name, heads in HEADS.items():
         for head in heads:
             for begin, opening, closing in STYLES:
@@ -135,25 +132,25 @@ def samples() -> list[tuple[str, str]]:
                     head, draw.randrange(40, 110), break_on_hyphens=False, break_long_words=False
                 )
                 body = "\n".join(begin + line for line in wrapped)
-                found.append((f"{prose(1, 24)}\n{opening}{body}{closing}\n\n{prose(2)}", name))
-    return found
+                samples.append((f"{prose(1, 24)}\n{opening}{body}{closing}\n\n{prose(2)}", name))
+    return samples
 
 
 def test_precision_and_recall_on_the_made_set(record_property):
-    right = said = there = 0
+    right = detected = licensed = 0
     wrong = []
     for text, name in samples():
         got = find(text)
-        said, there, right = (
-            said + bool(got),
-            there + bool(name),
+        detected, licensed, right = (
+            detected + bool(got),
+            licensed + bool(name),
             right + bool(name and got == name),
         )
         wrong += [(name, got, text)] if got != name else []
     record_property(
         "table",
-        f"licences on {len(samples())} made heads: precision {right / said:.3f}, recall "
-        f"{right / there:.3f}",
+        f"licences on {len(samples())} made heads: precision {right / detected:.3f}, recall "
+        f"{right / licensed:.3f}",
     )
     assert wrong == []
     assert {name for name in WORDS if name not in HEADS} == set()
@@ -165,7 +162,7 @@ def test_every_pattern_holds_a_sign_that_is_looked_for_first():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         (
             "/* SPDX-License-Identifier: GPL-2.0-only WITH Linux-syscall-note */",
@@ -190,8 +187,8 @@ def test_every_pattern_holds_a_sign_that_is_looked_for_first():
         (f"{GNU.format('')}.", "GPL-1.0-or-later"),
     ],
 )
-def test_tags_come_before_words_and_several_are_joined(text, found):
-    assert find(text) == found
+def test_tags_come_before_words_and_several_are_joined(text, expected):
+    assert find(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cleaned corpora as token shards: what is in them, their shares, their card, kills, several processes."""
+"""Cleaned corpora as token shards: contents, shares, card, kills, several processes."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ SETTINGS = [SOURCES, "--config.tokenizer=bytes", "--config.unit_bytes=20000"]
 
 @pytest.fixture(scope="module")
 def cleaned(tmp_path_factory):
-    """Two folders of `jaxlm data run`, one of four times as many documents as the other, and their texts."""
+    """Two folders of `jaxlm data run`, one with four times the documents; and their texts."""
     place = tmp_path_factory.mktemp("cleaned")
     here = os.getcwd()
     os.chdir(place)
@@ -105,11 +105,11 @@ def test_every_document_is_in_one_set_and_named_by_its_file_and_line(sources, ca
 def test_a_source_with_nothing_on_a_side_is_said(sources, capsys):
     words = ["data", "mix", "--out=out", *SETTINGS, "--config.held_out=1e-6"]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "the source code has no document in validation: it is too small" in said
-    assert "'--config.data.validation=()'" in said
+    output = capsys.readouterr().out
+    assert "the source code has no document in validation: it is too small" in output
+    assert "'--config.data.validation=()'" in output
     assert re.search(
-        r"next: jaxlm train .* --config\.data\.tokenizer=out/train/\w+/tokenizer\n", said
+        r"next: jaxlm train .* --config\.data\.tokenizer=out/train/\w+/tokenizer\n", output
     )
 
 
@@ -211,7 +211,7 @@ def test_a_report_of_another_shape_is_bad_data(sources, capsys):
 
 
 @pytest.mark.parametrize(
-    ("setting", "said", "fix"),
+    ("setting", "message", "fix"),
     [
         ("weights=web=1", "'code' has no weight", "--config.weights=web=1,code=1"),
         ("weights=web=1,code=0", "not a number above 0", "--config.weights=web=1,code=1"),
@@ -222,9 +222,11 @@ def test_a_report_of_another_shape_is_bad_data(sources, capsys):
         ("tokenizer=words", "'words' is not one of", "jaxlm config explain tokenizer"),
     ],
 )
-def test_what_is_wrong_with_a_mix_is_said_with_what_to_paste(sources, capsys, setting, said, fix):
+def test_what_is_wrong_with_a_mix_is_said_with_what_to_paste(
+    sources, capsys, setting, message, fix
+):
     error = mix(capsys, SOURCES, f"--config.{setting}", code=2)["error"]
-    assert said in error["what"] + error["why"]
+    assert message in error["what"] + error["why"]
     assert fix in error["fix"]
 
 

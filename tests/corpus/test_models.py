@@ -1,4 +1,4 @@
-"""Lists of words and a classifier that the user brings: found by category, with precision and recall on a made set."""
+"""Lists of words and a classifier of the user: categories, with precision and recall."""
 
 import random
 from pathlib import Path
@@ -42,9 +42,9 @@ def test_documents_with_more_words_of_a_list_than_may_be_go_by_category(lists, c
     answer = run(capsys, *STAGE, *LISTS, "--config.harmful.hits=2")
     assert kept() == [text for text, kind in zip(texts, truth, strict=True) if kind is None]
     for kind in ("cruel", "lewd"):
-        found = {row["text"] for row in removed()[f"harmful.{kind}"]}
-        assert found == {text for text, each in zip(texts, truth, strict=True) if each == kind}
-        assert answer["removed"][f"harmful.{kind}"] == len(found)
+        removals = {row["text"] for row in removed()[f"harmful.{kind}"]}
+        assert removals == {text for text, each in zip(texts, truth, strict=True) if each == kind}
+        assert answer["removed"][f"harmful.{kind}"] == len(removals)
     assert answer["funnel"][1]["reasons"] == {
         kind.removeprefix("harmful."): count for kind, count in answer["removed"].items()
     }

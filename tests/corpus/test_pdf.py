@@ -1,4 +1,4 @@
-"""PDF files, whole, damaged, locked, huge and slow: read or counted, and the rest of the job finishes."""
+"""PDF files, whole, damaged, locked, huge and slow: read or counted; the job finishes."""
 
 import io
 import sys

@@ -1,4 +1,7 @@
-"""Files of every kind, whole and broken: read through the command, counted, and the rest of the job finishes."""
+"""Files of every kind, whole and broken, are read by the command and counted.
+
+The rest of the job finishes.
+"""
 
 import bz2
 import csv
@@ -26,12 +29,17 @@ from tests.corpus.recipes import RECIPE, kept, lines, prose, run, write_lines
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ["--config.stages=()", "--config.dedup=()"]
-PAGE = f"""<!doctype html><html><head><title>A  title</title><meta charset="utf-8"><style>p {{}}</style></head>
-<body><nav><a href="/">Home</a> <a href="/b">Everything else that is in this menu and is longer than a word</a></nav>
+PAGE = f"""<!doctype html><html><head><title>A  title</title><meta charset="utf-8">
+<style>p {{}}</style></head>
+<body><nav><a href="/">Home</a>
+<a href="/b">Everything else that is in this menu and is longer than a word</a></nav>
 <h1>A heading</h1><p>{prose(1)}<br>{prose(2)} &amp; more</p><ul><li><a href="/1">One link</a></li>
-<li><a href="/2">Another link with many words that all lie inside of the link and say nothing here</a></li></ul>
-<script>var text = "never shown in the text of any page";</script><p>{prose(3)}</p><pre>def f():\n    return 1</pre>
-<footer>Copyright, all the rights there are, reserved by somebody who wrote it, again and again, every year</footer>"""
+<li><a href="/2">Another link with many words that all stay
+inside of the link and mean nothing here</a></li></ul>
+<script>var text = "never shown in the text of any page";</script><p>{prose(3)}</p>
+<pre>def f():\n    return 1</pre>
+<footer>Copyright, all the rights there are, reserved by the person
+who wrote it, again and again, every year</footer>"""
 
 
 def read(capsys, *words):
@@ -55,7 +63,7 @@ def packed(name: str, data: bytes) -> bytes:
 @pytest.mark.parametrize("ending", ["", ".gz", ".bz2", ".xz", ".zst"])
 def test_lines_rows_text_and_pages_are_read_packed_or_not(into, capsys, ending):
     rows = io.StringIO()
-    csv.writer(rows).writerows([("id", "text"), (1, f'{prose(1)}\nsaid "she"'), (2, prose(2))])
+    csv.writer(rows).writerows([("id", "text"), (1, f'{prose(1)}\nread "she"'), (2, prose(2))])
     files = {
         "a.jsonl": json.dumps({"text": prose(3), "id": 7}).encode() + b"\n",
         "b.csv": rows.getvalue().encode(),
@@ -68,14 +76,14 @@ def test_lines_rows_text_and_pages_are_read_packed_or_not(into, capsys, ending):
         (into / f"{name}{ending}").write_bytes(packed(f"{name}{ending}", data))
     answer = read(capsys)
     assert answer["kept"] == answer["read"] == 7
-    found = {
+    documents = {
         (row["file"].removesuffix(ending), row["record"]): row for row in lines("kept/*.jsonl")
     }
-    assert found["in/a.jsonl", 1]["meta"] == {"id": 7}
-    assert found["in/b.csv", 1]["text"].endswith('said "she"')
-    assert found["in/b.csv", 2]["meta"] == {"id": "2"}
-    assert found["in/c.tsv", 1]["meta"] == {"id": "5"}
-    assert found["in/f.py", 1]["text"].endswith("name = '\u00e9'\n")
+    assert documents["in/a.jsonl", 1]["meta"] == {"id": 7}
+    assert documents["in/b.csv", 1]["text"].endswith('read "she"')
+    assert documents["in/b.csv", 2]["meta"] == {"id": "2"}
+    assert documents["in/c.tsv", 1]["meta"] == {"id": "5"}
+    assert documents["in/f.py", 1]["text"].endswith("name = '\u00e9'\n")
 
 
 def test_parquet_rows_are_documents_with_their_other_columns(into, capsys):
@@ -148,9 +156,9 @@ def test_a_page_whose_tags_are_not_closed_loses_nothing(into, capsys):
 def test_encodings_are_found(into, capsys, data, text, encoding):
     (into / "a.txt").write_bytes(data)
     read(capsys)
-    (found,) = lines("kept/*.jsonl")
-    assert found["text"] == text
-    assert found["meta"].get("encoding") == encoding
+    (row,) = lines("kept/*.jsonl")
+    assert row["text"] == text
+    assert row["meta"].get("encoding") == encoding
 
 
 RUSSIAN = (
@@ -250,16 +258,16 @@ def test_legacy_encodings_and_unmarked_utf_16_are_told_by_their_letters_and_coun
     for number, (text, name) in enumerate(marked):
         (into / f"marked{number}.txt").write_bytes(text.encode(name))
     answer = read(capsys)
-    found = {row["file"].removeprefix("in/"): row for row in lines("kept/*.jsonl")}
+    rows = {row["file"].removeprefix("in/"): row for row in lines("kept/*.jsonl")}
     for number, (text, name, encoding) in enumerate(WRITTEN):
-        for file, wanted in (
+        for file, expected in (
             (f"{number:02d}.txt", text),
             (f"{number:02d}-long.txt", begin * 1000 + text * 400),
         ):
-            assert found[file]["meta"] == {"encoding": encoding}, (file, name)
-            assert found[file]["text"] == wanted, (file, name)
+            assert rows[file]["meta"] == {"encoding": encoding}, (file, name)
+            assert rows[file]["text"] == expected, (file, name)
     for number, (text, _) in enumerate(marked):
-        assert found[f"marked{number}.txt"]["text"] == text
+        assert rows[f"marked{number}.txt"]["text"] == text
     counted = Counter(f"read as {encoding}" for _, _, encoding in WRITTEN for _ in range(2))
     counted.update(f"read as {name}" for name in ("utf-16-le", "utf-16-le", "utf-32-le"))
     assert answer["notes"] == counted
@@ -275,10 +283,10 @@ def test_a_declared_encoding_goes_before_what_the_letters_say(into, capsys):
         + warc("conversion", RUSSIAN.encode("koi8_r"))
     )
     read(capsys)
-    found = lines("kept/*.jsonl")
-    assert [RUSSIAN.strip() in row["text"] for row in found] == [True] * 4
+    rows = lines("kept/*.jsonl")
+    assert [RUSSIAN.strip() in row["text"] for row in rows] == [True] * 4
     names = ["koi8-r", "cp1251", "windows-1251"]
-    assert [row["meta"]["encoding"] for row in found if "encoding" in row["meta"]] == names
+    assert [row["meta"]["encoding"] for row in rows if "encoding" in row["meta"]] == names
 
 
 def test_binary_files_that_are_named_as_text_are_counted(into, capsys):
@@ -337,11 +345,11 @@ def test_web_archives_give_pages_with_their_url_and_count_the_rest(into, capsys)
     ]
     (into / "a.warc.gz").write_bytes(b"".join(map(gzip.compress, records)))
     answer = read(capsys)
-    found = lines("kept/*.jsonl")
-    assert [row["record"] for row in found] == [3, 4, 5, 8]
-    assert all(row["text"].startswith("Caf\u00e9\n\n") for row in found[:3])
-    assert len({row["text"] for row in found[:3]}) == 1
-    assert found[0]["meta"]["url"] == "http://a.example/1"
+    rows = lines("kept/*.jsonl")
+    assert [row["record"] for row in rows] == [3, 4, 5, 8]
+    assert all(row["text"].startswith("Caf\u00e9\n\n") for row in rows[:3])
+    assert len({row["text"] for row in rows[:3]}) == 1
+    assert rows[0]["meta"]["url"] == "http://a.example/1"
     assert answer["broken"] == {}
     assert answer["notes"] == {
         "passed over: WARC request": 1,
@@ -354,7 +362,7 @@ def test_web_archives_give_pages_with_their_url_and_count_the_rest(into, capsys)
 def test_a_record_of_a_web_archive_that_is_too_large_is_read_past(into, capsys):
     good = warc("conversion", prose(1).encode())
     (into / "a.warc").write_bytes(good + warc("conversion", b"x" * 5000) + good)
-    with open(into / "b.warc", "wb") as file:  # it says more than memory holds
+    with open(into / "b.warc", "wb") as file:  # a stated length beyond the memory
         file.write(good + warc("conversion", b"x", length=10**18))
     answer = read(capsys, "--config.reading.document_bytes=4000")
     assert answer["broken"] == {"too large": 2}
@@ -365,7 +373,7 @@ def test_broken_records_of_a_web_archive_are_counted_and_the_next_are_found(into
     good = warc("conversion", prose(1).encode())
     parts = [
         good,
-        warc("conversion", b"short and then much more than it said", length=5),
+        warc("conversion", b"short and then much more than it has", length=5),
         good,
         b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: many\r\n\r\nbody\r\n\r\n",
         good,
@@ -428,7 +436,7 @@ def damaged(data: bytes, at: int, how: str) -> bytes:
 
 @pytest.mark.parametrize("how", ["zeroed", "flipped", "lost", "added"])
 def test_a_damaged_member_of_a_web_archive_costs_no_other(into, capsys, how):
-    """Damage in the head, the body and the check of members, two of them side by side, and in the last."""
+    """Damage in the head, the body and the check of members, two adjacent ones, and in the last."""
     texts = [prose(number, words=240) for number in range(300)]
     parts = [gzip.compress(warc("conversion", text.encode())) for text in texts]
     begins = list(itertools.accumulate(map(len, parts), initial=0))
@@ -445,14 +453,14 @@ def test_a_damaged_member_of_a_web_archive_costs_no_other(into, capsys, how):
     if how == "added":  # in front of a member's first byte, it costs none
         lost.remove(20)
     assert kept() == [text for at, text in enumerate(texts) if at not in lost] + [prose(1000)]
-    found = lines("broken/*.jsonl")
-    assert {row["kind"] for row in found} == {"damaged"}
-    assert all(row["detail"].startswith("a gzip member: ") for row in found)
+    rows = lines("broken/*.jsonl")
+    assert {row["kind"] for row in rows} == {"damaged"}
+    assert all(row["detail"].startswith("a gzip member: ") for row in rows)
     assert len(lost) - 2 <= answer["broken"]["damaged"] <= len(lost) + 1  # a gap is one loss
 
 
 def test_what_only_begins_as_members_do_is_passed_over_once():
-    """300,000 such places before the next member: seconds, as each is looked at where it lies."""
+    """300,000 such places before the next member: seconds, as each is examined in place."""
     good = gzip.compress(warc("conversion", prose(1).encode()))
     stream = streams.members(
         io.BytesIO(damaged(good, 12, "zeroed") + b"\x1f\x8b\x08" * 300_000 + good)
@@ -473,14 +481,14 @@ def test_a_long_line_of_a_table_is_one_broken_row_and_the_next_are_read(into, ca
     (into / "b.tsv").write_text(f"text\tid\n{long}\t1\ntwo\t2\n{long}")
     answer = read(capsys, "--config.reading.document_bytes=1000")
     assert kept() == ["one", "four", "six", "eight", "ten", "two"]
-    found = [(row["file"], row["record"]) for row in lines("broken/*.jsonl")]
-    assert found == [*(("in/a.csv", n) for n in (2, 3, 5, 7, 9)), ("in/b.tsv", 1), ("in/b.tsv", 3)]
+    places = [(row["file"], row["record"]) for row in lines("broken/*.jsonl")]
+    assert places == [*(("in/a.csv", n) for n in (2, 3, 5, 7, 9)), ("in/b.tsv", 1), ("in/b.tsv", 3)]
     assert answer["broken"] == {"too large": 7}
 
 
 @pytest.mark.parametrize("rows", [1, 2000], ids=["to the end", "beyond a document"])
 def test_a_quote_that_is_not_closed_costs_its_line(into, capsys, rows):
-    """Of a thousand bytes that a document may have, or to the end of the file, where the quote would swallow all of it."""
+    """The limit is the thousand bytes of a document; else the quote would swallow the file."""
     (into / "a.csv").write_text(
         'text,id\none,1\n"two\nlines",2\n"three,3\nfour,4\nfive,5\n' + "six,6\n" * rows
     )
@@ -498,8 +506,8 @@ def test_a_quote_that_is_not_closed_costs_its_line(into, capsys, rows):
         "nine",
         "eleven",
     ]
-    found = [(row["file"], row["record"]) for row in lines("broken/*.jsonl")]
-    assert found == [
+    places = [(row["file"], row["record"]) for row in lines("broken/*.jsonl")]
+    assert places == [
         ("in/a.csv", 3),
         ("in/b.csv", 2),
         ("in/c.csv", 1),
@@ -520,7 +528,7 @@ def test_a_quote_that_is_not_closed_costs_its_line(into, capsys, rows):
     ],
 )
 def test_s4_a_line_of_a_gigabyte_takes_no_memory(into, here, capsys, ending, size, record_property):
-    """The most that the command holds, beside what it holds of a file without the line."""
+    """Peak memory of the command, less that for a file without the line."""
     short = '{"text": "behind"}\n' if ending == "jsonl" else "text\nbehind\n"
     piece = b"y" * 10**6
     with gzip.open(into / f"a.{ending}.gz", "wb", compresslevel=1) as file:
@@ -636,17 +644,17 @@ def test_s4_bombs_end_at_the_caps_and_the_rest_of_the_job_finishes(into, capsys)
         *("--config.reading.document_bytes=1e6", "--config.reading.archive_bytes=2e6"),
         "--config.reading.archive_members=50",
     )
-    found = [(row["file"], row["kind"], row["detail"]) for row in lines("broken/*.jsonl")]
-    assert ("in/a.txt.gz", "too large", "more than 1,000,000 bytes") in found
-    assert ("in/b.jsonl.gz", "too large", "a line of more than 1,000,000 bytes") in found
-    assert ("in/d.zip", "too large", "more than 50 members") in found  # known before any is read
+    rows = [(row["file"], row["kind"], row["detail"]) for row in lines("broken/*.jsonl")]
+    assert ("in/a.txt.gz", "too large", "more than 1,000,000 bytes") in rows
+    assert ("in/b.jsonl.gz", "too large", "a line of more than 1,000,000 bytes") in rows
+    assert ("in/d.zip", "too large", "more than 50 members") in rows  # known before any is read
     size = "more than 50 members, by the size of its directory"
-    assert ("in/f.zip", "too large", size) in found
+    assert ("in/f.zip", "too large", size) in rows
     # Two members fit, and the budget is spent for all that follow.
-    assert [file for file, _, _ in found if file.startswith("in/c.zip!")] == [
+    assert [file for file, _, _ in rows if file.startswith("in/c.zip!")] == [
         f"in/c.zip!{number}.txt" for number in range(2, 9)
     ]
-    assert {kind for _, kind, _ in found} == {"too large"}
+    assert {kind for _, kind, _ in rows} == {"too large"}
     assert prose(1) in kept()
     assert "behind" in kept()
     assert answer["kept"] == 1 + 1 + 2
@@ -684,7 +692,7 @@ def test_rows_that_do_not_fit_are_counted(into, capsys):
 def test_tables_are_read_in_the_encoding_that_their_begin_tells(
     into, capsys, name, encoding, called
 ):
-    """Of 150 to 290 kB: most rows lie behind the begin that is looked at, which ends within one."""
+    """Tables have 150 to 290 kB: most rows come after the examined part, which ends in a row."""
     spoken = FRENCH if encoding == "cp1252" else RUSSIAN
     texts = [f"{spoken.strip()} {n}" for n in range(700)]
     rows = [f"{n}\t{text}" if ".tsv" in name else f'{n},"{text}"' for n, text in enumerate(texts)]
@@ -702,7 +710,7 @@ def test_tables_are_read_in_the_encoding_that_their_begin_tells(
 def test_rows_before_a_cut_near_the_begin_are_read(into, capsys, ending):
     rows = [
         {"text": os.urandom(50).hex()} for _ in range(800)
-    ]  # of 91 kB, of which 64 are looked at
+    ]  # 91 kB, and 64 of them are examined
     data = packed(f"a.{ending}", b"".join(json.dumps(row).encode() + b"\n" for row in rows))
     (into / f"a.jsonl.{ending}").write_bytes(data[: len(data) // 2])
     answer = read(capsys)
@@ -725,7 +733,7 @@ def test_a_packed_file_of_no_bytes_is_damaged(into, capsys):
 
 
 def zip_of_nothing(members: int) -> bytes:
-    """A zip file of empty members: its directory, and the two ends that say where that is."""
+    """A zip file of empty members: its directory, and the two ends that locate it."""
     entry = struct.pack("<4s6H3I5H2I", b"PK\1\2", 20, 20, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0)
     directory = members * (entry + b"a.txt")
     size, start = len(directory), 0
@@ -745,8 +753,8 @@ def test_s4_a_million_members_of_an_archive_end_at_the_cap(into, capsys):
     begun = time.process_time()
     answer = read(capsys)
     machine.require_processor(time.process_time() - begun, 30)
-    found = [(row["file"], row["kind"], row["detail"]) for row in lines("broken/*.jsonl")]
-    assert ("in/a.tar.gz", "too large", "more than 100,000 members") in found
-    assert ("in/b.zip", "too large", "more than 100,000 members") in found
+    rows = [(row["file"], row["kind"], row["detail"]) for row in lines("broken/*.jsonl")]
+    assert ("in/a.tar.gz", "too large", "more than 100,000 members") in rows
+    assert ("in/b.zip", "too large", "more than 100,000 members") in rows
     assert prose(1) in kept()
     assert answer["broken"]["too large"] == 2

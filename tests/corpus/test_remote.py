@@ -1,4 +1,4 @@
-"""Sources behind URLs and copies to them: fsspec's memory and local file systems, and a server on this machine."""
+"""Sources behind URLs and copies to them: fsspec's memory and local stores, and a server."""
 
 import errno
 import gzip
@@ -39,8 +39,8 @@ def test_a_store_is_read_as_files_are(here, memory, capsys):
     noted = json.loads(Path("out/recipe.json").read_text())["files"]
     assert ["memory:///crawl/a.jsonl", len(rows(1))] in noted
     memory.pipe("/crawl/d.txt", b"more")
-    again = run(capsys, "--config.source=memory://crawl/*", *SET, code=2)["error"]
-    assert again["why"] == "files differ"
+    error = run(capsys, "--config.source=memory://crawl/*", *SET, code=2)["error"]
+    assert error["why"] == "files differ"
 
 
 def test_local_files_by_url_give_the_same_documents_with_any_number_of_processes(here, capsys):
@@ -79,7 +79,7 @@ def test_a_connection_that_breaks_is_tried_again_and_is_no_damaged_file(server, 
     assert "the same command again" in error["fix"]
     first = tree(Path("out"))
     run(capsys, *words)
-    assert tree(Path("other")) == first, "what had failed goes on"
+    assert tree(Path("other")) == first, "the failed run resumes"
     assert (
         "no file matches"
         in run(capsys, f"--config.source={server}/none.txt", "--out=third", code=66)["error"][
@@ -92,17 +92,17 @@ def test_what_is_finished_is_copied_whole_once_and_over_nothing_else(here, memor
     write_lines(here / "in/a.jsonl", [{"text": prose(1)}, {"text": "short"}])
     words = ("--config.source=in/a.jsonl", *SET, "--copy_to=memory://clean/one")
     run(capsys, *words)
-    wanted = {name: data for name, data in tree(Path("out")).items() if name[:6] != "units/"}
-    found = {path.removeprefix("/clean/one/"): memory.cat_file(path) for path in memory.find("/")}
-    assert found == wanted
+    expected = {name: data for name, data in tree(Path("out")).items() if name[:6] != "units/"}
+    files = {path.removeprefix("/clean/one/"): memory.cat_file(path) for path in memory.find("/")}
+    assert files == expected
     memory.rm("/clean/one/report.json")  # as after a kill
     memory.pipe("/clean/one/kept/00000.jsonl", b"torn")
     run(capsys, *words)
-    assert {p.removeprefix("/clean/one/"): memory.cat_file(p) for p in memory.find("/")} == wanted
+    assert {p.removeprefix("/clean/one/"): memory.cat_file(p) for p in memory.find("/")} == expected
     write_lines(here / "in/a.jsonl", [{"text": prose(2)}])
     error = run(capsys, *words, "--out=other", code=73)["error"]
     assert error["fix"] == "--copy_to=memory://clean/one-2"
-    assert memory.cat_file("/clean/one/kept/00000.jsonl") == wanted["kept/00000.jsonl"]
+    assert memory.cat_file("/clean/one/kept/00000.jsonl") == expected["kept/00000.jsonl"]
     # What was copied is a source.
     run(capsys, "--config.source=memory://clean/one/kept/*.jsonl", *SET, "--out=third")
 
@@ -131,9 +131,9 @@ def test_a_source_that_cannot_be_read_is_said_before_anything_is_written(
 
 def test_a_file_that_shrank_since_it_was_listed_is_no_whole_file(here, memory, capsys, monkeypatch):
     memory.pipe("/crawl/a.txt", prose(1).encode())
-    told = type(memory).info
+    stat = type(memory).info
     longer = lambda self, path, **more: (  # noqa: E731
-        told(self, path, **more) | ({"size": 10**6} if path.endswith(".txt") else {})
+        stat(self, path, **more) | ({"size": 10**6} if path.endswith(".txt") else {})
     )
     monkeypatch.setattr(type(memory), "info", longer)
     error = run(capsys, "--config.source=memory://crawl/*.txt", code=66)["error"]

@@ -1,4 +1,4 @@
-"""A recipe from the command line: what stays, what goes and why, kills, several processes, samples."""
+"""A recipe from the command line: results, removals, kills, several processes, samples."""
 
 import contextlib
 import html.parser
@@ -36,7 +36,7 @@ ALL = [
 
 @pytest.fixture
 def crawl(here):
-    """Six files: prose, duplicates of all kinds within and across them, short ones and broken ones."""
+    """Six files: prose, duplicates of all kinds within and across them, short and broken ones."""
     for number in range(6):
         rows = [
             {"text": prose(number * 10 + n), "url": f"http://a.example/{number}/{n}"}
@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(crawl, capsys, point):
 def test_a_file_that_was_written_while_the_run_was_stopped_is_read_again_or_told(
     crawl, capsys, point
 ):
-    """Of as many bytes as before, so that neither its name nor its size tells."""
+    """It has as many bytes as before: its name and its size do not show the change."""
     assert command("--out=out", JAXLM_FAULTS=point).returncode < 0
     changed = Path("in/0.jsonl")
     text = changed.read_bytes()
@@ -170,14 +170,14 @@ def test_a_file_that_was_written_while_the_run_was_stopped_is_read_again_or_told
     assert Path("out/unfinished/00000").exists()
     done = command("--out=out")
     assert done.returncode == 0, done.stderr
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     begun = "in/0.jsonl changed after it was read"
     if point.startswith("prepare.finish"):
-        assert f"{begun}; its old contents are kept" in said
-        assert "--out=out-2" in said
+        assert f"{begun}; its old contents are kept" in output
+        assert "--out=out-2" in output
         assert not any("Reach at" in text for text in kept())
         return
-    assert f"{begun}: unit 0 is cleaned again" in said
+    assert f"{begun}: unit 0 is cleaned again" in output
     whole = tree(Path("out"))
     assert any("Reach at" in text for text in kept())
     shutil.rmtree("out")
@@ -188,11 +188,11 @@ def test_a_file_that_was_written_while_the_run_was_stopped_is_read_again_or_told
 def test_bars_get_the_bytes_that_are_done_and_go_on_where_it_was_stopped(
     crawl, capsys, monkeypatch
 ):
-    """Of these the bar on a terminal makes rates and the time that is left: tests/cli/test_data.py."""
-    told: list[tuple[str, int, int]] = []
+    """The bar on a terminal derives rates and the remaining time: tests/cli/test_data.py."""
+    progress: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
         "jaxlm.cli.data.progress_bars",
-        lambda out: contextlib.nullcontext(lambda *each: told.append(each)),
+        lambda out: contextlib.nullcontext(lambda *each: progress.append(each)),
     )
     assert command("--out=out", JAXLM_FAULTS="prepare.clean:sigkill@1").returncode < 0
     run(capsys, *ALL)
@@ -201,7 +201,7 @@ def test_bars_get_the_bytes_that_are_done_and_go_on_where_it_was_stopped(
     sizes = [sum(size for _, size in unit["inputs"]) for unit in units]
     done = list(itertools.accumulate(sizes))
     assert len(done) > 2
-    assert told == [
+    assert progress == [
         *(("cleaning", size, total) for size in done[1:]),
         *(("writing", size, total) for size in done),
     ]
@@ -267,8 +267,8 @@ def test_a_unit_that_kills_every_worker_is_named_when_the_others_are_done(crawl)
 def test_a_finished_run_is_checked_and_not_done_again(crawl, capsys):
     run(capsys, *ALL)
     before = tree(Path("out"))
-    again = run(capsys, *ALL)
-    assert again["speed"]["bytes"] == 0
+    repeated = run(capsys, *ALL)
+    assert repeated["speed"]["bytes"] == 0
     assert tree(Path("out")) == before
     path = Path("out/kept/00000.jsonl")
     path.write_bytes(path.read_bytes().replace(b"river", b"rover", 1))
@@ -349,7 +349,7 @@ def test_of_a_sample_files_of_one_document_are_not_opened_in_vain(here, capsys):
     words = ["--config.stages=()", "--config.dedup=()", "--sample=20%", "--config.unit_bytes=1e9"]
     answer = run(capsys, "--config.source=in/*", *words)
     assert 20 < answer["read"] < 60
-    assert answer["notes"] == {"read as cp1252": answer["kept"]}, "nothing of the others is told"
+    assert answer["notes"] == {"read as cp1252": answer["kept"]}, "no note of the others"
     assert answer["broken"] == {"not text": answer["read"] - answer["kept"]}
 
 
@@ -379,13 +379,13 @@ def test_the_page_shows_the_funnel_reasons_and_samples_and_runs_nothing_of_their
     )
     assert not parsed.links
     assert "\x1b" not in page
-    said = "".join(parsed.text)
+    output = "".join(parsed.text)
     for row in answer["funnel"]:
-        assert f"{row['stage']}{row['in']:,}{row['out']:,}{row['share']:.2%}" in said
-    assert "length.short: 1 of 6, 16.67%" in said
-    assert f"in/<b>.jsonl, record 5 · length.short · {len(hostile)} characters" in said
-    assert "without the text key" in said
-    assert said.count("<script>alert(1)</script>\\x1b[31m&amp;") == 4, "three kept, one removed"
+        assert f"{row['stage']}{row['in']:,}{row['out']:,}{row['share']:.2%}" in output
+    assert "length.short: 1 of 6, 16.67%" in output
+    assert f"in/<b>.jsonl, record 5 · length.short · {len(hostile)} characters" in output
+    assert "without the text key" in output
+    assert output.count("<script>alert(1)</script>\\x1b[31m&amp;") == 4, "three kept, one removed"
 
 
 class Page(html.parser.HTMLParser):

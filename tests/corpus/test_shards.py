@@ -1,4 +1,4 @@
-"""From raw text to token shards with one recipe: what is in them, parts, kills, and what it is to change the shards alone."""
+"""From raw text to token shards with one recipe: contents, parts, kills, changed shards."""
 
 import json
 import os
@@ -40,7 +40,7 @@ ANSWER = prose(2000)
 
 @pytest.fixture
 def crawl(here):
-    """A folder of raw pages and books with duplicates across the parts, an evaluation set that leaked, and a recipe."""
+    """Raw pages and books with duplicates across parts, a leaked evaluation set, and a recipe."""
     for part in range(3):
         rows = [{"text": f"{prose(part * 20 + n)}\nWrite to me{n}@example.org."} for n in range(20)]
         write_lines(
@@ -160,15 +160,15 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
     try:
         for _ in range(2):
             answer = run(capsys, *words, "--copy_to=memory://made")
-            found = {path.removeprefix("/made/"): store.cat_file(path) for path in store.find("/")}
-            assert found == {n: d for n, d in tree(Path("out")).items() if n[:6] != "units/"}
+            files = {path.removeprefix("/made/"): store.cat_file(path) for path in store.find("/")}
+            assert files == {n: d for n, d in tree(Path("out")).items() if n[:6] != "units/"}
     finally:
         store.rm("/made", recursive=True)
     assert answer["shards"]["sets"]["train"]["text"]["documents"] == 6 == len(lines("kept/*.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said", "fix"),
+    ("words", "code", "message", "fix"),
     [
         (["shards.tokenizer=words"], 2, "not one of", "jaxlm config explain shards.tokenizer"),
         (["shards.tokenizer=none.model"], 66, "", "find . -name '*.model'"),
@@ -201,10 +201,10 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
     ],
 )
 def test_what_is_wrong_with_parts_and_shards_is_said_before_anything_is_cleaned(
-    crawl, capsys, words, code, said, fix
+    crawl, capsys, words, code, message, fix
 ):
-    given = [f"--config.{word}" for word in words]
-    error = made(capsys, *given, code=code)["error"]
-    assert said in error["what"] + error["why"]
+    flags = [f"--config.{word}" for word in words]
+    error = made(capsys, *flags, code=code)["error"]
+    assert message in error["what"] + error["why"]
     assert fix in error["fix"]
     assert not Path("out").exists()

@@ -1,4 +1,4 @@
-"""Large files, of which each part is a unit: the same documents come as of the whole file, with the same numbers."""
+"""Large files, in parts that are units, give the documents and numbers of the whole file."""
 
 import itertools
 import json
@@ -37,7 +37,10 @@ def rows(seed=0, count=2000):
 
 
 def as_lines(path, rows):
-    """Some lines are blank, broken, without a text or longer than two parts, and the last one does not end."""
+    """Some lines are blank, broken, without a text or longer than two parts.
+
+    The last line does not end.
+    """
     written = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
     written[10], written[700], written[1500] = b"", b'{"text": "cut', b'{"words": 1}'
     written[900] = b'{"text": "' + b"a" * 2_200_000 + b'"}'
@@ -62,7 +65,7 @@ def large(here, request):
 
 
 def found():
-    """What became of each record, wherever it stands."""
+    """The fate of each record, in all output files."""
     return {
         kind: sorted(lines(f"{kind}/*.jsonl"), key=lambda row: (row["file"], row["record"]))
         for kind in ("kept", "removed/length.*", "removed/exact.*", "broken")
@@ -122,9 +125,9 @@ def test_a_file_that_was_written_meanwhile_is_cut_again(here, capsys):
 def test_a_file_that_is_written_while_it_is_read_is_refused(large, capsys):
     Path("out").mkdir()
     recipe = Recipe(source=("in/*",), unit_bytes=2**20)
-    said = []
-    job = Job.find(recipe, Path("out"), 1.0).claim(said.append)
-    assert said == [f"in/{large.name} is divided into parts; counting its records"]
+    output = []
+    job = Job.find(recipe, Path("out"), 1.0).claim(output.append)
+    assert output == [f"in/{large.name} is divided into parts; counting its records"]
     pieces = [piece for unit in job.units for piece in unit if piece.span is not None]
     assert job.cuts == Job.read(Path("out")).cuts
     assert [job.span(piece) for piece in pieces] == list(job.cuts[pieces[0].name].spans)
@@ -161,19 +164,19 @@ def test_every_line_is_in_the_span_in_which_it_begins(tmp_path, most, end):
     assert (cut[0].begin, cut[-1].end) == (0, len(text))
     assert all(a.end == b.begin for a, b in itertools.pairwise(cut))
     for number, span in enumerate(cut):
-        own = [at for at in begins if number * most <= at < (number + 1) * most]
+        begins_here = [at for at in begins if number * most <= at < (number + 1) * most]
         with spans.opened(path, span) as stream:
             assert stream.read() == text[span.begin : span.end]
-        assert [at for at in begins if span.begin <= at < span.end] == own
+        assert [at for at in begins if span.begin <= at < span.end] == begins_here
         assert span.begin == span.end or span.before == sum(at < span.begin for at in begins)
 
 
 def killed(fault):
     """The exit code of the command in a process of its own, with a fault."""
     Path("recipe.py").write_text(RECIPE)
-    given = ["data", "run", "--config=recipe.py", "--out=out", *CUT]
+    command = ["data", "run", "--config=recipe.py", "--out=out", *CUT]
     return subprocess.run(
-        [sys.executable, "-m", "jaxlm", *given],
+        [sys.executable, "-m", "jaxlm", *command],
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAXLM_FAULTS": fault},
         capture_output=True,
     ).returncode

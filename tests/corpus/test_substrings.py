@@ -1,4 +1,7 @@
-"""Runs of words that stand twice: what brute force finds, whatever units and processes; earlier runs; removal."""
+"""Runs of words that occur twice equal brute force, for all units and processes.
+
+Earlier runs and removal are tested too.
+"""
 
 import random
 import re
@@ -41,7 +44,7 @@ def brute_force(texts: list[str], words: int) -> list[str]:
 
 
 def corpus(seed: int, count: int = 60) -> list[str]:
-    """Texts of few words with stretches of each other and of themselves, in other case and with other marks between."""
+    """Texts of few words with stretches of each other, in other case and with other marks."""
     draw = random.Random(seed)
     vocabulary = [f"Word{n}" for n in range(40)] + ["ÉTÉ", "İki", "naïve"]
     texts = []
@@ -102,7 +105,7 @@ def test_documents_that_consist_of_what_stood_before_can_be_removed_whole(here, 
     texts = [one, f"{one} {two}", two, f"new {two[: len(two) // 4]}", f"{two} again"]
     write_lines(here / "in/a.jsonl", [{"text": text} for text in texts])
     answer = run(capsys, *SET, "--config.substrings.action=remove", "--config.substrings.share=0.4")
-    # What is in the second alone went with it, so the third is the first to say it.
+    # The words of the second alone went with it, so the third is the first to have them.
     assert kept() == [one, two]
     assert answer["removed"] == {"substrings.repeated": 3}
     assert removed()["substrings.repeated"][0]["detail"] == "50.0% of its words occur elsewhere"
@@ -126,7 +129,7 @@ def test_texts_that_share_a_run_share_a_fingerprint_and_those_are_few():
         one, two = (
             [f"w{draw.randrange(10**6)}" for _ in range(draw.randrange(40))] for _ in range(2)
         )
-        texts = (" ".join([*own[::2], *shared, *own[1::2]]) for own in (one, two))
+        texts = (" ".join([*words[::2], *shared, *words[1::2]]) for words in (one, two))
         a, b = (set(fingerprints(text, config).tolist()) for text in texts)
         assert a & b
     text = " ".join(f"w{draw.randrange(10**9)}" for _ in range(5000))

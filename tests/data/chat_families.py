@@ -1,4 +1,4 @@
-"""Chat templates in the style of each family, with marks around what an assistant writes, and a tokenizer for each."""
+"""Chat templates in the style of each family, with marks around assistant turns and tokenizers."""
 
 import re
 from typing import NamedTuple

@@ -10,7 +10,20 @@ CHATML = """{%- for message in messages %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-BRACKETS = """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+BRACKETS = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}"
+    "{% set loop_messages = messages %}{% set system_message = false %}{% endif %}"
+    "{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
+    "{% endif %}{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
 HEADERS = """{{- bos_token }}
 {%- set ns = namespace(seen=false, count=0) %}
 {%- macro header(role) -%}
@@ -34,7 +47,8 @@ TOOLS = """{%- if tools %}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}{% continue %}{% endif %}
-    {%- generation %}{{ message.role | upper }}: {{ message.content | replace("\\n", " ") | tojson }}{% endgeneration %}
+    {%- generation %}{{ message.role | upper }}: {{ message.content
+        | replace("\\n", " ") | tojson }}{% endgeneration %}
 
     {%- if loop.index > 3 %}{% break %}{% endif %}
 {%- endfor %}

@@ -22,14 +22,14 @@ def test_the_text_comes_back_from_the_tokens_in_order(tmp_path: Path) -> None:
 
 
 def test_random_bytes_need_eight_bits_by_any_method() -> None:
-    found = baselines.bits_per_byte(np.random.default_rng(0).bytes(100_000))
-    assert found.keys() == {"unigram", "gzip -9", "bz2 -9", "xz -9e"}
-    assert all(value == pytest.approx(8, abs=0.1) for value in found.values())
+    bits = baselines.bits_per_byte(np.random.default_rng(0).bytes(100_000))
+    assert bits.keys() == {"unigram", "gzip -9", "bz2 -9", "xz -9e"}
+    assert all(value == pytest.approx(8, abs=0.1) for value in bits.values())
 
 
 def test_four_equal_letters_have_two_bits_and_bz2_is_its_file_size() -> None:
     text = b"abcd" * 1000
-    found = baselines.bits_per_byte(text)
-    assert found["unigram"] == 2
-    assert found["bz2 -9"] == 8 * len(bz2.compress(text, 9)) / len(text)
+    bits = baselines.bits_per_byte(text)
+    assert bits["unigram"] == 2
+    assert bits["bz2 -9"] == 8 * len(bz2.compress(text, 9)) / len(text)
     assert baselines.bits_per_byte(b"") == {}

@@ -35,12 +35,12 @@ def chats(tmp_path):
     return write(tmp_path / "chat.jsonl", turns)
 
 
-def opened(tmp_path, train, said=None, **settings):
+def opened(tmp_path, train, output=None, **settings):
     config = {"kind": "chat", "validation": (), "tokenizer": "bytes", "sequence": 128} | settings
     train = (train,) if isinstance(train, str) else train
-    root, said = tmp_path / "cache", [] if said is None else said
+    root, output = tmp_path / "cache", [] if output is None else output
     return dataset.open_data(
-        DataConfig(train=train, **config), seed=0, root=root, log=said.append, warn=said.append
+        DataConfig(train=train, **config), seed=0, root=root, log=output.append, warn=output.append
     )
 
 
@@ -67,7 +67,7 @@ def test_rows_hold_whole_conversations_and_train_their_answers(chats, tmp_path):
     assert figures["trained_tokens"] == batch.weights.sum() == (batch.weights > 0).sum()
     assert (figures["turns"], figures["trained_turns"]) == (240, 120)
     firsts = batch.tokens[(batch.positions == 0) & (batch.segments > 0)]
-    assert len(firsts) == 60  # none is cut
+    assert len(firsts) == 60  # no text is cut
     assert set(firsts.tolist()) == {1}
     assert (batch.tokens == 1).sum() == 60
     weights = np.where(batch.targets == END, batch.weights, -1)
@@ -75,7 +75,7 @@ def test_rows_hold_whole_conversations_and_train_their_answers(chats, tmp_path):
 
 
 def test_a_set_is_prepared_once_for_each_template_length_and_form(chats, tmp_path):
-    said = []
+    output = []
     for settings in (
         {},
         {"template": "chatml"},  # which auto is here
@@ -83,9 +83,9 @@ def test_a_set_is_prepared_once_for_each_template_length_and_form(chats, tmp_pat
         {"roles": ("user", "assistant")},
         {"overlong": "left"},
     ):
-        opened(tmp_path, chats, said, **settings)
-        opened(tmp_path, chats, said, **settings)
-    assert [line for line in said if "tokenizing" in line] == ["tokenizing train: 1 file"] * 4
+        opened(tmp_path, chats, output, **settings)
+        opened(tmp_path, chats, output, **settings)
+    assert [line for line in output if "tokenizing" in line] == ["tokenizing train: 1 file"] * 4
 
 
 def test_weights_are_kept_exactly_and_travel_with_mixtures(tmp_path):
@@ -102,11 +102,11 @@ def test_weights_are_kept_exactly_and_travel_with_mixtures(tmp_path):
 def test_conversations_too_long_for_a_row_are_dropped_cut_or_an_error(tmp_path):
     turns = [{"role": "system", "content": "s"}, *pair("first", "one"), *pair("second", "two")]
     train = write(tmp_path / "chat.jsonl", [turns, pair("a", "b"), pair("a", "x" * 100)])
-    said = []
-    data = opened(tmp_path, train, said, sequence=60)
+    output = []
+    data = opened(tmp_path, train, output, sequence=60)
     assert trained(data, rows(data)) == ["b<|eos|>"]
-    assert "left out of train: 2 longer than a row" in said
-    data = opened(tmp_path, train, said, sequence=60, overlong="left")
+    assert "left out of train: 2 longer than a row" in output
+    data = opened(tmp_path, train, output, sequence=60, overlong="left")
     assert sorted(trained(data, rows(data))) == ["b<|eos|>", "two<|eos|>"]
     manifest = data.train.shards.manifest
     assert (manifest.figures["turns_cut"], manifest.left_out) == (2, {"longer than a row": 1})
@@ -181,18 +181,18 @@ def test_parquet_and_lone_surrogates_are_read(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
     data = opened(tmp_path, str(tmp_path / "chat.parquet"))
     assert trained(data, rows(data)) == ["a<|eos|>"] * 3
-    said = []
-    data = opened(tmp_path, write(tmp_path / "chat.jsonl", [pair("\ud800", "a\udfff")]), said)
+    output = []
+    data = opened(tmp_path, write(tmp_path / "chat.jsonl", [pair("\ud800", "a\udfff")]), output)
     assert trained(data, rows(data)) == ["a\ufffd<|eos|>"]
-    assert "in train: 1 with a lone surrogate, replaced" in said
+    assert "in train: 1 with a lone surrogate, replaced" in output
 
 
 def test_what_is_left_out_is_counted_by_reason(tmp_path):
     turns = [pair("a", "b")] * 3 + [pair("a", "b")[:1], pair("a", " "), pair("a", "b", train=False)]
-    said = []
-    opened(tmp_path, write(tmp_path / "chat.jsonl", turns), said)
+    output = []
+    opened(tmp_path, write(tmp_path / "chat.jsonl", turns), output)
     reasons = "1 with an empty turn, 1 without a trained turn, 1 without an assistant turn"
-    assert f"left out of train: {reasons}" in said
+    assert f"left out of train: {reasons}" in output
     with pytest.raises(DataError, match="no conversation has an answer") as caught:
         opened(tmp_path, write(tmp_path / "none.jsonl", turns[3:]))
     assert "1 without an assistant turn" in caught.value.why
@@ -240,9 +240,9 @@ def test_a_conversation_that_the_template_refuses_ends_the_run_or_is_counted(tmp
         opened(tmp_path, train, **settings)
     assert "roles alternate; 1 of the 10 conversations" in caught.value.why
     assert caught.value.where.endswith("line 10")
-    said = []
-    opened(tmp_path, train, said, max_dropped=0.1, **settings)
-    assert "left out of train: 1 refused by the chat template" in said
+    output = []
+    opened(tmp_path, train, output, max_dropped=0.1, **settings)
+    assert "left out of train: 1 refused by the chat template" in output
 
 
 def test_token_shards_of_conversations_keep_weights_and_template(chats, tmp_path):
@@ -301,8 +301,8 @@ def test_text_and_conversations_are_mixed_with_the_weight_of_each_kind(chats, tm
     assert data.template == alone.template
     batches = data.train.batches(0, batch=4)
     seen = [next(batches) for _ in range(12)]
-    again = data.train.batches(5, batch=4)
-    assert np.array_equal(next(again).weights, seen[5].weights)
+    resumed = data.train.batches(5, batch=4)
+    assert np.array_equal(next(resumed).weights, seen[5].weights)
     weights, read = np.concatenate([each.weights for each in seen]), data.train.read(0, 48)
     assert read["talk"][0] > 0 < read["web"][0]
     assert (weights.mean(axis=1) > 0.85).sum() >= read["web"][0] - 2  # text, but for its last row

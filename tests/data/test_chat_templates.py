@@ -42,15 +42,15 @@ def test_chatml_renders_tools_and_their_calls():
 def test_the_models_template_comes_first_and_a_file_before_it(tmp_path):
     hub = tmp_path / "hub"
     hub.mkdir()
-    kept = chat_templates.keep(ChatTemplate("{{ eos_token }}", {"eos_token": "x"}), hub)
-    for name, content in kept.items():
+    copy = chat_templates.keep(ChatTemplate("{{ eos_token }}", {"eos_token": "x"}), hub)
+    for name, content in copy.items():
         (hub / name).write_bytes(content)
     chosen = chat_templates.choose("auto", Bytes(), (tmp_path / "none", hub))
     assert (chosen.source, chosen.tokens) == ("{{ eos_token }}", {"eos_token": "x"})
     assert chat_templates.choose("chatml", Bytes(), (hub,)).where == "chatml"
     (tmp_path / "own.jinja").write_text("{{ bos_token }}")
-    own = chat_templates.choose(str(tmp_path / "own.jinja"), Bytes(), (hub,))
-    assert (own.source, own.tokens) == ("{{ bos_token }}", {"eos_token": "x"})
+    chosen_file = chat_templates.choose(str(tmp_path / "own.jinja"), Bytes(), (hub,))
+    assert (chosen_file.source, chosen_file.tokens) == ("{{ bos_token }}", {"eos_token": "x"})
     with pytest.raises(InputMissing, match="does not exist"):
         chat_templates.choose(str(tmp_path / "other.jinja"), Bytes(), ())
 
@@ -61,8 +61,8 @@ def test_a_template_by_todays_date_has_a_fixed_one(tmp_path):
     chosen = chat_templates.choose(str(path), Bytes(), ())
     assert render_chat([TURNS], chosen) == ["26 Jul 2024"]
     assert chat_templates.date_of(chosen) == "2024-07-26"
-    again = ChatTemplate(chat_templates.dated(chosen), chosen.tokens)
-    assert again.source == chosen.source
+    repeated = ChatTemplate(chat_templates.dated(chosen), chosen.tokens)
+    assert repeated.source == chosen.source
     uncommented = ChatTemplate(chosen.source.partition("\n")[2], chosen.tokens)
     assert "today" not in uncommented.source
     assert chat_templates.digest(uncommented) == chat_templates.digest(chosen)

@@ -41,9 +41,9 @@ def _config(
 
 
 def _open(
-    config: DataConfig, root: Path, seed: int = 0, said: list[str] | None = None
+    config: DataConfig, root: Path, seed: int = 0, output: list[str] | None = None
 ) -> dataset.Data:
-    say = [].append if said is None else said.append
+    say = [].append if output is None else output.append
     return dataset.open_data(config, seed=seed, root=root / "cache", log=say, warn=say)
 
 
@@ -90,14 +90,14 @@ def test_globs_of_one_name_are_one_set(texts: str, tmp_path: Path) -> None:
 
 def test_a_second_opening_reads_the_cache_and_is_the_same(texts: str, tmp_path: Path) -> None:
     config = _config(texts, tokenizer="sentencepiece:512")
-    said: list[str] = []
-    first = _open(config, tmp_path, said=said)
-    assert any("training the tokenizer" in line for line in said)
-    again: list[str] = []
+    output: list[str] = []
+    first = _open(config, tmp_path, output=output)
+    assert any("training the tokenizer" in line for line in output)
+    repeated: list[str] = []
     begun = time.perf_counter()
-    second = _open(config, tmp_path, said=again)
+    second = _open(config, tmp_path, output=repeated)
     machine.require_clock(time.perf_counter() - begun, 2)
-    assert again == []
+    assert repeated == []
     assert second.fingerprint == first.fingerprint
     json.dumps(first.fingerprint)
 
@@ -105,7 +105,7 @@ def test_a_second_opening_reads_the_cache_and_is_the_same(texts: str, tmp_path: 
 def test_a_text_is_hashed_once_and_again_only_if_it_changed(
     texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if its size and its time of modification are what they were; and if it changed just before it was hashed."""
+    """Also with equal size and modification time, and for a change just before the hashing."""
     config = _config(texts, "20%", tokenizer="sentencepiece:512")
     hashed: Counter[str] = Counter()
     whole = text_digest._digest
@@ -116,9 +116,9 @@ def test_a_text_is_hashed_once_and_again_only_if_it_changed(
 
     def opened() -> list[str]:
         hashed.clear()
-        said: list[str] = []
-        _open(config, tmp_path, said=said)
-        return said
+        output: list[str] = []
+        _open(config, tmp_path, output=output)
+        return output
 
     monkeypatch.setattr(text_digest, "_digest", counted)
     files = [str(path) for path in tmp_path.glob("*.txt")]
@@ -139,8 +139,8 @@ def test_a_text_is_hashed_once_and_again_only_if_it_changed(
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert any("tokenizing train" in line for line in opened())
     assert hashed == {str(path): 1}
-    (kept,) = (tmp_path / "cache/digests").glob("*.json")
-    kept.write_text(kept.read_text()[:-9])
+    (digest_file,) = (tmp_path / "cache/digests").glob("*.json")
+    digest_file.write_text(digest_file.read_text()[:-9])
     assert opened() == []
     assert hashed == dict.fromkeys(files, 1), "the note of the digests was damaged"
 
@@ -166,9 +166,9 @@ class Counted:
     def readline(self, size: int = -1) -> bytes:
         return self._counted(self.file.readline(size))
 
-    def _counted(self, found: bytes) -> bytes:
-        self.size += len(found)
-        return found
+    def _counted(self, content: bytes) -> bytes:
+        self.size += len(content)
+        return content
 
 
 @pytest.fixture
@@ -264,15 +264,15 @@ def test_damaged_cached_tokens_are_rebuilt_with_a_warning(texts: str, tmp_path: 
     _open(_config(texts), tmp_path)
     for path in (tmp_path / "cache" / "shards").rglob("tokens-*"):
         path.write_bytes(path.read_bytes()[:-2])
-    said: list[str] = []
-    assert len(_stored(_open(_config(texts), tmp_path, said=said))[0]) > 1000
-    assert sum("rebuilding" in line for line in said) == 2
+    output: list[str] = []
+    assert len(_stored(_open(_config(texts), tmp_path, output=output))[0]) > 1000
+    assert sum("rebuilding" in line for line in output) == 2
 
 
 def test_damaged_cached_tokens_that_another_process_made_again_are_left(
     texts: str, tmp_path: Path
 ) -> None:
-    """Of two that find them damaged at once, the second removed what the first had made."""
+    """Two processes that find them damaged must not remove what the other has made."""
     _open(_config(texts), tmp_path)
     shards = tmp_path / "cache" / "shards"
     for path in shards.rglob("tokens-*"):
@@ -327,9 +327,9 @@ def test_bad_validation_is_refused_before_anything_is_made(
 
 def test_characters_missing_in_training_are_reported(texts: str, tmp_path: Path) -> None:
     (tmp_path / "v.md").write_text("document \u00e9\u00e9")
-    said: list[str] = []
-    _open(_config(texts, f"{tmp_path}/v.md", tokenizer="characters"), tmp_path, said=said)
-    assert any(line.startswith("2 characters of val") for line in said)
+    output: list[str] = []
+    _open(_config(texts, f"{tmp_path}/v.md", tokenizer="characters"), tmp_path, output=output)
+    assert any(line.startswith("2 characters of val") for line in output)
 
 
 def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Path) -> None:
@@ -426,21 +426,21 @@ def test_progress_goes_from_nothing_to_the_size_of_the_files(
         else:
             pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
             path.write_bytes(pack(lines))
-    told: list[tuple[str, int, int]] = []
+    progress: list[tuple[str, int, int]] = []
     dataset.open_data(
         _config(f"{tmp_path}/*{ending}", ()),
         seed=0,
         root=tmp_path / "cache",
-        progress=lambda what, done, total: told.append((what, done, total)),
+        progress=lambda what, done, total: progress.append((what, done, total)),
     )
     size = sum(path.stat().st_size for path in tmp_path.glob(f"*{ending}"))
-    assert {total for *_, total in told} == {size}
-    assert [what for what, _ in itertools.groupby(told, lambda told: told[0])] == [
+    assert {total for *_, total in progress} == {size}
+    assert [what for what, _ in itertools.groupby(progress, lambda progress: progress[0])] == [
         "hashing raw text",
         "tokenizing train",
     ]
     for what, least in (("hashing raw text", 1), ("tokenizing train", 5)):
-        places = [done for name, done, _ in told if name == what]
+        places = [done for name, done, _ in progress if name == what]
         assert places == sorted(places)
         assert places[-1] == size
         assert len(set(places)) >= least

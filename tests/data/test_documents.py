@@ -92,7 +92,7 @@ def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a'b.txt", "a.jsonl", "a.txt.gz", "a.jsonl.zst"])
 def test_a_file_that_is_not_utf8_is_mended_by_the_line_to_paste(tmp_path, name):
-    """Whatever the glob: what it finds afterwards is the text, as many documents as there were."""
+    """For every glob: the match is the text afterwards, with as many documents as before."""
     pack, command = {".gz": (gzip.compress, "gzip"), ".zst": (zstandard.compress, "zstd")}.get(
         Path(name).suffix, (bytes, "iconv")
     )
@@ -106,10 +106,10 @@ def test_a_file_that_is_not_utf8_is_mended_by_the_line_to_paste(tmp_path, name):
     with pytest.raises(DataError, match="not UTF-8") as caught:
         _read(tmp_path / "*")
     subprocess.run(["sh", "-c", caught.value.fix], check=True, cwd="/")
-    found, counts = _read(tmp_path / "*")
-    assert (found, counts) == ([*texts, "good"], {})
-    kept = [path for path in tmp_path.iterdir() if path.read_bytes() == content]
-    assert [path.name for path in kept] == [f".{name}.latin1"]
+    documents, counts = _read(tmp_path / "*")
+    assert (documents, counts) == ([*texts, "good"], {})
+    unchanged = [path for path in tmp_path.iterdir() if path.read_bytes() == content]
+    assert [path.name for path in unchanged] == [f".{name}.latin1"]
 
 
 def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_key_to_use(
@@ -174,12 +174,12 @@ def test_a_pattern_without_a_match_is_missing_input() -> None:
     assert caught.value.code == 66
 
 
-@pytest.mark.parametrize("again", ["a.txt", "link.md", "[ab].txt"])
-def test_a_file_matched_twice_is_refused_by_name(tmp_path: Path, again: str) -> None:
+@pytest.mark.parametrize("duplicate", ["a.txt", "link.md", "[ab].txt"])
+def test_a_file_matched_twice_is_refused_by_name(tmp_path: Path, duplicate: str) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "link.md").symlink_to(tmp_path / "a.txt")
     with pytest.raises(DataError, match="lists a file twice") as caught:
-        Corpus.find((str(tmp_path / "*.txt"), str(tmp_path / again)), "text", "data.train")
+        Corpus.find((str(tmp_path / "*.txt"), str(tmp_path / duplicate)), "text", "data.train")
     assert str(tmp_path / "a.txt") in caught.value.why
 
 
@@ -205,8 +205,8 @@ def test_the_two_parts_of_the_library_share_no_file_and_no_test_is_in_them() -> 
         for name in corpus.names:
             assert (hashlib.sha256(name.encode()).digest()[0] < STDLIB_HELD_OUT) == is_held_out
             assert not {"test", "tests", "idle_test", "site-packages"} & set(name.split("/")[:-1])
-    root, found = Path(sysconfig.get_path("stdlib")), set(train.names) | set(held_out.names)
-    left = {path.relative_to(root) for path in root.rglob("*.py")} - set(map(Path, found))
+    root, names = Path(sysconfig.get_path("stdlib")), set(train.names) | set(held_out.names)
+    left = {path.relative_to(root) for path in root.rglob("*.py")} - set(map(Path, names))
     folders = {
         "test",
         "tests",

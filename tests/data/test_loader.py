@@ -141,11 +141,11 @@ def test_a_partial_evaluation_reads_the_same_rows_for_any_batch_size_hosts_and_r
 ) -> None:
     count = loader.plan.rows // 3 // BATCH * BATCH
 
-    def rows(batch: int, own: slice | None = None) -> list[bytes]:
-        found = loader.evaluation(batch=batch, rows=own, limit=count // batch)
+    def rows(batch: int, part: slice | None = None) -> list[bytes]:
+        batches = loader.evaluation(batch=batch, rows=part, limit=count // batch)
         return [
             _text(jax.tree.map(lambda x, n=n: x[n : n + 1], each))
-            for each in found
+            for each in batches
             for n in range(len(each.tokens))
         ]
 
@@ -170,7 +170,7 @@ def test_a_partial_evaluation_reads_the_same_rows_for_any_batch_size_hosts_and_r
 def test_a_partial_evaluation_of_packed_rows_has_short_documents_as_the_whole_set_has(
     tmp_path: Path,
 ) -> None:
-    """The plan has the rows of long documents first: its first 20 of 190 batches had 1% of short ones for 23%."""
+    """The plan has long documents first: 20 of 190 batches had 1% of short ones in place of 23%."""
     sizes = np.random.default_rng(0).lognormal(3.0, 1.2, 3000).astype(int) + 1
     documents = [Document("x" * int(size), "a.txt", n) for n, size in enumerate(sizes)]
     packed = _loader(tmp_path, documents, "first_fit")
@@ -211,11 +211,11 @@ def test_the_documents_of_a_batch_are_named(loader: Loader) -> None:
 
 def test_worker_processes_read_the_same_batches(tmp_path: Path) -> None:
     documents = [Document(f"{n}:" + "x" * n, "a.txt", n) for n in range(40)]
-    here, there = (
+    here, other = (
         _loader(tmp_path, documents, "concat"),
         _loader(tmp_path, documents, "concat", workers=1),
     )
-    batches = there.batches(5, batch=4)
+    batches = other.batches(5, batch=4)
     assert all(
         _same(a, b)
         for a, b in zip(_take(here.batches(5, batch=4), 3), _take(batches, 3), strict=True)

@@ -41,13 +41,14 @@ def test_cut_rows_are_what_packing_to_that_length_would_give() -> None:
         "segments": [1, 1, 2, 2, 2, 2, 3, 3, 3, 0, 0, 0],
         "positions": [0, 1, 0, 1, 2, 3, 0, 1, 2, 0, 0, 0],
     }
-    row = Tokens(**{name: np.array([value]) for name, value in fields.items()})  # type: ignore[arg-type]
-    found = cut_rows(row, 4)
-    assert np.array_equal(found.tokens, np.reshape(fields["tokens"], (3, 4)))
-    assert np.array_equal(found.weights, np.reshape(fields["weights"], (3, 4)))
-    assert found.segments.tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [1, 0, 0, 0]]
-    assert found.positions.tolist() == [[0, 1, 0, 1], [0, 1, 0, 1], [0, 0, 0, 0]]
-    assert {field.dtype for field in found[:2]} == {row.tokens.dtype}
+    arrays = {name: np.array([value]) for name, value in fields.items()}
+    row = Tokens(**arrays)  # type: ignore[arg-type]
+    cut = cut_rows(row, 4)
+    assert np.array_equal(cut.tokens, np.reshape(fields["tokens"], (3, 4)))
+    assert np.array_equal(cut.weights, np.reshape(fields["weights"], (3, 4)))
+    assert cut.segments.tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [1, 0, 0, 0]]
+    assert cut.positions.tolist() == [[0, 1, 0, 1], [0, 1, 0, 1], [0, 0, 0, 0]]
+    assert {field.dtype for field in cut[:2]} == {row.tokens.dtype}
 
 
 def test_the_stages_read_one_stream_and_lose_no_token(loader: Loader) -> None:
@@ -58,9 +59,9 @@ def test_the_stages_read_one_stream_and_lose_no_token(loader: Loader) -> None:
     whole = loader.at(0, batch=PACE.rows(10), rows=slice(0, PACE.rows(10)))
     assert np.array_equal(flat, np.asarray(whole.targets).ravel())
     for batch in batches:
-        again = np.asarray(batch.segments)
-        assert (again[:, 0] <= 1).all()
-        steps = np.diff(again, axis=1)
+        segments = np.asarray(batch.segments)
+        assert (segments[:, 0] <= 1).all()
+        steps = np.diff(segments, axis=1)
         starts = np.asarray(batch.positions)[:, 1:][steps > 0]
         assert (starts == 0).all(), "each document of a row begins at 0"
 

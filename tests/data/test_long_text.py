@@ -18,7 +18,7 @@ CODE = "".join(LINES)
 
 
 def some_text(draw: random.Random) -> str:
-    """Return words, runs of one kind of characters, and what normalisation joins, in any order."""
+    """Return words, runs of one kind of characters, and what normalization joins, shuffled."""
 
     def word() -> str:
         begin = draw.randrange(len(CODE) - 60)
@@ -62,11 +62,11 @@ def test_ids_of_a_text_in_spans_are_those_of_the_whole_text(
         monkeypatch.setattr(made, "span", 100)
     draw = random.Random(name)
     texts = [some_text(draw) for _ in range(60)]
-    found = list(long_text.encode(made, texts))
-    for text, arrays, whole in zip(texts, found, made.encode_many(texts), strict=True):
+    ids = list(long_text.encode(made, texts))
+    for text, arrays, whole in zip(texts, ids, made.encode_many(texts), strict=True):
         assert np.concatenate(arrays).tolist() == whole, ascii(text)
     if made.span == 100:
-        assert sum(map(len, found)) > 3 * len(texts)  # they were cut
+        assert sum(map(len, ids)) > 3 * len(texts)  # they were cut
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_a_prefix_is_known(name: str) -> None:
 def test_where_no_cut_holds_a_text_is_encoded_whole(
     short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a run of combining characters, which normalisation sorts over all its length."""
+    """A run of combining characters is an example: normalization sorts over all its length."""
     made = kind("NFC")
     monkeypatch.setattr(made, "span", 100)
     text = "a" + "\u0301\u0323" * 2000
-    (found,) = long_text.encode(made, [text])
-    assert len(found) == 1
-    assert found[0].tolist() == made.encode(text)
+    (ids,) = long_text.encode(made, [text])
+    assert len(ids) == 1
+    assert ids[0].tolist() == made.encode(text)
 
 
 def test_tokens_in_the_cache_of_another_way_to_cut_are_made_again(
@@ -108,8 +108,8 @@ def test_tokens_in_the_cache_of_another_way_to_cut_are_made_again(
     config = DataConfig(
         train=(str(tmp_path / "a.txt"),), validation=(), tokenizer="bytes", sequence=16
     )
-    said: list[str] = []
+    output: list[str] = []
     for version in (writer.ENCODING - 1, writer.ENCODING):
         monkeypatch.setattr(writer, "ENCODING", version)
-        open_data(config, seed=0, root=tmp_path / "cache", log=said.append)
-    assert sum(line.startswith("tokenizing") for line in said) == 2
+        open_data(config, seed=0, root=tmp_path / "cache", log=output.append)
+    assert sum(line.startswith("tokenizing") for line in output) == 2

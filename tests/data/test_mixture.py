@@ -36,13 +36,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(folder: Path, **settings: object) -> DataConfig:
-    given: dict[str, object] = {
+    values: dict[str, object] = {
         "train": tuple(f"{name}={folder}/{name}/*.txt" for name in SIZES),
         "validation": (),
         "tokenizer": "bytes",
         "sequence": SEQUENCE,
     }
-    return DataConfig(**(given | settings))  # type: ignore[arg-type]
+    return DataConfig(**(values | settings))  # type: ignore[arg-type]
 
 
 def _opened(folder: Path, rows: int = 0, **settings: object) -> MixtureLoader:
@@ -79,21 +79,21 @@ def _sources(batches: list[Tokens]) -> list[str]:
 
 
 def test_rows_have_the_shares_of_the_config(mixture: MixtureLoader) -> None:
-    found = _sources(_take(mixture.batches(0, batch=BATCH), 100))
-    assert Counter(found) == {"web": 400, "code": 240, "books": 160}
+    shares = _sources(_take(mixture.batches(0, batch=BATCH), 100))
+    assert Counter(shares) == {"web": 400, "code": 240, "books": 160}
     seen = mixture.seen(800)
-    assert {name: each["read_rows"] for name, each in seen.items()} == Counter(found)
+    assert {name: each["read_rows"] for name, each in seen.items()} == Counter(shares)
     keys = mixture.keys(0, 800)
-    assert [mixture.source(key) for key in keys] == found
+    assert [mixture.source(key) for key in keys] == shares
 
 
 def test_each_source_has_shuffled_epochs_of_its_own(mixture: MixtureLoader) -> None:
     keys = mixture.keys(0, 800)
     for name, loader in zip(mixture.names, mixture.sources, strict=True):
-        own = [key for key in keys if mixture.source(key) == name]
+        keys_of_source = [key for key in keys if mixture.source(key) == name]
         size = loader.plan.rows
-        assert len(own) > 1.5 * size, "the test must cross an epoch's edge"
-        first, second = own[:size], own[size : 2 * size]
+        assert len(keys_of_source) > 1.5 * size, "the test must cross an epoch's edge"
+        first, second = keys_of_source[:size], keys_of_source[size : 2 * size]
         assert len({key.row for key in first}) == size
         assert {key.epoch for key in first} == {0}
         assert {key.epoch for key in second} == {1}
@@ -123,13 +123,13 @@ def test_e2_a_mixture_of_three_resumed_on_other_numbers_of_hosts_is_the_same_str
     parted = 0
     for (begin, hosts), (end, _) in itertools.pairwise(LIVES):
         share = BATCH // hosts
-        # Opened anew, as a process that goes on does.
-        again = _opened(
+        # Opened again, as by a process that resumes.
+        resumed = _opened(
             folder, mixture=MixtureWeights(weights=weights), packing=packing, sequence=96
         )
         parts = [
             _take(
-                again.batches(begin, batch=BATCH, rows=slice(h * share, (h + 1) * share)),
+                resumed.batches(begin, batch=BATCH, rows=slice(h * share, (h + 1) * share)),
                 end - begin,
             )
             for h in range(hosts)
@@ -160,10 +160,10 @@ def test_a_far_step_is_read_at_once_and_its_documents_are_named(mixture: Mixture
 def test_temperature_weighs_by_size(folder: Path, temperature: float) -> None:
     mixture = _opened(folder, mixture=Temperature(temperature=temperature))
     sizes = np.array([loader.shards.manifest.tokens for loader in mixture.sources], float)
-    wanted = sizes ** (1 / temperature)
+    expected = sizes ** (1 / temperature)
     seen = mixture.seen(10**6)
     assert [each["share"] for each in seen.values()] == pytest.approx(
-        wanted / wanted.sum(), abs=1e-5
+        expected / expected.sum(), abs=1e-5
     )
 
 
@@ -283,6 +283,6 @@ def test_token_shards_and_text_may_be_mixed_and_give_the_same_rows(folder: Path)
 def test_what_does_not_fit_is_named_with_a_fix(
     settings: dict[str, object], why: str, fix: str, folder: Path
 ) -> None:
-    (_, told, mended), *_ = _config(folder, **settings).problems()
-    assert why in told
+    (_, message, mended), *_ = _config(folder, **settings).problems()
+    assert why in message
     assert fix in mended

@@ -101,7 +101,7 @@ def test_the_same_seed_gives_the_same_plan_and_another_seed_another(
 def test_a_damaged_plan_that_another_process_made_again_is_left(
     stored: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two that find it damaged at once, the second removed what the first had made."""
+    """Two processes that find it damaged must not remove what the other has made."""
     made: list[Path] = []
 
     def plan() -> packing.PackingPlan:

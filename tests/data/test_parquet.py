@@ -19,9 +19,9 @@ print(count, host_machine.peak_memory([]).bytes)
 
 @pytest.fixture
 def repeated(tmp_path):
-    """A text of half a megabyte, said once, which stands in each of 3,000 rows."""
-    said = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), ["x" * 500_000])
-    pq.write_table(pa.table({"text": said}), tmp_path / "a.parquet", store_schema=False)
+    """A text of half a megabyte, once in memory, in each of 3,000 rows."""
+    output = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), ["x" * 500_000])
+    pq.write_table(pa.table({"text": output}), tmp_path / "a.parquet", store_schema=False)
     return tmp_path / "a.parquet"
 
 

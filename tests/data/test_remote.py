@@ -1,4 +1,4 @@
-"""Training data behind URLs and on the Hugging Face Hub, through the front door: copied once, whole, and named by version."""
+"""Training data behind URLs and on the Hugging Face Hub: copied once, whole, with a version."""
 
 import json
 import shlex
@@ -54,9 +54,9 @@ def stats(capsys, train, *words, code=0):
     return out["error"] if code else out
 
 
-def opened(train, said, validation=()):
+def opened(train, output, validation=()):
     config = DataConfig(train=(train,), validation=validation, tokenizer="bytes", sequence=32)
-    return dataset.open_data(config, seed=0, log=said.append, warn=said.append)
+    return dataset.open_data(config, seed=0, log=output.append, warn=output.append)
 
 
 def rows(first, count=20):
@@ -75,17 +75,17 @@ def test_a_store_is_read_as_files_are_copied_once_and_again_when_it_changes(memo
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/a.jsonl").write_bytes(rows(0))
     (tmp_path / "mine/b.jsonl").write_bytes(rows(20))
-    said = []
-    data = opened("memory://crawl/*.jsonl", said)
+    output = []
+    data = opened("memory://crawl/*.jsonl", output)
     local = opened("mine/*.jsonl", [])
     assert data.fingerprint["train"] == local.fingerprint["train"]
-    assert any(line.startswith("copying 2 files of memory://crawl/*.jsonl") for line in said)
-    said.clear()
-    opened("memory://crawl/*.jsonl", said)
-    assert said == []
+    assert any(line.startswith("copying 2 files of memory://crawl/*.jsonl") for line in output)
+    output.clear()
+    opened("memory://crawl/*.jsonl", output)
+    assert output == []
     memory.pipe("/crawl/b.jsonl", rows(40))
-    changed = opened("memory://crawl/*.jsonl", said)
-    assert any(line.startswith("copying 1 file of") for line in said)
+    changed = opened("memory://crawl/*.jsonl", output)
+    assert any(line.startswith("copying 1 file of") for line in output)
     assert changed.fingerprint["train"] != data.fingerprint["train"]
 
 
@@ -117,9 +117,9 @@ def test_a_store_that_does_not_answer_is_replaced_by_the_copies_with_a_message(
         raise ConnectionError("no route")
 
     monkeypatch.setattr(type(memory), "info", fails)
-    said = []
-    assert opened("memory://crawl/a.jsonl", said).fingerprint == first.fingerprint
-    assert "could not be listed; using the 1 files copied on 20" in said[0]
+    output = []
+    assert opened("memory://crawl/a.jsonl", output).fingerprint == first.fingerprint
+    assert "could not be listed; using the 1 files copied on 20" in output[0]
     error = stats(capsys, "memory://crawl/b.jsonl", code=66)
     assert error["what"] == "memory://crawl/b.jsonl could not be listed"
     assert "no route" in error["why"]
@@ -157,8 +157,8 @@ def test_a_data_set_of_the_hub_is_read_by_name_split_and_commit(hub, tmp_path, c
         parquet(folder / f"data/train-0000{number}-of-00002.parquet", 20 * number)
     parquet(folder / "data/test-00000-of-00001.parquet", 100)
     (folder / "README.md").write_text("card")
-    said = []
-    data = opened("hf:own/texts", said, validation=("hf:own/texts:test",))
+    output = []
+    data = opened("hf:own/texts", output, validation=("hf:own/texts:test",))
     assert data.train.shards.documents == 40
     assert data.validation["val"].shards.documents == 20
     asked = [path for path in hub.asked if "/resolve/" in path]
@@ -166,14 +166,14 @@ def test_a_data_set_of_the_hub_is_read_by_name_split_and_commit(hub, tmp_path, c
     assert not any("README" in path for path in asked)
     commit = hub_server.COMMIT
     assert f"hf:own/texts is now {commit[:12]}; hf:own/texts@{commit} always names these" in str(
-        said
+        output
     )
     # What was copied is not asked for again, and is there without the hub.
     assert opened("hf:own/texts", []).train.shards.documents > 0
     assert [path for path in hub.asked if "/resolve/" in path] == asked
     hub_client.ANSWER_SECONDS, before = 1, hub_client.ANSWER_SECONDS
     shutil.rmtree(hub.root)
-    said.clear()
+    output.clear()
     error = stats(capsys, "hf:own/texts", code=66)
     assert error["what"] == "the hub has no data set own/texts, or the data set is private"
     hub_client.ANSWER_SECONDS = before
@@ -183,9 +183,9 @@ def test_without_the_hub_its_copies_are_used(hub, monkeypatch, capsys, tmp_path)
     parquet(hub.root / "datasets/own/texts/train.parquet", 0)
     first = opened("hf:own/texts", [])
     monkeypatch.setattr(hub_client.HubRepository, "listed", lambda self: offline(self))
-    said = []
-    assert opened("hf:own/texts", said).fingerprint == first.fingerprint
-    assert "own/texts cannot be fetched from http" in said[0]
+    output = []
+    assert opened("hf:own/texts", output).fingerprint == first.fingerprint
+    assert "own/texts cannot be fetched from http" in output[0]
     error = stats(capsys, "hf:own/others", code=66)
     assert error["fix"].splitlines()[1] == "here: --config.data.train=others"
     parquet(tmp_path / "others/train.parquet", 0)
@@ -206,7 +206,7 @@ def test_a_file_that_arrives_damaged_is_refused(hub, capsys):
     subprocess.run(error["fix"], shell=True, check=True)
     asked = len(hub.asked)
     assert stats(capsys, "hf:own/texts")
-    assert any("/resolve/" in path for path in hub.asked[asked:]), "it is fetched anew"
+    assert any("/resolve/" in path for path in hub.asked[asked:]), "it is fetched again"
 
 
 SUBSETS = {
@@ -271,6 +271,6 @@ def test_a_folder_is_all_of_its_text_and_the_rest_is_counted(tmp_path, capsys):
         (tmp_path / f"mine/{number}.txt").write_text(SENTENCE.format(number) * 20)
     (tmp_path / "mine/more/a.jsonl").write_bytes(rows(0))
     (tmp_path / "mine/picture.png").write_bytes(b"\x89PNG\0\xff")
-    said = []
-    assert opened("mine", said).train.shards.documents == 40
-    assert said[1:] == ["left out of train: 1 files of a folder that are no text"]
+    output = []
+    assert opened("mine", output).train.shards.documents == 40
+    assert output[1:] == ["left out of train: 1 files of a folder that are no text"]

@@ -38,7 +38,7 @@ def test_documents_come_back_with_their_origin_from_several_shards(stored: Token
 
 
 def test_mapped_into_memory_the_files_are_the_ids_and_where_they_end(stored: TokenShards) -> None:
-    """Whoever wants them without this library needs the manifest's dtype and nothing else."""
+    """Readers without this library need only the dtype in the manifest."""
     number = 0
     for shard, held in enumerate(stored.manifest.shards):
         ids = np.memmap(stored.folder / f"tokens-{shard:05d}.bin", stored.manifest.dtype, "r")

@@ -97,9 +97,9 @@ def test_special_tokens_come_first_and_stand_for_no_bytes(
 
 
 def test_a_saved_tokenizer_is_the_same_one(any_tokenizer: tokenizer.Tokenizer) -> None:
-    again = tokenizer_file.load(any_tokenizer.serialize(), "here")
-    assert again.digest == any_tokenizer.digest
-    assert again.encode_many(NASTY) == any_tokenizer.encode_many(NASTY)
+    loaded = tokenizer_file.load(any_tokenizer.serialize(), "here")
+    assert loaded.digest == any_tokenizer.digest
+    assert loaded.encode_many(NASTY) == any_tokenizer.encode_many(NASTY)
 
 
 def test_the_size_of_the_setting_counts_special_tokens_and_bytes(

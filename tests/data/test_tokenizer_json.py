@@ -40,18 +40,18 @@ def test_ids_and_text_are_the_same(tokenizer):
 
 def test_an_imported_one_reads_it_with_the_same_tokens_around_a_document(tokenizer):
     named = tokenizer_json.settings(tokenizer)
-    again = ImportedTokenizer(
+    imported = ImportedTokenizer(
         tokenizer_json.as_json(tokenizer),
         before=[tokenizer.specials[named["bos_token"]]],
         after=[tokenizer.specials[named["eos_token"]]],
     )
-    assert (again.before, again.after, again.size) == (
+    assert (imported.before, imported.after, imported.size) == (
         tokenizer.before,
         tokenizer.after,
         tokenizer.size,
     )
-    assert again.table == tokenizer.table
-    assert again.encode_many(TEXT) == tokenizer.encode_many(TEXT)
+    assert imported.table == tokenizer.table
+    assert imported.encode_many(TEXT) == tokenizer.encode_many(TEXT)
 
 
 def test_one_whose_ids_were_moved_has_none():

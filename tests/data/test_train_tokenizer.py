@@ -1,4 +1,4 @@
-"""Tokenizers of every kind are trained, give text back as far as they promise, and go out with the same ids."""
+"""Trained tokenizers of every kind return text as they promise, and export the same ids."""
 
 import functools
 import json
@@ -26,39 +26,42 @@ def trained(spec: str) -> kinds.Tokenizer:
 
 @pytest.mark.parametrize("spec", SIZED)
 def test_a_trained_tokenizer_has_the_size_and_the_special_tokens_of_all(spec):
-    found = trained(spec)
-    assert found.size == 600
-    assert not found.token_bytes[: len(SPECIALS)].any()
-    assert (found.pad, found.before, found.after, found.unk) == (0, (1,), (2,), 3)
+    tokenizer = trained(spec)
+    assert tokenizer.size == 600
+    assert not tokenizer.token_bytes[: len(SPECIALS)].any()
+    assert (tokenizer.pad, tokenizer.before, tokenizer.after, tokenizer.unk) == (0, (1,), (2,), 3)
     for text in [*NASTY, *TEXT]:
-        ids = found.encode(text)
-        assert all(len(SPECIALS) <= i < 600 or i == found.unk for i in ids)
-    again = tokenizer_file.load(found.serialize(), "here")
-    assert (again.digest, again.encode_many(NASTY)) == (found.digest, found.encode_many(NASTY))
+        ids = tokenizer.encode(text)
+        assert all(len(SPECIALS) <= i < 600 or i == tokenizer.unk for i in ids)
+    loaded = tokenizer_file.load(tokenizer.serialize(), "here")
+    assert (loaded.digest, loaded.encode_many(NASTY)) == (
+        tokenizer.digest,
+        tokenizer.encode_many(NASTY),
+    )
 
 
 @pytest.mark.parametrize("spec", ["unigram:600", "bpe:600"])
 def test_any_text_comes_back_exactly(spec):
-    found = trained(spec)
+    tokenizer = trained(spec)
     texts = [*NASTY, *_random_texts(), *TEXT]
-    for text, ids in zip(texts, found.encode_many(texts), strict=True):
-        assert found.decode(ids) == text
-        assert found.unk not in ids
+    for text, ids in zip(texts, tokenizer.encode_many(texts), strict=True):
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.unk not in ids
 
 
 def test_word_pieces_lose_spaces_alone_and_do_not_know_other_letters():
-    found = trained("wordpiece:600")
+    tokenizer = trained("wordpiece:600")
     line = "def decode(self, s): return obj"
-    spaced = found.decode(found.encode(line)).removeprefix(found.lead)
+    spaced = tokenizer.decode(tokenizer.encode(line)).removeprefix(tokenizer.lead)
     assert spaced.replace(" ", "") == line.replace(" ", "")
-    assert found.encode("\u6f22") == [found.unk]
+    assert tokenizer.encode("\u6f22") == [tokenizer.unk]
 
 
 @pytest.mark.parametrize("spec", SIZED)
 def test_training_twice_gives_the_same_and_other_text_another(spec):
-    again = train_tokenizer.train(spec, iter(TEXT))
-    assert again.digest == trained(spec).digest
-    assert train_tokenizer.train(spec, iter(TEXT[::-1][:1])).digest != again.digest
+    repeated = train_tokenizer.train(spec, iter(TEXT))
+    assert repeated.digest == trained(spec).digest
+    assert train_tokenizer.train(spec, iter(TEXT[::-1][:1])).digest != repeated.digest
 
 
 @pytest.mark.parametrize("spec", SIZED)
@@ -90,9 +93,9 @@ def test_a_vocabulary_too_large_for_the_text_is_refused_with_one_that_fits(spec)
 def test_a_file_that_claims_to_be_trained_by_jaxlm_and_is_not_is_refused(content):
     with pytest.raises(DataError):
         TrainedTokenizer(content)
-    own = {"kind": "trained", "content": content.decode(errors="replace")}
+    forged = {"kind": "trained", "content": content.decode(errors="replace")}
     with pytest.raises(DataError):
-        tokenizer_file.load(json.dumps(own).encode(), "here")
+        tokenizer_file.load(json.dumps(forged).encode(), "here")
     with pytest.raises(DataError):
         tokenizer_file.load(b'{"kind": "trained"}', "here")
 
@@ -100,8 +103,7 @@ def test_a_file_that_claims_to_be_trained_by_jaxlm_and_is_not_is_refused(content
 @pytest.mark.parametrize("spec", ["bpe:600", "wordpiece:600", "unigram:600"])
 def test_a_tokenizer_whose_ids_were_moved_goes_out_with_the_moved_ids(spec):
     inner = trained(spec)
-    # As somebody else's file it has its own special tokens, which become tokens like any other
-    # behind ours.
+    # As a foreign file it has special tokens of its own, which become ordinary tokens after ours.
     content = tokenizer_json.as_json(inner).replace(b"<|", b"<!")
     moved = HuggingFace(content)
     other = tokenizers.Tokenizer.from_buffer(tokenizer_json.as_json(moved))
@@ -118,23 +120,23 @@ def test_a_moved_tokenizer_with_tokens_of_our_names_is_not_written():
 
 @pytest.mark.parametrize("spec", [*SIZED, "bytes", "sentencepiece:600"])
 def test_a_stream_never_splits_a_character_and_loses_none(spec):
-    found = trained(spec)
+    tokenizer = trained(spec)
     for text in [
         "\u6f22\U0001f600e\u0301\u05e9 abc \U0001f468\u200d\U0001f469",
         *NASTY,
         TEXT[0][:500],
     ]:
-        ids = found.encode(text)
-        stream = StreamDecoder(found)
+        ids = tokenizer.encode(text)
+        stream = StreamDecoder(tokenizer)
         parts = [stream.push([number]) for number in ids]
-        assert "".join(parts) + stream.end() == found.decode(ids)
+        assert "".join(parts) + stream.end() == tokenizer.decode(ids)
         if spec != "wordpiece:600" and "\ufffd" not in text:
             assert not any("\ufffd" in part for part in parts)
 
 
 def test_a_stream_replaces_what_can_be_no_character():
-    found = kinds.Bytes()
+    tokenizer = kinds.Bytes()
     ids = [len(SPECIALS) + byte for byte in b"a\xff\xe6\xbc!\xe6"]
-    stream = StreamDecoder(found)
+    stream = StreamDecoder(tokenizer)
     assert [stream.push([number]) for number in ids] == ["a", "\ufffd", "", "", "\ufffd!", ""]
     assert stream.end() == "\ufffd"

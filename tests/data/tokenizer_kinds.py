@@ -27,7 +27,7 @@ METASPACE: dict[str, dict[str, Any]] = {
 
 
 def own_sentencepiece(kind: str, **rules: Any) -> SentencePiece:
-    """A SentencePiece model with special tokens of ours in front and the library's default rules."""
+    """A SentencePiece model with special tokens of ours in front and the default rules."""
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line.strip("\n") for line in LINES if line.strip()]),
@@ -180,8 +180,10 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
         byte_pairs(pre_tokenizers.ByteLevel(add_prefix_space=False)).content
     ),
     **{
-        name: lambda own=own: byte_pairs(pre_tokenizers.Metaspace(**own), bytewise=False)
-        for name, own in METASPACE.items()
+        name: lambda options=options: byte_pairs(
+            pre_tokenizers.Metaspace(**options), bytewise=False
+        )
+        for name, options in METASPACE.items()
     },
     "bert": test_word_pieces.made,
     "unigram of words": lambda: _unigram(

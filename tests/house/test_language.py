@@ -16,8 +16,11 @@ PRODUCT = sorted((ROOT / "jaxlm").rglob("*.py"))
 CHECKED = (
     "jaxlm/**/*.py",
     "tests/*.py",
-    "tests/house/*.py",
+    "tests/cli/**/*.py",
+    "tests/corpus/**/*.py",
+    "tests/data/**/*.py",
     "tests/faults/**/*.py",
+    "tests/house/**/*.py",
     "tests/recipes/**/*.py",
 )
 SOURCES = sorted(

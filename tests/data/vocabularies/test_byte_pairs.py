@@ -1,4 +1,4 @@
-"""Byte-level byte pairs of tiktoken's ranks give tiktoken's ids; a file that holds none is refused."""
+"""Byte-level byte pairs of tiktoken's ranks give tiktoken's ids; other files are refused."""
 
 import base64
 import itertools
@@ -21,21 +21,21 @@ TEXTS = [*NASTY, *_random_texts()[:50], "x" * 3000, " " * 3000, "don't I'LL 1234
 
 
 def trained(text: str, count: int) -> dict[bytes, int]:
-    """Ranks of the commonest neighbours, merged one pair after another: byte pairs as first described."""
+    """Ranks of the most common pairs, merged one after another: byte pairs as first described."""
     words = [[bytes([byte]) for byte in word.encode()] for word in text.split(" ")]
-    found = dict(BYTES)
+    ranks = dict(BYTES)
     for _ in range(count):
         pairs: dict[tuple[bytes, bytes], int] = {}
         for word in words:
             for pair in itertools.pairwise(word):
                 pairs[pair] = pairs.get(pair, 0) + 1
         a, b = max(sorted(pairs), key=lambda pair: pairs[pair])
-        found[a + b] = len(found)
+        ranks[a + b] = len(ranks)
         for word in words:
             for at in reversed(range(len(word) - 1)):
                 if word[at : at + 2] == [a, b]:
                     word[at : at + 2] = [a + b]
-    return found
+    return ranks
 
 
 def made(ranks: dict[bytes, int], pattern="cl100k") -> bytes:
@@ -65,15 +65,15 @@ def test_ids_are_those_of_tiktoken(pattern):
 def drawn(draw: random.Random) -> dict[bytes, int]:
     """Ranks over one to three letters, in an order that no training need have made."""
     letters = [b"a", b"b", b"c"][: draw.randint(1, 3)]
-    tokens, found = list(letters), dict(BYTES)
+    tokens, ranks = list(letters), dict(BYTES)
     for _ in range(draw.choice([5, 20, 60])):
         token = draw.choice(tokens) + draw.choice(tokens)
         if draw.random() < 0.5:
             token = b"".join(draw.choices(letters, k=draw.randint(2, 7)))
-        if len(token) < 12 and token not in found:
-            found[token] = len(found)
+        if len(token) < 12 and token not in ranks:
+            ranks[token] = len(ranks)
             tokens.append(token)
-    return found
+    return ranks
 
 
 def test_ranks_in_any_order_give_the_ids_of_tiktoken():
@@ -102,7 +102,7 @@ def test_a_file_of_ranks_is_read_as_it_was_written():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (lines(BYTES) + b"!!! 256\n", "line 257"),
         (lines(BYTES) + b"YWI=\n", "line 257"),
@@ -116,10 +116,10 @@ def test_a_file_of_ranks_is_read_as_it_was_written():
         (lines({b"%0999d" % n: n for n in range(9000)}), "8,991,000 bytes in all"),
     ],
 )
-def test_a_file_that_holds_no_ranks_is_refused_where_it_goes_wrong(content, said):
+def test_a_file_that_holds_no_ranks_is_refused_where_it_goes_wrong(content, message):
     with pytest.raises(DataError) as caught:
         byte_pairs.parse_ranks(content, "x")
-    assert said in f"{caught.value.what} {caught.value.where} {caught.value.why}"
+    assert message in f"{caught.value.what} {caught.value.where} {caught.value.why}"
 
 
 def test_a_token_that_would_get_another_id_is_refused():

@@ -16,26 +16,26 @@ from tests.data.vocabularies.test_byte_pairs import trained
 from tests.data.vocabularies.test_pieces import TEXTS, model
 
 
-def of_sentencepiece(name: str, **own) -> dict:
-    """What llama.cpp's conversion writes of a SentencePiece model."""
-    found = pieces.read(model(name), "here")
+def of_sentencepiece(name: str, **changes) -> dict:
+    """Metadata that llama.cpp's conversion writes for a SentencePiece model."""
+    vocabulary = pieces.read(model(name), "here")
     values = {
         "model": "llama",
-        "tokens": [piece.text for piece in found.pieces],
-        "scores": [piece.score for piece in found.pieces],
-        "token_type": [int(piece.kind) for piece in found.pieces],
+        "tokens": [piece.text for piece in vocabulary.pieces],
+        "scores": [piece.score for piece in vocabulary.pieces],
+        "token_type": [int(piece.kind) for piece in vocabulary.pieces],
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "add_space_prefix": found.prefixed,
+        "add_space_prefix": vocabulary.prefixed,
     }
-    return {f"tokenizer.ggml.{key}": value for key, value in (values | own).items()}
+    return {f"tokenizer.ggml.{key}": value for key, value in (values | changes).items()}
 
 
 RANKS = trained(Path(json.__file__).read_text()[:3000], 150)
 VOCABULARY, MERGES = byte_pairs.from_ranks(RANKS)
 
 
-def of_byte_pairs(pre: str, **own) -> dict:
+def of_byte_pairs(pre: str, **changes) -> dict:
     values = {
         "model": "gpt2",
         "pre": pre,
@@ -45,7 +45,7 @@ def of_byte_pairs(pre: str, **own) -> dict:
         "eos_token_id": len(VOCABULARY),
         "bos_token_id": len(VOCABULARY),
     }
-    return {f"tokenizer.ggml.{key}": value for key, value in (values | own).items()}
+    return {f"tokenizer.ggml.{key}": value for key, value in (values | changes).items()}
 
 
 def imported(metadata: dict) -> ImportedTokenizer:
@@ -103,7 +103,7 @@ def test_the_chat_template_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("metadata", "said"),
+    ("metadata", "message"),
     [
         ({}, "its tokens is not a list of str"),
         (of_byte_pairs("gpt-2", model="rwkv"), "its model is 'rwkv'"),
@@ -119,7 +119,7 @@ def test_the_chat_template_is_kept():
         (of_byte_pairs("gpt-2", clever=1), "'tokenizer.ggml.clever' is unknown"),
     ],
 )
-def test_a_tokenizer_that_is_not_understood_is_refused(metadata, said):
+def test_a_tokenizer_that_is_not_understood_is_refused(metadata, message):
     with pytest.raises(DataError) as caught:
         gguf_tokens.as_json(metadata, "x.gguf")
-    assert said in caught.value.why
+    assert message in caught.value.why

@@ -28,12 +28,12 @@ def read_back(written: dict) -> ImportedTokenizer:
 def test_a_tokenizer_that_was_trained_here_keeps_its_ids(kind):
     ours = train_tokenizer.train(kind, iter([SOURCE] * 3))
     written = gguf_tokens.metadata(tokenizer_json.as_json(ours), ours.size + 3, "here")
-    again = read_back(written)
+    restored = read_back(written)
     texts = [
         text for text in [*TEXTS, SOURCE] if SPACE not in text
     ]  # in any tokenizer.json that is a space
     assert len(texts) > 5
-    assert again.encode_many(texts) == ours.encode_many(texts)
+    assert restored.encode_many(texts) == ours.encode_many(texts)
     tokens, kinds = (written[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
     assert tokens[:4] == ["<|pad|>", "<|bos|>", "<|eos|>", "<|unk|>"]
     assert tokens[-3:] == [f"[PAD{ours.size + i}]" for i in range(3)]
@@ -41,7 +41,7 @@ def test_a_tokenizer_that_was_trained_here_keeps_its_ids(kind):
     assert kinds[:3] == [3, 3, 3]
     assert kinds[3] == (2 if kind.startswith("sentencepiece") else 3)
     assert kinds[-3:] == [5, 5, 5]
-    assert 1 not in again.encode("<|bos|>x")
+    assert 1 not in restored.encode("<|bos|>x")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
@@ -49,8 +49,8 @@ def test_pieces_of_an_imported_model_keep_their_ids(name):
     content = pieces.as_json(pieces.read(model(name), "here"), "here")
     rows = tokenizers.Tokenizer.from_buffer(content).get_vocab_size()
     written = gguf_tokens.metadata(content, rows, "here")
-    own = ImportedTokenizer(content, before=[], after=[0])
-    assert read_back(written).encode_many(TEXTS) == own.encode_many(TEXTS)
+    tokenizer = ImportedTokenizer(content, before=[], after=[0])
+    assert read_back(written).encode_many(TEXTS) == tokenizer.encode_many(TEXTS)
     assert written["tokenizer.ggml.add_space_prefix"] == (name == "llama")
     # llama.cpp goes by scores alone: those of pieces fall in the order in which these are merged,
     # none like another.
@@ -58,10 +58,10 @@ def test_pieces_of_an_imported_model_keep_their_ids(name):
         zip(*(written[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores")), strict=True)
     )
     merged = list(dict.fromkeys(map("".join, json.loads(content)["model"]["merges"])))
-    found = [scores[piece] for piece in merged]
-    assert len(found) > 100
-    assert all(first > then for first, then in itertools.pairwise(found))
-    assert max(scores[piece] for piece in scores.keys() - set(merged)) < found[-1]
+    ranks = [scores[piece] for piece in merged]
+    assert len(ranks) > 100
+    assert all(first > then for first, then in itertools.pairwise(ranks))
+    assert max(scores[piece] for piece in scores.keys() - set(merged)) < ranks[-1]
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe", "smaug-bpe"])

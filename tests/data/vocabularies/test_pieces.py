@@ -78,9 +78,9 @@ def model(name: str) -> bytes:
 
 @functools.cache
 def imported(name: str) -> ImportedTokenizer:
-    found = pieces.read(model(name), "here")
-    before = [] if found.begins is None else [1]
-    return ImportedTokenizer(pieces.as_json(found, "here"), before=before, after=[1])
+    vocabulary = pieces.read(model(name), "here")
+    before = [] if vocabulary.begins is None else [1]
+    return ImportedTokenizer(pieces.as_json(vocabulary, "here"), before=before, after=[1])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,16 +135,16 @@ def test_pieces_too_long_to_look_through_are_refused():
         pieces.VocabularyPiece(f"{n:0999}", 0.0, pieces.PieceKind.NORMAL) for n in range(9000)
     )
     unknown = pieces.VocabularyPiece("<unk>", 0.0, pieces.PieceKind.UNKNOWN)
-    found = pieces.PieceVocabulary(
+    vocabulary = pieces.PieceVocabulary(
         pieces=(unknown, *many), algorithm="bpe", prefixed=True, squeezed=False
     )
     with pytest.raises(DataError) as caught:
-        pieces.checked(found, "x")
+        pieces.checked(vocabulary, "x")
     assert "8,991,005 characters in all" in caught.value.why
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (lambda: b"junk" * 100, "not a SentencePiece model"),
         (lambda: model("llama")[:-10], "not a SentencePiece model"),
@@ -157,10 +157,10 @@ def test_pieces_too_long_to_look_through_are_refused():
         (lambda: changed(normalizer_spec__precompiled_charsmap=b"\xff" * 64), ""),
     ],
 )
-def test_a_model_that_json_cannot_express_is_refused(content, said):
+def test_a_model_that_json_cannot_express_is_refused(content, message):
     with pytest.raises(DataError) as caught:
         pieces.as_json(pieces.read(content(), "x.model"), "x.model")
-    assert said in caught.value.why
+    assert message in caught.value.why
     assert caught.value.where == "x.model"
 
 

@@ -1,4 +1,4 @@
-"""BERT's word pieces: the longest piece first, unknown words whole, and special tokens never of text."""
+"""BERT's word pieces: longest first, unknown words whole, and no special tokens from text."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from jaxlm.core.errors import DataError
 from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.vocabularies import word_pieces
 
-PIECES = """[PAD] [UNK] [CLS] [SEP] [MASK] un ##aff ##able ##a want ##ed runn ##ing , . ! the c ##afe cafe \u6f22 \u5b57
-[ ] mask e A""".split()
+PIECES = """[PAD] [UNK] [CLS] [SEP] [MASK] un ##aff ##able ##a want ##ed runn ##ing , . ! the
+c ##afe cafe \u6f22 \u5b57 [ ] mask e A""".split()
 VOCABULARY = {piece: number for number, piece in enumerate(PIECES)}
 
 
@@ -20,7 +20,7 @@ def made(**settings) -> ImportedTokenizer:
     ("text", "expected"),
     [
         ("unaffable", "un ##aff ##able"),
-        ("UNWANTED running!", "[UNK] runn ##ing !"),  # no piece goes on with "want"
+        ("UNWANTED running!", "[UNK] runn ##ing !"),  # no piece continues "want"
         ("caf\u00e9 \u6f22\u5b57", "cafe \u6f22 \u5b57"),
         ("[MASK]", "[ mask ]"),
         ("the\0 the\ufffd the\u200b", "the the the"),
