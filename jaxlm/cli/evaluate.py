@@ -49,6 +49,7 @@ def add_arguments(parser: Parser) -> None:
     doc = "choices as text, or as letters after a list (cloze)"
     add_flag(parser, "--form", ["cloze", "letters"], str, doc)
     add_flag(parser, "--limit", "N", int, "items of each task, drawn by a hash of their ids (all)")
+    parser.add_switch("--chat", "make each prompt of a task a user's turn by the run's template")
     doc = "refuse tasks with items longer than a row, or skip and count these items (refuse)"
     add_flag(parser, "--too_long", ["refuse", "skip"], str, doc)
     doc = "look for items of tasks in the training data, and score touched and untouched ones"
@@ -59,9 +60,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
-    task_flags = _named(args, *TASK_FLAGS)
+    task_flags = _named(args, *TASK_FLAGS) | ({"chat": True} if args.chat else {})
     if args.tasks:
-        return _run_tasks(workdir, args, task_flags, out)
+        return _run_tasks(workdir, args, out)
     if task_flags or args.against_training:
         name = next(iter(task_flags), "against_training")
         raise CommandError(
@@ -101,7 +102,7 @@ def _named(args: Any, *names: str) -> dict[str, Any]:
     return {name: value for name, value in selection(args, *names).items() if value is not None}
 
 
-def _run_tasks(workdir: Path, args: Any, flags: dict[str, Any], out: Output) -> int:
+def _run_tasks(workdir: Path, args: Any, out: Output) -> int:
     """Score tasks and print their metrics with 95% intervals."""
     if other := next(iter(_named(args, "verify", *VERIFYING[:-1])), "text" if args.text else None):
         raise CommandError(
@@ -110,12 +111,13 @@ def _run_tasks(workdir: Path, args: Any, flags: dict[str, Any], out: Output) -> 
             why="tasks have their own items",
             fix=shlex.join(["jaxlm", "eval", f"--workdir={workdir}", f"--tasks={args.tasks}"]),
         )
-    at_least_one("jaxlm eval", args, *(name for name in ("limit",) if name in flags))
+    flags = _named(args, *TASK_FLAGS)
+    at_least_one("jaxlm eval", args, *(name for name in ("limit", "shots") if flags.get(name)))
 
     from jaxlm.recipes.use import contamination
     from jaxlm.recipes.use.tasks import TaskSettings, evaluate_tasks
 
-    settings = TaskSettings(**flags, **_named(args, "seed"))
+    settings = TaskSettings(**flags, **_named(args, "seed"), is_chat=args.chat)
     selected = selection(args) | selection(args, "sequence", "adapter")
     tasks = args.tasks.split(",")
     training = contamination.training_parts(workdir) if args.against_training else None

@@ -143,13 +143,19 @@ class Sampler:
         return self._continued(params, self.config.prompts, rows, keys, on_text)
 
     def continue_rows(
-        self, params: Any, rows: Sequence[Sequence[int]], keys: Sequence[Array]
+        self,
+        params: Any,
+        rows: Sequence[Sequence[int]],
+        keys: Sequence[Array],
+        *,
+        least: int = 1,
     ) -> list[Continuation]:
         """Return the continuation of each row of ids, drawn with the key of the row.
 
-        The prompts of the continuations are empty, and those of the config are not used.
+        The prompts of the continuations are empty, and those of the config are not used. Rows are
+        padded as if one had at least `least` ids.
         """
-        return self._continued(params, [""] * len(rows), rows, keys, None)
+        return self._continued(params, [""] * len(rows), rows, keys, None, least)
 
     def _continued(
         self,
@@ -158,12 +164,14 @@ class Sampler:
         rows: Sequence[Sequence[int]],
         keys: Sequence[Array],
         on_text: OnText | None,
+        least: int = 1,
     ) -> list[Continuation]:
         config, tokenizer = self.config, self.tokenizer
         # Rows that fill the devices hold one token and are dropped.
         spare = -len(rows) % rules.split(jax.sharding.get_abstract_mesh(), "batch")
         rows = [*rows, *[[tokenizer.eos]] * spare]
-        padded_length = max(MIN_PADDED, 1 << (max(map(len, rows)) - 1).bit_length())
+        longest = max(least, *map(len, rows))
+        padded_length = max(MIN_PADDED, 1 << (longest - 1).bit_length())
         padded = np.full((len(rows), padded_length), tokenizer.pad, np.int32)
         for row, ids in zip(padded, rows, strict=True):
             row[: len(ids)] = ids

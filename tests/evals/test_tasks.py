@@ -1,14 +1,18 @@
 """Task files, items, the border by bytes, packing, and draws of examples."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 
 from jaxlm.core.errors import DataError
+from jaxlm.data import chat_templates
+from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Bytes, Tokenizer
-from jaxlm.evals.tasks import config, items, requests, results, scoring
+from jaxlm.evals.tasks import answers, config, items, requests, results, scoring
 from jaxlm.evals.tasks.requests import Prompter, Request
+from jaxlm.generate.sampler import Continuation
 
 CHOICE = """
 kind = "choice"
@@ -104,6 +108,42 @@ def test_scoring_begins_at_the_token_with_the_first_byte_of_the_answer(
     assert request.ids[0] == tokenizer.before[0]
 
 
+def test_a_chat_makes_the_context_a_turn_and_scores_the_whole_answer(tmp_path):
+    tokenizer = Bytes()
+    template = chat_templates.chatml(tokenizer)
+    chat = ChatTokenizer(tokenizer, template)
+    task = made(tmp_path)
+    every = items.read(task, task.file)
+    prompter = Prompter(task, tokenizer, {}, chat=chat)
+    (question,) = prompter.questions(every[:1])
+    prompt = tuple(chat.encode("Q: what is 0\nA:"))
+    assert [each.ids[: each.begin] for each in question.requests] == [prompt] * 3
+    assert text_of(question.requests[1])[1] == "it is 0"
+    twice = dataclasses.replace(template, source="{{ bos_token }}" + template.source)
+    with pytest.raises(DataError, match="two start tokens"):
+        requests.encode_chats(ChatTokenizer(tokenizer, twice), tokenizer, [("a", "b")])
+
+
+@pytest.mark.parametrize(
+    ("extract", "match", "text", "metrics"),
+    [
+        ("", "exact", " seven\n", {"exact_match": 1.0}),
+        ("", "number", "so it is 7.0", {"exact_match": 0.0}),
+        (
+            "is (\\w+)",
+            "exact",
+            "it is six, no, it is seven",
+            {"exact_match": 1.0, "extracted": 1.0},
+        ),
+        ("is (\\w+)", "exact", "seven", {"exact_match": 0.0, "extracted": 0.0}),
+    ],
+)
+def test_the_extracted_part_of_an_answer_is_compared(extract, match, text, metrics):
+    kind = config.Answer(context="", answer="", extract=extract, match=match)
+    answer = Continuation("", [7], text, None, "length")
+    assert answers.judged(kind, answer, "seven")["metrics"] == metrics
+
+
 def test_an_end_token_is_in_front_of_a_text_only_if_nothing_else_is():
     tokenizer = Merging()
     tokenizer.before = ()
@@ -141,9 +181,10 @@ def test_an_item_that_makes_no_question_is_named_by_its_line(change, why, tmp_pa
         ("{{ q }}", "{{ q", "expected token"),
         ("context", "contxt", "the nearest setting is context"),
         ('"options"', "3", "choices is 3, and must be a list of texts or text"),
-        ("choice", "choise", "must be one of choice, pair, text"),
+        ("choice", "choise", "must be one of choice, answer, pair, text"),
         ("answer =", "# answer =", "it has no answer"),
         ("kind", "name = 'a/b'\nkind", "may have letters"),
+        ("kind", "extract = '('\nkind", "extract is not a setting"),
         ("[", "[", ""),
     ],
 )  # fmt: skip

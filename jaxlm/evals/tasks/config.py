@@ -8,7 +8,9 @@ Example:
 """
 
 import dataclasses
+import re
 import tomllib
+import types
 import typing
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -67,6 +69,27 @@ class Choice(Prompted):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer(Prompted):
+    """Comparison of a generated answer with a reference.
+
+    `answer` is a template of the reference. Generation ends at an end token, at one of `stop` or
+    after `max_tokens`. `extract` is a regular expression whose last match, or its first group, is
+    compared; by default the whole text. `match` is that of `jaxlm eval --verify`.
+    """
+
+    name: ClassVar[str] = "answer"
+    answer: str
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 256
+    extract: str = ""
+    match: Literal["exact", "number"] = "exact"
+
+    def templates(self) -> dict[str, str]:
+        """Return the templates of an item by name."""
+        return {"context": self.context, "answer": self.answer}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
     """Comparison of the log-likelihoods of two texts, where `good` should be likelier."""
 
@@ -91,8 +114,8 @@ class Text:
         return {"text": self.text}
 
 
-Kind = Choice | Pair | Text
-KINDS: dict[str, type[Kind]] = {each.name: each for each in (Choice, Pair, Text)}
+Kind = Choice | Answer | Pair | Text
+KINDS: dict[str, type[Kind]] = {each.name: each for each in (Choice, Answer, Pair, Text)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,9 +191,20 @@ def parsed(text: str, path: Path) -> Task:
     task: Task = _built(
         Task, {n: raw[n] for n in raw.keys() & shared} | {"path": path, "kind": built}, path
     )
+    if isinstance(built, Answer):
+        _check_answer(built, path)
     if not task.name or not set(task.name) <= set(_NAME):
         raise invalid(path, f"name is {task.name!r}; it may have letters, digits, -, _ and .")
     return task
+
+
+def _check_answer(kind: Answer, path: Path) -> None:
+    if kind.max_tokens < 1:
+        raise invalid(path, f"max_tokens is {kind.max_tokens}, and must be at least 1")
+    try:
+        re.compile(kind.extract)
+    except re.error as error:
+        raise invalid(path, f"extract is not a regular expression: {error}") from error
 
 
 _NAME = f"{LETTERS}{LETTERS.lower()}0123456789-_."
@@ -187,11 +221,21 @@ def _built(kind: type, values: dict[str, Any], path: Path) -> Any:
         value, hint = values[field.name], hints[field.name]
         if isinstance(value, list) and all(isinstance(each, str) for each in value) and value:
             values[field.name] = value = tuple(value)
-        types = {typing.get_origin(each) or each for each in typing.get_args(hint) or (hint,)}
-        if field.name not in ("path", "kind") and type(value) not in types:
-            expected = " or ".join(sorted(_TYPES[each] for each in types))
+        if typing.get_origin(hint) is Literal:
+            if value not in typing.get_args(hint):
+                choices = ", ".join(typing.get_args(hint))
+                raise invalid(path, f"{field.name} is {value!r:.60}, and must be one of {choices}")
+            continue
+        allowed = {typing.get_origin(each) or each for each in _members(hint)}
+        if field.name not in ("path", "kind") and type(value) not in allowed:
+            expected = " or ".join(sorted(_TYPES[each] for each in allowed))
             raise invalid(path, f"{field.name} is {value!r:.60}, and must be {expected}")
     return kind(**values)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 _TYPES = {str: "text", int: "an integer", tuple: "a list of texts"}

@@ -18,7 +18,7 @@ from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import formats
 from jaxlm.data.formats import ReadOptions, RecordFault
 from jaxlm.data.sandbox import SandboxProcess
-from jaxlm.evals.tasks.config import LETTERS, Choice, Pair, Prompted, Task
+from jaxlm.evals.tasks.config import LETTERS, Answer, Choice, Pair, Prompted, Task
 
 MAX_BYTES = 2**20  # of the texts of an item
 RENDERED_AT_ONCE = 1000  # records of a request to the sandbox
@@ -33,7 +33,8 @@ class Item:
       group: items of one group are not independent; the id without groups.
       subset: name of the part of the task whose results are given separately; empty without.
       context: text before the answer.
-      choices: texts to compare; of a pair, the good one and the bad one; of a text, itself.
+      choices: texts to compare; of a pair, the good one and the bad one; of a text, itself; of
+        a question with a generated answer, the reference.
       answer: index of the right choice.
       record: the fields of the item, for further templates.
     """
@@ -167,6 +168,8 @@ def _item(
         case Choice():
             choices = _choices(task.kind, rendered, where)
             answer = _answer(json.loads(rendered["answer"]), choices, where)
+        case Answer():
+            choices = (rendered["answer"],)
         case Pair():
             choices = (rendered["good"], rendered["bad"])
         case _:

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxlm.core.errors import DataError
+from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.sandbox import SandboxProcess
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals.tasks import items as task_items
-from jaxlm.evals.tasks.config import LETTERS, Choice, Form, Prompted, Task, invalid
+from jaxlm.evals.tasks.config import LETTERS, Answer, Choice, Form, Prompted, Task, invalid
 from jaxlm.evals.tasks.items import Item
 
 
@@ -50,16 +52,16 @@ class Question(NamedTuple):
 def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Request]:
     """Return the request of each pair of a context and an answer, from their joined text.
 
-    The start of a document is the run's own. If nothing precedes the answer, an end token stands in
-    for a missing start token, since the first token needs one before it.
+    Nothing is scored of an empty answer. The start of a document is the run's own. If nothing
+    precedes the answer, an end token stands in for a missing start token, since the first token
+    needs one before it.
     """
     joined = [context + answer for context, answer in texts]
     encodings = tokenizer.encode_many(joined)
     requests = []
     for (context, answer), text, ids in zip(texts, joined, encodings, strict=True):
-        first, spans = _border(tokenizer, text, ids, len(context))
+        first, spans = _border(tokenizer, text, ids, len(context)) if answer else (len(ids), False)
         before = tokenizer.before or (() if first else tokenizer.after[:1])
-        assert answer
         requests.append(Request((*before, *ids), len(before) + first, spans))
     return requests
 
@@ -82,6 +84,28 @@ def _border(tokenizer: Tokenizer, text: str, ids: list[int], border: int) -> tup
     return index, bool(starts[index] < place)
 
 
+def encode_chats(
+    chat: ChatTokenizer, tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]
+) -> list[Request]:
+    """Return the request of each pair of a user's turn and the beginning of the answer to it.
+
+    Raises DataError if the template gives two start tokens.
+    """
+    prompts = chat.encode_many([context for context, _ in texts])
+    answers = tokenizer.encode_many([answer for _, answer in texts])
+    requests = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if tokenizer.before and prompt[: 2 * len(tokenizer.before)] == [*tokenizer.before] * 2:
+            raise DataError(
+                "a chat template gives two start tokens",
+                where="--chat",
+                why=f"the conversation begins with the ids {prompt[:4]}",
+                fix="leave out --chat",
+            )
+        requests.append(Request((*prompt, *answer), len(prompt), False))
+    return requests
+
+
 class Prompter:
     """Questions of the items of a task: contexts with examples, and the encoded requests.
 
@@ -92,6 +116,7 @@ class Prompter:
       shots: number of examples.
       form: text of the choices, or letters.
       seed: seed of the examples.
+      chat: makes each context a user's turn; None for text.
     """
 
     def __init__(
@@ -103,10 +128,11 @@ class Prompter:
         shots: int = 0,
         form: Form = "cloze",
         seed: int = 0,
+        chat: ChatTokenizer | None = None,
     ):
         self._task, self._tokenizer, self._pool = task, tokenizer, pool
         self._names, self._shots = list(pool), shots
-        self._form, self._seed = form, seed
+        self._form, self._seed, self._chat = form, seed, chat
 
     def questions(self, items: Sequence[Item]) -> list[Question]:
         """Return the questions of some items. Raises DataError if the letters template fails."""
@@ -121,19 +147,26 @@ class Prompter:
             context, answers = asked[item.id]
             if isinstance(self._task.kind, Prompted):
                 context = self._joined(context, [asked[name] for name in names], names)
+            if isinstance(self._task.kind, Answer):
+                answers = [""]  # it is generated
             texts.append([(context, answer) for answer in answers])
         alone: list[list[tuple[str, str]]] = [[] for _ in items]
         if isinstance(self._task.kind, Choice) and self._form == "cloze":
             empty = self._task.kind.unconditional
             alone = [[(empty, answer) for answer in asked[item.id][1]] for item in items]
         flat = list(itertools.chain.from_iterable([*texts, *alone]))
-        encoded = iter(encode(self._tokenizer, flat))
+        encoded = iter(self._encoded(flat))
         requests = [tuple(itertools.islice(encoded, len(each))) for each in texts]
         unconditional = [tuple(itertools.islice(encoded, len(each))) for each in alone]
         return [
             Question(item, tuple(names), self._shown(item), *parts)
             for item, names, *parts in zip(items, shots, requests, unconditional, strict=True)
         ]
+
+    def _encoded(self, texts: Sequence[tuple[str, str]]) -> list[Request]:
+        if self._chat is None or not isinstance(self._task.kind, Prompted):
+            return encode(self._tokenizer, texts)
+        return encode_chats(self._chat, self._tokenizer, texts)
 
     def _shown(self, item: Item) -> tuple[str, ...]:
         """Return the texts of an item that are compared."""
@@ -142,13 +175,16 @@ class Prompter:
     def _asked(self, items: Sequence[Item]) -> dict[str, tuple[str, list[str]]]:
         """Return the context of each item, without examples, and its answers, by id."""
         kind = self._task.kind
+        if not isinstance(kind, Prompted):
+            return {item.id: ("", list(item.choices)) for item in items}
+        delimiter = "" if self._chat is not None else kind.delimiter
         if not isinstance(kind, Choice):
-            return {item.id: (item.context, list(item.choices)) for item in items}
+            return {item.id: (item.context, [delimiter + item.gold]) for item in items}
         contexts = [item.context for item in items]
         if self._form == "letters":
             contexts = self._lettered(kind, items)
         return {
-            item.id: (context, [kind.delimiter + each for each in self._shown(item)])
+            item.id: (context, [delimiter + each for each in self._shown(item)])
             for item, context in zip(items, contexts, strict=True)
         }
 

@@ -27,16 +27,8 @@ def sample(
       nats: -log p of each request.
       unconditional: those without the context; empty if there are none.
     """
-    item = question.item
     tokens = [each.tokens for each in question.requests]
-    line = {
-        "id": item.id,
-        "group": item.group,
-        **({"subset": item.subset} if item.subset else {}),
-        "shots": list(question.shots),
-        "spans_border": any(each.spans_border for each in question.requests),
-        "tokens": tokens,
-    }
+    line = _shared(question) | {"tokens": tokens}
     match task.kind:
         case Choice():
             return line | _choice(question, nats, unconditional)
@@ -44,10 +36,22 @@ def sample(
             metrics = {"accuracy": float(nats[0] < nats[1])}
             return line | {"metrics": metrics, "weight": 1.0, "nats": list(nats), "choices": 2}
         case _:
-            total, size = math.fsum(nats), len(item.gold.encode())
+            total, size = math.fsum(nats), len(question.item.gold.encode())
             metrics = {"bits_per_byte": total / math.log(2) / size}
             figures = {"nats": total, "tokens": sum(tokens), "bytes": size}
             return line | figures | {"metrics": metrics, "weight": float(size)}
+
+
+def _shared(question: Question) -> dict[str, Any]:
+    """Return the fields of a sample of every kind."""
+    item = question.item
+    return {
+        "id": item.id,
+        "group": item.group,
+        **({"subset": item.subset} if item.subset else {}),
+        "shots": list(question.shots),
+        "spans_border": any(each.spans_border for each in question.requests),
+    }
 
 
 def _choice(
@@ -77,10 +81,16 @@ def _choice(
     }
 
 
+def written(question: Question, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the line of samples.jsonl of a generated answer with the fields of `judged`."""
+    return _shared(question) | fields
+
+
 def is_finite(line: Mapping[str, Any]) -> bool:
     """Return whether every score of a sample is finite."""
-    nats = line["nats"] if isinstance(line["nats"], list) else [line["nats"]]
-    return all(map(math.isfinite, [*nats, *(line.get("unconditional") or ())]))
+    nats = line.get("nats", [])
+    scores = nats if isinstance(nats, list) else [nats]
+    return all(map(math.isfinite, [*scores, *(line.get("unconditional") or ())]))
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -14,16 +14,21 @@ from jax.sharding import Mesh
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import to_json
 from jaxlm.core.errors import ConfigError, DataError, Diverged, cannot_keep
+from jaxlm.data import chat_templates
+from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals import samples as files
-from jaxlm.evals.tasks import config, items, requests, results, scoring
-from jaxlm.evals.tasks.config import Form, Prompted, Task, Text
+from jaxlm.evals.tasks import answers, config, items, requests, results, scoring
+from jaxlm.evals.tasks.answers import Writer
+from jaxlm.evals.tasks.config import Answer, Form, Prompted, Task, Text
 from jaxlm.evals.tasks.requests import Prompter, Question
 from jaxlm.evals.tasks.scoring import Scorer
+from jaxlm.models.build import Blueprint
 from jaxlm.monitor import sinks
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.evaluate import checked_length
+from jaxlm.recipes.use.generate import template_of
 from jaxlm.training.lock import Lock
 
 EVALS = "evals"  # folder of a run
@@ -43,6 +48,7 @@ class TaskSettings:
       limit: items of each task, drawn by a fixed hash of their ids; None for all.
       too_long: refuse a task with an item that does not fit a row, or skip such items.
       seed: seed of the draw of examples.
+      is_chat: make each context a user's turn by the chat template of the run.
     """
 
     shots: int = 0
@@ -50,6 +56,7 @@ class TaskSettings:
     limit: int | None = None
     too_long: Literal["refuse", "skip"] = "refuse"
     seed: int = 0
+    is_chat: bool = False
 
 
 def evaluate_tasks(
@@ -82,7 +89,12 @@ def evaluate_tasks(
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
     length = checked_length(opened, sequence)
     mesh = opened.model.mesh
-    prepared = [PreparedTask(each, settings, opened.tokenizer, length, mesh) for each in read]
+    tokenizers = Tokenizers(opened.tokenizer)
+    if settings.is_chat:
+        template = template_of(workdir, adapters.run_of(adapter), say)
+        chat = ChatTokenizer(opened.tokenizer, template)
+        tokenizers = Tokenizers(opened.tokenizer, chat, chat_templates.digest(template))
+    prepared = [PreparedTask(each, settings, tokenizers, length, mesh) for each in read]
     with jax.set_mesh(mesh):
         model = ScoredModel(
             params=opened.params,
@@ -92,7 +104,7 @@ def evaluate_tasks(
         )
         scored = {
             each.task.name: run_task(
-                each, each.scorer(opened.model.blueprint.merge), model, workdir, say=say
+                each, each.scorer(opened.model.blueprint), model, workdir, say=say
             )
             for each in prepared
         }
@@ -136,13 +148,21 @@ class ScoredModel:
     digest: str
 
 
+class Tokenizers(NamedTuple):
+    """The tokenizer of a run, that of its chat, and the digest of its template, if it is used."""
+
+    text: Tokenizer
+    chat: ChatTokenizer | None = None
+    template: str | None = None
+
+
 class PreparedTask:
     """A task whose items were read, encoded and checked: all that does not depend on weights.
 
     Args:
       task: the task.
       settings: examples, form and limits.
-      tokenizer: the tokenizer of the run.
+      tokenizers: the tokenizers of the run.
       length: tokens of a row that the model reads.
       mesh: mesh of the parameters.
 
@@ -152,9 +172,10 @@ class PreparedTask:
     """
 
     def __init__(
-        self, task: Task, settings: TaskSettings, tokenizer: Tokenizer, length: int, mesh: Mesh
+        self, task: Task, settings: TaskSettings, tokenizers: Tokenizers, length: int, mesh: Mesh
     ):
-        self.task, self._settings, self._mesh, self._pad = task, settings, mesh, tokenizer.pad
+        self.task, self._settings, self._mesh = task, settings, mesh
+        self._tokenizers, tokenizer = tokenizers, tokenizers.text
         every = items.read(task, task.file)
         chosen = items.limited(every, settings.limit)
         pool = {item.id: item for item in self._pool(every)} if settings.shots else {}
@@ -165,13 +186,15 @@ class PreparedTask:
             shots=settings.shots,
             form=settings.form,
             seed=settings.seed,
+            chat=tokenizers.chat,
         )
         sizes, longest = [], []
         for first in range(0, len(chosen), ENCODED_AT_ONCE):
             asked = self.prompter.questions(chosen[first : first + ENCODED_AT_ONCE])
             if not first:
                 self.first = asked[0].requests[0]
-            longest += [each.longest for each in asked]
+            more = task.kind.max_tokens if isinstance(task.kind, Answer) else 0
+            longest += [each.longest + more for each in asked]
             sizes += [sum(len(one.ids) for one in each.requests) for each in asked]
         is_scored = [isinstance(task.kind, Text) or size <= length for size in longest]
         self._check_length(chosen, longest, is_scored, length)
@@ -188,6 +211,7 @@ class PreparedTask:
             "examples": items.digest(list(pool.values())),
             "settings": dataclasses.asdict(settings),
             "tokenizer": tokenizer.digest,
+            "template": tokenizers.template,
             "slots": self.slots,
         }
         self.definition = json.loads(json.dumps(definition))
@@ -229,13 +253,23 @@ class PreparedTask:
             fix="--too_long=skip" if len(names) < len(chosen) else f"--sequence={max(longest)}",
         )
 
-    def scorer(self, merge: Any) -> Scorer:
-        """Return the scorer of the task's rows for the model that `merge` makes."""
-        return Scorer(merge, self._mesh, self.slots, self._pad)
+    def scorer(self, blueprint: Blueprint) -> Scorer | Writer:
+        """Return the programs that score the task's rows with a model, or write its answers."""
+        tokenizers, kind = self._tokenizers, self.task.kind
+        if isinstance(kind, Answer):
+            return Writer(kind, blueprint, self._mesh, tokenizers.chat or tokenizers.text)
+        return Scorer(blueprint.merge, self._mesh, self.slots, tokenizers.text.pad)
 
-    def score(self, scorer: Scorer, params: Any, block: slice) -> list[dict[str, Any]]:
+    def score(self, scorer: Scorer | Writer, params: Any, block: slice) -> list[dict[str, Any]]:
         """Return the samples of a block of items."""
         asked = self.prompter.questions(self.items[block])
+        if isinstance(scorer, Writer):
+            assert isinstance(self.task.kind, Answer)
+            texts = scorer.write(params, [question.requests[0] for question in asked])
+            return [
+                results.written(each, answers.judged(self.task.kind, text, each.item.gold))
+                for each, text in zip(asked, texts, strict=True)
+            ]
         parts = [self._parts(question) for question in asked]
         alone = [question.unconditional for question in asked]
         flat = [one for each in [*parts, *alone] for one in each]
@@ -272,7 +306,7 @@ class PreparedTask:
 
 def run_task(
     prepared: PreparedTask,
-    scorer: Scorer,
+    scorer: Scorer | Writer,
     model: ScoredModel,
     workdir: Path,
     *,

@@ -13,12 +13,13 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import Diverged
 from jaxlm.evals.tasks import config
 from jaxlm.recipes.use import load, tasks
-from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings
+from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings, Tokenizers
 from jaxlm.training.lock import Lock
 from tests.faults import harness
 
 TASKS = {
     "choice": 'context = "{{ a }}"\nchoices = ["{{ b }}", "{{ c }}"]\nanswer = "0"',
+    "answer": 'context = "{{ a }}"\nanswer = "{{ b }}"\nmax_tokens = 5\nstop = ["e"]',
     "pair": 'good = "{{ a }} {{ b }}"\nbad = "{{ a }} {{ c }}"\nsubset = "{{ kind }}"',
     "text": 'text = "{{ a }} {{ a }} {{ b }}"\ngroup = "{{ kind }}"',
 }
@@ -59,8 +60,8 @@ def call(capsys, run, *words):
 
 
 def prepared(opened, path, **settings):
-    settings = TaskSettings(**settings)
-    return PreparedTask(config.read(path), settings, opened.tokenizer, 64, opened.model.mesh)
+    settings, tokenizers = TaskSettings(**settings), Tokenizers(opened.tokenizer)
+    return PreparedTask(config.read(path), settings, tokenizers, 64, opened.model.mesh)
 
 
 def samples(result):
@@ -93,6 +94,15 @@ def test_scores_are_those_of_the_evaluation_step_and_the_same_command_resumes(fo
         "accuracy_pmi",
     }
     assert choice["metrics"]["accuracy"]["chance"] == 0.5
+    answers = [json.loads(line) for line in samples(answer["tasks"]["answer"]).splitlines()]
+    prompts = [f"--prompt={lines[n]['a']}" for n in (0, 22)]
+    words_of_generate = [*prompts, "--temperature=0", "--max_tokens=5", "--stop=e", "--json"]
+    assert main(["generate", f"--workdir={run}", *words_of_generate]) == 0
+    generated = json.loads(capsys.readouterr().out)["samples"]
+    fields = ("ids", "text", "finish_reason")
+    assert [[answers[n][name] for name in fields] for n in (0, 22)] == [
+        [each[name] for name in fields] for each in generated
+    ]
     whole = samples(choice)
     with open(f"{choice['folder']}/samples.jsonl", "wb") as file:
         file.write(whole[: len(whole) // 2])  # a torn line
@@ -122,7 +132,7 @@ def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
 
     def scored(opened, task, model, workdir):
         with jax.set_mesh(opened.model.mesh):
-            scorer = task.scorer(opened.model.blueprint.merge)
+            scorer = task.scorer(opened.model.blueprint)
             return tasks.run_task(task, scorer, model, workdir)["folder"]
 
     on_four, on_one = opened_on(4), opened_on(1)
@@ -150,7 +160,7 @@ def test_a_score_that_is_not_finite_is_counted_and_named(folder, trained, tmp_pa
     params = jax.tree.map(lambda leaf: leaf * np.float32(math.nan), opened.params)
     model = ScoredModel(params=params, precision={}, step=2, digest="d")
     with jax.set_mesh(opened.model.mesh), pytest.raises(Diverged) as error:
-        tasks.run_task(task, task.scorer(opened.model.blueprint.merge), model, tmp_path)
+        tasks.run_task(task, task.scorer(opened.model.blueprint), model, tmp_path)
     assert "gives 23 items" in error.value.what
     assert error.value.code == 79
 

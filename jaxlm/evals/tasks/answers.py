@@ -1,0 +1,100 @@
+"""Generated answers: greedy continuations of prompts, the part that counts, and the comparison.
+
+Example:
+  >>> extracted("so the answer is 7.", r"answer is (\\d+)"), extracted("7", r"answer is (\\d+)")
+  ('7', None)
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxlm.core import random
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.evals import verify
+from jaxlm.evals.tasks.config import Answer
+from jaxlm.evals.tasks.requests import Request
+from jaxlm.generate.config import GenerateConfig
+from jaxlm.generate.sampler import Continuation, Sampler
+from jaxlm.models.build import Blueprint
+from jaxlm.parallel import rules
+
+ROWS = 16  # of a device in a pass
+
+
+class Writer:
+    """Greedy continuations of the prompts of a task, whose passes depend on its items alone.
+
+    Use it under the mesh.
+
+    Args:
+      kind: stops and the largest number of tokens.
+      blueprint: the model.
+      mesh: mesh of the parameters.
+      tokenizer: the tokenizer, of a chat or of the run.
+    """
+
+    def __init__(self, kind: Answer, blueprint: Blueprint, mesh: Mesh, tokenizer: Tokenizer):
+        settings = GenerateConfig(
+            prompts=(), max_tokens=kind.max_tokens, temperature=0.0, stop=kind.stop
+        )
+        self._sampler = Sampler(settings, blueprint, tokenizer)
+        self._rows = ROWS * rules.split(mesh, "batch")
+        self._filler = [tokenizer.eos]
+
+    def write(self, params: Any, prompts: Sequence[Request]) -> list[Continuation]:
+        """Return the continuation of each prompt; prompts of similar length share a pass."""
+        lengths = [len(each.ids) for each in prompts]
+        order = np.argsort(lengths, kind="stable").tolist()
+        key = random.key(0, "sample")  # greedy answers do not depend on it
+        written: dict[int, Continuation] = {}
+        for first in range(0, len(order), self._rows):
+            part = order[first : first + self._rows]
+            rows: list[Sequence[int]] = [prompts[index].ids for index in part]
+            rows += [self._filler] * (self._rows - len(part))
+            answers = self._sampler.continue_rows(
+                params, rows, [key] * self._rows, least=max(lengths)
+            )
+            written |= dict(zip(part, answers, strict=False))  # without those of fillers
+        return [written[index] for index in range(len(prompts))]
+
+
+def extracted(text: str, pattern: str) -> str | None:
+    """Return the last match of a regular expression, or of its first group; None without one.
+
+    Without a pattern the whole text is returned.
+    """
+    if not pattern:
+        return text
+    matches = list(re.finditer(pattern, text))
+    if not matches:
+        return None
+    last = matches[-1]
+    return last[1] if last.re.groups else last[0]
+
+
+def judged(kind: Answer, answer: Continuation, reference: str) -> dict[str, Any]:
+    """Return the fields of a sample: metrics, and the text from which they were computed.
+
+    `extracted` is 1 if the answer has the part that is compared.
+    """
+    part = extracted(answer.text, kind.extract)
+    expected = extracted(reference, kind.extract)
+    is_right = part is not None and verify.is_match(
+        kind.match, part, reference if expected is None else expected
+    )
+    metrics = {"exact_match": float(is_right)}
+    if kind.extract:
+        metrics["extracted"] = float(part is not None)
+    return {
+        "metrics": metrics,
+        "weight": 1.0,
+        "reference": reference,
+        "ids": answer.ids,
+        "text": answer.text,
+        "extracted": part,
+        "finish_reason": answer.finish_reason,
+    }
