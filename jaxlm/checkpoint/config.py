@@ -6,15 +6,24 @@ Example:
 """
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from typing import Literal
 
 from jaxlm.core.config import Span, setting
+
+_URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://[^/@\s:]+(/[^/@\s:]+)+/?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Interval between checkpoints, and the steps that are kept."""
 
+    directory: str | None = setting(
+        None,
+        "object store that keeps the checkpoints, gs://bucket/prefix or s3://bucket/prefix; None"
+        " keeps them in the run directory",
+    )
     every: Span = setting(Span.parse("10%"), "interval between checkpoints")
     keep_last: int = setting(2, "number of newest checkpoints to keep", low=1)
     keep_best: int = setting(
@@ -29,3 +38,13 @@ class CheckpointConfig:
     space: Literal["check", "ignore"] = setting(
         "check", "check at the start that the kept checkpoints will fit on the disk, or ignore it"
     )
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Check that the directory is a prefix in an object store."""
+        if self.directory is not None and not _URL.fullmatch(self.directory):
+            yield (
+                "directory",
+                f"{self.directory!r} is not the URL of a prefix in an object store",
+                "--config.checkpoint.directory=None    # checkpoints in the run directory\n"
+                "--config.checkpoint.directory=s3://bucket/prefix",
+            )

@@ -16,10 +16,11 @@ import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 from etils import epath
 
+from jaxlm.checkpoint.objects import ObjectPath
 from jaxlm.core import disk, faults
 from jaxlm.core.errors import DataError
 
@@ -32,6 +33,7 @@ THREADS = 4  # hashing releases the GIL
 _OF_PROCESS = re.compile(r"(?:ocdbt\.)?process_(\d+)")
 
 FileDigests = dict[str, tuple[int, str]]  # path below the step's directory -> (bytes, sha256)
+Place: TypeAlias = epath.Path | ObjectPath  # of a step
 OnBytes = Callable[[int], object]  # called from any thread with the size of each chunk read
 
 
@@ -65,6 +67,11 @@ def add_digest(text: str) -> str:
     return f'{body},{SELF}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
+def place(name: str) -> Place:
+    """Return the place of a step by its path or URL."""
+    return ObjectPath(name) if "://" in name else epath.Path(name)
+
+
 def write(directory: epath.Path, record: StepRecord) -> None:
     """Write the record into a step's directory and sync it to the disk."""
     (directory / NAME).write_text(record.text())
@@ -72,7 +79,7 @@ def write(directory: epath.Path, record: StepRecord) -> None:
     disk.sync(directory)
 
 
-def read(directory: epath.Path) -> StepRecord:
+def read(directory: Place) -> StepRecord:
     """Read the record of a step.
 
     Its own digest is compared first: one flipped bit can turn version "1" into another version.
@@ -82,7 +89,7 @@ def read(directory: epath.Path) -> StepRecord:
     try:
         text = (directory / NAME).read_bytes().decode()
         if add_digest(text.rpartition(f",{SELF}")[0]) != text:
-            raise _damaged(directory, f"{NAME} does not match its own digest")
+            raise damaged(directory, f"{NAME} does not match its own digest")
         values = json.loads(text)
         version = values["format_version"]
         if version != FORMAT_VERSION:
@@ -96,10 +103,10 @@ def read(directory: epath.Path) -> StepRecord:
         files = {path: (size, digest) for path, (size, digest) in values.pop("files").items()}
         return StepRecord(**values, files=files)
     except FileNotFoundError:
-        raise _damaged(directory, f"{NAME} is missing") from None
+        raise damaged(directory, f"{NAME} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{NAME} cannot be read: {type(error).__name__}: {error}"
-        raise _damaged(directory, why) from error
+        raise damaged(directory, why) from error
 
 
 def digests(
@@ -180,14 +187,15 @@ def hash_files(paths: Iterable[Any], moved: OnBytes = lambda size: None) -> list
 
 
 def problems(
-    directory: epath.Path, expected: FileDigests, moved: OnBytes = lambda size: None
+    directory: Place, expected: FileDigests, moved: OnBytes = lambda size: None
 ) -> dict[str, str]:
     """Return the problem of each file of a step that differs from the expected, by path."""
     wrong, same_size = {}, []
+    sizes = _sizes(directory, expected)
     for path, (size, _) in expected.items():
-        if not _is_inside(directory, path):
+        if (now := sizes.get(path)) is None:
             wrong[path] = f"{path} is missing"
-        elif (now := (directory / path).stat().length) != size:
+        elif now != size:
             wrong[path] = f"{path} has {now} bytes instead of {size}"
         else:
             same_size.append(path)
@@ -196,6 +204,13 @@ def problems(
         if digest != expected[path][1]:
             wrong[path] = f"{path} has other contents than were written"
     return wrong
+
+
+def _sizes(directory: Place, paths: Iterable[str]) -> dict[str, int]:
+    """Return the bytes of each file of a step that exists; an object store lists all of them."""
+    if isinstance(directory, ObjectPath):
+        return directory.sizes()
+    return {path: (directory / path).stat().length for path in paths if _is_inside(directory, path)}
 
 
 def _is_inside(directory: epath.Path, path: str) -> bool:
@@ -218,7 +233,7 @@ def _paths(directory: epath.Path, above: str = "") -> Iterator[str]:
             yield above + path.name
 
 
-def _digest(path: epath.Path, moved: OnBytes) -> tuple[int, str]:
+def _digest(path: Any, moved: OnBytes) -> tuple[int, str]:
     size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -229,7 +244,10 @@ def _digest(path: epath.Path, moved: OnBytes) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _damaged(directory: epath.Path, why: str) -> DataError:
+def damaged(directory: Place, why: str) -> DataError:
+    """Return the error of a step that is not as it was written."""
     fix = f"jaxlm checkpoint list --workdir={shlex.quote(str(directory.parent.parent))}"
+    if isinstance(directory, ObjectPath):
+        fix = "verify the steps of the run: jaxlm checkpoint verify --workdir=RUN"
     where = str(directory)
     return DataError(f"checkpoint {directory.name} is damaged", where=where, why=why, fix=fix)

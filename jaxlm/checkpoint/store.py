@@ -9,6 +9,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,13 +23,21 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import StepRecord
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import disk, faults
-from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_keep, listed
+from jaxlm.core.errors import (
+    DataError,
+    InUse,
+    JaxlmError,
+    SaveFailed,
+    cannot_keep,
+    listed,
+)
 from jaxlm.core.tree import leaves
 from jaxlm.parallel.peers import Peers
 
 # Suffixes of directories that a killed save or a killed removal leaves.
 PARTIAL_SUFFIXES = (".orbax-checkpoint-tmp", ".retired")
 SAVE_CHUNK_GB = 1  # chunk that a low-memory save copies to the host; a larger leaf is copied alone
+LAYOUT = "layout"  # the part of a step that describes its arrays
 NO_LIMIT_SECONDS = 30 * 24 * 3600  # Orbax requires a timeout
 
 
@@ -42,6 +51,8 @@ class Store:
     In a run of several processes each process writes its part of the arrays and hashes the files
     that it wrote. The first process collects the digests, writes the record, and creates, moves
     and removes directories.
+
+    `ObjectStore` keeps the steps on an object store instead; `opened` chooses.
 
     Args:
       directory, config: parent directory of the steps, and which of them are kept.
@@ -58,6 +69,8 @@ class Store:
     Raises SaveFailed if the disk is full, NotWritable if the directory is not writable.
     """
 
+    is_packed = True  # the arrays of a process share files
+
     def __init__(
         self,
         directory: epath.PathLike,
@@ -72,12 +85,13 @@ class Store:
         save_seconds: float | None = None,
         verifier: Verifier | None = None,
     ):
-        self.directory = epath.Path(directory).absolute()
+        self.local = epath.Path(directory).absolute()
+        self.directory: Any = self._place(config)  # parent of the steps; not always local
         self._config, self._rewind_steps, self._read_only = config, rewind_steps, read_only
         self._owner, self._is_owner = owner, is_owner
         self.verifier = verifier or Verifier()
         self._peers = peers or Peers()
-        self._is_first = is_first = self._peers.is_first
+        self._is_first = self._peers.is_first
         self._save_seconds = math.ceil(save_seconds or NO_LIMIT_SECONDS)
         self._pending: StepRecord | None = None  # the step that is being written
         # Digests of that step's files that this process wrote.
@@ -87,13 +101,15 @@ class Store:
         # Errors that Orbax logs are raised here.
         absl_logging.set_verbosity(absl_logging.FATAL)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        if not read_only and is_first:
+        if not read_only:
             self._open()
         self._save_args: Any = ocp.args.PyTreeSave if low_memory else ocp.args.StandardSave
         self._orbax = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(save_device_host_concurrent_gb=SAVE_CHUNK_GB)
+            ocp.PyTreeCheckpointHandler(
+                save_device_host_concurrent_gb=SAVE_CHUNK_GB, use_ocdbt=self.is_packed
+            )
             if low_memory
-            else ocp.StandardCheckpointHandler(),
+            else ocp.StandardCheckpointHandler(use_ocdbt=self.is_packed),
             async_options=ocp.AsyncOptions(
                 timeout_secs=self._save_seconds,
                 barrier_sync_fn=self._sync,
@@ -104,6 +120,21 @@ class Store:
         )
         self._barrier = ocp.multihost.get_barrier_sync_fn()
 
+    @property
+    def workdir(self) -> Path:
+        """The directory of the run."""
+        return Path(str(self.local.parent))
+
+    @property
+    def another(self) -> str:
+        """The flags that name other places for a run and its checkpoints."""
+        return "--workdir=runs/another"
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the log about what was found when the store was opened."""
+        return []
+
     def steps(self) -> list[int]:
         """Return the steps that have a directory, oldest first; they may be damaged."""
         if not self.directory.is_dir():
@@ -113,6 +144,11 @@ class Store:
     def record(self, step: int) -> StepRecord:
         """Read a step's record. Raises DataError if it is missing, damaged or of another format."""
         return records.read(self._path(step))
+
+    def written(self, step: int) -> float:
+        """Return the time at which a step was committed, in seconds since 1970."""
+        file = self._path(step) / records.NAME
+        return float((file if file.exists() else self._path(step)).stat().mtime)
 
     def best(self) -> int | None:
         """Return the step with the lowest evaluation loss; None if no step was evaluated."""
@@ -151,7 +187,7 @@ class Store:
                 f"all {len(damaged_steps)} checkpoints are damaged",
                 where=str(self.directory),
                 why=listed([f"step {step}: {lines[0]}" for step, lines in damaged_steps], 5),
-                fix="--workdir=runs/another",
+                fix=self.another,
             )
         return None
 
@@ -171,6 +207,15 @@ class Store:
         except OSError as error:
             raise cannot_keep(folder.name, folder, error) from error
         return target
+
+    def quarantined(self) -> list[tuple[str, str | None]]:
+        """Return the path of each step in quarantine, and the reason if it is known."""
+        rows: list[tuple[str, str | None]] = []
+        for folder in sorted(p for p in self.workdir.glob("quarantine/*") if p.is_dir()):
+            file = folder.with_name(f"{folder.name}.reason.txt")
+            reason = file.read_text(errors="replace").strip() if file.exists() else None
+            rows.append((str(folder), reason))
+        return rows
 
     def save(
         self,
@@ -202,7 +247,7 @@ class Store:
             files={},
         )
         try:
-            self._orbax.save(self._path(step), args=self._save_args(_parts(state)))
+            self._orbax.save(self._staged(step), args=self._save_args(_parts(state)))
             faults.point("save.files", step)
         except Exception as error:  # Orbax and TensorStore raise errors of any type
             raise self._failed(error) from error
@@ -238,7 +283,7 @@ class Store:
         self._compare(step, _layout(abstract), self.layout(step))
         faults.point("restore.read", step)
         expected = ocp.args.StandardRestore(_parts(abstract))
-        restored = self._orbax.restore(self._path(step), args=expected)
+        restored = self._orbax.restore(self._readable(step), args=expected)
         return abstract._replace(**restored) if hasattr(abstract, "_replace") else restored
 
     def restore_part(self, step: int, name: str, abstract: Any) -> Any:
@@ -257,11 +302,11 @@ class Store:
 
     def layout(self, step: int) -> dict[str, str]:
         """Return each leaf of a step's state by its path, as "float32[8, 4]"; read no array."""
-        return _layout(ocp.StandardCheckpointHandler().metadata(self._path(step)).tree)
+        return _layout(self._metadata(step))
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
         """Return each leaf of a step's state by its path, whole, in host memory."""
-        tree = ocp.StandardCheckpointHandler().metadata(self._path(step)).tree
+        tree = self._metadata(step)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         return leaves(self._read(step, None, as_numpy))
 
@@ -286,7 +331,10 @@ class Store:
             item=item, restore_args=restore_args, partial_restore=item is not None
         )
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        return reader.restore(self._path(step), args=args)
+        return reader.restore(self._readable(step, item and next(iter(item))), args=args)
+
+    def _metadata(self, step: int) -> Any:
+        return ocp.StandardCheckpointHandler().metadata(self._readable(step, LAYOUT)).tree
 
     def close(self) -> None:
         """Wait for the running save and removal. Raises SaveFailed if they failed."""
@@ -327,8 +375,14 @@ class Store:
                         path.rmtree()
             time.sleep(0.05)
 
+    def _place(self, config: CheckpointConfig) -> Any:
+        """Return the parent of the committed steps."""
+        return self.local
+
     def _open(self) -> None:
         """Create the directory, try to create one inside: a later failure costs a compile."""
+        if not self._is_first:
+            return
         probe = self.directory / f"probe{PARTIAL_SUFFIXES[1]}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -338,12 +392,21 @@ class Store:
             raise cannot_keep(self.directory.name, self.directory, error) from error
         self.remove_torn()
 
-    def _path(self, step: int) -> epath.Path:
+    def _path(self, step: int) -> Any:
+        """Return the place of a committed step."""
         return self.directory / str(step)
+
+    def _staged(self, step: int) -> epath.Path:
+        """Return the local path that Orbax writes a step for."""
+        return self.local / str(step)
+
+    def _readable(self, step: int, part: str | None = None) -> epath.Path:
+        """Return a local path with the files of a part of a step, LAYOUT alone, or all of them."""
+        return self.local / str(step)
 
     def _torn(self, step: int) -> epath.Path:
         """Return the path at which Orbax writes a step before the commit."""
-        return self._path(step).with_name(f"{step}{PARTIAL_SUFFIXES[0]}")
+        return self._staged(step).with_name(f"{step}{PARTIAL_SUFFIXES[0]}")
 
     def _records(self) -> list[StepRecord]:
         valid = []
@@ -377,10 +440,12 @@ class Store:
             )
             if not self._is_first:
                 self._peers.gather("digests", self._own, self._save_seconds)
-        left = timeout_ms - int(1000 * (time.monotonic() - begun))
-        if left <= 0:
+        self._wait_for_others(key, timeout_ms - int(1000 * (time.monotonic() - begun)))
+
+    def _wait_for_others(self, key: str, timeout_ms: int) -> None:
+        if timeout_ms <= 0:
             raise TimeoutError(f"no time is left to wait for {key}")
-        self._barrier(key=key, timeout_ms=left)
+        self._barrier(key=key, timeout_ms=timeout_ms)
 
     def _complete(self) -> None:
         """Write the record of the step that Orbax is about to rename into place.
@@ -410,7 +475,7 @@ class Store:
         """Raise InUse if this process does not own the run anymore."""
         if not self._is_owner():
             why = f"step {step} was not committed"
-            fix = "--workdir=runs/another"
+            fix = self.another
             where = str(self.directory)
             raise InUse("another process has taken over this run", where=where, why=why, fix=fix)
 
@@ -420,8 +485,12 @@ class Store:
         if not committed:
             return
         keep = retained_steps(committed, self._config, rewind_steps=self._rewind_steps)
+        self._discard({record.step for record in committed} - keep)
+
+    def _discard(self, steps: set[int]) -> None:
+        """Start removing steps: from now on they are no checkpoints."""
         every = []
-        for step in {record.step for record in committed} - keep:
+        for step in steps:
             retired = self._path(step).with_name(f"{step}{PARTIAL_SUFFIXES[1]}")
             disk.rename(self._path(step), retired)
             every.append(retired)
@@ -442,6 +511,9 @@ class Store:
                 why=f"{type(error).__name__}: {error}",
                 fix=f"rm -r {shlex.quote(str(self.directory))}/*{PARTIAL_SUFFIXES[1]}",
             ) from error
+        except JaxlmError as error:  # of an object store
+            what = "an old checkpoint could not be removed"
+            raise SaveFailed(what, where=error.where, why=error.why, fix=error.fix) from error
 
     def _compare(self, step: int, expected: dict[str, str], saved: dict[str, str]) -> None:
         differences = [
@@ -453,7 +525,7 @@ class Store:
             return
         more = f"\nand {len(differences) - 3} more" if len(differences) > 3 else ""
         where, why = str(self._path(step)), "\n".join(differences[:3]) + more
-        fix = "--workdir=runs/another"
+        fix = self.another
         # Another version of jaxlm may store the optimizer's state in another form.
         if all(line.startswith("opt_state/") for line in differences):
             what = f"checkpoint {step} has another optimizer state, in {len(differences)} leaves"
@@ -466,6 +538,9 @@ class Store:
     def _failed(self, error: BaseException) -> SaveFailed | InUse:
         if isinstance(error, InUse):
             return error
+        if isinstance(error, JaxlmError):  # of an object store
+            what, why = "a checkpoint could not be written", f"{error.what}: {error.why}"
+            return SaveFailed(what, where=error.where, why=why, fix=error.fix)
         where = str(self.directory)
         if isinstance(error, TimeoutError) and error.errno is None:  # not of the file system
             what = f"a checkpoint was not committed within {self._save_seconds} s"

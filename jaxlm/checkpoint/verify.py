@@ -11,10 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from etils import epath
-
 from jaxlm.checkpoint import record as records
-from jaxlm.checkpoint.record import FileDigests
+from jaxlm.checkpoint.record import FileDigests, Place
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError
 from jaxlm.monitor.formatting import ProgressLines
@@ -42,7 +40,7 @@ class Verifier:
         say: Log = lambda text: None,
     ):
         self._peers = peers or Peers()
-        self._phase, self._moved, self._say = phase, moved, say
+        self._phase, self.moved, self._say = phase, moved, say
 
     def decide(self, choose: Callable[[], Any]) -> Any:
         """Return the result of `choose`, called by the first process, on all processes, as JSON.
@@ -54,11 +52,11 @@ class Verifier:
             if self._peers.is_first:
                 return self._share({"answer": choose()})["answer"]
             while "answer" not in (order := self._share(None)):
-                directory = epath.Path(order["verify"])
+                directory = records.place(order["verify"])
                 self._peers.gather("verified", self._part(directory), WAIT_SECONDS)
             return order["answer"]
 
-    def problems(self, directory: epath.Path) -> list[str]:
+    def problems(self, directory: Place) -> list[str]:
         """Return the problems of a step, one line each; empty if every byte is as written.
 
         In a run of several processes only the first may call it, inside `decide`. Raises DataError
@@ -73,7 +71,7 @@ class Verifier:
     def _share(self, order: Any) -> Any:
         return self._peers.share("verification", order, WAIT_SECONDS)
 
-    def _part(self, directory: epath.Path) -> dict[str, str]:
+    def _part(self, directory: Place) -> dict[str, str]:
         """Return the problems of this process's part of a step, by path."""
         peers = self._peers
         try:
@@ -84,7 +82,7 @@ class Verifier:
         expected = {path: files[path] for path in part}
         return records.problems(directory, expected, self._progress(directory, expected))
 
-    def _progress(self, directory: epath.Path, expected: FileDigests) -> Callable[[int], None]:
+    def _progress(self, directory: Place, expected: FileDigests) -> Callable[[int], None]:
         """Return a function that counts bytes read and prints progress."""
         total, count = sum(size for size, _ in expected.values()), self._peers.count
         what = f"verifying checkpoint {directory.name}"
@@ -97,7 +95,7 @@ class Verifier:
             with lock:
                 read += size
                 now = read
-            self._moved()
+            self.moved()
             lines(what, now, total)
 
         moved(0)

@@ -48,11 +48,12 @@ def path_in(name: str) -> str:
     return urlsplit(name).path if is_url(name) else name
 
 
-def open_store(url: str, fix: str = "") -> tuple[Any, str]:
+def open_store(url: str, fix: str = "", *, is_live: bool = False) -> tuple[Any, str]:
     """Return the file system behind a URL, and the path in it.
 
     Raises InputMissing if a package for the protocol is not installed, ConfigError if the URL is a
     chain of file systems; `fix` is the flag that mends it, by default `--copy_to` with its end.
+    With `is_live` listings are requested each time, not taken from a cache.
     """
     protocol = url.partition("://")[0]
     if "::" in url:
@@ -67,7 +68,7 @@ def open_store(url: str, fix: str = "") -> tuple[Any, str]:
     except ImportError as error:
         raise not_installed("reading URLs", "fsspec", "remote", where=url) from error
     try:
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **({"use_listings_cache": False} if is_live else {}))
     except (ImportError, ValueError) as error:
         what = f"no installed package reads {protocol}://"
         is_web = protocol in ("http", "https")

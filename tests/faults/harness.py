@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import Store
 from tests import machine
 
@@ -154,7 +154,7 @@ def steps(workdir: Path) -> list[int]:
 
 def store(workdir: Path) -> Store:
     """The run's checkpoints, to read."""
-    return Store(Path(workdir) / "checkpoints", CheckpointConfig(), read_only=True)
+    return object_store.of_run(Path(workdir))
 
 
 def state_digest(workdir: Path, step: int | None = None) -> str:

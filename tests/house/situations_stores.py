@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import fsspec
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
@@ -44,6 +45,15 @@ def refuses_removal(patch: pytest.MonkeyPatch) -> None:
         return rmtree(self, *args, **kwargs)
 
     patch.setattr(type(epath.Path()), "rmtree", guarded)
+
+
+def refuses_objects(patch: pytest.MonkeyPatch) -> None:
+    """The object store refuses every write."""
+
+    def refused(*args, **kwargs):
+        raise PermissionError("Access Denied")
+
+    patch.setattr(fsspec.get_filesystem_class("memory"), "pipe_file", refused)
 
 
 def is_taken_over(patch: pytest.MonkeyPatch) -> None:
@@ -206,6 +216,16 @@ SITUATIONS: dict[str, Situation] = {
         prepare=publishes("config.json", "tiny.gguf"),
     ),
     "a hub that cannot be reached": Situation(HUB, prepare=cannot_reach_the_hub),
+    # object stores
+    "checkpoints in a folder elsewhere": Situation(
+        "config validate --config=c.py --config.checkpoint.directory=/mnt/disk"
+    ),
+    "checkpoints at another place": Situation(
+        f"train --config=c.py {RUN} --config.checkpoint.directory=memory://bucket/run"
+    ),
+    "a store that refuses": Situation(
+        f"train {CONFIG} --config.checkpoint.directory=memory://bucket/run", prepare=refuses_objects
+    ),
     # processes
     "half of a cluster": Situation(f"train {CONFIG}", prepare=sets(PMI_SIZE="2")),
     "a cluster of letters": Situation(

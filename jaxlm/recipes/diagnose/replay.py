@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
@@ -75,7 +76,7 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
         raise DataError(what, where=file, why=why, fix="restore the file from a copy of the run")
     run: Run = config.from_json(Run, lineage[-1].config, file, options.overrides)
     setup.start(options.cpu_devices)
-    store = Store(directory.checkpoints, run.checkpoint, read_only=True, verifier=Verifier(say=say))
+    store = object_store.of_run(workdir, verifier=Verifier(say=say))
     shared = min((each.step for each in starts if each.rewinds > known), default=step)
     start = _start(store, rewinds, known, shared, step, say)
     resume_options = _resume_options(lineage, start, step)

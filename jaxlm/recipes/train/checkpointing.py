@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxlm.checkpoint.store import Store
@@ -41,6 +41,10 @@ class Rewinds:
         self._directory = directory
         file = directory.path / REWINDS_FILE
         records = read_json(directory.path, REWINDS_FILE) if file.exists() else []
+        self.adopt(records)
+
+    def adopt(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the rewinds by recorded ones."""
         self.made = [Rewind(**record) for record in records]
 
     @property
@@ -300,6 +304,8 @@ def check_disk_space(programs: TrainPrograms, committed: int, directory: RunDir)
     healthy = 2  # steps: one to rewind to, and its successor
     count = config.keep_last + config.keep_best + _permanent_steps(programs.run) + healthy
     missing = max(count + 1 - committed, 1)
+    if config.directory is not None:
+        missing = 1  # the local copy of the step that is being saved
     free = shutil.disk_usage(directory.path).free
     if missing * one > free:
         fewer = max(missing - (config.keep_last - 1), 1)

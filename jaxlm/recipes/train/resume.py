@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import batch_schedule, config, disk
@@ -423,6 +424,24 @@ def check(saved: Run, run: Run, options: ResumeOptions, completed: int) -> list[
     return changes
 
 
+def check_place(workdir: Path, run: Run, options: ResumeOptions) -> None:
+    """Raise ConfigError if the run in the directory keeps its checkpoints at another place.
+
+    The setting may change once the checkpoints were copied there.
+    """
+    path, new = "checkpoint.directory", run.checkpoint.directory
+    if not (workdir / "config.json").exists() or path in options.allowed:
+        return
+    old = object_store.url_of(workdir)
+    if old != new:
+        raise ConfigError(
+            "the checkpoints of this run are at another place",
+            where=f"{path} = {new}",
+            why=f"they are in {old or workdir / 'checkpoints'}, and a run resumes from them",
+            fix=f"--config.{path}={old}\n--allow_change={path}    # if they were copied there",
+        )
+
+
 def load_resume_record(
     store: Store, step: int | None, run: Run, options: ResumeOptions
 ) -> tuple[dict[str, Any] | None, list[Change]]:
@@ -577,7 +596,7 @@ def select(store: Store, options: ResumeOptions, rewinds: Rewinds) -> Selection:
             fix=f"--start_at={start_at} --force    # moves the later steps to quarantine/",
         )
     if wrong := wrong or store.problems(start_at):
-        workdir = shlex.quote(str(store.directory.parent))
+        workdir = shlex.quote(str(store.workdir))
         raise DataError(
             f"checkpoint {start_at} is damaged",
             where=f"--start_at={start_at}",

@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint import object_store
 from jaxlm.core import config, own
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import Change, Loaded
@@ -88,7 +88,7 @@ def run_training(
         cautions = [
             f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()
         ]
-        notices = [*cautions, *notices]
+        notices = [*cautions, *notices, *context.store.notices]
         origin = loaded.provenance["data.validation"]
         held_out = origin.where if origin.kind == "default" else ""  # else the user chose the set
         notices += [f"validation: {held_out}; {OTHER_VALIDATION}"] if held_out else []
@@ -160,6 +160,7 @@ def _check_cheaply(run: Run, options: StartOptions) -> None:
             why="it has weights and no optimizer state, and stays as it was imported",
             fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
         )
+    resume.check_place(options.workdir, run, options.resume)
     trackers.check(run.log.sinks)
     parts.check_names(run.data)
     setup.start(options.cpu_devices)
@@ -185,7 +186,7 @@ def _open(
     console = stack.enter_context(
         Console(screen, total=run.train.steps, is_verbose=options.verbose)
     )
-    store = Store(
+    store = object_store.opened(
         directory.checkpoints,
         run.checkpoint,
         rewind_steps=run.guard.rewind_steps,
@@ -195,6 +196,8 @@ def _open(
         save_seconds=run.watch.limits()["save"],
         verifier=processes.verifier(console.say),
     )
+    rewinds = Rewinds(directory)
+    rewinds.adopt(processes.share("rewinds", rewinds.as_json()))  # no disk need be shared
     stack.callback(store.release)
     stack.push(processes.exit_if_failed)  # before anything that waits for the other processes
     return RunContext(
@@ -204,7 +207,7 @@ def _open(
         directory=directory,
         console=console,
         store=store,
-        rewinds=Rewinds(directory),
+        rewinds=rewinds,
         callbacks=callbacks,
     )
 
@@ -220,6 +223,8 @@ def _resume_point(context: RunContext, stop: StopRequest) -> ResumePoint:
         "newest", resume.peek_latest(store, options, context.rewinds) if is_first else None
     )
     meta, changes = resume.load_resume_record(store, latest, run, options)
+    if meta and not context.rewinds.made:  # the run directory may be new, and the checkpoints not
+        context.rewinds.adopt(meta["rewinds"])
     directory.step = latest or 0
     if not resume.is_complete(meta, run, changes):
         point.mesh = setup.build_mesh_for(run)

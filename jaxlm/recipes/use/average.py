@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint import object_store
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError
@@ -82,7 +81,7 @@ def _origins(options: AverageOptions, say: Log) -> list[InitSource]:
     """Return the checkpoints in the order of the proportions."""
     workdir = options.workdir
     run = load.read_config(workdir)
-    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
+    store = object_store.of_run(workdir)
     steps = options.steps
     if not steps:
         committed = store.steps()

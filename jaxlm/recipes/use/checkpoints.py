@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.checkpoint import record as records
-from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.record import StepRecord
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
@@ -29,7 +28,7 @@ def listing(workdir: Path) -> dict[str, Any]:
         "steps": rows,
         "newest": max((row["step"] for row in rows if not row["problem"]), default=None),
         "best": store.best(),
-        "quarantine": _quarantine(workdir),
+        "quarantine": [{"path": p, "reason": reason} for p, reason in store.quarantined()],
     }
 
 
@@ -125,7 +124,7 @@ def _open(workdir: Path, say: Log = lambda text: None) -> Store:
     if not folder.is_dir():
         why, fix = "a run stores them in checkpoints/", "find . -name checkpoints"
         raise InputMissing("the run has no checkpoints", where=str(folder), why=why, fix=fix)
-    return Store(folder, CheckpointConfig(), read_only=True, verifier=Verifier(say=say))
+    return object_store.of_run(workdir, verifier=Verifier(say=say))
 
 
 def _named(store: Store, step: int | None) -> int:
@@ -146,29 +145,18 @@ def _sound(store: Store, step: int) -> StepRecord:
 
 def _row(store: Store, step: int) -> dict[str, Any]:
     """Return one row of the list; `problem` is the reason if the record cannot be trusted."""
-    folder = store.directory / str(step)
     row: dict[str, Any] = {"step": step, "problem": None}
     try:
         record = store.record(step)
     except DataError as error:
         unknown = dict.fromkeys(("bytes", "loss_nats", "healthy"))
-        return row | unknown | {"problem": error.why, "time_unix": float(folder.stat().mtime)}
+        return row | unknown | {"problem": error.why, "time_unix": store.written(step)}
     return row | {
         "bytes": sum(size for size, _ in record.files.values()),
         "loss_nats": record.loss_nats,
         "healthy": record.healthy,
-        "time_unix": float((folder / records.NAME).stat().mtime),
+        "time_unix": store.written(step),
     }
-
-
-def _quarantine(workdir: Path) -> list[dict[str, Any]]:
-    """Return the quarantined checkpoints, each with the reason in the file next to it."""
-    rows: list[dict[str, Any]] = []
-    for folder in sorted(path for path in workdir.glob("quarantine/*") if path.is_dir()):
-        file = folder.with_name(f"{folder.name}.reason.txt")
-        reason = file.read_text(errors="replace").strip() if file.exists() else None
-        rows.append({"path": str(folder), "reason": reason})
-    return rows
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config, tree
@@ -66,7 +66,7 @@ class InitSource:
     @property
     def workdir(self) -> Path:
         """The directory of the run."""
-        return Path(str(self.store.directory.parent))
+        return self.store.workdir
 
     @property
     def digest(self) -> str:
@@ -124,7 +124,7 @@ def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = Non
         )
     run = read_config(workdir, flag)
     verifier = verifier or Verifier(say=warn)
-    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
+    store = object_store.of_run(workdir, verifier=verifier)
     step = None if text is None else int(text)
     chosen = verifier.decide(lambda: select_step(store, step, False, warn))
     return InitSource(run, store, chosen)
@@ -366,7 +366,7 @@ def load_run(
         raise CommandError(what, where=f"--weights={weights}", why=why, fix=fix)
     setup.start(cpu_devices)
     verifier = Verifier(say=say)
-    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
+    store = object_store.of_run(workdir, verifier=verifier)
     chosen = select_step(store, step, best, say)
     source = InitSource(run, store, chosen)
     added = None if adapter is None else adapter(source)
@@ -425,7 +425,7 @@ def committed_step(store: Store, step: int | None) -> int:
         return step
     what = f"the run has no checkpoint {'yet' if step is None else f'of step {step}'}"
     why = f"committed steps: {', '.join(map(str, committed)) or 'none'}"
-    fix = f"jaxlm train --workdir={shlex.quote(str(store.directory.parent))}"
+    fix = f"jaxlm train --workdir={shlex.quote(str(store.workdir))}"
     fix = f"--step={committed[-1]}" if committed else fix
     raise InputMissing(what, where=str(store.directory), why=why, fix=fix)
 
@@ -437,7 +437,7 @@ def check_undamaged(store: Store, step: int) -> None:
             f"checkpoint {step} is damaged",
             where=str(store.directory / str(step)),
             why="\n".join(problems[:4]),
-            fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
+            fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.workdir))}",
         )
 
 

@@ -1,0 +1,152 @@
+"""Runs with checkpoints on an object store, killed at each point of a save and at random ones."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxlm.training.launch import free_port
+from tests import s3 as servers
+from tests.faults import harness
+
+pytestmark = pytest.mark.slow
+
+# Gloo waits 30 s for a rank that compiles.
+FAST = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+SAVE_POINTS = ("save.begin", "save.files", "save.upload", "save.digest", "save.commit")
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with servers.serving() as server:
+        server.bucket("runs")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(config, tmp_path_factory):
+    """The same run with its checkpoints in the run directory: losses and state are the same."""
+    workdir = tmp_path_factory.mktemp("unbroken") / "run"
+    code, said = harness.run(harness.words(config, workdir))
+    assert code == 0, said
+    return workdir
+
+
+@pytest.fixture
+def place(s3, tmp_path, monkeypatch):
+    """The flag of a prefix of its own; this process has the keys too."""
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    return f"--config.checkpoint.directory=s3://runs/{tmp_path.name}"
+
+
+def require_same(run, other):
+    assert harness.losses(run).items() >= harness.losses(other).items()
+    assert harness.state_digest(run) == harness.state_digest(other)
+
+
+def test_every_point_of_a_save_may_be_the_last_one(config, unbroken, place, tmp_path):
+    """After each kill the last committed step is there; the end is that of an unbroken run."""
+    workdir, committed = tmp_path / "run", 0
+    for number, point in enumerate(SAVE_POINTS):
+        step = 2 * number + 2
+        code, said = harness.run(harness.words(config, workdir, place), f"{point}:sigkill@{step}")
+        assert code == -signal.SIGKILL, said
+        newest = harness.steps(workdir)
+        assert not newest or newest[-1] >= committed, "a committed step is lost"
+        # Killed in the save of `step`: the save before it was committed.
+        committed = newest[-1] if newest else 0
+        assert committed == step - 2, (point, newest)
+    code, said = harness.run(harness.words(config, workdir, place))
+    assert code == 0, said
+    require_same(workdir, unbroken)
+
+
+def test_kills_at_random_instants_lose_no_committed_step(config, unbroken, place, tmp_path, s3):
+    draw, workdir, committed, kills, in_save = random.Random(1), tmp_path / "run", 0, 0, 0
+    slow = "save.upload:sleep=0.05"
+    while kills < 8:
+        process = harness.start(
+            harness.words(config, workdir, place, "--config.train.steps=40"), slow
+        )
+        begun = len(s3.requests)
+        while process.poll() is None and not any(
+            method == "PUT" and path.endswith(".zarray") for method, path in s3.requests[begun:]
+        ):
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, 3))
+        if process.poll() is not None:
+            break
+        process.kill()
+        harness.said_by([process])
+        kills += 1
+        steps = harness.steps(workdir)
+        assert not steps or steps[-1] >= committed
+        committed = steps[-1] if steps else committed
+        opened = harness.store(workdir)
+        torn = [name for name in opened.directory.names() if name.isdigit()]
+        in_save += len(torn) > len(steps)
+        assert all(opened.problems(step) == [] for step in steps)
+    assert kills >= 4
+    assert in_save >= 2, "the kills must fall into saves"
+    code, said = harness.run(harness.words(config, workdir, place, "--config.train.steps=40"))
+    assert code == 0, said
+    assert (
+        harness.losses(workdir).items()
+        >= {
+            key: loss for key, loss in harness.losses(unbroken).items() if key[0] == "train"
+        }.items()
+    )
+
+
+def test_two_processes_share_no_disk(config, place, tmp_path):
+    """Each has the run directory on a disk of its own, and the first may lose it."""
+    flags = ("--config.mesh.fsdp=2", "--config.mesh.data=1", place)
+
+    def live(*more, names=("zero", "one")):
+        address = f"127.0.0.1:{free_port()}"
+        ranks = []
+        for rank, name in enumerate(names):
+            (tmp_path / name).mkdir(exist_ok=True)
+            cluster = (f"--coordinator={address}", "--num_processes=2", f"--process_id={rank}")
+            command = harness.words(config, "/proc/self/cwd/run", *flags, *cluster, *more)
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "jaxlm", *command, "--cpu_devices=1"],
+                    cwd=tmp_path / name,
+                    env=os.environ | FAST,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        said = "\n".join(harness.said_by(ranks))
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+
+    live("--stop_at=6")
+    assert not (tmp_path / "one/run/config.json").exists()
+    assert not list((tmp_path / "one/run/checkpoints/process-1").iterdir())
+    before = harness.state_digest(tmp_path / "zero/run", 6)
+    # A new machine, whose disk is empty, replaces that of the first process.
+    live(names=("new", "one"))
+    assert [r["step"] for r in harness.records(tmp_path / "new/run", "starts.jsonl")] == [6]
+    assert harness.state_digest(tmp_path / "zero/run", 6) == before
+    assert harness.steps(tmp_path / "new/run")[-1] == 12
+    whole = tmp_path / "whole/run"
+    code, said = harness.run([*harness.words(config, whole), "--cpu_devices=2", *flags[:2]], **FAST)
+    assert code == 0, said
+    ours, theirs = harness.losses(tmp_path / "new/run"), harness.losses(whole)
+    for key, loss in ours.items():
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(theirs[key]), rel=1e-5)
