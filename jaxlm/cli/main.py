@@ -43,6 +43,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "rate": ("rate", "rate texts of two runs on a local page that hides their names"),
         "eval": ("evaluate", "loss, bits per byte and calibration of a run"),
         "generate": ("generate", "generate text with a run"),
+        "serve": ("serve", "serve a run over HTTP, with OpenAI's API"),
         "average": ("average", "average checkpoints into a new run"),
         "merge": ("merge", "merge an adapter into its base, a new run"),
         "report": ("report", "draw the plots and write report.html again"),

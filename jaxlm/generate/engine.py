@@ -298,6 +298,10 @@ class Engine:
     def cancel(self, ticket: Ticket) -> None:
         """End a request at the next tick, which frees its slot."""
         ticket.is_cancelled = True
+        self.wake()
+
+    def wake(self) -> None:
+        """End a `wait` of the thread of the ticks."""
         with self._lock:
             self._lock.notify()
 
@@ -480,7 +484,7 @@ class Engine:
 
 def check_supported(blueprint: Blueprint) -> None:
     """Raise ConfigError if the engine does not support the model or its mesh."""
-    what, fix = "the engine does not support this model", "jaxlm generate"
+    what, fix = "the engine does not support this model", "`jaxlm generate` continues its prompts"
     if isinstance(blueprint.config, EncoderDecoderConfig):
         why = "an encoder reads a prompt as a whole, and the engine reads it in chunks"
         raise ConfigError(what, where="an encoder-decoder", why=why, fix=fix)
@@ -489,7 +493,9 @@ def check_supported(blueprint: Blueprint) -> None:
         raise ConfigError(what, where="rope_scaling.name=long", why=why, fix=fix)
     if (ways := rules.split(jax.sharding.get_abstract_mesh(), "batch")) > 1:
         why = f"the mesh splits batches {ways} ways, and the engine reads prompts one at a time"
-        raise ConfigError(what, where="mesh.data", why=why, fix="--cpu_devices=1")
+        raise ConfigError(
+            what, where="mesh.data", why=why, fix="one device, as CUDA_VISIBLE_DEVICES=0 leaves"
+        )
 
 
 def joined(parts: Sequence[Delta]) -> Result:

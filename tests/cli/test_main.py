@@ -175,6 +175,7 @@ LEAST = [
     "report",
     "runs",
     "scale --budget=1e20",
+    "serve",
     "sweep",
     "tokenizer compare bytes",
     "tokenizer show F",

@@ -32,6 +32,7 @@ from jaxlm.cli.main import main
 from tests.house import (
     situations_prepare,
     situations_recipes,
+    situations_serving,
     situations_stores,
     situations_tasks,
     situations_texts,
@@ -700,6 +701,7 @@ SITUATIONS = {
 MORE = (
     situations_prepare,
     situations_recipes,
+    situations_serving,
     situations_stores,
     situations_tasks,
     situations_texts,

@@ -1,0 +1,65 @@
+"""Serve the model of a run over HTTP, with OpenAI's API for completions and chat.
+
+The server listens on this machine alone, unless --keys names a file of keys. `jaxlm serve
+--keys=FILE --add_key` adds a key to the file and prints it. A SIGTERM ends the server after the
+requests that it has accepted.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, needed_run, selection
+from jaxlm.cli.output import Output
+from jaxlm.core.errors import CommandError
+
+LEAST = {"slots": 1, "context": 2, "chunk": 1, "max_waiting": 1, "port": 0, "drain_seconds": 0}
+MAX_PORT = 2**16 - 1
+
+
+def add_arguments(parser: Parser) -> None:
+    add_flag(parser, "--host", "ADDRESS", "127.0.0.1", "address to listen on; others need --keys")
+    add_flag(parser, "--port", "N", 8000, "port to listen on; 0 for any that is free")
+    add_flag(parser, "--keys", "FILE", str, "file with digests of the keys of clients")
+    parser.add_switch("--add_key", "add a key to the file of --keys, print it and end")
+    add_flag(parser, "--slots", "N", 8, "requests that run at once")
+    add_flag(
+        parser, "--context", "TOKENS", int, "largest request, with its prompt (the run's rows)"
+    )
+    add_flag(parser, "--chunk", "TOKENS", 128, "tokens of a prompt that are read in one pass")
+    add_flag(parser, "--max_waiting", "TOKENS", 2**17, "tokens of requests that wait for a slot")
+    add_flag(parser, "--drain_seconds", "X", 30.0, "time for running requests after a SIGTERM")
+    add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], "auto", "dtype of the KV cache")
+    parser.add_run_selection()
+    add_flag(parser, *ADAPTER)
+
+
+def run(args: Any, out: Output) -> int:
+    for name, least in LEAST.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            what, why = f"--{name} is too small", f"it must be at least {least}"
+            raise CommandError(what, where=f"--{name}={value}", why=why, fix="jaxlm serve --help")
+    if args.port > MAX_PORT:
+        what, why = "there is no such port", f"the largest one is {MAX_PORT}"
+        raise CommandError(what, where=f"--port={args.port}", why=why, fix="jaxlm serve --help")
+    if args.add_key:
+        if args.keys is None:
+            what, why = "--add_key needs the file of --keys", "the file has the digest of the key"
+            fix = "jaxlm serve --keys=keys.txt --add_key"
+            raise CommandError(what, where="--add_key", why=why, fix=fix)
+        from jaxlm.serve.keys import add_key
+
+        key = add_key(Path(args.keys))
+        return out.result({"key": key, "file": args.keys}, key)
+    workdir = Path(needed_run(args))
+
+    from jaxlm.serve.server import ServeOptions, serve
+
+    names = ("host", "port", "slots", "context", "chunk", "max_waiting", "drain_seconds")
+    options = ServeOptions(
+        **{name: getattr(args, name) for name in names},
+        keys=args.keys and Path(args.keys),
+        kv_cache_dtype=args.kv_cache_dtype,
+        adapter=args.adapter,
+    )
+    return serve(workdir, options, out.log, **selection(args))

@@ -1,0 +1,300 @@
+"""Routes of the server."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from jaxlm.core.callbacks import Log
+from jaxlm.core.errors import JaxlmError
+from jaxlm.core.quoting import safe
+from jaxlm.generate.engine import Delta
+from jaxlm.serve import api, guard
+from jaxlm.serve.api import Call, Served
+from jaxlm.serve.bridge import Bridge, Results
+from jaxlm.serve.fields import Fields, RefusedRequest, parse
+from jaxlm.serve.guard import MAX_HEADER_BYTES, MAX_HEADERS, MAX_PATH_BYTES, Message, Receive, Send
+from jaxlm.serve.keys import Keys
+from jaxlm.serve.metrics import Metrics
+
+OPEN = ("/health",)  # routes without keys
+SECURITY = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class EventStream(Response):
+    """A response of server-sent events; `cancel` is called if the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None]):
+        super().__init__(headers=SECURITY)
+        del self.headers["content-length"]
+        self._events, self._cancel = events, cancel
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the events until they end or the client leaves."""
+        async with _cancelled_on_disconnect(receive, self._cancel):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for part in self._events:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            except BaseException:
+                self._cancel()
+                raise
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_on_disconnect(
+    receive: Receive, cancel: Callable[[], None]
+) -> AsyncIterator[None]:
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+class Server:
+    """The state of the server, and its handlers.
+
+    `served` is None until the model is loaded. `hosts` are the accepted names of the Host header;
+    an empty tuple accepts all.
+    """
+
+    def __init__(self, bridge: Bridge, keys: Keys, log: Log, hosts: tuple[str, ...] = LOCAL):
+        self.served: Served | None = None
+        self.bridge, self.metrics = bridge, Metrics(bridge)
+        self._keys, self._log, self._hosts = keys, log, hosts
+
+    def app(self) -> guard.App:
+        """Return the ASGI application."""
+        table: dict[str, tuple[str, Handler]] = {
+            "/health": ("GET", self.health),
+            "/ready": ("GET", self.ready),
+            "/metrics": ("GET", self.show_metrics),
+            "/v1/models": ("GET", self.models),
+            "/v1/completions": ("POST", self.completions),
+            "/v1/chat/completions": ("POST", self.chat_completions),
+            "/tokenize": ("POST", self.tokenize),
+            "/detokenize": ("POST", self.detokenize),
+            "/tokenizer_info": ("GET", self.tokenizer_info),
+        }
+        routes = [
+            Route(path, self._guarded(handler), methods=[method])
+            for path, (method, handler) in table.items()
+        ]
+        return guard.with_write_deadline(self._checked(Starlette(routes=routes)))
+
+    def _checked(self, app: Any) -> guard.App:
+        """Return the app behind the checks of every route: host, number of headers, key."""
+
+        async def checked(scope: Message, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and (refused := self._refusal(scope)):
+                self.metrics.count_rejected(refused.status)
+                await _error(refused)(scope, receive, send)
+                return
+            await app(scope, receive, send)
+
+        return checked
+
+    def _refusal(self, scope: Message) -> RefusedRequest | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+            message = f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them"
+            return RefusedRequest(431, message, connection="close")
+        if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_PATH_BYTES:
+            return RefusedRequest(414, "the path is too long", connection="close")
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            message = "two headers give the length of the body"  # request smuggling
+            return RefusedRequest(400, message, connection="close")
+        host = headers.get(b"host", "").rsplit(":", 1)[0]
+        host = headers.get(b"host", "") if headers.get(b"host", "").endswith("]") else host
+        if self._hosts and host not in self._hosts:
+            return RefusedRequest(421, "the Host header is not one of this server")
+        if not self._keys or scope["path"] in OPEN:
+            return None
+        if self._keys.name_of(headers.get(b"authorization", "")) is not None:
+            return None
+        message = "the key is missing or wrong: Authorization: Bearer KEY"
+        return RefusedRequest(401, message, www_authenticate="Bearer")
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """Return the handler with errors as responses, and a line in the log."""
+
+        async def handle(request: HttpRequest) -> Response:
+            begun = time.monotonic()
+            refused = None
+            try:
+                response = await handler(request)
+            except RefusedRequest as error:
+                refused = error
+            except JaxlmError as error:  # a template refuses a conversation
+                refused = api.refused_by_template(error)
+            if refused is not None:
+                self.metrics.count_rejected(refused.status)
+                response = _error(refused)
+            if request.method == "POST" or response.status_code >= 400:
+                line = {
+                    "method": request.method,
+                    "path": request.url.path,
+                    "status": response.status_code,
+                    "seconds": round(time.monotonic() - begun, 4),
+                }
+                with contextlib.suppress(OSError, ValueError):  # the log is full or closed
+                    self._log(safe(json.dumps(line)))
+            return response
+
+        return handle
+
+    def _model(self) -> Served:
+        if self.served is None:
+            raise RefusedRequest(503, "the model is not ready", retry_after="5")
+        return self.served
+
+    async def health(self, request: HttpRequest) -> Response:
+        """Answer 200 while the process can serve at all."""
+        is_well = not self.bridge.is_failed
+        return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 500)
+
+    async def ready(self, request: HttpRequest) -> Response:
+        """Answer 200 if requests are accepted."""
+        is_ready = self.bridge.is_ready and self.served is not None
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def show_metrics(self, request: HttpRequest) -> Response:
+        """Return the metrics in the text form of Prometheus."""
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: HttpRequest) -> Response:
+        """Return the model that is served."""
+        served = self._model()
+        facts = {"step": served.step, "digest": served.digest, "max_model_len": served.context}
+        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "jaxlm"}
+        return JSONResponse({"object": "list", "data": [model | facts]})
+
+    async def completions(self, request: HttpRequest) -> Response:
+        """Continue texts."""
+        return await self._answer(request, api.completion)
+
+    async def chat_completions(self, request: HttpRequest) -> Response:
+        """Answer a conversation."""
+        return await self._answer(request, api.chat_completion)
+
+    async def _answer(
+        self, request: HttpRequest, read: Callable[[Fields, Served], Call]
+    ) -> Response:
+        served = self._model()
+        fields = await self._fields(request)
+        call = await asyncio.to_thread(read, fields, served)
+        api.check_ids(call, served)
+        begun = time.monotonic()
+        results = self.bridge.submit(call.requests)
+        response = api.Response(call, served)
+        if call.is_streamed:
+            return EventStream(self._events(results, response, begun), results.cancel)
+        deltas: list[list[Delta]] = [[] for _ in call.requests]
+        async with _cancelled_on_disconnect(request.receive, results.cancel):
+            async for number, delta in results.parts():
+                deltas[number].append(delta)
+        reasons = [parts[-1].reason for parts in deltas]
+        self.metrics.finish(response.usage, reasons, time.monotonic() - begun)
+        if "error" in reasons:
+            raise RefusedRequest(500, "the model's numbers are not finite, or its pass failed")
+        if "cancelled" in reasons:
+            raise RefusedRequest(503, "the server is stopping", retry_after="5")
+        return JSONResponse(response.whole(deltas), headers=SECURITY)
+
+    async def _events(
+        self, results: Results, response: api.Response, begun: float
+    ) -> AsyncIterator[bytes]:
+        reasons, last = [], None
+        async for number, delta in results.parts():
+            now = time.monotonic()
+            self.metrics.observe_delta(now - (last or begun), is_first=last is None)
+            last = now
+            if delta.reason in ("error", "cancelled"):
+                status = 500 if delta.reason == "error" else 503
+                yield api.event(
+                    RefusedRequest(status, f"the request ended: {delta.reason}").as_json()
+                )
+                results.cancel()
+            else:
+                yield response.chunk(number, delta)
+            if delta.reason is not None:
+                reasons.append(delta.reason)
+        self.metrics.finish(response.usage, reasons, time.monotonic() - begun)
+        yield response.last()
+
+    async def _fields(self, request: HttpRequest) -> Fields:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        if kind != "application/json":  # a form of another site cannot have this type
+            message = "the content-type must be application/json"
+            raise RefusedRequest(415, message, connection="close")
+        return Fields(parse(await guard.read_body(request.headers, request.receive)))
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        """Return the ids of a text, in the form of vLLM."""
+        served, fields = self._model(), await self._fields(request)
+        fields.text("model")
+        text = fields.text("prompt")
+        if text is None:
+            raise RefusedRequest(422, "prompt is missing", "prompt")
+        has_start = fields.value("add_special_tokens", True) is not False
+        fields.value("return_token_strs")
+        fields.check_all_used(())
+        api.check_length(text, served, "prompt")
+        ids = await asyncio.to_thread(served.tokenizer.encode, text)
+        ids = [*(served.tokenizer.before if has_start else ()), *ids]
+        strings = [api.token_text(token, served) for token in ids]
+        answer = {"count": len(ids), "max_model_len": served.context, "tokens": ids}
+        return JSONResponse(answer | {"token_strs": strings})
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        """Return the text of ids, in the form of vLLM."""
+        served, fields = self._model(), await self._fields(request)
+        fields.text("model")
+        ids = fields.value("tokens", [])
+        fields.check_all_used(())
+        size = served.tokenizer.size
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < size for i in ids):
+            raise RefusedRequest(422, f"tokens must be ids from 0 to {size - 1}", "tokens")
+        return JSONResponse({"prompt": served.tokenizer.decode(ids)})
+
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        """Return facts of the tokenizer, in the form of vLLM."""
+        served = self._model()
+        tokenizer = served.tokenizer
+        names = served.names
+        bos = tokenizer.before[0] if tokenizer.before else None
+        answer = {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": tokenizer.size,
+            "model_max_length": served.context,
+            "bos_token": names.get(bos) if bos is not None else None,
+            "eos_token": names.get(tokenizer.eos),
+            "pad_token": names.get(tokenizer.pad),
+            "unk_token": names.get(tokenizer.unk),
+            "chat_template": None,
+        }
+        return JSONResponse(answer)
+
+
+def _error(refused: RefusedRequest) -> JSONResponse:
+    headers = {name.replace("_", "-"): value for name, value in refused.headers.items()}
+    return JSONResponse(refused.as_json(), refused.status, headers=SECURITY | headers)

@@ -1,0 +1,83 @@
+"""Keys of clients: a file of sha256 digests that its owner alone can read.
+
+Each line is `DIGEST NAME`. The keys themselves are stored nowhere.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from jaxlm.core.errors import CommandError, DataError, InputMissing, cannot_write
+
+DIGEST_LETTERS = 64
+
+
+def digest_of(key: str) -> str:
+    """Return the digest that the file has of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def add_key(path: Path, name: str = "") -> str:
+    """Return a new key, whose digest is added to the file."""
+    key = f"jaxlm-{secrets.token_urlsafe(32)}"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{digest_of(key)} {name or secrets.token_hex(4)}\n")
+    except OSError as error:
+        raise cannot_write("the file of keys", path, error, fix="--keys=keys.txt") from error
+    return key
+
+
+class Keys:
+    """The keys that are accepted. An empty set accepts every request.
+
+    Raises InputMissing if there is no file, CommandError if others can read it, DataError if a
+    line has no digest.
+    """
+
+    def __init__(self, path: Path | None):
+        self._names: dict[str, str] = {}
+        if path is None:
+            return
+        add = f"jaxlm serve --keys={path} --add_key"
+        try:
+            mode = path.stat().st_mode
+            lines = path.read_text().splitlines()
+        except OSError as error:
+            what, why = "there is no file of keys", f"{type(error).__name__}: {error.strerror}"
+            raise InputMissing(what, where=f"--keys={path}", why=why, fix=add) from error
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            what, why = "others can read the file of keys", f"its mode is {stat.S_IMODE(mode):04o}"
+            fix = f"chmod 600 {path}"
+            raise CommandError(what, where=f"--keys={path}", why=why, fix=fix)
+        for number, line in enumerate(lines, 1):
+            digest, _, name = line.strip().partition(" ")
+            if not digest or digest.startswith("#"):
+                continue
+            if len(digest) != DIGEST_LETTERS or not set(digest) <= set("0123456789abcdef"):
+                what, why = "a line of the file of keys has no digest", "it begins with no sha256"
+                raise DataError(what, where=f"{path}:{number}", why=why, fix=add)
+            self._names[digest] = name or f"key {number}"
+        if not self._names:
+            what, why = "the file of keys is empty", "no client could be answered"
+            raise DataError(what, where=str(path), why=why, fix=add)
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def name_of(self, authorization: str) -> str | None:
+        """Return the name of the key of a header `Bearer KEY`, None if it is not accepted.
+
+        Each digest is compared in constant time, and all are compared.
+        """
+        scheme, _, key = authorization.partition(" ")
+        digest = digest_of(key.strip())
+        accepted = None
+        for known, name in self._names.items():
+            if hmac.compare_digest(known, digest) and scheme.lower() == "bearer":
+                accepted = name
+        return accepted

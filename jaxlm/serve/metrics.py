@@ -1,0 +1,83 @@
+"""Metrics of the server for Prometheus, under vLLM's names if they mean the same."""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from jaxlm.serve.bridge import Bridge
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class _EngineMetrics(Collector):
+    """Numbers that the engine has."""
+
+    def __init__(self, bridge: Bridge):
+        self._bridge = bridge
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        engine = self._bridge.engine
+        if engine is None:
+            return
+        counters = engine.counters
+        gauges = {
+            "num_requests_running": ("requests in slots", engine.running),
+            "num_requests_waiting": ("requests without a slot", engine.waiting),
+            "tokens_waiting": ("tokens of requests without a slot", engine.waiting_tokens),
+            "kv_cache_usage_perc": ("share of slots in use", engine.running / engine.rows),
+        }
+        totals = {
+            "compiles": ("compilations after the start", counters.compiles),
+            "passes": ("decode passes", counters.passes),
+            "chunks": ("chunks of prompts", counters.chunks),
+            "device_seconds": ("seconds of passes", counters.seconds),
+            "failed_passes": ("passes that raised an exception", counters.failures),
+        }
+        for name, (doc, value) in gauges.items():
+            yield GaugeMetricFamily(f"jaxlm:{name}", doc, value=value)
+        for name, (doc, value) in totals.items():
+            yield CounterMetricFamily(f"jaxlm:{name}", doc, value=value)
+
+
+class Metrics:
+    """Counters and histograms of requests."""
+
+    def __init__(self, bridge: Bridge):
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineMetrics(bridge))
+
+        def counter(name: str, doc: str, *labels: str) -> Counter:
+            return Counter(f"jaxlm:{name}", doc, labels, registry=self._registry)
+
+        def histogram(name: str, doc: str) -> Histogram:
+            return Histogram(f"jaxlm:{name}", doc, buckets=SECONDS, registry=self._registry)
+
+        self._rejected = counter("rejected", "requests with an error, by status", "status")
+        self._prompt = counter("prompt_tokens", "tokens of prompts")
+        self._drawn = counter("generation_tokens", "drawn tokens")
+        self._success = counter("request_success", "results, by reason", "finished_reason")
+        self._first = histogram("time_to_first_token_seconds", "time to the first text of a stream")
+        self._between = histogram("inter_token_latency_seconds", "time between parts of a stream")
+        self._whole = histogram("e2e_request_latency_seconds", "time of a request")
+
+    def count_rejected(self, status: int) -> None:
+        """Count a request with an error."""
+        self._rejected.labels(str(status)).inc()
+
+    def observe_delta(self, seconds: float, *, is_first: bool) -> None:
+        """Count the time before a part of a stream."""
+        (self._first if is_first else self._between).observe(seconds)
+
+    def finish(self, usage: dict[str, int], reasons: Sequence[str | None], seconds: float) -> None:
+        """Count a finished call."""
+        self._prompt.inc(usage["prompt_tokens"])
+        self._drawn.inc(usage["completion_tokens"])
+        for reason in reasons:
+            self._success.labels(str(reason)).inc()
+        self._whole.observe(seconds)
+
+    def text(self) -> str:
+        """Return all metrics in Prometheus' text form."""
+        return generate_latest(self._registry).decode()

@@ -1,0 +1,253 @@
+"""`jaxlm serve`: the model of a run behind OpenAI's HTTP API."""
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import Store
+from jaxlm.core.callbacks import Log
+from jaxlm.core.errors import CommandError, ConfigError, not_installed
+from jaxlm.data.chat_tokenizer import ChatTokenizer
+from jaxlm.generate.engine import Engine
+from jaxlm.recipes.use import adapter as adapters
+from jaxlm.recipes.use import generate, load
+from jaxlm.recipes.use.load import InitSource, LoadedRun
+from jaxlm.serve.api import Served
+from jaxlm.serve.keys import Keys
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+CLOSE_SECONDS = 5  # for open responses after the engine has ended
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options of the server.
+
+    Args:
+      host: address to listen on; others than loopback need keys.
+      port: port to listen on; 0 for any that is free.
+      keys: file of digests of keys; None accepts every request.
+      slots: requests that run at once.
+      context: largest number of tokens of a request; None for the run's own.
+      chunk: tokens of a prompt that are read in one pass.
+      max_waiting: tokens of requests that may wait for a slot.
+      drain_seconds: time in which running requests may end after a SIGTERM.
+      kv_cache_dtype: `auto` for the dtype of activations, or `int8`.
+      adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Path | None = None
+    slots: int = 8
+    context: int | None = None
+    chunk: int = 128
+    max_waiting: int = 2**17
+    drain_seconds: float = 30.0
+    kv_cache_dtype: str = "auto"
+    adapter: str | None = None
+
+
+def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> int:
+    """Serve the model of a run until a SIGTERM or a SIGINT; return the exit code.
+
+    The port is open at once, and `/ready` answers 200 when all programs are compiled.
+
+    Args:
+      workdir: the run.
+      options: options of the server.
+      `say`: receives log lines.
+      selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
+
+    Raises:
+      InputMissing: without the run, its step, the file of keys, or the extra `serve`.
+      CommandError: if the address is in use or needs keys.
+      ConfigError: if the engine does not support the model.
+    """
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise not_installed("jaxlm serve", name, "serve", where="jaxlm serve")
+    keys = Keys(options.keys)
+    is_local = options.host in LOOPBACK
+    if not is_local and not keys:
+        raise CommandError(
+            "a server for other machines needs keys",
+            where=f"--host={options.host}",
+            why="without keys every program that reaches the port can use the model",
+            fix="jaxlm serve --keys=keys.txt --add_key    # then add --keys=keys.txt",
+        )
+    load.read_config(workdir)
+    with _listening(options) as listener:
+        with _http(listener, keys, say, is_local=is_local) as (bridge, server):
+            with _signals(bridge, options.drain_seconds, say):
+                opened = open_run(workdir, options, say, **selection)
+                with jax.set_mesh(opened.model.mesh):
+                    engine = build_engine(opened, options)
+                    bridge.engine = engine
+                    server.served = describe(opened, engine, say)
+                    host, port = listener.getsockname()[:2]
+                    place = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+                    say(f"serving {server.served.name}, step {opened.step}, at {place}")
+                    bridge.run()
+    say("stopped")
+    return 0
+
+
+def open_run(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> LoadedRun:
+    """Return the run. Raises ConfigError if its model cannot continue text in chunks."""
+    reader = adapters.reader(options.adapter, say)
+    opened = load.load_run(workdir, adapter=reader, say=say, **selection)
+    generate.check_generates(opened, is_chat=False)
+    if opened.run.objective.prompts == "both ways":
+        raise ConfigError(
+            "jaxlm serve reads prompts from left to right",
+            where=f"objective.name={opened.run.objective.name}",
+            why="this model reads a prompt in both directions, as a whole",
+            fix="`jaxlm generate` continues prompts of this model",
+        )
+    return opened
+
+
+def build_engine(opened: LoadedRun, options: ServeOptions) -> Engine:
+    """Return the engine with all programs compiled. Raises ConfigError for a context too long."""
+    limit = opened.model.blueprint.text_positions
+    context = options.context or min(opened.run.data.sequence, limit or 2**31)
+    if limit is not None and context > limit:
+        raise ConfigError(
+            f"a context of {context} tokens exceeds the positions of the model",
+            where=f"--context={options.context}",
+            why=f"the model has {limit} positions for text",
+            fix=f"at most {limit} for --context",
+        )
+    return Engine(
+        opened.model.blueprint,
+        opened.params,
+        opened.tokenizer,
+        rows=options.slots,
+        context=context,
+        chunk=options.chunk,
+        is_int8=options.kv_cache_dtype == "int8",
+        max_waiting=options.max_waiting,
+    )
+
+
+def describe(opened: LoadedRun, engine: Engine, say: Log) -> Served:
+    """Return the facts of the model that the routes need."""
+    store = Store(opened.workdir / "checkpoints", CheckpointConfig(), read_only=True)
+    source = InitSource(opened.run, store, opened.step)
+    chat = None
+    with contextlib.suppress(ConfigError):  # a run without a template continues text only
+        template = generate.template_of(opened.workdir, say=say)
+        chat = ChatTokenizer(opened.tokenizer, template)
+    return Served(
+        name=opened.workdir.resolve().name,
+        digest=source.digest,
+        step=opened.step,
+        tokenizer=opened.tokenizer,
+        chat=chat,
+        is_infilling=opened.run.objective.name == "fim",
+        vocab=engine.vocab,
+        context=engine.context,
+    )
+
+
+@contextlib.contextmanager
+def _listening(options: ServeOptions) -> Iterator[socket.socket]:
+    """Open the port before expensive work."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        listener = socket.create_server((options.host, options.port), family=family, backlog=1024)
+    except OSError as error:
+        raise CommandError(
+            "the address cannot be listened on",
+            where=f"--host={options.host} --port={options.port}",
+            why=f"{type(error).__name__}: {error.strerror}",
+            fix="another --port, or 0 for one that is free",
+        ) from error
+    with listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def _http(listener: socket.socket, keys: Keys, say: Log, *, is_local: bool) -> Iterator[Any]:
+    """Run the event loop of the server in a thread of its own; the engine has this one."""
+    import uvicorn
+
+    from jaxlm.serve.app import LOCAL, Server
+    from jaxlm.serve.bridge import Bridge
+    from jaxlm.serve.guard import MAX_HEADER_BYTES, GuardedProtocol
+
+    loop = asyncio.new_event_loop()
+    bridge = Bridge(loop)
+    server = Server(bridge, keys, say, LOCAL if is_local else ())
+    config = uvicorn.Config(
+        server.app(),  # type: ignore[arg-type]
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+    )
+    http = uvicorn.Server(config)
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(http.serve(sockets=[listener]))
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+    thread = threading.Thread(target=run, name="http", daemon=True)
+    thread.start()
+    try:
+        yield bridge, server
+    finally:
+        http.should_exit = True
+        thread.join(2 * CLOSE_SECONDS)
+        if bridge.engine is not None:
+            bridge.engine.close()
+
+
+@contextlib.contextmanager
+def _signals(bridge: Any, drain_seconds: float, say: Log) -> Iterator[None]:
+    """Drain at the first SIGTERM or SIGINT; end at once at the second."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    timer = threading.Timer(drain_seconds, bridge.stop)
+    timer.daemon = True
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if bridge.is_draining:
+            os._exit(130)
+        bridge.is_draining = True
+        if bridge.engine is None:  # no request was accepted
+            raise SystemExit(0)
+        say(f"{signal.Signals(number).name}: no new requests, {drain_seconds:g} s for running ones")
+        timer.start()
+
+    before = {each: signal.signal(each, handle) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for each, handler in before.items():
+            signal.signal(each, handler)

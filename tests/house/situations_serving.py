@@ -1,0 +1,29 @@
+"""Situations of `jaxlm serve`, whose fixes `test_fix_lines` pastes. None starts a server."""
+
+from tests.house.situation import RUN, Situation
+
+SERVE = f"serve {RUN}"
+
+SITUATIONS = {
+    "a server without slots": Situation(f"{SERVE} --slots=0", code=2),
+    "a server on no port": Situation(f"{SERVE} --port=70000", code=2),
+    "a server for others without keys": Situation(f"{SERVE} --host=0.0.0.0", code=2),
+    "a server without its keys": Situation(f"{SERVE} --keys=keys.txt", code=66),
+    "a server with no key": Situation(
+        f"{SERVE} --keys=keys.txt", "touch keys.txt; chmod 600 keys.txt", code=65
+    ),
+    "a server with a key in the open": Situation(
+        f"{SERVE} --keys=keys.txt", "echo secret > keys.txt; chmod 600 keys.txt", code=65
+    ),
+    "a key without a file": Situation("serve --add_key", code=2),
+    "a key in no folder": Situation("serve --add_key --keys=no/such/keys.txt", code=73),
+}
+
+# Situations that take long.
+SLOW: set[str] = set()
+
+# Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
+ELSEWHERE: dict[str, str] = {}
+
+# Places that no test reaches yet.
+NOT_YET: set[str] = set()

@@ -1,0 +1,101 @@
+"""A server of a tiny run, in a thread of this process."""
+
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.serve import server as servers
+from tests.faults import harness
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, one_device, without_plots):
+    """A run of a few steps on conversations, whose template it stores."""
+    from tests.recipes.test_chat import conversations, write
+
+    folder = tmp_path_factory.mktemp("served")
+    settings = {
+        "data.train": (write(folder / "chat.jsonl", conversations()),),
+        "data.kind": "chat",
+        "data.sequence": 128,
+        "data.packing": "concat",
+        "train.steps": 2,
+        "model.dropout": 0.0,
+    }
+    config = harness.write_config(folder, settings)
+    assert main(harness.words(config, folder / "run")) == 0
+    return folder / "run"
+
+
+class Running:
+    """A server in a thread: its address, and the bridge to its engine."""
+
+    def __init__(self, workdir, patch, **options):
+        made = []
+        inner = servers.build_engine
+
+        def build(opened, chosen):
+            made.append(inner(opened, chosen))
+            return made[0]
+
+        bridges = []
+        http = servers._http
+
+        def watched(*args, **more):
+            context = http(*args, **more)
+
+            class Watched:
+                def __enter__(self):
+                    entered = context.__enter__()
+                    bridges.append(entered[0])
+                    return entered
+
+                def __exit__(self, *failure):
+                    return context.__exit__(*failure)
+
+            return Watched()
+
+        patch.setattr(servers, "build_engine", build)
+        patch.setattr(servers, "_http", watched)
+        self.lines = []
+        chosen = servers.ServeOptions(port=0, slots=3, chunk=16, **options)
+        self.code = None
+
+        def run():
+            self.code = servers.serve(workdir, chosen, self.lines.append)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+        while self.thread.is_alive() and not any(each.startswith("serving") for each in self.lines):
+            time.sleep(0.05)
+        (line,) = (each for each in self.lines if each.startswith("serving"))
+        self.base = line.rpartition(" ")[2]
+        self.root = self.base.removesuffix("/v1")
+        self.port = int(self.root.rpartition(":")[2])
+        self.bridge, self.engine = bridges[0], made[0]
+
+    def get(self, path, **headers):
+        request = urllib.request.Request(self.root + path, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def close(self):
+        self.bridge.stop()
+        self.thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def running(trained):
+    with pytest.MonkeyPatch.context() as patch:
+        server = Running(trained, patch)
+        yield server
+        server.close()
+        assert server.code == 0

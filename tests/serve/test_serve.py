@@ -1,0 +1,259 @@
+"""The server as its clients see it: the `openai` package, and raw sockets."""
+
+import json
+import socket
+import time
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from jaxlm.cli.main import main
+from jaxlm.recipes.use import load
+from jaxlm.serve import guard
+from jaxlm.serve.app import Server
+from jaxlm.serve.bridge import Bridge
+from jaxlm.serve.keys import Keys
+
+PROMPT = "1+2?"
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with openai.OpenAI(base_url=running.base, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def complete(client, prompt=PROMPT, **more):
+    return client.completions.create(
+        model="run", prompt=prompt, **{"max_tokens": 8, "seed": 1} | more
+    )
+
+
+def test_a_stream_is_the_whole_text_in_whole_characters(client):
+    whole = complete(client, temperature=1.5, max_tokens=60)
+    parts = [
+        *complete(
+            client,
+            temperature=1.5,
+            max_tokens=60,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    ]
+    assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text
+    assert parts[-1].usage == whole.usage
+    assert parts[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert all(part.choices[0].text for part in parts[:-2])
+    assert whole.usage.prompt_tokens == 1 + len(PROMPT)
+
+
+def test_a_text_is_that_of_jaxlm_generate(client, trained):
+    from jaxlm.generate.config import GenerateConfig
+    from jaxlm.recipes.use.generate import continue_prompts
+
+    settings = GenerateConfig(
+        prompts=(PROMPT,), max_tokens=12, temperature=0.9, top_k=30, seed=(5,)
+    )
+    (expected,) = continue_prompts(load.load_run(trained), settings)
+    got = complete(client, max_tokens=12, temperature=0.9, seed=5, extra_body={"top_k": 30})
+    assert got.choices[0].text == expected.text
+
+
+def test_echo_has_the_scores_of_the_prompt_and_they_do_not_depend_on_the_cut(client):
+    both = complete(client, "3+4?5", echo=True, logprobs=2, max_tokens=0).choices[0]
+    assert both.text == "3+4?5"
+    scores = both.logprobs
+    assert scores.tokens == ["<|bos|>", *"3+4?5"]
+    assert scores.token_logprobs[0] is None
+    assert all(value < 0 for value in scores.token_logprobs[1:])
+    assert scores.text_offset == [0, 0, 1, 2, 3, 4]
+    assert all(len(each) == 2 for each in scores.top_logprobs[1:])
+    ids = [1, *(b"3+4?5"[place] + 40 for place in range(5))]
+    again = complete(client, ids, echo=True, logprobs=2, max_tokens=1).choices[0].logprobs
+    assert again.token_logprobs[:6] == scores.token_logprobs
+
+
+def test_choices_have_seeds_of_their_own_and_a_stop_ends_a_text(client):
+    many = complete(client, n=3, temperature=2.0)
+    assert len({each.text for each in many.choices}) == 3
+    assert many.choices[1].text == complete(client, seed=2, temperature=2.0).choices[0].text
+    whole = many.choices[0].text
+    stop = next(each for each in whole if each.isascii())
+    cut = complete(client, temperature=2.0, stop=["not there", stop]).choices[0]
+    assert (cut.text, cut.finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_a_chat_is_answered_by_the_template_of_the_run(client):
+    messages = [{"role": "user", "content": "Sure? \u20ac"}]
+    whole = client.chat.completions.create(
+        model="run", messages=messages, max_tokens=6, temperature=0, logprobs=True, top_logprobs=1
+    )
+    choice = whole.choices[0]
+    assert choice.message.role == "assistant"
+    entries = choice.logprobs.content
+    raw = bytes(value for each in entries for value in each.bytes)
+    assert raw.decode("utf-8", "replace") == choice.message.content
+    assert all(each.logprob == each.top_logprobs[0].logprob for each in entries)
+    parts = client.chat.completions.create(
+        model="run", messages=messages, max_tokens=6, temperature=0, stream=True
+    )
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == choice.message.content
+
+
+def test_a_canceled_stream_frees_its_slot(client, running):
+    stream = complete(
+        client, max_tokens=120, stream=True, extra_body={"ignore_eos": True}, temperature=1
+    )
+    next(iter(stream))
+    stream.close()
+    limit = time.monotonic() + 60
+    while not running.engine.is_idle and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert running.engine.is_idle
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "words"),
+    [
+        ({"max_tokens": 200}, 422, "5 prompt tokens and 200 new ones exceed the context of 128"),
+        ({"prompt": "x" * 5000}, 422, "cannot fit"),
+        ({"prompt": [999999]}, 422, "not from 0 to"),
+        ({"prompt": []}, 422, "prompt"),
+        ({"n": 1000}, 422, "n must be from 1 to 128"),
+        ({"temperature": -1}, 422, "temperature must be at least 0"),
+        ({"logprobs": 21}, 422, "logprobs must be from 0 to 20"),
+        ({"logit_bias": {"9999999": 1}}, 422, "an id is not from 0"),
+        ({"logit_bias": {"a": 1}}, 422, "is no id"),
+        ({"stop": ["x"] * 17}, 422, "at most 16 stops"),
+        ({"suffix": "x"}, 400, "fill in the middle"),
+        ({"model": "gpt-4"}, 404, "this one is 'run'"),
+        ({"extra_body": {"max_token": 3}}, 400, "the nearest one is max_tokens"),
+        ({"extra_body": {"seed": True}}, 422, "seed is true or false, not an integer"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_refused_with_its_field(client, more, status, words):
+    body = {"model": "run", "prompt": PROMPT, "max_tokens": 4} | more
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.completions.create(**body)
+    assert refused.value.status_code == status
+    assert words in refused.value.message
+
+
+def exchange(running, data, *, seconds=30.0):
+    """Send bytes and return all that comes until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", running.port), timeout=seconds) as link:
+        link.sendall(data)
+        parts = []
+        while more := link.recv(65536):
+            parts.append(more)
+    return b"".join(parts)
+
+
+def posted(body, *headers, length=None):
+    length = len(body) if length is None else length
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Connection: close"]
+    lines += [f"Content-Length: {length}", "Content-Type: application/json", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b'{"prompt": "a", "prompt": "b"}', 400),
+        (b'{"temperature": NaN}', 400),
+        (b'{"temperature": 1e999}', 400),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", 400),
+        (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", 400),
+        (b'{"prompt": ' + b"[" * 100_000, 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": "\xff"}', 400),
+        (b"\xef\xbb\xbf{}", 400),
+        (b"[]", 400),
+    ],
+)
+def test_a_body_that_is_no_plain_json_object_is_refused(running, body, status):
+    answer = exchange(running, posted(body))
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_limits_of_the_transport(running):
+    assert b" 413 " in exchange(running, posted(b"", length=3 * 2**20))[:20]
+    many = [f"X-{number}: a" for number in range(70)]
+    assert b" 431 " in exchange(running, posted(b"{}", *many))[:20]
+    long = posted(b"{}", "X-Long: " + "a" * 20_000)
+    assert b" 431 " in exchange(running, long)[:20]
+    both = posted(b"{}", "Transfer-Encoding: chunked")
+    assert b" 400 " in exchange(running, both)[:20]
+    other = posted(b"{}").replace(b"Host: localhost", b"Host: evil.example")
+    assert b" 421 " in exchange(running, other)[:20]
+    form = posted(b"{}").replace(b"application/json", b"text/plain")
+    assert b" 415 " in exchange(running, form)[:20]
+
+
+def test_half_a_header_and_half_a_body_are_closed_by_a_deadline(running, monkeypatch):
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
+    with pytest.raises((ConnectionResetError, AssertionError)):
+        assert exchange(running, b"POST /v1/completions HTT")
+    assert b" 408 " in exchange(running, posted(b"{", length=100))[:20]
+
+
+def test_a_full_queue_answers_429_and_when_to_come_back(client, running, monkeypatch):
+    monkeypatch.setattr(running.engine, "max_waiting", 1)
+    with pytest.raises(openai.RateLimitError) as refused:
+        complete(client, n=60, max_tokens=100, extra_body={"ignore_eos": True})
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+
+
+def test_tokens_text_models_and_metrics(running, client):
+    def post(path, body):
+        data = json.dumps(body).encode()
+        raw = posted(data).replace(b"/v1/completions", path)
+        return json.loads(exchange(running, raw).partition(b"\r\n\r\n")[2])
+
+    tokens = post(b"/tokenize", {"prompt": "\u20ac!", "add_special_tokens": True})
+    assert tokens["count"] == 5
+    assert tokens["max_model_len"] == 128
+    assert post(b"/detokenize", {"tokens": tokens["tokens"]}) == {"prompt": "\u20ac!"}
+    assert [each.id for each in client.models.list()] == ["run"]
+    assert running.get("/health")[0] == running.get("/ready")[0] == 200
+    assert json.loads(running.get("/tokenizer_info")[1])["eos_token"] == "<|eos|>"
+    compiles = running.engine.counters.compiles
+    drawn = running.engine.counters.drawn_tokens
+    assert complete(client, logprobs=1, temperature=0.7).usage.completion_tokens == 8
+    metrics = running.get("/metrics")[1]
+    assert f"jaxlm:compiles_total {compiles:.1f}" in metrics
+    assert "jaxlm:num_requests_running 0.0" in metrics
+    assert 8 <= running.engine.counters.drawn_tokens - drawn <= 9
+    assert running.get("/nothing")[0] == 404
+
+
+def test_every_route_but_health_needs_a_key_and_the_file_is_private(
+    running, trained, tmp_path, capsys
+):
+    file = tmp_path / "keys"
+    assert main(["serve", f"--keys={file}", "--add_key", "--json"]) == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert key not in file.read_text()
+    app = Server(Bridge(None), Keys(file), print).app()
+    routes = ("/ready", "/metrics", "/v1/models", "/v1/completions", "/tokenizer_info", "/none")
+    with TestClient(app, base_url="http://localhost") as client:
+        assert client.get("/health").status_code == 200
+        for route in routes:
+            absent = client.get(route)
+            wrong = client.get(route, headers={"Authorization": "Bearer jaxlm-wrong"})
+            assert absent.status_code == wrong.status_code == 401
+            assert absent.content == wrong.content
+        good = client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+        assert good.status_code == 503
+    file.chmod(0o644)
+    assert main(["serve", f"--workdir={trained}", f"--keys={file}"]) == 2
+    assert "others can read the file of keys" in capsys.readouterr().err
+    assert main(["serve", f"--workdir={trained}", "--host=0.0.0.0"]) == 2
+    assert "needs keys" in capsys.readouterr().err
+    assert main(["serve", f"--workdir={trained}", f"--port={running.port}"]) == 2
+    assert "cannot be listened on" in capsys.readouterr().err
