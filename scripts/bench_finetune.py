@@ -54,8 +54,9 @@ class Side:
         weights = np.ones(shape, np.float32)
         if is_chat:
             weights[:, : shape[1] // 2] = 0.0
-        fields = tokens, np.roll(tokens, -1, 1), weights, np.ones_like(tokens), positions
-        return Tokens(*map(jnp.asarray, fields))
+        slots = tokens, np.roll(tokens, -1, 1), weights, np.ones_like(tokens), positions
+        fields: Any = map(jnp.asarray, slots)
+        return Tokens(*fields)
 
     def seconds(self, steps: int) -> float:
         """Return the processor's seconds of a step, the mean over `steps`."""

@@ -111,6 +111,11 @@ def _peek(args: Any, out: Output) -> int:
         if mixture is not None:
             name = mixture.source(mixture.keys(first + row, first + row + 1)[0])
             sources = [f"{name}, {source}" for source in sources]
+        if tokens.answers is not None:
+            sides = tokens.answers.sides[row].tolist()
+            names = {1.0: "chosen", -1.0: "rejected"}
+            judged = zip(sources, sides, strict=False)
+            sources = [f"{names.get(side, 'unread')}, {source}" for source, side in judged]
         pairs = list(zip(sources, segments, strict=True))
         answer.append([{"source": source} | each for source, each in pairs])
         for number, (source, each) in enumerate(pairs, 1):
@@ -147,6 +152,12 @@ def _stats(args: Any, out: Output) -> int:
                 f"of all, in {chat['trained_turns']:,} of {chat['turns']:,} turns; the longest "
                 f"conversation has {chat['longest']:,} tokens"
             )
+            if "chosen" in chat or "rejected" in chat:
+                sides = (
+                    f"{chat.get(side, 0):,} {side}, {chat.get(f'{side}_tokens', 0):,} tokens"
+                    for side in ("chosen", "rejected")
+                )
+                lines.append(f"{'':<12}answers: {'; '.join(sides)}")
             if count := chat["answers_in_prompt_token"]:
                 lines.append(f"{'':<12}{count:,} answers start inside a token of their prompt")
             if count := chat.get("turns_cut"):

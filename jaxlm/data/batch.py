@@ -12,6 +12,19 @@ if TYPE_CHECKING:  # jaxtyping.Array imports JAX, which data preparation does no
 START = 0  # first input id of the decoder in an encoder-decoder: the padding id, as in T5
 
 
+class Answers(NamedTuple):
+    """The judged answers of each row: segment s of the row is answer s - 1.
+
+    Of pairs, answers 2 k and 2 k + 1 are one pair, in any order. Rows with fewer answers have
+    sides 0 behind them.
+    """
+
+    sides: Float[Array, "B S"]  # 1 chosen or good, -1 rejected or bad, 0 none
+    margins: Float[Array, "B S"]  # of the pair, on its chosen answer
+    # Log-probability under the reference, nats; None without a reference that was computed before.
+    reference: Float[Array, "B S"] | None = None
+
+
 class Tokens(NamedTuple):
     """Rows of packed documents and everything that a token-level loss needs.
 
@@ -26,6 +39,8 @@ class Tokens(NamedTuple):
 
     `source` [B, S] is the encoder's input of an encoder-decoder; a decoder segment attends to the
     source segment of the same number.
+
+    `answers` are the sides of pairs, or the labels of answers; None for other data.
     """
 
     tokens: Int[Array, "B T"]
@@ -38,6 +53,7 @@ class Tokens(NamedTuple):
     predicts_ahead: Float[Array, "B T"] | None = None
     source: Int[Array, "B S"] | None = None
     source_segments: Int[Array, "B S"] | None = None
+    answers: Answers | None = None
 
     @property
     def read_count(self) -> Int[Array, ""]:

@@ -15,7 +15,7 @@ from jaxlm.data import chat_templates, formats
 from jaxlm.data.assistant_mask import MaskRenderer, Rendered
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.control_tokens import CUT, ControlTokens, WeightedIds, WeightedSpan
-from jaxlm.data.conversations import TOO_LONG, UNTRAINED, Conversation, Rejected
+from jaxlm.data.conversations import EQUAL, TOO_LONG, UNTRAINED, Conversation, Rejected
 from jaxlm.data.records import Document, not_a_conversation
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -32,13 +32,16 @@ Item = tuple[Document, Conversation]
 class Encoded(NamedTuple):
     """A document and its ids; `weights` are those of the ids of a conversation.
 
-    `bytes` are those of the text if the document has only ids.
+    `bytes` are those of the text if the document has only ids. `side` and `margin` are those of an
+    answer that was compared or judged, see `Conversation`.
     """
 
     document: Document
     ids: Sequence[np.ndarray]
     weights: np.ndarray | None = None
     bytes: int | None = None
+    side: int = 0
+    margin: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,8 @@ class ChatEncoder:
       sequence: slots of a row; a conversation has at most one id more.
       overlong: treatment of longer conversations, see `DataConfig.overlong`.
       max_refused: share of the conversations that the template may refuse.
+      answers: the kind of the data if its answers were compared or judged; empty for others. A
+        pair is two documents, the chosen answer first, and both together fit in a row.
     """
 
     tokenizer: Tokenizer
@@ -58,6 +63,7 @@ class ChatEncoder:
     sequence: int
     overlong: Overlong = "drop"
     max_refused: float = 0.0
+    answers: str = ""
 
     @property
     def key(self) -> list[str | int]:
@@ -67,7 +73,7 @@ class ChatEncoder:
     def encode(
         self, documents: Iterable[Document], left_out: Counter[str], figures: Counter[str]
     ) -> Iterator[Encoded]:
-        """Yield ids and weights of each conversation.
+        """Yield ids and weights of each conversation, and of both of a pair.
 
         Args:
           documents: conversations.
@@ -80,7 +86,7 @@ class ChatEncoder:
         """
         with _Batches(self, left_out, figures) as batches:
             waiting: deque[tuple[Sequence[Item], Future[list[Rendered | Rejected]]]] = deque()
-            remaining = ((each, each.conversation) for each in documents if each.conversation)
+            remaining = (item for each in documents for item in _items(each))
             while batch := list(itertools.islice(remaining, BATCH)):
                 waiting.append((batch, batches.render(batch)))
                 if len(waiting) > 1:
@@ -110,11 +116,11 @@ class _Batches(contextlib.ExitStack):
         self, batch: Sequence[Item], rendered: Future[list[Rendered | Rejected]]
     ) -> Iterator[Encoded]:
         """Yield the ids of a rendered batch in order; count the others."""
-        results: dict[int, Encoded] = {}
-        items = dict(enumerate(batch))
+        results: dict[int, _Result] = {}
+        items, reasons = dict(enumerate(batch)), dict[int, str]()
         self._seen += len(batch)
         while items:
-            usable = self._usable(items, rendered.result())
+            usable = self._usable(items, rendered.result(), reasons)
             encodings = self._control.encode([(each.text, each.spans) for each in usable.values()])
             shorter: dict[int, Item] = {}
             for (number, text), encoding in zip(usable.items(), encodings, strict=True):
@@ -123,17 +129,37 @@ class _Batches(contextlib.ExitStack):
                 if len(ids.ids) - 1 > self._settings.sequence:
                     if (cut := self._cut(document, conversation, len(ids.ids))) is not None:
                         shorter[number] = document, cut
+                    else:
+                        reasons[number] = TOO_LONG
                 elif ids.weights[1:].any():
-                    results[number] = Encoded(document, [ids.ids], ids.weights)
-                    self._count(conversation, text, ids)
+                    results[number] = _Result(document, conversation, text, ids)
                 else:
-                    self._left_out[UNTRAINED] += 1
+                    reasons[number] = UNTRAINED
             items = shorter
             if items:
                 rendered = self.render(list(items.values()))
         self.check_refused()
-        for _, result in sorted(results.items()):
-            yield result
+        size = 2 if self._settings.answers == "pairs" else 1
+        for first in range(0, len(batch), size):
+            numbers = range(first, first + size)
+            reason = next((reasons[n] for n in numbers if n in reasons), None)
+            chosen = [results[n] for n in numbers if n in results]
+            if reason is None and size == 2:
+                reason = self._unfit(*chosen)
+            if reason is not None:
+                self._left_out[reason] += 1
+                continue
+            for each in chosen:
+                self._count(each)
+                yield each.encoded
+            self._count_answers(chosen)
+
+    def _unfit(self, one: "_Result", other: "_Result") -> str | None:
+        """Return the reason to leave out a pair; None if it can be used."""
+        if np.array_equal(one.ids.ids, other.ids.ids):
+            return EQUAL
+        positions = len(one.ids.ids) + len(other.ids.ids) - 2
+        return TOO_LONG if positions > self._settings.sequence else None
 
     def _rendered(self, conversations: Sequence[Conversation]) -> list[Rendered | Rejected]:
         """Render conversations by the template; join prompt and completion of plain ones."""
@@ -159,21 +185,24 @@ class _Batches(contextlib.ExitStack):
         return Rendered(begin + prompt + cut + completion, [span], is_open=True)
 
     def _usable(
-        self, items: dict[int, Item], rendered: Sequence[Rendered | Rejected]
+        self,
+        items: dict[int, Item],
+        rendered: Sequence[Rendered | Rejected],
+        reasons: dict[int, str],
     ) -> dict[int, Rendered]:
-        """Return the rendered texts by number; count the refused conversations."""
+        """Return the rendered texts by number; put the reason of refused ones in `reasons`."""
         usable = {}
         for (number, (document, _)), text in zip(items.items(), rendered, strict=True):
             if isinstance(text, Rendered):
                 usable[number] = text
                 continue
-            self._left_out[text.reason] += 1
+            reasons[number] = text.reason
             self._refused += 1
             self._first = self._first or not_a_conversation(text, document.file, document.record)
         return usable
 
     def _cut(self, document: Document, conversation: Conversation, ids: int) -> Conversation | None:
-        """Return a conversation without its first turns; None if it is left out, and counted."""
+        """Return a conversation without its first turns; None if it is left out."""
         sequence = self._settings.sequence
         if self._settings.overlong == "error":
             raise DataError(
@@ -184,18 +213,28 @@ class _Batches(contextlib.ExitStack):
                 "--config.data.overlong=drop    # leaves such conversations out\n"
                 "--config.data.overlong=left    # leaves their first turns out",
             )
-        cut = without_first_turns(conversation) if self._settings.overlong == "left" else None
-        if cut is None:
-            self._left_out[TOO_LONG] += 1
-        else:
+        is_cut = self._settings.overlong == "left" and not self._settings.answers
+        cut = without_first_turns(conversation) if is_cut else None
+        if cut is not None:
             self._figures["turns_cut"] += len(conversation.messages) - len(cut.messages)
         return cut
 
-    def _count(self, conversation: Conversation, text: Rendered, ids: WeightedIds) -> None:
-        self._figures["turns"] += len(conversation.messages)
-        self._figures["trained_turns"] += len(text.spans)
-        self._figures["trained_tokens"] += int((ids.weights[1:] > 0).sum())
-        self._figures["answers_in_prompt_token"] += ids.crossed
+    def _count(self, result: "_Result") -> None:
+        self._figures["turns"] += len(result.conversation.messages)
+        self._figures["trained_turns"] += len(result.text.spans)
+        self._figures["trained_tokens"] += int((result.ids.weights[1:] > 0).sum())
+        self._figures["answers_in_prompt_token"] += result.ids.crossed
+
+    def _count_answers(self, results: Sequence["_Result"]) -> None:
+        """Count a pair and its tokens, or an answer with a label."""
+        if self._settings.answers == "pairs":
+            size = sum(len(each.ids.ids) - 1 for each in results)
+            self._figures["pairs"] += 1
+            self._figures["longest_pair"] = max(self._figures["longest_pair"], size)
+        for each in results if self._settings.answers else ():
+            kind = "chosen" if each.conversation.side > 0 else "rejected"
+            self._figures[kind] += 1
+            self._figures[f"{kind}_tokens"] += int((each.ids.weights[1:] > 0).sum())
 
     def check_refused(self, *, is_all: bool = False) -> None:
         """Raise DataError if the template refused too many conversations."""
@@ -208,6 +247,33 @@ class _Batches(contextlib.ExitStack):
                 f"are refused, data.max_dropped = {self._settings.max_refused:g} of them may be",
                 fix=self._first.fix,
             )
+
+
+class _Result(NamedTuple):
+    """A conversation that can be used."""
+
+    document: Document
+    conversation: Conversation
+    text: Rendered
+    ids: WeightedIds
+
+    @property
+    def encoded(self) -> Encoded:
+        """Return the ids, and the judgment of the answer."""
+        side, margin = self.conversation.side, self.conversation.margin
+        return Encoded(self.document, [self.ids.ids], self.ids.weights, side=side, margin=margin)
+
+
+def _items(document: Document) -> Iterator[Item]:
+    """Yield the conversation of a document, or both of its pair, each with its own text."""
+    conversation = document.conversation
+    if conversation is None:
+        return
+    if conversation.rejected is None:
+        yield document, conversation
+        return
+    for each in (conversation, conversation.rejected):
+        yield document._replace(text=each.text), each
 
 
 def without_first_turns(conversation: Conversation) -> Conversation | None:

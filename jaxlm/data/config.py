@@ -15,7 +15,7 @@ from jaxlm.core import batch_schedule
 from jaxlm.core.config import setting
 from jaxlm.core.nearest import nearest_word
 from jaxlm.data import mixture_config
-from jaxlm.data.conversations import ROLES, ChatFields, Kind
+from jaxlm.data.conversations import PREFERENCES, ROLES, ChatFields, Kind
 from jaxlm.data.mixture_config import MixtureConfig, Temperature
 
 TOKENIZERS = (
@@ -54,7 +54,9 @@ class DataConfig:
         "text",
         "text of each record; chat: messages of role and content, or ShareGPT's conversations of "
         "from and value, with tools; completion: prompt and completion, texts or messages. A turn "
-        "may have train: false or a weight. Conversations are packed whole",
+        "may have train: false or a weight. Conversations are packed whole. For the objective "
+        "preference: pairs: prompt, chosen and rejected, texts or messages, with a margin; "
+        "labeled: prompt, completion and label, true or false",
     )
     kinds: tuple[str, ...] = setting(
         (),
@@ -149,6 +151,11 @@ class DataConfig:
         return dataclasses.replace(self, kind=kind)  # type: ignore[arg-type]
 
     @property
+    def answers(self) -> str:
+        """The kind if the data is answers that were compared or judged; empty for other data."""
+        return self.kind if self.kind in PREFERENCES else ""
+
+    @property
     def has_chats(self) -> bool:
         """If a source or a validation set is conversations."""
         return any(self.of(name).chat for name in (*self.sources, *self.validation_sets))
@@ -182,6 +189,11 @@ class DataConfig:
         yield from self._kind_problems()
         if not self.has_chats:
             return
+        others = {self.of(name).kind for name in (*self.sources, *self.validation_sets)}
+        if others & {*PREFERENCES} and (others != {self.kind} or len(self.sources) > 1):
+            why = "answers that were compared or judged are one source, without other kinds of data"
+            entries = ",".join(entry.partition("=")[2] or entry for entry in self.train)
+            yield "train", why, f"--config.data.train={entries} '--config.data.kinds=()'"
         if self.train == ("stdlib:train",):
             why = f"stdlib:train is text, and data.kind is {self.kind}"
             yield "train", why, "--config.data.train=chat.jsonl\n--config.data.kind=text"

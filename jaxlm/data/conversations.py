@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["text", "chat", "completion"]
+Kind = Literal["text", "chat", "completion", "pairs", "labeled"]
+PREFERENCES: tuple[Kind, ...] = ("pairs", "labeled")  # answers that are compared, or judged
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -27,7 +28,12 @@ OTHER_FORM = "with messages of another form"
 UNKNOWN_ROLE = "with an unknown role"
 NO_TEXT_PART = "with a part that is no text"
 BAD_WEIGHT = "with a weight that is no number"
-BROKEN = (NO_MESSAGES, OTHER_FORM, UNKNOWN_ROLE, NO_TEXT_PART, BAD_WEIGHT)
+BAD_MARGIN = "with a margin that is no number"
+BAD_LABEL = "with a label other than true or false"
+BROKEN = (
+    *(NO_MESSAGES, OTHER_FORM, UNKNOWN_ROLE, NO_TEXT_PART, BAD_WEIGHT),
+    *(BAD_MARGIN, BAD_LABEL),
+)
 REFUSED = "refused by the chat template"
 NO_MASK = "rendered without a place of each answer"
 # Conversations without anything to learn; any number is left out.
@@ -35,6 +41,8 @@ NO_ANSWER = "without an assistant turn"
 EMPTY_TURN = "with an empty turn"
 UNTRAINED = "without a trained turn"
 TOO_LONG = "longer than a row"
+EQUAL = "with equal answers"
+OTHER_PROMPT = "with different prompts"
 
 ONE_A_LINE = (
     "one conversation a line: "
@@ -61,24 +69,33 @@ class Rejected(Exception):
 class Conversation:
     """Messages as a chat template reads them, and the weight of each.
 
-    `is_plain` is a prompt and its completion as text, without a template.
+    `is_plain` is a prompt and its completion as text, without a template. `side` is 1 for an
+    answer that was chosen, or judged good, -1 for the other kind, and 0 for a conversation without
+    a judgment. `rejected` is the other conversation of a pair, and `margin` the difference of their
+    rewards, if it is known.
     """
 
     messages: Sequence[Message]
     weights: Sequence[float]
     tools: Sequence[Any] | None = None
     is_plain: bool = False
+    side: int = 0
+    margin: float = 0.0
+    rejected: "Conversation | None" = None
 
     @property
     def has_more(self) -> bool:
-        """If it has tools, or messages have more than role and content."""
-        return bool(self.tools) or any(len(message) > 2 for message in self.messages)
+        """If it is a pair, has tools, or messages have more than role and content."""
+        is_more = bool(self.tools) or any(len(message) > 2 for message in self.messages)
+        return is_more or self.rejected is not None
 
     def mapped(self, change: Callable[[str], str]) -> "Conversation":
         """Return the conversation with each of its texts changed."""
         messages = [_mapped(message, change) for message in self.messages]
-        tools = map_strings(self.tools, change)
-        return Conversation(messages, self.weights, tools, self.is_plain)
+        rejected = self.rejected and self.rejected.mapped(change)
+        return dataclasses.replace(
+            self, messages=messages, tools=map_strings(self.tools, change), rejected=rejected
+        )
 
     @property
     def text(self) -> str:

@@ -89,6 +89,7 @@ def open_data(
     opener = _Opener(encoder, _chat_encoder(config, encoder), digests, warn)
     opened = {part.source: opener.shards(part) for part in train_parts}
     _check_changes(opened.values(), changes)
+    _check_answers(opened.values(), config)
     sources = {}
     for name, shards in opened.items():
         sources[name] = _loader(shards, config, root, seed, changes.train)
@@ -100,6 +101,7 @@ def open_data(
         train = dataclasses.replace(train, max_lost=config.max_dropped)
     refuse_shared_prompts(train_parts, validation_parts, digests)
     held_out = {part.name: opener.shards(part) for part in validation_parts}
+    _check_answers(held_out.values(), config)
     template = train.shards.template
     fingerprint: dict[str, str | int] = {
         "tokenizer": encoder.digest,
@@ -132,7 +134,8 @@ def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | Non
         (path / chat_templates.HUB, path) if config.tokenizer.endswith(TOKENIZER_FILES) else ()
     )
     template = chat_templates.choose(config.template, tokenizer, folders)
-    return ChatEncoder(tokenizer, template, config.sequence, config.overlong, config.max_dropped)
+    options = config.sequence, config.overlong, config.max_dropped, config.answers
+    return ChatEncoder(tokenizer, template, *options)
 
 
 def _check_changes(opened: Iterable[AnyShards], changes: RowChanges) -> None:
@@ -146,6 +149,35 @@ def _check_changes(opened: Iterable[AnyShards], changes: RowChanges) -> None:
         )
 
 
+def _check_answers(opened: Iterable[AnyShards], config: DataConfig) -> None:
+    """Raise ConfigError if token shards have judged answers and the config does not, or inverse.
+
+    Raise DataError if all labels are of one kind.
+    """
+    for shards in opened:
+        manifests = [part.manifest for part in getattr(shards, "parts", (shards,))]
+        kinds = {each.answers for each in manifests}
+        if kinds != {config.answers}:
+            kind = max(kinds - {config.answers})
+            raise ConfigError(
+                f"token shards were written with data.kind = {kind or 'text or chat'}",
+                where=f"data.kind = {config.kind}",
+                why=f"the ids of {shards.folder} have {'' if kind else 'no '}judgments of answers",
+                fix=f"--config.data.kind={kind or 'chat'}\nwrite the shards again",
+            )
+        figures = shards.manifest.figures
+        if config.answers and not (figures.get("chosen") and figures.get("rejected")):
+            one, other = ("true", "false") if figures.get("chosen") else ("false", "true")
+            raise DataError(
+                "the labels of all answers are equal",
+                where=str(shards.folder),
+                why=f"each of {shards.documents} answers has the label {one}, so that the data has "
+                "no preference",
+                fix=f"name files with labels that are {other} too\n"
+                "--config.data.kind=completion --config.objective.name=causal    # learns them all",
+            )
+
+
 def _loader(
     shards: AnyShards, config: DataConfig, root: Path, seed: int, change: RowChange | None
 ) -> Loader:
@@ -153,16 +185,22 @@ def _loader(
     length = config.sequence - (change.reserved_slots if change else 0)
     figures = shards.manifest.figures
     packed: packing.Packing = "first_fit" if figures else config.packing  # conversations stay whole
-    if (longest := figures.get("longest", 0)) - 1 > length:
+    longest = figures.get("longest_pair", figures.get("longest", 0) - 1)
+    if longest > length:
         where = str(shards.folder)
-        why = f"the longest has {longest} tokens, and rows of {length} hold {length + 1}"
-        fix = f"--config.data.sequence={longest - 1}"
+        why = f"the longest has {longest + 1} tokens, and rows of {length} hold {length + 1}"
+        fix = f"--config.data.sequence={longest}"
         raise DataError("a conversation is longer than a row", where=where, why=why, fix=fix)
     made_from = {"shards": shards.manifest.digests, "sequence": length, "packing": packed}
     folder = cache.folder(root, "plans", version=packing.VERSION, seed=seed, **made_from)
     plan = packing.open_plan(shards, length, packed, seed, folder)
     options = config.sequence, seed, config.workers, config.prefetch
     return Loader(shards, plan, *options, corruption=change)
+
+
+def in_order_of_evaluation(loader: Loader, config: DataConfig) -> Loader:
+    """Return a loader of the same documents in rows that do not depend on the seed of a run."""
+    return _loader(loader.shards, config, cache.default(), 0, None)
 
 
 def open_tokenizer(

@@ -13,7 +13,7 @@ import numpy as np
 from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.data.batch import Tokens
+from jaxlm.data.batch import Answers, Tokens
 from jaxlm.data.corrupt.rows import RowChange, RowKey
 from jaxlm.data.packing import PackingPlan
 from jaxlm.data.shards import AnyShards, DamagedShard
@@ -22,6 +22,7 @@ from jaxlm.data.shards import AnyShards, DamagedShard
 LostPiece = tuple[tuple[int, int, int], DamagedShard]
 
 EVALUATION_SEED = (0,)  # seed of the row shuffle of a partial evaluation
+ANSWERS_MULTIPLE = 32  # devices that may split a row
 ROUNDS = 4  # rounds of the Feistel network of the index permutation
 
 
@@ -48,6 +49,8 @@ class Loader:
     prefetch: int = 8  # batches that are read ahead
     max_lost: float | None = None  # share of the tokens that may be unreadable, with weight 0
     corruption: RowChange | None = None  # the objective's change of each row, by row and epoch
+    # Log-probability of each document under a reference, float32, for data of judged answers.
+    reference: np.ndarray | None = None
 
     @property
     def predicts_all(self) -> bool:
@@ -198,6 +201,7 @@ class Loader:
         shape = (len(keys), self.sequence)
         tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
         weights = np.zeros(shape, np.float32)
+        lost: list[tuple[int, int]] = []  # row and number of a piece that could not be read
         for row, key in enumerate(keys):
             slot = 0
             for segment, (document, start, length) in enumerate(
@@ -212,10 +216,37 @@ class Loader:
                 except DamagedShard:
                     if self.max_lost is None:
                         raise
+                    lost.append((row, segment - 1))
                 slot += length
         # NumPy arrays until the batch is placed on devices, unlike everywhere else.
         batch = Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
+        if self.shards.manifest.answers:
+            batch = batch._replace(answers=self._answers(keys, lost))
         return batch if self.corruption is None else _corrupted(batch, keys, self.corruption)
+
+    def _answers(self, keys: Sequence[RowKey | None], lost: Sequence[tuple[int, int]]) -> Answers:
+        """Return the judged answers of rows; a pair with a lost piece is left out."""
+        columns = np.zeros((3, len(keys), self.most_answers), np.float32)
+        for row, key in enumerate(keys):
+            if key is None:
+                continue
+            documents = self.plan.pieces(key.row)["document"]
+            here = slice(len(documents))
+            columns[:2, row, here] = self.shards.answers[documents].T
+            if self.reference is not None:
+                columns[2, row, here] = self.reference[documents]
+        size = 2 if self.shards.manifest.answers == "pairs" else 1
+        for row, number in lost:
+            first = number - number % size
+            columns[0, row, first : first + size] = 0
+        sides, margins, reference = columns
+        scores = None if self.reference is None else reference
+        return Answers(sides, margins, scores)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def most_answers(self) -> int:
+        """Answers in the arrays of a row: a multiple that every mesh divides."""
+        return -(-self.plan.most_pieces // ANSWERS_MULTIPLE) * ANSWERS_MULTIPLE
 
 
 def shuffled(index: int, size: int, seed: Sequence[int]) -> int:
@@ -235,7 +266,10 @@ def _drawn(*seed: int) -> int:
 def _corrupted(batch: Tokens, keys: Sequence[RowKey | None], corruption: RowChange) -> Tokens:
     """Change each row by its key; rows without a key are empty."""
     fields = [each for each in batch if each is not None]
-    rows = [Tokens(*(field[row] for field in fields)) for row in range(len(keys))]
+    rows = [
+        Tokens(*(field[row] for field in fields))  # type: ignore[arg-type]
+        for row in range(len(keys))
+    ]
     changed = [corruption(row, key or RowKey(0, 0, 0)) for row, key in zip(rows, keys, strict=True)]
     columns = zip(*changed, strict=True)
     arrays = (None if each[0] is None else np.stack(each) for each in columns)
@@ -312,6 +346,21 @@ class _Steps:
         stage = self.schedule.phase(batch)
         rows = self.loader.at(batch, batch=self.schedule, rows=self.host_rows[stage.rows])
         return rows if stage.length == self.loader.sequence else cut_rows(rows, stage.length)
+
+
+def with_pair(batch: Tokens) -> Tokens:
+    """Return a host's batch whose rows are a pair each: a half and the other half of the slots."""
+    rows, length = batch.tokens.shape
+    halves = 1 + 2 * np.arange(length) // length
+    segments = np.where(np.asarray(batch.segments) > 0, halves, 0).astype(np.int32)
+    sides = np.zeros((rows, ANSWERS_MULTIPLE), np.float32)
+    sides[:, :2] = 1, -1
+    positions = np.broadcast_to(np.arange(length) - length // 2 * (halves - 1), segments.shape)
+    return batch._replace(
+        segments=segments,  # type: ignore[arg-type]
+        positions=positions.astype(np.int32),  # type: ignore[arg-type]
+        answers=Answers(sides, 0 * sides, 0 * sides),  # type: ignore[arg-type]
+    )
 
 
 def cut_rows(batch: Tokens, length: int) -> Tokens:

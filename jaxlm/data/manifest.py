@@ -2,8 +2,10 @@
 
 The numbered files have no header: tokens-N.bin holds the ids of the documents in order, and
 documents-N.bin a row (end, file, record) for each document. Shards of conversations have
-weights-N.bin, a byte for each id, the number of its weight in the manifest's list. The files can be
-mapped into memory; jaxlm reads them with checks (`data.blocks`).
+weights-N.bin, a byte for each id, the number of its weight in the manifest's list. Shards of
+answers that were compared or judged have answers-N.bin, two float32 for each document: its side, 1
+or -1, and the margin of its pair. The files can be mapped into memory; jaxlm reads them with checks
+(`data.blocks`).
 """
 
 import dataclasses
@@ -24,13 +26,15 @@ NAME, TOKENIZER, FILES = "manifest.json", "tokenizer", "files.json"
 TEMPLATE = "chat_template.json"
 DTYPES = "uint16", "uint32"
 DOCUMENT_BYTES = 3 * 8  # end of the document, number of its file, number of its record
+ANSWER_BYTES = 2 * 4  # side of an answer, margin of its pair
 MAX_COUNT = 2**48  # limit of every count
 MAX_WEIGHTS = 2**8  # different weights of a folder
 # Names of the files of a shard by its number: ids, ends and origins of documents, weights of
-# conversations, block checks.
+# conversations, judgments of answers, block checks.
 tokens_name = "tokens-{:05d}.bin".format
 documents_name = "documents-{:05d}.bin".format
 weights_name = "weights-{:05d}.bin".format
+answers_name = "answers-{:05d}.bin".format
 checks_name = "checks-{:05d}.bin".format
 
 
@@ -45,6 +49,7 @@ class Shard:
     documents_sha256: str
     checks_sha256: str
     weights_sha256: str = ""
+    answers_sha256: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,7 @@ class Manifest:
     weights: tuple[float, ...] = ()  # the loss weights of conversations; empty for text
     template: str = ""  # sha256 of the chat template
     figures: dict[str, int] = dataclasses.field(default_factory=dict)  # turns, trained tokens
+    answers: str = ""  # pairs, of two documents each, or labeled; empty for other data
 
     @property
     def trained(self) -> int:
@@ -73,9 +79,10 @@ class Manifest:
 
     @property
     def digests(self) -> list[str]:
-        """sha256 of ids, documents and weights of each shard, which identify the shards."""
+        """sha256 of the files of each shard, which identify the shards."""
         files = [
-            (each.tokens_sha256, each.documents_sha256, each.weights_sha256) for each in self.shards
+            (each.tokens_sha256, each.documents_sha256, each.weights_sha256, each.answers_sha256)
+            for each in self.shards
         ]
         weights = [str(weight) for weight in self.weights]
         return [digest for each in files for digest in each if digest] + weights
@@ -90,6 +97,9 @@ class Manifest:
         }
         if self.weights:
             files[weights_name(number)] = (shard.tokens, shard.weights_sha256)
+        if self.answers:
+            size = shard.documents * ANSWER_BYTES
+            files[answers_name(number)] = (size, shard.answers_sha256)
         blocks = sum(-(-size // BLOCK) for size, _ in files.values())
         return files | {checks_name(number): (4 * blocks, shard.checks_sha256)}
 

@@ -40,6 +40,11 @@ class PackingPlan:
         """Number of rows."""
         return len(self._ends)
 
+    @property
+    def most_pieces(self) -> int:
+        """Largest number of pieces of a row."""
+        return int(np.diff(self._ends, prepend=0).max())
+
     def pieces(self, row: int) -> np.ndarray:
         """Return the pieces of a row, in order: (document, start, length)."""
         return self._pieces[int(self._ends[row - 1]) if row else 0 : int(self._ends[row])]
@@ -49,6 +54,8 @@ def open_plan(
     shards: AnyShards, sequence: int, packing: Packing, seed: int, folder: Path
 ) -> PackingPlan:
     """Return the plan in `folder`, which is written first if it is incomplete.
+
+    Both documents of a pair are in one row, one behind the other.
 
     Args:
       packing: see `DataConfig.packing`.
@@ -91,6 +98,9 @@ def _rows(
     filled = 0
     held = np.zeros(0, PIECE)  # pieces of the last, incomplete row
     for documents, positions in _windows(shards, seed):
+        if shards.manifest.answers == "pairs":
+            yield _best_fit_of_pairs(documents, positions, sequence)
+            continue
         if packing == "first_fit":
             yield _best_fit(documents, positions, sequence)
             continue
@@ -107,13 +117,19 @@ def _rows(
 
 
 def _windows(shards: AnyShards, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield documents and their numbers of positions; windows are shuffled, and each within."""
+    """Yield documents and their numbers of positions; windows are shuffled, and each within.
+
+    Of a pair, the first document is yielded with the positions of both, [n, 2].
+    """
+    size = 2 if shards.manifest.answers == "pairs" else 1
     starts = np.arange(0, shards.documents, WINDOW)
     for window in np.random.default_rng([seed, len(starts)]).permutation(len(starts)):
         start = int(starts[window])
         positions = shards.lengths(start, min(start + WINDOW, shards.documents)) - 1
+        if size == 2:
+            positions = positions.reshape(-1, 2)
         order = np.random.default_rng([seed, len(starts), int(window)]).permutation(len(positions))
-        yield start + order, positions[order]
+        yield start + size * order, positions[order]
 
 
 def _cut(
@@ -132,6 +148,18 @@ def _cut(
     pieces["document"] = documents[owner]
     pieces["start"], pieces["length"] = left - begins[owner], right - left
     return pieces, rows
+
+
+def _best_fit_of_pairs(
+    documents: np.ndarray, positions: np.ndarray, sequence: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pack pairs as `_best_fit` packs documents; both pieces of a pair are adjacent."""
+    pairs, ends = _best_fit(np.arange(len(documents)), positions.sum(1), sequence)
+    order = pairs["document"]
+    pieces = np.zeros(2 * len(order), PIECE)
+    pieces["document"] = (documents[order][:, None] + np.arange(2)).ravel()
+    pieces["length"] = positions[order].ravel()
+    return pieces, 2 * ends
 
 
 def _best_fit(

@@ -13,7 +13,7 @@ from typing import Literal
 
 from jaxlm.core import disk
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import from_python, manifest, remote
+from jaxlm.data import from_python, manifest, preferred, remote
 from jaxlm.data.config import DataConfig
 from jaxlm.data.conversations import ONE_A_LINE
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
@@ -304,5 +304,7 @@ def probe(corpus: Corpus, setting: str, most: int = PROBED_BYTES) -> None:
             f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, "
             f"{f'records: {reasons}' if reasons else 'all empty'}: {', '.join(corpus.names[:3])}"
         )
-        fix = f"ls -l {shlex.join(corpus.names[:3])}" if corpus.chat is None else ONE_A_LINE
+        fix = f"ls -l {shlex.join(corpus.names[:3])}"
+        if corpus.chat is not None:
+            fix = preferred.FORMS.get(corpus.chat.kind, ONE_A_LINE)
         raise DataError(what, where=setting, why=why, fix=fix)

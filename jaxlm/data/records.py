@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import conversations, formats
-from jaxlm.data.conversations import NO_MESSAGES, ChatFields, Conversation, Rejected
+from jaxlm.data import conversations, formats, preferred
+from jaxlm.data.conversations import (
+    NO_MESSAGES,
+    PREFERENCES,
+    ChatFields,
+    Conversation,
+    Rejected,
+)
 from jaxlm.data.formats import BYTE_ORDER_MARK, NOT_JSON, NOT_UTF8, RecordFault, is_packed, unpacked
 
 # Kinds of broken records, like NOT_UTF8 and NOT_JSON; only a small share of them is tolerated.
@@ -138,7 +144,8 @@ def _document(
         kind = OTHER_TYPE if is_there else NO_TEXT
         return Broken(kind, _no_text(value, name, number, text_key))
     try:
-        conversation = conversations.parse(value, chat.kind, chat.roles)
+        read = preferred.parse if chat.kind in PREFERENCES else conversations.parse
+        conversation = read(value, chat.kind, chat.roles)
     except Rejected as rejected:
         is_broken = rejected.reason in conversations.BROKEN
         error = not_a_conversation(rejected, name, number) if is_broken else None

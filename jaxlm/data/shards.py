@@ -4,7 +4,8 @@ A folder holds `tokens-00000.bin` (ids, uint16 or uint32, every document as bos,
 `documents-00000.bin` (int64 rows: end of the document in its shard, number of its file, number of
 its record), `checks-00000.bin` (CRC-32 of each block of the first, then of the second),
 `files.json`, the tokenizer file, and `manifest.json`, which is written last. Conversations have
-`weights-00000.bin` (a byte for each id, checked behind the documents) and their template too.
+`weights-00000.bin` (a byte for each id, checked behind the documents) and their template too, and
+answers that were compared or judged `answers-00000.bin`.
 """
 
 import abc
@@ -191,6 +192,21 @@ class TokenShards(_Numbered):
             raise self._damaged(damage, document, row) from damage
         return self._weights[np.frombuffer(data, np.uint8)]
 
+    @functools.cached_property
+    def answers(self) -> np.ndarray:
+        """Side of the answer of each document, 1 or -1, and margin of its pair: float32 [N, 2].
+
+        Raise Damaged if the bytes differ from what was written.
+        """
+        columns = []
+        for number, shard in enumerate(self.manifest.shards):
+            try:
+                data = self._readers(number)[3].read(0, shard.documents * manifest.ANSWER_BYTES)
+            except Damage as damage:
+                raise self._damaged(damage, int(self._first_document[number]), 0) from damage
+            columns.append(np.frombuffer(data, "<f4").reshape(-1, 2))
+        return np.concatenate(columns)
+
     def origin(self, document: int) -> tuple[str, int]:
         """Return the file of a document and the number of its line or row there, see `Document`.
 
@@ -267,7 +283,7 @@ class TokenShards(_Numbered):
         return int.from_bytes(documents.read(before, before + 8), "little") if row else 0
 
     def _opened(self, shard: int) -> list[BlockReader]:
-        """Open the files of a shard: ids, documents, and weights of conversations."""
+        """Open the files of a shard: ids, documents, weights of conversations, and judgments."""
         checks = self._checks(shard)
         readers, cut = [], 0
         *files, _ = self.manifest.files(shard).items()
@@ -343,6 +359,11 @@ class JoinedShards(_Numbered):
         part, inner = self._locate(document)
         return self.parts[part].weights(inner, start, stop)
 
+    @functools.cached_property
+    def answers(self) -> np.ndarray:
+        """Side and margin of each document, like `TokenShards.answers`."""
+        return np.concatenate([part.answers for part in self.parts])
+
     def origin(self, document: int) -> tuple[str, int]:
         """Return the file and record of a document, like `TokenShards.origin`."""
         part, inner = self._locate(document)
@@ -377,7 +398,8 @@ def _sum(manifests: list[Manifest]) -> Manifest:
         figures.update(each.figures)
     if figures:
         figures["trained_tokens"] = sum(each.trained for each in manifests)
-        figures["longest"] = max(each.figures.get("longest", 0) for each in manifests)
+        for name in {"longest", "longest_pair"} & figures.keys():
+            figures[name] = max(each.figures.get(name, 0) for each in manifests)
     names = "".join(manifest.files_sha256 for manifest in manifests)
     return dataclasses.replace(
         manifests[0],

@@ -102,6 +102,8 @@ class _Writer:
         self._columns = [self._tokens, self._documents]
         if self.chat is not None:
             self._columns.append(BlockWriter(self.folder / manifest.weights_name(number)))
+        if self.chat is not None and self.chat.answers:
+            self._columns.append(BlockWriter(self.folder / manifest.answers_name(number)))
         self._counts = Counter[str]()
         self._largest_id = 0
 
@@ -115,6 +117,8 @@ class _Writer:
             self._write(document, [self._checked(document, ids) for ids in each.ids])
             if each.weights is not None:
                 self._columns[2].write(self._numbers(document, each.weights))
+            if each.side:
+                self._columns[3].write(np.array([each.side, each.margin], "<f4"))
             place = document.place
             if place - reported >= PROGRESS_BYTES:
                 reported = place
@@ -123,7 +127,9 @@ class _Writer:
 
     def _write(self, document: Document, parts: list[np.ndarray]) -> None:
         count = len(self._before) + len(self._after) + sum(len(part) for part in parts)
-        if self._counts["tokens"] and self._counts["tokens"] + count > SHARD_TOKENS:
+        is_paired = self.chat is not None and self.chat.answers == "pairs"
+        is_whole = not is_paired or self._counts["documents"] % 2 == 0  # a shard has whole pairs
+        if is_whole and self._counts["tokens"] and self._counts["tokens"] + count > SHARD_TOKENS:
             self.close()
             self._open()
         for part in (self._before, *parts, self._after):
@@ -174,6 +180,7 @@ class _Writer:
                 documents_sha256=self._documents.sha256,
                 checks_sha256=hashlib.sha256(checks).hexdigest(),
                 weights_sha256="" if self.chat is None else self._columns[2].sha256,
+                answers_sha256=self._columns[3].sha256 if len(self._columns) > 3 else "",
             )
         )
 
@@ -199,6 +206,7 @@ class _Writer:
             weights=tuple(self.weights),
             template=hashlib.sha256(template).hexdigest() if template else "",
             figures={} if self.chat is None else dict(self.figures),
+            answers="" if self.chat is None else self.chat.answers,
         ).write(self.folder)
 
 

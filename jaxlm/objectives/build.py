@@ -8,6 +8,7 @@ from jaxlm.objectives import config, objective
 from jaxlm.objectives.config import Architecture, LossConfig
 from jaxlm.objectives.distill import Distillation
 from jaxlm.objectives.objective import Objective
+from jaxlm.objectives.preference import PreferenceLearning
 
 
 def build(
@@ -41,7 +42,9 @@ def _own(settings: Any, loss: LossConfig, architecture: Architecture) -> Objecti
     return built
 
 
-def _class_of(settings: config.TokenObjective | config.Distill) -> type[Objective[Any]]:
+def _class_of(
+    settings: config.TokenObjective | config.Distill | config.Preference,
+) -> type[Objective[Any]]:
     match settings:
         case config.Causal():
             return Objective
@@ -61,3 +64,5 @@ def _class_of(settings: config.TokenObjective | config.Distill) -> type[Objectiv
             return objective.FillInTheMiddle
         case config.Distill():
             return Distillation
+        case config.Preference():
+            return PreferenceLearning

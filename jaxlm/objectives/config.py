@@ -17,6 +17,10 @@ BLOCK_POSITIONS = 512  # distinct second positions inside a blank
 # Rate and mean length of the spans of UL2's denoisers R (the first two) and X; S is a suffix.
 UL2_SPANS = ((0.15, 3.0), (0.15, 8.0), (0.5, 3.0), (0.5, 8.0), (0.15, 64.0), (0.5, 64.0))
 UL2_SUFFIX = 0.25  # share of a text that the denoiser S predicts
+AUTO = "auto"
+PreferenceLoss = Literal["dpo", "ipo", "kto", "orpo", "simpo", "hinge"]
+Noise = Literal["conservative", "robust"]
+WITHOUT_REFERENCE: tuple[PreferenceLoss, ...] = ("orpo", "simpo")
 Architecture = Literal["decoder", "encoder", "encoder-decoder"]
 # The way a model trained on an objective reads a prompt; "none": it cannot continue one.
 Prompts = Literal["left to right", "both ways", "none"]
@@ -34,6 +38,8 @@ class ObjectiveFacts:
       block_positions: size of the table of second positions that the model needs, if any.
       marks_mtp_rows: batches mark the rows that predict tokens beyond the next one.
       teacher: RUN[@STEP] of a frozen model that the loss reads, if any.
+      compares_answers: the data is answers that were compared or judged, and the loss is no
+        negative log-likelihood.
 
     The settings of an objective in a file of a user have `build(loss, architecture)` too, which
     returns the `Objective`, as `objectives.build` does for the others.
@@ -46,6 +52,7 @@ class ObjectiveFacts:
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder",)
     block_positions: ClassVar[int | None] = None
     marks_mtp_rows: ClassVar[bool] = False
+    compares_answers: ClassVar[bool] = False
     teacher: str | None = None
 
     PARTS: ClassVar = Interface("objective", needs=("build",))
@@ -53,6 +60,11 @@ class ObjectiveFacts:
     @property
     def mtp_settings(self) -> "MTP | None":
         """Settings of multi-token prediction; None without it."""
+        return None
+
+    @property
+    def compared_with(self) -> str | None:
+        """The model that answers are compared with: start, adapter_off or RUN; None for none."""
         return None
 
     def target_length(self, sequence: int) -> int:
@@ -236,6 +248,73 @@ class Distill(LeftToRight):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Preference(ObjectiveFacts):
+    """Prefer chosen answers to rejected ones, without drifting from a reference."""
+
+    name: Literal["preference"] = "preference"
+    loss: PreferenceLoss = setting(
+        "dpo", "dpo, ipo, hinge and kto compare with a reference; orpo and simpo have none"
+    )
+    reference: str = setting(
+        AUTO,
+        "model that answers are compared with: start, the weights before the first step, scored "
+        "once; adapter_off, the base of an adapter, scored in each step; RUN or RUN@STEP; none; "
+        "auto is start, and none for orpo and simpo",
+    )
+    beta: float = setting(
+        0.1, "weight of the log-ratios; tau of ipo, and the odds ratio's weight of orpo", above=0
+    )
+    smoothing: float = setting(
+        0.0, "share of the pairs of dpo that are in the wrong order", low=0, high=0.49
+    )
+    noise: Noise = setting(
+        "conservative", "smoothing: conservative lowers its confidence; robust has no bias by it"
+    )
+    gamma: float = setting(0.5, "margin of simpo, in units of its scores times beta", low=0)
+    nll: float = setting(
+        0.0, "weight of the chosen answer's negative log-likelihood a token; orpo adds 1", low=0
+    )
+    length: Literal["auto", "sum", "mean"] = setting(
+        "auto",
+        "log-probability of an answer: sum over its tokens, or mean; auto is mean for ipo, orpo "
+        "and simpo",
+    )
+
+    keeps_rows: ClassVar[bool] = True
+    compares_answers: ClassVar[bool] = True
+
+    @property
+    def compared_with(self) -> str | None:
+        """Return the model that answers are compared with; None without one."""
+        if self.reference == AUTO:
+            return None if self.loss in WITHOUT_REFERENCE else "start"
+        return None if self.reference == "none" else self.reference
+
+    @property
+    def is_mean(self) -> bool:
+        """Return whether an answer's log-probability is the mean over its tokens."""
+        if self.length == "auto":
+            return self.loss in ("ipo", *WITHOUT_REFERENCE)
+        return self.length == "mean"
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Check the reference, the smoothing and the length against the loss."""
+        if self.compared_with is None and self.loss not in WITHOUT_REFERENCE:
+            why = f"{self.loss} compares the model with a reference"
+            yield (
+                "reference",
+                why,
+                "--config.objective.reference=start\n--config.objective.loss=simpo",
+            )
+        if self.smoothing and self.loss != "dpo":
+            why = f"{self.loss} has no smoothing of labels"
+            yield "smoothing", why, "--config.objective.smoothing=0\n--config.objective.loss=dpo"
+        if self.length == "sum" and self.loss in WITHOUT_REFERENCE:
+            why = f"{self.loss} compares mean log-probabilities of a token"
+            yield "length", why, "--config.objective.length=auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
     """Relative frequency of each objective of a mixture, by rows."""
 
@@ -264,7 +343,9 @@ class Mixture:
     keeps_rows: ClassVar[bool] = False
     evaluated_as_causal: ClassVar[bool] = False
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder",)
+    compares_answers: ClassVar[bool] = False
     teacher: ClassVar[str | None] = None
+    compared_with: ClassVar[str | None] = None
 
     @property
     def parts(self) -> tuple[tuple["TokenObjective", float], ...]:
@@ -315,7 +396,7 @@ class Mixture:
 
 
 TokenObjective = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP
-Objective = TokenObjective | Mixture | Distill
+Objective = TokenObjective | Mixture | Distill | Preference
 
 
 def mtp_heads(objective: Objective) -> MtpConfig | None:

@@ -137,6 +137,7 @@ class Run:
                 f"{self.model.family} cannot be trained by {self.objective.name}: {why}",
                 "\n".join([*fixes, "--config.model.family=gpt2"]),
             )
+        yield from self._preference_problems()
         if isinstance(self.model, TabledFamily) and self.data.sequence > self.model.max_positions:
             yield (
                 "data.sequence",
@@ -208,6 +209,32 @@ class Run:
             self.data.mixture, self.row_at, self.rows
         ):
             yield f"data.{name}", why, fix
+
+    def _preference_problems(self) -> Iterator[tuple[str, str, str]]:
+        """Check that judged answers have an objective that compares them, and the other way."""
+        objective, answers = self.objective, self.data.answers
+        if not objective.compares_answers:
+            if answers:
+                why = f"data.kind = {answers} has answers that are not to be learned"
+                yield "objective.name", why, "--config.objective.name=preference"
+            return
+        if not answers:
+            why = f"{objective.name} learns from answers that were compared or judged"
+            fix = "--config.data.kind=pairs --config.data.train=pairs.jsonl"
+            yield "data.kind", why, f"{fix}\n--config.objective.name=causal"
+        if answers == "labeled" and getattr(objective, "loss", "kto") != "kto":
+            why = "data.kind = labeled has no pairs, which every loss but kto compares"
+            yield "objective.loss", why, "--config.objective.loss=kto"
+        if objective.compared_with == "adapter_off" and isinstance(self.tune, Full):
+            why = "tune.name = full has no adapter that could be off"
+            yield "objective.reference", why, "--config.objective.reference=start"
+        if self.optim.curvature_every:
+            why = "sophia estimates the curvature of the next-token loss, not of a preference"
+            yield "optim.name", why, "--config.optim.name=adamw"
+        for name in ("z_loss", "label_smoothing"):
+            if getattr(self.loss, name):
+                why = f"{objective.name} has no such term"
+                yield f"loss.{name}", why, f"--config.loss.{name}=0"
 
     def _tune_problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that the step of an adapter is implemented: the base is no part of its state."""

@@ -157,7 +157,10 @@ class LanguageModel:
         is_real = (np.arange(slots) < len(known) - 1).astype(np.int32)
         index = np.minimum(np.arange(slots, dtype=np.int32), len(known) - 1)
         fields = row[:-1], row[1:], is_real.astype(np.float32), is_real, index
-        batch = Tokens(*(jnp.asarray(field)[None] for field in fields))
+        tokens, targets, weights, segments, positions = (
+            jnp.asarray(field)[None] for field in fields
+        )
+        batch = Tokens(tokens, targets, weights, segments, positions)
         with jax.set_mesh(self.loaded.model.mesh):
             nll = np.asarray(self._nll(self.params, batch))[0]
         nats = nll[len(before) - 1 : len(known) - 1].tolist()

@@ -114,9 +114,12 @@ def build_gradient(
 
 
 def _trained_share(batch: Tokens) -> Array:
-    """Return the weight of the batch over its tokens that are not padding; 1 if all are trained."""
+    """Return the weight of the loss over the tokens that are not padding; 1 if all are trained."""
     count = (batch.segments > 0).sum(dtype=jnp.float32)
-    return batch.weights.sum(dtype=jnp.float32) / jnp.maximum(count, 1.0)
+    weight = batch.weights.sum(dtype=jnp.float32)
+    if batch.answers is not None:  # the loss is a mean over them
+        weight = (batch.answers.sides != 0).sum(dtype=jnp.float32)
+    return weight / jnp.maximum(count, 1.0)
 
 
 def reduce_dtype_grads(grads: Any, precision: Precision, axes: Any) -> Any:

@@ -10,6 +10,7 @@ import optax
 from jax import Array
 
 from jaxlm.core import faults, random, tree
+from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.nn.intermediates import Intermediates, Kind
 from jaxlm.optim import rounding
@@ -142,7 +143,7 @@ def build_step(spec: StepSpec) -> Step:
         params, opt_state, averaged = new
         metrics = means | figures
         metrics |= {
-            "tokens": jnp.where(is_good, part.objective.weight, 0.0),
+            "tokens": jnp.where(is_good, _trained_tokens(batch, part.objective), 0.0),
             "tokens_read": batch.read_count,
             "trained_share": batch.trained_share,
             "learning_rate": jnp.asarray(spec.schedule(applied) * rate, jnp.float32),
@@ -160,6 +161,11 @@ def build_step(spec: StepSpec) -> Step:
         return TrainState(state.step + 1, params, opt_state, guarded, averaged), metrics
 
     return step
+
+
+def _trained_tokens(batch: Tokens, objective: Mean) -> Array:
+    """Return the weight of the batch's tokens; a loss of whole answers has another weight."""
+    return objective.weight if batch.answers is None else batch.weights.sum()
 
 
 def _layer_norms(is_needed: Array, grads: Any, axes: Any) -> Any:

@@ -180,7 +180,8 @@ def rows_of(*, is_packed: bool) -> Any:
             positions[row, start:stop] = range(len(ids))
             targets[row, start : stop - 1], weights[row, start : stop - 1] = ids[1:], mask[1:]
             start = stop
-    return Tokens(*map(jnp.asarray, (tokens, targets, weights, segments, positions)))
+    fields: Any = map(jnp.asarray, (tokens, targets, weights, segments, positions))
+    return Tokens(*fields)
 
 
 def make(family: str, method: str, folder: Path) -> None:

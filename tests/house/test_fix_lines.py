@@ -30,6 +30,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from tests.house import (
+    situations_preferences,
     situations_prepare,
     situations_recipes,
     situations_serving,
@@ -699,6 +700,7 @@ SITUATIONS = {
 
 
 MORE = (
+    situations_preferences,
     situations_prepare,
     situations_recipes,
     situations_serving,

@@ -101,6 +101,8 @@ def checkout(tmp_path_factory):
         messages = [{"role": role, "content": content} for role, content in turns]
         conversations.append(json.dumps({"messages": messages}) + "\n")
     (folder / "chat.jsonl").write_text("".join(conversations))
+    pairs = ({"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(100))
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
     (folder / "asked.jsonl").write_text("".join(conversations[:10]))
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").write_text("")

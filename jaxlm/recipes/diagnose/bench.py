@@ -15,6 +15,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.data.batch import Tokens
+from jaxlm.data.loader import with_pair
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
 from jaxlm.parallel import host
@@ -124,4 +125,5 @@ def _rows(run: Run, vocab: int) -> Tokens:
     weights, segments = np.ones(shape, np.float32), np.ones(shape, np.int32)
     slots = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     fields: Any = (ids, np.roll(ids, -1, axis=1), weights, segments, slots)
-    return Tokens(*fields)
+    batch = Tokens(*fields)
+    return with_pair(batch) if run.objective.compares_answers else batch

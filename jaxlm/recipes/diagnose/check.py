@@ -16,6 +16,7 @@ from jaxlm.core.errors import CommandError
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
+from jaxlm.data.loader import with_pair
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.ops.kernels import Target
@@ -346,7 +347,8 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
             ends = np.where(is_padding, slots, np.where(is_second, end - 1, middle - 1))
             visible = np.where(noise.random(shape) < 0.5, slots, ends)
             fields["visible_until"] = visible.astype(np.int32)
-        yield Tokens(**fields)
+        batch = Tokens(**fields)
+        yield with_pair(batch) if run.objective.compares_answers else batch
 
 
 def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:

@@ -24,7 +24,7 @@ from jaxlm.parallel import host
 from jaxlm.parallel import mesh as meshes
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train import records, resume
+from jaxlm.recipes.train import records, reference, resume
 from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.programs import TrainPrograms
@@ -94,6 +94,7 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
         if model.base:
             base = load.load_base(load.find_base(workdir, run, None, say), model)
         frozen = resume.load_teacher(run, teacher, model)
+        data = reference.with_stored(data, run, workdir)
         engine = TrainPrograms(run, data, model, teacher=frozen, base=base)
         state = (
             resume.restored_state(engine, store, start, resume_options)

@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 from jaxlm.core import backend, faults, random, tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, Diverged
+from jaxlm.core.mean import Mean
 from jaxlm.core.nearest import divisors
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.evals import loss as evals
+from jaxlm.evals.preference import evaluate as evaluate_answers
 from jaxlm.models import config as configs
 from jaxlm.models.build import Blueprint
 from jaxlm.monitor import sinks
@@ -105,6 +107,7 @@ class TrainPrograms:
                 fix="--config.tune.name=full    # all parameters, from their initial values",
             )
         self.run, self.data, self.model, self.teacher, self.base = run, data, model, teacher, base
+        self.reference = ""  # of a preference run, for its header
         if backend.name() == "cpu":
             backend.keep_freed_memory()
         blueprint, self.pace = model.blueprint, run.pace
@@ -194,7 +197,9 @@ class TrainPrograms:
             compiler_options=rules.compiler_options(model.mesh),
         )
         self._eval_step = jax.jit(
-            evals.build(
+            self._answer_sums
+            if run.objective.compares_answers
+            else evals.build(
                 blueprint.merge,
                 setup.token_bytes(model, data.tokenizer),
                 chunk=run.loss.chunk,
@@ -283,12 +288,15 @@ class TrainPrograms:
         size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
         rows = host.host_rows(self.model.mesh, size)
         eval_step = functools.partial(self._eval_step, self.whole(params))
-        results = {}
+        results: dict[str, dict[str, Any]] = {}
         for name, loader in self.data.validation.items():
             batches = loader.evaluation(batch=size, rows=rows, limit=limit)
             sample = evals.Sample(loader.evaluated(batch=size, limit=limit), loader.plan.rows)
-            result = evals.evaluate(eval_step, batches, self._put, sample)
-            results[name] = result.record() | {"share": sample.rows / sample.of}
+            if run.objective.compares_answers:
+                record = evaluate_answers(eval_step, batches, self._put)
+            else:
+                record = evals.evaluate(eval_step, batches, self._put, sample).record()
+            results[name] = record | {"share": sample.rows / sample.of}
         return results
 
     def bytes_per_device(self) -> dict[str, int]:
@@ -334,10 +342,22 @@ class TrainPrograms:
 
         def loss(params: Any, batch: Tokens, key: jax.Array) -> Any:
             taught = None if self.teacher is None else self.teacher.blueprint.merge(teacher)
+            if self.run.objective.compared_with == "adapter_off":
+                taught = self.model.stored.merge(base)
             whole = params if base is None else tree.merge_leaves(base, params)
             return self.objective.loss(blueprint.merge(whole), batch, key, taught)
 
         return loss
+
+    def _answer_sums(self, params: Any, batch: Tokens) -> dict[str, Mean]:
+        """Return the metrics of a batch of answers, without dropout; `params` are all."""
+        taught = None
+        if self.run.objective.compared_with == "adapter_off":
+            base = tree.leaves(params)
+            taught = self.model.stored.merge(
+                tree.map_with_path(lambda path, _: base[path], self.model.stored.shapes)
+            )
+        return self.objective.loss(self.model.blueprint.merge(params), batch, None, taught).metrics
 
     def _curvature(self) -> Curvature | None:
         every = self.run.optim.curvature_every

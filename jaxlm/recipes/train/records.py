@@ -5,7 +5,7 @@ import functools
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ MAX_DOCUMENTS = 256  # in such a record
 COUNTS = ("skipped_total", "overflows_total")  # metrics that are whole numbers
 # Metrics that are recorded in other forms.
 INTERNAL = ("verdict", "skipped_in_a_row", "tokens_read")
+STEPS_JUDGED = 3  # logged steps whose mean likelihood of chosen answers is judged
+UNLIKELIER = 1.2  # of their first nats
 PREVIEW = 150  # characters of the example row in the header
 DIVERGENCE_FILE = "divergence.json"
 
@@ -64,6 +66,7 @@ class MetricsLogger:
         self._context, self._programs, self._warn = context, programs, warn
         self._directory, self._console = context.directory, context.console
         self._dropped_tokens = DroppedTokenWarning(self._console.warn)
+        self._chosen = UnlikelierAnswerWarning(self._console.warn, [])
         self._program_bytes = 0  # on a device, of the largest program
         self._open = contextlib.ExitStack()
         self._metrics: Sink = sinks.NullSink()
@@ -84,7 +87,9 @@ class MetricsLogger:
 
         self._metrics = opened("metrics.jsonl", through)
         with contextlib.suppress(DataError):  # the report names a damaged line
-            self._console.remember(sinks.read(self._directory.path / "metrics.jsonl"))
+            known = sinks.read(self._directory.path / "metrics.jsonl")
+            self._console.remember(known)
+            self._chosen = UnlikelierAnswerWarning(self._console.warn, known)
         self._samples = opened("samples.jsonl", through)
         self._spikes = opened("spikes.jsonl", None)
         others = [self._open.enter_context(contextlib.closing(s)) for s in self._trackers(through)]
@@ -128,6 +133,7 @@ class MetricsLogger:
         }
         written = self.write(step, "train", record | measured)
         self._dropped_tokens.check(step, values)
+        self._chosen.check(step, values)
         return written
 
     def note_skipped(self, step: int, values: dict[str, float], layers: dict[str, Any]) -> None:
@@ -239,6 +245,45 @@ class DroppedTokenWarning:
             )
 
 
+class UnlikelierAnswerWarning:
+    """Warns once if chosen answers became less likely by a fifth: of the mean of a few steps.
+
+    `records` are earlier ones of the run; the first of its steps is what later ones are compared
+    with.
+    """
+
+    def __init__(self, warn: Callable[..., None], records: Iterable[Mapping[str, Any]]):
+        self._warn = warn
+        self._nats = [
+            record["chosen_nats"]
+            for record in records
+            if record.get("split") == "train" and record.get("chosen_nats") is not None
+        ]
+        self._has_warned = self._is_unlikelier()
+
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Check the means of a logged step."""
+        nats = values.get("chosen_nats", math.nan)
+        if math.isnan(nats):
+            return
+        self._nats.append(nats)
+        if not self._has_warned and self._is_unlikelier():
+            self._has_warned = True
+            self._warn(
+                f"step {step}: chosen answers have {self._mean():.3g} nats a token, and had"
+                f" {self._nats[0]:.3g} at the start: the model prefers them and writes them less"
+                " often; --config.objective.nll=0.2 of a new run keeps them likely",
+                step=step,
+            )
+
+    def _mean(self) -> float:
+        last = self._nats[-STEPS_JUDGED:]
+        return sum(last) / len(last)
+
+    def _is_unlikelier(self) -> bool:
+        return len(self._nats) > STEPS_JUDGED and self._mean() > UNLIKELIER * self._nats[0]
+
+
 def spike_evidence(
     programs: TrainPrograms,
     step: int,
@@ -314,6 +359,8 @@ class DivergenceAlarm:
         self._context, self._programs = context, programs
         self._ranking_set, self._progress = ranking_set, progress
         self._finish_saves = finish_saves
+        # Coders compare with the likelihood of tokens, not with a loss of whole answers.
+        self._is_nll = not context.run.objective.compares_answers
         self._ids = programs.data.tokenizer.size
         uniform = math.log(self._ids)
         # A checkpoint of an earlier version does not have the first loss.
@@ -341,7 +388,7 @@ class DivergenceAlarm:
 
     def judge_training(self, step: int, values: dict[str, float]) -> None:
         """Judge the loss of a completed step that was applied. Raise Diverged as `_report` does."""
-        if not values["verdict"]:
+        if not values["verdict"] and self._is_nll:
             self._divergence.train(step, values["loss_nats"])
             self._progress.first_loss = self._divergence.first
             median = self._divergence.median
@@ -349,16 +396,19 @@ class DivergenceAlarm:
 
     def judge_evaluation(self, step: int, loss: float) -> dict[str, Any]:
         """Judge an evaluation of the ranking set, and return fields of its record."""
+        if not self._is_nll:
+            return {}
         worse = self._divergence.evaluated(step, loss)
         return {"worse_than": worse} if worse else {}
 
     def report_evaluation(self, step: int, loss: float) -> None:
         """Warn of a recorded evaluation, or end the run. Raise Diverged."""
-        self._report(step, self._ranking_set or "train", loss)
+        if self._is_nll:
+            self._report(step, self._ranking_set or "train", loss)
 
     def is_worse_than_uniform(self, loss: float) -> bool:
         """Return whether a loss is above ln V."""
-        return not loss <= self._divergence.uniform
+        return self._is_nll and not loss <= self._divergence.uniform
 
     def write(self) -> None:
         """Write the verdict for the report, replacing an earlier one."""
@@ -513,6 +563,8 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
         facts.append(("validation", f"{sets}; {held_out}" if held_out else sets))
     if run.objective.name != "causal":
         facts.append(("objective", _objective(trainer)))
+    if trainer.programs.reference:
+        facts.append(("reference", trainer.programs.reference))
     if schedule := model.blueprint.schedule:
         facts.append(("pipeline", f"{schedule}: each stage idles {schedule.bubble:.0%} of ticks"))
     if trainer.start:

@@ -11,6 +11,7 @@ Files of `jaxlm/recipes` between `jaxlm train` and the first step, in the order 
 - `recipes/train/resume.py`: checkpoint to resume from, allowed changes, first state, history
 - `recipes/setup.py`: JAX, mesh, sharded model, data
 - `plan`: kernels, divisibility, and the memory that the compiled step is compared with
+- `recipes/train/reference.py`: scores of answers under the reference of a preference run
 - `recipes/train/programs.py`: step, observer, gradient and evaluation, and their compilation
 - `recipes/train/trainer.py`: the loop's state and what is due in it
 - `recipes/train/checkpointing.py`: saves and rewinds
@@ -40,9 +41,9 @@ from jaxlm.monitor.sinks import Callbacks
 from jaxlm.parallel import rendezvous
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan import attention_kernels, predict
+from jaxlm.recipes.plan import attention_kernels, oom, predict
 from jaxlm.recipes.setup import ShardedModel
-from jaxlm.recipes.train import checkpointing, records, resume
+from jaxlm.recipes.train import checkpointing, records, reference, resume
 from jaxlm.recipes.train.api import ResumeOptions, RunContext, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.programs import TrainPrograms
@@ -98,6 +99,8 @@ def run_training(
         data = _open_data(context, stop, notices.append)
         teacher_source = _teacher_source(context, stop, data, notices.append)
         data = resume.with_teacher(data, teacher_source)
+        begun_with = None if point.meta else source
+        compared = reference.find(context, begun_with, data.tokenizer.digest, notices.append)
         if point.meta:
             saved = point.meta["data"]
             point.changes += resume.check_data(saved, data.fingerprint, options.resume)
@@ -139,6 +142,8 @@ def run_training(
             for line in notices:
                 context.console.warn(line, step=point.start)
             context.processes.barrier("begin")
+            with oom.explain_oom(run, trainer.forecast):
+                reference.attach(context, programs, compared)
             records.print_header(trainer, held_out)
             try:
                 trainer.train(stop, options.stop_at)

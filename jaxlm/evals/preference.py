@@ -1,0 +1,68 @@
+"""Evaluation of answers that were compared or judged, and their scores under a fixed model."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from jax import Array
+
+from jaxlm.core.errors import DataError
+from jaxlm.core.mean import Mean
+from jaxlm.data.batch import Tokens
+
+Sums = dict[str, Mean]
+# Figures of token losses that a loss of whole answers does not have.
+NO_FIGURES = ("perplexity", "bits_per_byte", "bits_per_byte_text")
+
+
+def evaluate(
+    step: Callable[[Tokens], Sums],
+    batches: Iterable[Tokens],
+    put: Callable[[Tokens], Tokens],
+) -> dict[str, float | int | None]:
+    """Return the figures of a set, the same as in training, from sums in float64.
+
+    Each batch is fetched after the next has been dispatched; `put` places it on the devices. A
+    figure that no answer has is left out.
+
+    Raises:
+      DataError: if the set has no answer.
+    """
+    totals: dict[str, np.ndarray] = {}
+    tokens = 0
+    pending: Sums | None = None
+
+    def add(sums: Sums | None) -> None:
+        for name, mean in (sums or {}).items():
+            totals[name] = totals.get(name, np.zeros(2)) + np.asarray(mean, np.float64)
+
+    for batch in batches:
+        tokens += int((np.asarray(batch.weights) > 0).sum())
+        sums = step(put(batch))
+        add(pending)
+        pending = sums
+    add(pending)
+    if "loss_nats" not in totals or not totals["loss_nats"][1]:
+        raise DataError(
+            "there is nothing to evaluate",
+            where="the validation set",
+            why="no pair of the set was read",
+            fix="name more pairs in --config.data.validation",
+        )
+    figures = {name: float(total / weight) for name, (total, weight) in totals.items() if weight}
+    return figures | dict.fromkeys(NO_FIGURES) | {"tokens": tokens}
+
+
+def scores_of_answers(
+    score: Callable[[Tokens], Array],
+    fetch: Callable[[Array], np.ndarray],
+    batches: Iterable[Tokens],
+) -> Iterable[np.ndarray]:
+    """Yield the scores [B, S] of each batch; each is fetched after the next was dispatched."""
+    pending: Array | None = None
+    for batch in batches:
+        scores = score(batch)
+        if pending is not None:
+            yield fetch(pending)
+        pending = scores
+    if pending is not None:
+        yield fetch(pending)

@@ -1,0 +1,310 @@
+"""Scores of answers under the reference of a preference run, computed once before the first step.
+
+A score is the log-probability of an answer, one number for each document. Scores are kept in the
+cache, under the digests of weights, data and template, and what else determines their bits; an
+interrupted pass is kept there too. A copy is in the run directory: a run resumes without the cache
+and without the reference.
+"""
+
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxlm.core import config, disk
+from jaxlm.core.callbacks import Log
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data import cache, dataset
+from jaxlm.data.dataset import Data
+from jaxlm.data.loader import Loader
+from jaxlm.evals.preference import scores_of_answers
+from jaxlm.monitor import formatting
+from jaxlm.objectives.preference import score_answers
+from jaxlm.parallel import host
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.api import ResumeOptions, RunContext
+from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.use.load import InitSource, check_plain, open_run_ref
+from jaxlm.training import state as states
+
+FILE = "reference.npz"  # of a run directory
+VERSION = 1  # of the scores; those of another version are computed again
+SAVES = 20  # of an unfinished pass
+START, ADAPTER_OFF = "start", "adapter_off"
+FLAG = "--config.objective.reference"
+
+
+class Reference(NamedTuple):
+    """The model that answers are compared with: `start`, `adapter_off` or a run.
+
+    `source` is that run, or the one that a new run begins with; None for fresh weights.
+    """
+
+    name: str
+    source: InitSource | None
+
+
+def find(
+    context: RunContext, begun_with: InitSource | None, digest: str, warn: Log
+) -> Reference | None:
+    """Return the reference of a run; None without one.
+
+    `begun_with` is the run of --init_from, `digest` that of the tokenizer, and `warn` gets lines
+    about damaged steps. Raises as `open_run_ref`, and ConfigError if the reference has another
+    tokenizer or an adapter of its own, or `adapter_off` is not the model that the run begins with.
+    """
+    name = context.run.objective.compared_with
+    if name is None:
+        return None
+    if name == ADAPTER_OFF and begun_with is not None and begun_with.adapter is not None:
+        raise ConfigError(
+            "the base without its adapter is not the model that this run begins with",
+            where="objective.reference = adapter_off",
+            why=f"the run continues the adapter of {begun_with.adapter}",
+            fix=f"{FLAG}=start    # scores the answers once, with that adapter",
+        )
+    if name in (START, ADAPTER_OFF):
+        return Reference(name, begun_with)
+    source = open_run_ref(name, FLAG, warn, context.store.verifier)
+    check_plain(source, FLAG, "the reference is loaded without an adapter")
+    resume.check_tokenizer(source, digest)
+    return Reference(name, source)
+
+
+def attach(context: RunContext, programs: TrainPrograms, reference: Reference | None) -> None:
+    """Give the loaders of `programs` the scores, and `programs` a line for the header.
+
+    Raises DataError if the run has begun, and its scores and the weights of its start are gone.
+    """
+    if reference is None:
+        return
+    if reference.name == ADAPTER_OFF:
+        programs.reference = "the base without the adapter, scored in each step"
+        return
+    directory, sets = context.directory, _sets(programs.data)
+    is_first = context.processes.peers.is_first
+    stored = read_stored(directory.path, programs.run, programs.data) if is_first else None
+    scores = _broadcast(context, sets, "stored", stored)
+    programs.reference = f"{reference.name}, scored before the run began"
+    if scores is None:
+        begun = time.monotonic()
+        read = _Pass(context, programs, reference)
+        scores = {name: read.scores(name, loader) for name, loader in sets.items()}
+        seconds = formatting.duration(time.monotonic() - begun)
+        cost = f"in {seconds}" if read.tokens else "from the cache"
+        programs.reference = f"{reference.name}, {read.answers:,} answers scored {cost}"
+        content = io.BytesIO()
+        np.savez(content, key=_key(programs.run, sets), **scores)  # type: ignore[arg-type]
+        directory.write_bytes(FILE, content.getvalue())
+    programs.data = with_scores(programs.data, scores)
+
+
+def with_scores(data: Data, scores: dict[str, np.ndarray]) -> Data:
+    """Return the data with the scores of each set in its loader."""
+    loaders = {
+        name: dataclasses.replace(loader, reference=scores[name])
+        for name, loader in _sets(data).items()
+    }
+    return dataclasses.replace(data, train=loaders.pop("train"), validation=loaders)
+
+
+def read_stored(workdir: Path, run: Run, data: Data) -> dict[str, np.ndarray] | None:
+    """Return the scores in a run directory; None if there are none, or of other data."""
+    sets = _sets(data)
+    try:
+        with np.load(workdir / FILE, allow_pickle=False) as file:
+            if str(file["key"]) != _key(run, sets):
+                return None
+            return {name: file[name] for name in sets}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def with_stored(data: Data, run: Run, workdir: Path) -> Data:
+    """Return the data with the scores in a run directory. Raise DataError if they are gone."""
+    if run.objective.compared_with in (None, ADAPTER_OFF):
+        return data
+    if (scores := read_stored(workdir, run, data)) is None:
+        raise _gone(workdir)
+    return with_scores(data, scores)
+
+
+def _gone(workdir: Path) -> DataError:
+    return DataError(
+        "the scores of the reference are gone",
+        where=str(workdir / FILE),
+        why="they are those of the weights and the data that the run began with",
+        fix="restore the file from a copy of the run",
+    )
+
+
+def _sets(data: Data) -> dict[str, Loader]:
+    return {"train": data.train} | data.validation
+
+
+def _key(run: Run, sets: dict[str, Loader]) -> str:
+    """Return what the scores in the directory of a run belong to: reference, data, length."""
+    digests = {name: loader.shards.manifest.digests for name, loader in sets.items()}
+    facts = [VERSION, run.objective.compared_with, run.data.sequence, digests]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _broadcast(
+    context: RunContext, sets: dict[str, Loader], name: str, scores: dict[str, np.ndarray] | None
+) -> dict[str, np.ndarray] | None:
+    """Return the scores of the first process in every process; None if it has none."""
+    if not context.processes.share(f"reference/{name}", scores is not None):
+        return None
+    if context.processes.peers.count == 1:
+        return scores
+    blank = {each: np.zeros(loader.shards.documents, np.float32) for each, loader in sets.items()}
+    return multihost_utils.broadcast_one_to_all(scores or blank)
+
+
+class _Pass:
+    """One forward pass over every set, without dropout, sharded as an evaluation is.
+
+    Attributes:
+      answers: number of answers whose scores were asked for.
+      tokens: slots of the rows that were read; 0 if the cache had all scores.
+    """
+
+    def __init__(self, context: RunContext, programs: TrainPrograms, reference: Reference):
+        self._context, self._programs, self._reference = context, programs, reference
+        run, mesh = programs.run, programs.model.mesh
+        self._size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
+        self._facts = {
+            "weights": self._digest(),
+            "sequence": run.data.sequence,
+            "rows": self._size,
+            "mesh": dict(mesh.shape),
+            "precision": dataclasses.asdict(run.precision),
+            "kernel": [run.train.attention, run.train.stack, run.loss.chunk],
+            "version": VERSION,
+        }
+        self._score: Callable[..., Any] | None = None
+        self.answers = self.tokens = 0
+
+    def scores(self, name: str, loader: Loader) -> np.ndarray:
+        """Return the score of each document of a set, float32."""
+        shards, context = loader.shards, self._context
+        self.answers += shards.documents
+        key = {"data": shards.manifest.digests, "template": shards.manifest.template}
+        folder = cache.folder(cache.default(), "references", **self._facts, **key)
+        whole, partial = (folder.with_suffix(end) for end in (".scores", ".partial"))
+        is_first, count = context.processes.peers.is_first, shards.documents
+        cached = _unsealed(whole, count) if is_first else None
+        sets = {name: loader}
+        scores = _broadcast(context, sets, name, None if cached is None else {name: cached})
+        if scores is None:
+            begun = _unsealed(partial, count) if is_first else None
+            values = _broadcast(
+                context, sets, f"{name}.partial", None if begun is None else {name: begun}
+            )
+            start = np.full(count, np.nan, np.float32)
+            scores = {name: self._read(loader, start if values is None else values[name], partial)}
+            if is_first:
+                with cache.writing(whole):
+                    disk.replace(whole, _sealed(scores[name]))
+                    partial.unlink(missing_ok=True)
+        return scores[name]
+
+    def _read(self, loader: Loader, scores: np.ndarray, partial: Path) -> np.ndarray:
+        """Fill in the scores that are not a number; save them now and then in `partial`."""
+        programs, context, size = self._programs, self._context, self._size
+        # The same rows for every seed of the run, so that its scores have the same bits.
+        loader = dataset.in_order_of_evaluation(loader, programs.run.data)
+        plan, scores = loader.plan, scores.copy()
+        firsts = range(0, plan.rows, size)
+        is_read = [
+            not np.isnan(scores[plan.pieces(min(first + size, plan.rows) - 1)["document"]]).any()
+            for first in firsts
+        ]
+        done = is_read.index(False) if False in is_read else len(firsts)
+        every = -(-len(firsts) // SAVES)
+        rows = host.host_rows(programs.model.mesh, size)
+        batches = itertools.islice(loader.evaluation(batch=size, rows=rows), done, None)
+        score, mesh = self._model(), programs.model.mesh
+        with (
+            context.processes.watch.phase("eval"),
+            context.console.timer(f"scoring {loader.shards.documents:,} answers"),
+        ):
+            read = scores_of_answers(
+                lambda batch: score(host.put(mesh, batch)), lambda x: np.asarray(x), batches
+            )
+            for number, each in enumerate(read, done):
+                self.tokens += size * loader.sequence
+                for row in range(firsts[number], min(firsts[number] + size, plan.rows)):
+                    documents = plan.pieces(row)["document"]
+                    scores[documents] = each[row - firsts[number], : len(documents)]
+                if context.processes.peers.is_first and (number + 1) % every == 0:
+                    with cache.writing(partial):
+                        disk.replace(partial, _sealed(scores))
+        return scores
+
+    def _model(self) -> Callable[..., Any]:
+        """Return the function of a batch to its scores; the model is loaded at the first call."""
+        if self._score is not None:
+            return self._score
+        programs, source = self._programs, self._reference.source
+        if self._reference.name == START:
+            blueprint, params = programs.model.blueprint, programs.whole(self._start().params)
+        else:
+            teacher = resume.load_teacher(programs.run, source, programs.model)
+            assert teacher is not None
+            blueprint, params = teacher.blueprint, teacher.params
+        chunk = programs.run.loss.chunk
+
+        def score(params: Any, batch: Any) -> Any:
+            return score_answers(blueprint.merge(params), batch, None, chunk)[0].log_p
+
+        step = jax.jit(score, out_shardings=states.replicated(programs.model.mesh))
+        self._score = lambda batch: step(params, batch)
+        return self._score
+
+    def _start(self) -> Any:
+        """Return the state before the first step."""
+        programs, store = self._programs, self._context.store
+        if 0 in store.steps():
+            return resume.restored_state(programs, store, 0, ResumeOptions())
+        if self._context.directory.step:
+            raise _gone(self._context.directory.path)
+        source = self._reference.source
+        return programs.init_state() if source is None else resume.state_from(programs, source)
+
+    def _digest(self) -> str:
+        """Return a digest of the weights of the reference."""
+        source, run = self._reference.source, self._programs.run
+        if source is not None:
+            adapter = "" if source.adapter is None else source.adapter.digest
+            facts: list[Any] = [source.digest, adapter]
+        else:
+            facts = [config.to_json(run)["model"], jax.__version__]
+        is_start = self._reference.name == START
+        facts += [config.to_json(run)["tune"], run.seed] if is_start else []
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _sealed(scores: np.ndarray) -> bytes:
+    content = scores.astype("<f4").tobytes()
+    return content + hashlib.sha256(content).digest()
+
+
+def _unsealed(file: Path, count: int) -> np.ndarray | None:
+    """Return the scores in a file; None if it is missing, cut or changed."""
+    content = file.read_bytes() if file.is_file() else b""
+    scores, digest = content[: 4 * count], content[4 * count :]
+    if len(scores) != 4 * count or hashlib.sha256(scores).digest() != digest:
+        return None
+    return np.frombuffer(scores, "<f4").copy()

@@ -1,0 +1,75 @@
+"""Situations of pairs and of labels, whose fixes `test_fix_lines` pastes."""
+
+import sys
+
+from tests.house.situation import CONFIG, Situation
+from tests.house.situations_recipes import trained
+from tests.house.situations_texts import _shell
+
+PAIRS = _shell(
+    "import json; f, g = open('pairs.jsonl', 'w'), open('labeled.jsonl', 'w'); "
+    "[(print(json.dumps({'prompt': f'{n}', 'chosen': 'a', 'rejected': 'b'}), file=f), "
+    "print(json.dumps({'prompt': f'{n}', 'completion': 'a', 'label': n % 2 == 0}), file=g)) "
+    "for n in range(60)]"
+)
+ALIKE = f"{PAIRS}; sed -i 's/false/true/' labeled.jsonl"
+ON = "--config.data.train=pairs.jsonl --config.data.kind=pairs --config.data.validation=20%"
+LABELED = (
+    "--config.data.train=labeled.jsonl --config.data.kind=labeled --config.data.validation=20%"
+)
+PREFER = f"{ON} --config.objective.name=preference"
+KTO = f"{LABELED} --config.objective.name=preference --config.objective.loss=kto"
+LORA = "--config.tune.name=lora --config.tune.rank=2"
+TUNED = trained("tuned", f"{LORA} --init_from=runs/a")
+VALIDATE = "config validate --config=c.py"
+
+SITUATIONS: dict[str, Situation] = {
+    "a preference without a reference": Situation(
+        f"{VALIDATE} {PREFER} --config.objective.reference=none", PAIRS
+    ),
+    "smoothing of another loss": Situation(
+        f"{VALIDATE} {PREFER} --config.objective.loss=hinge --config.objective.smoothing=0.1", PAIRS
+    ),
+    "sums of a loss of means": Situation(
+        f"{VALIDATE} {PREFER} --config.objective.loss=orpo --config.objective.length=sum", PAIRS
+    ),
+    "pairs that are learned as text": Situation(f"{VALIDATE} {ON}", PAIRS),
+    "a preference of text": Situation(
+        f"{VALIDATE} --config.objective.name=preference --config.data.validation=20%", PAIRS
+    ),
+    "labels for a loss of pairs": Situation(f"{VALIDATE} {KTO} --config.objective.loss=dpo", PAIRS),
+    "no adapter to turn off": Situation(
+        f"{VALIDATE} {PREFER} --config.objective.reference=adapter_off", PAIRS
+    ),
+    "curvature of a preference": Situation(
+        f"{VALIDATE} {PREFER} --config.optim.name=sophia", PAIRS
+    ),
+    "a term that preferences lack": Situation(
+        f"{VALIDATE} {PREFER} --config.loss.z_loss=0.1", PAIRS
+    ),
+    "two sources of pairs": Situation(
+        f"{VALIDATE} {PREFER} --config.data.train=a=pairs.jsonl,b=more.jsonl",
+        f'{PAIRS}; sed \'s/"a"/"c"/\' pairs.jsonl > more.jsonl',
+    ),
+    "labels that are read as pairs": Situation(
+        f"data stats --config=c.py {PREFER} --config.objective.loss=kto "
+        "--config.data.train=labeled.jsonl",
+        PAIRS,
+    ),
+    "labels of one kind": Situation(f"data stats --config=c.py {KTO}", ALIKE),
+    "shards of pairs that are read as text": Situation(
+        "data stats --config=c.py --config.data.train=judged/train "
+        "--config.data.validation=judged/val "
+        "--config.data.tokenizer=judged/train/tokenizer",
+        f"{PAIRS}; {sys.executable} -m jaxlm data tokenize --config=c.py {PREFER} --out=judged >&2",
+    ),
+    "an adapter that is continued and turned off": Situation(
+        f"train {CONFIG} {PREFER} {LORA} --init_from=runs/tuned "
+        "--config.objective.reference=adapter_off",
+        f"{PAIRS}; {TUNED}",
+    ),
+}
+
+SLOW = {"an adapter that is continued and turned off"}
+ELSEWHERE: dict[str, str] = {}
+NOT_YET: set[str] = set()

@@ -1,0 +1,192 @@
+"""Preferences: losses of packed pairs against closed forms, alone, in any order and padding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.mean import Mean
+from jaxlm.core.precision import Precision
+from jaxlm.data.batch import Answers, Tokens
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families.llama import Llama
+from jaxlm.objectives.build import build
+from jaxlm.objectives.config import LossConfig, Preference
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+FAMILY = Llama(vocab=64, width=16, depth=1, heads=2, kv_heads=1, hidden=32)
+LENGTHS = [(5, 3), (2, 7), (4, 4)]  # of the answers of three pairs
+PROMPT = 2
+DRAW = np.random.default_rng(0)
+IDS = [
+    [DRAW.integers(0, 64, PROMPT + size + 1).astype(np.int32) for size in sizes]
+    for sizes in LENGTHS
+]
+LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo", "hinge")
+
+
+@pytest.fixture(scope="module")
+def blueprint():
+    return Blueprint(FAMILY.build(), Precision.float32())
+
+
+@pytest.fixture(scope="module")
+def models(blueprint):
+    return [blueprint.init(jax.random.key(seed)) for seed in (0, 1)]
+
+
+def rows(pairs, length=40, answers=32, order=(0, 1)):
+    """One batch of rows, each of the pairs of one list."""
+    shape = (len(pairs), length)
+    tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
+    weights, sides = np.zeros(shape, np.float32), np.zeros((len(pairs), answers), np.float32)
+    for row, numbers in enumerate(pairs):
+        slot = 0
+        items = [(number, side) for number in numbers for side in order]
+        for segment, (number, side) in enumerate(items, 1):
+            ids = IDS[number][side]
+            here = (row, slice(slot, slot + len(ids) - 1))
+            tokens[here], targets[here], segments[here] = ids[:-1], ids[1:], segment
+            positions[here] = np.arange(len(ids) - 1)
+            weights[here] = np.arange(len(ids) - 1) >= PROMPT - 1
+            weights[row, slot] = 0
+            sides[row, segment - 1] = 1 - 2 * side
+            slot += len(ids) - 1
+    fields = map(jnp.asarray, (tokens, targets, weights, segments, positions))
+    return Tokens(*fields, answers=Answers(jnp.asarray(sides), jnp.zeros_like(sides)))
+
+
+@functools.cache
+def loss_of(blueprint, chunk=None, **settings):
+    objective = build(Preference(**settings), LossConfig(chunk=chunk))
+
+    def loss(params, reference, batch):
+        teacher = None if reference is None else blueprint.merge(reference)
+        part = objective.loss(blueprint.merge(params), batch, None, teacher)
+        return part.objective.total, part
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def measured(blueprint, models, batches, **settings):
+    """Value, figures and gradient of the mean over some batches, as micro-batches are added."""
+    policy, reference = models
+    reference = None if settings.get("loss") in ("orpo", "simpo") else reference
+    function = loss_of(blueprint, **settings)
+    parts = [function(policy, reference, batch) for batch in batches]
+    grads, losses = [grad for _, grad in parts], [part for (_, part), _ in parts]
+    total = jax.tree.map(lambda *x: sum(x), *(part.objective for part in losses))
+    metrics = Mean.merged(*(part.metrics for part in losses))
+    gradient = jax.tree.map(lambda *x: sum(x) / total.weight, *grads)
+    return float(total.value), {n: float(m.value) for n, m in metrics.items()}, gradient
+
+
+@functools.cache
+def logits_of(blueprint):
+    def logits(params, ids):
+        model = blueprint.merge(params)
+        return model.logits(model.hidden(ids, positions=jnp.arange(ids.shape[1])[None]).values)[0]
+
+    return jax.jit(logits)
+
+
+def log_p(blueprint, params, number, side):
+    """Log-probability of the answer of a pair in float64, alone in its row, and its length."""
+    ids = IDS[number][side]
+    logits = logits_of(blueprint)(params, np.resize(ids[:-1], 12)[None])[: len(ids) - 1]
+    logits = np.asarray(logits, np.float64)
+    picked = logits[np.arange(len(logits)), ids[1:]] - np.log(np.exp(logits).sum(-1))
+    return picked[1:].sum(), len(picked) - 1
+
+
+def expected(blueprint, models, loss, beta, nll):
+    values, nats = [], []
+    for number in range(3):
+        sides = []
+        for side in (0, 1):
+            policy, size = log_p(blueprint, models[0], number, side)
+            reference, _ = log_p(blueprint, models[1], number, side)
+            sides.append((policy, policy - reference, size))
+        (w, rw, nw), (_, rl, nl) = sides
+        nats.append(-w / nw)
+        if loss == "dpo":
+            values.append(np.logaddexp(0, -beta * (rw - rl)))
+        elif loss == "hinge":
+            values.append(max(0, 1 - beta * (rw - rl)))
+        elif loss == "ipo":
+            values.append((rw / nw - rl / nl - 1 / (2 * beta)) ** 2)
+        elif loss == "simpo":
+            values.append(np.logaddexp(0, 0.5 - beta * (w / nw - sides[1][0] / nl)))
+        elif loss == "orpo":
+            mw, ml = w / nw, sides[1][0] / nl
+            odds = mw - ml - np.log(-np.expm1(mw)) + np.log(-np.expm1(ml))
+            values.append(beta * np.logaddexp(0, -odds) - mw)
+        else:
+            values.append((1 / (1 + np.exp(beta * rw)) + 1 / (1 + np.exp(-beta * rl))) / 2)
+    share = 0.5 if loss == "kto" else 1.0  # of the answers that have an nll
+    return np.mean(values) + nll * share * np.mean(nats)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_packed_pairs_have_the_loss_of_the_paper_in_every_layout(blueprint, models, loss):
+    settings = {"loss": loss, "beta": 0.5, "nll": 0.25}
+    value, figures, grads = measured(blueprint, models, [rows([[0, 1], [2]])], **settings)
+    want = expected(blueprint, models, loss, 0.5, 0.25)
+    np.testing.assert_allclose(value, want, rtol=2e-5)
+    np.testing.assert_allclose(figures["loss_nats"], want, rtol=2e-5)
+    layouts = [
+        [rows([[n], []]) for n in range(3)],  # alone
+        [rows([[2, 0], [1]], order=(1, 0))],
+    ]
+    if loss == "dpo":
+        layouts.append([rows([[1], [0, 2]], length=56, answers=64)])
+    for batches in layouts:
+        other, others, gradient = measured(blueprint, models, batches, **settings)
+        np.testing.assert_allclose(other, value, rtol=1e-6)
+        np.testing.assert_allclose([*others.values()], [*figures.values()], rtol=1e-5, atol=1e-6)
+        for one, two in zip(jax.tree.leaves(grads), jax.tree.leaves(gradient), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+
+
+def test_at_the_reference_the_loss_is_ln_2_and_its_gradient_half_of_beta(blueprint, models):
+    same = (models[0], models[0])
+    value, figures, grads = measured(blueprint, same, [rows([[0, 1], [2]])], beta=0.3)
+    np.testing.assert_allclose(value, np.log(2), rtol=1e-7)
+    assert (figures["margin"], figures["preference_accuracy"], figures["kl_nats"]) == (0, 0.5, 0)
+
+    def gaps(params):
+        pairs = [[summed(blueprint, params, n, side) for side in (0, 1)] for n in range(3)]
+        return sum(one - other for one, other in pairs) / 3
+
+    slope = jax.jit(jax.grad(gaps))(models[0])
+    for one, two in zip(jax.tree.leaves(grads), jax.tree.leaves(slope), strict=True):
+        np.testing.assert_allclose(one, -0.15 * two, rtol=1e-4, atol=1e-6)
+
+
+def summed(blueprint, params, number, side):
+    ids = IDS[number][side]
+    logits = logits_of(blueprint)(params, np.resize(ids[:-1], 12)[None])
+    scores = jax.nn.log_softmax(logits)
+    return scores[jnp.arange(1, len(ids) - 1), ids[2:]].sum()
+
+
+def test_a_cached_reference_is_the_live_one_and_chunks_change_nothing(blueprint, models):
+    from jaxlm.objectives.preference import score_answers
+
+    batch = rows([[0, 1], [2]])
+    scored, _ = jax.jit(lambda p: score_answers(blueprint.merge(p), batch, None, None))(models[1])
+    cached = batch._replace(answers=batch.answers._replace(reference=scored.log_p))
+    live = measured(blueprint, models, [batch])
+    (_, part), _ = loss_of(blueprint)(models[0], None, cached)
+    np.testing.assert_allclose(float(part.objective.value), live[0], rtol=1e-6)
+    chunked = measured(blueprint, models, [batch], chunk=8)
+    np.testing.assert_allclose(chunked[0], live[0], rtol=1e-6)
+
+
+def test_logits_of_all_tokens_never_exist(blueprint, models):
+    text = str(jax.make_jaxpr(loss_of(blueprint, chunk=8))(*models, rows([[0, 1], [2]])))
+    assert "f32[2,40,64]" not in text
+    assert "f32[2,4,64]" in text
