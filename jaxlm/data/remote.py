@@ -73,24 +73,39 @@ class Downloads:
           DataError: if a file has another sha256 than the hub lists.
           NotWritable: if the disk is too small.
         """
-        copies = self._recorded(pattern, functools.partial(self._found, pattern, setting, flag))
+        find = functools.partial(self._found, pattern, setting, flag)
+        try:
+            copies = self._recorded(pattern, find)
+        except _Unreachable as error:
+            raise error.error from error
         return {copy.path: copy.name for copy in copies}
 
     def shards(self, pattern: str) -> Path | None:
         """Return the copy of a folder of token shards; None if the pattern names no such folder.
 
-        Raises the errors of `files`.
+        It is None too if the store does not answer and there is no copy: `files` raises the error.
+        Raises the other errors of `files`.
         """
         if not stores.is_url(pattern) or any(letter in pattern for letter in "*?["):
             return None
         url = pattern.rstrip("/")
+        try:
+            copies = self._recorded(f"{url}/", functools.partial(self._shard_files, url))
+        except (_NoShards, _Unreachable):
+            return None
+        return copies[0].path.parent
+
+    def _shard_files(self, url: str) -> list[LocalCopy]:
+        """Return copies of a folder of token shards. Raises _NoShards if it is none."""
         store, path = stores.open_store(url)
         try:
-            if not stores.tried(lambda: store.exists(posixpath.join(path, MANIFEST))):
-                return None
+            # `exists` of fsspec takes a store that does not answer for one without the file.
+            manifest = stores.tried(lambda: stores.matching(store, posixpath.join(path, MANIFEST)))
             listed = stores.tried(lambda: stores.matching(store, posixpath.join(path, "*")))
         except Exception as error:  # errors of stores have no common base
-            raise _unanswered(url, stores.described(error)) from error
+            raise _Unreachable(_unanswered(url, stores.described(error))) from error
+        if not manifest:
+            raise _NoShards
         versions = [list(each) for each in sorted(listed)]
         folder = cache.folder(self._root, "remote", folder=url, files=versions)
         with cache.building(folder) as partial:
@@ -98,21 +113,25 @@ class Downloads:
                 self._announce(url, [each.size for each in listed], self._root)
                 for file in listed:
                     self._copy(store, file, partial / posixpath.basename(file.url))
-        return folder
+        names = [(posixpath.basename(file.url), file) for file in listed]
+        return [LocalCopy(folder / name, file.url, file.size) for name, file in names]
 
     @property
     def _root(self) -> Path:
         return cache.default() if self.root is None else self.root
 
     def _recorded(self, pattern: str, find: Callable[[], list[LocalCopy]]) -> list[LocalCopy]:
-        """Return what `find` finds, and record it; if the store is unreachable, the record."""
+        """Return what `find` finds, and record it; if the store is unreachable, the record.
+
+        Raises _Unreachable if there is no record either.
+        """
         place = self._record(pattern)
         try:
             copies = find()
         except _Unreachable as error:
             copies, seconds = _read(place)
             if not copies:
-                raise error.error from error
+                raise
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
             self.log(f"{error.error.what}; using the {len(copies)} files copied on {when}")
             return copies
@@ -128,9 +147,9 @@ class Downloads:
     def _found(self, pattern: str, setting: str, flag: Flag) -> list[LocalCopy]:
         if pattern.startswith(hub.PREFIX):
             return self._of_hub(pattern, setting, flag)
-        return self._of_store(pattern, setting)
+        return self._of_store(pattern, setting, flag)
 
-    def _of_store(self, pattern: str, setting: str) -> list[LocalCopy]:
+    def _of_store(self, pattern: str, setting: str, flag: Flag) -> list[LocalCopy]:
         store, path = stores.open_store(pattern)
         try:
             listed = stores.tried(lambda: stores.matching(store, path))
@@ -141,7 +160,9 @@ class Downloads:
                 f"no file matches {pattern}",
                 where=setting,
                 why="the store has none of this name",
-                fix="jaxlm config explain data.train",
+                fix=flag("stdlib:validation")
+                if setting.startswith("--")
+                else f"jaxlm config explain {setting}",
             )
         folders = {
             file: cache.folder(self._root, "remote", **file._asdict()) for file in sorted(listed)
@@ -230,6 +251,10 @@ class Downloads:
 
 
 SILENT = Downloads()  # into the default cache
+
+
+class _NoShards(Exception):
+    """A URL is not a folder of token shards."""
 
 
 class _Unreachable(Exception):

@@ -11,9 +11,11 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core import hub as hub_client
-from jaxlm.data import dataset, remote, stores
+from jaxlm.core.errors import InputMissing
+from jaxlm.data import dataset, documents, remote, stores
 from jaxlm.data.config import DataConfig
 from tests import hub_server, object_stores
+from tests import s3 as s3_server
 from tests.faults import harness
 
 BYTES = ("--config.data.tokenizer=bytes", "--config.data.sequence=32")
@@ -125,7 +127,9 @@ def test_a_store_that_does_not_answer_is_replaced_by_the_copies_with_a_message(
     assert "no route" in error["why"]
 
 
-def test_a_folder_of_token_shards_is_copied_whole(memory, tmp_path, capsys):
+def test_a_folder_of_token_shards_is_copied_whole_and_used_without_its_store(
+    memory, tmp_path, monkeypatch
+):
     (tmp_path / "a.jsonl").write_bytes(rows(0, 100))
     words = ("--config.data.train=a.jsonl", "--config.data.validation=10%", *BYTES)
     assert main(["data", "tokenize", *words, "--out=shards"]) == 0
@@ -134,6 +138,44 @@ def test_a_folder_of_token_shards_is_copied_whole(memory, tmp_path, capsys):
     data = opened("memory://shards/", [])
     here = opened("shards/train", [])
     assert data.fingerprint == here.fingerprint
+
+    def fails(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(type(memory), "info", fails)
+    output = []
+    assert opened("memory://shards/", output).fingerprint == here.fingerprint
+    assert "memory://shards could not be listed; using the" in output[0]
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    with s3_server.serving() as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        server.bucket("texts")
+        yield server
+
+
+def test_text_and_shards_are_read_from_a_server_of_s3(s3, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    for name, first in (("a", 0), ("b", 100)):
+        (tmp_path / f"mine/{name}.jsonl").write_bytes(rows(first, 100))
+    words = ("--config.data.train=mine/*.jsonl", "--config.data.validation=10%", *BYTES)
+    assert main(["data", "tokenize", *words, "--out=shards"]) == 0
+    client = s3.client()
+    for folder in ("mine", "shards/train"):
+        for path in (tmp_path / folder).iterdir():
+            client.upload_file(str(path), "texts", f"{folder}/{path.name}")
+    for place in ("mine/*.jsonl", "shards/train"):
+        remote_data, local = opened(f"s3://texts/{place}", []), opened(place, [])
+        assert remote_data.fingerprint == local.fingerprint
+    error = stats(capsys, "s3://nowhere/a.jsonl", code=66)
+    assert error["what"] == "no file matches s3://nowhere/a.jsonl"
+    s3.fault = lambda method, path: ("403 Forbidden", "AccessDenied")
+    error = stats(capsys, "s3://texts/b.jsonl", code=66)
+    assert error["what"] == "s3://texts/b.jsonl could not be listed"
+    assert "Forbidden" in error["why"]
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_copied(
@@ -263,6 +305,15 @@ def test_what_is_not_there_is_one_plain_error(hub, memory, capsys, train, code, 
     error = stats(capsys, train, code=code)
     assert what in error["what"]
     assert fix in error["fix"]
+
+
+def test_a_pattern_without_files_names_its_own_setting(memory):
+    with pytest.raises(InputMissing) as caught:
+        opened("stdlib:validation", [], validation=("memory://none/a.txt",))
+    assert caught.value.fix == "jaxlm config explain data.validation"
+    with pytest.raises(InputMissing) as caught:
+        documents.Corpus.find(("memory://none/a.txt",), "text", "--text")
+    assert caught.value.fix == "--text=stdlib:validation"
 
 
 def test_a_folder_is_all_of_its_text_and_the_rest_is_counted(tmp_path, capsys):

@@ -90,7 +90,7 @@ def test_kills_at_random_instants_lose_no_committed_step(config, unbroken, place
         if process.poll() is not None:
             break
         process.kill()
-        harness.said_by([process])
+        harness.outputs_of([process])
         kills += 1
         steps = harness.steps(workdir)
         assert not steps or steps[-1] >= committed
@@ -132,17 +132,15 @@ def test_two_processes_share_no_disk(config, place, tmp_path):
                     text=True,
                 )
             )
-        said = "\n".join(harness.said_by(ranks))
+        said = "\n".join(harness.outputs_of(ranks))
         assert [rank.returncode for rank in ranks] == [0, 0], said
 
     live("--stop_at=6")
     assert not (tmp_path / "one/run/config.json").exists()
     assert not list((tmp_path / "one/run/checkpoints/process-1").iterdir())
-    before = harness.state_digest(tmp_path / "zero/run", 6)
     # A new machine, whose disk is empty, replaces that of the first process.
     live(names=("new", "one"))
     assert [r["step"] for r in harness.records(tmp_path / "new/run", "starts.jsonl")] == [6]
-    assert harness.state_digest(tmp_path / "zero/run", 6) == before
     assert harness.steps(tmp_path / "new/run")[-1] == 12
     whole = tmp_path / "whole/run"
     code, said = harness.run([*harness.words(config, whole), "--cpu_devices=2", *flags[:2]], **FAST)
