@@ -62,7 +62,7 @@ def permuted(array: np.ndarray, heads: int) -> np.ndarray:
 
 def tensors(family) -> dict[str, np.ndarray]:
     """The weights of tests.parity.weights by llama.cpp's names."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     experts: dict[str, list[np.ndarray]] = {}
     is_sandwich = isinstance(family, Gemma2)
     for each in weights.tensors(family):
@@ -82,8 +82,8 @@ def tensors(family) -> dict[str, np.ndarray]:
             array = permuted(array, family.heads if word == "attn_q" else family.kv_heads)
         if isinstance(family, Gemma) and stem.endswith("norm"):
             array = array + np.float32(1)
-        found[f"blk.{layer}.{word}.{kind}" if layer else f"{word}.{kind}"] = array
-    return found | {name: np.stack(own) for name, own in experts.items()}
+        arrays[f"blk.{layer}.{word}.{kind}" if layer else f"{word}.{kind}"] = array
+    return arrays | {name: np.stack(parts) for name, parts in experts.items()}
 
 
 def settings(writer: gguf.GGUFWriter, family) -> None:
@@ -123,16 +123,16 @@ def settings(writer: gguf.GGUFWriter, family) -> None:
 
 
 def frequencies(family) -> np.ndarray:
-    """What llama.cpp divides the frequencies of Llama 3.1 by."""
+    """Divisors of the frequencies of Llama 3.1 in llama.cpp."""
     scaling, size = family.rope_scaling, family.size_of_head
     whole = family.rope_theta ** (-np.arange(0, size, 2, np.float32) / size)
-    found = []
+    factors = []
     for wave in 2 * np.pi / whole:
         low, high = scaling.original / scaling.low, scaling.original / scaling.high
         smooth = (scaling.original / wave - scaling.low) / (scaling.high - scaling.low)
         between = 1 / ((1 - smooth) / scaling.factor + smooth)
-        found.append(1.0 if wave < high else scaling.factor if wave > low else between)
-    return np.array(found, np.float32)
+        factors.append(1.0 if wave < high else scaling.factor if wave > low else between)
+    return np.array(factors, np.float32)
 
 
 def tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
@@ -155,32 +155,40 @@ HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_
 
 
 def quantised(numbers: np.ndarray, storage: str) -> np.ndarray:
-    """Rows as they are stored, by the package's quantiser; where it has none, blocks of drawn bits, whose scales are numbers."""
+    """Stored rows by the package's quantizer, or else blocks of random bits with finite scales."""
     kind = gguf.GGMLQuantizationType[storage]
     if storage not in HALVES:
         return gguf.quants.quantize(numbers, kind)
     draw = np.random.default_rng(numbers.size)
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    found = draw.integers(0, 256, (*numbers.shape[:-1], numbers.shape[-1] // block, size), np.uint8)
+    codes = draw.integers(0, 256, (*numbers.shape[:-1], numbers.shape[-1] // block, size), np.uint8)
     for place in HALVES[storage]:
-        scales = draw.normal(size=(*found.shape[:-1], 1)).astype(np.float16)
-        found[..., place : place + 2] = scales.view(np.uint8)
-    return found.reshape(*numbers.shape[:-1], -1)
+        scales = draw.normal(size=(*codes.shape[:-1], 1)).astype(np.float16)
+        codes[..., place : place + 2] = scales.view(np.uint8)
+    return codes.reshape(*numbers.shape[:-1], -1)
 
 
 def write(
     path: Path, family, *, storage: str = "F32", change=lambda writer: None, drop: tuple = ()
 ) -> dict[str, np.ndarray]:
-    """A file whose matrices are stored so where their rows allow it; returns the tensors by name, as they were stored."""
+    """Write a file with matrices in this storage, if it fits; return its tensors by name.
+
+    Args:
+      path: the file.
+      family: the model family.
+      storage: storage of the matrices.
+      change: changes of the metadata.
+      drop: names of tensors to leave out.
+    """
     kind = gguf.GGMLQuantizationType[storage]
     writer = gguf.GGUFWriter(path, NAMES[type(family)])
     settings(writer, family)
     tokenizer(writer, family.vocab)
-    own = tensors(family)
+    arrays = tensors(family)
     if isinstance(family.rope_scaling, Llama3Scaling):
-        own["rope_freqs.weight"] = frequencies(family)
+        arrays["rope_freqs.weight"] = frequencies(family)
     stored = {}
-    for name, array in own.items():
+    for name, array in arrays.items():
         is_matrix = array.ndim > 1 and array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
         as_kind = kind if is_matrix else gguf.GGMLQuantizationType.F32
         stored[name] = quantised(array, as_kind.name)

@@ -1,4 +1,4 @@
-"""A GGUF's numbers are those of the format's own dequantiser, and a damaged one is refused at once."""
+"""Numbers of a GGUF equal those of the format's own package; damaged files are refused."""
 
 import resource
 import struct
@@ -59,7 +59,7 @@ def q4_k(block: np.ndarray) -> list[float]:
     """The 256 numbers of a block of Q4_K, one by one, in float64 (ggml-common.h, block_q4_K)."""
     scale, least = block[:4].view(np.float16).astype(np.float64)
     packed, quants = [int(byte) for byte in block[4:16]], [int(byte) for byte in block[16:]]
-    found = []
+    values = []
     for group in range(8):
         if group < 4:
             s, m = packed[group] & 63, packed[group + 4] & 63
@@ -68,23 +68,23 @@ def q4_k(block: np.ndarray) -> list[float]:
             m = packed[group + 4] >> 4 | packed[group] >> 6 << 4
         for i in range(32):
             byte = quants[32 * (group // 2) + i]
-            found.append(scale * s * (byte >> 4 if group % 2 else byte & 15) - least * m)
-    return found
+            values.append(scale * s * (byte >> 4 if group % 2 else byte & 15) - least * m)
+    return values
 
 
 def q6_k(block: np.ndarray) -> list[float]:
     """The same of Q6_K (block_q6_K)."""
     low, high = [int(b) for b in block[:128]], [int(b) for b in block[128:192]]
     scales, scale = block[192:208].view(np.int8), block[208:].view(np.float16).astype(np.float64)[0]
-    found = []
+    values = []
     for at in range(256):
         half, rest = divmod(at, 128)
         quarter, i = divmod(rest, 32)
         byte = low[64 * half + 32 * (quarter % 2) + i]
         nibble = byte >> 4 if quarter > 1 else byte & 15
         bits = high[32 * half + i] >> 2 * quarter & 3
-        found.append(scale * int(scales[at // 16]) * ((nibble | bits << 4) - 32))
-    return found
+        values.append(scale * int(scales[at // 16]) * ((nibble | bits << 4) - 32))
+    return values
 
 
 @pytest.mark.parametrize(("name", "one"), [("Q4_K", q4_k), ("Q6_K", q6_k)])
@@ -92,20 +92,20 @@ def test_numbers_of_a_block_are_those_of_the_formats_definition(name, one, tmp_p
     stored = blocks(name, rows=2)
     file = write(tmp_path / "x.gguf", x=(name, stored))
     expected = [one(block) for block in stored.reshape(4, -1)]
-    found = file.rows(file.tensors["x"], slice(None)).reshape(4, -1)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    numbers = file.rows(file.tensors["x"], slice(None)).reshape(4, -1)
+    np.testing.assert_allclose(numbers, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_plain_numbers_keep_their_dtype(tmp_path):
     stored = blocks("BF16")
     file = write(tmp_path / "x.gguf", x=("BF16", stored))
-    found = file.rows(file.tensors["x"], slice(0, 2))
-    assert found.dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(found, stored[:2].view(ml_dtypes.bfloat16))
+    numbers = file.rows(file.tensors["x"], slice(0, 2))
+    assert numbers.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(numbers, stored[:2].view(ml_dtypes.bfloat16))
 
 
 def test_rows_of_a_large_tensor_take_the_memory_of_the_result_alone(tmp_path):
-    rows = 20_000  # of 512 numbers: 41 MB as float32, of which a tenth is asked for
+    rows = 20_000  # of 512 numbers: 41 MB as float32, a tenth is read
     one = blocks("Q8_0")
     file = write(tmp_path / "x.gguf", x=("Q8_0", np.tile(one, (rows // ROWS + 1, 1))))
     file.rows(file.tensors["x"], slice(0, 10))
@@ -200,12 +200,12 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_at_once(damage, tmp_path):
-    content, said = DAMAGES[damage]
+    content, output = DAMAGES[damage]
     (tmp_path / "x.gguf").write_bytes(content)
     begun = time.process_time()
     with pytest.raises(DataError) as caught:
         GGUFFile(tmp_path / "x.gguf")
-    assert said in caught.value.why
+    assert output in caught.value.why
     machine.require_processor(time.process_time() - begun, 1)
 
 

@@ -43,17 +43,17 @@ def test_a_file_has_the_settings_and_tensors_of_the_folder(name, tmp_path):
     read, dtype = hub_architecture.read_family(source, lambda _: None)
     assert read.build() == family.build()
     assert dtype == "float32"
-    wanted = {each.name: each.shape for each in weights.tensors(family)}
-    assert {key: shape for key, (_, shape) in source.tensors().items()} == wanted
+    shapes = {each.name: each.shape for each in weights.tensors(family)}
+    assert {key: shape for key, (_, shape) in source.tensors().items()} == shapes
     close = dict(rtol=0, atol=1e-6) if isinstance(family, Gemma) else dict(rtol=0, atol=0)
     with source.opened() as fetch:
-        for key, shape in wanted.items():
+        for key, shape in shapes.items():
             expected = weights.weight(key, shape)
             part = tuple(slice(size // 3, size - size // 4) for size in shape)
             for within in (tuple(slice(0, size) for size in shape), part):
-                found = fetch(key, within)
-                assert found.dtype == np.float32
-                np.testing.assert_allclose(found, expected[within], **close, err_msg=key)
+                tensor = fetch(key, within)
+                assert tensor.dtype == np.float32
+                np.testing.assert_allclose(tensor, expected[within], **close, err_msg=key)
 
 
 LLAMA = FAMILIES["llama"]
@@ -73,9 +73,9 @@ def test_quantised_rows_are_put_in_the_order_of_transformers_and_cut_where_asked
                 whole = np.concatenate([pairs[:, :, 0], pairs[:, :, 1]], axis=1).reshape(-1, 256)
             for columns in (slice(3, 200), slice(70, 90), slice(128, 256), slice(None)):
                 part = (slice(5, 70), columns)
-                found = fetch(f"model.layers.0.self_attn.{name}_proj.weight", part)
-                assert np.ptp(found) > 0.1
-                np.testing.assert_array_equal(found, whole[part])
+                tensor = fetch(f"model.layers.0.self_attn.{name}_proj.weight", part)
+                assert np.ptp(tensor) > 0.1
+                np.testing.assert_array_equal(tensor, whole[part])
 
 
 def test_only_the_blocks_that_hold_the_columns_are_dequantised(tmp_path, monkeypatch):
@@ -97,28 +97,35 @@ def test_only_the_blocks_that_hold_the_columns_are_dequantised(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda w: w.add_logit_scale(2.0), "logit_scale = 2.0 is not known"),
         (lambda w: w.add_sliding_window(7), "attention.sliding_window = 7 is not known"),
-        (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "rope.scaling.type = "
-                                                                        "'longrope'"),
-        (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 2.0), "rope.scaling.attn_factor = 2.0"),
+        (
+            lambda w: w.add_string("llama.rope.scaling.type", "longrope"),
+            "rope.scaling.type = 'longrope'",
+        ),
+        (
+            lambda w: w.add_float32("llama.rope.scaling.attn_factor", 2.0),
+            "rope.scaling.attn_factor = 2.0",
+        ),
         (lambda w: w.add_string("odd.key", "x"), "odd.key = 'x' is not known"),
         (lambda w: w.add_bool("tokenizer.ggml.clever", True), "'tokenizer.ggml.clever' is unknown"),
         (lambda w: w.add_uint16("split.count", 3), "one part of a split model"),
         (lambda w: w.add_string("general.type", "adapter"), "an adapter"),
-        (lambda w: w.add_tensor("rope_freqs.weight", np.full(4, 2.5, np.float32)), "not Llama "
-                                                                                   "3.1's scaling"),
+        (
+            lambda w: w.add_tensor("rope_freqs.weight", np.full(4, 2.5, np.float32)),
+            "not Llama 3.1's scaling",
+        ),
     ],
-)  # fmt: skip
+)
 def test_metadata_that_changes_the_function_and_is_not_understood_is_refused(
-    change, said, tmp_path
+    change, message, tmp_path
 ):
     ggufs.write(tmp_path / "model.gguf", LLAMA, change=change)
     with pytest.raises(DataError) as caught:
         Gguf(tmp_path / "model.gguf")
-    assert said in f"{caught.value.what} {caught.value.why}"
+    assert message in f"{caught.value.what} {caught.value.why}"
 
 
 def test_everything_that_is_not_understood_is_told_at_once(tmp_path):
@@ -135,7 +142,7 @@ def test_everything_that_is_not_understood_is_told_at_once(tmp_path):
 
 def test_what_changes_nothing_is_taken(tmp_path):
     def change(writer):
-        writer.add_author("nobody")
+        writer.add_author("a")
         writer.add_quantization_version(2)
         writer.add_string("quantize.imatrix.file", "x")
         writer.add_eot_token_id(2)
@@ -148,9 +155,9 @@ def test_what_changes_nothing_is_taken(tmp_path):
 
 def test_the_end_of_a_turn_ends_an_answer_too(tmp_path):
     ggufs.write(tmp_path / "model.gguf", LLAMA, change=lambda writer: writer.add_eot_token_id(7))
-    found = import_model.read_tokenizer(Gguf(tmp_path / "model.gguf"))
-    assert found.eos != 7
-    assert found.ends == (found.eos, 7)
+    tokenizer = import_model.read_tokenizer(Gguf(tmp_path / "model.gguf"))
+    assert tokenizer.eos != 7
+    assert tokenizer.ends == (tokenizer.eos, 7)
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,12 @@ def test_a_saved_step_comes_back_bit_for_bit_with_its_json(tmp_path):
     store = Store(tmp_path, CheckpointConfig())
     store.save(3, tree(0.1), {"cursor": 3, "loss": 0.1})
     store.close()
-    again = Store(tmp_path, CheckpointConfig())
-    assert again.steps() == [3]
-    assert again.record(3).meta == {"cursor": 3, "loss": 0.1}
-    back = again.restore(3, shapes_of(tree()))
+    reopened = Store(tmp_path, CheckpointConfig())
+    assert reopened.steps() == [3]
+    assert reopened.record(3).meta == {"cursor": 3, "loss": 0.1}
+    back = reopened.restore(3, shapes_of(tree()))
     jax.tree.map(np.testing.assert_array_equal, back, tree(0.1))
-    again.close()
+    reopened.close()
 
 
 def test_it_restores_onto_another_mesh(tmp_path):
@@ -42,9 +42,9 @@ def test_it_restores_onto_another_mesh(tmp_path):
     store.wait()
     grid = mesh.build(MeshConfig(data=2, fsdp=2, tensor=2))
     split = NamedSharding(grid, PartitionSpec("fsdp", "tensor"))
-    wanted = shapes_of(tree())
-    wanted["params"]["w"] = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=split)
-    back = store.restore(1, wanted)
+    target = shapes_of(tree())
+    target["params"]["w"] = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=split)
+    back = store.restore(1, target)
     assert back["params"]["w"].sharding == split
     np.testing.assert_array_equal(back["params"]["w"], tree()["params"]["w"])
     store.close()
@@ -71,7 +71,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda w: w["params"].pop("b"), "params/b: want nothing, found bfloat16[4]"),
         (lambda w: w["params"].update(c=w["step"]), "params/c: want int32[], found nothing"),
@@ -86,15 +86,15 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     ],
     ids=["left over", "missing", "dtype", "shape"],
 )
-def test_a_leaf_that_does_not_fit_is_named_and_nothing_is_restored(tmp_path, change, said):
+def test_a_leaf_that_does_not_fit_is_named_and_nothing_is_restored(tmp_path, change, message):
     store = Store(tmp_path, CheckpointConfig())
     store.save(1, tree(), {})
     store.wait()
-    wanted = shapes_of(tree())
-    change(wanted)
+    target = shapes_of(tree())
+    change(target)
     with pytest.raises(DataError) as caught:
-        store.restore(1, wanted)
-    assert said in caught.value.why
+        store.restore(1, target)
+    assert message in caught.value.why
     assert caught.value.code == 65
     store.close()
 

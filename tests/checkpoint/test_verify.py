@@ -43,14 +43,14 @@ def step(tmp_path):
 @pytest.fixture
 def read(monkeypatch):
     """The files that were hashed from now on, by thread."""
-    found, digest = {}, records._digest
+    files, digest = {}, records._digest
 
     def noted(path, *rest):
-        found.setdefault(threading.current_thread().name.partition("-")[0], []).append(str(path))
+        files.setdefault(threading.current_thread().name.partition("-")[0], []).append(str(path))
         return digest(path, *rest)
 
     monkeypatch.setattr(records, "_digest", noted)
-    return found
+    return files
 
 
 def test_a_file_is_verified_by_the_process_that_wrote_it_while_that_is_even():
@@ -85,7 +85,7 @@ def test_the_digests_of_all_processes_are_those_of_all_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda folder, parts: parts[1].pop("ocdbt.process_1/d/b"), "no process hashed ocdbt"),
         (lambda folder, parts: parts.pop(), "no process hashed array_metadatas/process_1"),
@@ -98,12 +98,12 @@ def test_the_digests_of_all_processes_are_those_of_all_files(tmp_path):
     ],
 )
 def test_a_file_that_no_process_hashed_as_it_is_keeps_a_step_from_being_committed(
-    tmp_path, change, said
+    tmp_path, change, message
 ):
     folder = epath.Path(tmp_path)
     parts = written(folder)
     change(folder, parts)
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=message):
         records.merge_digests(folder, parts)
 
 
@@ -117,18 +117,18 @@ def test_every_file_of_a_step_is_read_by_one_of_three_processes_and_all_have_the
     answers, service = together(3, decide)
     assert answers == [[[[], 5]] * 12] * 3
     files = [path for paths in read.values() for path in paths]
-    wanted = [str(step / path) for path in records.read(step).files]
-    assert sorted(files) == sorted(12 * wanted)
+    expected = [str(step / path) for path in records.read(step).files]
+    assert sorted(files) == sorted(12 * expected)
     assert len(service.values) < 12, "what was read is forgotten"
 
 
 def test_what_any_process_finds_damaged_is_damaged_to_all(step):
-    wanted = records.read(step).files
-    parts = records.divide_files(wanted, 2)
+    files = records.read(step).files
+    parts = records.divide_files(files, 2)
     for part in parts:
         path = part[0]
-        kept = (step / path).read_bytes()
-        (step / path).write_bytes(bytes([kept[0] ^ 1]) + kept[1:])
+        content = (step / path).read_bytes()
+        (step / path).write_bytes(bytes([content[0] ^ 1]) + content[1:])
         line = f"{path} has other contents than were written"
 
         def decide(peers):
@@ -136,7 +136,7 @@ def test_what_any_process_finds_damaged_is_damaged_to_all(step):
             return verifier.decide(lambda: verifier.problems(step))
 
         assert together(2, decide)[0] == [[line], [line]]
-        (step / path).write_bytes(kept)
+        (step / path).write_bytes(content)
 
 
 def test_a_step_whose_record_another_process_cannot_read_is_damaged(step, monkeypatch):
@@ -163,9 +163,9 @@ def test_a_step_whose_record_another_process_cannot_read_is_damaged(step, monkey
 def test_a_long_verification_says_how_far_it_is(step, monkeypatch):
     monkeypatch.setattr(formatting, "PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr(records, "CHUNK_BYTES", 64)
-    said, moved = [], []
-    assert Verifier(say=said.append, moved=lambda: moved.append(1)).problems(step) == []
-    assert any("verifying checkpoint 1: " in line and " a second, " in line for line in said)
+    output, moved = [], []
+    assert Verifier(say=output.append, moved=lambda: moved.append(1)).problems(step) == []
+    assert any("verifying checkpoint 1: " in line and " a second, " in line for line in output)
     assert len(moved) > 10
 
 
@@ -174,7 +174,9 @@ def test_the_limit_of_a_save_is_the_stores(tmp_path):
     assert store._orbax._async_manager._timeout_secs == 78
     store.close()
     store = Store(tmp_path, CheckpointConfig())
-    assert store._orbax._async_manager._timeout_secs > 7 * 24 * 3600, "nobody waits for an import"
+    assert store._orbax._async_manager._timeout_secs > 7 * 24 * 3600, (
+        "an import has no waiting peers"
+    )
     store.close()
 
 

@@ -92,7 +92,7 @@ def test_the_quickstart_divides_over_the_meshes_that_readers_try():
 
 
 def test_the_shakespeare_config_is_nanogpts_cpu_setting():
-    """But for the initial weights: nanoGPT's own end above its loss, as its docstring and scripts/LOG.md say."""
+    """Except the initial weights: nanoGPT's own end above its loss, see scripts/LOG.md."""
     run = load("shakespeare_char")
     assert (run.model.init, run.model.activation) == ("xavier", "gelu")
     assert (run.model.depth, run.model.heads, run.model.width) == (4, 4, 128)

@@ -1,4 +1,4 @@
-"""Each shipped config on each hardware that it names: it fits, every dimension divides, and its step can be traced."""
+"""Each shipped config fits on each hardware that it names, and its step can be traced."""
 
 import importlib.util
 import math
@@ -26,7 +26,7 @@ from jaxlm.recipes.plan import predict
 from jaxlm.recipes.train import programs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# how many JAX sees, and bytes of each; v5p is named by its cores, two of which are one device
+# number of JAX devices, and bytes of each; v5p is named by its cores: two make a device
 DEVICES = {
     "1gpu": (1, 80e9),
     "8gpu": (8, 80e9),
@@ -54,9 +54,9 @@ TOO_SMALL = {
 
 
 def module(path):
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    loaded = importlib.util.module_from_spec(found)
-    found.loader.exec_module(loaded)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
     return loaded
 
 
@@ -134,7 +134,7 @@ def test_the_plan_of_a_layout_fits_and_multiplies_no_row_with_the_weights_of_oth
     ],
 )
 def test_the_step_and_its_layout_can_be_traced(name, hardware):
-    """As the hardware would run it: activations there are in bfloat16, on a CPU in float32."""
+    """Traced for the hardware: activations there are in bfloat16, on a CPU in float32."""
     run = load(name, hardware)
     model = assembled(run, hardware)
     vocab = np.ones(run.model.vocab, np.int32)
@@ -163,7 +163,7 @@ def test_the_step_and_its_layout_can_be_traced(name, hardware):
 @pytest.mark.parametrize(
     ("name", "hardware", "why", "nearest"),
     [
-        *((*pair, *told) for pair, told in TOO_SMALL.items()),
+        *((*pair, *reason) for pair, reason in TOO_SMALL.items()),
         ("llama_8b", "16gpu", "has 1,280 GB: it fits, with --config.mesh settings", "8gpu"),
         ("llama_8b", "v6e_256", "is a number of GPUs", "v6e-256"),
     ],

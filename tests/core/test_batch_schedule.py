@@ -1,4 +1,4 @@
-"""Stages of a run: which rows each batch takes, and when so many tokens are over."""
+"""Stages of a run: rows of each batch, and the step at which a number of tokens is seen."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from jaxlm.training.cadence import Cadence
 
 
 def _pace(batches=("4@2", "8@50%"), lengths=("16@1", "32@800tok"), **settings):
-    given = {"total": 20, "batch": 12, "sequence": 64, "batches": batches, "lengths": lengths}
-    return paces.build(**(given | settings))
+    values = {"total": 20, "batch": 12, "sequence": 64, "batches": batches, "lengths": lengths}
+    return paces.build(**(values | settings))
 
 
 def test_stages_follow_each_other_by_steps_shares_and_tokens():
@@ -48,12 +48,12 @@ def test_so_many_tokens_are_so_many_steps():
 def test_a_cadence_in_tokens_is_due_when_they_have_been_seen():
     pace, amount = _pace(), 1000
     due = Cadence(Span.parse("1000tok"), total=20, tokens_per_step=pace).is_due
-    found = [step for step in range(1, 20) if due(step)]
-    wanted = [
+    steps = [step for step in range(1, 20) if due(step)]
+    expected = [
         next(step for step in range(99) if pace.tokens(step) >= multiple)
         for multiple in range(amount, pace.tokens(19) + 1, amount)
     ]
-    assert found == wanted
+    assert steps == expected
     assert due(20), "always at the end"
 
 

@@ -76,12 +76,12 @@ class Run:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         if self.optim.lr > 1 and self.train.steps > 10:
-            yield "optim.lr", "so many steps diverge", "--config.optim.lr=1e-3"
+            yield "optim.lr", "that many steps diverge", "--config.optim.lr=1e-3"
 
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes a config file into the working directory; the lines of its get_config start at line 5."""
+    """Write a config file; the lines of its get_config start at line 5."""
     monkeypatch.chdir(tmp_path)
 
     def write(body: str, name: str = "x.py", signature: str = "") -> str:
@@ -197,9 +197,9 @@ def test_a_setting_newer_than_the_file_takes_its_default():
     ],
 )
 def test_text_of_the_command_line_is_read_by_type(path, text, value):
-    found = config.flatten(load(None, (path, text)).value)[path]
-    assert found == value
-    assert type(found) is type(value)
+    loaded = config.flatten(load(None, (path, text)).value)[path]
+    assert loaded == value
+    assert type(loaded) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -471,13 +471,13 @@ def test_diff_names_what_changed_and_what_only_one_arm_has():
 
 
 def test_explain_says_all_there_is_to_know(write):
-    found = config.explain(Run, load(write(a_config("c.optim.beta1 = 0.8"))), "optim.beta1")
-    assert (found.doc, found.type, found.range) == (
+    explanation = config.explain(Run, load(write(a_config("c.optim.beta1 = 0.8"))), "optim.beta1")
+    assert (explanation.doc, explanation.type, explanation.range) == (
         "decay of the first moment",
         "float",
         ">= 0 and < 1",
     )
-    assert (found.default, found.value, str(found.origin)) == (0.9, 0.8, "x.py:6")
+    assert (explanation.default, explanation.value, str(explanation.origin)) == (0.9, 0.8, "x.py:6")
     assert config.explain(Run, None, "train.steps").unit == "steps"
     assert config.explain(Run, None, "optim.momentum").value is config.ABSENT
     assert config.explain(Run, None, "optim.name").type == "one of adamw, lion"

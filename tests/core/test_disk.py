@@ -11,7 +11,7 @@ from jaxlm.core.errors import DataError, InputMissing
 
 @pytest.fixture
 def synced(monkeypatch):
-    """Each file or folder that is put on the disk, in turn, and the names that are in it by then."""
+    """Each file or folder that is synced, in turn, and the names in it by then."""
     seen, sync = [], os.fsync
 
     def noted(handle):

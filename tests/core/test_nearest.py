@@ -72,8 +72,15 @@ def test_divisors_come_nearest_first():
 
 @pytest.mark.parametrize(
     ("number", "target", "expected"),
-    [(16, 9, [8, 16]), (60, 14, [15, 12]), (16, 3, [2, 4]), (16, 4, [4]), (16, 20, [16]), (7, 3, [1, 7])],
-)  # fmt: skip
+    [
+        (16, 9, [8, 16]),
+        (60, 14, [15, 12]),
+        (16, 3, [2, 4]),
+        (16, 4, [4]),
+        (16, 20, [16]),
+        (7, 3, [1, 7]),
+    ],
+)
 def test_adjacent_divisors_are_the_divisors_on_both_sides(number, target, expected):
     assert adjacent_divisors(number, target) == expected
 

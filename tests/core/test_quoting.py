@@ -77,6 +77,6 @@ def test_long_text_is_cut_to_its_bytes_and_says_how_many_are_missing(letter):
         if count * size <= 2000:
             assert shown == text
         else:
-            kept, _, rest = shown.partition(" ... and ")
+            shown_part, _, rest = shown.partition(" ... and ")
             missing = int(rest.removesuffix(" more bytes").replace(",", ""))
-            assert len(kept.encode()) + missing - count * size in range(-3, 1)
+            assert len(shown_part.encode()) + missing - count * size in range(-3, 1)

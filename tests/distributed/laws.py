@@ -1,4 +1,4 @@
-"""A short run through the product's own assembly and engine, on any mesh, and how far two of them are apart."""
+"""A short run by the product's assembly and engine, on any mesh; and deviations of two runs."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = dict(vocab=VOCAB, width=16, depth=8, heads=8, kv_heads=8
 FAMILIES = {
     "dense": Llama(**SIZES, hidden=32),
     "experts": Mixtral(**SIZES, hidden=16, experts=8, top_k=2, shared=16),
-    # A row is the group that an expert's places are counted in, whatever the mesh.
+    # A row is the group in which an expert's places are counted, on every mesh.
     "capacity": Mixtral(**SIZES, hidden=16, experts=8, top_k=2, shared=16, capacity=1.0),
 }
 
@@ -60,7 +60,15 @@ def run_on(
     family: str = "experts",
     **train: Any,
 ) -> Run:
-    """A run on a mesh with these settings of it and of `train`; in a ring where its rows are split."""
+    """A run on a mesh with settings of it and of `train`; in a ring if its rows are split.
+
+    Args:
+      data: the training text.
+      sizes: axis sizes of the mesh.
+      rows: rows of a batch.
+      microbatches: micro-batches per step.
+      family: the model family.
+    """
     settings: dict[str, Any] = {"data": 1, "context_keys": "ring"} | sizes
     return Run(
         model=FAMILIES[family],
@@ -74,7 +82,7 @@ def run_on(
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """What a run did: figures of each step, gradients of the first, parameters after the last; and its first state."""
+    """Records of a run: figures of each step, first gradients, last parameters, first state."""
 
     losses: np.ndarray
     norms: np.ndarray
@@ -83,7 +91,7 @@ class Course:
     start: dict[str, np.ndarray]
 
     def deviation(self, other: "Course") -> dict[str, float]:
-        """The largest differences, relative: to each figure, and to the largest element of each array."""
+        """Largest differences, relative to each figure and to the largest element of each array."""
         return {
             "loss": float(np.abs(self.losses / other.losses - 1).max()),
             "first grad_norm": float(abs(self.norms[0] / other.norms[0] - 1)),
@@ -111,9 +119,9 @@ def engine_of(run: Run, data: Data) -> TrainPrograms:
 
 
 def follow(run: Run, steps: int, *, begun: dict[str, np.ndarray] | None = None) -> Course:
-    """Runs it for some steps from its beginning, or from that of another run: its state as `arrays` gives it.
+    """Run some steps from the beginning, or from the state of another run in `arrays`.
 
-    Compiled for speed of compilation: LLVM's optimisations change no collective.
+    Compiled for speed of compilation: LLVM's optimization passes change no collective.
     """
     engine = engine_of(run, dataset.open_data(run.data, seed=run.seed))
     losses, norms = [], []
@@ -139,9 +147,9 @@ def follow(run: Run, steps: int, *, begun: dict[str, np.ndarray] | None = None) 
 
 def placed(engine: TrainPrograms, values: dict[str, np.ndarray]) -> TrainState:
     """The state of an engine's run with these values."""
-    wanted = engine.abstract()
-    leaves, structure = jax.tree.flatten(wanted)
-    paths = list(tree.leaves(wanted))
+    abstract = engine.abstract()
+    leaves, structure = jax.tree.flatten(abstract)
+    paths = list(tree.leaves(abstract))
     assert paths == list(values)
     return jax.tree.unflatten(
         structure,

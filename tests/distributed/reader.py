@@ -1,4 +1,4 @@
-"""`jaxlm`, which writes down which files of checkpoints this process hashes, and in which phase of the watch.
+"""`jaxlm` with a log of the checkpoint files that this process hashes, and the watch phase.
 
 READER_LOG=FILE python -m tests.distributed.reader train --config=... --workdir=...
 """

@@ -1,4 +1,4 @@
-"""The law of the mesh: any combination of axes gives the losses, gradients and parameters of one device."""
+"""The law of the mesh: all axes give the losses, gradients and parameters of one device."""
 
 import contextlib
 import functools
@@ -67,7 +67,7 @@ WAYS = {
 
 
 def combinations(family):
-    """The meshes of a family's table; with a capacity it differs from dropless experts only in what crosses `expert`."""
+    """The meshes of a family's table; a capacity changes only the traffic of `expert`."""
     is_few = family == "capacity"
     return [s for s in COMBINATIONS if not is_few or len(s) == 1 or "expert" in s]
 
@@ -76,14 +76,14 @@ def named(sizes):
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def table(title, found):
+def table(title, deviations):
     """Deviations by name, a row each, and the largest of all."""
-    names = list(next(iter(found.values())))
-    largest = {name: max(each[name] for each in found.values()) for name in names}
+    names = list(next(iter(deviations.values())))
+    largest = {name: max(each[name] for each in deviations.values()) for name in names}
     head = f"{title:<36}" + "".join(f"{name:>17}" for name in names)
-    rows = (found | {"largest": largest}).items()
-    told = [f"{name:<36}" + "".join(f"{x:>17.1e}" for x in each.values()) for name, each in rows]
-    return "\n".join([head, *told])
+    rows = (deviations | {"largest": largest}).items()
+    lines = [f"{name:<36}" + "".join(f"{x:>17.1e}" for x in each.values()) for name, each in rows]
+    return "\n".join([head, *lines])
 
 
 def outside(deviation):
@@ -115,9 +115,9 @@ def test_an_axis_and_a_pair_on_four_devices_give_the_course_of_one(alone, data, 
 
 @pytest.mark.slow
 def test_a_checkpoint_moves_through_every_mesh_bit_for_bit(data, tmp_path):
-    """In a chain: saved on one device, restored and saved on each mesh of the table after the one before it, with each ZeRO stage too, and on one device again.
+    """A chain of saves and restores visits each mesh of the table, with each ZeRO stage.
 
-    As each has the same bits whole, so has a move between any two.
+    It begins and ends on one device. As each step keeps all bits, so does a move between any two.
     """
     stages = [{"fsdp": 8, "zero": zero} for zero in (1, 2)]
     read = dataset.open_data(data, seed=0)
@@ -138,7 +138,7 @@ def test_a_checkpoint_moves_through_every_mesh_bit_for_bit(data, tmp_path):
 
 
 def noise(draw, leaf):
-    """Numbers of a leaf's shape and dtype, no two arrays alike."""
+    """Numbers of a leaf's shape and dtype, different for each array."""
     return draw.integers(0, 2**20, leaf.shape).astype(leaf.dtype)
 
 
@@ -146,7 +146,7 @@ def noise(draw, leaf):
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("family", laws.FAMILIES)
 def test_every_pair_of_axes(data, record_property, family):
-    """Each axis alone, every pair, and a dozen of triples on eight devices, 20 steps; shows the table of deviations."""
+    """Each axis alone, every pair, and a dozen triples on eight devices, 20 steps; with a table."""
     assert all(math.prod(sizes.values()) == 8 for sizes in COMBINATIONS)
     cases = {named(sizes): (sizes, {}) for sizes in combinations(family)}
     check(data, record_property, family, cases)
@@ -163,9 +163,9 @@ def check(data, record_property, family, cases):
     """The course of each case, settings of its mesh and of `train`, is that of one device."""
     on = functools.partial(laws.run_on, data, rows=64, microbatches=8, family=family)
     alone = laws.follow(on({}), STEPS)
-    found = {
+    deviations = {
         name: laws.follow(on(sizes, **train), STEPS, begun=alone.start).deviation(alone)
         for name, (sizes, train) in cases.items()
     }
-    record_property("table", table(family, found))
-    assert not {name: wrong for name, each in found.items() if (wrong := outside(each))}
+    record_property("table", table(family, deviations))
+    assert not {name: wrong for name, each in deviations.items() if (wrong := outside(each))}

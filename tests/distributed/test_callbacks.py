@@ -1,4 +1,4 @@
-"""Callbacks of a run of several processes: all of them see each step, and an error in one ends all."""
+"""Callbacks of a run of several processes: all see each step, and an error in one ends all."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""scripts/launch, as far as a machine without a cluster can tell: syntax, fields, and runs with the cluster's commands played."""
+"""scripts/launch without a cluster: syntax, fields, and runs with simulated commands."""
 
 import os
 import subprocess
@@ -28,7 +28,8 @@ step = dict(
     SLURM_STEP_ID="0", SLURM_STEP_NODELIST="localhost", SLURM_STEP_NUM_TASKS="2",
     SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_LOCALID="0",
 )
-tasks = [subprocess.Popen(command, env=os.environ | step | dict(SLURM_PROCID=str(i))) for i in range(2)]
+environments = [os.environ | step | dict(SLURM_PROCID=str(i)) for i in range(2)]
+tasks = [subprocess.Popen(command, env=environment) for environment in environments]
 sys.exit(max(task.wait() for task in tasks))
 """
 
@@ -118,9 +119,9 @@ def test_two_tasks_of_a_slurm_job_train_together(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len([key for key in harness.losses(workdir) if key[0] == "train"]) == 3
-    said = (workdir / "log.txt").read_text()
-    assert f"2: Slurm job {job}, step 0" in said
-    assert "4 x cpu, mesh fsdp=4" in said
+    output = (workdir / "log.txt").read_text()
+    assert f"2: Slurm job {job}, step 0" in output
+    assert "4 x cpu, mesh fsdp=4" in output
 
 
 METADATA = """#!/bin/sh
@@ -201,7 +202,7 @@ def test_a_misspelt_job_is_refused_by_the_schema(right, wrong):
 
 
 def test_the_jobset_has_the_fields_that_jobset_knows():
-    """Of jobset.x-k8s.io/v1alpha2, around the Job."""
+    """Fields of jobset.x-k8s.io/v1alpha2, around the Job."""
     jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     assert jobset.keys() == {"apiVersion", "kind", "metadata", "spec"}
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -257,10 +258,10 @@ def test_the_pods_of_the_jobset_find_each_other():
             where = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             key = where.removeprefix("metadata.annotations['jobset.sigs.k8s.io/").rstrip("]'")
             environment[entry["name"]] = annotations[key] if where else entry["value"]
-        found = cluster.process_spec(environment)
-        assert found.count == job["completions"]
-        ranks.add(found.rank)
-        meeting.add(found.coordinator)
+        place = cluster.process_spec(environment)
+        assert place.count == job["completions"]
+        ranks.add(place.rank)
+        meeting.add(place.coordinator)
     assert ranks == set(range(job["completions"]))
     (address,) = meeting
     assert address.startswith("llama-8b-workers-0-0.llama-8b:")

@@ -1,4 +1,4 @@
-"""Real processes of one run on this machine, each with several fake devices, against one process."""
+"""Real processes of one run, each with several fake devices, against one process."""
 
 import hashlib
 import json
@@ -41,27 +41,34 @@ def words(config, workdir, mesh, *flags):
 
 
 def start(processes, devices, command, *, environments=None, log=None):
-    """The processes of a run; each writes down the rows that it read beside `log`."""
+    """The processes of a run; each writes the rows that it read next to `log`.
+
+    Args:
+      processes, devices: number of processes, devices of each.
+      command: words of the command line.
+      environments: variables by rank.
+      log: path of the logs, with the rank appended.
+    """
     address = f"127.0.0.1:{free_port()}"
     started = []
     for rank in range(processes):
-        told = [
+        flags = [
             f"--coordinator={address}",
             f"--num_processes={processes}",
             f"--process_id={rank}",
         ]
-        own = {"XLA_FLAGS": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        own |= {"TRAINER_LOG": f"{log}.{rank}.jsonl" if log else ""}
-        own |= environments[rank] if environments else {}
+        settings = {"XLA_FLAGS": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        settings |= {"TRAINER_LOG": f"{log}.{rank}.jsonl" if log else ""}
+        settings |= environments[rank] if environments else {}
         started.append(
             subprocess.Popen(
                 [
                     *RANK,
                     *command,
                     f"--cpu_devices={devices}",
-                    *(told if processes > 1 and not environments else []),
+                    *(flags if processes > 1 and not environments else []),
                 ],
-                env=os.environ | own,
+                env=os.environ | settings,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -73,12 +80,12 @@ def start(processes, devices, command, *, environments=None, log=None):
 def end(started, seconds=300):
     """The exit codes and all that was printed."""
     try:
-        said = [process.communicate(timeout=seconds)[0] for process in started]
+        output = [process.communicate(timeout=seconds)[0] for process in started]
     finally:
         for process in started:
             process.kill()
             process.communicate()
-    return [process.returncode for process in started], "\n".join(said)
+    return [process.returncode for process in started], "\n".join(output)
 
 
 def train(processes, devices, command, **more):
@@ -87,21 +94,21 @@ def train(processes, devices, command, **more):
     Gloo gives up after 30 s of waiting for a rank that a busy machine keeps compiling: then again.
     """
     for _ in range(3):
-        codes, said = end(start(processes, devices, command, **more))
-        if "Gloo context initialization failed: DEADLINE_EXCEEDED" not in said:
+        codes, output = end(start(processes, devices, command, **more))
+        if "Gloo context initialization failed: DEADLINE_EXCEEDED" not in output:
             break
-    assert codes == [0] * processes, said
-    return said
+    assert codes == [0] * processes, output
+    return output
 
 
 def read(log):
     """The digest of each row of each batch of a run, by step and row, from all of its processes."""
-    found = {}
+    rows_read = {}
     for path in Path(log).parent.glob(f"{Path(log).name}.*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
             for row, digest in enumerate(line["rows"], line["first"]):
-                assert found.setdefault((line["step"], row), digest) == digest
-    return found
+                assert rows_read.setdefault((line["step"], row), digest) == digest
+    return rows_read
 
 
 def deviation(ours, theirs):
@@ -114,9 +121,9 @@ def deviation(ours, theirs):
 
 def until(rows, step):
     """The rows of the steps before `step`; the loader reads ahead."""
-    found = {key: value for key, value in rows.items() if key[0] < step}
-    assert {number for number, _ in found} == set(range(step))
-    return found
+    earlier = {key: value for key, value in rows.items() if key[0] < step}
+    assert {number for number, _ in earlier} == set(range(step))
+    return earlier
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +135,16 @@ def alone(config, tmp_path_factory):
 
 
 def check(alone, config, folder, processes, devices, mesh, *flags):
-    """Trains with several processes as one did: the same losses, and the same rows at the same steps."""
-    said = train(
+    """Train with several processes as with one: equal losses, and equal rows at each step.
+
+    Args:
+      alone: the run of one process.
+      config: the config of the run.
+      folder: parent of the new run.
+      processes, devices: number of processes, devices of each.
+      mesh: flags of the mesh.
+    """
+    output = train(
         processes,
         devices,
         words(config, folder / "run", mesh, *flags),
@@ -139,11 +154,11 @@ def check(alone, config, folder, processes, devices, mesh, *flags):
     print(f"{processes} x {devices} {mesh}: {far:.1e}")
     assert far < 1e-5
     assert until(read(folder / "log"), STEPS) == until(alone[1], STEPS)
-    return said
+    return output
 
 
 def slurm(job):
-    """What two tasks of a step on this machine are told."""
+    """Variables of two tasks of a step on this machine."""
     step = {
         "SLURM_JOB_ID": job,
         "SLURM_STEP_ID": "0",
@@ -168,17 +183,17 @@ def test_two_tasks_of_a_slurm_step_compute_together(tmp_path):
         )
         for environment in slurm(job)
     ]
-    codes, said = end(started)
-    assert codes == [0, 0], said
-    assert said.count("total 12.0") == 2
+    codes, output = end(started)
+    assert codes == [0, 0], output
+    assert output.count("total 12.0") == 2
     assert {f"process {rank}, Slurm job {job}, step 0" for rank in range(2)} <= set(
-        said.splitlines()
+        output.splitlines()
     )
 
 
 @pytest.mark.slow
 def test_two_processes_of_a_slurm_step_train_as_one_does(config, tmp_path, monkeypatch):
-    """Found through the environment alone, with fsdp across the processes; against one with other axes."""
+    """With the environment alone, and fsdp across the processes; against one with other axes."""
     single, double = tmp_path / "one", tmp_path / "two"
     flags = (
         *("--config.train.steps=2", "--config.checkpoint.every=100", "--config.model.depth=1"),
@@ -196,8 +211,8 @@ def test_two_processes_of_a_slurm_step_train_as_one_does(config, tmp_path, monke
     assert main(words(config, single, {"data": 8}, *flags)) == 0
     assert deviation(double, single) < 1e-5
     assert until(read(tmp_path / "b"), 2) == until(read(tmp_path / "a"), 2)
-    found = json.loads((double / "environment.json").read_text())["cluster"]
-    assert found == {
+    facts = json.loads((double / "environment.json").read_text())["cluster"]
+    assert facts == {
         "source": f"Slurm job {job}, step 0",
         "coordinator": f"127.0.0.1:{cluster.port(f'{job}.0')}",
         "processes": 2,
@@ -260,7 +275,7 @@ def test_an_adapter_over_processes_trains_as_on_one_device(config, tmp_path, arm
 
 @pytest.mark.slow
 def test_a_checkpoint_of_four_processes_goes_on_with_two_and_then_with_one(alone, config, tmp_path):
-    """Nothing is lost or changed on the way: a restore that saves again at once saves the same bits."""
+    """A restore that saves again at once saves the same bits."""
     run = tmp_path / "run"
     train(4, 2, words(config, run, {"fsdp": 4, "tensor": 2}, "--stop_at=2"))
     written = {path.name for path in (run / "checkpoints/2").rglob("ocdbt.process_*")}
@@ -284,9 +299,12 @@ def test_a_checkpoint_of_four_processes_goes_on_with_two_and_then_with_one(alone
 
 @pytest.mark.slow
 def test_a_mixture_in_stages_reads_the_same_rows_with_other_numbers_of_processes(config, tmp_path):
-    """Two processes up to a step inside of each stage, one process from there: the rows and what is said of them."""
+    """Two processes up to a step inside of each stage, one process from there.
+
+    The rows and their records are equal.
+    """
     folder = Path(config).parent
-    given = {
+    settings = {
         "data.train": ",".join(f"s{n}={folder}/0{n}*.txt" for n in range(3)),
         "data.mixture.name": "weights",
         "data.mixture.weights": "s0=0.5@0..0.2@4,s1=0.3@0..0.6@4,s2=0.2",
@@ -294,20 +312,20 @@ def test_a_mixture_in_stages_reads_the_same_rows_with_other_numbers_of_processes
         "train.batch_warmup": "4@2",
         "data.sequence_warmup": "16@3",
     }
-    flags = [f"--config.{name}={value}" for name, value in given.items()]
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(1, 2, words(config, whole, {"data": 2}, *flags), log=tmp_path / "unbroken")
     for processes, step in ((2, 1), (1, 3), (2, STEPS)):
         command = words(config, parts, {"data": 2}, *flags, f"--stop_at={step}")
         train(processes, 2 // processes, command, log=tmp_path / "resumed")
     assert until(read(tmp_path / "resumed"), STEPS) == until(read(tmp_path / "unbroken"), STEPS)
-    told = [
+    notes = [
         {r["step"]: {k: v for k, v in r.items() if k.startswith("sources/") or k == "tokens"}}
         for run in (whole, parts)
         for r in harness.records(run)
         if r["split"] == "train"
     ]
-    assert told[:STEPS] == told[STEPS:]
+    assert notes[:STEPS] == notes[STEPS:]
     print(f"largest difference of a loss: {deviation(parts, whole):.1e}")
     assert harness.losses(parts) == harness.losses(whole)
 
@@ -341,16 +359,16 @@ def test_ranks_that_differ_refuse_each_other_within_ten_seconds(config, tmp_path
         )
         for rank in range(2)
     ]
-    codes, said = end(started)
+    codes, output = end(started)
     took = time.monotonic() - begun
     print(f"refused {took:.1f} s after the start")
-    assert codes == [2, 2], said
+    assert codes == [2, 2], output
     line = {
         "config": "optim.lr: 0.1 on rank 0, 0.2 on rank 1",
         "code": "code of jaxlm/core: ",
         "option": "--stop_at: None on rank 0, 2 on rank 1",
     }[difference]
-    assert said.count(line) == said.count("1 difference from rank 0") == 2
+    assert output.count(line) == output.count("1 difference from rank 0") == 2
     machine.require_clock(took, 10)
     assert not (tmp_path / "run/config.json").exists()
 
@@ -361,13 +379,13 @@ def test_a_batch_that_processes_cannot_share_is_refused_with_the_nearest(
     config, tmp_path, processes
 ):
     devices = 2 * processes
-    codes, said = end(
+    codes, output = end(
         start(
             *(processes, 2),
             words(config, tmp_path / "run", {"data": devices}, "--config.train.batch=10"),
         )
     )
     assert codes == [2] * processes
-    assert f"batch = 10 does not divide by {devices}" in said
-    assert re.search(f"--config.train.batch=({'8|12' if processes == 2 else '6|12'})\\b", said)
+    assert f"batch = 10 does not divide by {devices}" in output
+    assert re.search(f"--config.train.batch=({'8|12' if processes == 2 else '6|12'})\\b", output)
     assert not (tmp_path / "run/config.json").exists()

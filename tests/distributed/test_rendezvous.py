@@ -14,29 +14,29 @@ REFUSED = ConfigError("no setting optim.lrr", where="--config.optim.lrr=1", why=
 
 
 def meet(*ranks, count, seconds=1.0, counts=None, refused=()):
-    """What each of these ranks finds out: None, or its error. Some are refused before they come."""
+    """Return the error of each rank, or None. Some are refused before the rendezvous."""
     address = f"127.0.0.1:{free_port()}"
-    found = {}
+    errors = {}
 
     def go(number, rank):
         try:
-            own = (counts or {}).get(rank, count)
+            claimed = (counts or {}).get(rank, count)
             with rendezvous.report_failure_to_peers(
-                ProcessSpec(coordinator=address, count=own, rank=rank)
+                ProcessSpec(coordinator=address, count=claimed, rank=rank)
             ):
                 if rank in refused:
                     raise REFUSED
-            rendezvous.rendezvous(address, rank=rank, count=own, seconds=seconds)
-            found[number] = None
+            rendezvous.rendezvous(address, rank=rank, count=claimed, seconds=seconds)
+            errors[number] = None
         except JaxlmError as error:
-            found[number] = error
+            errors[number] = error
 
     threads = [threading.Thread(target=go, args=pair) for pair in enumerate(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[number] for number in range(len(ranks))]
+    return [errors[number] for number in range(len(ranks))]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_a_rank_that_is_refused_alone_waits_for_nobody_for_long(monkeypatch):
 def test_two_processes_of_one_rank_are_refused():
     errors = meet(0, 1, 1, count=3)
     assert all(isinstance(error, CommandError) for error in errors), (
-        "each was told, none waited to the end"
+        "each got an error, none waited to the end"
     )
     assert "two processes have rank 1" in errors[0].why
 
@@ -102,37 +102,37 @@ def test_ranks_that_disagree_about_their_number_are_refused():
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b'{"rank": "1", "count": 2}\n', b"\xff\n"],
 )
-def test_a_stranger_at_the_door_is_no_rank(said):
+def test_a_stranger_at_the_door_is_no_rank(sent):
     address = f"127.0.0.1:{free_port()}"
-    found = []
+    errors = []
 
     def go():
         try:
             rendezvous.rendezvous(address, rank=0, count=2, seconds=0.8)
         except PeerLost as error:
-            found.append(error.why)
+            errors.append(error.why)
 
     thread = threading.Thread(target=go)
     thread.start()
     time.sleep(0.2)
     with socket.create_connection(rendezvous.split(address)) as stranger:
-        stranger.sendall(said)
+        stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
-        assert stranger.recv(10) == b"", "it was told nothing"
+        assert stranger.recv(10) == b"", "it got no answer"
     thread.join()
-    assert found == ["present: 0; absent: 1"]
+    assert errors == ["present: 0; absent: 1"]
 
 
 def test_a_rank_that_died_while_it_waited_may_come_again():
     address = f"127.0.0.1:{free_port()}"
-    found = []
+    errors = []
 
     def go(rank):
         rendezvous.rendezvous(address, rank=rank, count=3, seconds=30)
-        found.append(rank)
+        errors.append(rank)
 
     first = threading.Thread(target=go, args=(0,))
     first.start()
@@ -146,7 +146,7 @@ def test_a_rank_that_died_while_it_waited_may_come_again():
         time.sleep(0.2)  # the other one completes the number while the dead one is still counted
     for thread in threads:
         thread.join()
-    assert sorted(found) == [0, 1, 2]
+    assert sorted(errors) == [0, 1, 2]
 
 
 def test_an_address_in_use_is_said():

@@ -1,4 +1,4 @@
-"""Two processes whose checkpoints are on a disk that is slow by the byte: who hashes which files, when, under which limit."""
+"""Two processes whose checkpoints are on a slow disk: hashed files, phases and limits."""
 
 import json
 import os
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 class Life(NamedTuple):
-    """How the processes of one start ended, and what each did, in order."""
+    """Ends of the processes of one start, and the events of each, in order."""
 
     codes: list[int]
     output: str
@@ -41,7 +41,7 @@ class Life(NamedTuple):
         return [e for e in self.events[rank] if e["event"] == "read" and e["step"] == step]
 
     def steps(self) -> set[str]:
-        """The folders of steps of which any process hashed a file."""
+        """The folders of steps with a file that any process hashed."""
         return {e["step"] for events in self.events for e in events if e["event"] == "read"}
 
 
@@ -83,9 +83,9 @@ def _live(config: str, folder: Path, name: str, *flags: str, faults: str) -> Lif
         )
         for rank, log in enumerate(logs)
     ]
-    said = "\n".join(harness.outputs_of(ranks))
+    output = "\n".join(harness.outputs_of(ranks))
     events = [[json.loads(line) for line in log.read_text().splitlines()] for log in logs]
-    return Life([rank.returncode for rank in ranks], said, events)
+    return Life([rank.returncode for rank in ranks], output, events)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def files(run: Path, step: int | str) -> dict[str, int]:
 
 
 def divided(life: Life, step: str) -> list[dict[str, int]]:
-    """What each process hashed of a step's folder, no file twice."""
+    """Files of a step's folder that each process hashed, no file twice."""
     parts = [life.reads(rank, step) for rank in range(2)]
     counts = Counter(read["path"] for part in parts for read in part)
     assert set(counts.values()) == {1}, counts
@@ -155,8 +155,8 @@ def test_a_resume_verifies_the_newest_step_by_halves_in_a_phase_of_its_own(lives
     assert parts[0] | parts[1] == files(run, step)
     total = sum(files(run, step).values())
     assert all(sum(part.values()) > total / 4 for part in parts)
-    own = [{path for path in part if path.startswith("ocdbt.process_")} for part in parts]
-    assert all(path.startswith("ocdbt.process_1/") for path in own[1])
+    written = [{path for path in part if path.startswith("ocdbt.process_")} for part in parts]
+    assert all(path.startswith("ocdbt.process_1/") for path in written[1])
     for rank in range(2):
         assert {read["phase"] for read in second.reads(rank, step)} == {"verify"}
 
@@ -165,8 +165,8 @@ def test_a_rewind_verifies_the_step_that_it_goes_back_to_and_no_other(lives):
     run, first, _ = lives
     (made,) = json.loads((run / "rewinds.json").read_text())
     assert made["to"] > 0
-    kept = list(range(2, made["first_bad"], 2))
-    assert len(kept) > 2, "there were others to choose from"
+    healthy = list(range(2, made["first_bad"], 2))
+    assert len(healthy) > 2, "there were others to choose from"
     verified = [step for step in first.steps() if step.isdigit()]
     assert verified == [str(made["to"])]
     parts = divided(first, verified[0])
@@ -197,6 +197,6 @@ def test_a_step_that_a_process_did_not_hash_is_not_committed(config, tmp_path, f
     failed = live(config, tmp_path, "first", faults=f"store.read:{fault}#1")
     assert set(failed.codes) <= codes, failed.output
     assert harness.steps(tmp_path / "run") == []
-    again = live(config, tmp_path, "again", "--stop_at=2", faults="")
-    assert again.codes == [0, 0], again.output
+    second = live(config, tmp_path, "again", "--stop_at=2", faults="")
+    assert second.codes == [0, 0], second.output
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["2"]

@@ -1,4 +1,4 @@
-"""`jaxlm`, which writes down what this process reads: the rows of each batch of training, and the state that it restores.
+"""`jaxlm` with a log of the rows of each batch of training, and of the restored state.
 
 TRAINER_LOG=FILE python -m tests.distributed.trainer train --config=... --workdir=...
 """
@@ -24,15 +24,15 @@ def recorded(self, start, *, batch, rows, **rest):
     with open(os.environ["TRAINER_LOG"], "a") as log:
         for step, read in enumerate(batches(self, start, batch=batch, rows=rows, **rest), start):
             parts = [part for part in read if part is not None]
-            own = rows[batch.phase(step).rows]
-            cuts = len(read.tokens) // (own.stop - own.start)
+            local = rows[batch.phase(step).rows]
+            cuts = len(read.tokens) // (local.stop - local.start)
             digests = [
                 hashlib.sha256(b"".join(np.asarray(part[row]).tobytes() for part in parts))
                 for row in range(len(read.tokens))
             ]
             line = {
                 "step": step,
-                "first": own.start * cuts,
+                "first": local.start * cuts,
                 "rows": [digest.hexdigest() for digest in digests],
             }
             log.write(json.dumps(line) + "\n")
@@ -41,7 +41,7 @@ def recorded(self, start, *, batch, rows, **rest):
 
 
 def digested(*words):
-    """The restored state; the digest of each of its leaves, fetched whole, goes beside the log."""
+    """The restored state; digests of its leaves, fetched whole, are written next to the log."""
     restored = restore(*words)
     leaves = {
         path: hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()

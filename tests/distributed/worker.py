@@ -1,9 +1,11 @@
-"""A rank that does what training does, and little else: a step is a sum over all devices, with the faults of the trainer.
+"""A rank with little but the process group of training, and the faults of the trainer.
+
+A step is a sum over all devices.
 
 python -m tests.distributed.worker --workdir=DIR [--steps=N] ... --coordinator=HOST:PORT
 --num_processes=N --process_id=I
 
-Without the last three, the environment of a cluster says them.
+Without the last three, they come from the environment of a cluster.
 """
 
 import argparse
@@ -34,7 +36,7 @@ parser.add_argument("--fact", default="the same")
 parser.add_argument("--late", default="")  # RANK:SECONDS at the end
 parser.add_argument("--callback_hang", default="")  # RANK:STEP
 parser.add_argument("--gil_hang", default="")  # RANK:STEP
-parser.add_argument("--save", action="store_true")  # the total, where it is told to stop
+parser.add_argument("--save", action="store_true")  # the total, at a requested stop
 parser.add_argument("--watch", default="")  # NAME=TEXT,...
 parser.add_argument("--coordinator")
 parser.add_argument("--num_processes", type=int)
@@ -52,20 +54,20 @@ def hang():
     return np.float32(0)
 
 
-def save(workdir: Path, crew: ProcessGroup, step: int, total: jax.Array) -> None:
+def save(workdir: Path, group: ProcessGroup, step: int, total: jax.Array) -> None:
     """Commits the total, as all ranks together do."""
     from jaxlm.checkpoint.config import CheckpointConfig
     from jaxlm.checkpoint.store import Store
 
-    store = Store(workdir / "checkpoints", CheckpointConfig(), peers=crew.peers)
-    crew.barrier("store")
+    store = Store(workdir / "checkpoints", CheckpointConfig(), peers=group.peers)
+    group.barrier("store")
     store.save(step, {"total": total}, {"step": step})
     store.close()
 
 
-def work(args: argparse.Namespace, crew: ProcessGroup) -> int:
-    rank = crew.peers.rank
-    crew.agree("facts", {"fact": args.fact.replace("RANK", str(rank)), "steps": args.steps})
+def work(args: argparse.Namespace, group: ProcessGroup) -> int:
+    rank = group.peers.rank
+    group.agree("facts", {"fact": args.fact.replace("RANK", str(rank)), "steps": args.steps})
     mesh = Mesh(np.array(jax.devices()), ("data",))
     split = NamedSharding(mesh, PartitionSpec("data"))
     rows = jax.make_array_from_process_local_data(
@@ -77,11 +79,11 @@ def work(args: argparse.Namespace, crew: ProcessGroup) -> int:
     waiting = None
     total = jax.device_put(np.float32(0), NamedSharding(mesh, PartitionSpec()))
     for step in range(1, args.steps + 1):
-        crew.stop.enter()
+        group.stop.enter()
         print(f"step {step}", flush=True)
-        crew.watch.enter("data")
+        group.watch.enter("data")
         faults.point("data.next", step)
-        crew.watch.enter("step")
+        group.watch.enter("step")
         faults.point("step.before", step)
         if step == hangs:
             float(stuck())
@@ -96,25 +98,25 @@ def work(args: argparse.Namespace, crew: ProcessGroup) -> int:
         waiting = total
         faults.point("step.after", step)
         if step % 4 == 0:
-            with crew.watch.phase("eval"):
+            with group.watch.phase("eval"):
                 faults.point("eval", step)
-            with crew.watch.phase("save"):
+            with group.watch.phase("save"):
                 faults.point("save.begin", step)
-        if crew.stop.is_due and step < args.steps:
+        if group.stop.is_due and step < args.steps:
             print(f"stopped after {step}, total {float(total)}", flush=True)
             if args.save:
-                save(args.workdir, crew, step, total)
-            crew.finish()
+                save(args.workdir, group, step, total)
+            group.finish()
             raise Preempted(
-                f"stopped by {crew.stop.reason} after step {step}",
+                f"stopped by {group.stop.reason} after step {step}",
                 where="",
-                why="told to",
+                why="by request",
                 fix="again",
             )
     late = at(args.late, rank)
     time.sleep(late or 0)
     print(f"total {float(total)}", flush=True)
-    crew.finish()
+    group.finish()
     return 0
 
 
@@ -135,11 +137,11 @@ def main() -> int:
     args.workdir.mkdir(parents=True, exist_ok=True)
     try:
         print(f"process {place.rank}, {place.source}", flush=True)
-        with ProcessGroup(watch, place, workdir=args.workdir) as crew, crew.stop:
+        with ProcessGroup(watch, place, workdir=args.workdir) as group, group.stop:
             directory = RunDir(args.workdir)
-            if crew.peers.is_first:
-                crew.shutdown.write_exit = directory.write_exit
-            return work(args, crew)
+            if group.peers.is_first:
+                group.shutdown.write_exit = directory.write_exit
+            return work(args, group)
     except JaxlmError as error:
         print(error, file=sys.stderr, flush=True)
         return error.code

@@ -47,7 +47,7 @@ def outputs(cell):
 
 
 def execute(path, tmp_path, monkeypatch, **environment):
-    """Execute a notebook on one device, with runs under `tmp_path`; return its code cells and text."""
+    """Execute a notebook on one device, with runs under `tmp_path`; return code cells and text."""
     environment = {"RUNS": str(tmp_path / "runs"), **environment}
     for name, value in environment.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)

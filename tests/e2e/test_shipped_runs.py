@@ -1,4 +1,4 @@
-"""The small shipped configs, trained as their first lines say, reach what these promise.
+"""The small shipped configs, trained as in their first lines, reach what these promise.
 
 Minutes each, on CPU cores.
 """
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 def trained(config, workdir):
-    """What `jaxlm train` answers, in a process of its own with the devices that a user has, and the seconds it took."""
+    """Answer of `jaxlm train` in a process with a user's devices, and its seconds."""
     words = ["train", f"--config={config}", f"--workdir={workdir}", "--json"]
     begun = time.monotonic()
     done = subprocess.run(
@@ -42,19 +42,19 @@ def trained(config, workdir):
 def test_the_quickstart_needs_fewer_bits_than_a_file_compressor(
     config, method, minutes, tmp_path, record_property
 ):
-    """In its minutes on two cores; tests beside it make them longer."""
-    found, seconds = trained(f"configs/{config}", tmp_path / "run")
-    ours, theirs = found["bits_per_byte"], found["baselines"]
+    """The minutes are those on two cores; other tests make them longer."""
+    answer, seconds = trained(f"configs/{config}", tmp_path / "run")
+    ours, theirs = answer["bits_per_byte"], answer["baselines"]
     record_property("table", f"{config}: {ours:.4f} bits per byte in {seconds:.0f} s; {theirs}")
     assert 0 < ours < theirs[method]
     machine.require_clock(seconds, 60 * minutes)
 
 
 def test_the_shakespeare_config_ends_at_or_below_nanogpts_loss(tmp_path, record_property):
-    """Its text is no part of this repository: where it is, the variable says."""
+    """Its text is no part of this repository: a variable names it."""
     text = os.environ.get("JAXLM_TINYSHAKESPEARE")
     if text is None:
-        pytest.skip("JAXLM_TINYSHAKESPEARE names no file; configs/shakespeare_char.py says whose")
-    found, _ = trained(f"configs/shakespeare_char.py:{Path(text).resolve()}", tmp_path / "run")
-    record_property("table", f"shakespeare_char.py: {found['loss_nats']:.4f} nats")
-    assert found["loss_nats"] <= 1.88
+        pytest.skip("JAXLM_TINYSHAKESPEARE names no file; see configs/shakespeare_char.py")
+    answer, _ = trained(f"configs/shakespeare_char.py:{Path(text).resolve()}", tmp_path / "run")
+    record_property("table", f"shakespeare_char.py: {answer['loss_nats']:.4f} nats")
+    assert answer["loss_nats"] <= 1.88

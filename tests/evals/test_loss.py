@@ -122,7 +122,7 @@ POPULATION, DRAWN_ROWS, DRAWS = 300, 40, 200
 
 
 def test_the_error_of_a_sample_is_the_spread_of_its_figure_over_other_samples():
-    """Rows of one kind each, so that tokens of a row are alike, and of unequal weight."""
+    """Rows of one kind each, so that tokens of a row are similar, and of unequal weight."""
     rng = np.random.default_rng(3)
     kinds = rng.integers(0, VOCAB, (2, POPULATION, 1))
     tokens = np.where(rng.random((POPULATION, LENGTH)) < 0.8, kinds[0], IDS[0, 0])
@@ -144,15 +144,15 @@ def test_the_error_of_a_sample_is_the_spread_of_its_figure_over_other_samples():
             loss.Sample(count, POPULATION),
         ).record()
 
-    found = [figures(seed, DRAWN_ROWS) for seed in range(DRAWS)]
-    losses = np.array([each["loss_nats"] for each in found])
-    errors = np.array([each["loss_stderr"] for each in found])
+    samples = [figures(seed, DRAWN_ROWS) for seed in range(DRAWS)]
+    losses = np.array([each["loss_nats"] for each in samples])
+    errors = np.array([each["loss_stderr"] for each in samples])
     assert math.sqrt((errors**2).mean()) == pytest.approx(losses.std(ddof=1), rel=0.25)
     whole = figures(0, POPULATION)
     assert "loss_stderr" not in whole
     inside = abs(losses - whole["loss_nats"]) < 2 * errors
     assert 0.88 < inside.mean() < 1
-    assert figures(7, DRAWN_ROWS) == found[7]  # bit for bit
+    assert figures(7, DRAWN_ROWS) == samples[7]  # bit for bit
 
 
 def test_a_set_without_tokens_is_refused():

@@ -15,7 +15,14 @@ def coverage(intervals, truth):
 
 
 def drawn(rng, share, groups, size, spread=0.0):
-    """Yes or no of `size` items in each of some groups, whose shares differ by `spread`."""
+    """Yes or no of `size` items in each of some groups, whose shares differ by `spread`.
+
+    Args:
+      rng: the generator.
+      share: mean share of yes.
+      groups, size: number of groups, items of each.
+      spread: deviation of the shares of groups.
+    """
     share_g = np.clip(share + spread * rng.standard_normal(groups), 0, 1)
     return (rng.random((groups, size)) < share_g[:, None]).astype(float).ravel()
 

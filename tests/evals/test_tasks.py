@@ -24,9 +24,15 @@ choices = "options"
 answer = "options.index(right)"
 """
 RECORDS = [
-    {"key": f"k{n}", "q": f"what is {n}", "options": ["no", f"it is {n}", "x"], "right": f"it is {n}", "text": n % 3}
+    {
+        "key": f"k{n}",
+        "q": f"what is {n}",
+        "options": ["no", f"it is {n}", "x"],
+        "right": f"it is {n}",
+        "text": n % 3,
+    }
     for n in range(9)
-]  # fmt: skip
+]
 
 
 def made(folder, text=CHOICE, records=RECORDS):

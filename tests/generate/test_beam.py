@@ -1,4 +1,4 @@
-"""Beam search beside one written out in NumPy over the full forward."""
+"""Beam search equals one written out in NumPy over the full forward."""
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +41,9 @@ def searched(scores, prompt, beams, penalty):
     for size in range(1, LENGTH + 1):
         every = sorted(
             (
-                (total + own, [*ids, token], [*each, own])
+                (total + score, [*ids, token], [*each, score])
                 for total, ids, each in going_on
-                for token, own in enumerate(scores(prompt + ids))
+                for token, score in enumerate(scores(prompt + ids))
             ),
             key=lambda text: -text[0],
         )[: 2 * beams]
@@ -72,7 +72,7 @@ def test_the_best_text_is_that_of_the_search_written_out(model, beams, penalty):
     padded = np.array([prompt + [PAD] * (3 - len(prompt)) for prompt in PROMPTS], np.int32)
     lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     out = jax.tree.map(np.asarray, jax.jit(run)(params, padded, lengths, None))
-    found = []
+    texts = []
     for row, prompt in enumerate(PROMPTS):
         _, ids, each = searched(scores, prompt, beams, penalty)
         count = out.length[row]
@@ -80,6 +80,6 @@ def test_the_best_text_is_that_of_the_search_written_out(model, beams, penalty):
         assert set(out.ids[row, count:].tolist()) <= {PAD}
         np.testing.assert_allclose(out.log_probabilities[row, :count], each, atol=2e-5)
         assert out.reason[row] == (decode.END if ids[-1] == END else decode.LENGTH)
-        found.append(ids)
+        texts.append(ids)
     if penalty == 0.0:  # where short texts win, some are
-        assert min(map(len, found)) < LENGTH
+        assert min(map(len, texts)) < LENGTH

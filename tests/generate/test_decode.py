@@ -26,8 +26,7 @@ FAMILIES = {
     "llama": Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2),
     "gpt2": GPT2(vocab=VOCAB, width=32, depth=2, heads=4, max_positions=64),
 }
-# Rings, positions up to the last that there is, biases by distance beside an encoder, latent
-# attention.
+# Rings, positions up to the last one, biases by distance with an encoder, latent attention.
 SMALL = {"vocab": VOCAB, "width": 32, "depth": 2, "heads": 4}
 GUESSING = FAMILIES | {
     "mistral": Mistral(**SMALL, kv_heads=2, window=4),
@@ -55,7 +54,14 @@ def llama():
 
 
 def program(blueprint, params, *, max_tokens=8, ends=(END,), temperature=0.0, **how):
-    """What goes on from prompts, compiled once for all that are as many and as long."""
+    """Compiled continuation of prompts, for one number and length of prompts.
+
+    Args:
+      blueprint, params: the model.
+      max_tokens: number of new tokens.
+      ends: ids that end a text.
+      temperature: temperature of the draws.
+    """
     draw = functools.partial(sampling.draw, temperature=temperature)
     built = decode.build(blueprint.merge, draw, max_tokens=max_tokens, ends=ends, pad=PAD, **how)
     compiled = jax.jit(built)
@@ -80,9 +86,15 @@ def generate(blueprint, params, prompts, **how):
 
 
 def greedy(blueprint, params, prompt, count, known=0):
-    """The full forward, a token at a time; what follows is unseen padding, so that one program does for all lengths.
+    """The full forward, a token at a time, padded so that one program does for all lengths.
 
     The first `known` tokens are read both ways.
+
+    Args:
+      blueprint, params: the model.
+      prompt: ids of the prompt.
+      count: number of new tokens.
+      known: number of tokens that are read both ways.
     """
 
     @jax.jit
@@ -157,7 +169,7 @@ def test_a_seed_draws_the_same_text_alone_in_a_batch_and_at_any_place_in_it(llam
 
 @pytest.fixture(scope="module")
 def forward(llama):
-    """Logits of the full forward in float64, one program for all lengths; what follows is unseen padding."""
+    """Logits of the full forward in float64, padded so that one program does for all lengths."""
     blueprint, params = llama
 
     @jax.jit
@@ -177,17 +189,17 @@ def forward(llama):
 def test_penalties_and_log_probabilities_are_those_of_the_numbers_written_out(
     llama, forward, is_int8
 ):
-    """Beside a float64 loop over the full forward.
+    """The reference is a float64 loop over the full forward.
 
     With an int8 cache log-probabilities are within 0.15 nats here.
     """
     penalties = Penalties(repetition=1.3, presence=0.2, frequency=0.4)
     out = program(*llama, penalties=penalties, ends=(), is_scored=True, is_int8=is_int8)(PROMPTS)
-    for prompt, drawn, found in zip(PROMPTS, rows(out), out.log_probabilities, strict=True):
+    for prompt, drawn, values in zip(PROMPTS, rows(out), out.log_probabilities, strict=True):
         every = forward(prompt + drawn)[len(prompt) - 1 : -1]
         exact = every - np.log(np.exp(every).sum(-1, keepdims=True))
-        wanted = exact[np.arange(len(drawn)), drawn]
-        np.testing.assert_allclose(found, wanted, atol=0.15 if is_int8 else 5e-5)
+        expected = exact[np.arange(len(drawn)), drawn]
+        np.testing.assert_allclose(values, expected, atol=0.15 if is_int8 else 5e-5)
         for place, (chosen, logits) in enumerate(zip(drawn, every, strict=True)):
             for i in range(VOCAB):
                 if i in prompt + drawn[:place]:
@@ -232,7 +244,7 @@ def test_no_step_is_made_once_all_rows_have_ended(llama):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch, is_prepared):
-    """Where the weights need no preparing, as on accelerators, they are not copied."""
+    """Weights that need no preparation, as on accelerators, are not copied."""
     monkeypatch.setattr(decode, "needs_relayout", lambda: is_prepared)
     blueprint, params = built
     whole = program(blueprint, params, temperature=1.3, ends=(END,), is_scored=True)(PROMPTS)
@@ -248,10 +260,10 @@ def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch,
     state = parts.start(ready, prompts, jnp.asarray([*map(len, PROMPTS)], jnp.int32), keys)
     for until in (2, 3, 6, 8):
         state = parts.decode_until(ready, state, keys, jnp.int32(until))
-        found = decode.collect(state)
-        np.testing.assert_array_equal(found.ids[:, :until], whole.ids[:, :until])
+        collected = decode.collect(state)
+        np.testing.assert_array_equal(collected.ids[:, :until], whole.ids[:, :until])
     # What is not an id comes of two programs, which add up in orders of their own.
-    for ours, theirs in zip(found, whole, strict=True):
+    for ours, theirs in zip(collected, whole, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5)
 
 
@@ -310,22 +322,22 @@ def test_guesses_change_nothing_but_the_number_of_passes(guessing, how):
 
 
 def test_a_guess_is_what_followed_the_longest_end_where_it_last_stood_before():
-    """Beside a loop over places, on rows of few ids; a row that repeats itself goes on so."""
+    """The reference is a loop over places, on rows of few ids; a repetitive row continues so."""
     rng, number = np.random.default_rng(0), 5
     ids = rng.integers(1, 4, (60, 20)).astype(np.int32)
     count = rng.integers(1, 21, 60).astype(np.int32)
     ids[0, :6], count[0] = (1, 2, 3, 1, 2, 3), 6
-    found = np.asarray(decode.RowTokens(jnp.asarray(ids), jnp.asarray(count)).guess(number))
-    assert found[0].tolist() == [1, 2, 3, 1, 2]
+    guesses = np.asarray(decode.RowTokens(jnp.asarray(ids), jnp.asarray(count)).guess(number))
+    assert guesses[0].tolist() == [1, 2, 3, 1, 2]
     checked = 0
-    for row, size, guess in zip(ids.tolist(), count, found, strict=True):
-        said = row[:size]
+    for row, size, guess in zip(ids.tolist(), count, guesses, strict=True):
+        output = row[:size]
         for length in (3, 2, 1):
             places = [
-                n for n in range(length, size) if said[n - length : n] == said[size - length :]
+                n for n in range(length, size) if output[n - length : n] == output[size - length :]
             ]
             if places:
-                rest = said[places[-1] :]
+                rest = output[places[-1] :]
                 assert guess.tolist() == [rest[n % len(rest)] for n in range(number)]
                 checked += 1
                 break

@@ -1,4 +1,4 @@
-"""The engine: results do not depend on what else runs, and equal those of the other ways to compute them."""
+"""The engine: results do not depend on other requests, and equal those of other ways."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ def request(seed, **changes):
 
 
 def check_schedules(engine, requests, count):
-    """Require of each request the result that it has alone, in so many orders of arrival."""
+    """Require of each request the result that it has alone, in several orders of arrival."""
     alone = [engine.complete([each])[0] for each in requests]
     compiled = engine.counters.compiles
     for schedule in range(count):

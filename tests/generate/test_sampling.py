@@ -28,7 +28,7 @@ def test_top_p_keeps_the_fewest_that_reach_p(p, count):
 
 
 def test_top_p_counts_what_top_k_left():
-    # Of the two likeliest, renormalised, the first has 5/7.
+    # Of the two likeliest, normalized again, the first has 5/7.
     assert [sum(row) for row in kept(top_k=2, top_p=0.7)] == [1, 1]
 
 
@@ -41,8 +41,8 @@ def test_top_k_keeps_all_that_equal_the_last_of_the_k(k, count):
 @pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 0.75, 0.999999])
 def test_top_p_keeps_all_or_none_of_those_that_are_equally_likely(p):
     tied = jnp.log(jnp.asarray([[0.2, 0.3, 0.2, 0.3]]))
-    kept = jnp.isfinite(sampling.filter_logits(tied, top_p=p))[0].tolist()
-    assert kept == [p > 0.6, True, p > 0.6, True]
+    is_kept = jnp.isfinite(sampling.filter_logits(tied, top_p=p))[0].tolist()
+    assert is_kept == [p > 0.6, True, p > 0.6, True]
 
 
 @pytest.mark.parametrize("p", [1e-30, 0.5, 1 - 1e-7])
@@ -64,8 +64,8 @@ def test_an_id_that_was_excluded_before_stays_out(options):
 @pytest.mark.parametrize("share", [1e-6, 0.1, 0.2, 0.39, 0.41, 0.9, 1.0])
 def test_min_p_keeps_what_is_at_least_that_share_as_likely_as_the_likeliest(share):
     probability = np.exp(LOGITS.astype(np.float64))
-    wanted = probability >= share * probability.max(axis=-1, keepdims=True) * (1 - 1e-6)
-    assert kept(min_p=share) == wanted.tolist()
+    expected = probability >= share * probability.max(axis=-1, keepdims=True) * (1 - 1e-6)
+    assert kept(min_p=share) == expected.tolist()
 
 
 def test_a_row_draws_the_same_whatever_is_beside_it():

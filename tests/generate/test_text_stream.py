@@ -9,25 +9,25 @@ from jaxlm.generate.text_stream import TextStream
 TEXT = "naïve 猫 😀 en\nEND or E\n not ENDED".encode()
 
 
-def pieces(parts, wanted):
-    stream = TextStream(wanted)
+def pieces(parts, stops):
+    stream = TextStream(stops)
     last = len(parts) - 1
     return [stream.push(part, is_ended=number == last) for number, part in enumerate(parts)]
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "stops",
     [[], [b"ENDED"], [b"\nEND", b"not"], ["😀".encode()], [b"\xf0\x9f\x98"], [b"E\n n", b" o"]],
 )
-def test_pieces_joined_are_the_whole_text_however_its_bytes_come(wanted):
-    whole = text_stream.cut_at_stop(TEXT, wanted).decode("utf-8", "replace")
-    end = next((n for n in range(len(TEXT) + 1) if any(s in TEXT[:n] for s in wanted)), len(TEXT))
+def test_pieces_joined_are_the_whole_text_however_its_bytes_come(stops):
+    whole = text_stream.cut_at_stop(TEXT, stops).decode("utf-8", "replace")
+    end = next((n for n in range(len(TEXT) + 1) if any(s in TEXT[:n] for s in stops)), len(TEXT))
     rng = np.random.default_rng(0)
     for _ in range(50):
         cuts = sorted({0, end, *rng.integers(0, end, 9).tolist()})
-        given = pieces([TEXT[a:b] for a, b in itertools.pairwise(cuts)], wanted)
-        assert "".join(given) == whole
-        assert "\ufffd" not in "".join(given[:-1])
+        split = pieces([TEXT[a:b] for a, b in itertools.pairwise(cuts)], stops)
+        assert "".join(split) == whole
+        assert "\ufffd" not in "".join(split[:-1])
 
 
 def test_what_may_be_a_stop_waits_until_it_is_none():
@@ -43,21 +43,21 @@ TABLE = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"\xc3", b"\xa9", "é".encode(),
 
 
 @pytest.mark.parametrize(
-    "wanted", [[b"ab"], [b"aabab", b"bb"], ["é".encode()], [b"abc", b"b"], [b"a"], [b"cabc", b"ca"]]
+    "stops", [[b"ab"], [b"aabab", b"bb"], ["é".encode()], [b"abc", b"b"], [b"a"], [b"cabc", b"ca"]]
 )
-def test_a_stop_is_found_with_the_token_that_completes_it_and_not_before(wanted):
-    table = text_stream.stop_automaton(wanted, TABLE)
+def test_a_stop_is_found_with_the_token_that_completes_it_and_not_before(stops):
+    table = text_stream.stop_automaton(stops, TABLE)
     last = table.shape[0] - 1
     rng = np.random.default_rng(0)
     for _ in range(60):
         state, text = 0, b""
         for number in rng.integers(0, len(TABLE), 12):
             state, text = int(table[state, number]), text + TABLE[number]
-            assert (state == last) == any(stop in text for stop in wanted), text
+            assert (state == last) == any(stop in text for stop in stops), text
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted", "left"),
+    ("text", "stops", "left"),
     [
         (b"one\ntwo\n", [b"\n"], b"one"),
         (b"abcabc", [b"b", b"abc"], b"a"),  # b is complete before abc
@@ -66,18 +66,18 @@ def test_a_stop_is_found_with_the_token_that_completes_it_and_not_before(wanted)
         (b"abc", [], b"abc"),
     ],
 )
-def test_a_text_is_cut_before_the_stop_that_is_complete_first(text, wanted, left):
-    assert text_stream.cut_at_stop(text, wanted) == left
+def test_a_text_is_cut_before_the_stop_that_is_complete_first(text, stops, left):
+    assert text_stream.cut_at_stop(text, stops) == left
 
 
 def test_where_a_text_is_cut_does_not_depend_on_its_tokens():
-    wanted = [b"ab", b"bca"]
+    stops = [b"ab", b"bca"]
     text = b"caabcab"
-    assert text_stream.cut_at_stop(text, wanted) == b"ca"
-    one_by_one = text_stream.stop_automaton(wanted, [bytes([b]) for b in range(256)])
+    assert text_stream.cut_at_stop(text, stops) == b"ca"
+    one_by_one = text_stream.stop_automaton(stops, [bytes([b]) for b in range(256)])
     state, seen = 0, b""
     for byte in text:
         state, seen = one_by_one[state, byte], seen + bytes([byte])
         if state == len(one_by_one) - 1:
             break
-    assert text_stream.cut_at_stop(seen, wanted) == b"ca"
+    assert text_stream.cut_at_stop(seen, stops) == b"ca"

@@ -124,10 +124,15 @@ def test_a_fix_holds_no_word_that_stands_for_another():
 
 @pytest.mark.parametrize(
     "line",
-    ["jaxlm data run --config=RECIPE --out=out", "--from=DIR    # a folder", "jaxlm train "
-                                                                             "--config=...",
-     "--config=configs/quickstart.py", "--out=/a/place", "--other=STEP"],
-)  # fmt: skip
+    [
+        "jaxlm data run --config=RECIPE --out=out",
+        "--from=DIR    # a folder",
+        "jaxlm train --config=...",
+        "--config=configs/quickstart.py",
+        "--out=/a/place",
+        "--other=STEP",
+    ],
+)
 def test_a_placeholder_would_be_found(line):
     assert has_placeholder(line)
 

@@ -13,16 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = sorted((ROOT / "jaxlm").rglob("*.py"))
-CHECKED = (
-    "jaxlm/**/*.py",
-    "tests/*.py",
-    "tests/cli/**/*.py",
-    "tests/corpus/**/*.py",
-    "tests/data/**/*.py",
-    "tests/faults/**/*.py",
-    "tests/house/**/*.py",
-    "tests/recipes/**/*.py",
-)
+CHECKED = ("jaxlm/**/*.py", "tests/**/*.py")
 SOURCES = sorted(
     path
     for pattern in CHECKED

@@ -49,9 +49,9 @@ def test_splash_keeps_its_operands_its_result_and_a_number_for_each_query_and_he
     numbers = ROWS * LENGTH * SIZE * (HEADS + 2 * KV_HEADS + HEADS)
     small = 2048  # which blocks are seen
     assert 0 <= actual - (2 * numbers + 4 * ROWS * LENGTH * HEADS) < small
-    again = 2 * ROWS * LENGTH * HEADS * SIZE
-    assert kept("splash") - kept("blockwise") == again
-    assert kept("reference") - kept("blockwise") > again
+    operands = 2 * ROWS * LENGTH * HEADS * SIZE
+    assert kept("splash") - kept("blockwise") == operands
+    assert kept("reference") - kept("blockwise") > operands
     assert kept("cudnn") == kept("blockwise")
     assert kept("splash", "full") == kept("blockwise", "full")
 

@@ -28,7 +28,10 @@ TOKENS, MARK, VOCAB = 8 * 14, 7, 512
 
 
 def sent(settings, devices):
-    """Bytes that a device of a compiled step sends, by kind, axis and content; matrices apart from vectors."""
+    """Bytes that a device of a compiled step sends, by kind, axis and content.
+
+    Matrices are counted apart from vectors.
+    """
     known = SETTINGS | settings
     if known.get("model.family") == "t5":
         del known["model.kv_heads"]
@@ -89,7 +92,7 @@ def test_fsdp_and_tensor_send_what_the_closed_form_says():
 
 @pytest.mark.parametrize("arm", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_an_adapter_gathers_what_is_stored_and_sums_its_own_gradients(arm):
-    """QLoRA gathers codes of 4 bits and scales that follow an output; B of other outputs is whole."""
+    """QLoRA gathers codes of 4 bits and the scales of outputs; B of other outputs is whole."""
     tune = {"tune.name": arm, "tune.rank": "2"} | ({"tune.block": "8"} if arm == "qlora" else {})
     actual, run, sizes = sent({"mesh.fsdp": "2"} | tune, 2)
     trained, frozen = map(tuple, cost.split(run.tune, tensors(run.model.build())))
@@ -132,7 +135,7 @@ def test_weights_that_are_whole_are_sent_once_and_gradients_as_the_closed_form_s
 
 @pytest.mark.slow
 def test_stages_send_what_the_closed_form_says():
-    """Two layers a stage: weights of a single one would be gathered once, ahead of the loop over ticks."""
+    """Two layers a stage: weights of one layer would be gathered once, ahead of the ticks."""
     settings = {"model.depth": "4", "mesh.pipe": "2", "train.microbatches": "4"}
     actual, run, sizes = sent(settings | {"mesh.fsdp": "2"}, 4)
     gathered = comm_cost.fsdp_bytes(work(run, sizes, gradient_bytes=0), sizes)
@@ -173,17 +176,17 @@ def test_stages_of_several_groups_send_what_the_closed_form_says(stages, other, 
         assert actual["all-gather", "fsdp", "parameters"] == gathered
     else:
         assert actual["all-reduce", "data", "parameters"] == comm_cost.data_bytes(options, sizes)
-    dealt = comm_cost.regroup_bytes(options, sizes)
+    regrouped = comm_cost.regroup_bytes(options, sizes)
     handed_on = actual["collective-permute", "pipe", "activations"]
     summed = actual["all-reduce", "pipe", "activations"]
-    assert handed_on + summed == comm_cost.pipe_bytes(options, sizes) - dealt
+    assert handed_on + summed == comm_cost.pipe_bytes(options, sizes) - regrouped
     sent_blocks = {
         key[0]: size for key, size in actual.items() if key[1:] == ("pipe", "parameters")
     }
     assert set(sent_blocks) == kinds
     blocks, _, _ = comm_cost.matrices(options.model, 1)
     norms = 2 * run.model.width * run.model.depth
-    assert sum(sent_blocks.values()) == dealt * (1 + norms / blocks)
+    assert sum(sent_blocks.values()) == regrouped * (1 + norms / blocks)
 
 
 @pytest.mark.slow
@@ -223,10 +226,10 @@ def test_heads_of_a_latent_send_what_the_closed_form_says(monkeypatch):
     for settings in (plain, latent):
         monkeypatch.setattr("tests.models.test_wire.SETTINGS", settings)
         actual, run, sizes = sent({"mesh.tensor": "2", "mesh.fsdp": "2"}, 4)
-        said = comm_cost.tensor_bytes(work(run, sizes), sizes)
-        sums.append((actual["all-reduce", "tensor", "activations"], said))
-    (plain_found, plain_said), (actual, said) = sums
-    assert actual - plain_found == said - plain_said != 0
+        output = comm_cost.tensor_bytes(work(run, sizes), sizes)
+        sums.append((actual["all-reduce", "tensor", "activations"], output))
+    (plain_found, plain_said), (actual, output) = sums
+    assert actual - plain_found == output - plain_said != 0
     actual, run, sizes = sent({"mesh.context": "2", "mesh.fsdp": "2"}, 4)
     keys = comm_cost.context_bytes(work(run, sizes, gradient_bytes=0), sizes)
     gathered = actual["all-gather", "context", "activations"]

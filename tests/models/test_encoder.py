@@ -58,7 +58,13 @@ def row():
 
 
 def reached(logits, slot, tokens, positions, segments, types):
-    """The slots whose scores change with the token at `slot`."""
+    """The slots whose scores change with the token at `slot`.
+
+    Args:
+      logits: returns the scores of the inputs.
+      slot: the changed slot.
+      tokens, positions, segments, types: the inputs.
+    """
     other = tokens.copy()
     other[0, slot] = (tokens[0, slot] + 1) % VOCAB
     change = logits(other, positions, segments, types) - logits(tokens, positions, segments, types)

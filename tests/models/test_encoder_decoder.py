@@ -55,24 +55,24 @@ def rows():
     return source, tokens, np.ones_like(source), np.ones_like(tokens)
 
 
-def reached(logits, which, slot, given):
-    """The slots of the decoder whose scores change with a token of the source (0) or of the decoder (1)."""
-    other = [each.copy() for each in given]
-    other[which][0, slot] = (given[which][0, slot] + 1) % VOCAB
-    change = logits(*other) - logits(*given)
+def reached(logits, which, slot, arrays):
+    """The decoder slots whose scores change with a token of the source (0) or decoder (1)."""
+    other = [each.copy() for each in arrays]
+    other[which][0, slot] = (arrays[which][0, slot] + 1) % VOCAB
+    change = logits(*other) - logits(*arrays)
     return np.flatnonzero(np.abs(change[0]).max(-1) > 0).tolist()
 
 
 def test_a_token_depends_on_its_source_and_on_those_before_it_and_on_no_other_document(logits):
-    given = rows()
-    assert reached(logits, 0, READ - 1, given) == list(range(LENGTH))
-    assert reached(logits, 1, 3, given) == [3, 4, 5, 6]
-    given[2][0, 5:], given[3][0, 4:] = 2, 2
-    assert reached(logits, 0, 4, given) == [0, 1, 2, 3]
-    assert reached(logits, 0, 5, given) == [4, 5, 6]
-    assert reached(logits, 1, 2, given) == [2, 3]
-    packed = logits(*given)
-    alone = logits(given[0][:, 5:], given[1][:, 4:], None, None)
+    arrays = rows()
+    assert reached(logits, 0, READ - 1, arrays) == list(range(LENGTH))
+    assert reached(logits, 1, 3, arrays) == [3, 4, 5, 6]
+    arrays[2][0, 5:], arrays[3][0, 4:] = 2, 2
+    assert reached(logits, 0, 4, arrays) == [0, 1, 2, 3]
+    assert reached(logits, 0, 5, arrays) == [4, 5, 6]
+    assert reached(logits, 1, 2, arrays) == [2, 3]
+    packed = logits(*arrays)
+    alone = logits(arrays[0][:, 5:], arrays[1][:, 4:], None, None)
     np.testing.assert_allclose(packed[:, 4:], alone, rtol=1e-4, atol=1e-5)
 
 

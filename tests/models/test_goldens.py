@@ -1,4 +1,4 @@
-"""Our models against what transformers computed for the same weights; tests/parity makes these files."""
+"""Our models equal what transformers computed for the same weights (files of tests/parity)."""
 
 import json
 from pathlib import Path

@@ -20,10 +20,10 @@ def test_each_head_notes_its_figures_under_the_name_of_its_parameters():
     def noted(params):
         tokens = jnp.zeros((1, 4), jnp.int32)
         model = blueprint.merge(params)
-        given = {"positions": tokens, "segments": tokens + 1}
+        inputs = {"positions": tokens, "segments": tokens + 1}
         with capture(("logits", "activations")) as notes:
-            stream = model.hidden(tokens, **given).stream
-            model.mtp_hidden(stream, [(tokens, tokens == 0)] * 2, **given)
+            stream = model.hidden(tokens, **inputs).stream
+            model.mtp_hidden(stream, [(tokens, tokens == 0)] * 2, **inputs)
         return notes
 
     notes = jax.eval_shape(noted, blueprint.shapes)

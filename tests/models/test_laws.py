@@ -217,7 +217,10 @@ def test_scan_and_unroll_run_the_same_parameters(built):
     value = {}
     for each in (blueprint, other):
         tokens, positions = inputs()
-        loss = lambda p, each=each: (logits(each, p, tokens, positions) ** 2).mean()  # noqa: B023, E731
+
+        def loss(p, each=each, tokens=tokens, positions=positions):
+            return (logits(each, p, tokens, positions) ** 2).mean()
+
         value[each] = jax.jit(jax.value_and_grad(loss))(params)
     (a, ga), (b, gb) = value.values()
     np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -329,11 +332,11 @@ def test_the_closed_form_counts_every_parameter(built):
 @pytest.mark.parametrize("built", ["shallower than its pattern, two positions"], indirect=True)
 def test_second_positions_count_where_there_is_a_table_and_none_are_zeros(built):
     blueprint, params = built
-    given = inputs()
-    plain = logits(blueprint, params, *given)
-    zeros = jnp.zeros_like(given[0])
-    np.testing.assert_array_equal(plain, logits(blueprint, params, *given, block_positions=zeros))
-    changed = logits(blueprint, params, *given, block_positions=zeros.at[0, 5].set(3))
+    arrays = inputs()
+    plain = logits(blueprint, params, *arrays)
+    zeros = jnp.zeros_like(arrays[0])
+    np.testing.assert_array_equal(plain, logits(blueprint, params, *arrays, block_positions=zeros))
+    changed = logits(blueprint, params, *arrays, block_positions=zeros.at[0, 5].set(3))
     differs = np.abs(np.asarray(plain - changed)).max(-1) > 0
     np.testing.assert_array_equal(differs[0], np.arange(LENGTH) >= 5)
     assert not differs[1].any()
@@ -517,7 +520,7 @@ def test_what_groups_and_latents_cannot_be_is_told_with_what_they_can(changed, s
     "name", ["llama", "gpt2", "mixtral", "deepseek_v2", "deepseek_v3", "patterned"]
 )
 def test_flops_are_those_of_the_products_in_the_program(name):
-    """The forward pass of the full map, counted product by product in its jaxpr, times three for training."""
+    """The forward pass, counted product by product in its jaxpr, times three for training."""
     config = CONFIGS[name]
     blueprint = Blueprint(config, Precision.float32())
     tokens, positions = inputs(rows=1)

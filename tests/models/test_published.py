@@ -1,4 +1,4 @@
-"""The config.json of models that people have, attribute by attribute as they were published, is read to the last one."""
+"""Published config.json files of models are read, to their last attribute."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ TABLE = [json.loads(line) for line in PUBLISHED.read_text().splitlines()]
 
 
 class Described:
-    """A folder of which config.json alone is looked at."""
+    """A folder whose config.json alone is read."""
 
     def __init__(self, attributes):
         self.path, self.config = Path("model"), attributes
@@ -50,9 +50,13 @@ def test_phi_3_of_128k_has_frequencies_of_its_own_for_what_goes_beyond_4096_toke
     scaling = described("phi-3-mini-4k", **OF_128K).rope_scaling
     assert (scaling.original, scaling.factor, scaling.long) == (4096, 32, (2.5,) * 48)
     assert scaling.amplitude == pytest.approx(1.19024, rel=1e-5)  # sqrt(1 + ln 32 / ln 4096)
-    again = {"rope_type": "longrope", "original_max_position_embeddings": 4096} | LONG
-    del again["type"]
-    newer = {"max_position_embeddings": 131_072, "rope_parameters": again, "rope_scaling": None}
+    attributes = {"rope_type": "longrope", "original_max_position_embeddings": 4096} | LONG
+    del attributes["type"]
+    newer = {
+        "max_position_embeddings": 131_072,
+        "rope_parameters": attributes,
+        "rope_scaling": None,
+    }
     assert described("phi-3-mini-4k", **newer).rope_scaling == scaling
 
 

@@ -51,9 +51,9 @@ def test_no_device_kind_is_listed_twice():
     ],
 )
 def test_machines_have_names(name, devices, memory):
-    found = machine(name, flag="--on")
-    assert (found.name, found.devices, found.chip.memory_bytes) == (name, devices, memory)
-    assert (found.topology is None) == (name not in SLICES)
+    known = machine(name, flag="--on")
+    assert (known.name, known.devices, known.chip.memory_bytes) == (name, devices, memory)
+    assert (known.topology is None) == (name not in SLICES)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_chip_that_is_not_in_the_table_is_never_taken_for_another(name):
     flags = shlex.split(caught.value.fix, comments=True)
     on, memory = (flag.partition("=")[2] for flag in flags)
     assert on == (name or "mygpu")
-    found = machine(on, flag="--on", memory=memory)
-    assert (found.chip.memory_bytes, found.chip.is_known) == (24e9, False)
-    assert found.devices == {"h10x8": 8, "rtx4080x2": 2}.get(name, 1)
+    described = machine(on, flag="--on", memory=memory)
+    assert (described.chip.memory_bytes, described.chip.is_known) == (24e9, False)
+    assert described.devices == {"h10x8": 8, "rtx4080x2": 2}.get(name, 1)
 
 
 @pytest.mark.parametrize("name", ["v7-16", "tpu-v9", "v5"])
@@ -97,9 +97,13 @@ def test_a_tpu_that_is_not_in_the_table_is_not_made_a_gpu_by_a_memory(name):
 
 
 def test_the_memory_of_a_known_chip_can_be_given():
-    found = machine("v100x8", flag="--on", memory="32GB")
-    assert (found.devices, found.chip.memory_bytes, found.chip.is_known) == (8, 32e9, True)
-    assert found.chip.flops == CHIPS["v100"].flops
+    described = machine("v100x8", flag="--on", memory="32GB")
+    assert (described.devices, described.chip.memory_bytes, described.chip.is_known) == (
+        8,
+        32e9,
+        True,
+    )
+    assert described.chip.flops == CHIPS["v100"].flops
     assert machine("x", flag="--on", memory="16GiB").chip.memory_bytes == 16 * 2**30
 
 

@@ -29,8 +29,8 @@ def test_another_text_shows_in_the_digest_of_its_room(monkeypatch, tmp_path):
 
     files = {"top.py": "1", "core/tree.py": "2", "corpus/run.py": "3"}
     here = versions("here", files)
-    there = versions("there", files | {"corpus/run.py": "another", "optim/muon.py": "new"})
-    changed = {name for name in here | there if here.get(name) != there.get(name)}
+    other = versions("there", files | {"corpus/run.py": "another", "optim/muon.py": "new"})
+    changed = {name for name in here | other if here.get(name) != other.get(name)}
     assert changed == {"code of jaxlm/corpus", "code of jaxlm/optim"}
     assert here.keys() >= {"code of jaxlm", "code of jaxlm/core", "package jax"}
 

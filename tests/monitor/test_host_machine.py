@@ -1,4 +1,4 @@
-"""What is assumed of the processor at hand."""
+"""Assumptions about the local processor."""
 
 import subprocess
 import sys
@@ -22,8 +22,8 @@ def test_products_of_bfloat16_are_faster_where_there_is_a_unit_for_them(
     path.write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\n")
     monkeypatch.setattr(backend, "CPUINFO", path)
     assumed: list[str] = []
-    found = host_machine.this_machine(2, assumed).chip
-    assert found.flops["bfloat16"] == pytest.approx(times * found.flops["float32"])
+    chip = host_machine.this_machine(2, assumed).chip
+    assert chip.flops["bfloat16"] == pytest.approx(times * chip.flops["float32"])
     assert (f"up to {times} times as fast" in " ".join(assumed)) == (times > 1)
 
 
@@ -48,17 +48,17 @@ def test_the_fullest_device_counts():
 
 
 def test_a_cpu_reports_the_whole_process():
-    found = peak_memory(jax.local_devices())
-    assert found.of == "process"
-    assert 2**25 < found.bytes < 2**40
+    peak = peak_memory(jax.local_devices())
+    assert peak.of == "process"
+    assert 2**25 < peak.bytes < 2**40
 
 
 def test_what_a_process_was_started_by_does_not_count():
     program = "from jaxlm.monitor import host_machine; print(host_machine.peak_memory([]).bytes)"
     ballast = b"x" * 2**28
-    own = peak_memory([]).bytes
+    before = peak_memory([]).bytes
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert int(done.stdout) < 2**27 < len(ballast) < own, done.stderr
+    assert int(done.stdout) < 2**27 < len(ballast) < before, done.stderr
 
 
 def test_statistics_without_a_peak_are_no_peak():

@@ -52,10 +52,10 @@ def test_the_same_numbers_give_the_same_bytes(run):
 
 def test_validation_changes_the_loss_plot_alone(run):
     with_validation = [path.read_bytes() for path in plots.draw(run)]
-    kept = [
+    rest = [
         line for line in (run / "metrics.jsonl").read_text().splitlines() if '"val"' not in line
     ]
-    (run / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    (run / "metrics.jsonl").write_text("\n".join(rest) + "\n")
     without = [path.read_bytes() for path in plots.draw(run)]
     assert [a == b for a, b in zip(with_validation, without, strict=True)] == [
         False,

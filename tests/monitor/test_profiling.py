@@ -38,13 +38,13 @@ def shares(tmp_path, events):
     path = tmp_path / "host.trace.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
-    found = profiling.summary(profiling.newest_trace(tmp_path), tell)
-    assert sum(found["shares"].values()) == pytest.approx(1)
-    return found, {kind: round(share, 3) for kind, share in found["shares"].items() if share}
+    summary = profiling.summary(profiling.newest_trace(tmp_path), tell)
+    assert sum(summary["shares"].values()) == pytest.approx(1)
+    return summary, {kind: round(share, 3) for kind, share in summary["shares"].items() if share}
 
 
 def test_each_moment_goes_to_what_runs_in_it(tmp_path):
-    """On a CPU: two threads at once, a loop around one of them, and events that are no operations."""
+    """On a CPU: two threads at once, a loop around one, and events that are no operations."""
     events = [
         *LOOP,
         span(1, 2, "dot.1", 40, 60, hlo_op="dot.1"),
@@ -52,18 +52,18 @@ def test_each_moment_goes_to_what_runs_in_it(tmp_path):
         span(1, 2, "while.3", 40, 90, hlo_op="while.3"),
         span(1, 2, "ThunkExecutor::Execute", 40, 90),
     ]
-    found, parts = shares(tmp_path, events)
+    summary, parts = shares(tmp_path, events)
     assert parts == {"matmul": 0.15, "communication": 0.15, "data_wait": 0.3, "python": 0.4}
-    assert (found["seconds"], found["steps"]) == (pytest.approx(1e-4), 1)
-    assert [each["name"] for each in found["operations"]] == ["dot.1", "all-reduce.2"]
-    assert found["not_told"][0].startswith("2 of 2 operations are not in the step's program")
+    assert (summary["seconds"], summary["steps"]) == (pytest.approx(1e-4), 1)
+    assert [each["name"] for each in summary["operations"]] == ["dot.1", "all-reduce.2"]
+    assert summary["not_told"][0].startswith("2 of 2 operations are not in the step's program")
 
 
 def test_the_device_waits_for_data_only_while_it_runs_nothing(tmp_path):
     events = [*LOOP, span(1, 2, "known", 10, 100, hlo_op="known")]
-    found, parts = shares(tmp_path, events)
+    summary, parts = shares(tmp_path, events)
     assert parts == {"other": 0.9, "data_wait": 0.1}
-    assert found["not_told"][0].startswith("0 of 1 ")
+    assert summary["not_told"][0].startswith("0 of 1 ")
 
 
 def test_a_gpu_has_streams_and_lanes_that_repeat_them(tmp_path):
@@ -78,12 +78,12 @@ def test_a_gpu_has_streams_and_lanes_that_repeat_them(tmp_path):
         span(2, 8, "gemm_fusion_dot.5", 0, 100),
         span(1, 4, "launch", 0, 100, hlo_op="gemm_fusion_dot.5"),
     ]
-    found, parts = shares(tmp_path, events)
+    summary, parts = shares(tmp_path, events)
     assert parts == {
         "matmul": 0.4, "attention": 0.2, "communication": 0.1, "other": 0.1, "data_wait": 0.2,
     }  # fmt: skip
-    assert found["operations"][0]["name"] == "gemm_fusion_dot.5"
-    assert "ran on devices" in found["not_told"][1]
+    assert summary["operations"][0]["name"] == "gemm_fusion_dot.5"
+    assert "ran on devices" in summary["not_told"][1]
 
 
 def test_a_tpu_has_one_lane_of_operations(tmp_path):
@@ -97,9 +97,9 @@ def test_a_tpu_has_one_lane_of_operations(tmp_path):
         span(2, 3, "splash_mha_fwd", 60, 90),
         span(2, 3, "all-gather-done.3", 90, 100),
     ]
-    found, parts = shares(tmp_path, events)
+    summary, parts = shares(tmp_path, events)
     assert parts == {"matmul": 0.6, "attention": 0.3, "communication": 0.1}
-    assert any("does not contain the loop" in line for line in found["not_told"])
+    assert any("does not contain the loop" in line for line in summary["not_told"])
 
 
 def test_what_cannot_be_read_is_said_as_one_error(tmp_path, monkeypatch):
@@ -115,8 +115,8 @@ def test_what_cannot_be_read_is_said_as_one_error(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="TypeError"):
         profiling.summary(path, tell)
     monkeypatch.setattr(profiling, "MAX_EVENTS", 4)
-    found, _ = shares(tmp_path, [*LOOP, span(1, 2, "dot", 0, 9, hlo_op="dot")])
-    assert "the file ends there" in found["not_told"][-1]
+    summary, _ = shares(tmp_path, [*LOOP, span(1, 2, "dot", 0, 9, hlo_op="dot")])
+    assert "the file ends there" in summary["not_told"][-1]
 
 
 def run(trace, steps):
@@ -127,10 +127,10 @@ def run(trace, steps):
 
 
 def test_the_window_leaves_a_trace_and_says_so_once(tmp_path):
-    said = []
-    run(Trace(ProfileConfig(steps="2:4"), tmp_path, lambda: said.append(1)), 6)
+    output = []
+    run(Trace(ProfileConfig(steps="2:4"), tmp_path, lambda: output.append(1)), 6)
     assert list(tmp_path.rglob("*.xplane.pb"))
-    assert said == [1]
+    assert output == [1]
 
 
 def test_a_run_that_ends_inside_the_window_still_leaves_one(tmp_path):

@@ -261,12 +261,12 @@ def test_json_of_another_shape_is_said_in_four_parts(tmp_path, capsys, name, con
     with open(tmp_path / name, "a") as file:
         file.write(content + "\n")
     assert main(["report", f"--workdir={tmp_path}"]) == 65
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     line = ":2" if name == "metrics.jsonl" else ":1" if name.endswith("jsonl") else ""
-    assert f"  where  {tmp_path / name}{line}\n" in said
-    assert "  why    " in said
-    fix = re.search("  fix    (.*)", said)[1]
-    assert len(said) < 2000
+    assert f"  where  {tmp_path / name}{line}\n" in output
+    assert "  why    " in output
+    fix = re.search("  fix    (.*)", output)[1]
+    assert len(output) < 2000
     subprocess.run(["bash", "-c", fix], check=True)
     assert main(["report", f"--workdir={tmp_path}"]) == 0, "the fix works"
 
@@ -298,21 +298,21 @@ def records(scale, batch=1000, steps=3):
 
 def test_a_batch_as_large_as_the_noise_takes_twice_the_fewest_steps_and_tokens():
     """At B = N both are 2; at 2 B steps are 1.5 and tokens 3, at B / 2 the other way round."""
-    told = report.batch_advice(records(1000.0))
-    assert told.startswith("1k tokens, and the noise scale of the gradient is 1k: ")
-    assert "twice the batch would take 25% fewer steps and 50% more tokens" in told
-    assert "half of it 50% more steps and 25% fewer tokens" in told
+    advice = report.batch_advice(records(1000.0))
+    assert advice.startswith("1k tokens, and the noise scale of the gradient is 1k: ")
+    assert "twice the batch would take 25% fewer steps and 50% more tokens" in advice
+    assert "half of it 50% more steps and 25% fewer tokens" in advice
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"),
+    ("scale", "message"),
     [
         (1e6, "twice the batch would take 50% fewer steps and 0% more tokens"),
         (1.0, "half of it 0% more steps and 50% fewer tokens"),
     ],
 )
-def test_far_from_the_noise_one_of_the_two_costs_nothing(scale, said):
-    assert said in report.batch_advice(records(scale))
+def test_far_from_the_noise_one_of_the_two_costs_nothing(scale, message):
+    assert message in report.batch_advice(records(scale))
 
 
 def test_nothing_is_advised_without_an_estimate_or_a_batch():

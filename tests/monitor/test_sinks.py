@@ -117,7 +117,7 @@ def test_a_full_disk_passes_and_has_a_code_of_its_own():
 
 
 class Small(io.FileIO):
-    """A file on a disk that has space for so many bytes of it."""
+    """A file on a disk that has space for a given number of bytes."""
 
     space = 5
 
@@ -163,7 +163,7 @@ def test_tensorboard_gets_figures_in_groups_samples_as_text_and_settings(tmp_pat
 
 
 def scalars(folder):
-    """The scalars in TFRecord files, by the layout of the format: length, its checksum, data, its checksum."""
+    """Scalars in TFRecord files, by the layout: length, its checksum, data, its checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
     out = []

@@ -26,9 +26,11 @@ import json, pathlib, sys
 from jaxlm.monitor import trackers
 name, folder = sys.argv[1:]
 for first in (1, 4):
-    sink = trackers.open_tracker(name, pathlib.Path(folder), {"optim.lr": 0.001, "model.family": "llama"})
+    config = {"optim.lr": 0.001, "model.family": "llama"}
+    sink = trackers.open_tracker(name, pathlib.Path(folder), config)
     for step in range(first, first + 3):
-        sink.write({"step": step, "time_unix": 1e9 + step, "split": "train", "loss_nats": 1 / step, "layers/0/grad_norm": 2.0 * step, "note": "no number"})
+        record = {"step": step, "time_unix": 1e9 + step, "split": "train", "loss_nats": 1 / step}
+        sink.write(record | {"layers/0/grad_norm": 2.0 * step, "note": "no number"})
     sink.flush()
     sink.close()
 print(json.dumps("done"))
@@ -41,14 +43,14 @@ EXPECTED = {
 
 def of_mlflow(folder):
     (run,) = [path for path in folder.glob("*/*") if path.is_dir()]
-    found = {}
+    values = {}
     for path in (run / "metrics").rglob("*"):
         for line in path.read_text().splitlines() if path.is_file() else ():
             _, value, step = line.split()[:3]
             name = str(path.relative_to(run / "metrics"))
-            found.setdefault(int(step), {})[name] = float(value)
+            values.setdefault(int(step), {})[name] = float(value)
     assert (run / "params/model.family").read_text() == "llama"
-    return found
+    return values
 
 
 def of_trackio(folder):
@@ -61,7 +63,7 @@ def of_trackio(folder):
 def of_wandb(folder):
     from wandb.proto import wandb_internal_pb2
 
-    found = {}
+    values = {}
     for path in folder.rglob("*.wandb"):
         for data in _leveldb(path.read_bytes()):
             record = wandb_internal_pb2.Record()
@@ -71,12 +73,12 @@ def of_wandb(folder):
                 for item in record.history.item
             }
             if items:
-                found[items["step"]] = {k: v for k, v in items.items() if k.startswith("train/")}
-    return found
+                values[items["step"]] = {k: v for k, v in items.items() if k.startswith("train/")}
+    return values
 
 
 def _leveldb(log):
-    """The records of LevelDB's log format: parts with checksum, length and kind, in blocks of 32 KiB."""
+    """Records of LevelDB's log format: parts with checksum, length and kind, in 32 KiB blocks."""
     at, whole = 7, b""
     while at + 7 <= len(log):
         if 32768 - at % 32768 < 7:
@@ -128,14 +130,14 @@ class Failing:
 
 
 def test_a_sink_that_fails_is_said_once_and_left_alone():
-    said, inner = [], Failing()
-    sink = GuardedSink("wandb", lambda: inner, said.append)
+    output, inner = [], Failing()
+    sink = GuardedSink("wandb", lambda: inner, output.append)
     for step in range(4):
         sink.write({"step": step})
     sink.flush()
     sink.close()
     assert inner.taken == [{"step": 0}]
-    (text,) = said
+    (text,) = output
     assert text.startswith(
         "wandb failed and gets no more records: OSError: [Errno 28] No space left on device;"
     )
@@ -145,12 +147,12 @@ def test_a_sink_that_cannot_be_opened_ends_nothing():
     def refuse():
         raise ConnectionError("network down")
 
-    said = []
-    sink = GuardedSink("mlflow", refuse, said.append)
+    output = []
+    sink = GuardedSink("mlflow", refuse, output.append)
     sink.write({"step": 1})
     sink.close()
-    assert len(said) == 1
-    assert "network down" in said[0]
+    assert len(output) == 1
+    assert "network down" in output[0]
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(monkeypatch):

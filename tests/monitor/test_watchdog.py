@@ -19,15 +19,15 @@ class Time:
         self.now = 0.0
         self.watch = Watchdog(config(**limits), on_overdue=self.fail, now=lambda: self.now)
 
-    def fail(self, said):
-        raise AssertionError(said)
+    def fail(self, output):
+        raise AssertionError(output)
 
     def pass_by(self, seconds):
-        said = ""
+        output = ""
         for _ in range(seconds):
             self.now += 1
-            said = said or self.watch.overdue_message()
-        return said
+            output = output or self.watch.overdue_message()
+        return output
 
 
 def steps(clock, *seconds):
@@ -45,17 +45,19 @@ def test_a_phase_may_take_its_limit_and_not_longer(phase, limit):
     clock = Time()
     clock.watch.enter(phase)
     assert clock.pass_by(limit) == ""
-    said = clock.pass_by(1)
-    assert f"nothing has moved in '{phase}' for {limit + 1} s" in said
-    assert f"its limit is {limit} s" in said
+    output = clock.pass_by(1)
+    assert f"nothing has moved in '{phase}' for {limit + 1} s" in output
+    assert f"its limit is {limit} s" in output
 
 
 def test_e9_what_a_phase_is_busy_with_is_named():
     clock = Time(data="5s")
     clock.watch.details["data"] = "reading texts/*.txt from shards"
     clock.watch.enter("data")
-    said = clock.pass_by(6)
-    assert said.startswith("nothing has moved in 'data', reading texts/*.txt from shards, for 6 s")
+    output = clock.pass_by(6)
+    assert output.startswith(
+        "nothing has moved in 'data', reading texts/*.txt from shards, for 6 s"
+    )
 
 
 def test_d5_a_step_may_take_ten_times_the_median_and_a_minute_at_least():
@@ -139,17 +141,17 @@ def test_a_process_that_has_verified_its_part_waits_as_long_as_another_reads():
 def test_peers_are_told_that_a_verification_goes_on():
     clock = Time()
     clock.watch.enter("verify")
-    told = set()
+    phases = set()
     for _ in range(10):
         clock.pass_by(120)
         clock.watch.bytes_read()
-        told.add(clock.watch.long_phase())
-    assert len(told) == 10
-    told.clear()
+        phases.add(clock.watch.long_phase())
+    assert len(phases) == 10
+    phases.clear()
     for _ in range(9):
         clock.pass_by(120)
-        told.add(clock.watch.long_phase())
-    ((phase, limit, _),) = told
+        phases.add(clock.watch.long_phase())
+    ((phase, limit, _),) = phases
     assert (phase, limit) == ("verify", 1200)
 
 
@@ -173,27 +175,27 @@ def test_d10_a_process_that_stood_still_is_not_overdue():
 
 
 def test_d10_the_wall_clock_is_never_asked(monkeypatch):
-    found = []
-    monkeypatch.setattr(time, "time", lambda: found.append(1) or 0.0)
-    with Watchdog(config(step="5s"), on_overdue=found.append) as watch:
+    calls = []
+    monkeypatch.setattr(time, "time", lambda: calls.append(1) or 0.0)
+    with Watchdog(config(step="5s"), on_overdue=calls.append) as watch:
         watch.enter("step")
         time.sleep(0.6)
-    assert found == []
+    assert calls == []
 
 
 def test_what_is_overdue_is_said_once_and_by_the_watch():
-    said, happened = [], threading.Event()
+    output, happened = [], threading.Event()
 
     def overdue(text):
-        said.append((threading.current_thread().name, text))
+        output.append((threading.current_thread().name, text))
         happened.set()
 
     with Watchdog(config(save="0.2s"), on_overdue=overdue) as watch, watch.phase("save"):
         assert happened.wait(5)
         time.sleep(0.3)
-    assert len(said) == 1
-    assert said[0][0] == "watch"
-    assert "'save'" in said[0][1]
+    assert len(output) == 1
+    assert output[0][0] == "watch"
+    assert "'save'" in output[0][1]
 
 
 def test_the_beat_changes_while_python_runs(tmp_path):

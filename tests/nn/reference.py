@@ -1,4 +1,4 @@
-"""The parts of a block in float64 numpy, one query at a time: what the tests of this room compare with."""
+"""The parts of a block in float64 numpy, one query at a time: the reference of these tests."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ FLOAT32 = Precision.float32()
 
 
 def moved(make, *, std=0.3, seed=0, precision=FLOAT32):
-    """`make(key, init)` with every parameter moved, so that no scale is one and no bias zero; and its arrays."""
+    """`make(key, init)` with every parameter moved off one and zero; and its arrays."""
     init = Initializer("normal", std, 1, precision)
     graphdef, state = nnx.split(make(jax.random.key(seed), init))
     leaves, treedef = jax.tree.flatten(state)
@@ -39,7 +39,16 @@ def norm(x, params, config):
 
 
 def rotated(x, positions, theta, *, dims=None, factors=1.0, amplitude=1.0):
-    """Each pair (i, i + h) of the first 2h = `dims` channels as a complex number, turned by position x theta ** (-i / h)."""
+    """Rotate pairs (i, i + h) of the first 2h = `dims` channels by position x theta ** (-i / h).
+
+    Args:
+      x: the channels.
+      positions: position of each slot.
+      theta: base of the frequencies.
+      dims: number of rotated channels.
+      factors: factors of the frequencies, or None.
+      amplitude: factor of the result.
+    """
     half = (x.shape[-1] if dims is None else dims) // 2
     frequencies = theta ** (-np.arange(half) / half) * factors
     turns = amplitude * np.exp(1j * positions[:, :, None, None] * frequencies)
@@ -48,7 +57,7 @@ def rotated(x, positions, theta, *, dims=None, factors=1.0, amplitude=1.0):
 
 
 def _factors(rope, size, positions):
-    """What frequencies are multiplied by: the same for all, or others in documents that reach far."""
+    """Factors of the frequencies, the same for all or others in documents that reach far."""
     factors = rope.factors(size) or 1.0
     if rope.beyond is None:
         return factors

@@ -65,11 +65,11 @@ def expected(config, params):
         query = np.einsum("td,dnh->tnh", read, params["query"]["weight"])
         made = normed(x @ params["latent"]["weight"], params["latent_norm"])
         shared = turned((x @ params["rotary_key"]["weight"])[:, None], config.rotary)[:, 0]
-        own = turned(query[..., plain:], config.rotary)
+        rotated_query = turned(query[..., plain:], config.rotary)
         for head in range(config.heads):
             keys = np.hstack((made @ params["key"]["weight"][:, head], shared))
             values = made @ params["value"]["weight"][:, head]
-            asked = np.hstack((query[:, head, :plain], own[:, head]))
+            asked = np.hstack((query[:, head, :plain], rotated_query[:, head]))
             scale = config.scale or config.head_dim**-0.5
             for t in range(LENGTH):
                 first = 0 if config.window is None else max(0, t - config.window + 1)
@@ -77,8 +77,8 @@ def expected(config, params):
                 if config.softcap is not None:
                     scores = config.softcap * np.tanh(scores / config.softcap)
                 weights = np.exp(scores - scores.max())
-                found = weights / weights.sum() @ values[first : t + 1]
-                out[row, t] += found @ params["out"]["weight"][head]
+                mixed = weights / weights.sum() @ values[first : t + 1]
+                out[row, t] += mixed @ params["out"]["weight"][head]
     return out
 
 
@@ -92,7 +92,10 @@ def test_a_whole_row_is_what_float64_says(name):
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cache_gives_the_same_whether_keys_are_made_of_it_or_not(name, dtype):
-    """Of a prompt of seven they are, of two tokens and of one they are not; a window has a ring."""
+    """Keys of a prompt of seven are made, those of two tokens and of one are not.
+
+    A window has a ring.
+    """
     config = KINDS[name]
     module, params = built(config)
     assert [module._is_absorbed(length) for length in (7, 2, 1)] == [False, True, True]
@@ -106,14 +109,14 @@ def test_a_cache_gives_the_same_whether_keys_are_made_of_it_or_not(name, dtype):
         mask = Mask(query_index=at, key_index=at)
         return module(x, LayerInputs(at, mask, start=at[:, 0]), cache=cache)
 
-    found = []
+    results = []
     for start, stop in ((0, 7), (7, 9), (9, 10), (10, 11)):
         x = jnp.asarray(X[:, start:stop], jnp.float32)
         out, cache = run(x, POSITIONS[:, start:stop], cache)
-        found.append(out)
-    wanted = expected(config, params)
-    bound = 1e-4 if dtype == "float32" else 0.03 * np.abs(wanted).max()
-    np.testing.assert_allclose(np.concatenate(found, 1), wanted, rtol=1e-4, atol=bound)
+        results.append(out)
+    reference = expected(config, params)
+    bound = 1e-4 if dtype == "float32" else 0.03 * np.abs(reference).max()
+    np.testing.assert_allclose(np.concatenate(results, 1), reference, rtol=1e-4, atol=bound)
 
 
 @pytest.mark.parametrize(

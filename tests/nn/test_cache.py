@@ -12,20 +12,18 @@ KEYS, VALUES = jax.random.normal(jax.random.key(0), (2, ROWS, SLOTS, HEADS, SIZE
 def seen(read, last):
     """Keys and values by index, of those that a query at `last` of each row sees in its window."""
     places = np.broadcast_to(read.indices, (ROWS, read.keys.shape[1]))
-    found = []
+    rows = []
     for row, at in enumerate(last):
         slots = [np.flatnonzero(places[row] == i) for i in range(max(0, at - WINDOW + 1), at + 1)]
         assert all(len(each) == 1 for each in slots)
-        found.append(
-            np.concatenate([[read.keys[row, s[0]], read.values[row, s[0]]] for s in slots])
-        )
-    return found
+        rows.append(np.concatenate([[read.keys[row, s[0]], read.values[row, s[0]]] for s in slots]))
+    return rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_a_query_finds_what_was_written_in_its_window_however_it_was_written(window, dtype):
-    """Rows of other lengths, a padded prompt, then several tokens, then one by one; a ring forgets what none will see."""
+    """Rows of other lengths, a padded prompt, several tokens, then single ones; a ring forgets."""
     cache = LayerCache.empty(ROWS, SLOTS, (HEADS, SIZE, SIZE), jnp.dtype(dtype), window)
     assert cache.slots == (window or SLOTS)
     start, lengths = np.zeros(ROWS, np.int32), np.array([5, 1, 3], np.int32)
@@ -34,13 +32,13 @@ def test_a_query_finds_what_was_written_in_its_window_however_it_was_written(win
         index = np.minimum(start[:, None] + np.arange(size), SLOTS - 1)
         new = [np.take_along_axis(np.asarray(x), index[..., None, None], 1) for x in (KEYS, VALUES)]
         cache, read = cache.append(*map(jnp.asarray, new), jnp.asarray(start), jnp.asarray(count))
-        for row, found in enumerate(seen(read, start + count - 1)):
+        for row, visible in enumerate(seen(read, start + count - 1)):
             stop = start[row] + count[row]
-            own = slice(max(0, stop - WINDOW), stop)
-            wanted = np.stack((KEYS[row, own], VALUES[row, own]), 1).reshape(found.shape)
-            bound = np.abs(wanted).max(-1, keepdims=True) / 254 if dtype == "int8" else 0.0
-            assert (np.abs(found - wanted) <= bound * 1.001).all()
-            assert (found != wanted).any() == (dtype == "int8")
+            span = slice(max(0, stop - WINDOW), stop)
+            expected = np.stack((KEYS[row, span], VALUES[row, span]), 1).reshape(visible.shape)
+            bound = np.abs(expected).max(-1, keepdims=True) / 254 if dtype == "int8" else 0.0
+            assert (np.abs(visible - expected) <= bound * 1.001).all()
+            assert (visible != expected).any() == (dtype == "int8")
         start = start + count
     assert read.keys.dtype == jnp.float32
 
@@ -50,6 +48,6 @@ def test_what_a_token_becomes_does_not_depend_on_those_written_with_it():
     empty = LayerCache.empty(ROWS, SLOTS, (HEADS, SIZE, SIZE), jnp.dtype("int8"), WINDOW)
     whole, _ = empty.append(KEYS[:, :WINDOW], VALUES[:, :WINDOW], start, count)
     for place in range(WINDOW):
-        own = slice(place, place + 1)
-        empty, _ = empty.append(KEYS[:, own], VALUES[:, own], start + place, None)
+        one = slice(place, place + 1)
+        empty, _ = empty.append(KEYS[:, one], VALUES[:, one], start + place, None)
     jax.tree.map(np.testing.assert_array_equal, empty, whole)

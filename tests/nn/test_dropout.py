@@ -1,4 +1,4 @@
-"""What disturbs a model in training, against numpy and by its statistics; and nothing of it without a key."""
+"""Regularization in training, against numpy and by statistics; without a key it is off."""
 
 import dataclasses
 
@@ -85,19 +85,21 @@ def test_embeddings_are_dropped_at_their_rate_and_the_mean_stays():
     tables = [np.asarray(params[name]["table"]) for name in ("embedding", "positions")]
     whole = tables[0][tokens] + tables[1][positions]
     np.testing.assert_allclose(stream(None), whole, rtol=1e-6)
-    found = stream(jax.random.key(1))
-    kept = found != 0
-    np.testing.assert_allclose(found[kept], (whole / 0.7)[kept], rtol=1e-5)
-    assert abs(kept.mean() - 0.7) < 0.03
+    dropped = stream(jax.random.key(1))
+    remaining = dropped != 0
+    np.testing.assert_allclose(dropped[remaining], (whole / 0.7)[remaining], rtol=1e-5)
+    assert abs(remaining.mean() - 0.7) < 0.03
 
 
 def test_each_kind_of_dropout_has_its_rate_and_depth_has_its_line():
     model = GPT2(vocab=64, width=WIDTH, depth=4, heads=2, max_positions=LENGTH, dropout=0.1).build()
     assert RegularizationConfig().applied(model) == model
-    own = RegularizationConfig(attention_dropout=0.0, residual_dropout=0.2, embedding_dropout=0.3)
-    found = own.applied(model)
-    (block,) = found.pattern
-    assert (found.dropout, block.attention.dropout, block.dropout) == (0.3, 0.0, 0.2)
+    settings = RegularizationConfig(
+        attention_dropout=0.0, residual_dropout=0.2, embedding_dropout=0.3
+    )
+    dropout = settings.applied(model)
+    (block,) = dropout.pattern
+    assert (dropout.dropout, block.attention.dropout, block.dropout) == (0.3, 0.0, 0.2)
     deep = dataclasses.replace(model, layer_drop=0.4)
     module = Blueprint(deep, Precision.float32()).merge(Blueprint(deep, Precision.float32()).shapes)
     np.testing.assert_allclose(module.stack.drops, (0.1, 0.2, 0.3, 0.4))

@@ -1,4 +1,4 @@
-"""Initial weights: the standard deviations of the papers, measured on tensors that are large enough to tell."""
+"""Initial weights have the standard deviations of the papers, measured on large tensors."""
 
 import math
 

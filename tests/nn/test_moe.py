@@ -128,10 +128,9 @@ def test_outputs_means_and_gradients_are_those_of_numpy(name):
         slope = 0.0
         for sign in (1, -1):
             leaves = [leaf + sign * 1e-6 * moves[i] * (i == index) for i, leaf in enumerate(flat)]
-            there = reference(x, jax.tree.unflatten(structure, leaves), config)
-            # How often an expert is chosen is no function that could be differentiated, nor does it
-            # move here.
-            slope += sign * objective(*there, config, cotangent) / 2e-6
+            moved = reference(x, jax.tree.unflatten(structure, leaves), config)
+            # The count of choices of an expert is not differentiable, and does not move here.
+            slope += sign * objective(*moved, config, cotangent) / 2e-6
         np.testing.assert_allclose(
             (np.asarray(gradients[path], np.float64) * moves[index]).sum(),
             slope,
@@ -166,7 +165,7 @@ def test_the_gradient_of_the_bias_says_which_experts_are_chosen_too_often():
 
 
 def test_an_expert_takes_earlier_tokens_first():
-    """So that what a token becomes does not depend on those after it."""
+    """The result of a token does not depend on those after it."""
     moe, _ = built(KINDS["capacity"])
     x = jax.random.normal(jax.random.key(0), (ROWS, LENGTH, WIDTH))
     changed = x.at[:, 5:].multiply(-3.0)
@@ -176,7 +175,7 @@ def test_an_expert_takes_earlier_tokens_first():
 
 @pytest.mark.parametrize("name", ["softmax", "capacity, one expert, shared"])
 def test_where_activations_are_bfloat16_so_is_their_gradient(name, monkeypatch):
-    """As on a GPU or TPU; the router multiplies in float32."""
+    """The gradient has the dtype of a GPU or TPU; the router multiplies in float32."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     moe, _ = moved(

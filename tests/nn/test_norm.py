@@ -42,8 +42,7 @@ def test_low_precision_comes_in_and_out_and_float32_lies_between(kind):
     x = inputs().astype(jnp.bfloat16)
     out = norm(x)
     assert out.dtype == jnp.bfloat16
-    # Rounded once, at the end: the float64 result rounded to bfloat16, or its neighbour where that
-    # is a near tie.
+    # Rounded once, at the end: the float64 result in bfloat16, or its neighbor in a near tie.
     expected = reference.norm(np.asarray(x, np.float64), params, CONFIGS[kind])
     rounded = jnp.asarray(expected, jnp.float32).astype(jnp.bfloat16)
     assert float((out == rounded).mean()) > 0.98

@@ -1,4 +1,4 @@
-"""The loop over layers: one result, however it is run and whatever is computed again."""
+"""The loop over layers has one result, for each way to run it and each remat."""
 
 import dataclasses
 
@@ -104,11 +104,11 @@ def test_scan_and_unroll_drop_the_same_with_the_same_key(pattern, scanned):
     ],
 )
 def test_what_is_computed_again_drops_the_same(depth, layers, remat):
-    plain, again = (
+    plain, repeated = (
         loss_and_gradients(made(depth, (DROPPING,), layers=layers, remat=policy))
         for policy in ("none", remat)
     )
-    assert_same(plain, again)
+    assert_same(plain, repeated)
 
 
 def test_remat_computes_again_what_its_policy_does_not_keep():

@@ -1,4 +1,4 @@
-"""Layers run as a pipeline: the function of the plain loop, whatever the schedule and whatever is computed again."""
+"""Layers in a pipeline compute the function of the plain loop, for each schedule and remat."""
 
 import dataclasses
 

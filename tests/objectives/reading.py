@@ -1,4 +1,4 @@
-"""Rows of several documents, read by an objective; and the documents' ids again, from what became of them."""
+"""Rows of several documents, read by an objective; and the ids restored from its rows."""
 
 from collections import Counter
 from pathlib import Path
@@ -16,7 +16,7 @@ BLANK, START, END = SPECIALS.index("<|mask|>"), SENTINEL, SENTINEL + 1
 
 
 class Pairs(Tokenizer):
-    """One id for two small letters, where they are neighbours, and for each other byte: so cuts may fall inside of ids."""
+    """One id for two adjacent small letters, and for each other byte: cuts may fall inside ids."""
 
     LETTERS = b"abcdefghijklmnopqrstuvwxyz "
 
@@ -53,7 +53,16 @@ def shards_of(folder: Path, tokenizer: Tokenizer | None = None, count: int = 60)
 
 
 def loader_of(shards, folder: Path, corruption, sequence: int = 96, kind="concat", seed: int = 5):
-    """Rows of some shards; with a corruption, those that it leaves room in."""
+    """Rows of some shards; with a corruption, shorter ones that leave it room.
+
+    Args:
+      shards: the token shards.
+      folder: folder of the plans.
+      corruption: the change of rows, or None.
+      sequence: slots of a row.
+      kind: kind of packing.
+      seed: seed of the draws.
+    """
     length = sequence - (corruption.reserved_slots if corruption else 0)
     plan = packing.open_plan(shards, length, kind, seed, folder / f"plan-{kind}-{length}-{seed}")
     return Loader(shards, plan, sequence, seed, prefetch=2, corruption=corruption)
@@ -68,18 +77,18 @@ def documents(loader: Loader, row: int) -> list[list[int]]:
 
 
 def segments(batch, row: int):
-    """Of each segment of a row: its slots, and there tokens, targets, weights, and how far each sees."""
-    found = []
+    """Slots of each segment of a row, with its tokens, targets, weights, and reach."""
+    parts = []
     for number in range(1, int(batch.segments[row].max()) + 1):
         slots = np.flatnonzero(batch.segments[row] == number)
         reach = slots if batch.visible_until is None else batch.visible_until[row, slots]
         fields = (batch.tokens[row, slots], batch.targets[row, slots], batch.weights[row, slots])
-        found.append((slots, *fields, reach))
-    return found
+        parts.append((slots, *fields, reach))
+    return parts
 
 
 def restored(tokens, targets, weights) -> list[int]:
-    """The ids that a segment was made of, told by its form; not of masked ones."""
+    """The ids before the corruption of a segment, by its form; masked segments are excluded."""
     assert np.array_equal(tokens[1:], targets[:-1])
     ids = [*tokens.tolist(), int(targets[-1])]
     if any(mark in ids for mark in MARKS):
@@ -108,7 +117,7 @@ def _in_order(ids: list[int]) -> list[int]:
     prefix, middle, suffix = (ids.index(mark) for mark in MARKS)
     last = len(ids) - 1 if ids[-1] == Tokenizer.eos else len(ids)
     if suffix == prefix + 1:
-        # Where the prefix ends and the middle begins is not told, and need not be.
+        # The end of the prefix and the begin of the middle are unmarked, and need no mark.
         parts = ids[middle + 1 : last], ids[suffix + 1 : middle]
     else:
         parts = ids[prefix + 1 : suffix] + ids[middle + 1 : last], ids[suffix + 1 : middle]

@@ -1,4 +1,4 @@
-"""What every objective makes of rows: one table of arms, the same laws for all."""
+"""Rows of every objective: one table of objectives, the same laws for all."""
 
 import argparse
 import dataclasses
@@ -127,7 +127,10 @@ def test_no_id_is_lost_and_none_crosses_the_border_of_a_document(loader, arm):
 
 
 def test_what_is_predicted_is_not_seen(loader, arm):
-    """Where each slot's target is in the next slot, a trained slot does not see that far; masked ones are another test's."""
+    """A trained slot does not see its target, if that is in the next slot.
+
+    Masked tokens have a test of their own.
+    """
     for _, batch in everything(loader):
         assert (batch.visible_until is not None) == arm.bidirectional
         padding = batch.segments[0] == 0
@@ -148,7 +151,7 @@ def test_what_is_predicted_is_not_seen(loader, arm):
 
 def test_tokens_of_a_blank_have_its_position_and_one_inside(shards, tmp_path):
     loader = loader_of(shards, tmp_path, read_by(Blank(rate=0.3)).train)
-    found, orders = 0, set()
+    checked, orders = 0, set()
     for _, batch in everything(loader):
         for slots, tokens, targets, weights, _ in segments(batch, 0):
             positions, inner = batch.positions[0, slots], batch.block_positions[0, slots]
@@ -163,11 +166,11 @@ def test_tokens_of_a_blank_have_its_position_and_one_inside(shards, tmp_path):
             assert sorted(positions[starts]) == blanks
             orders.add(positions[starts].tolist() == blanks)
             for start, stop in itertools.pairwise([*starts, len(tokens)]):
-                found += 1
+                checked += 1
                 np.testing.assert_array_equal(inner[start:stop], np.arange(1, stop - start + 1))
                 assert set(positions[start:stop]) == {positions[start]}
                 assert targets[stop - 1] == END
-    assert found > 20
+    assert checked > 20
     assert orders == {True, False}, "spans come in any order"
 
 
@@ -196,8 +199,8 @@ def test_each_epoch_draws_anew_unless_all_is_fixed(stream):
     )
     is_fixed = arm.keeps_rows or getattr(arm, "masking", "") == "static"
     assert (first == second) == is_fixed
-    again = [_text(batch) for _, batch in everything(loader)]
-    assert again == [_text(batch) for _, batch in everything(loader)]
+    evaluated = [_text(batch) for _, batch in everything(loader)]
+    assert evaluated == [_text(batch) for _, batch in everything(loader)]
 
 
 def _text(batch):
@@ -205,7 +208,7 @@ def _text(batch):
 
 
 def bounded(count, total, share):
-    """Whether a count is within four deviations of what independent draws give."""
+    """Return True if a count is within four deviations of independent draws."""
     return abs(count - share * total) <= 4 * np.sqrt(total * share * (1 - share)) + 1
 
 
@@ -215,12 +218,12 @@ def many(tmp_path_factory):
 
 
 def test_masked_tokens_have_their_rates(many, tmp_path):
-    found = []
+    rates = []
     for _, batch in everything(loader_of(many, tmp_path, read_by(Masked()).train)):
-        kept = (batch.segments > 0) & (batch.targets >= len(SPECIALS))
-        assert not batch.weights[~kept].any(), "special tokens and padding are never drawn"
-        found.append(np.stack([x[kept] for x in (batch.tokens, batch.targets, batch.weights)]))
-    tokens, targets, weights = np.concatenate(found, axis=1)
+        known = (batch.segments > 0) & (batch.targets >= len(SPECIALS))
+        assert not batch.weights[~known].any(), "special tokens and padding are never drawn"
+        rates.append(np.stack([x[known] for x in (batch.tokens, batch.targets, batch.weights)]))
+    tokens, targets, weights = np.concatenate(rates, axis=1)
     drawn = weights > 0
     assert bounded(drawn.sum(), len(drawn), 0.15)
     is_mask = tokens[drawn] == SPECIALS.index("<|mask|>")
@@ -294,17 +297,17 @@ def test_a_prefix_ends_anywhere_in_its_document(many, tmp_path):
 
 def test_documents_are_rearranged_at_their_rate_in_both_orders(many, tmp_path):
     arm = FIM(rate=0.3, spm=0.25, level="token")
-    found = []
+    rates = []
     for _, batch in everything(loader_of(many, tmp_path, read_by(arm).train, sequence=192)):
         for _, tokens, targets, _, _ in segments(batch, 0):
             ids = [*tokens.tolist(), int(targets[-1])]
             place = [ids.index(mark) if mark in ids else None for mark in MARKS]
             assert place.count(None) in (0, 3), "all marks or none"
-            found.append(place)
-    changed = [place for place in found if place[0] is not None]
+            rates.append(place)
+    changed = [place for place in rates if place[0] is not None]
     # Rows of more than two documents may lack the room for all that are drawn.
-    assert 0.2 * len(found) < len(changed)
-    assert bounded(len(changed), len(found), 0.3) or len(changed) < 0.3 * len(found)
+    assert 0.2 * len(rates) < len(changed)
+    assert bounded(len(changed), len(rates), 0.3) or len(changed) < 0.3 * len(rates)
     assert bounded(sum(suffix == prefix + 1 for prefix, _, suffix in changed), len(changed), 0.25)
 
 
@@ -318,12 +321,12 @@ def test_cut_within_tokens_the_parts_are_encoded_as_prompts_will_be(tmp_path):
             documents(loader, row), segments(batch, 0), strict=True
         ):
             ids = [*tokens.tolist(), int(targets[-1])]
-            found = restored(tokens, targets, weights)
+            restored_ids = restored(tokens, targets, weights)
             text = b"".join(map(tokenizer.table.__getitem__, whole))
-            assert b"".join(map(tokenizer.table.__getitem__, found)) == text
+            assert b"".join(map(tokenizer.table.__getitem__, restored_ids)) == text
             if MARKS[0] not in ids or not is_text(text):
                 continue
-            rearranged, split = rearranged + 1, split + (found != whole)
+            rearranged, split = rearranged + 1, split + (restored_ids != whole)
             ids = [i for i in ids if i not in (Tokenizer.before[0], Tokenizer.eos)]
             prefix, middle, suffix = (ids.index(mark) for mark in MARKS)
             parts = [ids[suffix + 1 : middle]]
@@ -335,7 +338,7 @@ def test_cut_within_tokens_the_parts_are_encoded_as_prompts_will_be(tmp_path):
 
 
 def is_text(content):
-    """Whether no character is cut at its ends."""
+    """Return True if no character is cut at the ends."""
     return content.decode(errors="replace").encode() == content
 
 
@@ -370,16 +373,16 @@ def test_rows_of_a_mixture_predict_further_tokens_where_mtp_was_drawn(many, tmp_
 
 
 def test_what_is_evaluated_is_said_for_every_objective():
-    told = {name: read_by(arm).evaluations for name, arm in ARMS.items()}
-    as_causal = {name for name, each in told.items() if None in each.values()}
+    messages = {name: read_by(arm).evaluations for name, arm in ARMS.items()}
+    as_causal = {name for name, each in messages.items() if None in each.values()}
     assert as_causal == {
         *("causal", "mtp", "distill", "fim by tokens", "fim by characters", "mixture")
     }
-    assert list(told["mixture"]) == ["", ".prefix", ".masked", ".span", ".ul2", ".blank"]
+    assert list(messages["mixture"]) == ["", ".prefix", ".masked", ".span", ".ul2", ".blank"]
 
 
 def test_ul2_in_one_row_draws_each_of_its_seven_denoisers():
-    """By the ids that are predicted and the spans that they lie in, which differ between all of them."""
+    """By the predicted ids and their spans, which differ between all of them."""
     length, read = 400, read_by(UL2(), sequence=1024).train
     ids = np.arange(length, dtype=np.int32) % 200 + len(SPECIALS)
     named = {
@@ -390,14 +393,14 @@ def test_ul2_in_one_row_draws_each_of_its_seven_denoisers():
         for rate, mean in settings.UL2_SPANS
     }
     named[count_of_share(length, settings.UL2_SUFFIX), 0] = "the end"
-    found = Counter()
+    counts = Counter()
     for row in range(700):
         (piece,) = read.change([ids], read.reserved_slots, RowKey(0, 0, row))
         cut = int((piece.weights > 0)[piece.targets >= len(SPECIALS)].sum())
         marks = np.isin(piece.tokens, spans.sentinel_ids(Bytes())).sum()
-        found[named[cut, int(marks) // 2]] += 1
-    assert found.keys() == {*settings.UL2_SPANS, "the end"}
-    assert all(bounded(count, 700, 1 / 7) for count in found.values()), found
+        counts[named[cut, int(marks) // 2]] += 1
+    assert counts.keys() == {*settings.UL2_SPANS, "the end"}
+    assert all(bounded(count, 700, 1 / 7) for count in counts.values()), counts
 
 
 @pytest.mark.parametrize("kind", ["unigram:400", "bpe:400", "wordpiece:400", "sentencepiece:400"])
@@ -424,7 +427,7 @@ def test_whole_words_of_a_trained_tokenizer_are_masked_whole(kind):
 
 
 class Bare(Bytes):
-    """As a tokenizer that reserves nothing."""
+    """A tokenizer without reserved ids."""
 
     specials = reserved = {"<|eos|>": 2}
 

@@ -1,4 +1,7 @@
-"""Tokens beyond the next: against float64, document by document; every parameter in closed form; sharded as on one device."""
+"""Tokens beyond the next: against float64, document by document, also sharded.
+
+Every parameter is in closed form.
+"""
 
 import dataclasses
 import typing
@@ -66,14 +69,14 @@ def loss(blueprint, params, rows, **settings):
 
 
 def block(x, params, config, positions):
-    own = jax.tree.map(lambda leaf: leaf[0], params)
-    read = reference.norm(x, own["attention_norm"], config.norm)
-    x = x + reference.attention(read, own["attention"], config.attention, positions)
-    return x + reference.gated_silu(reference.norm(x, own["mlp_norm"], config.norm), own["mlp"])
+    layer = jax.tree.map(lambda leaf: leaf[0], params)
+    read = reference.norm(x, layer["attention_norm"], config.norm)
+    x = x + reference.attention(read, layer["attention"], config.attention, positions)
+    return x + reference.gated_silu(reference.norm(x, layer["mlp_norm"], config.norm), layer["mlp"])
 
 
 def expected(blueprint, params, rows):
-    """By depth: the sum of weighted losses, that of the weights, and that of weighted hits; a document at a time."""
+    """Sums of weighted losses, weights, and weighted hits, by depth, a document at a time."""
     config = blueprint.config
     model = blueprint.merge(params)
     stream = jax.jit(
@@ -95,7 +98,7 @@ def expected(blueprint, params, rows):
             here = np.flatnonzero(rows.segments[row] == segment)
             x = h = stream[row, here]
             for depth in range(2):
-                k, own = depth + 1, params["heads"][str(depth)]
+                k, head = depth + 1, params["heads"][str(depth)]
                 length = len(here) - k
                 if length <= 0:
                     continue
@@ -103,13 +106,13 @@ def expected(blueprint, params, rows):
                 if config.mtp.kind == "sequential":
                     token = table[rows.tokens[row, here[k:]]]
                     both = [
-                        reference.norm(h[:length], own["hidden_norm"], config.final_norm),
-                        reference.norm(token, own["token_norm"], config.final_norm),
+                        reference.norm(h[:length], head["hidden_norm"], config.final_norm),
+                        reference.norm(token, head["token_norm"], config.final_norm),
                     ]
-                    into = np.concatenate(both, -1) @ own["join"]["weight"]
+                    into = np.concatenate(both, -1) @ head["join"]["weight"]
                 positions = rows.positions[row, here[:length]][None]
-                h = block(into[None], own["block"]["0"], config.layers[-1], positions)[0]
-                logits = reference.norm(h, own["norm"], config.final_norm) @ unembedding
+                h = block(into[None], head["block"]["0"], config.layers[-1], positions)[0]
+                logits = reference.norm(h, head["norm"], config.final_norm) @ unembedding
                 targets = rows.targets[row, here[k:]]
                 weights = rows.weights[row, here[k:]].astype(np.float64)
                 picked = logits[np.arange(length), targets]
@@ -125,7 +128,7 @@ def expected(blueprint, params, rows):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("factors", [None, (1, 0)], ids=["all rows", "one row of a mixture"])
 def test_each_depth_is_that_of_a_float64_reference(built, factors):
-    """Which sees one document at a time, and only tokens that it has: so nothing crosses a border."""
+    """The reference sees one document at a time: nothing crosses a border."""
     blueprint, params = built
     rows = batch()
     counted = rows
@@ -135,18 +138,20 @@ def test_each_depth_is_that_of_a_float64_reference(built, factors):
             rows._replace(predicts_ahead=ahead),
             rows._replace(weights=rows.weights * ahead),
         )
-    found = jax.jit(lambda params: loss(blueprint, params, rows))(params)
+    actual = jax.jit(lambda params: loss(blueprint, params, rows))(params)
     sums = expected(blueprint, params, counted)
     plain = token_nll(blueprint.merge(params), rows, None, LossConfig())
-    assert found.metrics["loss_nats"].total == pytest.approx(float(plain.objective.total), rel=1e-6)
-    assert found.objective.weight == rows.weights.sum()
+    assert actual.metrics["loss_nats"].total == pytest.approx(
+        float(plain.objective.total), rel=1e-6
+    )
+    assert actual.objective.weight == rows.weights.sum()
     for depth, (nll, weight, correct) in enumerate(sums, 2):
-        mean = found.metrics[f"ahead_{depth}_nats"]
+        mean = actual.metrics[f"ahead_{depth}_nats"]
         assert float(mean.total) == pytest.approx(nll, rel=1e-5)
         assert float(mean.weight) == weight < counted.weights.sum()
-        assert float(found.metrics[f"ahead_{depth}_accuracy"].total) == pytest.approx(correct)
+        assert float(actual.metrics[f"ahead_{depth}_accuracy"].total) == pytest.approx(correct)
     total = float(plain.objective.total) + np.dot(WEIGHTS, sums[:, 0])
-    assert float(found.objective.total) == pytest.approx(total, rel=1e-5)
+    assert float(actual.objective.total) == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -192,13 +197,13 @@ def test_any_family_has_heads_and_their_parameters_are_those_of_the_closed_form(
     config = dataclasses.replace(family(vocab=64).build(), mtp=MtpConfig(tokens=2, kind=kind))
     blueprint = Blueprint(config, Precision.float32())
     axes = tree.leaves(blueprint.axes, is_leaf=lambda node: isinstance(node, tuple))
-    found = {
+    leaves = {
         path: (tuple(leaf.shape), axes[path])
         for path, leaf in tree.leaves(blueprint.shapes).items()
     }
-    assert {each.path: (each.shape, each.axes) for each in tensors(config)} == found
+    assert {each.path: (each.shape, each.axes) for each in tensors(config)} == leaves
     assert model_cost.parameters(config) == tree.count(blueprint.shapes)
-    assert any(path.startswith("heads/1/") for path in found)
+    assert any(path.startswith("heads/1/") for path in leaves)
 
 
 @pytest.mark.slow
@@ -218,8 +223,8 @@ def test_any_family_learns_from_further_tokens(family, kind):
     rows = batch()
 
     def value(params):
-        found = loss(blueprint, params, rows)
-        return found.objective.value, found.metrics
+        result = loss(blueprint, params, rows)
+        return result.objective.value, result.metrics
 
     (_, metrics), gradient = jax.jit(jax.value_and_grad(value, has_aux=True))(params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))

@@ -1,4 +1,4 @@
-"""What an encoder reads and a decoder writes: nothing lost, nothing mixed up, and always in its row."""
+"""Rows of an encoder and a decoder: nothing is lost or mixed up, and all stays in its row."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ from jaxlm.objectives.config import UL2, Causal, LossConfig, Mixture, Span
 
 SEQUENCE = 96
 ARMS = {"span": Span(), "ul2": UL2()}
-ROWS = 60  # of which each of seven denoisers is given some
+ROWS = 60  # each of seven denoisers gets some of them
 EOS = Bytes.eos
 SENTINELS = {Bytes.specials[name] for name in SPECIALS if "sentinel" in name}
 
@@ -37,7 +37,7 @@ def pairs(arm, tokenizer=None, sequence=SEQUENCE):
 
 
 def row(sizes, ends, seed=0, length=SEQUENCE):
-    """A packed row of documents of these sizes, in slots; those that end here end with the end of text."""
+    """A packed row of documents of these sizes; complete ones end with the end of text."""
     draw = np.random.default_rng(seed)
     tokens, targets, segments, positions = (np.zeros(length, np.int32) for _ in range(4))
     at, whole = 0, []
@@ -54,27 +54,30 @@ def row(sizes, ends, seed=0, length=SEQUENCE):
 
 
 def joined(read, written):
-    """The text again: each sentinel that is read, replaced by what is written after it; without any, one after the other."""
+    """The text restored: each sentinel is replaced by the output after it.
+
+    Without sentinels the parts follow one another.
+    """
     if not SENTINELS.intersection(read):
         assert read[-1] == EOS
         return read[:-1] + written
-    spans, found = {}, []
+    spans, segments = {}, []
     for i in written[:-1]:
         if i in SENTINELS:
             last = spans[i] = []
         else:
             last.append(i)
     for i in read:
-        found += spans.pop(i) if i in SENTINELS else [i]
+        segments += spans.pop(i) if i in SENTINELS else [i]
     assert not spans
-    return found
+    return segments
 
 
 def test_what_is_read_and_written_is_the_text_and_the_decoder_is_one_behind(arm):
     change, kinds = pairs(arm), Counter()
     for seed in range(ROWS):
-        given, whole = row((40, 9, 25, 14), (True, False, True, False), seed)
-        out = change(given, RowKey(0, 0, seed))
+        packed, whole = row((40, 9, 25, 14), (True, False, True, False), seed)
+        out = change(packed, RowKey(0, 0, seed))
         assert out.source.shape == out.source_segments.shape == (SEQUENCE,)
         assert out.tokens.shape == (arm.target_length(SEQUENCE),)
         predicted = 0
@@ -98,17 +101,19 @@ def test_what_is_read_and_written_is_the_text_and_the_decoder_is_one_behind(arm)
         assert predicted >= 2
         np.testing.assert_array_equal(out.weights, out.segments > 0)
         assert not out.source[out.source_segments == 0].any()
-        again = change(given, RowKey(0, 0, seed))
-        assert all(a is b is None or np.array_equal(a, b) for a, b in zip(out, again, strict=True))
+        changed = change(packed, RowKey(0, 0, seed))
+        assert all(
+            a is b is None or np.array_equal(a, b) for a, b in zip(out, changed, strict=True)
+        )
     assert set(kinds) == ({True, False} if isinstance(arm, UL2) else {True})
 
 
 def test_a_row_full_of_short_documents_fits_and_some_of_them_are_only_read(arm):
     sizes = [3] * (SEQUENCE // 3)
-    given, whole = row(sizes, [True] * len(sizes))
+    packed, whole = row(sizes, [True] * len(sizes))
     change, numbers, least = pairs(arm), set(range(1, len(sizes) + 1)), len(sizes)
     for seed in range(ROWS):
-        out = change(given, RowKey(0, 0, seed))
+        out = change(packed, RowKey(0, 0, seed))
         assert (out.source_segments > 0).sum() >= SEQUENCE - len(sizes)
         assert set(out.source_segments.tolist()) - {0} == numbers
         written = set(out.segments.tolist()) - {0}
@@ -121,9 +126,9 @@ def test_a_row_full_of_short_documents_fits_and_some_of_them_are_only_read(arm):
 
 
 def test_a_piece_that_could_not_be_read_is_left_out(arm):
-    given, _ = row((30, 20), (True, True))
-    weights = np.where(given.segments == 1, 0, given.weights)
-    out = pairs(arm)(given._replace(weights=weights), RowKey(0, 0, 0))
+    packed, _ = row((30, 20), (True, True))
+    weights = np.where(packed.segments == 1, 0, packed.weights)
+    out = pairs(arm)(packed._replace(weights=weights), RowKey(0, 0, 0))
     assert (out.source_segments > 0).sum() <= 21
     assert (out.segments > 0).any()
 
@@ -151,16 +156,16 @@ DENOISERS = {
 def test_each_of_seven_denoisers_is_drawn_as_often_with_its_rate_and_its_mean():
     sequence, rows = 512, 1400
     change = pairs(UL2(), sequence=sequence)
-    given, _ = row((sequence,), (False,), length=sequence)
-    found = Counter()
+    packed, _ = row((sequence,), (False,), length=sequence)
+    counts = Counter()
     for number in range(rows):
-        written = change(given, RowKey(0, 0, number)).targets.tolist()
+        written = change(packed, RowKey(0, 0, number)).targets.tolist()
         spans = sum(i in SENTINELS for i in written)
-        found[sum(i >= len(SPECIALS) for i in written), spans] += 1
-    assert set(found) == set.union(*DENOISERS.values())
-    share = 1 / len(found)
+        counts[sum(i >= len(SPECIALS) for i in written), spans] += 1
+    assert set(counts) == set.union(*DENOISERS.values())
+    share = 1 / len(counts)
     bound = 4 * np.sqrt(rows * share * (1 - share))
-    assert all(abs(count - share * rows) < bound for count in found.values())
+    assert all(abs(count - share * rows) < bound for count in counts.values())
     # The row is as long as what the hungriest denoiser writes, with its end and those of a few
     # documents more.
     assert UL2().target_length(sequence) == -(-(256 + 85 + 1 + sequence // 64) // 8) * 8
@@ -186,14 +191,14 @@ def test_the_end_of_a_text_fits_in_what_is_free_and_is_a_quarter_where_all_is():
 
 
 class OfT5(Bytes):
-    """As of an imported T5: nothing before a document, an end of its own, and sentinels from the last id downwards."""
+    """The tokenizer of an imported T5: an end of its own, and sentinels from the last id down."""
 
     before, after, eos, pad = (), (41,), 41, 41
     specials = reserved = {"</s>": 41} | {f"<extra_id_{i}>": 295 - i for i in range(3)}
 
 
 def test_the_sentinels_and_the_end_are_those_of_the_tokenizer():
-    """Ids that would be edges or sentinels of ours are text there; of more spans than sentinels these come again."""
+    """Ids that are edges or sentinels of ours are text there; sentinels repeat if they run out."""
     change = pairs(Span(rate=0.5, mean=2), OfT5())
     ids = np.array([1, 2, 8, 9, *range(50, 58), 2, 41], np.int32)
     (pair,) = change.change([ids], change.length, RowKey(0, 0, 0))
@@ -203,9 +208,9 @@ def test_the_sentinels_and_the_end_are_those_of_the_tokenizer():
     assert pair.target[-1] == pair.source[-1] == 41
     assert sorted({*pair.source, *pair.target} - of_t5) == sorted(set(ids.tolist()))
     denoised = pairs(UL2(), OfT5())
-    found = [denoised.change([ids], denoised.length, RowKey(0, 0, row))[0] for row in range(ROWS)]
-    assert {295 in pair.source for pair in found} == {True, False}
-    assert all(pair.source[-1] == pair.target[-1] == 41 for pair in found)
+    changes = [denoised.change([ids], denoised.length, RowKey(0, 0, row))[0] for row in range(ROWS)]
+    assert {295 in pair.source for pair in changes} == {True, False}
+    assert all(pair.source[-1] == pair.target[-1] == 41 for pair in changes)
 
 
 @pytest.mark.parametrize("arm", [Causal(), Mixture()])

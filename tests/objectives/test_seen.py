@@ -32,7 +32,10 @@ def shards(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dependence():
-    """Which slots' predictions depend on which slots' tokens, of one row: each slot has an id, and so an embedding, of its own."""
+    """Dependence of the predictions of slots on the tokens of slots, for one row.
+
+    Each slot has an id, and so an embedding, of its own.
+    """
     family = Llama(vocab=SEQUENCE, width=8, depth=1, heads=2, kv_heads=1)
     blueprint = Blueprint(family.build(), Precision.float32())
     params = jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
@@ -63,7 +66,7 @@ def test_a_prediction_depends_on_what_its_objective_lets_it_see(arm, shards, tmp
     read = build(arm, LossConfig()).prepare(Bytes(), SEQUENCE)
     loader = loader_of(shards, tmp_path, read.train, sequence=SEQUENCE)
     batch = next(b for b in loader.evaluation(batch=1) if b.segments.max() > 1)
-    found = dependence(batch)
+    depends = dependence(batch)
     at, segments = np.arange(SEQUENCE), batch.segments[0]
     same = segments[:, None] == segments[None]
     for t in np.flatnonzero(segments):
@@ -76,4 +79,4 @@ def test_a_prediction_depends_on_what_its_objective_lets_it_see(arm, shards, tmp
             seen = same[t] & (at <= last)
         else:
             seen = same[t] & (at <= t)
-        np.testing.assert_array_equal(found[t], seen, str(t))
+        np.testing.assert_array_equal(depends[t], seen, str(t))

@@ -1,4 +1,4 @@
-"""Where the vocabulary is split over devices, logits and tables stay split: read off the compiled gradient."""
+"""Logits and tables stay split if the vocabulary is: read from the compiled gradient."""
 
 import jax
 import numpy as np
@@ -23,7 +23,10 @@ def collectives_of(sizes, *, tied, chunk):
     family = Llama(vocab=VOCAB, width=WIDTH, depth=1, heads=4, kv_heads=4, hidden=8, tied=tied)
     blueprint = Blueprint(family.build(), Precision.float32())
     layout = rules.shardings(grid, blueprint.axes, blueprint.shapes)
-    put = lambda shape, to: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=to)  # noqa: E731
+
+    def put(shape, to):
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=to)
+
     kinds = (np.int32, np.int32, np.float32, np.int32, np.int32)
     shapes = (jax.ShapeDtypeStruct((ROWS, LENGTH), kind) for kind in kinds)
     batch = Tokens(*(put(shape, host.batch_sharding(grid)) for shape in shapes))
@@ -38,30 +41,30 @@ def collectives_of(sizes, *, tied, chunk):
     return hlo.read_collectives(text)
 
 
-def largest(found):
-    return max(shape.elements for each in found for shape in each.shapes)
+def largest(collectives):
+    return max(shape.elements for each in collectives for shape in each.shapes)
 
 
 @pytest.mark.parametrize(
     ("tied", "chunk"), [(True, None), (True, 32), (False, None), (False, 32)], ids=str
 )
 def test_no_logits_and_no_table_cross_the_devices_that_split_the_vocabulary(tied, chunk):
-    found = collectives_of({"tensor": 4}, tied=tied, chunk=chunk)
+    collectives = collectives_of({"tensor": 4}, tied=tied, chunk=chunk)
     # One token's logits of each row's chunk would be more than a vocabulary; the table is VOCAB x
     # WIDTH.
-    assert {each.kind for each in found} == {"all-reduce"}
-    assert all(VOCAB not in shape.sizes for each in found for shape in each.shapes)
-    assert all(VOCAB // 4 not in shape.sizes for each in found for shape in each.shapes)
+    assert {each.kind for each in collectives} == {"all-reduce"}
+    assert all(VOCAB not in shape.sizes for each in collectives for shape in each.shapes)
+    assert all(VOCAB // 4 not in shape.sizes for each in collectives for shape in each.shapes)
     # The largest thing sent is the stream: what was looked up, or a gradient of it.
-    assert largest(found) == ROWS * LENGTH * WIDTH
+    assert largest(collectives) == ROWS * LENGTH * WIDTH
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}], ids=str)
 def test_beside_another_split_only_parameters_and_keys_are_gathered(sizes):
-    found = collectives_of(sizes, tied=False, chunk=None)
+    collectives = collectives_of(sizes, tied=False, chunk=None)
     (other,) = set(sizes) - {"tensor"}
     whole = {"pipe": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1} | sizes
-    for each in found:
+    for each in collectives:
         across = each.axes(whole)
         for shape in each.shapes:
             # Over tensor, nothing of the vocabulary; over the other, the local half of both tables,

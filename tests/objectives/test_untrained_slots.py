@@ -1,4 +1,4 @@
-"""A slot of weight 0 has no part in the loss or in any gradient, whatever its target is."""
+"""A slot of weight 0 has no part in the loss or in any gradient, for every target."""
 
 import dataclasses
 

@@ -6,7 +6,13 @@ SCALE = 0.7
 
 
 def operands(length, heads, kv_heads, *, rows=2, size=4, seed=0):
-    """Queries, keys, values, and weights of the results."""
+    """Random queries, keys, values, and weights of the results.
+
+    Args:
+      length, heads, kv_heads: slots, heads of queries, heads of keys.
+      rows, size: number of rows, channels of a head.
+      seed: seed of the draw.
+    """
     draw = np.random.default_rng(seed)
     return [
         draw.standard_normal((rows, length, n, size)) for n in (heads, kv_heads, kv_heads, heads)
@@ -14,14 +20,17 @@ def operands(length, heads, kv_heads, *, rows=2, size=4, seed=0):
 
 
 def segments_of(length):
-    """Of two rows: two documents and padding; and one document."""
+    """Segments of two rows: two documents and padding; and one document."""
     cuts = np.array([[length // 3, length - length // 4], [length, length]])
     at = np.arange(length)[None]
     return np.where(at < cuts[:, :1], 1, np.where(at < cuts[:, 1:], 2, 0)).astype(np.int32)
 
 
 def reach_of(length):
-    """How far each slot sees, of two rows: prefixes of both documents of `segments_of`; and one of a row's first half."""
+    """Reach of each slot of two rows: prefixes of both documents, and half of a row.
+
+    The documents are those of `segments_of`.
+    """
     at = np.arange(length)
     cuts = [(0, length // 4), (length // 3, length // 2)], [(0, length // 2)]
     rows = []
@@ -34,7 +43,14 @@ def reach_of(length):
 
 
 def exact(query, key, value, weights, *, causal, window, softcap, segments, reach=None):
-    """sum(out x weights) and its gradients by q, k and v, in float64, from the formulas, row by row and head by head."""
+    """sum(out x weights) and its gradients by q, k and v in float64, row by row and head by head.
+
+    Args:
+      query, key, value: operands.
+      weights: factors of the outputs in the sum.
+      causal, window, softcap: settings of the attention.
+      segments, reach: documents of the slots, and the last visible slot of each.
+    """
     out = np.zeros(query.shape)
     grads = [np.zeros(x.shape) for x in (query, key, value)]
     groups = query.shape[2] // key.shape[2]

@@ -15,7 +15,14 @@ SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 0, 0, 0]], 
 
 
 def reference(query, key, value, *, scale, window, softcap, segments):
-    """One row, one head and one query at a time, over the keys that it may see."""
+    """One row, one head and one query at a time, over the keys that it may see.
+
+    Args:
+      query, key, value: operands.
+      scale: factor of the scores.
+      window, softcap: settings of the attention.
+      segments: documents of the slots.
+    """
     out = np.zeros(query.shape)
     for row, head, t in np.ndindex(ROWS, HEADS, LENGTH):
         first = 0 if window is None else max(0, t - window + 1)
@@ -64,7 +71,7 @@ def test_attention_is_what_it_says_query_by_query(window, softcap, segments):
 
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_the_softmax_is_float32_where_products_are_bfloat16(kernel):
-    """Every exponential and every factor of the program, forward and backward, whatever dtype the activations have."""
+    """Every exponential and factor of the program, both ways, for each dtype of activations."""
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     query, key, value = (
         jnp.ones((ROWS, LENGTH, n, SIZE), jnp.bfloat16) for n in (HEADS, KV_HEADS, KV_HEADS)
@@ -83,7 +90,7 @@ def test_the_softmax_is_float32_where_products_are_bfloat16(kernel):
 
 
 def test_a_dropped_weight_is_zero_and_the_others_make_up_for_it():
-    """Over values of one, every query gives its weights' sum: 1 on average, and 0 or 2 where it sees one key."""
+    """Over values of one, a query gives the sum of its weights: 1 on average, 0 or 2 of one."""
     query, key = jax.random.normal(jax.random.key(0), (2, 64, LENGTH, HEADS, SIZE))
     ones = jnp.ones((64, LENGTH, HEADS, SIZE))
 

@@ -1,4 +1,4 @@
-"""How sharp attention is, where something is added to its scores."""
+"""Sharpness of attention if a bias is added to its scores."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def test_the_entropy_is_that_of_biased_scores_and_the_peak_that_of_products():
     )
     weights = np.exp(products + bias)
     weights /= weights.sum(-1, keepdims=True)
-    wanted = -(weights * np.log(weights)).sum(-1).sum((0, 2))
+    expected = -(weights * np.log(weights)).sum(-1).sum((0, 2))
     np.testing.assert_allclose(peak, products.max((0, 2, 3)), rtol=1e-5)
-    np.testing.assert_allclose(entropy, wanted, rtol=1e-5)
+    np.testing.assert_allclose(entropy, expected, rtol=1e-5)
     assert queries == ROWS * LENGTH

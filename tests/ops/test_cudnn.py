@@ -1,4 +1,4 @@
-"""The call that cuDNN gets: computed by another implementation against float64, and as it stands in a program for a GPU."""
+"""The call of cuDNN equals float64 in another implementation, and a GPU program has it."""
 
 import dataclasses
 import functools
@@ -25,19 +25,19 @@ from tests.ops.float64 import SCALE, exact, operands, reach_of, segments_of
 LOW = Precision.of(PrecisionConfig(compute="bfloat16"))
 
 
-def graded(mask, compute, implementation, given):
+def graded(mask, compute, implementation, arrays):
     """The result and its gradients by queries, keys and values."""
 
     def weighed(query, key, value, weights):
         out = cudnn(query, key, value, mask, compute, scale=SCALE, implementation=implementation)
         return (out * weights).sum(), out
 
-    return jax.value_and_grad(weighed, argnums=(0, 1, 2), has_aux=True)(*given)
+    return jax.value_and_grad(weighed, argnums=(0, 1, 2), has_aux=True)(*arrays)
 
 
-def computed(mask, compute, given):
-    """What the call means, by XLA's implementation of it."""
-    (_, out), grads = jax.jit(functools.partial(graded, mask, compute, "xla"))(given)
+def computed(mask, compute, arrays):
+    """Result of the call by XLA's implementation."""
+    (_, out), grads = jax.jit(functools.partial(graded, mask, compute, "xla"))(arrays)
     return out, *grads
 
 
@@ -50,10 +50,10 @@ def test_the_arguments_of_the_call_mean_the_same_in_float64(
     length, heads, kv_heads, window, is_packed
 ):
     segments = segments_of(length) if is_packed else None
-    given = operands(length, heads, kv_heads)
-    expected = exact(*given, causal=True, window=window, softcap=None, segments=segments)
+    arrays = operands(length, heads, kv_heads)
+    expected = exact(*arrays, causal=True, window=window, softcap=None, segments=segments)
     mask = dataclasses.replace(masks.causal(length, segments), window=window)
-    got = computed(mask, jnp.float32, [jnp.asarray(x, jnp.float32) for x in given])
+    got = computed(mask, jnp.float32, [jnp.asarray(x, jnp.float32) for x in arrays])
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
 
@@ -63,20 +63,20 @@ def test_the_arguments_of_the_call_mean_the_same_in_float64(
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_queries_may_see_what_comes_after_them(window, is_packed, reach):
     segments = segments_of(16) if is_packed else None
-    given = operands(16, 2, 1)
+    arrays = operands(16, 2, 1)
     terms = dict(causal=reach is not None, window=window)
-    expected = exact(*given, **terms, softcap=None, segments=segments, reach=reach)
+    expected = exact(*arrays, **terms, softcap=None, segments=segments, reach=reach)
     mask = dataclasses.replace(masks.causal(16, segments, reach), **terms)
-    got = computed(mask, jnp.float32, [jnp.asarray(x, jnp.float32) for x in given])
+    got = computed(mask, jnp.float32, [jnp.asarray(x, jnp.float32) for x in arrays])
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())
 
 
 def test_operands_are_in_the_compute_dtype():
-    given = operands(24, 4, 2)
-    expected = exact(*given, causal=True, window=None, softcap=None, segments=segments_of(24))
+    arrays = operands(24, 4, 2)
+    expected = exact(*arrays, causal=True, window=None, softcap=None, segments=segments_of(24))
     mask = masks.causal(24, segments_of(24))
-    got = computed(mask, LOW.compute, [jnp.asarray(x, jnp.float32) for x in given])
+    got = computed(mask, LOW.compute, [jnp.asarray(x, jnp.float32) for x in arrays])
     for exactly, low in zip(expected, got, strict=True):
         assert low.dtype == jnp.float32
         error = np.abs(np.asarray(low) - exactly).max() / np.abs(exactly).max()
@@ -86,20 +86,20 @@ def test_operands_are_in_the_compute_dtype():
 @pytest.mark.parametrize("reach", [None, reach_of(16)], ids=["all", "reach"])
 def test_a_few_rows_at_a_time_give_what_all_rows_give(monkeypatch, reach):
     segments = np.tile(segments_of(16), (3, 1))
-    given = [jnp.asarray(np.tile(x, (3, 1, 1, 1)), jnp.float32) for x in operands(16, 2, 1)]
-    rows = len(given[0])
+    arrays = [jnp.asarray(np.tile(x, (3, 1, 1, 1)), jnp.float32) for x in operands(16, 2, 1)]
+    rows = len(arrays[0])
     reach = None if reach is None else np.tile(reach, (3, 1))
     mask = masks.causal(16, jnp.asarray(segments), reach)
-    whole = computed(mask, jnp.float32, given)
+    whole = computed(mask, jnp.float32, arrays)
     for most in (1, 2, 3):
         monkeypatch.setattr(kernels, "MASK_BYTES", most * 4 * 16**2)
         assert kernels.rows_at_a_time(rows, 16, 4) == max(n for n in (1, 2, 3) if n <= most)
-        for one, other in zip(whole, computed(mask, jnp.float32, given), strict=True):
+        for one, other in zip(whole, computed(mask, jnp.float32, arrays), strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
 
 
 def test_a_few_rows_at_a_time_keep_no_mask_and_call_the_kernel_once_each_way(monkeypatch):
-    """Of 8 rows, 2 at a time: no array is as large as the mask of all rows, and nothing is attended twice."""
+    """8 rows, 2 at a time: no array has the size of a mask of all rows, and no slot runs twice."""
     monkeypatch.setattr(kernels, "MASK_BYTES", 2 * 2 * 256**2)
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91300)
     shapes = [jax.ShapeDtypeStruct((8, 256, 2, 64), jnp.bfloat16)] * 3
@@ -118,8 +118,8 @@ def test_a_few_rows_at_a_time_keep_no_mask_and_call_the_kernel_once_each_way(mon
         "__cudnn$fmhaScaleBiasSoftmaxBackward",
     ]
     sizes = {
-        tuple(map(int, found.split("x")))
-        for found in re.findall(r"tensor<((?:\d+x)*\d+)x[bf]", text)
+        tuple(map(int, dimensions.split("x")))
+        for dimensions in re.findall(r"tensor<((?:\d+x)*\d+)x[bf]", text)
     }
     masks_there = {size for size in sizes if size[-2:] == (256, 256)}
     assert masks_there
@@ -127,9 +127,9 @@ def test_a_few_rows_at_a_time_keep_no_mask_and_call_the_kernel_once_each_way(mon
 
 
 def calls_of(monkeypatch, window, is_packed, place):
-    """The calls of cuDNN in a program for a GPU, by name, as they are configured: forward and back.
+    """Calls of cuDNN in a program for a GPU, by name, with their configuration, both ways.
 
-    JAX asks the library for its version before it lowers: it is told one here, where there is none.
+    JAX reads the version of the library before it lowers: here it gets one without the library.
     """
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91300)
     low = [
@@ -139,17 +139,19 @@ def calls_of(monkeypatch, window, is_packed, place):
     segments = jax.ShapeDtypeStruct((2, 128), jnp.int32)
 
     def loss(query, key, value, segments):
-        own = segments if is_packed else None
-        mask = dataclasses.replace(masks.causal(128, own), window=window)
+        packed_segments = segments if is_packed else None
+        mask = dataclasses.replace(masks.causal(128, packed_segments), window=window)
         with backend.compiling_for("gpu"):
             return attention(query, key, value, mask, LOW, scale=SCALE, kernel="cudnn").sum()
 
     program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*low, segments)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
-    found = re.findall(r"@(__cudnn\$fmha\w+)\(.*?backend_config = (\"\{.*?\}\")", text)
+    matches = re.findall(r"@(__cudnn\$fmha\w+)\(.*?backend_config = (\"\{.*?\}\")", text)
     return {
-        name: json.loads(json.loads(told.replace("\\22", '\\"')))["cudnn_fmha_backend_config"]
-        for name, told in found
+        name: json.loads(json.loads(backend_config.replace("\\22", '\\"')))[
+            "cudnn_fmha_backend_config"
+        ]
+        for name, backend_config in matches
     }
 
 
@@ -159,11 +161,11 @@ def test_a_program_for_a_gpu_calls_cudnn(monkeypatch, window, is_packed):
     calls = calls_of(monkeypatch, window, is_packed, None)
     name = "__cudnn$fmhaScaleBiasSoftmax" if is_packed else "__cudnn$fmhaSoftmax"
     assert set(calls) == {name, f"{name}Backward"}
-    for told in calls.values():
-        assert told["fmha_scale"] == SCALE
-        assert told["mask_type"] == "CAUSAL"
-        assert told["sliding_window_length"] == (0 if is_packed else window or 0)
-        scores = told["intermediate_tensor_shape"]
+    for call in calls.values():
+        assert call["fmha_scale"] == SCALE
+        assert call["mask_type"] == "CAUSAL"
+        assert call["sliding_window_length"] == (0 if is_packed else window or 0)
+        scores = call["intermediate_tensor_shape"]
         assert scores["dimensions"] == ["2", "4", "128", "128"]
         assert scores["element_type"] == "BF16"
 
@@ -174,18 +176,18 @@ def test_on_a_mesh_of_gpus_each_calls_it_for_its_rows_and_heads(monkeypatch):
     with jax.set_mesh(grid):
         calls = calls_of(monkeypatch, None, True, place)
     assert len(calls) == 2
-    for told in calls.values():
-        assert told["intermediate_tensor_shape"]["dimensions"] == ["1", "2", "128", "128"]
+    for call in calls.values():
+        assert call["intermediate_tensor_shape"]["dimensions"] == ["1", "2", "128", "128"]
 
 
 def test_on_a_mesh_each_device_computes_its_rows_and_heads():
-    given = [jnp.asarray(x, jnp.float32) for x in operands(16, 4, 2)]
+    arrays = [jnp.asarray(x, jnp.float32) for x in operands(16, 4, 2)]
     mask = masks.causal(16, jnp.asarray(segments_of(16)))
-    alone = computed(mask, jnp.float32, given)
+    alone = computed(mask, jnp.float32, arrays)
     grid = mesh.build(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
     place = jax.NamedSharding(grid, rules.spec(("batch", "length", "heads", "head_dim")))
     with jax.set_mesh(grid):
-        split = computed(mask, jnp.float32, [jax.device_put(x, place) for x in given])
+        split = computed(mask, jnp.float32, [jax.device_put(x, place) for x in arrays])
     for one, other in zip(alone, split, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
         assert other.sharding.is_equivalent_to(place, 4)

@@ -1,4 +1,7 @@
-"""Attention by blocks is attention: outputs and gradients against float64, over masks, groups, lengths and dtypes."""
+"""Attention by blocks is attention: outputs and gradients against float64.
+
+Masks, groups, lengths and dtypes vary.
+"""
 
 import dataclasses
 
@@ -47,7 +50,7 @@ def by_blocks(
         (29, 4, 1, True, None, 2.0, True),  # a block that is not full
         (40, 2, 2, True, 5, None, False),  # a window within a block
         (40, 4, 2, True, 17, 2.0, True),  # and over three
-        (27, 2, 1, False, None, None, False),  # both ways, with slots that nobody may see
+        (27, 2, 1, False, None, None, False),  # both ways, with slots that are visible to none
         (27, 4, 2, False, 6, None, True),
         (5, 2, 2, True, None, None, False),  # a row shorter than a block
     ],
@@ -64,7 +67,10 @@ def test_outputs_and_gradients_are_those_of_float64(
 
 
 def test_values_may_be_of_another_size_than_keys():
-    """What comes of the first features of values is not changed by those behind; nor are their gradients."""
+    """Outputs of the first features of values do not depend on the other features.
+
+    The same holds for their gradients.
+    """
     query, key, value, weights = (jnp.asarray(x, jnp.float32) for x in operands(24, 4, 2))
     mask = masks.causal(24, segments_of(24))
 
@@ -74,11 +80,11 @@ def test_values_may_be_of_another_size_than_keys():
 
     run = jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True))
     (_, short), grads = run(query, key, value[..., :5], weights[..., :5])
-    (_, whole), wanted = run(query, key, value, weights.at[..., 5:].set(0.0))
+    (_, whole), gradients = run(query, key, value, weights.at[..., 5:].set(0.0))
     np.testing.assert_allclose(short, whole[..., :5], rtol=1e-5, atol=1e-6)
-    for one, other in zip(grads[:2], wanted[:2], strict=True):
+    for one, other in zip(grads[:2], gradients[:2], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(grads[2], wanted[2][..., :5], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grads[2], gradients[2][..., :5], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +122,9 @@ def test_keys_before_the_row_give_what_the_reference_gives(length, window, has_r
         return (out * weights).sum(), out
 
     run = jax.jit(jax.value_and_grad(weighed, (1, 2, 3), True), static_argnums=0)
-    (_, expected), wanted = run("reference", query, key, value)
+    (_, expected), gradients = run("reference", query, key, value)
     (_, out), grads = run("blockwise", query, key, value)
-    for one, other in zip((expected, *wanted), (out, *grads), strict=True):
+    for one, other in zip((expected, *gradients), (out, *grads), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
 
 
@@ -158,7 +164,10 @@ def test_memory_grows_with_the_row_and_not_with_its_square():
 
 
 def test_blocks_that_nothing_is_seen_of_are_not_computed():
-    """Half of a causal row, and little of one with a window: the time says so in long rows, the bounds in short ones."""
+    """Half of a causal row, and little of one with a window.
+
+    The time shows it in long rows, the bounds in short ones.
+    """
 
     def seen(window, count=6):
         static = flash.StaticArgs(True, window, False, jnp.float32, 1.0, None, BLOCK)
@@ -209,13 +218,13 @@ def test_on_a_mesh_rows_and_heads_stay_where_they_are():
     grid = mesh.build(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
     with jax.set_mesh(grid):
         place = NamedSharding(grid, rules.spec(("batch", "length", "heads", "head_dim")))
-        given = [jax.device_put(x, place) for x in (query, key, value)]
+        arrays = [jax.device_put(x, place) for x in (query, key, value)]
         program = (
             jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), out_shardings=(None, (place,) * 3))
-            .lower(*given)
+            .lower(*arrays)
             .compile()
         )
-        split = program(*given)
+        split = program(*arrays)
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(split), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
     sent = [each for each in hlo.read_collectives(program.as_text()) if each.shapes[0].elements > 1]

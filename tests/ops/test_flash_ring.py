@@ -1,4 +1,4 @@
-"""Keys that go round are keys that were there all along: a ring, and gathered keys, against one device."""
+"""Keys in a ring, and gathered keys, give the results of one device."""
 
 import dataclasses
 import functools
@@ -33,10 +33,19 @@ def grid_of(**sizes):
 
 
 def weighed(parts, keys, window, softcap, segments, reach, precision, operands):
-    """sum of out x weights, with its slots dealt out and put back; and what it is a sum of."""
+    """Return the sum of out x weights in a zigzag order of slots, and the outputs in order.
+
+    Args:
+      parts: parts of the zigzag order.
+      keys: the way to the keys, such as a ring.
+      window, softcap: settings of the attention.
+      segments, reach: documents of the slots, and the last visible slot of each.
+      precision: dtypes of the products.
+      operands: queries, keys, values and weights.
+    """
     query, key, value, weights = context.zigzag_shard(operands, parts) if parts > 1 else operands
-    dealt = context.zigzag_shard(jax.tree.map(jnp.asarray, (segments, reach)), parts)
-    mask = dataclasses.replace(masks.causal(LENGTH, *dealt, parts=parts), window=window)
+    sharded = context.zigzag_shard(jax.tree.map(jnp.asarray, (segments, reach)), parts)
+    mask = dataclasses.replace(masks.causal(LENGTH, *sharded, parts=parts), window=window)
     out = attention(query, key, value, mask, precision, scale=0.7, softcap=softcap, kernel=keys)
     return (out * weights).sum(), context.zigzag_unshard(out, parts)
 
@@ -49,14 +58,14 @@ def computed(parts, keys, window=None, softcap=None, segments=SEGMENTS, reach=No
     return [np.asarray(leaf) for leaf in (out, *gradients)]
 
 
-# dealt, way, mesh, window, softcap, segments, reach
+# zigzag, way, mesh, window, softcap, segments, reach
 CASES = {
     "gathered": (False, "reference", {"context": 4}, 5, 2.0, SEGMENTS, None),
     "ring": (False, "ring", {"context": 4}, None, None, None, None),
-    "dealt ring of two": (True, "ring", {"context": 2, "data": 2}, None, 2.0, SEGMENTS, None),
-    "dealt ring of four": (True, "ring", {"context": 4}, 5, None, SEGMENTS, None),
-    "dealt ring, split heads": (True, "ring", {"context": 2, "tensor": 2}, 5, 2.0, SEGMENTS, None),
-    "dealt ring, both ways": (True, "ring", {"context": 2}, None, None, SEGMENTS, REACH),
+    "zigzag ring of two": (True, "ring", {"context": 2, "data": 2}, None, 2.0, SEGMENTS, None),
+    "zigzag ring of four": (True, "ring", {"context": 4}, 5, None, SEGMENTS, None),
+    "zigzag ring, split heads": (True, "ring", {"context": 2, "tensor": 2}, 5, 2.0, SEGMENTS, None),
+    "zigzag ring, both ways": (True, "ring", {"context": 2}, None, None, SEGMENTS, REACH),
 }
 
 
@@ -88,8 +97,15 @@ def test_values_may_be_of_another_size_than_keys(keys, monkeypatch):
 @pytest.mark.parametrize("window", [None, 1, 5, 16])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(
-    "sizes", [{"context": 2}, {"context": 4, "fsdp": 2}, {"context": 8}, {"data": 2, "context": 2, "tensor": 2}], ids=str
-)  # fmt: skip
+    "sizes",
+    [
+        {"context": 2},
+        {"context": 4, "fsdp": 2},
+        {"context": 8},
+        {"data": 2, "context": 2, "tensor": 2},
+    ],
+    ids=str,
+)
 def test_every_mask_in_every_ring(sizes, softcap, window, segments):
     alone = computed(1, "reference", window, softcap, segments)
     # A window of one token has zeros for the gradients of queries and keys.
@@ -113,7 +129,7 @@ def test_a_ring_in_low_precision_is_as_near_to_float32_as_gathered_keys():
 
 
 def test_a_ring_runs_under_scan_remat_and_the_map_over_stages():
-    """As in the pipeline: two stages at a time, each a scan over layers that are computed again for the gradient."""
+    """Two stages at a time, each a scan over layers with remat, as in the pipeline."""
 
     def layer(x, scale):
         mask = masks.causal(LENGTH, jnp.asarray(SEGMENTS))
@@ -171,7 +187,10 @@ def test_a_ring_holds_a_part_of_the_scores_and_never_all_keys():
 
 
 def products(program):
-    """FLOPs of the products in a program, loops by their turns; on one device, where each computes with its own part."""
+    """FLOPs of the products in a program, with loops times their turns, on one device.
+
+    Each device computes with its own part.
+    """
     total = 0
     for eqn in program.eqns:
         if eqn.primitive.name == "dot_general":
@@ -186,15 +205,15 @@ def products(program):
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_dealt_ring_leaves_out_the_half_of_each_hop_that_is_hidden_and_devices_do_the_same(parts):
-    """Its own keys a device meets in one piece; all devices run one program, whose cuts have one size wherever they lie."""
+    """A device meets its own keys in one piece; all devices run one program with equal cuts."""
     work = {}
-    for dealt in (1, parts):
+    for count in (1, parts):
 
-        def loss(operands, dealt=dealt):
-            return weighed(dealt, "ring", None, None, None, None, Precision.float32(), operands)[0]
+        def loss(operands, count=count):
+            return weighed(count, "ring", None, None, None, None, Precision.float32(), operands)[0]
 
         with jax.set_mesh(grid_of(context=parts)):
-            work[dealt] = products(jax.make_jaxpr(jax.grad(loss))(OPERANDS))
+            work[count] = products(jax.make_jaxpr(jax.grad(loss))(OPERANDS))
     alone = functools.partial(weighed, 1, "reference", None, None, None, None, Precision.float32())
     whole = products(jax.make_jaxpr(lambda operands: alone(operands)[0])(OPERANDS))
     # Two products forward, and five back, as scores are made again.

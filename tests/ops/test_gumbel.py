@@ -1,4 +1,7 @@
-"""Ids sampled by a hash of seed and id: a fair sample, the same on every mesh, without an array of tokens x vocabulary."""
+"""Ids sampled by a hash of seed and id: a fair sample, equal on every mesh, and small.
+
+No array has tokens x vocabulary numbers.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +28,10 @@ def sampled(seeds):
     return np.asarray(jax.jit(gumbel.sample)(logits, seeds))
 
 
-def surplus(found, expected):
+def surplus(counts, expected):
     """By how many standard deviations a chi-square statistic is above its mean."""
-    square = ((found - expected) ** 2 / expected).sum()
-    freedom = found.size - 1
+    square = ((counts - expected) ** 2 / expected).sum()
+    freedom = counts.size - 1
     return (square - freedom) / np.sqrt(2 * freedom)
 
 
@@ -43,14 +46,14 @@ def test_ids_are_as_frequent_as_they_are_likely_and_tell_nothing_of_the_next(see
         together = np.outer(likely, likely).ravel()
         # Rare pairs are counted together, as a chi-square of few cases is none.
         is_rare = (COUNT - lag) * together < 10
-        found = np.append(pairs[~is_rare], pairs[is_rare].sum())
+        counts = np.append(pairs[~is_rare], pairs[is_rare].sum())
         expected = (COUNT - lag) * np.append(together[~is_rare], together[is_rare].sum())
-        assert surplus(found, expected) < 4, lag
+        assert surplus(counts, expected) < 4, lag
 
 
 @pytest.mark.slow
 def test_ids_of_a_large_vocabulary_are_even_where_all_are_as_likely():
-    """The smallest of 2^17 uniform numbers decides: were they of 24 bits, ties would favour the first ids."""
+    """The smallest of 2^17 uniform numbers decides: 24 bits would prefer the first ids in ties."""
     vocab, count = 2**17, 1024
     seeds = jnp.arange(count, dtype=jnp.int32)
     ids = np.asarray(jax.lax.map(lambda seed: gumbel.sample(jnp.zeros(vocab), seed), seeds))
@@ -86,7 +89,7 @@ def test_meshes_chunks_and_parts_of_a_batch_sample_the_same_ids(sizes):
 
 
 def test_sampled_labels_take_no_more_memory_than_given_ones():
-    """Of the loss and its gradient by the logits."""
+    """Memory of the loss and its gradient by the logits."""
     rows, length, vocab = 4, 64, 2048
     logits = jax.ShapeDtypeStruct((rows, length, vocab), jnp.float32)
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)

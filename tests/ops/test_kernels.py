@@ -1,4 +1,4 @@
-"""Which kernel is chosen, why, and what each cannot do."""
+"""Choice of a kernel, its reason, and the limits of each kernel."""
 
 import dataclasses
 

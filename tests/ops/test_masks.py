@@ -127,5 +127,5 @@ def test_slots_that_are_dealt_out_see_what_they_saw_before(parts):
     slots = context.zigzag_order(16, parts)
     segments = np.array([[1] * 5 + [2] * 8 + [0] * 3])
     before = masks.causal(16, segments).materialize()
-    dealt = masks.causal(16, segments[:, slots], parts=parts).materialize()
-    np.testing.assert_array_equal(dealt, before[:, slots][:, :, slots])
+    zigzag = masks.causal(16, segments[:, slots], parts=parts).materialize()
+    np.testing.assert_array_equal(zigzag, before[:, slots][:, :, slots])

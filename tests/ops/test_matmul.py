@@ -36,12 +36,12 @@ def test_the_product_and_its_gradients_are_those_of_numpy(compute, within, side,
     grad = jax.random.normal(jax.random.key(1), (*rows, 8))
     out, x_grad, weight_grad = all_of(x, weight, grad)
     x, weight, grad = (np.asarray(each, np.float64) for each in (x, weight, grad))
-    for found, wanted in (
+    for actual, expected in (
         (out, x @ weight),
         (x_grad, grad @ weight.T),
         (weight_grad, np.einsum("bti,bto->io", x, grad)),
     ):
-        np.testing.assert_allclose(found, wanted, atol=within * np.abs(wanted).max())
+        np.testing.assert_allclose(actual, expected, atol=within * np.abs(expected).max())
 
 
 def test_a_gradient_on_several_devices_sums_its_parts_and_gathers_no_tokens():

@@ -1,4 +1,4 @@
-"""Products of rounded operands, beside a reference that rounds in NumPy and multiplies in float64."""
+"""Products of rounded operands, and a reference that rounds in NumPy and multiplies in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ ROWS, INS, OUTS = 24, 48, 32
 
 
 def operands(seed=0):
-    """Inputs with an outlier among their features, as trained models have them; a weight; a gradient of the result."""
+    """Inputs with an outlier feature, as in trained models; a weight; a gradient of the result."""
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(2, ROWS // 2, INS)).astype(np.float32)
     x[..., 3] *= 30
@@ -28,7 +28,7 @@ def operands(seed=0):
 
 
 def int8(x, axis):
-    """What a row or column becomes: 127 steps each way, in float64."""
+    """A row or column after rounding to 127 steps each way, in float64."""
     scale = np.abs(x).max(axis=axis, keepdims=True).astype(np.float64) / 127
     return np.round(x / scale) * scale
 
@@ -86,7 +86,11 @@ def test_the_operands_of_the_program_are_of_eight_bits():
     ):
         precision = Precision.of(PrecisionConfig(compute="bfloat16", products=products))
         x, weight, _ = operands()
-        program = jax.make_jaxpr(jax.grad(lambda x, w: matmul(x, w, precision).sum(), (0, 1)))  # noqa: B023 - traced at once
+
+        def total(x, w, precision=precision):
+            return matmul(x, w, precision).sum()
+
+        program = jax.make_jaxpr(jax.grad(total, (0, 1)))
         dots = [e for e in program(x, weight).eqns if e.primitive.name == "dot_general"]
         assert [" ".join(str(v.aval.dtype) for v in e.invars) for e in dots] == kinds
 

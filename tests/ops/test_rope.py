@@ -70,16 +70,15 @@ def test_low_precision_is_turned_in_float32():
 def test_a_document_that_reaches_far_has_factors_of_its_own():
     x = heads(rows=2, length=9)
     factors, others = (1.0, 0.5, 0.25, 0.125), (0.3, 0.2, 0.1, 0.05)
-    # A short document, one that reaches slot 4, padding; one that goes on from before, as behind a
-    # cache.
+    # A short document, one that reaches slot 4, padding; one that continues, as after a cache.
     positions = np.array([[0, 1, 0, 1, 2, 3, 4, 0, 0], [3, 4, 5, 6, 7, 8, 9, 10, 11]])
     far = np.array([[0, 0, 1, 1, 1, 1, 1, 0, 0], [1] * 9], bool)
     turns = rope.angles(
         jnp.asarray(positions, jnp.int32), SIZE, 100.0, factors=factors, beyond=(4, others)
     )
-    for is_far, own in ((False, factors), (True, others)):
+    for is_far, row_factors in ((False, factors), (True, others)):
         expected = reference.rotated(
-            np.asarray(x, np.float64), positions, 100.0, factors=np.array(own)
+            np.asarray(x, np.float64), positions, 100.0, factors=np.array(row_factors)
         )
         np.testing.assert_allclose(
             np.asarray(rope.rotate(x, *turns))[far == is_far],

@@ -1,4 +1,4 @@
-"""Splash attention is attention: outputs and gradients against float64, interpreted, alone and on a mesh."""
+"""Splash attention is attention: outputs and gradients against float64, also on a mesh."""
 
 import dataclasses
 import functools
@@ -24,16 +24,31 @@ interpreted = functools.partial(splash, interpret=True)
 
 
 def weighed(kernel, mask, compute, softcap, query, key, value, weights):
-    """sum of out x weights, and what it is a sum of."""
+    """sum of out x weights, and the outputs.
+
+    Args:
+      kernel, mask: the kernel and its mask.
+      compute: dtype of the products.
+      softcap: limit of the scores.
+      query, key, value: operands.
+      weights: factors of the outputs in the sum.
+    """
     out = kernel(query, key, value, mask, compute, scale=SCALE, softcap=softcap)
     return (out * weights).sum(), out
 
 
-def graded(kernel, mask, compute, softcap, given):
-    """The result and its gradients by queries, keys and values."""
+def graded(kernel, mask, compute, softcap, arrays):
+    """The result and its gradients by queries, keys and values.
+
+    Args:
+      kernel, mask: the kernel and its mask.
+      compute: dtype of the products.
+      softcap: limit of the scores.
+      arrays: queries, keys, values and weights.
+    """
     run = functools.partial(weighed, kernel, mask, compute, softcap)
     differentiated = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
-    (_, out), grads = differentiated(*given)
+    (_, out), grads = differentiated(*arrays)
     return out, *grads
 
 
@@ -51,7 +66,7 @@ def plain(query, key, value, mask, compute, *, scale, softcap):
         (128, 3, 1, 8, True, 5, 2.0, True),
         (256, 2, 2, 64, True, 3, None, False),
         (256, 2, 1, 8, False, None, None, True),
-        (640, 2, 1, 8, True, 200, None, True),  # blocks of 128, some of which a window hides
+        (640, 2, 1, 8, True, 200, None, True),  # blocks of 128, some hidden by a window
         (640, 1, 1, 8, False, 150, 1.5, False),
     ],
 )
@@ -59,10 +74,10 @@ def test_outputs_and_gradients_are_those_of_float64(
     length, heads, kv_heads, size, causal, window, softcap, is_packed
 ):
     segments = segments_of(length) if is_packed else None
-    given = operands(length, heads, kv_heads, size=size)
-    expected = exact(*given, causal=causal, window=window, softcap=softcap, segments=segments)
+    arrays = operands(length, heads, kv_heads, size=size)
+    expected = exact(*arrays, causal=causal, window=window, softcap=softcap, segments=segments)
     mask = dataclasses.replace(masks.causal(length, segments), causal=causal, window=window)
-    low = [jnp.asarray(x, jnp.float32) for x in given]
+    low = [jnp.asarray(x, jnp.float32) for x in arrays]
     got = graded(interpreted, mask, jnp.float32, softcap, low)
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
@@ -71,11 +86,11 @@ def test_outputs_and_gradients_are_those_of_float64(
 @pytest.mark.parametrize(("window", "is_packed"), [(None, False), (40, True)])
 def test_in_low_precision_it_is_as_near_to_float64_as_the_reference(window, is_packed):
     segments = segments_of(256) if is_packed else None
-    given = operands(256, 4, 2, size=8)
-    expected = exact(*given, causal=True, window=window, softcap=None, segments=segments)
+    arrays = operands(256, 4, 2, size=8)
+    expected = exact(*arrays, causal=True, window=window, softcap=None, segments=segments)
     mask = dataclasses.replace(masks.causal(256, segments), window=window)
     # As activations are on a TPU; the weights only sum.
-    low = [jnp.asarray(x, jnp.bfloat16) for x in given[:3]] + [jnp.asarray(given[3], jnp.float32)]
+    low = [jnp.asarray(x, jnp.bfloat16) for x in arrays[:3]] + [jnp.asarray(arrays[3], jnp.float32)]
     near = graded(interpreted, mask, LOW.compute, None, low)
     known = graded(plain, mask, LOW.compute, None, low)
     for exactly, kernel, whole in zip(expected, near, known, strict=True):
@@ -87,22 +102,22 @@ def test_in_low_precision_it_is_as_near_to_float64_as_the_reference(window, is_p
     "sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "pipe": 2}], ids=["split", "some copies"]
 )
 def test_on_a_mesh_each_device_computes_its_rows_and_heads(sizes):
-    given = [jnp.asarray(x, jnp.float32) for x in operands(128, 4, 2, size=8)]
+    arrays = [jnp.asarray(x, jnp.float32) for x in operands(128, 4, 2, size=8)]
     mask = masks.causal(128, jnp.asarray(segments_of(128)))
-    alone = graded(interpreted, mask, jnp.float32, None, given)
+    alone = graded(interpreted, mask, jnp.float32, None, arrays)
     grid = mesh.build(MeshConfig(**{"data": 1} | sizes), jax.devices()[:4])
     place = jax.NamedSharding(grid, rules.spec(("batch", "length", "heads", "head_dim")))
     with jax.set_mesh(grid):
-        given = [jax.device_put(x, place) for x in given]
-        split = graded(interpreted, mask, jnp.float32, None, given)
+        arrays = [jax.device_put(x, place) for x in arrays]
+        split = graded(interpreted, mask, jnp.float32, None, arrays)
     for one, other in zip(alone, split, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
         assert other.sharding.is_equivalent_to(place, 4)
 
 
 def test_stages_of_a_pipeline_compute_it_at_once():
-    """As `parallel.pipeline` does: mapped over stages, whose parts lie on the devices of an axis."""
-    given = [
+    """Mapped over stages as in `parallel.pipeline`, with parts on the devices of an axis."""
+    arrays = [
         jnp.stack([jnp.asarray(x, jnp.float32) for x in both])
         for both in zip(*(operands(128, 2, 1, size=8, seed=seed) for seed in (0, 1)), strict=True)
     ]
@@ -115,16 +130,16 @@ def test_stages_of_a_pipeline_compute_it_at_once():
 
     differentiated = jax.jit(jax.value_and_grad(staged, argnums=(0, 1, 2), has_aux=True))
     with jax.set_mesh(mesh.build(MeshConfig(data=2, pipe=2), jax.devices()[:4])):
-        (_, out), grads = differentiated(*given)
+        (_, out), grads = differentiated(*arrays)
     for stage in range(2):
-        alone = graded(interpreted, mask, jnp.float32, None, [x[stage] for x in given])
+        alone = graded(interpreted, mask, jnp.float32, None, [x[stage] for x in arrays])
         for one, other in zip(alone, (out, *grads), strict=True):
             np.testing.assert_allclose(other[stage], one, rtol=1e-5, atol=1e-5)
 
 
 def test_values_of_another_size_than_keys_are_filled_up(monkeypatch):
-    given = [jnp.asarray(x, jnp.float32) for x in operands(128, 2, 2)]
-    query, key, value = given[0], given[1], given[2][..., :5]
+    arrays = [jnp.asarray(x, jnp.float32) for x in operands(128, 2, 2)]
+    query, key, value = arrays[0], arrays[1], arrays[2][..., :5]
     call = functools.partial(attention, query, key, value, masks.causal(128), FULL, scale=SCALE)
     monkeypatch.setattr("jaxlm.ops.splash.splash", interpreted)
     with backend.compiling_for("tpu"):

@@ -57,9 +57,9 @@ def stored(values, base, block=16):
 @pytest.mark.parametrize("base", BASES)
 def test_a_weight_is_that_of_the_reference(base, shape):
     values = weight(shape).astype(np.float32)
-    _, again = stored(values, base)
+    _, decoded = stored(values, base)
     expected = reference(values, base, 16)
-    np.testing.assert_allclose(again, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(decoded, expected, rtol=1e-5, atol=1e-6)
     assert np.abs(expected - values).max() > 1e-4
 
 
@@ -82,8 +82,8 @@ def test_values_that_are_levels_are_exact(base):
     values = draw.choice(grid, (4, 16, 6))
     values[:, 0] = grid.max()  # each block has its largest
     values = (values * scale).reshape(64, 6).astype(np.float32)
-    leaves, again = stored(values, base)
-    np.testing.assert_array_equal(again, values)
+    leaves, decoded = stored(values, base)
+    np.testing.assert_array_equal(decoded, values)
     codes = np.asarray(leaves["codes"])
     assert codes.shape == ((32, 6) if base == "nf4" else (64, 6))
 
@@ -91,12 +91,12 @@ def test_values_that_are_levels_are_exact(base):
 @pytest.mark.parametrize("base", BASES)
 def test_the_error_is_bounded_by_half_of_a_gap(base):
     values = weight((256, 40), 2).astype(np.float32)
-    _, again = stored(values, base, 64)
+    _, decoded = stored(values, base, 64)
     largest = np.abs(values.reshape(4, 64, 40)).max(1)
     bound = largest / 254 if base == "int8" else largest * np.diff(LEVELS).max() / 2
     if base == "nf4_double":  # the scale itself is rounded
         bound = bound + np.abs(largest - largest.mean()).max() / 254
-    error = np.abs(again - values).reshape(4, 64, 40).max(1)
+    error = np.abs(decoded - values).reshape(4, 64, 40).max(1)
     assert (error <= bound * (1 + 1e-5)).all()
     assert error.max() > bound.max() / 4
 
@@ -114,12 +114,12 @@ def test_the_bits_of_a_weight(base, bits):
 def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(base):
     values = weight((64, 4)).astype(np.float32)
     values[:16, 1] = 0
-    _, again = stored(values, base)
-    assert (again[:16, 1] == 0).all()
-    assert np.isfinite(again).all()
+    _, decoded = stored(values, base)
+    assert (decoded[:16, 1] == 0).all()
+    assert np.isfinite(decoded).all()
     values[20, 2] = np.nan
-    _, again = stored(values, base)
-    assert np.isnan(again[16:32, 2]).any()
+    _, decoded = stored(values, base)
+    assert np.isnan(decoded[16:32, 2]).any()
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -1,4 +1,4 @@
-"""Several ranks in one process: `Peers` over a dictionary in the place of JAX's coordination service."""
+"""Several ranks in one process: `Peers` over a dictionary as the coordination service."""
 
 import threading
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Rank(Peers):
 
 
 def together(count: int, act: Callable[[Peers], Any]) -> tuple[list[Any], Service]:
-    """What each of `count` ranks returned, and the service that they shared."""
+    """Results of `count` ranks, and the service that they shared."""
     service, answers = Service(), [None] * count
 
     def run(rank: int) -> None:

@@ -56,11 +56,11 @@ KNOWN = {  # variables: host of rank 0, processes, this one's rank
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_cluster_is_known_by_its_variables(name):
     environment, host, count, rank = KNOWN[name]
-    found = process_spec(environment)
-    assert found.coordinator.rpartition(":")[0] == host
-    assert (found.count, found.rank) == (count, rank)
-    assert process_spec(environment) == found
-    assert cluster.PORTS[0] <= int(found.coordinator.rpartition(":")[2]) < cluster.PORTS[1]
+    spec = process_spec(environment)
+    assert spec.coordinator.rpartition(":")[0] == host
+    assert (spec.count, spec.rank) == (count, rank)
+    assert process_spec(environment) == spec
+    assert cluster.PORTS[0] <= int(spec.coordinator.rpartition(":")[2]) < cluster.PORTS[1]
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -116,9 +116,9 @@ def test_a_rank_past_the_last_is_refused_in_the_clusters_name():
 
 
 def test_flags_win_one_by_one():
-    found = process_spec(SLURM, coordinator="10.0.0.1:1", rank=0)
-    assert (found.coordinator, found.count, found.rank) == ("10.0.0.1:1", 4, 0)
-    assert found.source == "Slurm job 4242, step 1, except --coordinator, except --process_id"
+    spec = process_spec(SLURM, coordinator="10.0.0.1:1", rank=0)
+    assert (spec.coordinator, spec.count, spec.rank) == ("10.0.0.1:1", 4, 0)
+    assert spec.source == "Slurm job 4242, step 1, except --coordinator, except --process_id"
 
 
 @pytest.mark.parametrize(
@@ -132,15 +132,15 @@ def test_flags_win_one_by_one():
     ],
 )
 def test_a_process_alone_is_alone_and_says_why(environment):
-    found = process_spec(environment)
-    assert found == ProcessSpec(source=found.source)
-    assert "one process" in found.source
+    spec = process_spec(environment)
+    assert spec == ProcessSpec(source=spec.source)
+    assert "one process" in spec.source
 
 
 def test_mpi_in_a_slurm_job_goes_by_its_own_ranks():
     assert process_spec(SLURM | OPEN_MPI).rank == 5
-    found = process_spec(SLURM | {"PMI_SIZE": "8", "PMI_RANK": "6"}, coordinator="n:1")
-    assert (found.rank, found.count) == (6, 8)
+    spec = process_spec(SLURM | {"PMI_SIZE": "8", "PMI_RANK": "6"}, coordinator="n:1")
+    assert (spec.rank, spec.count) == (6, 8)
     assert process_spec(SLURM | {"PMI_SIZE": "4", "PMI_RANK": "2"}) == process_spec(SLURM)
 
 

@@ -40,19 +40,19 @@ def test_the_layouts_offered_are_the_nearest_first():
 
 
 def test_all_layouts_that_are_as_near_as_the_nearest_are_offered():
-    wanted = dict.fromkeys(AXES, 1) | {"pipe": 3, "data": "auto", "tensor": 3}
+    sizes = dict.fromkeys(AXES, 1) | {"pipe": 3, "data": "auto", "tensor": 3}
     two, four = (
         "--config.mesh.pipe=2 --config.mesh.tensor=4",
         "--config.mesh.pipe=4 --config.mesh.tensor=2",
     )
-    line = functools.partial(mesh_flags, instead_of=wanted)
-    assert layout_fixes(wanted, nearest_layouts(wanted, 8), line) == [two, four]
-    lines = layout_fixes(wanted, nearest_layouts(wanted, 16), line)
+    line = functools.partial(mesh_flags, instead_of=sizes)
+    assert layout_fixes(sizes, nearest_layouts(sizes, 8), line) == [two, four]
+    lines = layout_fixes(sizes, nearest_layouts(sizes, 16), line)
     assert lines == ["--config.mesh.pipe=4 --config.mesh.tensor=4", two, four], (
         "one alone is nearest"
     )
     some = layout_fixes(
-        wanted, nearest_layouts(wanted, 16), lambda fit: line(fit) if fit["pipe"] < 4 else ""
+        sizes, nearest_layouts(sizes, 16), lambda fit: line(fit) if fit["pipe"] < 4 else ""
     )
     assert some[0] == two
 

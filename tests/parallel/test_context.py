@@ -1,4 +1,4 @@
-"""Which token lies where, and which way to the keys is chosen."""
+"""Places of tokens, and the choice of the way to the keys."""
 
 import jax
 import numpy as np
@@ -18,8 +18,8 @@ def test_the_order_is_a_permutation_that_gives_every_device_the_same_number_of_v
     visible = (slots + 1).reshape(parts, -1).sum(1)  # a causal query in slot i sees i + 1 keys
     assert len(set(visible)) == 1
     # Each device's slots are an early chunk and a late one, both in order.
-    for own in slots.reshape(parts, 2, -1):
-        assert (np.diff(own) == 1).all()
+    for mine in slots.reshape(parts, 2, -1):
+        assert (np.diff(mine) == 1).all()
 
 
 def test_four_devices_hold_these_chunks():
@@ -35,10 +35,10 @@ def test_dealing_is_undone():
     grid = mesh.build(MeshConfig(data=1, context=4), jax.devices()[:4])
     rows = {"a": np.arange(32).reshape(2, 16), "b": np.arange(32.0).reshape(2, 16)}
     with jax.set_mesh(grid):
-        dealt = jax.jit(lambda tree: context.zigzag_shard(tree, 4))(rows)
-        back = jax.jit(lambda tree: context.zigzag_unshard(tree, 4))(dealt)
-    np.testing.assert_array_equal(dealt["a"], rows["a"][:, context.zigzag_order(16, 4)])
-    assert {shard.data.shape for shard in dealt["a"].addressable_shards} == {(2, 4)}
+        zigzag = jax.jit(lambda tree: context.zigzag_shard(tree, 4))(rows)
+        back = jax.jit(lambda tree: context.zigzag_unshard(tree, 4))(zigzag)
+    np.testing.assert_array_equal(zigzag["a"], rows["a"][:, context.zigzag_order(16, 4)])
+    assert {shard.data.shape for shard in zigzag["a"].addressable_shards} == {(2, 4)}
     for name in rows:
         np.testing.assert_array_equal(back[name], rows[name])
 

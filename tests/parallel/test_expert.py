@@ -40,7 +40,7 @@ def grid(sizes):
 
 
 def results(config, order=None, **rest):
-    """Loss, outputs, means and gradients of a layer, jitted under the ambient mesh; of tokens in another order."""
+    """Loss, outputs, means and gradients of a jitted layer, also of tokens in another order."""
     moe, _ = moved(lambda key, init: Moe(WIDTH, config, key=key, init=init))
     graphdef, state = nnx.split(moe)
     x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
@@ -99,7 +99,7 @@ def test_a_mesh_changes_neither_outputs_nor_gradients(alone, sizes):
     ],
 )
 def test_places_are_exchanged_and_tokens_without_a_limit_are_gathered(kind, sent):
-    """What crosses `expert` on the way forward, of arrays as wide as the stream."""
+    """Forward traffic of `expert` in arrays as wide as the stream."""
     moe, _ = moved(lambda key, init: Moe(WIDTH, KINDS[kind], key=key, init=init))
     graphdef, state = nnx.split(moe)
     mesh = grid({"expert": 4})
@@ -107,19 +107,19 @@ def test_places_are_exchanged_and_tokens_without_a_limit_are_gathered(kind, sent
         x = rules.constrain(jnp.zeros((ROWS, LENGTH, WIDTH)), "batch", "length", None)
         step = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x, COUNTED)[0])
         text = step.lower(state, x).compile().as_text()
-    found = [
+    kinds = [
         each.kind
         for each in hlo.read_collectives(text)
         if each.axes(mesh.shape) == ("expert",) and each.shapes[0].sizes[-1:] == (WIDTH,)
     ]
-    assert sorted(found) == sent
+    assert sorted(kinds) == sent
 
 
 def test_tokens_dealt_over_a_ring_take_the_places_of_their_row():
     config = KINDS["capacity"]
     with jax.set_mesh(grid({"expert": 2, "context": 2})):
-        dealt = results(config, context.zigzag_order(LENGTH, 2), is_zigzag=True)
-    assert_same(results(config), dealt)
+        zigzag = results(config, context.zigzag_order(LENGTH, 2), is_zigzag=True)
+    assert_same(results(config), zigzag)
 
 
 def test_stages_of_a_pipeline_have_experts_of_their_own():

@@ -32,12 +32,16 @@ def test_a_gather_is_what_comes_out_of_it_with_its_axis_and_its_line(grid):
         doubled = jax.lax.with_sharding_constraint(x * 2, P("tensor", "data"))
         return jax.lax.with_sharding_constraint(doubled, P(None, "data")).sum(0)
 
-    (found,) = compiled(function, grid, ((4, 6), P("tensor", "data")))
-    assert (found.kind, found.times, found.axes(grid.shape)) == ("all-gather", 1, ("tensor",))
-    assert found.shapes == (Shape("f32", (4, 3)),)
-    assert (found.bytes, found.sent) == (48, 24)
-    assert found.source.startswith("tests/parallel/test_hlo.py:")
-    line = int(found.source.rpartition(":")[2])
+    (collective,) = compiled(function, grid, ((4, 6), P("tensor", "data")))
+    assert (collective.kind, collective.times, collective.axes(grid.shape)) == (
+        "all-gather",
+        1,
+        ("tensor",),
+    )
+    assert collective.shapes == (Shape("f32", (4, 3)),)
+    assert (collective.bytes, collective.sent) == (48, 24)
+    assert collective.source.startswith("tests/parallel/test_hlo.py:")
+    line = int(collective.source.rpartition(":")[2])
     assert line > 0
 
 
@@ -48,8 +52,8 @@ def test_a_loop_counts_its_turns_and_a_sum_is_sent_twice(grid):
 
         return jax.lax.scan(turn, x, length=5)[0]
 
-    found = compiled(function, grid, ((4, 8), P("data", None)), ((8, 16), P(None, "tensor")))
-    (sums,) = [each for each in found if each.kind == "all-reduce"]
+    collectives = compiled(function, grid, ((4, 8), P("data", None)), ((8, 16), P(None, "tensor")))
+    (sums,) = [each for each in collectives if each.kind == "all-reduce"]
     assert (sums.times, sums.axes(grid.shape)) == (5, ("tensor",))
     assert sums.shapes == (Shape("f32", (2, 8)),)
     assert sums.sent == 2 * 4 * 2 * 8 / 2
@@ -62,8 +66,8 @@ def test_eight_devices_keep_their_axes_apart():
         rows = jax.lax.with_sharding_constraint(x, P(("data", "fsdp"), None, None))
         return rows, x.sum(0)
 
-    found = compiled(function, grid, ((8, 4, 6), P(("data", "fsdp"), None, "tensor")))
-    by_kind = {each.kind: each.axes(grid.shape) for each in found}
+    collectives = compiled(function, grid, ((8, 4, 6), P(("data", "fsdp"), None, "tensor")))
+    by_kind = {each.kind: each.axes(grid.shape) for each in collectives}
     assert by_kind == {"all-gather": ("tensor",), "all-reduce": ("data", "fsdp")}
 
 
@@ -77,8 +81,8 @@ def test_a_permutation_and_an_exchange_cross_their_axis(grid):
     function = jax.shard_map(
         moved, mesh=grid, in_specs=specs, out_specs=(specs, P(None, None)), check_vma=False
     )
-    found = {each.kind: each for each in compiled(function, grid, ((4, 4), specs))}
-    permuted, exchanged = found["collective-permute"], found["all-to-all"]
+    by_kind = {each.kind: each for each in compiled(function, grid, ((4, 4), specs))}
+    permuted, exchanged = by_kind["collective-permute"], by_kind["all-to-all"]
     assert permuted.axes(grid.shape) == ("tensor",)
     assert permuted.sent == permuted.bytes == 16
     assert exchanged.axes(grid.shape) == ("data",)
@@ -143,7 +147,8 @@ StackFrames
 
 ENTRY %main (x: f32[2,4], y: bf16[8,4]) -> f32[8,4] {
   %x = f32[2,4]{1,0} parameter(0)
-  %s = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%x), replica_groups={}, dimensions={0}, metadata={op_name="a['b']" stack_frame_id=2}
+  %s = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%x), replica_groups={}, \
+dimensions={0}, metadata={op_name="a['b']" stack_frame_id=2}
   %w = (s32[]) while(%s), condition=%c, body=%body
   %r = bf16[2,4]{1,0} fusion(%y), kind=kCustom, calls=%inner
   ROOT %d = f32[8,4]{1,0} all-gather-done(%s)
@@ -152,9 +157,9 @@ ENTRY %main (x: f32[2,4], y: bf16[8,4]) -> f32[8,4] {
 
 
 def test_starts_fusions_and_loops_that_do_not_say_are_read():
-    found = {each.kind: each for each in hlo.read_collectives(ASYNC)}
+    by_kind = {each.kind: each for each in hlo.read_collectives(ASYNC)}
     gather, scatter, summed = (
-        found[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")
+        by_kind[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")
     )
     assert gather.shapes == (Shape("f32", (8, 4)),)
     assert (gather.source, gather.op, gather.times) == ("jaxlm/nn/mlp.py:7", "a['b']", 1)

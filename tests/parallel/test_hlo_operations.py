@@ -1,4 +1,4 @@
-"""What operations are, read from a program that was really compiled."""
+"""Operations, read from a program that was really compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,18 @@ def program():
 
 
 def test_products_attention_communication_and_loops_are_told_apart(program):
-    found = hlo.read_operations(program)
+    operations = hlo.read_operations(program)
     kinds = {
-        kind: {name for name in found if found[name].kind == kind}
-        for kind in {each.kind for each in found.values()}
+        kind: {name for name in operations if operations[name].kind == kind}
+        for kind in {each.kind for each in operations.values()}
     }
     assert set(kinds) == {"matmul", "attention", "communication", "control", "other"}
     assert all("while" in name or "call" in name or "cond" in name for name in kinds["control"])
-    attended = {found[name].source.partition(":")[0] for name in kinds["attention"]}
+    attended = {operations[name].source.partition(":")[0] for name in kinds["attention"]}
     assert attended == {"jaxlm/ops/attention.py"}
-    assert not any("attention" in found[name].source for name in kinds["matmul"] | kinds["other"])
+    assert not any(
+        "attention" in operations[name].source for name in kinds["matmul"] | kinds["other"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -47,18 +47,18 @@ def test_a_batch_is_placed_row_by_row(grid):
 def test_processes_read_the_rows_and_hand_over_the_tokens_that_their_devices_hold(
     sizes, processes, shares
 ):
-    """Eight devices in equal runs, as processes have them; what each hands over makes the whole batch."""
+    """Eight devices in equal runs, as processes have them; their parts make the whole batch."""
     grid = mesh.build(MeshConfig(**({"data": 1} | sizes)))
     batch = np.arange(8 * 16).reshape(8, 16)
     devices = np.array(grid.devices.flat).reshape(processes, -1)
     index_of = host.batch_sharding(grid).devices_indices_map(batch.shape)
-    for own, share in zip(devices, shares, strict=True):
-        rows = host.host_rows(grid, 8, list(own))
+    for local, share in zip(devices, shares, strict=True):
+        rows = host.host_rows(grid, 8, list(local))
         assert rows == share
-        for device in own:
-            given = host.part(batch[rows], index_of[device], rows.start)
-            assert given.shape == (8 // sizes.get("data", 1), 16 // sizes["context"])
-            np.testing.assert_array_equal(given, batch[index_of[device]])
+        for device in local:
+            part = host.part(batch[rows], index_of[device], rows.start)
+            assert part.shape == (8 // sizes.get("data", 1), 16 // sizes["context"])
+            np.testing.assert_array_equal(part, batch[index_of[device]])
 
 
 def test_a_row_is_placed_part_by_part():

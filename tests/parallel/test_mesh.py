@@ -12,7 +12,7 @@ from jaxlm.parallel.config import AXES, MeshConfig, factorizations
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What `jax.experimental.mesh_utils` asks of a device."""
+    """A device with the attributes that `jax.experimental.mesh_utils` reads."""
 
     id: int
     slice_index: int

@@ -14,9 +14,9 @@ from jaxlm.parallel.schedule import Schedule
 
 def test_rows_come_back_in_their_order():
     x = jnp.arange(24).reshape(12, 2)
-    dealt = pipeline.split_microbatches(x, 3)
-    np.testing.assert_array_equal(dealt[1], x[1::3])
-    np.testing.assert_array_equal(pipeline.merge_microbatches(dealt), x)
+    split = pipeline.split_microbatches(x, 3)
+    np.testing.assert_array_equal(split[1], x[1::3])
+    np.testing.assert_array_equal(pipeline.merge_microbatches(split), x)
 
 
 @jax.custom_vjp
@@ -41,7 +41,7 @@ FORWARD, BACKWARD = [], []
 
 @pytest.mark.parametrize("plan", [Schedule(4, 6), Schedule(4, 5, 2), Schedule(2, 3, 2)], ids=str)
 def test_stages_are_run_as_often_as_predicted_and_in_the_order_of_the_layers(plan, record_property):
-    """On four devices, in stages and replicas of them: every execution is counted where it happens, forward and back."""
+    """On four devices, in stages and replicas: every execution is counted, both ways."""
     layers = 2 * plan.stages * plan.repeats
     weights = jnp.arange(1.0, layers + 1) / layers
     x = jax.random.normal(jax.random.key(0), (plan.microbatches, 2, 3, 4))

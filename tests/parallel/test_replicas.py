@@ -37,11 +37,11 @@ def test_c10_one_flipped_bit_in_one_copy_names_the_leaf_and_the_device(grid, dty
     assert compare.differences(values) == []
     for bit in (0, 7):
         device = jax.devices()[2]
-        found = compare.differences(values | {"w": spoilt(values["w"], device, bit)})
-        assert len(found) == 1
-        assert found[0].startswith("w on ")
+        differences = compare.differences(values | {"w": spoilt(values["w"], device, bit)})
+        assert len(differences) == 1
+        assert differences[0].startswith("w on ")
         if spec == PartitionSpec():
-            assert found == [f"w on {device}"]  # three others hold the majority's bits
+            assert differences == [f"w on {device}"]  # three others hold the majority's bits
 
 
 def test_parts_that_are_nobodys_copy_are_not_compared(grid):

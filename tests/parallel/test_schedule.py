@@ -18,7 +18,7 @@ SCHEDULES = [
 
 
 def simulated(plan):
-    """Who works on what at each tick: micro-batches wait before the first stage, and go around `repeats` times."""
+    """Work of each stage at each tick: micro-batches wait, then go around `repeats` times."""
     waiting = collections.deque((m, 0) for m in range(plan.microbatches))
     at = [None] * plan.stages
     ticks, done = [], 0

@@ -1,4 +1,4 @@
-"""Ids and masks of conversations are those of transformers, whether the template has marks or not."""
+"""Ids and masks of conversations are those of transformers, with and without marks."""
 
 import importlib.util
 import re
@@ -49,7 +49,7 @@ def test_the_mask_is_that_of_apply_chat_template(name, has_marks):
 
 
 def spans(path):
-    """Rendered conversations of a template that trl ships, with its control tokens as it spells them."""
+    """Rendered conversations of a template of trl, with the spelling of its control tokens."""
     source = path.read_text()
     names = {n for n in CONTROL.findall(source) if not PLAIN.search(n)} - {"<eos>", "<bos>"}
     family = Family(source, "<eos>", "<bos>", tuple(sorted(names)))
@@ -62,12 +62,12 @@ def spans(path):
 @pytest.mark.skipif(not TRAINING, reason="needs trl")
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_what_is_trained_of_a_models_own_template_trl_trains_too(path):
-    """Of the headers and line ends that trl's marks enclose, ours has none."""
-    own = path.with_name(path.name.replace("_training", ""))
-    if not own.exists() or path.name.startswith(IMAGES):
+    """trl's marks enclose headers and line ends too; ours do not."""
+    template = path.with_name(path.name.replace("_training", ""))
+    if not template.exists() or path.name.startswith(IMAGES):
         pytest.skip("trl has one form of it alone, or it reads images")
     compared = 0
-    for conversation, ours, theirs in zip(CONVERSATIONS, spans(own), spans(path), strict=True):
+    for conversation, ours, theirs in zip(CONVERSATIONS, spans(template), spans(path), strict=True):
         if not isinstance(theirs, Rendered):
             continue  # the template has no system role
         assert isinstance(ours, Rendered), ours

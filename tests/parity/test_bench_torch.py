@@ -1,4 +1,4 @@
-"""scripts/bench_torch.py: the rivals are the models that they should be, and its front door works, on a CPU."""
+"""scripts/bench_torch.py runs on a CPU, with the models that it names."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parity
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_by_torch(tmp_path_factory):
-    """What torch.compile makes is kept, beside what XLA makes; its headers go where temporary files do, and with them."""
+    """Keep the results of torch.compile with those of XLA, and its headers with temporary files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache/inductor"))
         folder = str(tmp_path_factory.mktemp("torch"))
@@ -31,14 +31,14 @@ def compiled_by_torch(tmp_path_factory):
 @pytest.fixture(scope="module")
 def scripts():
     """The modules of the scripts' folder, by the names under which they know each other."""
-    found = {}
+    modules = {}
     with pytest.MonkeyPatch.context() as patch:
         for name in ("bench_sizes", "torch_arms"):
             spec = importlib.util.spec_from_file_location(name, SCRIPT.with_name(f"{name}.py"))
-            found[name] = importlib.util.module_from_spec(spec)
-            patch.setitem(sys.modules, name, found[name])
-            spec.loader.exec_module(found[name])
-        yield found
+            modules[name] = importlib.util.module_from_spec(spec)
+            patch.setitem(sys.modules, name, modules[name])
+            spec.loader.exec_module(modules[name])
+        yield modules
 
 
 def fused(family, theirs):
@@ -104,10 +104,10 @@ def test_the_minimal_model_is_that_of_hugging_face(scripts, name):
     theirs, ours = arms.HuggingFace(size).double(), arms.minimal(size).double()
     for parameter in theirs.parameters():  # biases and norms too
         torch.nn.init.normal_(parameter, std=0.3)
-    told = fused(size.family, dict(theirs.model.state_dict()))
-    ours.load_state_dict({key: told(key) for key in ours.state_dict()})
+    loaded = fused(size.family, dict(theirs.model.state_dict()))
+    ours.load_state_dict({key: loaded(key) for key in ours.state_dict()})
     ids = torch.from_numpy(sizes.batch(size)[0]).long()
-    # Hugging Face's norms compute in float32 whatever comes in.
+    # Hugging Face's norms compute in float32 for every input.
     torch.testing.assert_close(ours(ids), theirs(ids), rtol=1e-4, atol=1e-4)
 
 
@@ -153,13 +153,13 @@ def test_all_arms_start_at_the_same_loss_and_are_told(scripts, tmp_path, name, r
     )
     assert list(row["arms"]) == arms
     best = 0.0
-    for arm, found in row["arms"].items():
-        assert found["loss_nats"] == pytest.approx(math.log(128), abs=0.1)
-        speed = found["tokens_per_second"]
+    for arm, result in row["arms"].items():
+        assert result["loss_nats"] == pytest.approx(math.log(128), abs=0.1)
+        speed = result["tokens_per_second"]
         assert 0 < speed["least"] <= speed["median"] <= speed["most"]
-        assert found["windows"] == 3
-        assert (found["mfu"], found["peak_bytes"], found["error"]) == (None, None, None)
-        assert found["library"].startswith("jax " if arm.startswith("jaxlm") else "torch ")
+        assert result["windows"] == 3
+        assert (result["mfu"], result["peak_bytes"], result["error"]) == (None, None, None)
+        assert result["library"].startswith("jax " if arm.startswith("jaxlm") else "torch ")
         best = max(best, 0.0 if arm.startswith("jaxlm") else speed["median"])
     assert row["ratio"] == row["arms"]["jaxlm bfloat16"]["tokens_per_second"]["median"] / best
     head, rule, *cells = [line for line in done.stdout.splitlines() if line.startswith("|")]
@@ -176,7 +176,7 @@ def test_all_arms_start_at_the_same_loss_and_are_told(scripts, tmp_path, name, r
     ],
 )
 def test_a_step_on_a_cpu_is_as_fast_as_the_best_of_pytorch(words):
-    """Each side's better dtype, at real size; wants the machine for itself, as these tests run one after another."""
+    """The better dtype of each side, at real size; on an idle machine, as tests run in turn."""
     done = bench(*words, "--json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
@@ -209,7 +209,7 @@ def test_what_does_not_fit_the_time_is_said():
     done = bench(*words, "--minutes=0.001")
     assert done.returncode == 1, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
-    errors = {found["error"] for found in row["arms"].values()}
+    errors = {result["error"] for result in row["arms"].values()}
     assert errors == {"not measured: the time was up"}
 
 

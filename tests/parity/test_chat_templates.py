@@ -8,9 +8,9 @@ from tests.data.chat_templates import CONVERSATIONS, TEMPLATES, TOKENS, TOOL
 pytestmark = pytest.mark.parity
 
 
-@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("is_prompt", [True, False])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_text_is_that_of_apply_chat_template(name, asks):
+def test_text_is_that_of_apply_chat_template(name, is_prompt):
     import tokenizers
     import transformers
 
@@ -22,11 +22,11 @@ def test_text_is_that_of_apply_chat_template(name, asks):
     ours = render_chat(
         CONVERSATIONS,
         ChatTemplate(TEMPLATES[name], TOKENS),
-        add_generation_prompt=asks,
+        add_generation_prompt=is_prompt,
         tools=tools,
     )
     for messages, text in zip(CONVERSATIONS, ours, strict=True):
         assert text == theirs.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=asks, tokenize=False
+            messages, tools=tools, add_generation_prompt=is_prompt, tokenize=False
         )
         assert len(text) > 20

@@ -1,4 +1,4 @@
-"""A folder that `jaxlm export` wrote as a stranger opens it: transformers finds the model, its tokenizer and how it ends."""
+"""transformers opens a folder of `jaxlm export`: model, tokenizer and end of text."""
 
 import json
 import logging

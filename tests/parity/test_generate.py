@@ -1,4 +1,4 @@
-"""What is generated beside transformers: penalties and cuts beside its processors, beams beside its search, on a tiny model."""
+"""Generation against transformers, on a tiny model: penalties, cuts and beams."""
 
 import itertools
 import json

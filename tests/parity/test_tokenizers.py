@@ -107,7 +107,10 @@ def encoded(theirs, text):
 
 
 def spells_a_piece(name, text):
-    """Whether a text spells a special token that a unigram model has as a piece too; with us no text becomes one."""
+    """Return True if a text spells a special token that a unigram model has as a piece.
+
+    With jaxlm no text becomes one.
+    """
     return name in SPELT and SPELT[name] in text
 
 
@@ -130,7 +133,7 @@ def test_ids_are_those_of_transformers(both):
 
 
 def test_ids_of_what_transformers_saved_are_its_own(both, tmp_path):
-    """Whatever the form was, it saves a tokenizer.json, which is read as it is, beside its own settings."""
+    """Every form is saved as a tokenizer.json, which is read with its settings."""
     import transformers
 
     name, _, theirs = both
@@ -138,8 +141,8 @@ def test_ids_of_what_transformers_saved_are_its_own(both, tmp_path):
     saved.mkdir()
     weights.write(saved, weights.FAMILIES[FOLDERS[name][0]])
     theirs.save_pretrained(saved)
-    ours, again = read_tokenizer(Folder(saved)), transformers.AutoTokenizer.from_pretrained(saved)
+    ours, loaded = read_tokenizer(Folder(saved)), transformers.AutoTokenizer.from_pretrained(saved)
     for text in TEXTS:
         if not spells_a_piece(name, text):
-            assert ours.encode(text) == encoded(again, text), ascii(text[:60])
-    assert ours.after == (again.eos_token_id if name != "bert" else again.sep_token_id,)
+            assert ours.encode(text) == encoded(loaded, text), ascii(text[:60])
+    assert ours.after == (loaded.eos_token_id if name != "bert" else loaded.sep_token_id,)

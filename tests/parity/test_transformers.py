@@ -49,17 +49,17 @@ def read_by_transformers(folder, dtype="float64"):
 
 
 def apart(gradients):
-    """Gradients by the names in files, where each expert has matrices of its own, and its gate and up."""
+    """Gradients by the names in files: matrices, gate and up of each expert."""
     actual = {}
     for name, gradient in gradients.items():
         stem, _, fused = name.rpartition(".experts.")
         if not stem:
             actual[name] = gradient
             continue
-        for number, own in enumerate(gradient):
-            parts = {"down_proj": own}
+        for number, matrix in enumerate(gradient):
+            parts = {"down_proj": matrix}
             if fused == "gate_up_proj":
-                gate, up = np.split(own, 2)
+                gate, up = np.split(matrix, 2)
                 parts = {"gate_proj": gate, "up_proj": up}
             for part, value in parts.items():
                 actual[f"{stem}.experts.{number}.{part}.weight"] = value
@@ -104,13 +104,13 @@ def both(request, tmp_path_factory):
     family = weights.FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("ours")
     weights.write(folder, family)
-    model, told = read_by_transformers(folder)
-    assert not any(told.values()), told
+    model, problems = read_by_transformers(folder)
+    assert not any(problems.values()), problems
     model = model.eval()
     logits = scored(model, family, weights.tokens(), weights.source())
-    wanted = torch.from_numpy(weights.tokens()[:, 1:]).long()
+    targets = torch.from_numpy(weights.tokens()[:, 1:]).long()
     loss = torch.nn.functional.cross_entropy(
-        logits[:, :-1].reshape(-1, weights.VOCAB), wanted.reshape(-1)
+        logits[:, :-1].reshape(-1, weights.VOCAB), targets.reshape(-1)
     )
     loss.backward()
     gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
@@ -152,7 +152,7 @@ def loaded(name, folder):
 
 
 def round_trip(name, folder, dtype, out):
-    """The tensors that transformers saved, and those that we write of what we read of them, by name."""
+    """Tensors that transformers saved, and those that an import and an export make of them."""
     family = weights.FAMILIES[name]
     read = weights.theirs(family, loaded(name, folder))
     out.mkdir()
@@ -176,8 +176,8 @@ def places():
     return np.broadcast_to(np.arange(LENGTHS.max(), dtype=np.int32), (2, LENGTHS.max()))
 
 
-def check(actual, wanted):
-    np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=2e-5)
+def check(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_logits_loss_gradients_and_the_way_back_are_those_of_transformers(
@@ -206,15 +206,15 @@ def test_logits_loss_gradients_and_the_way_back_are_those_of_transformers(
     far = np.abs(our_logits - logits).max() / np.abs(logits).max()
     assert max(worst, far) < 1e-4
     for dtype, folder in saved.items():
-        there, again = round_trip(name, folder, dtype, tmp_path / dtype)
-        assert there.keys() == again.keys()
-        for key, array in there.items():
-            assert again[key].dtype == array.dtype, (key, dtype)
-            assert again[key].tobytes() == array.tobytes(), (key, dtype)
+        original, restored = round_trip(name, folder, dtype, tmp_path / dtype)
+        assert original.keys() == restored.keys()
+        for key, array in original.items():
+            assert restored[key].dtype == array.dtype, (key, dtype)
+            assert restored[key].tobytes() == array.tobytes(), (key, dtype)
     record_property(
         "table",
         f"{name:50} logits {far:.1e}  gradients {worst:.1e}  round trip bit-identical, "
-        f"{len(there)} tensors",
+        f"{len(original)} tensors",
     )
 
 
@@ -229,7 +229,7 @@ def test_padded_and_packed_rows_are_those_of_transformers(both):
             scored(model, family, ids[row : row + 1, :length], source[row : row + 1, :read])[0]
             for row, (length, read) in enumerate(zip(LENGTHS, SOURCES, strict=True))
         ]
-    wanted = torch.cat(alone).numpy()
+    expected = torch.cat(alone).numpy()
 
     @jax.jit
     def run(params, tokens, **rest):
@@ -244,8 +244,8 @@ def test_padded_and_packed_rows_are_those_of_transformers(both):
     packed = {
         word: rows[read if "source" in word else inside][None] for word, rows in padded.items()
     }
-    check(run(params, ids, **padded)[inside], wanted)
-    check(run(params, ids[inside][None], **packed)[0], wanted)
+    check(run(params, ids, **padded)[inside], expected)
+    check(run(params, ids[inside][None], **packed)[0], expected)
 
 
 def test_tokens_after_a_cache_are_those_of_transformers(both):
@@ -271,10 +271,10 @@ def test_tokens_after_a_cache_are_those_of_transformers(both):
         hidden = model.hidden(tokens, positions=positions, cache=cache)
         return model.logits(hidden.values), hidden.cache
 
-    word, given, known = "input_ids", {}, None
+    word, inputs, known = "input_ids", {}, None
     if isinstance(family, T5):
         mask, rows = (torch.from_numpy(each).long() for each in (inside, source))
-        given = {
+        inputs = {
             "encoder_outputs": model.encoder(rows, attention_mask=mask),
             "attention_mask": mask,
         }
@@ -283,7 +283,7 @@ def test_tokens_after_a_cache_are_those_of_transformers(both):
     for start, stop in ((0, 8), (8, 9), (9, 10), (10, 11)):
         part = {word: torch.from_numpy(ids[:, start:stop]).long()}
         with torch.no_grad():
-            out = model(**part, **given, past_key_values=known, use_cache=True)
+            out = model(**part, **inputs, past_key_values=known, use_cache=True)
         known = out.past_key_values
         actual, cache = run(params, ids[:, start:stop], places()[:, start:stop], cache)
         cache = cache._replace(length=cache.length + stop - start)
@@ -335,8 +335,8 @@ def test_streams_and_attention_weights_of_every_layer_are_those_of_transformers(
         theirs = model(ids, output_hidden_states=True, output_attentions=True)
     assert len(streams) == len(theirs.hidden_states) == blueprint.config.depth + 1
     # The last of transformers has passed the final norm.
-    for ours, wanted in zip(streams[:-1], theirs.hidden_states[:-1], strict=True):
-        check(ours, wanted.numpy())
+    for ours, stream in zip(streams[:-1], theirs.hidden_states[:-1], strict=True):
+        check(ours, stream.numpy())
     assert len(attention) == blueprint.config.depth
-    for ours, wanted in zip(attention, theirs.attentions, strict=True):
-        check(ours, wanted.numpy())
+    for ours, stream in zip(attention, theirs.attentions, strict=True):
+        check(ours, stream.numpy())

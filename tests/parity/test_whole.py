@@ -1,4 +1,4 @@
-"""The text part of a model of transformers that sees images too: what is imported of it writes as the whole one does."""
+"""The imported text part of a transformers model that sees images writes as the whole does."""
 
 import jax
 import numpy as np
@@ -59,15 +59,15 @@ def test_the_text_part_of_gemma_3_is_what_the_whole_model_computes(seeing):
     import torch
 
     model, folder = seeing
-    said = []
-    family, _ = hub_architecture.read_family(folder, said.append)
+    output = []
+    family, _ = hub_architecture.read_family(folder, output.append)
     blueprint = Blueprint(family.build(), Precision.float32())
     tensors = hub_architecture.in_folder_names(
         layout(family.build(), family.HUB), folder, family.HUB
     )
     ignored = hub_architecture.compare(tensors, folder, family.HUB, is_tied=True)
-    hub_architecture.log_ignored(ignored, folder, family.HUB, said.append)
-    assert any("vision_tower.*" in line for line in said)
+    hub_architecture.log_ignored(ignored, folder, family.HUB, output.append)
+    assert any("vision_tower.*" in line for line in output)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), blueprint.shapes

@@ -128,10 +128,9 @@ FAMILIES = {
 
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """float32, uniform between -0.35 and 0.35, one more for the scale of a norm; a tenth for what chooses experts.
+    """float32, uniform between -0.35 and 0.35; plus one for norms; a tenth for routers.
 
-    Drawn, as sums of regular numbers cancel, and a norm after a part makes what float32 leaves of
-    them large.
+    Drawn, as sums of regular numbers cancel, and a norm after a part magnifies rounding errors.
     """
     draw = np.random.RandomState(
         zlib.crc32(name.encode())
@@ -186,7 +185,7 @@ def theirs(family, ours) -> dict[str, np.ndarray]:
 
 
 def gradients(family, ours) -> dict[str, np.ndarray]:
-    """Those of them that transformers computes as well: a bias on the choice of experts has none there."""
+    """Gradients that transformers computes too: it has none for a bias on the choice of experts."""
     named = theirs(family, ours)
     return {name: each for name, each in named.items() if not name.endswith("correction_bias")}
 

@@ -1,4 +1,4 @@
-"""scripts/bench_gpu as far as a machine without a GPU can tell: what it runs, with what, and what it says where it cannot."""
+"""scripts/bench_gpu without a GPU: its commands, their environment, and its refusals."""
 
 import os
 import shutil
@@ -12,11 +12,14 @@ from tests.scripts.test_setup import Machine
 
 ROOT = Path(__file__).parents[2]
 
-# Has what is written in the file `has` beside it; an installation adds all. Says how a script is
-# run.
+# Its packages are listed in the file `has` of its folder; an installation adds all. It prints the
+# command of a script.
 PYTHON = """#!/bin/sh
 has=$(dirname "$0")/has
-lacks() { grep -q "$1" "$has" || { printf 'Traceback:\\nModuleNotFoundError: %s\\n' "$1" >&2; exit 1; }; }
+lacks() {
+  grep -q "$1" "$has" && return
+  printf 'Traceback:\\nModuleNotFoundError: %s\\n' "$1" >&2; exit 1
+}
 case "$1 $2" in
   "-c "*ensurepip*) echo 3.13 ;;
   "-c "*version_info*) echo 3.13 ;;

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts/bench_step.py"
 
 
 def bench(*words):
-    """What the script answers, on one core as its docstring says."""
+    """Figures of the script, on one core as in its docstring."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # which a process inherits
     try:
@@ -32,9 +32,9 @@ def bench(*words):
 
 @pytest.mark.slow
 def test_both_sides_are_the_same_model_and_are_timed():
-    found = bench("--rounds=2", "--steps=2")
-    assert len(found["ratios"]) == 2
-    assert min(found["tokens_per_second"].values()) > 0
+    figures = bench("--rounds=2", "--steps=2")
+    assert len(figures["ratios"]) == 2
+    assert min(figures["tokens_per_second"].values()) > 0
 
 
 @pytest.mark.slow
@@ -46,12 +46,12 @@ def test_both_sides_are_the_same_model_and_are_timed():
 def test_loop_config_and_flax_cost_at_most_their_share_of_a_step(
     size, parameters, least, record_property
 ):
-    """The median over rounds, in each of which both sides take turns."""
-    found = bench(f"--size={size}")
+    """The median over rounds; in each of them both sides take turns."""
+    figures = bench(f"--size={size}")
     record_property(
         "table",
-        f"jaxlm's step over a hand-written one, {size}: {found['ratio']:.3f}, rounds "
-        f"{[round(each, 3) for each in found['ratios']]}",
+        f"jaxlm's step over a hand-written one, {size}: {figures['ratio']:.3f}, rounds "
+        f"{[round(each, 3) for each in figures['ratios']]}",
     )
-    assert found["parameters"] == pytest.approx(parameters, rel=0.01)
-    assert found["ratio"] >= least
+    assert figures["parameters"] == pytest.approx(parameters, rel=0.01)
+    assert figures["ratio"] >= least

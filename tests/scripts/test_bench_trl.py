@@ -1,4 +1,4 @@
-"""scripts/bench_trl.py compares windows of the same round, and its sides of jaxlm train as named."""
+"""scripts/bench_trl.py compares windows of one round, and its sides of jaxlm as named."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The front of scripts/bench_torch.py with arms that only pretend: turns, what ends an arm, MFU and the table."""
+"""The command of scripts/bench_torch.py with fake arms: turns, ends, MFU and the table."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from tests import machine
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
-# Takes steps at a tenth of a second each, or does what its name says.
+# Takes steps at a tenth of a second each, or misbehaves as named.
 PLAYED = """
 import json, math, sys, time
 size, arm = (word.partition("=")[2] for word in sys.argv[1:])
@@ -31,7 +31,8 @@ for line in sys.stdin:
     count = json.loads(line)["steps"]
     loss = math.nan if "diverging" in arm and count > 2 else 4.0
     print(json.dumps(dict(
-        seconds=0.1 * count, loss_nats=loss, device="NVIDIA H200", library="played 1", peak_bytes=2**30,
+        seconds=0.1 * count, loss_nats=loss, device="NVIDIA H200", library="played 1",
+        peak_bytes=2**30,
     )), flush=True)
 with open({log!r}, "a") as log:
     print(arm, size, "ends", file=log)
@@ -41,14 +42,14 @@ with open({log!r}, "a") as log:
 @pytest.fixture(scope="module")
 def scripts():
     """The modules of the scripts' folder, by the names under which they know each other."""
-    found = {}
+    modules = {}
     with pytest.MonkeyPatch.context() as patch:
         for name in ("bench_sizes", "bench_turns", "bench_torch"):
             spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-            found[name] = importlib.util.module_from_spec(spec)
-            patch.setitem(sys.modules, name, found[name])
-            spec.loader.exec_module(found[name])
-        yield Namespace(**found)
+            modules[name] = importlib.util.module_from_spec(spec)
+            patch.setitem(sys.modules, name, modules[name])
+            spec.loader.exec_module(modules[name])
+        yield Namespace(**modules)
 
 
 @pytest.fixture
@@ -68,48 +69,48 @@ def plan(scripts, tmp_path):
     return make
 
 
-def last(found):
-    return list(found)[-1]
+def last(rounds):
+    return list(rounds)[-1]
 
 
 def test_arms_that_run_alone_never_meet_and_change_order_every_round(scripts, plan):
     sizes = ("gpt2-tiny", "llama-tiny")
-    found = last(scripts.bench_turns.alone(plan(rounds=2), sizes, ("a", "b")))
+    result = last(scripts.bench_turns.alone(plan(rounds=2), sizes, ("a", "b")))
     order = [f"{arm} {size}" for arm in "ab" for size in sizes]
     order += [f"{arm} {size}" for arm in "ba" for size in sizes]
     assert plan.log() == [f"{each} {what}" for each in order for what in ("begins", "ends")]
-    measured = found["gpt2-tiny"]["a"]
+    measured = result["gpt2-tiny"]["a"]
     assert measured.speeds == pytest.approx(6 * [128 / 0.1])  # 4 x 32 tokens a step
     assert (measured.peak_bytes, measured.error) == (2**30, None)
     assert measured.loss == pytest.approx(math.log(128))
 
 
 def test_arms_that_live_together_take_turns(scripts, plan):
-    found = last(scripts.bench_turns.together(plan(rounds=3), ("gpt2-tiny",), ("a", "b")))
+    result = last(scripts.bench_turns.together(plan(rounds=3), ("gpt2-tiny",), ("a", "b")))
     assert [line.split()[2] for line in plan.log()] == ["begins", "begins", "ends", "ends"]
-    assert [len(of.speeds) for of in found["gpt2-tiny"].values()] == [3, 3]
+    assert [len(of.speeds) for of in result["gpt2-tiny"].values()] == [3, 3]
 
 
 @pytest.mark.parametrize("way", ["alone", "together"])
 @pytest.mark.parametrize(
-    ("arm", "says"),
+    ("arm", "reason"),
     [
         ("raising", "exit code 1: RuntimeError: no memory"),
         ("lost", "starts with a loss of 9.0"),
         ("diverging", "comes to a loss of nan"),
     ],
 )
-def test_an_arm_that_ends_is_noted_and_the_other_goes_on(scripts, plan, way, arm, says):
+def test_an_arm_that_ends_is_noted_and_the_other_goes_on(scripts, plan, way, arm, reason):
     run = getattr(scripts.bench_turns, way)
     of = last(run(plan(rounds=2), ("gpt2-tiny",), (arm, "b")))["gpt2-tiny"]
-    assert (of[arm].error, of[arm].speeds) == (says, [])
+    assert (of[arm].error, of[arm].speeds) == (reason, [])
     assert (of["b"].error, len(of["b"].speeds)) == (None, {"alone": 6, "together": 2}[way])
 
 
 def test_what_hangs_is_ended_in_time_and_what_comes_after_is_not_begun(scripts, plan):
     begun = time.monotonic()
-    found = scripts.bench_turns.alone(plan(within=2), ("gpt2-tiny",), ("a", "hanging", "b"))
-    of = last(found)["gpt2-tiny"]
+    results = scripts.bench_turns.alone(plan(within=2), ("gpt2-tiny",), ("a", "hanging", "b"))
+    of = last(results)["gpt2-tiny"]
     machine.require_clock(time.monotonic() - begun, 20)
     late = scripts.bench_turns.LATE
     assert [each.error for each in of.values()][1:] == [late, late]
@@ -143,7 +144,7 @@ def test_mfu_and_ratio_are_counted_and_shown(scripts):
 
 @pytest.mark.slow
 def test_an_arm_keeps_the_state_of_the_optimizer_on_the_host(scripts):
-    """As far as a CPU tells, whose memories are one: the same model, and a setting that jaxlm takes."""
+    """On a CPU, whose memories are one: the same model, and a setting that jaxlm accepts."""
     assert "jaxlm offload bfloat16" in scripts.bench_torch.WANTED["gpu"]
     arms = ["jaxlm float32", "jaxlm offload float32"]
     words = ("--size=llama-tiny", f"--arms={','.join(arms)}", "--alone", "--rounds=1", "--steps=2")

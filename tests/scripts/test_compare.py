@@ -1,4 +1,4 @@
-"""scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py: what they compare, how they search, that they go on, what they write."""
+"""Scripts that compare optimizers, objectives and schedules search, resume and write tables."""
 
 import importlib.util
 import json
@@ -37,15 +37,15 @@ TINY = {
 @pytest.fixture(scope="module")
 def scripts():
     """The modules of the scripts' folder, by the names under which they know each other."""
-    found = {}
+    modules = {}
     with pytest.MonkeyPatch.context() as patch:
         for name in MODULES:
             file = ROOT / f"scripts/compare_{name}.py"
             spec = importlib.util.spec_from_file_location(file.stem, file)
-            found[name] = importlib.util.module_from_spec(spec)
-            patch.setitem(sys.modules, file.stem, found[name])
-            spec.loader.exec_module(found[name])
-        yield Namespace(**found)
+            modules[name] = importlib.util.module_from_spec(spec)
+            patch.setitem(sys.modules, file.stem, modules[name])
+            spec.loader.exec_module(modules[name])
+        yield Namespace(**modules)
 
 
 @pytest.fixture
@@ -57,7 +57,15 @@ def texts(tmp_path):
 
 @pytest.fixture
 def compare(scripts, texts, tmp_path, monkeypatch, capsys):
-    """Runs a script as a command; returns its exit code, what it printed, and its results."""
+    """Run a script as a command; return its exit code, output and results.
+
+    Args:
+      scripts: the modules.
+      texts: the training text.
+      tmp_path: parent of the runs.
+      monkeypatch: replaces training.
+      capsys: the output of this process.
+    """
     monkeypatch.chdir(ROOT)
 
     def run(name, *flags):
@@ -74,7 +82,10 @@ def compare(scripts, texts, tmp_path, monkeypatch, capsys):
 
 
 class Played:
-    """Stands for `jaxlm.train`: writes what a run leaves, its bits per byte by the distance from a rate of 0.01."""
+    """Stands for `jaxlm.train`: writes the files of a run, with bits by the rate's error.
+
+    The bits per byte grow with the distance from a rate of 0.01.
+    """
 
     def __init__(self, diverges_from=math.inf, stops_after=math.inf):
         self.trained, self.diverges_from, self.stops_after = [], diverges_from, stops_after
@@ -200,10 +211,10 @@ def test_equal_time_is_what_the_fastest_needs_and_small_differences_are_none(scr
 
 
 def test_places_say_what_the_seeds_leave_open(scripts):
-    found = scripts.table.places(
+    places = scripts.table.places(
         {"a": [1.0, 1.2], "b": [1.1, 1.3], "c": [1.25, 1.4], "d": [2.0, None], "e": []}
     )
-    assert found == {"a": (1, 2), "b": (1, 3), "c": (2, 3), "d": (4, 4)}
+    assert places == {"a": (1, 2), "b": (1, 3), "c": (2, 3), "d": (4, 4)}
 
 
 def test_a_sweep_that_was_stopped_goes_on_and_trains_nothing_twice(sweep):
@@ -219,18 +230,18 @@ def test_a_sweep_that_was_stopped_goes_on_and_trains_nothing_twice(sweep):
     assert base[1] - base[0] == pytest.approx(0.1), "a value for each seed"
     trained = begun.trained + whole.trained
     assert len(trained) == len(set(trained))
-    again = Played()
-    assert sweep(again)() == rows
-    assert again.trained == []
+    resumed = Played()
+    assert sweep(resumed)() == rows
+    assert resumed.trained == []
 
 
 def test_a_run_that_diverged_is_not_tried_again_and_never_the_best(sweep):
     rows = sweep(Played(diverges_from=0.004))()
     assert all(row["rate"] < 0.004 for row in rows)
     assert any(bits is None for _, bits in rows[0]["rates"])
-    again = Played(diverges_from=0.004)
-    assert sweep(again)() == rows
-    assert again.trained == []
+    diverging = Played(diverges_from=0.004)
+    assert sweep(diverging)() == rows
+    assert diverging.trained == []
 
 
 def test_a_folder_of_other_runs_is_refused(sweep):
@@ -270,9 +281,9 @@ def test_the_manual_has_a_place_for_every_table(scripts):
     ],
 )
 def test_a_wrong_command_is_told_with_its_fix(compare, flags, fix):
-    code, said, _ = compare("optimizers", *flags)
+    code, output, _ = compare("optimizers", *flags)
     assert code == 2
-    assert said.err.rstrip().endswith(fix)
+    assert output.err.rstrip().endswith(fix)
 
 
 @pytest.mark.slow
@@ -282,8 +293,8 @@ def test_two_optimizers_from_the_command_to_the_page_and_nothing_again(
     manual = tmp_path / "page.md"
     manual.write_text("before\n<!-- optimizers -->\nold\n<!-- end of optimizers -->\nafter\n")
     flags = ("--only=sgd,adamw", "--steps=2", "--seeds=1", "--rates=1", f"--page={manual}")
-    code, said, results = compare("optimizers", *flags)
-    assert code == 0, said.err
+    code, output, results = compare("optimizers", *flags)
+    assert code == 0, output.err
     assert [row["name"] for row in results["arms"]] == ["adamw", "sgd"]
     assert results["tokens"] == 2 * 8 * 32
     for row in results["arms"]:
@@ -292,9 +303,9 @@ def test_two_optimizers_from_the_command_to_the_page_and_nothing_again(
         assert row["step_seconds"] > 0
     page = (tmp_path / "runs/optimizers.md").read_text()
     assert "What it cannot show" in page
-    assert said.out.strip() in page
+    assert output.out.strip() in page
     shown = manual.read_text()
-    assert shown.startswith(f"before\n<!-- optimizers -->\n\n{said.out.strip()}\n")
+    assert shown.startswith(f"before\n<!-- optimizers -->\n\n{output.out.strip()}\n")
     assert shown.endswith("<!-- end of optimizers -->\nafter\n")
     assert "old" not in shown
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*/exit.json")}
@@ -308,8 +319,8 @@ def test_two_schedules_from_the_command_to_the_page_and_none_is_timed(
     compare, tmp_path, one_device
 ):
     flags = ("--only=step,cosine_restarts", "--steps=10", "--seeds=1", "--rates=1")
-    code, said, results = compare("schedules", *flags)
-    assert code == 0, said.err
+    code, output, results = compare("schedules", *flags)
+    assert code == 0, output.err
     assert {row["name"] for row in results["arms"]} == {"step", "cosine_restarts"}
     for row in results["arms"]:
         (bits,) = row["equal_tokens"]["bits_per_byte"]
@@ -318,9 +329,9 @@ def test_two_schedules_from_the_command_to_the_page_and_none_is_timed(
     assert not (tmp_path / "runs/seconds.json").exists()
     assert "What it cannot show" in (tmp_path / "runs/schedules.md").read_text()
     runs = tmp_path.glob("runs/*/lr*-seed1/config.json")
-    told = {path.parts[-3]: json.loads(path.read_text())["schedule"] for path in runs}
-    assert told["cosine_restarts"]["cycles"] == 3
-    assert told["step"]["name"] == "step"
+    schedules = {path.parts[-3]: json.loads(path.read_text())["schedule"] for path in runs}
+    assert schedules["cosine_restarts"]["cycles"] == 3
+    assert schedules["step"]["name"] == "step"
 
 
 @pytest.mark.slow
@@ -328,8 +339,8 @@ def test_objectives_are_read_from_left_to_right_where_they_can_be(
     scripts, compare, tmp_path, one_device
 ):
     flags = ("--only=causal,masked,blank,causal+span", "--steps=4", "--seeds=1", "--rates=1")
-    code, said, results = compare("objectives", *flags)
-    assert code == 0, said.err
+    code, output, results = compare("objectives", *flags)
+    assert code == 0, output.err
     rows = {row["name"]: row["equal_tokens"] for row in results["arms"]}
     for name in ("causal", "causal+span"):
         assert rows[name]["left_to_right"] == rows[name]["own"]

@@ -14,15 +14,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def model():
     spec = importlib.util.spec_from_file_location("scaling", ROOT / "scripts/scaling_model.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_kept_table_is_what_is_printed_now(model):
-    kept = (ROOT / "scripts/scaling_model.md").read_text()
+    table = (ROOT / "scripts/scaling_model.md").read_text()
     for name, decoder in model.models().items():
-        assert model.table(name, decoder, tokens=8192, sequence=4096) in kept
+        assert model.table(name, decoder, tokens=8192, sequence=4096) in table
     assert (ROOT / "scripts/scaling_model.png").stat().st_size < 100_000
 
 
@@ -32,10 +32,10 @@ def test_the_table_covers_both_models_and_marks_what_does_not_pay(model, tmp_pat
         text = model.table(name, decoder, tokens=8192, sequence=4096)
         assert "4,096" in text
         assert all(strategy.name in text for strategy in model.STRATEGIES)
-        found = list(model.outcomes(decoder, tokens=8192, sequence=4096))
-        assert all(each.compute_seconds > 0 for each in found)
-        assert any(each.pays for each in found)
-        assert not all(each.pays for each in found)
+        outcomes = list(model.outcomes(decoder, tokens=8192, sequence=4096))
+        assert all(each.compute_seconds > 0 for each in outcomes)
+        assert any(each.pays for each in outcomes)
+        assert not all(each.pays for each in outcomes)
     model.draw(models, tmp_path / "plot.png", tokens=8192, sequence=4096)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -50,7 +50,7 @@ TOKEN_SECONDS = 4 / 3 * (6 * (BLOCKS + TABLE) + 6 * 32 * 4096 * 4096) / 459e12
 # In bf16 blocks and the unembedding are gathered twice and the embedding once; in fp32 gradients
 # are scattered.
 STATE = 2 * (2 * BLOCKS + 3 * TABLE) + 4 * (BLOCKS + 2 * TABLE)
-# Two sums of the stream forward, five backward and one again in each layer, and two beside the
+# Two sums of the stream forward, five backward and one again in each layer, and two outside of the
 # layers; of 4 or 8 chips' tokens.
 STREAM = 4096 * 2 * (8 * 32 + 2)
 FSDP_64 = 63 / 64 * STATE / 600e9  # six links, both ways
@@ -77,9 +77,9 @@ def test_where_a_strategy_stops_paying_is_what_a_calculation_by_hand_says(
 ):
     decoder = config.load(Run, str(ROOT / "configs/llama_8b.py")).value.model.build()
     (strategy,) = (each for each in model.STRATEGIES if each.name == name)
-    found = model.crossover(strategy, decoder, chips, sequence=4096)
-    assert found.tokens == pytest.approx(tokens, rel=1e-3, abs=1e-6)
-    assert str(found) == shown
+    crossover = model.crossover(strategy, decoder, chips, sequence=4096)
+    assert crossover.tokens == pytest.approx(tokens, rel=1e-3, abs=1e-6)
+    assert str(crossover) == shown
 
 
 def test_at_the_crossover_communication_takes_as_long_as_compute(model):
@@ -90,13 +90,13 @@ def test_at_the_crossover_communication_takes_as_long_as_compute(model):
             continue
         for factor in (0.8, 1.25):
             tokens = round(factor * where.tokens / 64) * 64
-            found = model.outcome(strategy, decoder, 4096, tokens=tokens, sequence=64)
-            assert (found.sent_total < found.compute_seconds) == (factor > 1), strategy.name
+            outcome = model.outcome(strategy, decoder, 4096, tokens=tokens, sequence=64)
+            assert (outcome.sent_total < outcome.compute_seconds) == (factor > 1), strategy.name
 
 
 def test_compute_is_six_flops_a_parameter_and_a_third_again_for_remat(model):
     decoder = config.load(Run, str(ROOT / "configs/llama_8b.py")).value.model.build()
-    found = model.outcome(model.STRATEGIES[2], decoder, 64, tokens=4096, sequence=4096)
+    outcome = model.outcome(model.STRATEGIES[2], decoder, 64, tokens=4096, sequence=4096)
     least = 8 * 7.5e9 * 4096 / model.PEAK_FLOPS
-    assert least < found.compute_seconds < 1.3 * least
+    assert least < outcome.compute_seconds < 1.3 * least
     assert model.outcome(model.STRATEGIES[2], decoder, 64, tokens=2048, sequence=4096) is None

@@ -28,8 +28,8 @@ TOOLS = (
     "tr",
 )
 
-# Answers the probe, makes an environment that holds a copy of itself, notes what pip is asked for,
-# and says what pytest is.
+# Answers the probe, makes an environment that holds a copy of itself, notes the requests to pip,
+# and prints the calls of pytest.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
   "-c "*import*ensurepip*) echo {version}; exit {probe} ;;
@@ -38,7 +38,8 @@ case "$1 $2" in
   "--version ") echo "Python {version}" ;;
   "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   "-m pip") echo "$@" >> "$PIP_CALLS"; {pip} ;;
-  "-m pytest") shift 2; echo "pytest of ${{0%/bin/python}}: $*; XLA_FLAGS=${{XLA_FLAGS:-}}"; exit {pytest} ;;
+  "-m pytest") shift 2; echo "pytest of ${{0%/bin/python}}: $*; XLA_FLAGS=${{XLA_FLAGS:-}}"
+    exit {pytest} ;;
   "-m ruff") exit {lint} ;;
 esac
 """
@@ -58,7 +59,15 @@ class Machine:
             (self.bin / tool).symlink_to(shutil.which(tool))
 
     def python(self, path, version, *, probe=0, pip="exit 0", accelerated=1, pytest=0, lint=0):
-        """Puts a Python somewhere."""
+        """Put a fake Python somewhere.
+
+        Args:
+          path: its place.
+          version: its version.
+          probe, pip: exit codes of the probe and of pip.
+          accelerated: it has a GPU.
+          pytest, lint: exit codes of pytest and of the checks.
+        """
         path = self.bin / path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
@@ -93,7 +102,7 @@ class Machine:
 
     @property
     def installs(self):
-        """What pip was asked for."""
+        """Requests to pip."""
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
 
@@ -133,15 +142,17 @@ def test_a_python_that_was_asked_for_is_taken(machine):
 
 
 @pytest.mark.parametrize(
-    ("version", "probe", "says"),
+    ("version", "probe", "message"),
     [("3.10", 0, "needs 3.11 or newer"), ("3.12", 1, "cannot make an environment")],
 )
-def test_a_python_that_was_asked_for_and_cannot_be_used_is_refused(machine, version, probe, says):
+def test_a_python_that_was_asked_for_and_cannot_be_used_is_refused(
+    machine, version, probe, message
+):
     asked = machine.python("other", version, probe=probe)
     machine.python("python3.13", "3.13")
     done = machine.run("find_python", JAXLM_PYTHON=asked)
     assert done.returncode == 66
-    assert says in done.stderr
+    assert message in done.stderr
 
 
 def test_a_newer_python_than_the_tests_know_is_better_than_none(machine):
@@ -149,8 +160,8 @@ def test_a_newer_python_than_the_tests_know_is_better_than_none(machine):
     newest = machine.python("python3.15", "3.15")
     machine.python("python3", "3.10")
     done = machine.run('find_python && echo "$PYTHON"')
-    said, chosen = done.stdout.splitlines()
-    assert "3.15 is newer than those that the tests have run on (3.13, 3.12, 3.11)" in said
+    output, chosen = done.stdout.splitlines()
+    assert "3.15 is newer than those that the tests have run on (3.13, 3.12, 3.11)" in output
     assert Path(chosen) == newest
     assert machine.run("find_python 3.11").returncode == 66, "that one was asked for"
     known = machine.python("python3.12", "3.12")
@@ -220,11 +231,11 @@ def test_asking_for_another_python_than_the_environment_has_is_refused(machine):
 
 
 @pytest.mark.parametrize(
-    ("accelerated", "driver", "says"),
+    ("accelerated", "driver", "message"),
     [(0, "13.0", ""), (1, "13.0", "cuda"), (1, "12.4", "cuda12"), (1, "", "cuda")],
 )
 def test_a_gpu_that_jax_will_not_use_is_mentioned_with_the_extra(
-    machine, accelerated, driver, says
+    machine, accelerated, driver, message
 ):
     smi = machine.bin / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\necho '| Driver Version: 550.5    CUDA Version: {driver} |'\n")
@@ -232,8 +243,8 @@ def test_a_gpu_that_jax_will_not_use_is_mentioned_with_the_extra(
     python = machine.python("python3.13", "3.13", accelerated=accelerated)
     done = machine.run(f"mention_accelerator '{python}'")
     assert done.returncode == 0
-    assert f"-m pip install -e '.[{says}]'" in done.stdout or not says
-    assert bool(done.stdout) == bool(says)
+    assert f"-m pip install -e '.[{message}]'" in done.stdout or not message
+    assert bool(done.stdout) == bool(message)
 
 
 @pytest.mark.parametrize("accelerated", [0, 1])
@@ -305,7 +316,7 @@ GPU = (".venv-gpu", "-q -m gpu tests/faults/test_gpu.py", "")
 
 
 def started(machine, words):
-    """A run of the tests' script, and what each pytest of it was asked for: its environment, its words, XLA's flags."""
+    """A run of the tests' script, and the environment, words and XLA flags of each pytest."""
     for name in ("scripts/test", "scripts/check", ".ci/run"):
         (machine.clone / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, machine.clone / name)
@@ -327,8 +338,8 @@ def started(machine, words):
 def test_the_tests_are_their_steps_in_order_and_fail_where_one_does(machine, words, calls, failing):
     machine.python("python3.11", "3.11", pytest=failing)
     machine.python("python3.13", "3.13", pytest=failing)
-    done, found = started(machine, words)
-    assert (done.returncode, found) == (failing, calls), done.stderr
+    done, steps = started(machine, words)
+    assert (done.returncode, steps) == (failing, calls), done.stderr
     assert ("lint     ok" in done.stdout) == (calls != [(".venv", "-q tests/ops -x", "")])
     made = dict.fromkeys(environment for environment, *_ in calls)
     assert len(machine.installs) == len(made)
@@ -342,15 +353,15 @@ def test_the_slow_tests_are_those_of_a_gpu_too_where_there_is_one(machine):
     smi = machine.bin / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho '| Driver Version: 550.5    CUDA Version: 12.4 |'\n")
     smi.chmod(0o755)
-    done, found = started(machine, "scripts/test --slow")
-    assert (done.returncode, found) == (0, [*SLOW, GPU]), done.stderr
+    done, steps = started(machine, "scripts/test --slow")
+    assert (done.returncode, steps) == (0, [*SLOW, GPU]), done.stderr
     assert ".[cuda12,test]" in machine.installs[-1]
 
 
 def test_a_failed_check_fails_the_tests_and_they_run_all_the_same(machine):
     machine.python("python3.13", "3.13", lint=1)
-    done, found = started(machine, "scripts/test")
-    assert (done.returncode, found) == (1, FAST)
+    done, steps = started(machine, "scripts/test")
+    assert (done.returncode, steps) == (1, FAST)
     assert "lint     FAILED" in done.stdout
 
 
@@ -378,20 +389,20 @@ def test_tested_versions_that_are_nowhere_give_way_to_allowed_ones(machine):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "says"),
+    ("error", "code", "message"),
     [
         ("No matching distribution found for libtpu==0.0.17", 0, "libtpu cannot be installed here"),
         ("Could not install packages: [Errno 28] libtpu", 1, ".venv-tpu was not made"),
     ],
 )
-def test_only_a_libtpu_that_is_nowhere_leaves_compiling_for_tpus_out(machine, error, code, says):
+def test_only_a_libtpu_that_is_nowhere_leaves_compiling_for_tpus_out(machine, error, code, message):
     refuse = f'case "$*" in *tpu*) echo "ERROR: {error}"; exit 1 ;; esac'
     for version in ("3.11", "3.13"):
         machine.python(f"python{version}", version, pip=refuse)
     shutil.copy(ROOT / "scripts/test", machine.clone / "scripts")
     done = machine.run("exec bash scripts/test --slow tests/some")
     assert done.returncode == code, done.stderr
-    assert f"== {says}" in done.stdout
+    assert f"== {message}" in done.stdout
     assert f"could not install jaxlm into .venv-tpu: ERROR: {error}" in done.stderr
     assert "== compiling for TPUs" not in done.stdout
 

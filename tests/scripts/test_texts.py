@@ -11,7 +11,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def script(name: str, *words: str) -> str:
-    """What a script prints."""
+    """Output of a script."""
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / name), *words],
         env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
@@ -32,12 +32,12 @@ def test_text_is_gathered_once_and_every_stage_is_timed_on_it(tmp_path, monkeypa
     (package / "module.so").write_bytes(b"\x7fELF")
     (tmp_path / "packages/again.py").symlink_to(package / "0.py")
     os.link(package / "1.py", tmp_path / "packages/same.py")
-    said = script("gather_texts.py", "packages", "--out=texts")
+    output = script("gather_texts.py", "packages", "--out=texts")
     assert len(list(tmp_path.glob("texts/py/*/*.py"))) == 4
     assert len(list(tmp_path.glob("texts/*/*/*"))) == 5
-    assert said.splitlines()[-1].split()[:3] == ["all", "5", "files"]
-    said = script("bench_prepare.py", "--source=texts/*/*/*", "--megabytes=1")
-    assert "5 documents" in said
+    assert output.splitlines()[-1].split()[:3] == ["all", "5", "files"]
+    output = script("bench_prepare.py", "--source=texts/*/*/*", "--megabytes=1")
+    assert "5 documents" in output
     for name in ("read .py", "read .md", "gopher", "pii", "sign near"):
-        assert f"\n{name} " in said
-    assert "by what its functions take themselves" in said
+        assert f"\n{name} " in output
+    assert "by what its functions take themselves" in output

@@ -65,7 +65,7 @@ FLAT = {  # class, settings, path of the layer
 
 
 def pairs(arms):
-    """Return arms and families: each arm and each family once, and the other pairs as slow tests."""
+    """Return arms and families: each once, and the other pairs as slow tests."""
     either = [(arm, family) for family in FAMILIES for arm in arms]
     latent = ("ia3", "bottleneck")  # adapters that DeepSeek's latent attention has no place for
     known = [each for each in either if each[1] != "deepseek_v2" or each[0] not in latent]
@@ -279,8 +279,8 @@ def test_scan_unrolling_and_remat_give_the_same_gradients(arm):
     expected = tree.leaves(expected)
     assert all(jnp.abs(leaf).max() > 0 for leaf in expected.values())
     for layout in ({"layers": "unroll"}, {"remat": "full"}, {"remat": "dots"}):
-        again, computed = gradients(adapted(arm, **layout)[0], params, new)
-        assert again == pytest.approx(float(loss), rel=1e-6)
+        repeated, computed = gradients(adapted(arm, **layout)[0], params, new)
+        assert repeated == pytest.approx(float(loss), rel=1e-6)
         for path, leaf in tree.leaves(computed).items():
             np.testing.assert_allclose(leaf, expected[path], rtol=1e-4, atol=1e-6, err_msg=path)
 
@@ -311,8 +311,8 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_device(arm, sizes):
     split = adapted(arm, schedule=schedule)[0]
     with jax.set_mesh(grid):
         layout = rules.shardings(grid, split.axes, split.shapes)
-        again, computed = gradients(split, jax.device_put(params, layout), new)
-    assert float(again) == pytest.approx(float(loss), rel=1e-5)
+        split_loss, computed = gradients(split, jax.device_put(params, layout), new)
+    assert float(split_loss) == pytest.approx(float(loss), rel=1e-5)
     for (path, leaf), want in zip(
         tree.leaves(computed).items(), jax.tree.leaves(expected), strict=True
     ):

@@ -94,7 +94,7 @@ def digests(value):
 
 
 def test_a_batch_of_weight_0_changes_no_bit_and_is_not_an_update():
-    """Moments do not decay, nor do weights: the step is skipped, with a reason of its own."""
+    """Moments and weights do not decay: the step is skipped, with a reason of its own."""
     state, step = pieces(microbatches=2)
     step = jax.jit(step)
     state, _ = step(state, batch())
@@ -155,11 +155,11 @@ SHAPE |= {"loss.chunk": "None", "train.stack": "unroll", "precision.compute": "f
     ("remat", "most"), [("none", 0.68), pytest.param("full", 0.75, marks=pytest.mark.slow)]
 )
 def test_a_step_multiplies_nothing_for_the_gradients_of_frozen_weights(remat, most):
-    """Of three products of a weight two remain, and of four with `full` three."""
+    """Two of three products of a weight remain, and three of four with `full`."""
 
     def flops(**settings):
-        given = SHAPE | {"train.remat": remat} | settings
-        run = load(Run, None, [(path, str(value)) for path, value in given.items()]).value
+        changed = SHAPE | {"train.remat": remat} | settings
+        run = load(Run, None, [(path, str(value)) for path, value in changed.items()]).value
         grid = mesh.build(run.mesh, jax.devices()[:1])
         engine = programs.without_data(run, grid, run.model.vocab)
         with jax.set_mesh(grid):

@@ -108,8 +108,8 @@ def test_scan_unrolling_and_remat_give_the_same_gradients():
     expected = tree.leaves(expected)
     assert all(jnp.abs(leaf).max() > 0 for leaf in expected.values())
     for layout in ({"layers": "unroll"}, {"remat": "full"}, {"remat": "dots"}):
-        again, computed = gradients(models(**layout)[2], params, new)
-        assert again == pytest.approx(float(loss), rel=1e-6)
+        repeated, computed = gradients(models(**layout)[2], params, new)
+        assert repeated == pytest.approx(float(loss), rel=1e-6)
         for path, leaf in tree.leaves(computed).items():
             np.testing.assert_allclose(leaf, expected[path], rtol=1e-4, atol=1e-6, err_msg=path)
 
@@ -152,10 +152,10 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_device(base, sizes):
     with jax.set_mesh(grid):
         layout = rules.shardings(grid, split.axes, split.shapes)
         placed = jax.device_put(params, layout)
-        again, computed = gradients(split, placed, new)
+        split_loss, computed = gradients(split, placed, new)
     codes = next(leaf for path, leaf in tree.leaves(placed).items() if path.endswith("_codes"))
     assert codes.addressable_shards[0].data.size < codes.size
-    assert float(again) == pytest.approx(float(loss), rel=1e-5)
+    assert float(split_loss) == pytest.approx(float(loss), rel=1e-5)
     for (path, leaf), want in zip(
         tree.leaves(computed).items(), jax.tree.leaves(expected), strict=True
     ):
@@ -174,12 +174,14 @@ def test_the_backward_pass_keeps_no_dequantized_weight(layers, remat):
         built = Blueprint(model, FULL, layers=layers, remat=remat, surgery=change)
         new = [path for path in tree.leaves(built.shapes) if "lora_" in path]
         frozen = tree.drop_leaves(built.shapes, frozenset(new))
-        own = tree.drop_leaves(built.shapes, frozenset(tree.leaves(built.shapes)) - frozenset(new))
+        trained = tree.drop_leaves(
+            built.shapes, frozenset(tree.leaves(built.shapes)) - frozenset(new)
+        )
 
         def loss(part, rest):
             return mean_loss(built, tree.merge_leaves(rest, part))
 
-        lowered = jax.jit(jax.grad(loss)).lower(own, frozen)
+        lowered = jax.jit(jax.grad(loss)).lower(trained, frozen)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     weights = 4 * (4 * 256 * 256 + 3 * 256 * 512)  # bytes of a layer in float32

@@ -110,11 +110,11 @@ def test_each_segment_of_a_packed_row_sees_them_as_if_it_were_alone(arm, kernel)
         )
     )
     settings = config.Prompt(length=3) if arm == "prompt" else config.Prefix(length=3)
-    again = Blueprint(of_kernel, FULL, surgery=surgery.build(settings))
+    unpacked = Blueprint(of_kernel, FULL, surgery=surgery.build(settings))
     segments = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 2] * 2)
     positions = jnp.asarray([[*range(5), *range(4), 0, 0]] * 2)
     row = np.pad(IDS, ((0, 0), (0, 2)))
-    packed = logits(again, params, row, positions=positions, segments=segments)
+    packed = logits(unpacked, params, row, positions=positions, segments=segments)
     np.testing.assert_allclose(packed[:, :9], np.concatenate(alone, 1), rtol=1e-4, atol=1e-5)
 
 
@@ -135,12 +135,12 @@ def test_decoding_gives_the_logits_of_the_forward_pass(arm, family, is_relaid):
         hidden = decode.prefill(
             model, jnp.asarray(IDS[:, :5]), lengths, more=4, both_ways=False, is_int8=False
         )
-        found, cache = [model.logits(hidden.values)], hidden.cache
+        parts, cache = [model.logits(hidden.values)], hidden.cache
         for step in range(3):
             tokens = jnp.take_along_axis(jnp.asarray(IDS), (lengths + step)[:, None], axis=1)
             values, cache = decode.decode_tokens(model, tokens, cache)
-            found.append(model.logits(values))
-        return jnp.concatenate(found, 1)
+            parts.append(model.logits(values))
+        return jnp.concatenate(parts, 1)
 
     got = np.asarray(run(params))
     for row, length in enumerate((5, 3)):
@@ -222,15 +222,28 @@ LLAMA = [*SMALL, ("model.kv_heads", "4")]
 @pytest.mark.parametrize(
     ("settings", "where", "fix"),
     [
-        ({"model.family": "gpt2", "model.max_positions": "64", "data.sequence": "60"},
-         "tune.length", "--config.data.sequence=48"),
-        ({"model.family": "gpt2", "model.max_positions": "16", "data.sequence": "16"},
-         "tune.length", "--config.tune.length=2\n--config.data.sequence=14"),
-        ({"model.kv_heads": "4", "data.sequence": "2040"}, "tune.length", "--config.data.sequence=2032"),
-        ({"model.family": "bert", "objective.name": "masked"},
-         "tune.name", "--config.tune.name=lora"),
+        (
+            {"model.family": "gpt2", "model.max_positions": "64", "data.sequence": "60"},
+            "tune.length",
+            "--config.data.sequence=48",
+        ),
+        (
+            {"model.family": "gpt2", "model.max_positions": "16", "data.sequence": "16"},
+            "tune.length",
+            "--config.tune.length=2\n--config.data.sequence=14",
+        ),
+        (
+            {"model.kv_heads": "4", "data.sequence": "2040"},
+            "tune.length",
+            "--config.data.sequence=2032",
+        ),
+        (
+            {"model.family": "bert", "objective.name": "masked"},
+            "tune.name",
+            "--config.tune.name=lora",
+        ),
     ],
-)  # fmt: skip
+)
 def test_rows_for_which_there_are_no_positions_are_an_error(settings, where, fix):
     with pytest.raises(ConfigError) as caught:
         load(Run, None, [*SMALL, *settings.items()])
@@ -248,6 +261,6 @@ def test_rows_that_devices_split_are_refused_and_kernels_of_platforms_are_not_ch
         for tune, kernel in ((run.tune, "blockwise"), (config.Full(), target)):
             each = dataclasses.replace(run, tune=tune)
             chosen = attention_kernels.with_kernels(each, decoder, {}, target)
-            (found,) = {layer.attention.kernel for layer in chosen.layers}
-            assert (found == kernel) == (kernel == "blockwise")
+            (selected,) = {layer.attention.kernel for layer in chosen.layers}
+            assert (selected == kernel) == (kernel == "blockwise")
     assert configs.to_json(run)["tune"] == {"name": "prefix", "length": 16, "also": []}
