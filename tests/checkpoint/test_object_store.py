@@ -103,10 +103,10 @@ def test_a_prefix_without_a_record_is_no_step_and_is_removed_and_counted(opened,
     client.put_object(Bucket="tests", Key=key_of(store, "7/params.w/0.0"), Body=b"x")
     assert store.steps() == []
     assert keys(s3, store) == ["7/params.w/0.0"], "a reader removes nothing"
-    again = opened()
-    assert again.notices == [f"removed 1 uncommitted of {again.directory}: 7"]
-    assert keys(s3, again) == []
-    again.close()
+    repeated = opened()
+    assert repeated.notices == [f"removed 1 uncommitted of {repeated.directory}: 7"]
+    assert keys(s3, repeated) == []
+    repeated.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "missing"])

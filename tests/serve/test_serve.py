@@ -70,8 +70,8 @@ def test_echo_has_the_scores_of_the_prompt_and_they_do_not_depend_on_the_cut(cli
     assert scores.text_offset == [0, 0, 1, 2, 3, 4]
     assert all(len(each) == 2 for each in scores.top_logprobs[1:])
     ids = [1, *(b"3+4?5"[place] + 40 for place in range(5))]
-    again = complete(client, ids, echo=True, logprobs=2, max_tokens=1).choices[0].logprobs
-    assert again.token_logprobs[:6] == scores.token_logprobs
+    repeated = complete(client, ids, echo=True, logprobs=2, max_tokens=1).choices[0].logprobs
+    assert repeated.token_logprobs[:6] == scores.token_logprobs
 
 
 def test_choices_have_seeds_of_their_own_and_a_stop_ends_a_text(client):
