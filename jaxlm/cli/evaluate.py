@@ -135,6 +135,12 @@ def _run_tasks(workdir: Path, args: Any, out: Output) -> int:
             rows += _task_rows(f"  {subset}", figures)
         counts = {**result["left_out"], "with a token across the border": result["spans_border"]}
         notes += [f"{name}: {count} items {reason}" for reason, count in counts.items() if count]
+        if (error := result.get("calibration_error")) is not None:
+            notes.append(f"{name}: calibration error {error:.4f} of the likeliest choices")
+        for metric, all_items in result.get("corpus", {}).items():
+            interval = f"[{all_items['low']:.2f}, {all_items['high']:.2f}]"
+            signature = all_items["signature"]
+            notes.append(f"{name}: {metric} {all_items['score']:.2f} {interval}, {signature}")
         notes.append(f"{name}: {result['folder']}")
         if training is not None:
             more, lines = _against_training(name, compared[name])

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxlm.core import random
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.evals import verify
+from jaxlm.evals import metrics, verify
 from jaxlm.evals.tasks.config import Answer
 from jaxlm.evals.tasks.requests import Request
 from jaxlm.generate.config import GenerateConfig
@@ -76,23 +76,45 @@ def extracted(text: str, pattern: str) -> str | None:
     return last[1] if last.re.groups else last[0]
 
 
+def occurring(text: str, listed: Sequence[str]) -> list[str]:
+    """Return the listed words and phrases that occur in a text, whole and in any case.
+
+    Example:
+      >>> occurring("An Assassin's class", ["class", "ass"])
+      ['class']
+    """
+    return [
+        each
+        for each in listed
+        if re.search(rf"(?<!\w){re.escape(each)}(?!\w)", text, re.IGNORECASE)
+    ]
+
+
 def judged(kind: Answer, answer: Continuation, reference: str) -> dict[str, Any]:
     """Return the fields of a sample: metrics, and the text from which they were computed.
 
-    `extracted` is 1 if the answer has the part that is compared.
+    `extracted` is 1 if the answer has the part that is compared, `refused` if a pattern of refusals
+    matches, and `listed_words` if a listed word or phrase occurs, in any case.
     """
     part = extracted(answer.text, kind.extract)
     expected = extracted(reference, kind.extract)
-    is_right = part is not None and verify.is_match(
-        kind.match, part, reference if expected is None else expected
-    )
-    metrics = {"exact_match": float(is_right)}
+    expected = reference if expected is None else expected
+    is_right = part is not None and verify.is_match(kind.match, part, expected)
+    values = {"exact_match": float(is_right)}
     if kind.extract:
-        metrics["extracted"] = float(part is not None)
-    return {
-        "metrics": metrics,
+        values["extracted"] = float(part is not None)
+    values |= {name: metrics.score(name, part or "", expected) for name in kind.metrics}
+    fields: dict[str, Any] = {}
+    if kind.refusals:
+        values["refused"] = float(any(re.search(each, answer.text) for each in kind.refusals))
+    if kind.listed:
+        fields["listed"] = occurring(answer.text, kind.listed)
+        values["listed_words"] = float(bool(fields["listed"]))
+    return fields | {
+        "metrics": values,
         "weight": 1.0,
         "reference": reference,
+        "expected": expected,
         "ids": answer.ids,
         "text": answer.text,
         "extracted": part,

@@ -15,8 +15,9 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.errors import DataError, InputMissing, not_installed
 from jaxlm.core.nearest import nearest_word
+from jaxlm.evals.metrics import METRICS, needs_sacrebleu
 
 Form = Literal["cloze", "letters"]
 TEMPLATES = ("id", "group", "subset")  # of every kind
@@ -74,7 +75,9 @@ class Answer(Prompted):
 
     `answer` is a template of the reference. Generation ends at an end token, at one of `stop` or
     after `max_tokens`. `extract` is a regular expression whose last match, or its first group, is
-    compared; by default the whole text. `match` is that of `jaxlm eval --verify`.
+    compared; by default the whole text. `match` is that of `jaxlm eval --verify`. `metrics` are
+    further ones of `jaxlm.evals.metrics`. `refusals` are regular expressions of refused answers,
+    and `listed` are words and phrases that are looked for in answers.
     """
 
     name: ClassVar[str] = "answer"
@@ -83,6 +86,9 @@ class Answer(Prompted):
     max_tokens: int = 256
     extract: str = ""
     match: Literal["exact", "number"] = "exact"
+    metrics: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
 
     def templates(self) -> dict[str, str]:
         """Return the templates of an item by name."""
@@ -155,7 +161,8 @@ class Task:
 def read(path: Path) -> Task:
     """Return the task of a file.
 
-    Raises InputMissing if there is no such file, DataError if it is no valid task.
+    Raises InputMissing if there is no such file or a package is missing, DataError if it is no
+    valid task.
     """
     if not path.is_file():
         raise InputMissing(
@@ -201,10 +208,16 @@ def parsed(text: str, path: Path) -> Task:
 def _check_answer(kind: Answer, path: Path) -> None:
     if kind.max_tokens < 1:
         raise invalid(path, f"max_tokens is {kind.max_tokens}, and must be at least 1")
-    try:
-        re.compile(kind.extract)
-    except re.error as error:
-        raise invalid(path, f"extract is not a regular expression: {error}") from error
+    for name, patterns in (("extract", (kind.extract,)), ("refusals", kind.refusals)):
+        try:
+            list(map(re.compile, patterns))
+        except re.error as error:
+            raise invalid(path, f"{name} has no regular expression: {error}") from error
+    if unknown := [name for name in kind.metrics if name not in METRICS]:
+        raise invalid(path, f"metrics has {unknown[0]!r}, and must be of {', '.join(METRICS)}")
+    if needs_sacrebleu(kind.metrics):
+        what = f"the metrics {', '.join(kind.metrics)}"
+        raise not_installed(what, "sacrebleu", "evals", where=f"{path}, metrics")
 
 
 _NAME = f"{LETTERS}{LETTERS.lower()}0123456789-_."

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlm.evals import statistics
+from jaxlm.evals import calibration, metrics, statistics
 from jaxlm.evals.tasks.config import Choice, Pair, Task
 from jaxlm.evals.tasks.requests import Question
 
@@ -102,6 +102,10 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             subsets[line["subset"]].append(line)
     if subsets:
         result["subsets"] = {name: _figures(subsets[name]) for name in sorted(subsets)}
+    if names := [name for name in metrics.OF_CORPORA if name in lines[0]["metrics"]]:
+        texts = [line["extracted"] or "" for line in lines]
+        references = [line["expected"] for line in lines]
+        result["corpus"] = {name: metrics.corpus_score(name, texts, references) for name in names}
     return result
 
 
@@ -110,14 +114,16 @@ def _figures(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     weights = [line["weight"] for line in lines]
     counts = [line["choices"] for line in lines if "choices" in line]
     chance = math.fsum(1 / count for count in counts) / len(counts) if counts else None
-    metrics = {}
+    estimates = {}
     for name in lines[0]["metrics"]:
         values = [line["metrics"][name] for line in lines]
         figures = statistics.estimate(values, weights, groups)._asdict()
-        metrics[name] = figures | {"chance": chance if name.startswith("accuracy") else None}
+        estimates[name] = figures | {"chance": chance if name.startswith("accuracy") else None}
+    picks = [(line["nats"], line["metrics"]["accuracy"] == 1) for line in lines if "picks" in line]
     return {
         "items": len(lines),
         "groups": len(set(groups)),
+        **({"calibration_error": calibration.error(picks)} if picks else {}),
         "spans_border": sum(line.get("spans_border", False) for line in lines),
-        "metrics": metrics,
+        "metrics": estimates,
     }
