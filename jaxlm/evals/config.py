@@ -25,3 +25,5 @@ class EvalConfig:
         "the last evaluation uses all",
         low=1,
     )
+    tasks: tuple[str, ...] = setting((), "task files that are scored during training")
+    tasks_every: Span = setting(Span.parse("25%"), "interval between scores of tasks")

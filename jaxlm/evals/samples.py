@@ -31,7 +31,7 @@ class Samples:
 
     Args:
       path: the file.
-      is_writer: this process writes the file; another one has only the lines in memory.
+      is_writer: this process has the file; another one keeps appended lines in memory.
 
     Raises:
       DataError: if a line is not a JSON object.
@@ -45,8 +45,8 @@ class Samples:
         self._file: sinks.AppendFile | None = None
 
     def __enter__(self) -> Self:
-        self.lines, size = read(self.path)
         if self._is_writer:
+            self.lines, size = read(self.path)
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 if self.path.exists() and self.path.stat().st_size > size:

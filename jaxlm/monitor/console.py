@@ -176,6 +176,9 @@ class Console(contextlib.AbstractContextManager["Console"]):
             self._rows += 1
             cells = (f"{each.show(record.get(each.field)):>{each.width}}" for each in self._columns)
             self.say(" ".join(cells), style="red" if is_worse else None)
+        elif scores := {n: v for n, v in record.items() if n.startswith("task.")}:
+            for text in _task_scores(record["step"], scores):
+                self.say(text)
         else:
             is_best = self._is_best(record)
             style = "red" if is_worse else "green" if is_best else None
@@ -229,6 +232,18 @@ class Console(contextlib.AbstractContextManager["Console"]):
             left = None if ends is None else max(ends - time.monotonic(), 0.0)
             text = f"  loss {loss}  {formatting.duration(left)} left"
             self._bar.update(self._bar.task_ids[0], completed=step, description=text)
+
+
+def _task_scores(step: int, scores: Record) -> list[str]:
+    """Return a line for each mean of a task, with its interval if it is known."""
+    lines = []
+    for name, value in scores.items():
+        if name.endswith(("_low", "_high")):
+            continue
+        low, high = (scores.get(f"{name}_{end}") for end in ("low", "high"))
+        doubt = "" if low is None or high is None else f" [{low:.4f}, {high:.4f}]"
+        lines.append(f"{step:>{COLUMNS[0].width}} {name.removeprefix('task.')} {value:.4f}{doubt}")
+    return lines
 
 
 def _evaluation(record: Record, is_best: bool) -> str:

@@ -145,6 +145,10 @@ class TrainLoop(abc.ABC):
         """Return whether the state after a step is saved."""
         return False
 
+    def is_task_due(self, step: int) -> bool:
+        """Return whether the state after a step is scored on tasks."""
+        return False
+
     @abc.abstractmethod
     def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
         """Count a completed step: its metrics, its wait for data, and its time of completion."""
@@ -159,6 +163,10 @@ class TrainLoop(abc.ABC):
 
     def sample(self, state: TrainState, step: int) -> None:
         """Write samples of a state."""
+        return
+
+    def score_tasks(self, state: TrainState, step: int) -> None:
+        """Score a state on tasks."""
         return
 
     @abc.abstractmethod
@@ -280,6 +288,9 @@ class TrainLoop(abc.ABC):
                 if self.is_sample_due(completed):
                     settle()
                     self.sample(state, completed)
+                if self.is_task_due(completed):
+                    settle()
+                    self.score_tasks(state, completed)
                 without_gain = self.progress.evaluations_without_gain
                 is_patience_spent = limits.patience is not None and without_gain >= limits.patience
                 is_stopped = stop.is_due

@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 
-from tests.house.situation import RUN, Situation
+from tests.house.situation import CONFIG, RUN, SHORT, Situation
 from tests.house.situations_recipes import BERT
 
 
@@ -40,6 +40,12 @@ SITUATIONS: dict[str, Situation] = {
     "a task of an encoder": Situation(
         "eval --workdir=runs/bert --tasks=pair.toml", f"{PAIR}; {BERT}"
     ),
+    "an encoder trained with tasks": Situation(
+        f"train {CONFIG} --config.model.family=bert --config.objective.name=masked "
+        "--config.eval.tasks=pair.toml",
+        PAIR,
+        more=SHORT,
+    ),
     "examples of pairs": Situation(f"{ON_PAIR} --shots=1", PAIR),
     "more examples than items": Situation(f"{ON_CHOICE} --shots=2", CHOICE),
     "an item longer than a row": Situation(ON_CHOICE, LONG),
@@ -50,7 +56,12 @@ SITUATIONS: dict[str, Situation] = {
 }
 
 # Of these, the ones that take long.
-SLOW = {"damaged samples", "samples of other items", "a task of an encoder"}
+SLOW = {
+    "an encoder trained with tasks",
+    "damaged samples",
+    "samples of other items",
+    "a task of an encoder",
+}
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {}

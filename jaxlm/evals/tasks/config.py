@@ -158,8 +158,8 @@ class Task:
         return {**shared, "kind": self.kind.name, **dataclasses.asdict(self.kind)}
 
 
-def read(path: Path) -> Task:
-    """Return the task of a file.
+def read(path: Path, flag: str = "--tasks") -> Task:
+    """Return the task of a file; `flag` names it, for errors.
 
     Raises InputMissing if there is no such file or a package is missing, DataError if it is no
     valid task.
@@ -167,7 +167,7 @@ def read(path: Path) -> Task:
     if not path.is_file():
         raise InputMissing(
             f"the task file {path} does not exist",
-            where=f"--tasks={path}",
+            where=f"{flag}={path}",
             why="a task is a TOML file; see `jaxlm docs evaluation`",
             fix="find . -name '*.toml'",
         )

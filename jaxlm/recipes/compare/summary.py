@@ -139,7 +139,7 @@ def _status(path: Path, end: Record, is_whole: bool) -> str:
 
 def ranking_split(config: Record, records: Sequence[Record]) -> str | None:
     """Return the validation set that ranks checkpoints; None if none was evaluated."""
-    splits = dict.fromkeys(each.get("split") for each in records)
+    splits = dict.fromkeys(each.get("split") for each in records if "loss_nats" in each)
     sets = [split for split in splits if split not in ("train", None)]
     followed = config.get("eval", {}).get("follow")
     return followed if followed in sets else next(iter(sets), None)

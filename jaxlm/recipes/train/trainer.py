@@ -30,6 +30,7 @@ from jaxlm.recipes.train.checkpointing import CheckpointSaver, SaveRequest
 from jaxlm.recipes.train.programs import CompiledStep, Skips, TrainPrograms, compiled_memory
 from jaxlm.recipes.train.records import DivergenceAlarm, MetricsLogger
 from jaxlm.recipes.train.resume import ResumePoint
+from jaxlm.recipes.train.task_scores import SPLIT, TaskScores
 from jaxlm.recipes.use.load import InitSource
 from jaxlm.training import control
 from jaxlm.training.cadence import Cadence
@@ -62,6 +63,7 @@ class Trainer(TrainLoop):
         )
         self._logger = MetricsLogger(context, programs, self._warn)
         self.evaluator = Evaluator(programs, self._logger)
+        self._tasks = TaskScores(context, programs)
         self.alarm = self._new_alarm()
         self._trace = Trace(  # one for each process
             run.profile,
@@ -142,6 +144,7 @@ class Trainer(TrainLoop):
         run = self.run_config
         self._log_cadence, self._save_cadence = self._cadence("log"), self._cadence("checkpoint")
         self._eval_cadence, self._sample_cadence = self._cadence("eval"), self._cadence("sample")
+        self._task_cadence = self._cadence("tasks", run.eval.tasks_every)
         self._control_cadence = self._cadence("control", run.train.control)
         self._clock = build_clock(self.programs, self.start)
         limits = LoopLimits(
@@ -188,6 +191,10 @@ class Trainer(TrainLoop):
     def is_sample_due(self, step: int) -> bool:
         """Return whether samples are written after a step."""
         return self.evaluator.has_samples and self._sample_cadence.is_due(step)
+
+    def is_task_due(self, step: int) -> bool:
+        """Return whether tasks are scored after a step."""
+        return bool(self._tasks) and self._task_cadence.is_due(step)
 
     def is_save_due(self, step: int) -> bool:
         """Return whether a checkpoint is saved after a step, also to retry a failed save."""
@@ -288,6 +295,11 @@ class Trainer(TrainLoop):
         """Write samples after the prompts of the config."""
         with self._clock.pause("sample"), self.context.processes.watch.phase("eval"):
             self.evaluator.sample(state, step)
+
+    def score_tasks(self, state: TrainState, step: int) -> None:
+        """Score the tasks of the config, and record their means and intervals."""
+        with self._clock.pause("eval"), self.context.processes.watch.phase("eval"):
+            self._logger.write(step, SPLIT, self._tasks.score(state, step))
 
     def save(self, state: TrainState, step: int, loss_nats: float | None) -> None:
         """Flush all records, then save a checkpoint in the background."""

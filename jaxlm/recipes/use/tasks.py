@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -111,14 +111,17 @@ def evaluate_tasks(
     return {"step": opened.step, "sequence": length, "tasks": scored}
 
 
-def read_tasks(paths: Sequence[str]) -> list[Task]:
-    """Return the tasks of some files. Raises ConfigError if two have one name."""
-    tasks = [config.read(Path(path)) for path in paths]
+def read_tasks(paths: Sequence[str], flag: str = "--tasks") -> list[Task]:
+    """Return the tasks of some files; `flag` names them, for errors.
+
+    Raises ConfigError if two have one name.
+    """
+    tasks = [config.read(Path(path), flag) for path in paths]
     names = [task.name for task in tasks]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(
             f"two tasks have the name {repeated}",
-            where=f"--tasks={','.join(paths)}",
+            where=f"{flag}={','.join(paths)}",
             why="results are stored by the name of their task",
             fix="write another name into one of the files",
         )
@@ -311,6 +314,7 @@ def run_task(
     workdir: Path,
     *,
     is_writer: bool = True,
+    share: Callable[[int], int] = lambda value: value,
     say: Log = lambda _: None,
 ) -> dict[str, Any]:
     """Return the results of a task; samples that are on disk are not computed again.
@@ -320,7 +324,9 @@ def run_task(
       scorer: its scorer.
       model: the parameters.
       workdir: the run, whose folder `evals` has the results.
-      is_writer: this process writes them.
+      is_writer: this process writes them. Another one computes the same samples and returns no
+        metrics.
+      share: receives this process's number of samples and returns the writer's.
       `say`: receives log lines.
 
     Raises:
@@ -344,14 +350,14 @@ def run_task(
             sinks.replace(folder / TASK, json.dumps(record, indent=1).encode() + b"\n")
         with files.Samples(folder / files.SAMPLES, is_writer=is_writer) as samples:
             _check_order(samples, prepared.items)
-            done = len(samples.lines)
+            done = share(len(samples.lines))
             for block in prepared.blocks:
                 if block.stop > done:
                     lines = prepared.score(scorer, model.params, block)
                     _check_finite(lines, prepared.task.name, model.step)
                     samples.append(lines[max(done - block.start, 0) :])
                     say(f"{prepared.task.name}: {len(samples.lines)} of {len(prepared.items)}")
-            summary = results.summary(samples.lines)
+            summary = results.summary(samples.lines) if is_writer else {}
         record = {"hash": key, "step": model.step, **prepared.record(), **summary}
         if is_writer:
             sinks.replace(folder / RESULTS, json.dumps(record, indent=1).encode() + b"\n")

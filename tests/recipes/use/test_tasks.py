@@ -70,11 +70,12 @@ def samples(result):
 
 
 def test_scores_are_those_of_the_evaluation_step_and_the_same_command_resumes(folder, run, capsys):
-    names = ",".join(str(folder / f"{kind}.toml") for kind in TASKS)
+    kinds = ("choice", "pair", "text")
+    names = ",".join(str(folder / f"{kind}.toml") for kind in kinds)
     words = [f"--tasks={names}", "--sequence=64", "--shots=0"]
     code, answer = call(capsys, run, *words)
     assert code == 0
-    assert sorted(answer["tasks"]) == sorted(TASKS)
+    assert sorted(answer["tasks"]) == sorted(kinds)
     # A text as an item has the nats per byte of the same text as a validation set.
     text = answer["tasks"]["text"]
     lines = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
@@ -94,15 +95,6 @@ def test_scores_are_those_of_the_evaluation_step_and_the_same_command_resumes(fo
         "accuracy_pmi",
     }
     assert choice["metrics"]["accuracy"]["chance"] == 0.5
-    answers = [json.loads(line) for line in samples(answer["tasks"]["answer"]).splitlines()]
-    prompts = [f"--prompt={lines[n]['a']}" for n in (0, 22)]
-    words_of_generate = [*prompts, "--temperature=0", "--max_tokens=5", "--stop=e", "--json"]
-    assert main(["generate", f"--workdir={run}", *words_of_generate]) == 0
-    generated = json.loads(capsys.readouterr().out)["samples"]
-    fields = ("ids", "text", "finish_reason")
-    assert [[answers[n][name] for name in fields] for n in (0, 22)] == [
-        [each[name] for name in fields] for each in generated
-    ]
     whole = samples(choice)
     with open(f"{choice['folder']}/samples.jsonl", "wb") as file:
         file.write(whole[: len(whole) // 2])  # a torn line
@@ -113,6 +105,22 @@ def test_scores_are_those_of_the_evaluation_step_and_the_same_command_resumes(fo
     assert "pair" in printed
     assert "k2" in printed
     assert "accuracy_pmi" in printed
+
+
+@pytest.mark.slow  # each of the programs is compiled
+def test_answers_are_those_of_generate(folder, run, capsys):
+    words = [f"--tasks={folder / 'answer.toml'}", "--sequence=64"]
+    _, answer = call(capsys, run, *words)
+    lines = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in samples(answer["tasks"]["answer"]).splitlines()]
+    prompts = [f"--prompt={lines[n]['a']}" for n in (0, 22)]
+    words_of_generate = [*prompts, "--temperature=0", "--max_tokens=5", "--stop=e", "--json"]
+    assert main(["generate", f"--workdir={run}", *words_of_generate]) == 0
+    generated = json.loads(capsys.readouterr().out)["samples"]
+    fields = ("ids", "text", "finish_reason")
+    assert [[answers[n][name] for name in fields] for n in (0, 22)] == [
+        [each[name] for name in fields] for each in generated
+    ]
 
 
 def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
@@ -152,6 +160,36 @@ def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
     assert digests[0] == digests[1]
     with open(f"{scored(*on_four, tmp_path / 'four')}/samples.jsonl", "rb") as file:
         assert file.read() == whole
+
+
+def test_a_task_in_training_has_the_samples_of_the_command_on_that_step(folder, tmp_path, capsys):
+    file = str(folder / "pair.toml")
+    settings = {
+        "train.steps": 2,
+        "eval.tasks": (file,),
+        "eval.tasks_every": "50%",
+        "checkpoint.every": 1,
+    }
+    (tmp_path / "texts").mkdir()
+    written = harness.write_config(tmp_path / "texts", settings)
+    run = tmp_path / "run"
+    assert main(harness.words(written, run)) == 0
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scored = [each for each in records if each["split"] == "tasks"]
+    assert [each["step"] for each in scored] == [1, 2]
+    before = {path: path.read_bytes() for path in (run / "evals").glob("*/*.jsonl")}
+    assert len(before) == 2
+    for path in before:
+        path.unlink()
+    for record in scored:
+        words = [f"--tasks={file}", f"--step={record['step']}"]
+        _, answer = call(capsys, run, *words)
+        accuracy = answer["tasks"]["pair"]["metrics"]["accuracy"]
+        names = {"mean": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
+        assert {each: record[f"task.pair.{name}"] for each, name in names.items()} == {
+            each: accuracy[each] for each in names
+        }
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_score_that_is_not_finite_is_counted_and_named(folder, trained, tmp_path):
