@@ -103,6 +103,9 @@ def checkout(tmp_path_factory):
     (folder / "chat.jsonl").write_text("".join(conversations))
     pairs = ({"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(100))
     (folder / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
+    texts = {"id": "1", "prompt": "1?", "a": "a", "b": "b", "order": "ab", "choice": "a"}
+    texts |= {"run_a": "runs/a@1", "run_b": "runs/b@1", "rater": "eve", "seconds": 1.0}
+    (folder / "ratings.jsonl").write_text(json.dumps(texts) + "\n")
     (folder / "asked.jsonl").write_text("".join(conversations[:10]))
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").write_text("")
