@@ -82,7 +82,7 @@ def conversations(file: str | None, count: int) -> list[dict[str, Any]]:
 
 
 def make(family: str, folder: Path) -> None:
-    """Write a fast tokenizer with a family's special tokens and template (the other interpreter)."""
+    """Write a fast tokenizer with a family's tokens and template (the other interpreter)."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

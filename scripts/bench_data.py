@@ -1,15 +1,15 @@
-"""How fast text becomes rows: tokenising, packing and reading on one core, and how long a consumer waits for batches.
+"""Speed of text to rows: tokenizing, packing and reading on one core, and the loader's wait.
 
     python scripts/bench_data.py
     python scripts/bench_data.py --tokenizer=bytes --sequence=2048 --rate=1e6 --json
 
-On the source of Python's standard library. Speeds are of processor time, all threads together, so a
-neighbour on the machine takes little from them. The consumer computes nothing: it lies idle for as
-long as a device that takes `--rate` tokens a second would compute, so what it waits is the
-loader's.
+On the source of Python's standard library. Speeds are of processor time, all threads together, so
+other programs take little from them. The consumer computes nothing: it idles for as long as a
+device that takes `--rate` tokens a second would compute, so its waits are the loader's.
 """
 
 import argparse
+import functools
 import json
 import tempfile
 import time
@@ -28,23 +28,26 @@ RATE = 40_000.0
 
 
 def measure(config: DataConfig, rate: float, seconds: float) -> dict[str, Any]:
-    """MB of text a second on a core for each stage, and the share of the time that a consumer of `rate` tokens/s waits."""
+    """MB of text a second on a core by stage, and the waiting share of a consumer.
+
+    The consumer takes `rate` tokens a second.
+    """
     encoder = dataset.open_tokenizer(config)
     train, _ = parts.find_parts(config)
     documents = [document for part in train for document in part.documents(Counter())]
     size = sum(len(document.text.encode()) for document in documents)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokenising, shards = _timed(
+        tokenizing, shards = _timed(
             lambda: writer.write(folder / "shards", documents, encoder, Counter())
         )
-        packs, plans = zip(
-            *(
-                _timed(lambda: packing.open_plan(shards, config.sequence, kind, 0, folder / kind))  # noqa: B023 - called at once
-                for kind in ("concat", "first_fit")
-            ),
-            strict=True,
-        )
+
+        def pack(kind: packing.Packing) -> packing.PackingPlan:
+            return packing.open_plan(shards, config.sequence, kind, 0, folder / kind)
+
+        kinds: tuple[packing.Packing, ...] = ("concat", "first_fit")
+        timed = [_timed(functools.partial(pack, kind)) for kind in kinds]
+        packs, plans = zip(*timed, strict=True)
         loader = Loader(shards, plans[0], config.sequence, 0, config.workers, config.prefetch)
         loader.at(0, batch=ROWS, rows=slice(0, ROWS))  # imports
         reading, _ = _timed(
@@ -55,10 +58,10 @@ def measure(config: DataConfig, rate: float, seconds: float) -> dict[str, Any]:
     return {
         "megabytes": size / 1e6,
         "tokens": shards.manifest.tokens,
-        "tokenise_mb_per_second": size / 1e6 / tokenising,
+        "tokenize_mb_per_second": size / 1e6 / tokenizing,
         "pack_concat_mb_per_second": size / 1e6 / packs[0],
         "pack_first_fit_mb_per_second": size / 1e6 / packs[1],
-        "tokenise_and_pack_mb_per_second": size / 1e6 / (tokenising + max(packs)),
+        "tokenize_and_pack_mb_per_second": size / 1e6 / (tokenizing + max(packs)),
         "read_mb_per_second": 200 * ROWS * config.sequence * per_token / reading,
         "rate": rate,
         "waited": waited,
@@ -98,14 +101,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     config = DataConfig(tokenizer=args.tokenizer, sequence=args.sequence)
-    found = measure(config, args.rate, args.seconds)
+    figures = measure(config, args.rate, args.seconds)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
         return
-    print(f"{found['megabytes']:.1f} MB of text, {found['tokens']:,} tokens; MB/s on one core:")
-    for stage in ("tokenise", "pack_concat", "pack_first_fit", "tokenise_and_pack", "read"):
-        print(f"  {stage:<20}{found[f'{stage}_mb_per_second']:>10.1f}")
-    print(f"at {args.rate:,.0f} tokens/s a consumer waits {found['waited']:.2%} of its time")
+    print(f"{figures['megabytes']:.1f} MB of text, {figures['tokens']:,} tokens; MB/s on one core:")
+    for stage in ("tokenize", "pack_concat", "pack_first_fit", "tokenize_and_pack", "read"):
+        print(f"  {stage:<20}{figures[f'{stage}_mb_per_second']:>10.1f}")
+    print(f"at {args.rate:,.0f} tokens/s a consumer waits {figures['waited']:.2%} of its time")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Filters of jaxlm beside the same ones of datatrove, on the same documents, in turns, on one core.
+"""Filters of jaxlm against the same ones of datatrove, on the same documents, on one core.
 
     pip install datatrove nltk regex 'xxhash<4' tldextract spacy orjson
     python scripts/bench_datatrove.py [--source='texts/**/*.html'] [--megabytes=2] [--turns=5]
 
-datatrove cuts English into words with spaCy; a second arm gives it a tokenizer that splits at white
-space, so that what is left is the filter. Time is that of the process; of the turns the median is
-shown, and the median of their ratios. The last row reads JSON lines, passes five stages, and writes
-JSON lines, of jaxlm also all that was removed.
+The sides take turns. datatrove cuts English into words with spaCy; a second arm gives it a
+tokenizer that splits at white space, so that the filter is the remaining cost. Time is that of the
+process; the median of the turns is shown, and the median of their ratios. The last row reads JSON
+lines, passes five stages, and writes JSON lines; jaxlm also writes all removed documents.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def _over(work: Callable[[CorpusDocument], object], documents: list[CorpusDocume
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of a core, while something is done."""
+    """Seconds of a core that a call takes."""
     split_into_parts.cache_clear()
     begun = time.process_time()
     work()
@@ -128,25 +128,25 @@ def show(name: str, size: float, turns: list[list[float]]) -> None:
 
 def documents(patterns: tuple[str, ...], most: float) -> list[CorpusDocument]:
     corpus = Corpus.find(patterns, "text", "source")
-    found: list[CorpusDocument] = []
+    texts: list[CorpusDocument] = []
     size = 0
     for path, name in zip(corpus.files, corpus.names, strict=True):
         for each in read(path, name, Recipe(source=patterns), Counter()):
             if isinstance(each, CorpusDocument) and each.text.strip():
-                found.append(each)
+                texts.append(each)
                 size += len(each.text)
         if size > most:
             break
-    return found
+    return texts
 
 
 def whole(
-    found: list[CorpusDocument], recipe: Recipe, folder: Path
+    corpus: list[CorpusDocument], recipe: Recipe, folder: Path
 ) -> tuple[Callable[[], object], ...]:
     """From a file to a file: ours, and theirs with either tokenizer."""
     source = folder / "in" / "texts.jsonl"
     source.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps({"text": each.text, "id": str(n)}) for n, each in enumerate(found))
+    lines = (json.dumps({"text": each.text, "id": str(n)}) for n, each in enumerate(corpus))
     source.write_text("".join(f"{line}\n" for line in lines))
     recipe = Recipe(source=(str(source),), stages=STAGES, dedup=(), pii=recipe.pii)
 
@@ -178,21 +178,21 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     recipe = Recipe(pii=Pii(kinds=("email", "ip")))  # all that datatrove looks for
-    found = documents((arguments.source,), arguments.megabytes * 1e6)
-    size = sum(len(each.text) for each in found) / 1e6
-    print(f"{len(found)} documents, {size:.1f} MB; MB/s of a core, and how many times as fast")
+    corpus = documents((arguments.source,), arguments.megabytes * 1e6)
+    size = sum(len(each.text) for each in corpus) / 1e6
+    print(f"{len(corpus)} documents, {size:.1f} MB; MB/s of a core, and how many times as fast")
     print(f"{'':<12}{'jaxlm':>14}{'spaCy':>14}{'white space':>14}{'spaCy':>11}{'white':>11}")
     with tempfile.TemporaryDirectory() as place:
         arms = [ours(recipe), theirs("eng", place), theirs(WhiteSpace(), place)]
         for name in arms[0]:
             for arm in arms:
-                arm[name](found[0])  # what is loaded with the first is loaded
+                arm[name](corpus[0])  # what is loaded with the first is loaded
             turns: list[list[float]] = [[] for _ in arms]
             for _ in range(arguments.turns):
                 for arm, spent in zip(arms, turns, strict=True):
-                    spent.append(seconds(functools.partial(_over, arm[name], found)))
+                    spent.append(seconds(functools.partial(_over, arm[name], corpus)))
             show(name, size, turns)
-        jobs = whole(found, recipe, Path(place))
+        jobs = whole(corpus, recipe, Path(place))
         turns = [[] for _ in jobs]
         for _ in range(arguments.turns):
             for job, spent in zip(jobs, turns, strict=True):

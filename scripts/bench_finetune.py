@@ -4,8 +4,8 @@
     taskset -c 0 python scripts/bench_finetune.py --size=100m --arms=lora --json
 
 All steps run in this process, on the same rows, in turns. `chat` is the step of all weights on rows
-of which half of the tokens are trained. Seconds are of the processor, so that other programs count
-little. The ratio is that of the least seconds of an arm and of `full`.
+with half of the tokens trained. Seconds are of the processor, so that other programs count little.
+The ratio is that of the least seconds of an arm and of `full`.
 """
 
 import argparse

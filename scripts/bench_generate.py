@@ -1,6 +1,8 @@
-"""Tokens a second of greedy generation on CPU, beside `generate` of transformers, by turns in one process, with the same weights.
+"""Tokens a second of greedy generation on CPU, against `generate` of transformers.
 
-python scripts/bench_generate.py --turns=3, where torch and transformers can be imported (Python
+    python scripts/bench_generate.py --turns=3
+
+Both sides take turns in one process, with the same weights. It needs torch and transformers (Python
 3.11: the `parity` extra). A GPT-2 of 110M parameters, 8 prompts of 64 tokens, 128 new tokens each;
 jaxlm also with guesses (`--prompt_lookup`). All compile or warm up before they are timed.
 """
@@ -41,7 +43,15 @@ Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
 def ours(
     folder: Path, compute: Float, prompts: np.ndarray, count: int, lookup: int = 0
 ) -> Generate:
-    """jaxlm, with products of operands in `compute`, and so many tokens guessed at a time."""
+    """jaxlm, with products of operands in `compute`.
+
+    Args:
+      folder: the exported model.
+      compute: dtype of the operands.
+      prompts: ids of the prompts.
+      count: number of new tokens.
+      lookup: number of tokens that are guessed at a time.
+    """
     precision = Precision.of(PrecisionConfig(compute=compute))
     blueprint, params = opened(Folder(folder), precision)
     draw = functools.partial(sampling.draw, temperature=0.0)
@@ -125,16 +135,16 @@ def main() -> None:
 def answer(
     texts: dict[str, np.ndarray], seconds: dict[str, list[float]], tokens: int
 ) -> dict[str, Any]:
-    """Median rates, how many times as fast we are turn by turn, and how much of the texts is the same."""
-    found: dict[str, Any] = {name: tokens / statistics.median(s) for name, s in seconds.items()}
+    """Median rates, speed ratios turn by turn, and the equal share of the texts."""
+    rates: dict[str, Any] = {name: tokens / statistics.median(s) for name, s in seconds.items()}
     for name, dtype in itertools.product(SIDES, ("float32", "bfloat16")):
         if name == "transformers":
             continue
-        own, other = (f"{side} {dtype}" for side in (name, "transformers"))
-        by_turn = [b / a for a, b in zip(seconds[own], seconds[other], strict=True)]
-        found[f"times as fast, {own}"] = statistics.median(by_turn)
-        found[f"same ids, {own}"] = float((texts[own] == texts[other]).mean())
-    return found
+        key, other = (f"{side} {dtype}" for side in (name, "transformers"))
+        by_turn = [b / a for a, b in zip(seconds[key], seconds[other], strict=True)]
+        rates[f"times as fast, {key}"] = statistics.median(by_turn)
+        rates[f"same ids, {key}"] = float((texts[key] == texts[other]).mean())
+    return rates
 
 
 if __name__ == "__main__":

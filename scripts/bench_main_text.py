@@ -1,11 +1,12 @@
-"""What our reader keeps of HTML pages whose main text is known, beside trafilatura: precision and recall of words.
+r"""Text that our reader keeps of HTML pages with known main text, against trafilatura.
 
     pip install trafilatura lxml
-    python scripts/bench_main_text.py 'python3.11-doc/**/*.html' --main='//div[@role="main"]' --without='//a[@class="headerlink"]'
+    python scripts/bench_main_text.py 'python3.11-doc/**/*.html' \
+        --main='//div[@role="main"]' --without='//a[@class="headerlink"]'
 
-Pages of a documentation tool say in their markup what is their text and what is around it: `--main`
-finds the one in a page with XPath, `--without` what is not text in it. Neither extractor looks at
-such names of ours; pages of fewer than 100 words are left out.
+Precision and recall of words. Pages of a documentation tool mark their text and its surroundings:
+`--main` finds the text in a page with XPath, `--without` the parts of it that are no text. The
+extractors ignore such marks; pages of fewer than 100 words are left out.
 """
 
 import argparse
@@ -26,7 +27,7 @@ LEAST_WORDS, LARGEST = 100, 400_000
 ARMS: dict[str, Callable[[str], str]] = {
     "jaxlm": lambda page: main_text(page, Counter())[1],
     "trafilatura": lambda page: trafilatura.extract(page, include_comments=False) or "",
-    "trafilatura, favour_recall": lambda page: (
+    "trafilatura, favor_recall": lambda page: (
         trafilatura.extract(page, include_comments=False, favor_recall=True) or ""
     ),
     "all text": lambda page: " ".join(html.document_fromstring(page.encode()).itertext()),
@@ -65,10 +66,10 @@ def main() -> None:
         count, size = count + 1, size + len(page)
         for name, extract in ARMS.items():
             begun = time.process_time()
-            found = words(extract(page))
+            extracted = words(extract(page))
             seconds[name] += time.process_time() - begun
             sums[name] += Counter(
-                both=(found & gold).total(), found=found.total(), gold=gold.total()
+                both=(extracted & gold).total(), found=extracted.total(), gold=gold.total()
             )
         if count == args.count:
             break

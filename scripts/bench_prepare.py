@@ -1,11 +1,12 @@
-"""Megabytes a second on one core, of each stage of a recipe, on the source of Python's own library.
+"""Megabytes a second on one core, of each stage of a recipe, on Python's own library.
 
     python scripts/bench_prepare.py [--source='texts/**/*'] [--megabytes=4]
 
-A reader's rate is in bytes of its files, by their ending, all other rates are in characters. Every
-stage gets the same documents, whatever another would have removed, so that each is measured on all
-of the text. Time is that of the process: what else the machine does changes little. Stages whose
-package is not installed are left out. At the end it says where the slowest stage spends its time.
+A reader's rate is in bytes of its files, by their ending; all other rates are in characters. Every
+stage gets the same documents, including those that another would have removed, so that each is
+measured on all of the text. Time is that of the process: other programs change little. Stages whose
+package is not installed are left out. The last line names the functions in which the slowest stage
+spends its time.
 """
 
 import argparse
@@ -50,10 +51,10 @@ def timed(
 
 
 def read_all(recipe: Recipe, most: float) -> list[CorpusDocument]:
-    """Documents of every nth file of a recipe's source, which hold about `most` bytes; prints how fast each reader was."""
+    """Read every nth file of a recipe's source, about `most` bytes; print the speed of readers."""
     files = remote.find(recipe)
     step = max(1, int(sum(size for *_, size in files) / most))
-    found: list[CorpusDocument] = []
+    documents: list[CorpusDocument] = []
     sizes, seconds = Counter[str](), defaultdict[str, float](float)
     for path, name, size in files[::step]:
         begun = time.process_time()
@@ -61,14 +62,14 @@ def read_all(recipe: Recipe, most: float) -> list[CorpusDocument]:
         kind = kind_of(name) or "none"
         seconds[kind] += time.process_time() - begun
         sizes[kind] += size
-        found += [each for each in records if isinstance(each, CorpusDocument)]
-    characters = sum(len(each.text) for each in found)
-    print(f"{len(found)} documents, {characters / 1e6:.1f} MB")
+        documents += [each for each in records if isinstance(each, CorpusDocument)]
+    characters = sum(len(each.text) for each in documents)
+    print(f"{len(documents)} documents, {characters / 1e6:.1f} MB")
     for kind, size in sizes.most_common():
         print(
             f"{'read ' + kind:<14}{size / 1e6 / seconds[kind]:>10.1f} MB/s of {size / 1e6:.1f} MB"
         )
-    return found
+    return documents
 
 
 def main() -> None:
@@ -81,7 +82,7 @@ def main() -> None:
         urls=Urls(blocked=(__file__,)),
         decontaminate=Decontaminate(against=(__file__,)),
     )
-    found = read_all(recipe, args.megabytes * 1e6)
+    documents = read_all(recipe, args.megabytes * 1e6)
     work: dict[str, Callable[[CorpusDocument], object]] = {}
     for name, maker in MAKERS.items():
         try:
@@ -93,10 +94,10 @@ def main() -> None:
     for kind in ("exact", "near", "spans"):
         work[f"sign {kind}"] = Signer(Recipe(dedup=(kind,))).add
     work["write"] = to_line
-    spent = {name: timed(name, each, found) for name, each in work.items()}
+    spent = {name: timed(name, each, documents) for name, each in work.items()}
     slowest = max(spent, key=spent.__getitem__)
     with cProfile.Profile() as profile:
-        for document in found:
+        for document in documents:
             work[slowest](document)
     print(f"the slowest, {slowest}, by what its functions take themselves:")
     pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(PROFILED)

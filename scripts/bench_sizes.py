@@ -1,4 +1,4 @@
-"""What scripts/bench_torch.py measures: the sizes, what jaxlm's side of them is set to, and the rows that all sides read."""
+"""Sizes of scripts/bench_torch.py, jaxlm's settings for them, and the rows of all sides."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,15 +1,15 @@
-"""What the loop, the config and Flax cost: `jaxlm train`'s own step against a hand-written one of the same model.
+"""Cost of the loop, the config and Flax: `jaxlm train` against a hand-written step.
 
     taskset -c 0 python scripts/bench_step.py --size=quickstart
     taskset -c 0 python scripts/bench_step.py --size=100m --json
 
 Both run in this process, from the same weights, on the same rows, in turns. Ours is the engine of
 `jaxlm train`, and its time includes the loader, the transfer, the loop, the metrics of every step
-and a line in metrics.jsonl for each tenth. The hand-written one is what a person would write for
-this one model: plain functions, matrix products of two dimensions in the same precision, the same
-loss with the same backward pass, AdamW in a few lines; its batches lie on the device before its
-clock starts, and it computes no metric beside the loss. Both losses must agree, or the comparison
-ends. The ratio is the median over rounds of ours / hand-written, in tokens a second.
+and a line in metrics.jsonl for each tenth. The hand-written one is that of a person for this one
+model: plain functions, matrix products of two dimensions in the same precision, the same loss with
+the same backward pass, AdamW in a few lines; its batches are on the device before its clock starts,
+and it computes no metric except the loss. Both losses must agree, or the comparison ends. The ratio
+is the median over rounds of ours / hand-written, in tokens a second.
 """
 
 import argparse
@@ -47,8 +47,8 @@ ROOT = Path(__file__).parents[1]
 LOG_EVERY = 10  # steps; a run of 1,000 logs as often by default
 # What the hand-written step does not do is turned off; the model is the config's.
 PLAIN = {
-    # In bfloat16 XLA for CPU widens products that are written as one writes them; jaxlm writes them
-    # otherwise, and would win by that whatever its loop costs.
+    # In bfloat16 XLA for CPU widens products in their usual form; jaxlm writes them otherwise, and
+    # would win by that for any cost of its loop.
     "precision.compute": "float32",
     "optim.name": "adamw",
     "optim.lr": "1e-4",
@@ -164,8 +164,8 @@ def hand_written(run: Run, params: Any, batches: Iterator[Any]) -> Timed:
         x = low(x)
         return product(x, w), (x, w)
 
-    def product_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-        (x, w), grad = kept, low(grad)
+    def product_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+        (x, w), grad = saved, low(grad)
         dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
         return dot(grad, low(w).T), dot(x.T, grad)
 
@@ -182,8 +182,8 @@ def hand_written(run: Run, params: Any, batches: Iterator[Any]) -> Timed:
         picked = jnp.where(hit, logits - peak, 0.0).sum(-1)
         return log_sum - picked, (logits, targets, peak[:, 0] + log_sum)
 
-    def nll_backward(kept: tuple[Array, ...], grad: Array) -> tuple[Array, None]:
-        logits, targets, normalizer = kept
+    def nll_backward(saved: tuple[Array, ...], grad: Array) -> tuple[Array, None]:
+        logits, targets, normalizer = saved
         hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
         softmax = jnp.exp(logits - normalizer[:, None])
         return softmax * grad[:, None] - jnp.where(hit, grad[:, None], 0.0), None

@@ -1,12 +1,12 @@
-"""Training beside PyTorch: the same model, the same optimizer, as many tokens a step, on the same machine.
+"""Training against PyTorch: the same model, optimizer and tokens a step, on one machine.
 
     python scripts/bench_torch.py --size=0.8M
     python scripts/bench_torch.py --size=124M --rounds=5
     python scripts/bench_torch.py --on=gpu --size=llama-1B@2048 --profile=traces
 
-Needs torch and transformers (the extra `parity`, Python 3.11 where torch is to be a CPU's);
-scripts/bench_gpu finds or makes what a GPU needs. Every arm is a process of its own. On a CPU all
-of them live together and are asked for steps in turns, so that a slow spell of the machine meets
+Needs torch and transformers (the extra `parity`, Python 3.11 for a CPU build of torch);
+scripts/bench_gpu finds or makes the environment of a GPU. Every arm is a process of its own. On a
+CPU all of them live together and take steps in turns, so that a slow spell of the machine meets
 all. On a GPU, whose memory one would take from the other, an arm is started, warmed up, timed and
 ended before the next begins, in as many rounds as there is time for; every second one has the order
 reversed.
@@ -37,8 +37,8 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.monitor import chips, formatting, profiling
 
 PRECISIONS = ("float32", "bfloat16")
-# Settings beside those of the command line: what keeping the optimizer's state in host memory
-# costs, and what it frees.
+# Settings in addition to the command line: the cost of the optimizer's state in host memory, and
+# the memory that it frees.
 OURS: dict[str, list[tuple[str, str]]] = {
     "jaxlm": [],
     "jaxlm offload": [("train.offload", "optimizer")],
@@ -71,7 +71,10 @@ WANTED = {
 
 
 def work(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    """An arm's process: after its first step, a number of steps or a folder for a trace in, an answer out, line by line."""
+    """Process of an arm: after its first step, it reads requests and writes answers, by line.
+
+    A request is a number of steps, or a folder for a trace.
+    """
     begun = time.perf_counter()
     side, precision = ARMS[args.arm]
     size = SIZES[args.size]
@@ -102,31 +105,31 @@ def _answer(**fields: Any) -> None:
 
 
 def row(name: str, arms: Mapping[str, Measured], args: argparse.Namespace) -> dict[str, Any]:
-    """What is reported of a size."""
+    """The reported row of a size."""
     size = SIZES[name]
     parameters, flops = costs(size)
     best = max((of.median for arm, of in arms.items() if ARMS[arm][0] in SIDES), default=0.0)
     ours = max((of.median for arm, of in arms.items() if ARMS[arm][0] == "jaxlm"), default=0.0)
 
-    def one(found: Measured) -> dict[str, Any]:
-        peak = chips.peak_flops(found.device or "")
+    def one(measured: Measured) -> dict[str, Any]:
+        peak = chips.peak_flops(measured.device or "")
         return {
             "tokens_per_second": {
-                "median": found.median,
-                "least": min(found.speeds),
-                "most": max(found.speeds),
+                "median": measured.median,
+                "least": min(measured.speeds),
+                "most": max(measured.speeds),
             }
-            if found.speeds
+            if measured.speeds
             else None,
-            "windows": len(found.speeds),
-            "ratio": found.median / best if best and found.speeds else None,
-            "mfu": flops * found.median / peak if peak and found.speeds else None,
-            "peak_bytes": found.peak_bytes,
-            "loss_nats": found.loss,
-            "start_seconds": found.start_seconds,
-            "device": found.device,
-            "library": found.library,
-            "error": found.error,
+            "windows": len(measured.speeds),
+            "ratio": measured.median / best if best and measured.speeds else None,
+            "mfu": flops * measured.median / peak if peak and measured.speeds else None,
+            "peak_bytes": measured.peak_bytes,
+            "loss_nats": measured.loss,
+            "start_seconds": measured.start_seconds,
+            "device": measured.device,
+            "library": measured.library,
+            "error": measured.error,
         }
 
     return {
@@ -138,7 +141,7 @@ def row(name: str, arms: Mapping[str, Measured], args: argparse.Namespace) -> di
         "flops_per_token": flops,
         "settings": {"train.remat": "none", "loss.chunk": "None", "train.microbatches": "1"}
         | dict(args.overrides),
-        "arms": {arm: one(found) for arm, found in arms.items()},
+        "arms": {arm: one(result) for arm, result in arms.items()},
         "ratio": ours / best if ours and best else None,
     }
 
@@ -150,18 +153,18 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for each in rows:
-        for arm, found in each["arms"].items():
-            speed = found["tokens_per_second"]
+        for arm, measured in each["arms"].items():
+            speed = measured["tokens_per_second"]
             cells = [f"{each['size']}, {each['rows']} x {each['length']}", arm]
             if speed is None:
-                lines.append(f"| {' | '.join(cells)} | {found['error']} | - | - | - | - |")
+                lines.append(f"| {' | '.join(cells)} | {measured['error']} | - | - | - | - |")
                 continue
             cells += [
                 f"{speed['median']:,.0f} ({speed['least']:,.0f} to {speed['most']:,.0f})",
-                "-" if found["ratio"] is None else f"{found['ratio']:.3f}",
-                "-" if found["mfu"] is None else f"{found['mfu']:.1%}",
-                "-" if found["peak_bytes"] is None else formatting.size(found["peak_bytes"]),
-                f"{found['loss_nats']:.3f}",
+                "-" if measured["ratio"] is None else f"{measured['ratio']:.3f}",
+                "-" if measured["mfu"] is None else f"{measured['mfu']:.1%}",
+                "-" if measured["peak_bytes"] is None else formatting.size(measured["peak_bytes"]),
+                f"{measured['loss_nats']:.3f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     libraries = {
@@ -175,9 +178,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{settings}"
         )
         lines += [
-            f"  {arm} ended before the last round: {found['error']}"
-            for arm, found in each["arms"].items()
-            if found["error"] and found["tokens_per_second"]
+            f"  {arm} ended before the last round: {measured['error']}"
+            for arm, measured in each["arms"].items()
+            if measured["error"] and measured["tokens_per_second"]
         ]
     lines += [f"{library} on {device}" for library, device in libraries.items()]
     return "\n".join(lines)
@@ -231,24 +234,24 @@ def main() -> int:
         return profile(plan, names, Path(args.profile))
     measure = bench_turns.alone if is_alone else bench_turns.together
     rows: list[dict[str, Any]] = []
-    for found in measure(plan, names, arms):
-        rows = [row(name, of, args) for name, of in found.items()]
-        if args.out:  # whatever ends this early, what was measured stays
+    for results in measure(plan, names, arms):
+        rows = [row(name, of, args) for name, of in results.items()]
+        if args.out:  # after an early end, the measurements stay
             args.out.write_text(json.dumps({"on": args.on, "rows": rows}, indent=1) + "\n")
     print(json.dumps({"on": args.on, "rows": rows}) if args.json else table(rows))
-    return int(any(found["error"] for each in rows for found in each["arms"].values()))
+    return int(any(results["error"] for each in rows for results in each["arms"].values()))
 
 
 def profile(plan: Plan, names: Sequence[str], folder: Path) -> int:
     """Prints where the time of a few of jaxlm's steps went, by size."""
     for name in names:
         try:
-            found = bench_turns.trace(plan, name, "jaxlm bfloat16", (folder / name).absolute())
+            summary = bench_turns.trace(plan, name, "jaxlm bfloat16", (folder / name).absolute())
         except Ended as ended:
             print(f"{name}: {ended}", file=sys.stderr)
             return 1
-        print(f"{name}: {found['steps']} steps, {found['seconds']:.3f} s, {folder / name}")
-        for label, text in profiling.facts(found):
+        print(f"{name}: {summary['steps']} steps, {summary['seconds']:.3f} s, {folder / name}")
+        for label, text in profiling.facts(summary):
             print(f"  {label}")
             print("\n".join(f"    {line}" for line in text.splitlines()))
     return 0

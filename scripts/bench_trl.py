@@ -6,9 +6,9 @@
 --python names an interpreter with torch, transformers, trl and peft. Each step has its own process,
 and all live together, see bench_torch.py. A window's time is the CPU time of its process: other
 work on the machine does not count. All sides train in float32, with AdamW and clipping, on full
-rows without padding. `chat` is jaxlm's step on rows of which half of the tokens are trained. TRL's
-step is `SFTTrainer.compute_loss` in the loop of trl_arms.py, which has none of the trainer's
-logging and callbacks.
+rows without padding. `chat` is jaxlm's step on rows with half of the tokens trained. TRL's step is
+`SFTTrainer.compute_loss` in the loop of trl_arms.py, which has none of the trainer's logging and
+callbacks.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Who runs when in scripts/bench_torch.py: processes that are asked for steps, all alive together or one after the other."""
+"""Turns of the processes in scripts/bench_torch.py: all alive together, or one by one."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ ERROR = re.compile(r"[\w.]*(Error|Exception)\b")  # how the last line of a trace
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long, how often, and by when."""
+    """Lengths, rounds and the deadline of a measurement."""
 
     command: Sequence[str]  # of an arm's process; its size and name are added
     on: Literal["cpu", "gpu"]
@@ -37,7 +37,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Measured:
-    """What is known of an arm so far; `speeds` are tokens a second, one for each window."""
+    """Measurements of an arm; `speeds` are tokens a second, one for each window."""
 
     speeds: list[float] = dataclasses.field(default_factory=list)
     loss: float | None = None
@@ -58,7 +58,7 @@ class Ended(Exception):
 
 
 @contextlib.contextmanager
-def working(plan: Plan, size: str, arm: str, found: Measured) -> Iterator["Worker"]:
+def working(plan: Plan, size: str, arm: str, measured: Measured) -> Iterator["Worker"]:
     """An arm's process, warmed up. It ends with the `with` block, or at the deadline.
 
     Raises:
@@ -66,12 +66,12 @@ def working(plan: Plan, size: str, arm: str, found: Measured) -> Iterator["Worke
     """
     # Threads that wait for work in a loop would take the others' turn from them.
     quiet = {"OMP_WAIT_POLICY": "passive", "JAX_PLATFORMS": "cpu"}
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [*plan.command, f"--size={size}", f"--arm={arm}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=output,
             text=True,
             env=os.environ | (quiet if plan.on == "cpu" else {"JAX_PLATFORMS": "cuda"}),
         )
@@ -80,7 +80,7 @@ def working(plan: Plan, size: str, arm: str, found: Measured) -> Iterator["Worke
         timer.daemon = True
         timer.start()
         try:
-            yield Worker(plan, size, found, process, said)
+            yield Worker(plan, size, measured, process, output)
         finally:
             timer.cancel()
             with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
@@ -90,37 +90,37 @@ def working(plan: Plan, size: str, arm: str, found: Measured) -> Iterator["Worke
 
 
 class Worker:
-    """What `working` gives: a process that takes steps when it is asked."""
+    """A process, as made by `working`, that takes steps on request."""
 
     def __init__(
-        self, plan: Plan, size: str, found: Measured, process: subprocess.Popen[str], said: Any
+        self, plan: Plan, size: str, measured: Measured, process: subprocess.Popen[str], output: Any
     ):
-        self._deadline, self._found = plan.deadline, found
-        self._process, self._said = process, said
+        self._deadline, self._found = plan.deadline, measured
+        self._process, self._said = process, output
         first = self._read()
-        found.loss, found.start_seconds = first["loss_nats"], first["seconds"]
-        if not abs(found.loss - math.log(SIZES[size].vocab)) < 1:
-            raise Ended(f"starts with a loss of {found.loss}")
+        measured.loss, measured.start_seconds = first["loss_nats"], first["seconds"]
+        if not abs(measured.loss - math.log(SIZES[size].vocab)) < 1:
+            raise Ended(f"starts with a loss of {measured.loss}")
         self.ask(steps=1)  # the second one is not like the others either
         self._count = plan.steps or max(1, round(2 * plan.seconds / self.ask(steps=2)["seconds"]))
         self._tokens = self._count * SIZES[size].tokens_per_step
 
-    def ask(self, **wish: Any) -> dict[str, Any]:
-        """What the process answers."""
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Return the answer of the process to a request."""
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(wish) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         return self._read()
 
     def window(self) -> None:
         """Takes steps, and notes how fast."""
-        answer, found = self.ask(steps=self._count), self._found
+        answer, measured = self.ask(steps=self._count), self._found
         if not math.isfinite(answer["loss_nats"]):
             raise Ended(f"comes to a loss of {answer['loss_nats']}")
-        found.speeds.append(self._tokens / answer["seconds"])
-        found.device, found.library = answer["device"], answer["library"]
-        found.peak_bytes = answer["peak_bytes"]
+        measured.speeds.append(self._tokens / answer["seconds"])
+        measured.device, measured.library = answer["device"], answer["library"]
+        measured.peak_bytes = answer["peak_bytes"]
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout
@@ -131,9 +131,9 @@ class Worker:
             raise Ended(LATE)
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").splitlines()
-        said = [line for line in lines if line.strip()] or ["no word"]
-        told = ([line for line in said if ERROR.match(line)] or said)[-1]
-        raise Ended(f"exit code {code}: {told.strip()[:300].replace('|', '/')}")
+        output = [line for line in lines if line.strip()] or ["no word"]
+        reason = ([line for line in output if ERROR.match(line)] or output)[-1]
+        raise Ended(f"exit code {code}: {reason.strip()[:300].replace('|', '/')}")
 
 
 Found = dict[str, dict[str, Measured]]
@@ -144,9 +144,9 @@ def together(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[
 
     Yields what is known after each round.
     """
-    found: Found = {}
+    results: Found = {}
     for size in sizes:
-        of = found[size] = {arm: Measured() for arm in arms}
+        of = results[size] = {arm: Measured() for arm in arms}
         with contextlib.ExitStack() as stack:
             workers = {}
             for arm in arms:
@@ -157,7 +157,7 @@ def together(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[
                     if of[arm].error is None:
                         with _noted(of[arm]):
                             workers[arm].window()
-                yield found
+                yield results
 
 
 def alone(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[Found]:
@@ -169,12 +169,12 @@ def alone(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[Fou
     is begun that would not be done in time, by how long it took before, or else by the longest of
     all.
     """
-    found: Found = {size: {arm: Measured() for arm in arms} for size in sizes}
+    results: Found = {size: {arm: Measured() for arm in arms} for size in sizes}
     took: dict[tuple[str, str], float] = {}
     for turn in range(plan.rounds):
         for arm in _ordered(arms, turn):
             for size in sizes:
-                of = found[size][arm]
+                of = results[size][arm]
                 expected = took.get((size, arm), max(took.values(), default=0.0))
                 begun = time.monotonic()
                 if of.error:
@@ -186,12 +186,12 @@ def alone(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[Fou
                     for _ in range(WINDOWS):
                         worker.window()
                 took[size, arm] = time.monotonic() - begun
-                yield found
-    yield found
+                yield results
+    yield results
 
 
 def trace(plan: Plan, size: str, arm: str, folder: Path) -> dict[str, Any]:
-    """Where the time of an arm's steps went."""
+    """Profile of the steps of an arm."""
     with working(plan, size, arm, Measured()) as worker:
         return worker.ask(trace=str(folder), steps=plan.steps or TRACED)["trace"]
 
@@ -201,11 +201,11 @@ def _ordered(arms: Sequence[str], turn: int) -> Sequence[str]:
 
 
 @contextlib.contextmanager
-def _noted(found: Measured) -> Iterator[None]:
+def _noted(measured: Measured) -> Iterator[None]:
     """An arm that ends does not end the others."""
     try:
         yield
     except Ended as ended:
         # What came before its end by the clock stands.
-        if not (str(ended) == LATE and found.speeds):
-            found.error = str(ended)
+        if not (str(ended) == LATE and measured.speeds):
+            measured.error = str(ended)

@@ -1,9 +1,9 @@
-"""What watching costs: a step of a config, and what observes it, one after the other in this process.
+"""Cost of watching: a step of a config and its observation, in turns in this process.
 
     taskset -c 0 python scripts/bench_watch.py --config=configs/quickstart.py --rounds=5
 
 For each choice of `log.layers`: seconds of the step, of observing once, and the share of a run's
-time at `log.layers_every`; and what compiling the second program took. Medians; the step's are
+time at `log.layers_every`; and the seconds of compiling the second program. Medians; the step's are
 taken in turns with the others. Lines of JSON.
 """
 
@@ -78,10 +78,10 @@ def rows(run: Run, engine: TrainPrograms, vocab: int) -> Any:
     return host.put(engine.model.mesh, Tokens(*fields))
 
 
-def seconds(act: Any, *given: Any) -> tuple[float, Any]:
-    """How long it takes until what it gives is there."""
+def seconds(act: Any, *arguments: Any) -> tuple[float, Any]:
+    """Seconds until the result of a call is ready."""
     begun = time.perf_counter()
-    out = jax.block_until_ready(act(*given))
+    out = jax.block_until_ready(act(*arguments))
     return time.perf_counter() - begun, out
 
 

@@ -1,9 +1,9 @@
-"""Opens what `jaxlm export` wrote in llama.cpp, by its own converter, and compares ids and logits with jaxlm's.
+"""Compare ids and logits of an exported model in llama.cpp with jaxlm's.
 
     python scripts/compare_llama_cpp.py exported --converter=llama.cpp/convert_hf_to_gguf.py
     python scripts/compare_llama_cpp.py exported --gguf=exported.gguf
 
-Wants the `parity` extra, `pip install llama-cpp-python`, and a checkout of llama.cpp for the
+Needs the `parity` extra, `pip install llama-cpp-python`, and a checkout of llama.cpp for the
 converter, or else the GGUF that `jaxlm export` wrote of the same run. It is then imported, too, and
 its weights compared with those of the folder. llama.cpp keeps keys and values in float32 for this;
 its GELU is a table of half precision, so that a model with one differs by more than rounding.
@@ -69,17 +69,17 @@ def main() -> None:
         if args.converter:
             words = [sys.executable, str(args.converter), str(args.folder)]
             subprocess.run([*words, "--outtype=f32", f"--outfile={gguf}"], check=True)
-        ids, found = theirs(gguf, text)
+        ids, their_logits = theirs(gguf, text)
         logits, params = ours(Folder(args.folder), ids)
         answer = {
             "tokens": len(ids),
-            "largest_difference": float(np.abs(logits - found).max()),
+            "largest_difference": float(np.abs(logits - their_logits).max()),
             "largest_logit": float(np.abs(logits).max()),
             "same_ids": ids.tolist() == _ids(args.folder, text)[: len(ids)],
         }
         try:
-            _, again = ours(Gguf(gguf), ids)
-            pairs = zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True)
+            _, read_back = ours(Gguf(gguf), ids)
+            pairs = zip(jax.tree.leaves(params), jax.tree.leaves(read_back), strict=True)
             answer["read_back"] = float(max(jnp.abs(a - b).max() for a, b in pairs))
         except Exception as error:  # an architecture that is not read from GGUF
             answer["read_back"] = str(error).splitlines()[0]

@@ -1,8 +1,8 @@
-"""What scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py do alike: the runs of a comparison.
+"""The common part of the scripts that compare optimizers, objectives and schedules: runs.
 
 Each is a run of `jaxlm train` in a directory of its own, WORKDIR/ARM/lrRATE-sSTEPS-seedSEED, one
-after the other in this process. A comparison that was killed goes on where it was: a run that has
-ended is read, and one that was begun is gone on with.
+after the other in this process. A killed comparison resumes: a finished run is read, and an
+unfinished one is resumed.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training.rundir import read_json
 
 FILE = "configs/quickstart.py"
-# The quickstart made smaller; saved and evaluated once, at its end. Every update is applied,
-# whatever the guard thinks of the loss: else it would help those that need it.
+# The quickstart made smaller; saved and evaluated once, at its end. Every update is applied without
+# the guard: else it would help those that need it.
 SMALL: Mapping[str, Any] = {
     "model.width": 64,
     "model.depth": 2,
@@ -55,7 +55,7 @@ PARTS = 20  # of all steps: what those that a time allows are rounded to
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One of those that are compared: its name, and what it sets beside the config."""
+    """A compared arm: its name, and its changes of the config."""
 
     name: str
     settings: Mapping[str, Any]
@@ -63,7 +63,10 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A run that has come to its end: where, bits per byte of its validation set, infinite where it diverged; share of slots that it predicted."""
+    """A finished run: its folder, bits per byte, and share of predicted slots.
+
+    The bits are of its validation set, and infinite if it diverged.
+    """
 
     place: Path
     bits: float
@@ -102,19 +105,19 @@ class Sweep:
           ConfigError: where the directory holds another run.
           JaxlmError: as training does; a run that diverges has ended.
         """
-        own = {"train.steps": steps, "seed": seed} | rated(self.run(arm), rate)
-        wanted = self.run(arm, own)
+        settings = {"train.steps": steps, "seed": seed} | rated(self.run(arm), rate)
+        run = self.run(arm, settings)
         place = self.workdir / arm.name / f"lr{rate:g}-s{steps}-seed{seed}"
-        begun, found = time.monotonic(), finished(place, wanted)
-        if found is None:
-            values = self._values(arm, own)
-            with contextlib.suppress(Diverged):  # its directory says so
+        begun, result = time.monotonic(), finished(place, run)
+        if result is None:
+            values = self._values(arm, settings)
+            with contextlib.suppress(Diverged):  # its directory has the record
                 self._train(self._file, workdir=place, settings=values, quiet=True)
-            found = finished(place, wanted)
-            assert found is not None, place
-            told = f"{found.bits:.4f} bits/byte" if math.isfinite(found.bits) else "diverged"
-            self._say(f"  {place}: {told}, {time.monotonic() - begun:.0f} s")
-        return found
+            result = finished(place, run)
+            assert result is not None, place
+            outcome = f"{result.bits:.4f} bits/byte" if math.isfinite(result.bits) else "diverged"
+            self._say(f"  {place}: {outcome}, {time.monotonic() - begun:.0f} s")
+        return result
 
     def seconds(self, arms: Sequence[Arm]) -> dict[str, float]:
         """Seconds of an arm's step, its batch read: measured once, and kept in the folder."""
@@ -123,8 +126,8 @@ class Sweep:
         if not {arm.name for arm in arms} <= known.keys():
             self._say(f"timing steps of {len(arms)} arms in turns")
             # As the first run of each: its step is then compiled already.
-            own = {"train.steps": self.steps, "seed": TUNING}
-            known = step_seconds({arm.name: self.run(arm, own) for arm in arms})
+            settings = {"train.steps": self.steps, "seed": TUNING}
+            known = step_seconds({arm.name: self.run(arm, settings) for arm in arms})
             write(file, known)
         return {arm.name: known[arm.name] for arm in arms}
 
@@ -143,14 +146,23 @@ def compare(
     say: Callable[[str], None],
     publish: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """A row for each arm: rates tried, the best one, and figures of its seeds at equal tokens, and where it `is_timed` at equal time.
+    """A row for each arm: rates, the best rate, and figures of its seeds.
 
-    At most `most` rates are tried. The time is what the fastest arm's step takes, times all steps.
-    Who is slower takes fewer, and has a schedule of its own that ends with them. `figures` are
-    those of a run, and `publish` is given the rows so far after each arm.
+    The figures are at equal tokens, and with `is_timed` at equal time. The time is that of all
+    steps of the fastest arm; a slower one takes fewer steps, with a schedule that ends with them.
+
+    Args:
+      sweep: the runs.
+      arms: the compared arms.
+      seeds: number of seeds in addition to the one for rates.
+      most: largest number of rates that are tried.
+      is_timed: also compare at equal time.
+      figures: returns the figures of a run.
+      `say`: writes a line of progress.
+      publish: receives the rows after each arm.
 
     Raises:
-      ConfigError: where an arm is wrong, before any is trained.
+      ConfigError: an arm is wrong; before any is trained.
       JaxlmError: as training does.
     """
     for arm in arms:  # a wrong setting must not cost an hour
@@ -180,26 +192,31 @@ def compare(
         }
         spans = {"equal_tokens": sweep.steps}
         if is_timed:
-            row["step_seconds"] = own = seconds[arm.name]
-            spans["equal_time"] = affordable(sweep.steps, min(seconds.values()) / own)
+            row["step_seconds"] = arm_seconds = seconds[arm.name]
+            spans["equal_time"] = affordable(sweep.steps, min(seconds.values()) / arm_seconds)
         for name, steps in spans.items():
             ended = [
                 sweep.ended(arm, rate=rate, steps=steps, seed=TUNING + seed)
                 for seed in range(1, seeds + 1)
             ]
-            found = [figures(each) for each in ended]
-            row[name] = {"steps": steps} | {key: [each[key] for each in found] for key in found[0]}
+            values = [figures(each) for each in ended]
+            row[name] = {"steps": steps} | {
+                key: [each[key] for each in values] for key in values[0]
+            }
         rows.append(row)
         publish(rows)
     return rows
 
 
 def tune(score: Callable[[float], float], first: float, most: int) -> dict[float, float]:
-    """Scores by rate, of at most so many: far apart until the lowest score has a worse one on either side, then two beside the best."""
+    """Scores of at most `most` rates: far apart until the lowest score has worse neighbors.
+
+    Then twice and half the best rate are tried.
+    """
     known: dict[float, float] = {}
 
     def attempt(rate: float) -> bool:
-        """Whether there was room for one more."""
+        """Try a rate; return False if the number of rates is spent."""
         short = float(f"{rate:.2g}")
         if short not in known and len(known) < most:
             known[short] = score(short)
@@ -222,7 +239,10 @@ def best(rates: Mapping[float, float]) -> float:
 
 
 def affordable(steps: int, share: float) -> int:
-    """Steps in a share of the time of all, to a twentieth of them: a step cannot be timed much better on a shared machine."""
+    """Number of steps in a share of the time of all, rounded to a twentieth of them.
+
+    Steps cannot be timed much better on a shared machine.
+    """
     unit = max(1, steps // PARTS)
     return min(steps, max(unit, round(share * steps / unit) * unit))
 
@@ -234,11 +254,11 @@ def rated(run: Run, rate: float) -> dict[str, float]:
 
 
 def finished(place: Path, run: Run) -> Ended | None:
-    """What a run has come to; None where it has not ended.
+    """Return the result of a finished run, or None.
 
     Raises:
-      ConfigError: where the directory holds another run.
-      DataError: where a file of it is damaged.
+      ConfigError: the directory holds another run.
+      DataError: a file of the run is damaged.
     """
     if not (place / "exit.json").is_file():
         return None
@@ -294,7 +314,7 @@ def step_seconds(runs: Mapping[str, Run]) -> dict[str, float]:
                     windows[name].append((time.perf_counter() - begun) / WINDOW)
         for _, batches in going.values():
             batches.close()
-    return {name: min(found) for name, found in windows.items()}
+    return {name: min(times) for name, times in windows.items()}
 
 
 def write(file: Path, value: Any) -> None:

@@ -1,4 +1,7 @@
-"""The command line of scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py, and the page that each writes."""
+"""The command line of the scripts that compare optimizers, objectives and schedules.
+
+It writes the page of each.
+"""
 
 import argparse
 import dataclasses
@@ -27,13 +30,13 @@ OURS = {"train.steps": "--steps=200", "seed": "--seeds=5"}
 
 
 def bits_per_byte(run: Ended) -> dict[str, float | None]:
-    """What most studies show of a run."""
+    """The figure of a run in most studies."""
     return {"bits_per_byte": finite(run.bits)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """What a script compares, and what it says of that."""
+    """The comparison of a script, and the text of its page."""
 
     name: str  # of its files
     about: str  # for --help
@@ -42,17 +45,17 @@ class Study:
     measures: Sequence[Measure]
     figures: Callable[[Ended], Mapping[str, float | None]] = bits_per_byte
     columns: Sequence[Column] = COLUMNS
-    how: str  # what the page says beside the table
+    how: str  # text of the page around the table
     limits: str
 
     @property
     def is_timed(self) -> bool:
-        """Whether anything is shown at equal time."""
+        """Return True if a column is at equal time."""
         return any(measure.runs == "equal_time" for measure in self.measures)
 
 
 def main(study: Study) -> int:
-    """Runs the study as the command line says; returns the exit code."""
+    """Run the study of the command line; return the exit code."""
     try:
         return _run(study, sys.argv[1:])
     except JaxlmError as error:
@@ -100,9 +103,9 @@ def _run(study: Study, words: Sequence[str]) -> int:
     }
 
     def publish(rows: list[dict[str, Any]]) -> None:
-        """Whatever ends the script early, what was measured stays."""
-        found = facts | {"missing": len(arms) - len(rows), "arms": rows}
-        _publish(study, found, args.out or workdir, args.page)
+        """Keep all measurements after an early end."""
+        page_facts = facts | {"missing": len(arms) - len(rows), "arms": rows}
+        _publish(study, page_facts, args.out or workdir, args.page)
 
     rows = compare(
         sweep,
@@ -124,7 +127,9 @@ def _arguments(study: Study, rest: Sequence[str]) -> argparse.Namespace | None:
     parser = Parser(prog=Path(sys.argv[0]).name, description=study.about)
     parser.add_argument("--only", metavar="A,B", help=names)
     parser.add_argument("--steps", type=int, default=study.steps, help=f"of a run ({study.steps})")
-    parser.add_argument("--seeds", type=int, default=3, help="beside the one for rates (3)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="seeds in addition to the one for rates (3)"
+    )
     parser.add_argument("--rates", type=int, default=12, help="tried for each at most (12)")
     parser.add_argument("--out", type=Path, help="where page, numbers and picture go (--workdir)")
     parser.add_argument("--page", type=Path, help="a page that gets the table too, at its marks")
@@ -149,19 +154,19 @@ def _arguments(study: Study, rest: Sequence[str]) -> argparse.Namespace | None:
 def _chosen(arms: Sequence[Arm], only: str | None) -> list[Arm]:
     """The arms that are named, in the order of the study; all of them for None."""
     names = [arm.name for arm in arms]
-    wanted = names if only is None else only.split(",")
-    if wrong := [name for name in wanted if name not in names]:
+    chosen = names if only is None else only.split(",")
+    if wrong := [name for name in chosen if name not in names]:
         raise CommandError(
             f"there is no {wrong[0]!r} to compare",
             where=f"--only={only}",
             why=f"there is {', '.join(names)}",
             fix=f"--only={nearest_word(wrong[0], names) or names[0]}",
         )
-    return [arm for arm in arms if arm.name in wanted]
+    return [arm for arm in arms if arm.name in chosen]
 
 
 def _publish(study: Study, results: Mapping[str, Any], out: Path, manual: Path | None) -> None:
-    """Write numbers, picture and page, and the table into a page of the manual if no arm is missing."""
+    """Write numbers, picture and page, and the manual's table if no arm is missing."""
     rows = results["arms"]
     write(out / f"{study.name}.json", results)
     sinks.replace(out / f"{study.name}.png", compare_table.draw(rows, study.measures))

@@ -1,4 +1,4 @@
-"""What scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py make of their runs: places, a table, a picture."""
+"""Places, table and picture of the scripts that compare optimizers, objectives and schedules."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ OFFSET = 0.12  # of an arm's line, half of that from one measure to the next
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A column: its title, which runs and which of their figures it shows, and whether arms have places by it."""
+    """A column: its title, its runs and figures, and if arms have places by it."""
 
     title: str
     runs: str  # equal_tokens, equal_time
@@ -48,14 +48,17 @@ COLUMNS = (
 
 
 def places(seeds: Mapping[str, Sequence[float | None]]) -> dict[str, tuple[int, int]]:
-    """The best and the worst place of each that seeds leave open: it is behind those whose every seed is better than its best."""
-    known = {name: [_order(each) for each in found] for name, found in seeds.items() if found}
+    """The best and the worst place of each arm that the seeds leave open.
+
+    An arm is behind those whose every seed is better than its best.
+    """
+    known = {name: [_order(each) for each in values] for name, values in seeds.items() if values}
     return {
         name: (
-            1 + sum(max(other) < min(own) for other in known.values()),
-            len(known) - sum(min(other) > max(own) for other in known.values()),
+            1 + sum(max(other) < min(bits) for other in known.values()),
+            len(known) - sum(min(other) > max(bits) for other in known.values()),
         )
-        for name, own in known.items()
+        for name, bits in known.items()
     }
 
 
@@ -68,23 +71,23 @@ def table(rows: Sequence[Row], measures: Sequence[Measure], columns: Sequence[Co
         cells = [f"`{row['name']}`"]
         for measure in measures:
             if measure.is_ranked:
-                found = ranked[measure].get(row["name"])
-                cells.append("" if found is None else _span(*found))
+                value = ranked[measure].get(row["name"])
+                cells.append("" if value is None else _span(*value))
             cells.append(_spread(measure.of(row)))
         lines.append(_line([*cells, *(column.cell(row) for column in columns)]))
     return "\n".join(lines)
 
 
 def shown(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
-    """In a sentence for each measure, who is lowest, and who cannot be told from that."""
-    told = []
+    """A sentence for each measure: the lowest arm, and those within its noise."""
+    sentences = []
     for measure in measures:
-        found = places({row["name"]: measure.of(row) for row in rows})
-        if not measure.is_ranked or not found:
+        ranked = places({row["name"]: measure.of(row) for row in rows})
+        if not measure.is_ranked or not ranked:
             continue
         first = next(row for row in ordered(rows, measure))
-        near = [name for name, (high, _) in found.items() if high == 1 and name != first["name"]]
-        told.append(
+        near = [name for name, (high, _) in ranked.items() if high == 1 and name != first["name"]]
+        sentences.append(
             f"- **{measure.title}**: `{first['name']}` has the lowest mean, "
             f"{_spread(measure.of(first))}. "
             + (
@@ -93,7 +96,7 @@ def shown(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
                 else "Every seed of every other is worse."
             )
         )
-    return "\n".join(told)
+    return "\n".join(sentences)
 
 
 def ordered(rows: Sequence[Row], measure: Measure) -> list[Row]:
@@ -124,10 +127,10 @@ def draw(rows: Sequence[Row], measures: Sequence[Measure]) -> bytes:
 
 
 def around(file: Path, name: str) -> tuple[str, str]:
-    """What stands in a file before and behind the place of a table, its marks with it.
+    """Text of a file before and after a table, its marks included.
 
     Raises:
-      CommandError: where the marks are not there.
+      CommandError: the marks are missing.
     """
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     whole = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -159,31 +162,31 @@ def _span(high: int, low: int) -> str:
     return f"{high}" if high == low else f"{high} to {low}"
 
 
-def _spread(found: Sequence[float | None]) -> str:
-    if not found:
+def _spread(values: Sequence[float | None]) -> str:
+    if not values:
         return "-"
-    known = [value for value in found if value is not None]
-    if len(known) < len(found):
-        return f"{len(found) - len(known)} of {len(found)} diverged"
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return f"{len(values) - len(known)} of {len(values)} diverged"
     return f"{sum(known) / len(known):.3f} ({min(known):.3f} to {max(known):.3f})"
 
 
 def _sensitivity(row: Row) -> str:
-    """What the worse of the two rates beside the best one costs, in bits per byte."""
+    """Cost of the worse of the two rates next to the best one, in bits per byte."""
     if row["is_edge"]:
         return "-"
     rates = [rate for rate, _ in row["rates"]]
     at = rates.index(row["rate"])
-    own = row["rates"][at][1]
-    beside = [bits for _, bits in row["rates"][at - 1 : at + 2]]
-    if own is None or None in beside:
+    lowest = row["rates"][at][1]
+    around_best = [bits for _, bits in row["rates"][at - 1 : at + 2]]
+    if lowest is None or None in around_best:
         return "diverges"
-    return f"+{max(beside) - own:.3f}"
+    return f"+{max(around_best) - lowest:.3f}"
 
 
-def _mean(found: Sequence[float | None]) -> float | None:
-    known = [value for value in found if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(found) else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def _order(value: float | None) -> float:

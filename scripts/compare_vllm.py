@@ -1,9 +1,9 @@
-"""Opens what `jaxlm export` wrote in vLLM, and compares log-probabilities and greedy continuations with jaxlm's.
+"""Compare log-probabilities and continuations of an exported model in vLLM with jaxlm's.
 
-    python scripts/compare_vllm.py exported --ours=a.npz                     # with jaxlm, where there is no vLLM
-    python scripts/compare_vllm.py exported --ours=a.npz --with_vllm         # with vLLM, where there is no jaxlm
+    python scripts/compare_vllm.py exported --ours=a.npz               # with jaxlm, without vLLM
+    python scripts/compare_vllm.py exported --ours=a.npz --with_vllm   # with vLLM, without jaxlm
 
-The two have versions of their own of what both want, so each runs in an environment of its own, the
+The two need different versions of common packages, so each runs in an environment of its own, the
 first one first. vLLM computes in float32 here, reads the prompt with its paged kernels, and
 continues it with its cache.
 """
@@ -19,7 +19,10 @@ MORE = 32  # that are drawn greedily after it
 
 
 def ours(folder: Path, place: Path) -> None:
-    """Writes a prompt's ids [T], those that follow it [N], and log-probabilities [T + N - 1, V] of all but the first."""
+    """Write ids of a prompt [T], following ids [N], and log-probabilities [T + N - 1, V].
+
+    The log-probabilities are those of all ids but the first.
+    """
     import jax
     import jax.numpy as jnp
     import tokenizers
@@ -48,7 +51,7 @@ def ours(folder: Path, place: Path) -> None:
 
 
 def theirs(folder: Path, place: Path) -> dict[str, float | int | bool]:
-    """The same by vLLM: how far its log-probabilities of the prompt and of what it draws lie from ours."""
+    """Deviations of vLLM's log-probabilities of the prompt and of its draws from ours."""
     import vllm
 
     made = np.load(place)
@@ -59,12 +62,12 @@ def theirs(folder: Path, place: Path) -> dict[str, float | int | bool]:
     asked = vllm.SamplingParams(
         temperature=0, max_tokens=MORE, ignore_eos=True, prompt_logprobs=20, logprobs=20
     )
-    (found,) = model.generate([vllm.TokensPrompt(prompt_token_ids=made["ids"].tolist())], asked)
-    drawn = list(found.outputs[0].token_ids)
+    (result,) = model.generate([vllm.TokensPrompt(prompt_token_ids=made["ids"].tolist())], asked)
+    drawn = list(result.outputs[0].token_ids)
     same = next(
         (n for n, (a, b) in enumerate(zip(drawn, made["follow"], strict=True)) if a != b), MORE
     )
-    rows = [*found.prompt_logprobs[1:], *found.outputs[0].logprobs[: min(same + 1, MORE)]]
+    rows = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs[: min(same + 1, MORE)]]
     far = [
         abs(each.logprob - made["likely"][at, token])
         for at, row in enumerate(rows)

@@ -1,11 +1,12 @@
-"""Raw text of installed packages in one folder, for a recipe to clean: source code, Markdown, HTML and other documents.
+"""Raw text of installed packages in one folder, for a recipe to clean.
 
     python scripts/gather_texts.py FOLDER... --out=texts [--gigabytes=1.05]
     jaxlm data run --config=configs/data/clean_stdlib.py --config.source='texts/**/*' --out=clean
 
-A FOLDER is a tree such as an environment's site-packages, Python's library, or /usr/share. Files
-are linked, and copied where that cannot be; the folder of each ending has as many as it gets. A
-file is taken once, however many links lead to it.
+Source code, Markdown, HTML and other documents. A FOLDER is a tree such as an environment's
+site-packages, Python's library, or /usr/share. Files are linked, or copied if that is impossible;
+the folder of each ending has a share of the size. A file is taken once, however many links lead to
+it.
 """
 
 import argparse
@@ -26,7 +27,7 @@ DOCUMENTS = "METADATA", "LICENSE", "README", "COPYING", "NEWS", "changelog", "co
 
 
 def found(folders: list[Path]) -> Iterator[tuple[Path, str, int]]:
-    """Path, ending and bytes of each text below the folders, in the order of names, each file once."""
+    """Path, ending and bytes of each text below the folders, by name, each file once."""
     seen: set[tuple[int, int]] = set()
     for folder in folders:
         for place, inner, names in os.walk(folder):

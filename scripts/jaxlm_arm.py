@@ -1,4 +1,7 @@
-"""jaxlm's side of scripts/bench_torch.py: the compiled step of `jaxlm train`, guard and metrics included."""
+"""jaxlm's side of scripts/bench_torch.py: the compiled step of `jaxlm train`.
+
+Its guard and metrics are included.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,14 +56,14 @@ class Arm:
             self._step = engine.step.lower(self._state, self._batch, **self._extra).compile()
 
     def steps(self, count: int) -> float:
-        """Takes so many. Returns the loss of the last, before its update."""
+        """Take `count` steps; return the loss of the last, before its update."""
         with jax.set_mesh(self._grid):
             for _ in range(count):
                 self._state, metrics = self._step(self._state, self._batch, **self._extra)
             return float(jax.block_until_ready((self._state, metrics))[1]["loss_nats"])
 
     def facts(self) -> dict[str, Any]:
-        """What it ran on, and the most that the device's allocator has given out; None for a CPU, which does not say."""
+        """The device, and the peak memory of its allocator; None for a CPU, which has no count."""
         peak = host_machine.peak_memory(jax.local_devices())
         return {
             "device": jax.devices()[0].device_kind,
@@ -69,7 +72,7 @@ class Arm:
         }
 
     def trace(self, folder: Path, count: int) -> dict[str, Any]:
-        """Where the time of so many steps went, as `profiling.summary` says.
+        """Profile of `count` steps, as by `profiling.summary`.
 
         The trace itself is left in `folder`.
         """

@@ -1,11 +1,11 @@
-"""Whether two commits compute the same numbers, bit for bit: losses, checkpoints, plans, exports.
+"""Compare the numbers of two commits, bit for bit: losses, checkpoints, plans, exports.
 
     python scripts/same_numbers.py HEAD~1            # that commit against the working tree
     python scripts/same_numbers.py HEAD~1 --only=optim
 
-Each objective, each optimizer and eight families train four steps of a tiny model in both trees,
-by the command line. The script prints one line for each case and exits with 1 if any number
-differs or a command fails. About four minutes for a tree on two cores.
+Each objective, each optimizer and eight families train four steps of a tiny model in both trees, by
+the command line. The script prints one line for each case and exits with 1 if any number differs or
+a command fails. About four minutes for a tree on two cores.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def main() -> int:
             subprocess.run(["git", "worktree", "remove", "--force", base], cwd=ROOT, check=True)
     before, after = results
     different = [name for name in before | after if before.get(name) != after.get(name)]
-    # Two trees that fail alike have compared no numbers.
+    # Two trees that fail in the same way have compared no numbers.
     failed = [name for name, result in (after | before).items() if result["code"]]
     for name in before | after:
         verdict = "DIFFERENT" if name in different else "FAILED" if name in failed else "same"
@@ -203,7 +203,7 @@ def _without(words: tuple[str, ...], value: Any) -> Any:
 
 
 def _call(*words: str) -> tuple[int, str]:
-    """Exit code and output of a command, in this process: imports and compiled programs serve all."""
+    """Exit code and output of a command in this process: imports and programs serve all."""
     from jaxlm.cli.main import main as jaxlm  # of the tree under test
 
     written = io.StringIO()

@@ -1,4 +1,4 @@
-"""Weak scaling on paper: Llama 8B and 70B on TPU v5p, from 8 to 4,096 chips, and where each strategy stops paying.
+"""Weak scaling on paper: Llama 8B and 70B on TPU v5p, from 8 to 4,096 chips.
 
     python scripts/scaling_model.py
     python scripts/scaling_model.py --tokens_per_chip=2048 --plot=scaling.png
@@ -6,8 +6,8 @@
 Compute is counted FLOPs over the chip's peak; communication is bytes in closed form over the links'
 stated speed. Both are lower bounds: no kernel reaches the peak, and no message is free of latency.
 A strategy pays as long as its communication can hide behind its compute. The bytes are those of
-`models.wire`, which its tests compare with compiled steps. What it prints and draws by default is
-kept in scripts/scaling_model.md.
+`models.wire`, which its tests compare with compiled steps. The default output and plot are kept in
+scripts/scaling_model.md.
 """
 
 import argparse
@@ -72,7 +72,7 @@ STRATEGIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A strategy on so many chips: seconds of a step, by what is done in them, and the bytes of state on a chip."""
+    """A strategy on some chips: seconds of a step by kind of work, and bytes of state on a chip."""
 
     strategy: str
     chips: int
@@ -87,15 +87,15 @@ class Outcome:
 
     @property
     def pays(self) -> bool:
-        """Whether it fits, and its communication could hide behind its compute."""
+        """Return True if it fits, and its communication could hide behind its compute."""
         return self.state_bytes < HBM_BYTES and self.sent_total <= self.compute_seconds
 
 
 def speeds(sizes: dict[str, int]) -> dict[str, float]:
     """Bytes a second that a chip can send along each axis.
 
-    Six links are dealt out in pairs to the axes in use, the longest first; an axis that crosses
-    slices has the network.
+    The axes in use share six links in pairs, the longest first; an axis that crosses slices has the
+    network.
     """
     chips = math.prod(sizes.values())
     used = sorted((axis for axis in AXES if sizes[axis] > 1), key=lambda axis: -sizes[axis])
@@ -104,15 +104,17 @@ def speeds(sizes: dict[str, int]) -> dict[str, float]:
         if used:
             pairs[used[number % len(used)]] += 1
     directions = 2 if chips >= CUBE else 1
-    found = {axis: max(pairs[axis], 1) * directions * LINK_BYTES for axis in used}
+    bandwidths = {axis: max(pairs[axis], 1) * directions * LINK_BYTES for axis in used}
     if chips > SLICE and used:
         outermost = min(used, key=AXES.index)
-        found[outermost] = min(found[outermost], NETWORK_BYTES * chips_in_step(sizes, outermost))
-    return found
+        bandwidths[outermost] = min(
+            bandwidths[outermost], NETWORK_BYTES * chips_in_step(sizes, outermost)
+        )
+    return bandwidths
 
 
 def chips_in_step(sizes: dict[str, int], axis: str) -> int:
-    """How many chips share the network's work along an axis: within a slice the sum is made before it goes out."""
+    """Number of chips that share the network along an axis: sums leave a slice once."""
     slices = math.prod(sizes.values()) // SLICE
     return max(sizes[axis] // slices, 1)
 
@@ -120,7 +122,15 @@ def chips_in_step(sizes: dict[str, int], axis: str) -> int:
 def outcome(
     strategy: Strategy, model: DecoderConfig, chips: int, *, tokens: int, sequence: int
 ) -> Outcome | None:
-    """What a strategy costs on so many chips with `tokens` a chip; None where it cannot be laid out."""
+    """Cost of a strategy with `tokens` a chip; None if it has no layout.
+
+    Args:
+      strategy: the strategy.
+      model: the model.
+      chips: number of chips.
+      tokens: tokens of a chip and step.
+      sequence: tokens of a row.
+    """
     sizes = strategy.sizes(chips)
     # Chips that share rows work on all their tokens together; rows of a context axis are as much
     # longer.
@@ -153,13 +163,16 @@ def outcomes(model: DecoderConfig, *, tokens: int, sequence: int) -> Iterator[Ou
     """Every strategy on every number of chips."""
     for strategy in STRATEGIES:
         for chips in CHIPS:
-            if found := outcome(strategy, model, chips, tokens=tokens, sequence=sequence):
-                yield found
+            if result := outcome(strategy, model, chips, tokens=tokens, sequence=sequence):
+                yield result
 
 
 @dataclasses.dataclass(frozen=True)
 class Crossover:
-    """Where a strategy stops paying: the tokens a chip with which communication takes as long as compute, and those of one row."""
+    """The point at which a strategy stops paying.
+
+    Tokens a chip with which communication takes as long as compute, and the tokens of one row.
+    """
 
     tokens: float  # infinite where communication grows faster than compute
     row: float
@@ -175,7 +188,7 @@ class Crossover:
 def crossover(
     strategy: Strategy, model: DecoderConfig, chips: int, *, sequence: int
 ) -> Crossover | None:
-    """Where compute and communication are equal; None where a strategy cannot be laid out, or does not fit.
+    """Tokens at which compute and communication are equal; None without a layout, or memory.
 
     With all micro-batches of a pipeline, compute is a t for t tokens a chip and communication b t +
     c: two outcomes give a, b and c, and the two are equal at c / (a - b).
@@ -204,12 +217,12 @@ def table(name: str, model: DecoderConfig, *, tokens: int, sequence: int) -> str
     for strategy in STRATEGIES:
         cells = []
         for chips in CHIPS:
-            found = outcome(strategy, model, chips, tokens=tokens, sequence=sequence)
-            if found is None or found.state_bytes >= HBM_BYTES:
+            result = outcome(strategy, model, chips, tokens=tokens, sequence=sequence)
+            if result is None or result.state_bytes >= HBM_BYTES:
                 cells.append("-")
                 continue
-            mark = "" if found.pays else "*"
-            cells.append(f"{1e3 * found.compute_seconds:.0f}/{1e3 * found.sent_total:.0f}{mark}")
+            mark = "" if result.pays else "*"
+            cells.append(f"{1e3 * result.compute_seconds:.0f}/{1e3 * result.sent_total:.0f}{mark}")
         lines.append(f"  {strategy.name:<18}" + "".join(f"{cell:>14}" for cell in cells))
     lines.append(
         "  where it stops paying: tokens a chip with which communication takes as long as "

@@ -1,8 +1,8 @@
-"""PyTorch's side of scripts/bench_torch.py: a minimal GPT-2 and a minimal Llama, and those of Hugging Face.
+"""PyTorch's side of scripts/bench_torch.py: minimal GPT-2 and Llama, and Hugging Face's.
 
-A step is what a person would write: scaled_dot_product_attention, autocast for bfloat16 over
-float32 weights, fused AdamW, clipping by the global norm. The minimal ones compute what belongs
-together in one product: query, key and value, gate and up.
+A step is the usual one: scaled_dot_product_attention, autocast for bfloat16 over float32 weights,
+fused AdamW, clipping by the global norm. The minimal ones compute joint projections in one product:
+query, key and value, gate and up.
 """
 
 import math
@@ -17,7 +17,10 @@ Kernel = Literal["flash", "cudnn", "any"]
 
 
 class Attention(nn.Module):
-    """Causal; `kv_heads` keys and values serve all heads, which rotate where a cosine and a sine are given."""
+    """Causal attention; `kv_heads` keys and values serve all heads.
+
+    Heads rotate if a cosine and a sine are given.
+    """
 
     def __init__(self, size: Size, *, bias: bool):
         super().__init__()
@@ -225,8 +228,8 @@ class Arm:
         self._batch = [torch.from_numpy(part).long().to(device) for part in batch(size)]
 
     def steps(self, count: int) -> float:
-        """Takes so many. Returns the loss of the last, before its update."""
-        found = math.nan
+        """Take `count` steps; return the loss of the last, before its update."""
+        last_loss = math.nan
         for number in range(count):
             with torch.autocast(self.device, torch.bfloat16, enabled=self._is_low):
                 loss = self._called(*self._batch)
@@ -235,11 +238,11 @@ class Arm:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
             if number == count - 1:
-                found = loss.item()  # waits for all that the device was given
-        return found
+                last_loss = loss.item()  # waits for all that the device was given
+        return last_loss
 
     def facts(self) -> dict[str, Any]:
-        """What it ran on, and the most that the device's allocator has given out; None for a CPU, which does not say."""
+        """The device, and the peak memory of its allocator; None for a CPU, which has no count."""
         is_gpu = self.device == "cuda"
         return {
             "device": torch.cuda.get_device_name() if is_gpu else "cpu",

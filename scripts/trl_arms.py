@@ -1,8 +1,8 @@
-"""The rivals of scripts/bench_trl.py: TRL's SFTTrainer, transformers and PEFT, in float32 on one CPU thread.
+"""The rivals of scripts/bench_trl.py: TRL's SFTTrainer, transformers and PEFT, on a CPU.
 
-It needs no jax: bench_trl.py starts it with the interpreter of --python. A step is a loss, a
-backward pass, clipping by the global norm and fused AdamW in a plain loop, without the logging of a
-trainer.
+They compute in float32 on one thread, without jax: bench_trl.py starts this file with the
+interpreter of --python. A step is a loss, a backward pass, clipping by the global norm and fused
+AdamW in a plain loop, without the logging of a trainer.
 """
 
 import argparse
