@@ -41,7 +41,8 @@ def test_every_file_of_configs_has_a_name():
 
 @pytest.mark.parametrize("name", sorted(RUNS - {"shakespeare_char"}))
 def test_a_name_is_the_shipped_file(empty, name):
-    chat = [("data.train", "chat.jsonl")] if name.startswith("finetune/") else []
+    is_text = not name.startswith(("finetune/", "preference/"))
+    chat = [] if is_text else [("data.train", "chat.jsonl")]
     by_file = config.load(Run, str(ROOT / f"configs/{name}.py"), chat)
     assert config.load(Run, name, chat) == by_file
     assert config.load(Run, name.replace("_", "-"), chat).value == by_file.value
