@@ -28,6 +28,7 @@ COLUMNS = {
     "accuracy": "token_accuracy",
     "calibration error": "calibration_error",
 }
+COMPARED = {"preferred": "preference_accuracy", "margin": "margin", "chosen nats": "chosen_nats"}
 VERIFYING = ("samples", "prompts", "max_tokens", "seed")  # flags that need --verify
 
 
@@ -88,9 +89,11 @@ def run(args: Any, out: Output) -> int:
     flags = selection(args) | selection(args, "text", "sequence", "batch", "adapter")
     verify = VerifySettings(check=args.verify, **drawn) if args.verify else None
     answer = evaluate(workdir, verify=verify, say=out.log, **flags)
-    rows = [("set", "tokens", *COLUMNS)]
+    is_compared = any("preference_accuracy" in figures for figures in answer["sets"].values())
+    columns_shown = COLUMNS | COMPARED if is_compared else COLUMNS
+    rows = [("set", "tokens", *columns_shown)]
     for name, figures in answer["sets"].items():
-        values = [figures[key] for key in COLUMNS.values()]
+        values = [figures.get(key) for key in columns_shown.values()]
         shown = ["-" if value is None else f"{value:.4f}" for value in values]
         rows.append((name, str(figures["tokens"]), *shown))
     head = f"step {answer['step']}, rows of {answer['sequence']} tokens"

@@ -79,6 +79,16 @@ def test_a_run_begins_at_ln_2_and_logs_the_figures_of_both_sides(base):
     assert "answers scored" in log
 
 
+def test_an_evaluation_has_the_figures_of_the_training(base, capsys):
+    assert main(["eval", f"--workdir={base}", "--json"]) == 0
+    sets = json.loads(capsys.readouterr().out)["sets"]
+    logged = train_records(base, "val")[-1]
+    for name in ("loss_nats", "margin", "preference_accuracy", "chosen_nats", "kl_nats"):
+        assert sets["val"][name] == pytest.approx(logged[name], rel=1e-5), name
+    assert main(["eval", f"--workdir={base}"]) == 0
+    assert "preferred" in capsys.readouterr().out
+
+
 def scores_of(workdir, name):
     with np.load(workdir / "reference.npz") as file:
         return file[name]

@@ -587,7 +587,8 @@ def _objective(trainer: "Trainer") -> str:
     if room:
         length = run.data.sequence - room
         parts.append(f"rows have {length} tokens of text, and {room} slots for added tokens")
-    if any(loader.corruption is None for loader in validation.values()):
+    is_causal = not run.objective.compares_answers
+    if is_causal and any(loader.corruption is None for loader in validation.values()):
         parts.append("evaluated as causal")
     if run.sample.prompts and not trainer.evaluator.has_samples:
         parts.append("no samples: the model does not learn to continue a prompt")

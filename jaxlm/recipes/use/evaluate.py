@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.core.mean import Mean
 from jaxlm.corpus.config import Perplexity
 from jaxlm.corpus.filters.models import Scorer
 from jaxlm.data import cache, dataset, parts, writer
@@ -21,11 +22,13 @@ from jaxlm.data.conversations import ChatFields
 from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.data.mixture_config import Temperature
-from jaxlm.evals import loss
+from jaxlm.evals import loss, preference
 from jaxlm.objectives import build as objectives
 from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
+from jaxlm.recipes.train import reference
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use import verify as answers
@@ -46,7 +49,8 @@ def evaluate(
     """Return metrics by set under `sets`; those of the ranking set also at the top level.
 
     Totals are exact: every token counts once. The objective of the run decides what is predicted,
-    see `objectives.objective`.
+    see `objectives.objective`. A preference run has the figures of its training on its own
+    validation sets; on other text, those of tokens alone, as the reference has no scores there.
 
     Args:
       workdir: the run.
@@ -118,7 +122,26 @@ def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dic
             batches = loader.evaluation(batch=batch, rows=rows)
             result = loss.evaluate(functools.partial(step, opened.params), batches, put)
             sets[name] = result.record() | {"reliability": dataclasses.asdict(result.reliability)}
+            if _is_compared(opened.run, loader):
+                batches = loader.evaluation(batch=batch, rows=rows)
+                sets[name] |= preference.evaluate(_answer_sums(opened), batches, put)
     return sets
+
+
+def _is_compared(run: Run, loader: Loader) -> bool:
+    """Return whether the figures of a preference are known: the scores of its reference are."""
+    objective = run.objective
+    if not objective.compares_answers or not loader.shards.manifest.answers:
+        return False
+    return objective.compared_with is None or loader.reference is not None
+
+
+def _answer_sums(opened: LoadedRun) -> Callable[[Tokens], dict[str, Mean]]:
+    """Return the function of a batch of answers to the metrics of the run's objective."""
+    run, merge = opened.run, opened.model.blueprint.merge
+    objective = objectives.build(run.objective, run.loss, run.architecture)
+    sums = jax.jit(lambda params, batch: objective.loss(merge(params), batch, None).metrics)
+    return functools.partial(sums, opened.params)
 
 
 def open_loaders(
@@ -163,6 +186,9 @@ def open_loaders(
     if not opened_data.validation:
         what, why = "the run has no validation set", "it was trained with data.validation = ()"
         raise ConfigError(what, where="data.validation", why=why, fix=fix)
+    scores = reference.read_stored(opened.workdir, changed, opened_data)
+    if run.objective.compares_answers and scores is not None:
+        opened_data = reference.with_scores(opened_data, scores)
     return opened_data.validation
 
 
