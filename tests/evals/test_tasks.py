@@ -178,6 +178,16 @@ def test_an_item_that_makes_no_question_is_named_by_its_line(change, why, tmp_pa
     assert "q.jsonl, line " in error.value.where
 
 
+def test_items_that_make_no_question_are_left_out_and_counted_if_the_task_says_so(tmp_path):
+    records = [RECORDS[0] | {"right": "no such"}, *RECORDS[1:]]
+    task = made(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records)
+    valid, left_out = items.read_counted(task, task.file)
+    assert (len(valid), left_out) == (len(RECORDS) - 1, 1)
+    task = made(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records[:1])
+    with pytest.raises(DataError, match="all 1 records make no question"):
+        items.read(task, task.file)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [

@@ -130,7 +130,8 @@ class Task:
 
     `items` is a file of JSON lines, relative to the task file. `id`, `group` and `subset` are
     templates: items of a group are not independent of each other, and results are also given by
-    subset. Without `id`, an item is named by the number of its line.
+    subset. Without `id`, an item is named by the number of its line. `invalid` refuses a file with
+    an item that makes no question, or leaves such items out and counts them.
     """
 
     path: Path
@@ -141,6 +142,7 @@ class Task:
     id: str = ""
     group: str = ""
     subset: str = ""
+    invalid: Literal["refuse", "skip"] = "refuse"
 
     @property
     def file(self) -> Path:

@@ -54,11 +54,16 @@ class Item:
 
 
 def read(task: Task, file: Path, setting: str = "items") -> list[Item]:
-    """Return all items of a file.
+    """Return all items of a file; raises as `read_counted`."""
+    return read_counted(task, file, setting)[0]
+
+
+def read_counted(task: Task, file: Path, setting: str = "items") -> tuple[list[Item], int]:
+    """Return all items of a file, and the number of those that `task.invalid` leaves out.
 
     Raises:
       InputMissing: if the file does not exist.
-      DataError: if a record is damaged, a template fails, or an item makes no question.
+      DataError: if a record is damaged, or an item makes no question and `task.invalid` refuses it.
     """
     if not file.is_file():
         raise InputMissing(
@@ -69,6 +74,7 @@ def read(task: Task, file: Path, setting: str = "items") -> list[Item]:
         )
     items: list[Item] = []
     seen: Counter[str] = Counter()
+    left_out = 0
     with SandboxProcess({"templates": task.templates()}) as sandbox:
         for batch in _batches(_records(file)):
             texts = sandbox.request([record for _, record in batch])
@@ -81,14 +87,21 @@ def read(task: Task, file: Path, setting: str = "items") -> list[Item]:
                 )
             for (number, record), rendered in zip(batch, texts, strict=True):
                 where = formats.place(str(file), number)
-                item = _item(task, rendered, record, number, where)
+                try:
+                    item = _item(task, rendered, record, number, where)
+                except DataError:
+                    if task.invalid == "refuse":
+                        raise
+                    left_out += 1
+                    continue
                 seen[item.id] += 1
                 if seen[item.id] > 1:
                     raise wrong_item(where, f"the id {item.id!r} occurs twice")
                 items.append(item)
     if not items:
-        raise wrong_item(str(file), "the file has no records")
-    return items
+        why = f"all {left_out} records make no question" if left_out else "it has no records"
+        raise wrong_item(str(file), why)
+    return items, left_out
 
 
 def limited(items: Sequence[Item], limit: int | None) -> list[Item]:
@@ -157,7 +170,8 @@ def _item(
     """Return an item. Raises DataError if a template failed or the item makes no question."""
     for name, text in rendered.items():
         if not isinstance(text, str):
-            raise wrong_item(where, f"the template {name} fails: {text[0]}")
+            known = ", ".join(map(str, record))
+            raise wrong_item(where, f"the template {name} fails: {text[0]}; fields: {known:.300}")
         if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
             raise wrong_item(where, f"{name} has a lone surrogate, which is no character")
     if (size := sum(map(len, rendered.values()))) > MAX_BYTES:
@@ -219,5 +233,5 @@ def wrong_item(where: str, why: str) -> DataError:
         "an item of a task is not valid",
         where=where,
         why=why,
-        fix="correct the item and try again",
+        fix='correct the item, or write invalid = "skip" in the task file to leave such items out',
     )

@@ -34,6 +34,7 @@ from jaxlm.training.lock import Lock
 EVALS = "evals"  # folder of a run
 TASK, RESULTS = "task.json", "results.json"
 TOO_LONG = "too long"
+INVALID = "not valid"
 ENCODED_AT_ONCE = 1000  # items
 SHOWN = 3  # items in an error
 
@@ -179,7 +180,7 @@ class PreparedTask:
     ):
         self.task, self._settings, self._mesh = task, settings, mesh
         self._tokenizers, tokenizer = tokenizers, tokenizers.text
-        every = items.read(task, task.file)
+        every, invalid = items.read_counted(task, task.file)
         chosen = items.limited(every, settings.limit)
         pool = {item.id: item for item in self._pool(every)} if settings.shots else {}
         self.prompter = Prompter(
@@ -202,7 +203,7 @@ class PreparedTask:
         is_scored = [isinstance(task.kind, Text) or size <= length for size in longest]
         self._check_length(chosen, longest, is_scored, length)
         self.items = [item for item, fits in zip(chosen, is_scored, strict=True) if fits]
-        self.left_out = {TOO_LONG: len(chosen) - len(self.items)}
+        self.left_out = {TOO_LONG: len(chosen) - len(self.items), INVALID: invalid}
         scored_sizes = [size for size, fits in zip(sizes, is_scored, strict=True) if fits]
         read = max(size for size, fits in zip(longest, is_scored, strict=True) if fits)
         self.slots = scoring.row_slots(read, length, mesh)
