@@ -12,7 +12,8 @@ from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
 
-LEAST = {"slots": 1, "context": 2, "chunk": 1, "max_waiting": 1, "port": 0, "drain_seconds": 0}
+LEAST = {"slots": 1, "context": 2, "chunk": 1, "max_waiting": 1, "port": 0}
+LEAST |= {"prefix_mib": 0, "drain_seconds": 0}
 MAX_PORT = 2**16 - 1
 
 
@@ -27,6 +28,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_flag(parser, "--chunk", "TOKENS", 128, "tokens of a prompt that are read in one pass")
     add_flag(parser, "--max_waiting", "TOKENS", 2**17, "tokens of requests that wait for a slot")
+    add_flag(parser, "--prefix_mib", "MIB", 256, "memory for beginnings of prompts; 0 keeps none")
     add_flag(parser, "--drain_seconds", "X", 30.0, "time for running requests after a SIGTERM")
     add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], "auto", "dtype of the KV cache")
     parser.add_run_selection()
@@ -55,7 +57,16 @@ def run(args: Any, out: Output) -> int:
 
     from jaxlm.serve.server import ServeOptions, serve
 
-    names = ("host", "port", "slots", "context", "chunk", "max_waiting", "drain_seconds")
+    names = (
+        "host",
+        "port",
+        "slots",
+        "context",
+        "chunk",
+        "max_waiting",
+        "prefix_mib",
+        "drain_seconds",
+    )
     options = ServeOptions(
         **{name: getattr(args, name) for name in names},
         keys=args.keys and Path(args.keys),

@@ -17,8 +17,9 @@ import numpy as np
 from jaxlm.core import backend
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate import slots
+from jaxlm.generate import prefix, slots
 from jaxlm.generate.decode import supports_prompt_lookup
+from jaxlm.generate.prefix import PrefixCache
 from jaxlm.generate.rows import RowSettings, Sampling
 from jaxlm.generate.slots import Arrival, Programs, Scores
 from jaxlm.generate.text_stream import TextStream
@@ -70,6 +71,7 @@ class Request:
       top: number of alternatives of each score; None returns no scores.
       is_prompt_scored: return scores of the prompt too, if `top` is not None.
       deadline: seconds after submission at which the request ends with what it has.
+      salt: requests of other salts share no beginnings of prompts.
     """
 
     ids: tuple[int, ...]
@@ -81,6 +83,7 @@ class Request:
     top: int | None = None
     is_prompt_scored: bool = False
     deadline: float | None = None
+    salt: str = ""
 
     @property
     def size(self) -> int:
@@ -113,6 +116,7 @@ class Counters:
 
     compiles: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of prompts, not read again
     drawn_tokens: int = 0
     passes: int = 0
     chunks: int = 0
@@ -128,6 +132,8 @@ class Ticket:
         self.begun = time.monotonic()
         self.is_cancelled = False
         self.read = 0  # ids of the prompt that the slot has
+        self.cached = 0  # of these, from the prefix cache
+        self.blocks: list[bytes] = []  # names of the chunks of the prompt, see `prefix`
         self.ids: list[int] = []
         self._waiting: list[tuple[int, Score | None, int]] = []  # not delivered; end in bytes
         self._stream = TextStream(request.stop)
@@ -193,6 +199,8 @@ class Engine:
       chunk: tokens of a prompt that are read in one pass.
       is_int8: store the KV cache in int8.
       max_waiting: tokens of requests that may wait for a slot.
+      prefix_bytes: bytes of beginnings of prompts that are kept for later requests; a model whose
+        layers have windows keeps none.
 
     Raises:
       ConfigError: if the engine does not support the model or its mesh.
@@ -209,6 +217,7 @@ class Engine:
         chunk: int = 128,
         is_int8: bool = False,
         max_waiting: int = 2**20,
+        prefix_bytes: int = 0,
     ):
         check_supported(blueprint)
         self.tokenizer, self.context, self.max_waiting = tokenizer, context, max_waiting
@@ -226,10 +235,18 @@ class Engine:
         self._waiting_tokens = 0
         self._lock = threading.Condition()
         self._programs: Programs = slots.build(
-            blueprint.merge, params, rows=self.rows, length=self._length, is_int8=is_int8
+            blueprint.merge,
+            params,
+            rows=self.rows,
+            length=self._length,
+            chunk=self.chunk,
+            is_int8=is_int8,
         )
         self._ready = self._programs.prepare(params)
         self._state = self._programs.empty()
+        layers = [each for caches in self._state.cache.layers.values() for each in caches]
+        self._has_prefixes = prefix_bytes > 0 and not any(each.is_ring for each in layers)
+        self.prefixes = PrefixCache(prefix_bytes)
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
         self._warm_up()
         self.counters = Counters()
@@ -251,6 +268,10 @@ class Engine:
             request = Request(ids=ids, max_tokens=1, sampling=sampling, top=top)
             self.complete([dataclasses.replace(request, is_prompt_scored=is_scored)])
             self._state = self._programs.wipe(self._state, np.int32(0))
+            if self._has_prefixes:
+                block = self._programs.save(self._state, np.int32(0), np.int32(0))
+                self._state = self._programs.load(self._state, np.int32(0), np.int32(0), block)
+        self.prefixes.clear()
 
     @property
     def waiting_tokens(self) -> int:
@@ -340,6 +361,7 @@ class Engine:
                 raise
             self.failure = error
             self._state = self._programs.empty()
+            self.prefixes.clear()
 
     def end_all(self, reason: Reason) -> None:
         """End every request, also those that wait."""
@@ -402,6 +424,24 @@ class Engine:
                 settings=RowSettings.of(request.sampling),
             )
             self._state = self._programs.admit(self._state, np.int32(slot), arrival)
+            if self._has_prefixes:
+                self._load_prefix(slot, ticket)
+
+    def _load_prefix(self, slot: int, ticket: Ticket) -> None:
+        """Put the chunks into the slot that an earlier request has read."""
+        request = ticket.request
+        ticket.blocks = [*prefix.names(request.ids[:-1], self.chunk, request.salt)]
+        if request.is_prompt_scored:
+            return
+        for name in ticket.blocks:
+            block = self.prefixes.get(name)
+            if block is None:
+                return
+            inputs = np.int32(slot), np.int32(ticket.read), block
+            self._state = self._programs.load(self._state, *inputs)
+            ticket.read += self.chunk
+            ticket.cached += self.chunk
+            self.counters.cached_tokens += self.chunk
 
     def _bias(self, request: Request) -> np.ndarray:
         """Return what is added to the logits of a row: minus infinity for ids that are no text."""
@@ -443,6 +483,12 @@ class Engine:
             )
         else:
             self._state = self._programs.read(*inputs)
+        if count == self.chunk and self._has_prefixes:
+            name = ticket.blocks[start // self.chunk]
+            if name not in self.prefixes:
+                block = self._programs.save(self._state, np.int32(slot), np.int32(start))
+                size = sum(leaf.nbytes for leaf in jax.tree.leaves(block))
+                self.prefixes.add(name, block, size)
         ticket.read += count
         self.counters.chunks += 1
         self.counters.prompt_tokens += count

@@ -19,7 +19,7 @@ from jaxlm.generate import decode
 from jaxlm.generate.rows import RowSettings, draw_rows, penalized
 from jaxlm.generate.sampling import History
 from jaxlm.models.decoder import Decoder
-from jaxlm.nn.cache import KVCache
+from jaxlm.nn.cache import KVCache, LayerCache
 
 TOP = 20  # largest number of alternatives whose log-probabilities are returned
 
@@ -71,6 +71,8 @@ class Programs:
     `read(ready, state, slot, ids [C], start, count)` reads a chunk of a prompt.
     `score(...)` does the same and returns `Scores` of the ids `after` the chunk's ids.
     `draw(ready, state, active, is_scored)` draws a token for each active row.
+    `save(state, slot, start)` returns the keys and values of a chunk that a slot has read, and
+    `load(state, slot, start, block)` puts them into a slot in place of reading.
     `wipe(state, slot)` clears a slot that has numbers that are not finite.
     """
 
@@ -80,11 +82,19 @@ class Programs:
     read: Callable[..., Slots]
     score: Callable[..., tuple[Slots, Scores]]
     draw: Callable[..., tuple[Slots, Drawn]]
+    save: Callable[..., Any]
+    load: Callable[..., Slots]
     wipe: Callable[..., Slots]
 
 
 def build(
-    merge: Callable[[Any], Any], params: Any, *, rows: int, length: int, is_int8: bool = False
+    merge: Callable[[Any], Any],
+    params: Any,
+    *,
+    rows: int,
+    length: int,
+    chunk: int,
+    is_int8: bool = False,
 ) -> Programs:
     """Return the programs for `rows` slots of `length` tokens, jitted.
 
@@ -92,7 +102,8 @@ def build(
       merge: makes the model, a `Decoder`, of its parameters.
       params: the parameters, or their shapes.
       rows: number of slots.
-      length: tokens of a slot, a multiple of the chunk's size.
+      length: tokens of a slot, a multiple of `chunk`.
+      chunk: tokens of a prompt that are read at once.
       is_int8: store the KV cache in int8.
     """
     prepare, merged = decode.weight_layout(merge)
@@ -196,14 +207,31 @@ def build(
         )
         return new, Drawn(token, jnp.isfinite(jnp.max(raw, axis=-1)), scores)
 
-    def wipe(state: Slots, slot: Array) -> Slots:
-        layers = {
-            name: tuple(
-                jax.tree.map(lambda x, at=each.leading: x.at[slot, :, at:].set(0), each)
-                for each in caches
+    def save(state: Slots, slot: Array, start: Array) -> Any:
+        def part(cache: LayerCache) -> LayerCache:
+            place = (slot, 0, cache.leading + start, 0)
+            return jax.tree.map(
+                lambda x: jax.lax.dynamic_slice(x, place, (1, x.shape[1], chunk, x.shape[3])), cache
             )
-            for name, caches in state.cache.layers.items()
-        }
+
+        return _map_layers(part, state.cache.layers)
+
+    def load(state: Slots, slot: Array, start: Array, block: Any) -> Slots:
+        def placed(cache: LayerCache, part: LayerCache) -> LayerCache:
+            place = (slot, 0, cache.leading + start, 0)
+            return jax.tree.map(
+                lambda x, new: jax.lax.dynamic_update_slice(x, new, place), cache, part
+            )
+
+        layers = _map_layers(placed, state.cache.layers, block)
+        length = state.cache.length.at[slot].set(start + chunk)
+        return state._replace(cache=KVCache(layers, length))
+
+    def wipe(state: Slots, slot: Array) -> Slots:
+        def cleared(cache: LayerCache) -> LayerCache:
+            return jax.tree.map(lambda x: x.at[slot, :, cache.leading :].set(0), cache)
+
+        layers = _map_layers(cleared, state.cache.layers)
         return state._replace(cache=state.cache._replace(layers=layers))
 
     made = jax.jit(empty)
@@ -214,8 +242,17 @@ def build(
         read=jax.jit(read, donate_argnums=1),
         score=jax.jit(score, donate_argnums=1),
         draw=jax.jit(draw, donate_argnums=1),
+        save=jax.jit(save),
+        load=jax.jit(load, donate_argnums=0),
         wipe=jax.jit(wipe, donate_argnums=0),
     )
+
+
+def _map_layers(
+    function: Callable[..., LayerCache], *layers: dict[str, tuple[LayerCache, ...]]
+) -> dict[str, tuple[LayerCache, ...]]:
+    """Apply a function to the caches of each layer."""
+    return {name: tuple(map(function, *(each[name] for each in layers))) for name in layers[0]}
 
 
 def scores_of(logits: Float[Array, "B V"], ids: Int[Array, "B"]) -> Scores:

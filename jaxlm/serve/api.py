@@ -12,7 +12,7 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.corrupt.fim import FIM_TOKENS
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate.engine import Delta, Request, Score
+from jaxlm.generate.engine import Delta, Request, Score, Ticket
 from jaxlm.generate.rows import Sampling
 from jaxlm.serve.fields import Fields, RefusedRequest
 
@@ -290,6 +290,12 @@ def _bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
+def with_salt(call: Call, salt: str) -> Call:
+    """Return the call with requests that share prompts with those of the same salt alone."""
+    requests = [dataclasses.replace(each, salt=salt) for each in call.requests]
+    return dataclasses.replace(call, requests=tuple(requests))
+
+
 def check_ids(call: Call, served: Served) -> None:
     """Raise RefusedRequest for a bias of an id that the model does not have."""
     if any(token >= served.vocab for token, _ in call.requests[0].sampling.bias):
@@ -332,14 +338,17 @@ class Response:
         self._drawn = [0] * len(call.requests)
         self._offset = [0] * len(call.requests)
         self._begun = [False] * len(call.requests)
+        self.tickets: Sequence[Ticket] = ()
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Number of tokens: each prompt once, and the ids of the text, without end tokens."""
         prompt = sum(len(each.ids) for each in self._call.requests[:: self._call.copies])
         drawn = sum(self._drawn)
         counts = {"prompt_tokens": prompt, "completion_tokens": drawn}
-        return counts | {"total_tokens": prompt + drawn}
+        cached = sum(ticket.cached for ticket in self.tickets[:: self._call.copies])
+        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        return counts | {"total_tokens": prompt + drawn} | details
 
     def _add(self, number: int, delta: Delta) -> tuple[str, dict[str, Any] | None]:
         """Return the text and log-probabilities of a delta."""
@@ -426,7 +435,7 @@ class Response:
         usage = self._event([], self.usage) if self._call.has_usage else b""
         return usage + b"data: [DONE]\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None) -> bytes:
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
         kind = "chat.completion.chunk" if self._call.is_chat else "text_completion"
         value = self._head | {"object": kind, "choices": choices}
         if self._call.has_usage:

@@ -204,8 +204,12 @@ class Server:
         call = await asyncio.to_thread(read, fields, served)
         api.check_ids(call, served)
         begun = time.monotonic()
+        if self._keys:  # the time to the first token would show prompts of other clients
+            salt = self._keys.name_of(request.headers.get("authorization", "")) or ""
+            call = api.with_salt(call, salt)
         results = self.bridge.submit(call.requests)
         response = api.Response(call, served)
+        response.tickets = results.tickets
         if call.is_streamed:
             return EventStream(self._events(results, response, begun), results.cancel)
         deltas: list[list[Delta]] = [[] for _ in call.requests]

@@ -1,6 +1,7 @@
 """Metrics of the server for Prometheus, under vLLM's names if they mean the same."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -32,6 +33,14 @@ class _EngineMetrics(Collector):
             "compiles": ("compilations after the start", counters.compiles),
             "passes": ("decode passes", counters.passes),
             "chunks": ("chunks of prompts", counters.chunks),
+            "prefix_cache_queries": (
+                "tokens of prompts in slots",
+                counters.prompt_tokens + counters.cached_tokens,
+            ),
+            "prefix_cache_hits": (
+                "tokens of prompts that were not read again",
+                counters.cached_tokens,
+            ),
             "device_seconds": ("seconds of passes", counters.seconds),
             "failed_passes": ("passes that raised an exception", counters.failures),
         }
@@ -70,7 +79,7 @@ class Metrics:
         """Count the time before a part of a stream."""
         (self._first if is_first else self._between).observe(seconds)
 
-    def finish(self, usage: dict[str, int], reasons: Sequence[str | None], seconds: float) -> None:
+    def finish(self, usage: dict[str, Any], reasons: Sequence[str | None], seconds: float) -> None:
         """Count a finished call."""
         self._prompt.inc(usage["prompt_tokens"])
         self._drawn.inc(usage["completion_tokens"])

@@ -44,6 +44,7 @@ class ServeOptions:
       context: largest number of tokens of a request; None for the run's own.
       chunk: tokens of a prompt that are read in one pass.
       max_waiting: tokens of requests that may wait for a slot.
+      prefix_mib: MiB of beginnings of prompts that are kept for later requests; 0 keeps none.
       drain_seconds: time in which running requests may end after a SIGTERM.
       kv_cache_dtype: `auto` for the dtype of activations, or `int8`.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
@@ -56,6 +57,7 @@ class ServeOptions:
     context: int | None = None
     chunk: int = 128
     max_waiting: int = 2**17
+    prefix_mib: int = 256
     drain_seconds: float = 30.0
     kv_cache_dtype: str = "auto"
     adapter: str | None = None
@@ -141,6 +143,7 @@ def build_engine(opened: LoadedRun, options: ServeOptions) -> Engine:
         chunk=options.chunk,
         is_int8=options.kv_cache_dtype == "int8",
         max_waiting=options.max_waiting,
+        prefix_bytes=options.prefix_mib * 2**20,
     )
 
 

@@ -47,7 +47,8 @@ def made(family="llama", compute="float32"):
 
 
 def started(family="llama", compute="float32"):
-    return Engine(*made(family, compute), TOKENIZER, rows=3, context=CONTEXT, chunk=8)
+    sizes = {"rows": 3, "context": CONTEXT, "chunk": 8, "prefix_bytes": 20_000}
+    return Engine(*made(family, compute), TOKENIZER, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +285,29 @@ def test_a_full_queue_and_a_request_that_does_not_fit_are_refused(engine, monkey
     (result,) = engine.complete([request(1, max_tokens=0, top=1, is_prompt_scored=True)])
     assert (result.ids, result.reason) == ((), "length")
     assert len(result.prompt_scores) == len(request(1).ids) - 1
+
+
+def test_a_prompt_that_begins_as_an_earlier_one_has_the_same_bits_and_is_read_from_there(engine):
+    """Only with the same salt; a prompt whose scores are returned is read as a whole."""
+    first = request(1, ids=tuple(range(50, 80)), salt="a", is_prompt_scored=False)
+    longer = request(2, ids=(*range(50, 75), 90, 91), salt="a", is_prompt_scored=False)
+    engine.prefixes.clear()
+    expected = engine.complete([longer])
+    engine.prefixes.clear()
+
+    def cached(each):
+        before = engine.counters.cached_tokens
+        engine.complete([each])
+        return engine.counters.cached_tokens - before
+
+    assert [cached(each) for each in (first, first, longer)] == [0, 24, 24]
+    assert engine.complete([longer]) == expected
+    assert cached(dataclasses.replace(longer, salt="b")) == 0
+    assert cached(dataclasses.replace(longer, top=1, is_prompt_scored=True)) == 0
+    for number in range(50):
+        engine.complete([request(3, ids=(40 + number,) * 20, max_tokens=1)])
+        assert engine.prefixes.size <= 20_000
+    assert cached(first) == 0
 
 
 def test_an_encoder_decoder_is_refused():
