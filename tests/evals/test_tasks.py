@@ -1,16 +1,18 @@
 """Task files, items, the border by bytes, packing, and draws of examples."""
 
 import dataclasses
+import datetime
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from jaxlm.core.errors import DataError
+from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import chat_templates
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Bytes, Tokenizer
-from jaxlm.evals.tasks import answers, config, items, requests, results, scoring
+from jaxlm.evals.tasks import answers, config, items, made, requests, results, scoring
 from jaxlm.evals.tasks.requests import Prompter, Request
 from jaxlm.generate.sampler import Continuation
 
@@ -35,7 +37,7 @@ RECORDS = [
 ]
 
 
-def made(folder, text=CHOICE, records=RECORDS):
+def task_in(folder, text=CHOICE, records=RECORDS):
     (folder / "q.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
     (folder / "q.toml").write_text(text)
     return config.read(folder / "q.toml")
@@ -48,7 +50,7 @@ def text_of(request):
 
 
 def test_an_item_is_asked_with_examples_that_its_id_draws(tmp_path):
-    task = made(tmp_path)
+    task = task_in(tmp_path)
     every = items.read(task, task.file)
     pool = {item.id: item for item in every}
     ask = Prompter(task, Bytes(), pool, shots=2, seed=0).questions
@@ -118,7 +120,7 @@ def test_a_chat_makes_the_context_a_turn_and_scores_the_whole_answer(tmp_path):
     tokenizer = Bytes()
     template = chat_templates.chatml(tokenizer)
     chat = ChatTokenizer(tokenizer, template)
-    task = made(tmp_path)
+    task = task_in(tmp_path)
     every = items.read(task, task.file)
     prompter = Prompter(task, tokenizer, {}, chat=chat)
     (question,) = prompter.questions(every[:1])
@@ -171,7 +173,7 @@ def test_an_end_token_is_in_front_of_a_text_only_if_nothing_else_is():
     ],
 )
 def test_an_item_that_makes_no_question_is_named_by_its_line(change, why, tmp_path):
-    task = made(tmp_path, records=[RECORDS[0] | change, *RECORDS[1:]])
+    task = task_in(tmp_path, records=[RECORDS[0] | change, *RECORDS[1:]])
     with pytest.raises(DataError) as error:
         items.read(task, task.file)
     assert why in error.value.why
@@ -210,13 +212,49 @@ def test_a_wrong_task_file_is_refused(old, new, why, tmp_path):
     else:
         text = CHOICE.replace(old, new, 1)
     with pytest.raises(DataError) as error:
-        task = made(tmp_path, text)
+        task = task_in(tmp_path, text)
         items.read(task, task.file)
     assert why in error.value.why
 
 
+def solved(name, question):
+    words = question[5:-1].split()
+    match name:
+        case "sums":
+            return str(sum(map(int, question.split(" + "))))
+        case "copy":
+            return " ".join(words)
+        case "sort":
+            return " ".join(sorted(words))
+        case "dates":
+            begin, days = datetime.date.fromisoformat(question[:10]), int(question.split()[2])
+            return str(begin + datetime.timedelta(days))
+        case "retrieval":
+            *lines, last = question.splitlines()
+            return dict(line.split(" = ") for line in lines)[last]
+    while any(pair in question for pair in ("()", "[]", "{}")):
+        question = question.replace("()", "").replace("[]", "").replace("{}", "")
+    return {"(": ")", "[": "]", "{": "}"}[question[-1]]
+
+
+@pytest.mark.parametrize("name", list(made.MADE))
+def test_a_made_task_has_the_right_answers_and_the_same_items_each_time(name):
+    task = config.read(Path(f"made:{name}"))
+    every = items.read(task, task.file)
+    assert len(every) == made.ITEMS
+    assert list(made.records(name)) == list(made.records(name))
+    assert all(item.gold == solved(name, item.record["q"]) for item in every)
+    assert len({item.subset for item in every}) > 2
+
+
+def test_a_made_task_of_another_name_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError) as error:
+        config.read(Path("made:sum"))
+    assert "made:sums" in error.value.fix
+
+
 def test_a_limit_draws_by_ids_and_keeps_the_order(tmp_path):
-    task = made(tmp_path)
+    task = task_in(tmp_path)
     every = items.read(task, task.file)
     some = items.limited(every, 4)
     assert len(some) == 4
@@ -242,7 +280,7 @@ def test_windows_of_a_text_score_each_token_once(count):
 
 
 def test_choices_are_picked_by_every_normalization(tmp_path):
-    task = made(tmp_path)
+    task = task_in(tmp_path)
     question = Prompter(task, Bytes(), {}).questions(items.read(task, task.file)[:1])[0]
     line = results.sample(task, question, [4.0, 9.0, 5.0], [1.0, 8.5, 1.0])
     assert line["picks"] == {

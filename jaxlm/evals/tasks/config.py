@@ -15,9 +15,10 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from jaxlm.core.errors import DataError, InputMissing, not_installed
+from jaxlm.core.errors import ConfigError, DataError, InputMissing, not_installed
 from jaxlm.core.nearest import nearest_word
 from jaxlm.evals.metrics import METRICS, needs_sacrebleu
+from jaxlm.evals.tasks import made
 
 Form = Literal["cloze", "letters"]
 TEMPLATES = ("id", "group", "subset")  # of every kind
@@ -149,6 +150,12 @@ class Task:
         """File of the items."""
         return self.path.parent / self.items
 
+    @property
+    def made(self) -> str | None:
+        """Name of the program that makes the items; None for items of a file."""
+        is_made = self.items.startswith(made.PREFIX)
+        return self.items.removeprefix(made.PREFIX) if is_made else None
+
     def templates(self) -> dict[str, str]:
         """Return all templates of an item by name."""
         shared = {name: getattr(self, name) for name in TEMPLATES}
@@ -163,9 +170,22 @@ class Task:
 def read(path: Path, flag: str = "--tasks") -> Task:
     """Return the task of a file; `flag` names it, for errors.
 
-    Raises InputMissing if there is no such file or a package is missing, DataError if it is no
-    valid task.
+    `made:NAME` is a task whose items a program makes.
+
+    Raises InputMissing if there is no such file or a package is missing, ConfigError if there is no
+    such made task, DataError if the file is no valid task.
     """
+    if (text := str(path)).startswith(made.PREFIX):
+        name = text.removeprefix(made.PREFIX)
+        if name in made.MADE:
+            return parsed(made.definition(name), path)
+        meant = nearest_word(name, list(made.MADE))
+        raise ConfigError(
+            f"no made task has the name {name!r}",
+            where=f"{flag}={path}",
+            why=f"they are {', '.join(made.MADE)}",
+            fix=f"correct the name, for example {made.PREFIX}{meant or next(iter(made.MADE))}",
+        )
     if not path.is_file():
         raise InputMissing(
             f"the task file {path} does not exist",

@@ -18,6 +18,7 @@ from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import formats
 from jaxlm.data.formats import ReadOptions, RecordFault
 from jaxlm.data.sandbox import SandboxProcess
+from jaxlm.evals.tasks import made
 from jaxlm.evals.tasks.config import LETTERS, Answer, Choice, Pair, Prompted, Task
 
 MAX_BYTES = 2**20  # of the texts of an item
@@ -65,7 +66,8 @@ def read_counted(task: Task, file: Path, setting: str = "items") -> tuple[list[I
       InputMissing: if the file does not exist.
       DataError: if a record is damaged, or an item makes no question and `task.invalid` refuses it.
     """
-    if not file.is_file():
+    program = task.made if file == task.file else None
+    if program is None and not file.is_file():
         raise InputMissing(
             f"the {setting} of a task do not exist",
             where=f"{task.path}, {setting}",
@@ -76,7 +78,8 @@ def read_counted(task: Task, file: Path, setting: str = "items") -> tuple[list[I
     seen: Counter[str] = Counter()
     left_out = 0
     with SandboxProcess({"templates": task.templates()}) as sandbox:
-        for batch in _batches(_records(file)):
+        records = _records(file) if program is None else made.records(program)
+        for batch in _batches(records):
             texts = sandbox.request([record for _, record in batch])
             if isinstance(texts, dict):
                 raise DataError(

@@ -299,6 +299,7 @@ class PreparedTask:
             "kind": self.task.kind.name,
             "shots": self._settings.shots,
             "form": self._settings.form,
+            "ceiling": None if self.task.made is None else 1.0,
             "left_out": {name: count for name, count in self.left_out.items() if count},
             "first_request": {
                 "ids": list(self.first.ids),

@@ -1,0 +1,116 @@
+"""Tasks whose items are made by a program: no file is needed, and every right answer is known.
+
+Example:
+  >>> task, records = MADE["sums"]
+  >>> record = records(random.Random(0))
+  >>> record["q"], record["a"], record["digits"]
+  ('63 + 15', '78', 2)
+"""
+
+import datetime
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+PREFIX = "made:"  # of the names of such tasks
+ITEMS = 400  # of a task
+NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jon Kim Lea Max Nina Otto Pia".split()
+WORDS = "apple bread chair door earth field glass house ink jar key lamp milk nest oil pen".split()
+PAIRS = {"(": ")", "[": "]", "{": "}"}
+
+ANSWER = """
+kind = "answer"
+context = "{{ q }} ="
+answer = "{{ a }}"
+stop = ["\\n"]
+max_tokens = 32
+subset = "{{ SUBSET }}"
+"""
+CHOICE = """
+kind = "choice"
+context = "{{ q }}"
+choices = [")", "]", "}"]
+answer = "a"
+delimiter = ""
+subset = "depth {{ depth }}"
+"""
+
+
+class Made(NamedTuple):
+    """A task as the text of a task file, and the function that draws a record."""
+
+    text: str
+    record: Callable[[random.Random], dict[str, Any]]
+
+
+def _sum(draw: random.Random) -> dict[str, Any]:
+    digits = draw.randint(1, 3)
+    first, second = (draw.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
+    return {"q": f"{first} + {second}", "a": str(first + second), "digits": digits}
+
+
+def _copy(draw: random.Random) -> dict[str, Any]:
+    words = draw.choices(WORDS, k=draw.choice((2, 4, 8)))
+    return {"q": f"copy({' '.join(words)})", "a": " ".join(words), "words": len(words)}
+
+
+def _sort(draw: random.Random) -> dict[str, Any]:
+    words = draw.sample(WORDS, draw.choice((2, 4, 6)))
+    answer = " ".join(sorted(words))
+    return {"q": f"sort({' '.join(words)})", "a": answer, "words": len(words)}
+
+
+def _brackets(draw: random.Random) -> dict[str, Any]:
+    """Return an open text of brackets; the answer closes the innermost one."""
+    text, open_ones = draw.choice("([{"), []
+    open_ones.append(text)
+    while len(text) < draw.randint(4, 12) or not open_ones:
+        if open_ones and draw.random() < 0.4:
+            text += PAIRS[open_ones.pop()]
+        else:
+            open_ones.append(draw.choice("([{"))
+            text += open_ones[-1]
+    return {"q": text, "a": PAIRS[open_ones[-1]], "depth": min(len(open_ones), 4)}
+
+
+def _date(draw: random.Random) -> dict[str, Any]:
+    begin = datetime.date(1990, 1, 1) + datetime.timedelta(draw.randrange(20_000))
+    days = draw.choice((1, 7, 30))
+    end = begin + datetime.timedelta(days)
+    return {"q": f"{begin} + {days} days", "a": str(end), "days": days}
+
+
+def _retrieval(draw: random.Random) -> dict[str, Any]:
+    """Return lines of codes by name and a question about one, at a depth in per cent."""
+    names = draw.sample(NAMES, 9)
+    codes = {name: draw.randrange(1000, 10_000) for name in names}
+    place = draw.choice((0, 4, 8))
+    lines = "\n".join(f"code of {name} = {code}" for name, code in codes.items())
+    asked = names[place]
+    question = f"{lines}\ncode of {asked}"
+    return {"q": question, "a": str(codes[asked]), "percent": 100 * place // 8}
+
+
+MADE = {
+    "sums": Made(ANSWER.replace("SUBSET", "digits"), _sum),
+    "copy": Made(ANSWER.replace("SUBSET", "words"), _copy),
+    "sort": Made(ANSWER.replace("SUBSET", "words"), _sort),
+    "brackets": Made(CHOICE, _brackets),
+    "dates": Made(ANSWER.replace("SUBSET", "days"), _date),
+    "retrieval": Made(ANSWER.replace("SUBSET", "percent"), _retrieval),
+}
+
+
+def definition(name: str) -> str:
+    """Return the text of a made task as a task file."""
+    return f'name = "made-{name}"\nitems = "{PREFIX}{name}"\n{MADE[name].text}'
+
+
+def records(name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the fields of each record; no question is repeated."""
+    draw, seen = random.Random(name), set[str]()
+    while len(seen) < ITEMS:
+        record = MADE[name].record(draw)
+        if record["q"] not in seen:
+            seen.add(record["q"])
+            yield len(seen), record
