@@ -39,6 +39,17 @@ class CheckpointConfig:
         "check", "check at the start that the kept checkpoints will fit on the disk, or ignore it"
     )
 
+    def of_run(self, name: str) -> list[tuple[str, str]]:
+        """Return the setting that gives one of several runs a prefix of its own, if any is needed.
+
+        Example:
+          >>> CheckpointConfig(directory="gs://bucket/sweep").of_run("lr=0.1")
+          [('checkpoint.directory', 'gs://bucket/sweep/lr=0.1')]
+        """
+        if self.directory is None:
+            return []
+        return [("checkpoint.directory", f"{self.directory.rstrip('/')}/{name}")]
+
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that the directory is a prefix in an object store."""
         if self.directory is not None and not _URL.fullmatch(self.directory):

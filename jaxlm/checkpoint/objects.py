@@ -67,8 +67,8 @@ class ObjectPath:
         """Return the parts that follow this prefix, each once, sorted."""
         with contextlib.suppress(FileNotFoundError):
             listed = self._reading(lambda: self._store.ls(self._url, detail=False))
-            names = {posixpath.basename(each.rstrip("/")) for each in listed}
-            return sorted(names - {"", self.name})
+            paths = {each.rstrip("/") for each in listed} - {self._store._strip_protocol(self._url)}
+            return sorted(map(posixpath.basename, paths))
         return []
 
     def sizes(self) -> dict[str, int]:

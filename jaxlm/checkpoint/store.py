@@ -512,8 +512,12 @@ class Store:
                 fix=f"rm -r {shlex.quote(str(self.directory))}/*{PARTIAL_SUFFIXES[1]}",
             ) from error
         except JaxlmError as error:  # of an object store
-            what = "an old checkpoint could not be removed"
-            raise SaveFailed(what, where=error.where, why=error.why, fix=error.fix) from error
+            raise SaveFailed(
+                "an old checkpoint could not be removed",
+                where=error.where,
+                why=f"{error.what}: {error.why}",
+                fix="the same command again, which removes the rest of it",
+            ) from error
 
     def _compare(self, step: int, expected: dict[str, str], saved: dict[str, str]) -> None:
         differences = [
@@ -539,8 +543,13 @@ class Store:
         if isinstance(error, InUse):
             return error
         if isinstance(error, JaxlmError):  # of an object store
-            what, why = "a checkpoint could not be written", f"{error.what}: {error.why}"
-            return SaveFailed(what, where=error.where, why=why, fix=error.fix)
+            return SaveFailed(
+                "a checkpoint could not be written",
+                where=error.where,
+                why=f"{error.what}: {error.why}",
+                fix="the same command again, once the store accepts it: training resumes at the "
+                "last committed step",
+            )
         where = str(self.directory)
         if isinstance(error, TimeoutError) and error.errno is None:  # not of the file system
             what = f"a checkpoint was not committed within {self._save_seconds} s"

@@ -1,4 +1,5 @@
 import json
+import threading
 
 import jax
 import numpy as np
@@ -80,6 +81,17 @@ def test_of_a_part_of_a_step_only_its_files_are_downloaded(opened, s3):
     got = {path.rpartition("/1/")[2] for method, path in s3.requests if method == "GET"}
     assert {"params.w/0.0", "params.b/0"} < got
     assert "step/0" not in got
+
+
+def test_a_save_does_not_wait_for_the_upload(opened, s3):
+    store, may_begin = opened(), threading.Event()
+    late = ("500 Internal Server Error", "InternalError")
+    s3.fault = lambda method, path: None if method != "PUT" or may_begin.wait(20) else late
+    store.save(1, tree(), {})
+    assert store.steps() == []
+    may_begin.set()
+    store.close()
+    assert store.steps() == [1]
 
 
 def test_the_record_is_written_last_and_removed_first(opened, s3):
@@ -197,6 +209,13 @@ def test_a_store_that_stays_away_fails_the_save_and_not_the_next_one(opened, s3)
     store.save(3, tree(), {})
     store.close()
     assert opened(read_only=True).steps() == [1, 3]
+
+
+def test_a_step_may_have_the_name_of_its_prefix(opened):
+    store = opened(directory="s3://tests/prefix/7")
+    store.save(7, tree(), {})
+    store.close()
+    assert store.steps() == [7]
 
 
 def test_an_older_process_commits_nothing_more(opened):

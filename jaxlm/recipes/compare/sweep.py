@@ -130,6 +130,9 @@ def members(
             values = [show(flat[path]) for path in paths]
             name = _name(labels, values)
             name = name if "seed" in paths else f"{name},seed={seed}".removeprefix(",")
+            if prefix := run.checkpoint.of_run(name):
+                settings += prefix
+                run = run.changed(dict(prefix))
             made[workdir / name] = Member(path=workdir / name, settings=settings, run=run)
     for member in made.values():
         _check_same(member, ("model.", "data.") if has_base else ())

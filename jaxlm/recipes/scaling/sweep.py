@@ -45,9 +45,11 @@ def sweep(
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.1 and appendix B.
     """
-    ladder = rungs(config.load(Run, file, overrides).value, widths, steps)
+    base: Run = config.load(Run, file, overrides).value
+    ladder = rungs(base, widths, steps)
     for number, (name, changed) in enumerate(ladder.items(), 1):
-        settings, rung_dir = [*overrides, *changed], workdir / name
+        settings = [*overrides, *changed, *base.checkpoint.of_run(name)]
+        rung_dir = workdir / name
         say(f"run {number} of {len(ladder)}: {rung_dir}")
         flags = [f"--config.{path}={value}" for path, value in settings]
         options = StartOptions(

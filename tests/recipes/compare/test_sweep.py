@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core import config as configs
 from jaxlm.core.errors import CommandError
 from jaxlm.recipes.compare import sweep
+from jaxlm.recipes.config import Run
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -178,3 +180,14 @@ def test_the_command_and_its_runs_use_the_same_python(monkeypatch, tmp_path, con
     assert command[:4] == [sys.executable, "-m", "jaxlm", "train"]
     assert {"--config.train.steps=3", "--config.seed=1", "--init_from=runs/a"} <= set(command)
     assert member.path.name == "seed=1"
+
+
+def test_each_run_has_its_own_prefix_of_an_object_store(config, tmp_path):
+    stored = [("checkpoint.directory", "s3://bucket/swept/")]
+    runs = sweep.members(config, stored, ["optim.lr=0.1,0.2"], 1, tmp_path)
+    assert [each.run.checkpoint.directory for each in runs] == [
+        "s3://bucket/swept/lr=0.1,seed=0",
+        "s3://bucket/swept/lr=0.2,seed=0",
+    ]
+    settings = [*stored, *runs[1].settings]
+    assert configs.load(Run, config, settings).value == runs[1].run
