@@ -105,7 +105,7 @@ def main() -> None:
     for arm, each in result.items():
         print(
             f"{arm:<11} {each['parameters']:>12,} parameters  {each['state_bytes'] / 2**20:8.2f} "
-            f"MiB"
+            "MiB"
             f"  {each['seconds'] * 1000:9.1f} ms  {each['ratio']:.3f} of full"
         )
 

@@ -210,7 +210,7 @@ def table(name: str, model: DecoderConfig, *, tokens: int, sequence: int) -> str
     """Milliseconds of compute and communication for each strategy, and where it stops paying."""
     lines = [
         f"{name}: {tokens:,} tokens a chip, rows of {sequence:,}; ms of compute / of "
-        f"communication a step; - does not fit,"
+        "communication a step; - does not fit,"
         " * communication is longer",
         f"  {'strategy':<18}" + "".join(f"{chips:>14,}" for chips in CHIPS),
     ]

@@ -115,7 +115,7 @@ def pytest_runtest_call(item):
         if seconds > limit:
             raise machine.TooSlow(
                 f"it took {seconds:.1f} s of the processor, a fast test may take {limit:.1f}: "
-                f"make it shorter, or slow"
+                "make it shorter, or slow"
             )
     return result
 

@@ -86,7 +86,7 @@ def write(tmp_path, monkeypatch):
 
     def write(body: str, name: str = "x.py", signature: str = "") -> str:
         head = (
-            f"import schema_of_test\nfrom jaxlm.core import config\n\n"
+            "import schema_of_test\nfrom jaxlm.core import config\n\n"
             f"def get_config({signature}):\n"
         )
         (tmp_path / name).write_text(

@@ -107,7 +107,7 @@ def test_pairs_that_are_taken_for_alike_are(record_property):
             "table",
             f"near duplicates of Jaccard {threshold:g} or more: precision {precision:.3f}, recall "
             f"{is_pair[is_alike].mean():.3f}; {is_pair.sum()} of {len(texts)} pairs of Jaccard 0.3 "
-            f"to 0.9 found",
+            "to 0.9 found",
         )
         assert precision >= least
     assert not is_pair[exact < 0.55].any()

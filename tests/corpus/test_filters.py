@@ -113,7 +113,7 @@ def test_the_rules_of_c4_cut_lines_and_then_pages(capsys):
     page = "\n".join(sentences[:6])
     texts = [
         f"Menu\n{page}\nHome About\nPlease turn on JavaScript to see this.\n"
-        f"We uses cookies here.\nIt ends so...",
+        "We uses cookies here.\nIt ends so...",
         f"{page}[1][citation needed]\nTrue [2] so far.",
         page.replace(".", ""),
         "\n".join(sentences[:4]),

@@ -38,11 +38,11 @@ HEADS = {
     "BSD-3-Clause": [f"{BSD} 3. Neither the name of the copyright holder may be used"],
     "BSD-4-Clause": [
         f"{BSD} 3. All advertising materials mentioning features must name us. Neither the name "
-        f"of us may"
+        "of us may"
     ],
     "GPL-3.0-or-later": [
         f"you can redistribute it and/or modify it {GNU.format('')}, either version 3 of the "
-        f"License, or (at your option) any later version.",
+        "License, or (at your option) any later version.",
         "This file is licensed under the GPLv3+",
     ],
     "GPL-2.0-only": [
@@ -51,11 +51,11 @@ HEADS = {
     ],
     "LGPL-2.1-or-later": [
         f"modify it {GNU.format('Lesser ')}; either version 2.1 of the License, or (at your "
-        f"option) any later version."
+        "option) any later version."
     ],
     "AGPL-3.0-or-later": [
         f"it {GNU.format('Affero ')}, either version 3 of the License, or (at your option) any "
-        f"later version."
+        "later version."
     ],
     "MPL-2.0": [
         "This Source Code Form is subject to the terms of the Mozilla Public License, v. 2.0. If "
@@ -63,7 +63,7 @@ HEADS = {
     ],
     "ISC": [
         f"{ISC}, provided that the above copyright notice and this permission notice appear in "
-        f"all copies."
+        "all copies."
     ],
     "0BSD": [f"{ISC}. THE SOFTWARE IS PROVIDED AS IS"],
     "Unlicense": [

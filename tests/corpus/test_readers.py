@@ -314,7 +314,7 @@ def warc(
     size = len(block) if length is None else length
     head = (
         f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\n"
-        f"WARC-Date: 2026-01-02T03:04:05Z\r\n"
+        "WARC-Date: 2026-01-02T03:04:05Z\r\n"
         f"Content-Length: {size}\r\n\r\n"
     )
     return head.encode() + block + b"\r\n\r\n"

@@ -178,12 +178,12 @@ def soak(minutes: float, seed: int) -> int:
     between, most = lived / max(faults, 1), statistics.mean(allowed)
     print(
         f"{between:.0f} s between two faults, where {most:.0f} are allowed: {BETWEEN}, and the "
-        f"load of the machine; "
+        "load of the machine; "
         f"{faults} in {lived / 60:.1f} min"
     )
     print(
         f"{sum(counts.values())} lives, {sum(struck.values())} faults, {len(flipped)} flipped "
-        f"bits, "
+        "bits, "
         f"{skipped} updates skipped, {rewound} rewinds, {len(ours)} losses compared; "
         f"bit-identical: {same}"
     )

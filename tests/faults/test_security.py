@@ -227,7 +227,7 @@ def test_s2_a_program_inside_a_run_a_checkpoint_a_data_or_a_model_folder_is_neve
     marker = tmp_path / "marker"
     bomb = (
         f"with open({str(marker)!r}, 'a') as file: file.write(__file__)\n"
-        f"def get_config(): return 1\n"
+        "def get_config(): return 1\n"
     )
     run, texts, model = (tmp_path / name for name in ("run", "texts", "model"))
     shutil.copytree(tiny_run.workdir, run)

@@ -76,7 +76,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "an earlier run with other settings": Situation(
         f"{DATA_RUN} --config.against=clean --config.dedup=near --config.near.rows=4 "
-        f"--config.near.bands=5",
+        "--config.near.bands=5",
         'sed -i \'s/"exact"/"near"/\' clean/recipe.json',
     ),
     "evaluation sets of short records": Situation(
@@ -89,23 +89,23 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "a label misspelt": Situation(
         f"{DATA_RUN} --config.stages=quality --config.quality.model=classifier "
-        f"--config.quality.label=godo",
+        "--config.quality.label=godo",
         CLASSIFIER,
     ),
     "a label like none": Situation(
         f"{DATA_RUN} --config.stages=quality --config.quality.model=classifier "
-        f"--config.quality.label=fine",
+        "--config.quality.label=fine",
         CLASSIFIER,
     ),
     "a harmless label misspelt": Situation(
         f"{DATA_RUN} --config.stages=harmful --config.harmful.model=classifier "
-        f"--config.harmful.harmless=goood",
+        "--config.harmful.harmless=goood",
         CLASSIFIER,
     ),
     "next of data run with more rules": Situation(
         f"{DATA_RUN} --config.stages=length,repetition --config.repetition.top=1,1,1 "
-        f"--config.repetition.repeated=1,1,1,1,1,1 --config.dedup=near --config.near.bands=64 "
-        f"--config.near.rows=1 --config.near.words=1 --config.near.jaccard=0.1",
+        "--config.repetition.repeated=1,1,1,1,1,1 --config.dedup=near --config.near.bands=64 "
+        "--config.near.rows=1 --config.near.words=1 --config.near.jaccard=0.1",
         code=0,
         more=SHORT,
     ),

@@ -106,7 +106,7 @@ SITUATIONS: dict[str, Situation] = {
     "a report of no ratings": Situation("rate --report", code=66),
     "a resumed run that diverges": Situation(
         f"train --config=c.py {RUN} --config.train.steps=20 --config.optim.lr=30 "
-        f"--config.guard.divergence=stop --allow_change=optim,train"
+        "--config.guard.divergence=stop --allow_change=optim,train"
     ),
     "eval of rows beyond the table": Situation("eval --workdir=runs/gpt2 --sequence=128", GPT2),
     "a GGUF of a model that it has no name for": Situation(
@@ -151,7 +151,7 @@ SITUATIONS: dict[str, Situation] = {
         "replay --workdir=runs/a --step=3",
         f"{sys.executable} -m jaxlm train --config=c.py {RUN} --config.optim.lr=0.01 "
         f"--config.train.steps=3 --allow_change=optim,train --quiet >&2; {FLIP} "
-        f"runs/a/checkpoints/2",
+        "runs/a/checkpoints/2",
     ),
     "other data and nothing else": Situation(
         f"train --config=c.py {RUN}",
@@ -159,7 +159,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "other dtypes in the workdir": Situation(
         f"train --config=c.py {RUN} --config.train.steps=3 --config.precision.params=bfloat16 "
-        f"--allow_change=precision,train"
+        "--allow_change=precision,train"
     ),
     "no rewinds left": Situation(
         f"train {CONFIG} --config.train.steps=12 --config.guard.budget=2 --config.guard.rewinds=1",

@@ -145,7 +145,7 @@ SITUATIONS: dict[str, Situation] = {
     # checkpoints
     "an old checkpoint that stays": Situation(
         f"train --config=c.py {RUN} --config.train.steps=7 --allow_change=train.steps "
-        f"--config.checkpoint.keep_last=1 --config.guard.rewind_steps=1",
+        "--config.checkpoint.keep_last=1 --config.guard.rewind_steps=1",
         prepare=refuses_removal,
     ),
     "a checkpoint that takes too long": Situation(
@@ -153,7 +153,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "a checkpoint of another shape": Situation(
         f"train --config=c.py {RUN} --config.train.steps=3 --config.model.width=64 "
-        f"--allow_change=model,train.steps"
+        "--allow_change=model,train.steps"
     ),
     "all checkpoints damaged": Situation(
         f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps",
@@ -167,7 +167,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "start_at a damaged step": Situation(
         f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps "
-        f"--start_at=1 --force",
+        "--start_at=1 --force",
         f"{FLIP} {ONE}",
     ),
     "a run taken over": Situation(f"train {CONFIG}", prepare=is_taken_over),
@@ -181,7 +181,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "another optimizer in the workdir": Situation(
         f"train --config=c.py {RUN} --config.train.steps=3 --config.optim.name=lion "
-        f"--config.optim.lr=1e-4"
+        "--config.optim.lr=1e-4"
     ),
     "parameters of another dtype in the workdir": Situation(
         f"train --config=c.py {RUN} --config.train.steps=3 --config.precision.params=bfloat16"
@@ -195,8 +195,8 @@ SITUATIONS: dict[str, Situation] = {
     "a GGUF of no model": Situation(
         "import --from=odd.gguf --workdir=new",
         f"{PYTHON} -c \"import gguf, numpy as np; w = gguf.GGUFWriter('odd.gguf', 'llama'); "
-        f"w.add_tensor('a', np.zeros(32, np.float32)); w.write_header_to_file(); "
-        f'w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()"',
+        "w.add_tensor('a', np.zeros(32, np.float32)); w.write_header_to_file(); "
+        'w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()"',
     ),
     "a folder of no model": Situation("import --from=texts --workdir=new"),
     "a model that was damaged": Situation(

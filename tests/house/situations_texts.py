@@ -151,7 +151,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "a prompt that is trained on": Situation(
         f"data stats --config=c.py {CHAT} --config.data.sequence=64 "
-        f"--config.data.validation=held.jsonl",
+        "--config.data.validation=held.jsonl",
         CHATS + '; sed \'s/"a"/"b"/\' chat.jsonl > held.jsonl',
     ),
     "conversations under an objective that changes rows": Situation(
@@ -185,7 +185,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "conversations in rows that grow": Situation(
         f"config validate --config=c.py {CHAT} --config.data.validation=20% "
-        f"--config.data.sequence_warmup=16@50%"
+        "--config.data.sequence_warmup=16@50%"
     ),
     # mixtures
     "an epoch of less than a row": Situation(
@@ -196,8 +196,8 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "no weight where a source has ended": Situation(
         f"{TWO} --config.train.steps=4 --config.data.mixture.name=weights "
-        f"--config.data.mixture.weights=aa=1@0..1@50%..0.5@100%,bb=0@0..0@50%..0.5@100% "
-        f"--config.data.mixture.epochs=aa=0.1"
+        "--config.data.mixture.weights=aa=1@0..1@50%..0.5@100%,bb=0@0..0@50%..0.5@100% "
+        "--config.data.mixture.epochs=aa=0.1"
     ),
     "rows beyond the most epochs": Situation(
         "data peek --config=c.py --step=20 --config.data.train=aa=texts/1.txt,bb=texts/2.txt "
@@ -262,7 +262,7 @@ SITUATIONS: dict[str, Situation] = {
     "a part whose file is gone": Situation(
         "train --workdir=runs/own",
         f"{PART}; {sys.executable} -m jaxlm train --config=c.py --workdir=runs/own "
-        f"--config.objective.name=mine.py:Own --quiet; rm mine.py",
+        "--config.objective.name=mine.py:Own --quiet; rm mine.py",
     ),
     # reports and trackers
     "a figure of a run of another shape": Situation(

@@ -22,8 +22,8 @@ LATENT_BASE = trained("latent", LATENT)
 FACTORS = f"{GPT2}; " + trained(
     "factors",
     f"--config.model.family=gpt2 {SMALL} --config.tune.name=ia3 --init_from=runs/gpt2 "
-    f"'--config.tune.at=*/attention/query/*,*/attention/key/*' "
-    f"'--config.tune.inputs=*/attention/query/*'",
+    "'--config.tune.at=*/attention/query/*,*/attention/key/*' "
+    "'--config.tune.inputs=*/attention/query/*'",
 )
 EXPERTS = trained(
     "experts",
@@ -32,7 +32,7 @@ EXPERTS = trained(
 )
 PEFT = (
     f"{TUNED}; {sys.executable} -m jaxlm export --workdir=runs/tuned --to=peft --out=peft "
-    f"--quiet >&2"
+    "--quiet >&2"
 )
 MOVED = 'mv runs/a runs/base; sed -i \'s#"run": ".*"#"run": "gone"#\' runs/tuned/base.json'
 EARLIER = 'sed -i \'s/"step": 2/"step": 1/\' runs/tuned/base.json'
@@ -72,7 +72,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "a teacher of another vocabulary": Situation(
         f"train {CONFIG} --config.objective.name=distill --config.objective.teacher=runs/a "
-        f"--config.model.vocab=640"
+        "--config.model.vocab=640"
     ),
     "no place of an adapter": Situation(
         f"config validate --config=c.py {LORA} '--config.tune.at=()'"
@@ -93,7 +93,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "an adapter of experts": Situation(
         f"train {CONFIG} {LORA} --init_from=runs/experts --config.model.family=mixtral "
-        f"--config.model.experts=2 --config.model.top_k=1 --config.model.hidden=32",
+        "--config.model.experts=2 --config.model.top_k=1 --config.model.hidden=32",
         EXPERTS,
     ),
     "an adapter of other settings": Situation(
@@ -108,7 +108,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "a base that is gone": Situation(
         f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 "
-        f"--allow_change=train",
+        "--allow_change=train",
         f"{TUNED}; {MOVED}",
     ),
     "an evaluation on a base that is gone": Situation(
@@ -116,7 +116,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "a base that changed": Situation(
         f"train --config=c.py --workdir=runs/tuned {LORA} --config.train.steps=3 "
-        f"--allow_change=train",
+        "--allow_change=train",
         f"{TUNED}; cp -r runs/a runs/base; {EARLIER}",
     ),
     "a merge of all weights": Situation(f"merge {RUN} --out=merged"),
@@ -133,7 +133,7 @@ SITUATIONS: dict[str, Situation] = {
         "train --workdir=again",
         f"{AHEAD}; {sys.executable} -m jaxlm export --workdir=runs/ahead --to=peft --out=peft "
         f"--quiet >&2; {sys.executable} -m jaxlm import --adapter=peft --init_from=runs/a "
-        f"--workdir=again --quiet >&2",
+        "--workdir=again --quiet >&2",
     ),
     "a prefix of latent attention": Situation(
         f"train {CONFIG} {PREFIX} --init_from=runs/latent {LATENT}", LATENT_BASE
@@ -145,18 +145,18 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "a prefix of an encoder": Situation(
         f"config validate --config=c.py {PREFIX} --config.model.family=bert "
-        f"--config.objective.name=masked"
+        "--config.objective.name=masked"
     ),
     "a prefix without positions": Situation(
         f"config validate --config=c.py {PREFIX} --config.model.family=gpt2 "
-        f"--config.model.max_positions=33"
+        "--config.model.max_positions=33"
     ),
     "a prefix of rows that are split": Situation(
         f"check --config=c.py {PREFIX} --config.mesh.context=2"
     ),
     "quantized weights that are trained": Situation(
         f"train {CONFIG} --config.tune.name=qlora --config.tune.rank=2 --init_from=runs/a "
-        f"--config.tune.also=*/attention/query/*"
+        "--config.tune.also=*/attention/query/*"
     ),
     "a merge onto a base that is not quantized": Situation(
         "merge --workdir=runs/tuned --out=merged --onto=original", TUNED

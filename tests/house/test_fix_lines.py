@@ -453,11 +453,11 @@ SITUATIONS = {
     ),
     "a run that diverges": Situation(
         f"train {CONFIG} --config.guard.divergence=stop --config.optim.lr=1 "
-        f"--config.train.steps=40 --config.log.every=1 --config.schedule.warmup=0"
+        "--config.train.steps=40 --config.log.every=1 --config.schedule.warmup=0"
     ),
     "a run that is not a number": Situation(
         f"train {CONFIG} --config.optim.name=sgd --config.optim.lr=1e4 "
-        f"--config.optim.clip_norm=None --config.train.steps=40 --config.schedule.warmup=0"
+        "--config.optim.clip_norm=None --config.train.steps=40 --config.schedule.warmup=0"
     ),
     "seeds of others": Situation(f"generate {RUN} --prompt=a --seed=1 --seed=2"),
     "an empty stop": Situation(f"generate {RUN} --prompt=a --stop="),

@@ -298,7 +298,7 @@ SLOW = [
     (
         ".venv",
         f"{WORKERS} -m slow and not alone and not parity and not cluster and not trackers and "
-        f"not gpu",
+        "not gpu",
         "",
     ),
     (".venv", "-q -m alone", ""),
