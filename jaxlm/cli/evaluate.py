@@ -55,6 +55,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--too_long", ["refuse", "skip"], str, doc)
     doc = "look for items of tasks in the training data, and score touched and untouched ones"
     parser.add_switch("--against_training", doc)
+    parser.add_switch("--allow_code", "run the programs that the model writes for tasks with tests")
     parser.add_run_selection()
     add_flag(parser, *ADAPTER)
 
@@ -64,8 +65,9 @@ def run(args: Any, out: Output) -> int:
     task_flags = _named(args, *TASK_FLAGS) | ({"chat": True} if args.chat else {})
     if args.tasks:
         return _run_tasks(workdir, args, out)
-    if task_flags or args.against_training:
-        name = next(iter(task_flags), "against_training")
+    switches = [name for name in ("against_training", "allow_code") if getattr(args, name)]
+    if task_flags or switches:
+        name = next(iter([*task_flags, *switches]))
         raise CommandError(
             f"--{name} needs --tasks",
             where=shlex.join(["jaxlm", *args.words]),
@@ -120,7 +122,8 @@ def _run_tasks(workdir: Path, args: Any, out: Output) -> int:
     from jaxlm.recipes.use import contamination
     from jaxlm.recipes.use.tasks import TaskSettings, evaluate_tasks
 
-    settings = TaskSettings(**flags, **_named(args, "seed"), is_chat=args.chat)
+    switches = {"is_chat": args.chat, "allow_code": args.allow_code}
+    settings = TaskSettings(**flags, **_named(args, "seed"), **switches)
     selected = selection(args) | selection(args, "sequence", "adapter")
     tasks = args.tasks.split(",")
     training = contamination.training_parts(workdir) if args.against_training else None

@@ -26,6 +26,8 @@ PAIR = "; ".join(
 )
 CHOICES = ['choices = ["{{ b }}", "{{ c }}"]', 'answer = "0"', 'context = "{{ a }}"']
 CHOICE = f"{ITEMS}; " + written("choice.toml", [*SHARED, 'kind = "choice"', *CHOICES])
+PROGRAM = ['context = "{{ a }}"', 'answer = "{{ b }}"', "max_tokens = 4", 'program_end = "pass"']
+CODE = f"{ITEMS}; " + written("code.toml", [*SHARED, 'kind = "answer"', *PROGRAM])
 LONG = f"{CHOICE}; sed '1s/one/{'one ' * 40}/' -i items.jsonl"
 SCORED = f"{PAIR}; {sys.executable} -m jaxlm eval {RUN} --tasks=pair.toml --quiet >&2"
 SAMPLES = "runs/a/evals/*/samples.jsonl"
@@ -49,6 +51,7 @@ SITUATIONS: dict[str, Situation] = {
     "examples of pairs": Situation(f"{ON_PAIR} --shots=1", PAIR),
     "more examples than items": Situation(f"{ON_CHOICE} --shots=2", CHOICE),
     "an item longer than a row": Situation(ON_CHOICE, LONG),
+    "programs that are not allowed": Situation(f"eval {RUN} --tasks=code.toml", CODE),
     "damaged samples": Situation(ON_PAIR, f"{SCORED}; sed -i '1s/.*/[/' {SAMPLES}"),
     "samples of other items": Situation(
         ON_PAIR, f'{SCORED}; sed -i \'1s/"id": "1"/"id": "x"/\' {SAMPLES}'
@@ -59,6 +62,7 @@ SITUATIONS: dict[str, Situation] = {
 SLOW = {
     "an encoder trained with tasks",
     "damaged samples",
+    "programs that are not allowed",
     "samples of other items",
     "a task of an encoder",
 }

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxlm.core import random
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.evals import metrics, verify
+from jaxlm.evals import code, metrics, verify
 from jaxlm.evals.tasks.config import Answer
 from jaxlm.evals.tasks.requests import Request
 from jaxlm.generate.config import GenerateConfig
@@ -90,21 +90,30 @@ def occurring(text: str, listed: Sequence[str]) -> list[str]:
     ]
 
 
-def judged(kind: Answer, answer: Continuation, reference: str) -> dict[str, Any]:
+def judged(
+    kind: Answer, answer: Continuation, reference: str, program: tuple[str, str] = ("", "")
+) -> dict[str, Any]:
     """Return the fields of a sample: metrics, and the text from which they were computed.
 
     `extracted` is 1 if the answer has the part that is compared, `refused` if a pattern of refusals
-    matches, and `listed_words` if a listed word or phrase occurs, in any case.
+    matches, and `listed_words` if a listed word or phrase occurs, in any case. With a `program`,
+    the source before and after the answer, it is run: `passed` is 1 if it ended without an
+    exception.
     """
     part = extracted(answer.text, kind.extract)
     expected = extracted(reference, kind.extract)
     expected = reference if expected is None else expected
     is_right = part is not None and verify.is_match(kind.match, part, expected)
-    values = {"exact_match": float(is_right)}
+    fields: dict[str, Any] = {}
+    values: dict[str, float] = {}
+    if program[1]:
+        start, end = program
+        fields["outcome"] = code.outcome(f"{start}{part or ''}\n{end}\n")
+        values["passed"] = float(fields["outcome"] == code.PASSED)
+    values["exact_match"] = float(is_right)
     if kind.extract:
         values["extracted"] = float(part is not None)
     values |= {name: metrics.score(name, part or "", expected) for name in kind.metrics}
-    fields: dict[str, Any] = {}
     if kind.refusals:
         values["refused"] = float(any(re.search(each, answer.text) for each in kind.refusals))
     if kind.listed:

@@ -78,7 +78,8 @@ class Answer(Prompted):
     after `max_tokens`. `extract` is a regular expression whose last match, or its first group, is
     compared; by default the whole text. `match` is that of `jaxlm eval --verify`. `metrics` are
     further ones of `jaxlm.evals.metrics`. `refusals` are regular expressions of refused answers,
-    and `listed` are words and phrases that are looked for in answers.
+    and `listed` are words and phrases that are looked for in answers. If there is a `program_end`,
+    `program_start`, the answer and `program_end` are run as a Python program.
     """
 
     name: ClassVar[str] = "answer"
@@ -90,10 +91,14 @@ class Answer(Prompted):
     metrics: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
+    program_start: str = ""
+    program_end: str = ""
 
     def templates(self) -> dict[str, str]:
         """Return the templates of an item by name."""
-        return {"context": self.context, "answer": self.answer}
+        program = {name: getattr(self, name) for name in ("program_start", "program_end")}
+        named = {"context": self.context, "answer": self.answer}
+        return named | (program if self.program_end else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ class Item:
         a question with a generated answer, the reference.
       answer: index of the right choice.
       record: the fields of the item, for further templates.
+      program: source before and after a generated answer that is run; empty for others.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Item:
     choices: tuple[str, ...]
     answer: int
     record: Mapping[str, Any]
+    program: tuple[str, str] = ("", "")
 
     @property
     def gold(self) -> str:
@@ -121,6 +123,7 @@ def digest(items: Sequence[Item]) -> str:
     total = hashlib.sha256()
     for item in items:
         fields = [item.id, item.group, item.subset, item.context, item.choices, item.answer]
+        fields += [item.program] if item.program[1] else []
         total.update(json.dumps(fields).encode() + b"\n")
     return total.hexdigest()
 
@@ -204,6 +207,7 @@ def _item(
         choices=choices,
         answer=answer,
         record=record if isinstance(task.kind, Prompted) else {},
+        program=(rendered.get("program_start", ""), rendered.get("program_end", "")),
     )
 
 

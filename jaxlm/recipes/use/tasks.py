@@ -17,6 +17,7 @@ from jaxlm.core.errors import ConfigError, DataError, Diverged, cannot_keep
 from jaxlm.data import chat_templates
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.evals import code
 from jaxlm.evals import samples as files
 from jaxlm.evals.tasks import answers, config, items, requests, results, scoring
 from jaxlm.evals.tasks.answers import Writer
@@ -50,6 +51,7 @@ class TaskSettings:
       too_long: refuse a task with an item that does not fit a row, or skip such items.
       seed: seed of the draw of examples.
       is_chat: make each context a user's turn by the chat template of the run.
+      allow_code: run the programs of tasks that have some.
     """
 
     shots: int = 0
@@ -58,6 +60,7 @@ class TaskSettings:
     too_long: Literal["refuse", "skip"] = "refuse"
     seed: int = 0
     is_chat: bool = False
+    allow_code: bool = False
 
 
 def evaluate_tasks(
@@ -85,6 +88,11 @@ def evaluate_tasks(
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
     read = read_tasks(tasks)
+    for task in read:
+        check_code(task, settings)
+    if settings.allow_code:
+        network = "no network" if code.namespaces() else "the network: namespaces are not permitted"
+        say(f"programs that the model writes run with limits and {network}")
     check_causal(workdir)
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
@@ -127,6 +135,17 @@ def read_tasks(paths: Sequence[str], flag: str = "--tasks") -> list[Task]:
             fix="write another name into one of the files",
         )
     return tasks
+
+
+def check_code(task: Task, settings: TaskSettings) -> None:
+    """Raise ConfigError if a task runs programs and that is not allowed."""
+    if isinstance(task.kind, Answer) and task.kind.program_end and not settings.allow_code:
+        raise ConfigError(
+            f"the task {task.name} runs programs that the model writes",
+            where=f"{task.path}, program_end",
+            why="they can read and change the files of the user who runs them",
+            fix="--allow_code    # of jaxlm eval; training runs no programs",
+        )
 
 
 def check_causal(workdir: Path) -> None:
@@ -172,12 +191,14 @@ class PreparedTask:
 
     Raises:
       DataError: if an item is not valid.
-      ConfigError: if an item is too long, or all are.
+      ConfigError: if an item is too long, or all are, or the task runs programs that are not
+        allowed.
     """
 
     def __init__(
         self, task: Task, settings: TaskSettings, tokenizers: Tokenizers, length: int, mesh: Mesh
     ):
+        check_code(task, settings)
         self.task, self._settings, self._mesh = task, settings, mesh
         self._tokenizers, tokenizer = tokenizers, tokenizers.text
         every, invalid = items.read_counted(task, task.file)
@@ -268,11 +289,12 @@ class PreparedTask:
         """Return the samples of a block of items."""
         asked = self.prompter.questions(self.items[block])
         if isinstance(scorer, Writer):
-            assert isinstance(self.task.kind, Answer)
+            kind = self.task.kind
+            assert isinstance(kind, Answer)
             texts = scorer.write(params, [question.requests[0] for question in asked])
             return [
-                results.written(each, answers.judged(self.task.kind, text, each.item.gold))
-                for each, text in zip(asked, texts, strict=True)
+                results.written(one, answers.judged(kind, text, one.item.gold, one.item.program))
+                for one, text in zip(asked, texts, strict=True)
             ]
         parts = [self._parts(question) for question in asked]
         alone = [question.unconditional for question in asked]
