@@ -9,14 +9,14 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import JaxlmError
 from jaxlm.core.quoting import safe
 from jaxlm.generate.engine import Delta
-from jaxlm.serve import api, guard
+from jaxlm.serve import api, guard, page
 from jaxlm.serve.api import Call, Served
 from jaxlm.serve.bridge import Bridge, Results
 from jaxlm.serve.fields import Fields, RefusedRequest, parse
@@ -84,6 +84,7 @@ class Server:
     def app(self) -> guard.App:
         """Return the ASGI application."""
         table: dict[str, tuple[str, Handler]] = {
+            "/": ("GET", self.page),
             "/health": ("GET", self.health),
             "/ready": ("GET", self.ready),
             "/metrics": ("GET", self.show_metrics),
@@ -167,6 +168,11 @@ class Server:
             raise RefusedRequest(503, "the model is not ready", retry_after="5")
         return self.served
 
+    async def page(self, request: HttpRequest) -> Response:
+        """Return the page for a browser on this machine."""
+        policy = {"content-security-policy": page.POLICY, "referrer-policy": "no-referrer"}
+        return HTMLResponse(page.PAGE, headers=SECURITY | policy)
+
     async def health(self, request: HttpRequest) -> Response:
         """Answer 200 while the process can serve at all."""
         is_well = not self.bridge.is_failed
@@ -184,7 +190,8 @@ class Server:
     async def models(self, request: HttpRequest) -> Response:
         """Return the model that is served."""
         served = self._model()
-        facts = {"step": served.step, "digest": served.digest, "max_model_len": served.context}
+        facts: dict[str, Any] = {"has_chat": served.chat is not None}
+        facts |= {"step": served.step, "digest": served.digest, "max_model_len": served.context}
         model = {"id": served.name, "object": "model", "created": 0, "owned_by": "jaxlm"}
         return JSONResponse({"object": "list", "data": [model | facts]})
 

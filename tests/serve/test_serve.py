@@ -1,8 +1,11 @@
 """The server as its clients see it: the `openai` package, and raw sockets."""
 
+import base64
+import hashlib
 import json
 import socket
 import time
+import urllib.request
 
 import openai
 import pytest
@@ -231,6 +234,17 @@ def test_tokens_text_models_and_metrics(running, client):
     assert running.get("/nothing")[0] == 404
 
 
+def test_the_page_runs_its_own_script_alone_and_inserts_text_as_text(running):
+    with urllib.request.urlopen(running.root + "/") as answer:
+        policy, text = answer.headers["content-security-policy"], answer.read().decode()
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    refused = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "http:", "https:")
+    assert [each for each in refused if each in text] == []
+
+
 def test_every_route_but_health_needs_a_key_and_the_file_is_private(
     running, trained, tmp_path, capsys
 ):
@@ -240,7 +254,15 @@ def test_every_route_but_health_needs_a_key_and_the_file_is_private(
     assert file.stat().st_mode & 0o777 == 0o600
     assert key not in file.read_text()
     app = Server(Bridge(None), Keys(file), print).app()
-    routes = ("/ready", "/metrics", "/v1/models", "/v1/completions", "/tokenizer_info", "/none")
+    routes = (
+        "/",
+        "/ready",
+        "/metrics",
+        "/v1/models",
+        "/v1/completions",
+        "/tokenizer_info",
+        "/none",
+    )
     with TestClient(app, base_url="http://localhost") as client:
         assert client.get("/health").status_code == 200
         for route in routes:
