@@ -177,7 +177,7 @@ def write(
       path: the file.
       family: the model family.
       storage: storage of the matrices.
-      change: changes of the metadata.
+      change: receives the writer before the end, to change the metadata.
       drop: names of tensors to leave out.
     """
     kind = gguf.GGMLQuantizationType[storage]

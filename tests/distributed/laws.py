@@ -63,7 +63,7 @@ def run_on(
     """A run on a mesh with settings of it and of `train`; in a ring if its rows are split.
 
     Args:
-      data: the training text.
+      data: the config of the data.
       sizes: axis sizes of the mesh.
       rows: rows of a batch.
       microbatches: micro-batches per step.

@@ -138,11 +138,11 @@ def check(alone, config, folder, processes, devices, mesh, *flags):
     """Train with several processes as with one: equal losses, and equal rows at each step.
 
     Args:
-      alone: the run of one process.
+      alone: the run of one process, and its rows.
       config: the config of the run.
-      folder: parent of the new run.
+      folder: parent of the new run and its logs.
       processes, devices: number of processes, devices of each.
-      mesh: flags of the mesh.
+      mesh: axis sizes of the mesh.
     """
     output = train(
         processes,

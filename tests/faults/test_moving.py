@@ -63,14 +63,14 @@ def long(config, half, tmp_path_factory):
 def moves(
     config: str, run: Path, mesh: dict[str, int], long: Path, monkeypatch: pytest.MonkeyPatch
 ) -> float:
-    """Resume after step 8 on another mesh; return the differences of the next 20 losses.
+    """Resume after step 8 on another mesh; return the largest error of the next 20 losses.
 
     Args:
       config: the config of the run.
       run: the run, saved after step 8.
       mesh: the mesh to resume on.
       long: the same run on its own mesh, to compare with.
-      monkeypatch: sets the devices.
+      monkeypatch: records the restored state.
     """
     saved = leaf_digests(harness.store(run).arrays(8))
     restored = []

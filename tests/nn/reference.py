@@ -46,7 +46,7 @@ def rotated(x, positions, theta, *, dims=None, factors=1.0, amplitude=1.0):
       positions: position of each slot.
       theta: base of the frequencies.
       dims: number of rotated channels.
-      factors: factors of the frequencies, or None.
+      factors: factors of the frequencies.
       amplitude: factor of the result.
     """
     half = (x.shape[-1] if dims is None else dims) // 2

@@ -57,13 +57,13 @@ def texts(tmp_path):
 
 @pytest.fixture
 def compare(scripts, texts, tmp_path, monkeypatch, capsys):
-    """Run a script as a command; return its exit code, output and results.
+    """Return a function that runs a script as a command: exit code, output and results.
 
     Args:
       scripts: the modules.
       texts: the training text.
       tmp_path: parent of the runs.
-      monkeypatch: replaces training.
+      monkeypatch: sets the working directory and the arguments.
       capsys: the output of this process.
     """
     monkeypatch.chdir(ROOT)

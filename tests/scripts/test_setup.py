@@ -64,9 +64,9 @@ class Machine:
         Args:
           path: its place.
           version: its version.
-          probe, pip: exit codes of the probe and of pip.
-          accelerated: it has a GPU.
-          pytest, lint: exit codes of pytest and of the checks.
+          probe, accelerated: exit codes of the probe, and of the search for a GPU's JAX.
+          pip: shell code in the place of pip.
+          pytest, lint: exit codes of pytest and of ruff.
         """
         path = self.bin / path
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,13 +33,13 @@ def write_run(folder, width, steps, *, done=None, settings=(), data=(), losses=L
     """Write the files of a finished run, with its loss by a law.
 
     Args:
-      folder: parent of the run.
-      width, steps: width of the model and number of steps.
-      done: number of steps before an interruption; None for a finished run.
-      settings: values by path.
-      data: the training text.
-      losses: return the loss of a model and its tokens.
-      scatter: relative noise of the loss.
+      folder: the run directory.
+      width, steps: width of the model, steps of its config.
+      done: number of steps that are done; None for all.
+      settings: pairs of a path and a value.
+      data: changes of the fingerprint of the data.
+      losses: the law that gives the loss.
+      scatter: error of the logarithm of the loss.
     """
     run = configs.load(
         Run,
