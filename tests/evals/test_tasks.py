@@ -182,10 +182,10 @@ def test_an_item_that_makes_no_question_is_named_by_its_line(change, why, tmp_pa
 
 def test_items_that_make_no_question_are_left_out_and_counted_if_the_task_says_so(tmp_path):
     records = [RECORDS[0] | {"right": "no such"}, *RECORDS[1:]]
-    task = made(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records)
+    task = task_in(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records)
     valid, left_out = items.read_counted(task, task.file)
     assert (len(valid), left_out) == (len(RECORDS) - 1, 1)
-    task = made(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records[:1])
+    task = task_in(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records[:1])
     with pytest.raises(DataError, match="all 1 records make no question"):
         items.read(task, task.file)
 
@@ -214,6 +214,57 @@ def test_a_wrong_task_file_is_refused(old, new, why, tmp_path):
     with pytest.raises(DataError) as error:
         task = task_in(tmp_path, text)
         items.read(task, task.file)
+    assert why in error.value.why
+
+
+YAML = r"""
+task: q
+dataset_path: json
+dataset_kwargs: {data_files: {test: q.jsonl, train: shots.jsonl}}
+test_split: test
+fewshot_split: train
+output_type: multiple_choice
+doc_to_text: "Q: {{ q }}\nA:"
+doc_to_choice: "{{options}}"
+doc_to_target: "{{options.index(right)}}"
+metric_list: [{metric: acc}]
+metadata: {version: 1.0}
+"""
+
+
+def yaml_task(folder, text):
+    task_in(folder)
+    (folder / "q.yaml").write_text(text)
+    return config.read(folder / "q.yaml")
+
+
+def test_yaml_of_lm_eval_is_the_task_that_toml_describes(tmp_path):
+    task, expected = yaml_task(tmp_path, YAML), task_in(tmp_path)
+    assert task.kind == dataclasses.replace(expected.kind, examples="shots.jsonl")
+    assert (task.name, task.version, task.items) == ("q", 1, "q.jsonl")
+    of_task, of_expected = (items.read(each, each.file) for each in (task, expected))
+    assert [each.context for each in of_task] == [each.context for each in of_expected]
+    written = YAML.replace("multiple_choice", "generate_until").replace(
+        'doc_to_choice: "{{options}}"', 'generation_kwargs: {until: ["\\n"], do_sample: false}'
+    )
+    kind = yaml_task(tmp_path, written.replace('"{{options.index(right)}}"', "right")).kind
+    assert (kind.answer, kind.stop, kind.max_tokens) == ("{{ right }}", ("\n",), 256)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"Q: {{ q }}', "!function utils.text  # ", "it has code, which is not run"),
+        ("metric_list", "process_docs: x\nmetric_list", "does not read process_docs"),
+        ("dataset_path: json", "dataset_path: allenai/ai2_arc", "no set is downloaded"),
+        ("multiple_choice", "loglikelihood", "output_type is 'loglikelihood'"),
+        ('"{{options}}"', "'{{a}} {{b}}'", "one expression in braces"),
+        ("q.jsonl", "3", "not a file for each split"),
+    ],
+)
+def test_yaml_with_code_or_a_set_of_the_hub_is_refused(old, new, why, tmp_path):
+    with pytest.raises(DataError) as error:
+        yaml_task(tmp_path, YAML.replace(old, new, 1))
     assert why in error.value.why
 
 

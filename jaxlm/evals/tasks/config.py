@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, not_installed
 from jaxlm.core.nearest import nearest_word
 from jaxlm.evals.metrics import METRICS, needs_sacrebleu
-from jaxlm.evals.tasks import made
+from jaxlm.evals.tasks import lm_eval_yaml, made
 
 Form = Literal["cloze", "letters"]
 TEMPLATES = ("id", "group", "subset")  # of every kind
@@ -195,13 +195,18 @@ def read(path: Path, flag: str = "--tasks") -> Task:
         raise InputMissing(
             f"the task file {path} does not exist",
             where=f"{flag}={path}",
-            why="a task is a TOML file; see `jaxlm docs evaluation`",
+            why="a task is a file of TOML or YAML; see `jaxlm docs evaluation`",
             fix="find . -name '*.toml'",
         )
     try:
-        return parsed(path.read_text(encoding="utf-8"), path)
+        text = path.read_text(encoding="utf-8")
+        if path.suffix not in lm_eval_yaml.SUFFIXES:
+            return parsed(text, path)
+        return _task(lm_eval_yaml.settings(text), path)
     except UnicodeDecodeError as error:
         raise invalid(path, f"it is not UTF-8: {error}") from error
+    except ValueError as error:
+        raise invalid(path, str(error)) from error
 
 
 def parsed(text: str, path: Path) -> Task:
@@ -210,6 +215,11 @@ def parsed(text: str, path: Path) -> Task:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise invalid(path, f"it is not TOML: {error}") from error
+    return _task(raw, path)
+
+
+def _task(raw: dict[str, Any], path: Path) -> Task:
+    """Return the task of the settings of a file. Raises DataError if one is not valid."""
     label = raw.pop("kind", None)
     if not isinstance(label, str) or label not in KINDS:
         raise invalid(path, f"kind is {label!r}, and must be one of {', '.join(KINDS)}")
