@@ -83,9 +83,8 @@ class Loader:
         if not isinstance(batch, BatchSchedule):
             batch = constant_schedule(batch, self.sequence)
         schedule = batch
+        self.check_batch(schedule)
         sizes = [stage.rows for stage in schedule.phases]
-        if self.plan.rows < max(sizes):
-            raise self._too_short(max(sizes))
         import grain
 
         if rows is None or isinstance(rows, slice):
@@ -171,10 +170,16 @@ class Loader:
         """Return the number of epochs in `rows` rows of the stream."""
         return rows / self.plan.rows
 
-    def _too_short(self, batch: int) -> DataError:
+    def check_batch(self, schedule: BatchSchedule) -> None:
+        """Raise DataError if the set has fewer rows than the largest batch."""
         rows, manifest = self.plan.rows, self.shards.manifest
-        shorter = (manifest.tokens - manifest.documents) // batch
-        return DataError(
+        batch = max(stage.rows for stage in schedule.phases)
+        if rows >= batch:
+            return
+        # Shorter rows would leave out documents that are not cut.
+        is_cut = not manifest.figures
+        shorter = (manifest.tokens - manifest.documents) // batch if is_cut else 0
+        raise DataError(
             "the training data is shorter than one batch",
             where=str(self.shards.folder),
             why=f"{manifest.tokens} tokens are {rows} row{'s' if rows > 1 else ''} of "

@@ -850,6 +850,7 @@ def test_e11_too_little_data_is_an_error_in_ten_seconds(
         kind
     ] in output
     assert "Traceback" not in output
+    assert "initial state" not in output  # it is refused before the first save
     record_property("E11", f"{kind} {took}")
     took.require(10)
 

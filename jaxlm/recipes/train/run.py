@@ -297,6 +297,7 @@ def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:
         )
     setup.ranking_set(run, data.validation)
     setup.check_held_out(run.data, data)
+    data.train.check_batch(run.pace)
     processes.agree("data", data.fingerprint)
     return data
 
