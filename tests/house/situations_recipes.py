@@ -92,6 +92,9 @@ SITUATIONS: dict[str, Situation] = {
     "a requirement that is none": Situation(
         "compare runs/a runs/b --out=p.html --require=better", "cp -r runs/a runs/b", code=2
     ),
+    "a requirement without results": Situation(
+        "compare runs/a runs/b --out=p.html --require=not_worse:1%", "cp -r runs/a runs/b"
+    ),
     "ratings of one run": Situation("rate runs/a --prompts=texts/0.txt"),
     "ratings without prompts": Situation("rate runs/a runs/a --prompts=none.txt", code=66),
     "ratings of an empty file": Situation(
@@ -101,7 +104,7 @@ SITUATIONS: dict[str, Situation] = {
         "rate runs/a runs/a --prompts=p.jsonl", "echo 1 > p.jsonl", code=65
     ),
     "ratings of a run and itself": Situation(
-        "rate runs/a runs/a --prompts=p.txt --max_tokens=4", "echo one > p.txt", code=65
+        "rate runs/a runs/a --prompts=p.txt --max_tokens=4", "echo one > p.txt"
     ),
     "a report of no ratings": Situation("rate --report", code=66),
     "a resumed run that diverges": Situation(
