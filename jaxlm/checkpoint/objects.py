@@ -22,7 +22,7 @@ _QUOTA = re.compile(r"quota|storage ?(is )?full|insufficient storage", re.I)
 _NO_CREDENTIALS = re.compile(r"credential|anonymous", re.I)
 BLOCK_BYTES = 16 << 20  # of one request
 _LOGIN = {
-    "s3": "export AWS_ACCESS_KEY_ID=KEY AWS_SECRET_ACCESS_KEY=SECRET",
+    "s3": "aws configure    # or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
     "gs": "gcloud auth application-default login",
 }
 _CREATE = {"s3": "aws s3 mb", "gs": "gcloud storage buckets create"}

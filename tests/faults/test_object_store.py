@@ -1,5 +1,6 @@
 """Runs with checkpoints on an object store, killed at each point of a save and at random ones."""
 
+import json
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from jaxlm.cli.main import main
 from jaxlm.training.launch import free_port
 from tests import s3 as servers
 from tests.faults import harness
@@ -111,6 +113,35 @@ def test_kills_at_random_instants_lose_no_committed_step(config, unbroken, place
     )
 
 
+def test_every_command_finds_the_checkpoints(config, unbroken, place, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    assert main(harness.words(config, workdir, place)) == 0
+
+    def answer(run, *words):
+        capsys.readouterr()
+        assert main([*words, f"--workdir={run}", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert answer(workdir, "checkpoint", "verify")["sound"] == [8, 10, 12]
+    listed = answer(workdir, "checkpoint", "list")
+    assert (listed["newest"], [row["step"] for row in listed["steps"]]) == (12, [8, 10, 12])
+    words = ("checkpoint", "diff", "--step=12", f"--other_workdir={unbroken}")
+    assert answer(workdir, *words)["is_identical"]
+    prompt = ("generate", "--prompt=one", "--max_tokens=3")
+    for words in (("eval",), prompt):
+        ours, theirs = answer(workdir, *words), answer(unbroken, *words)
+        assert {**ours, "workdir": ""} == {**theirs, "workdir": ""}
+    weights = []
+    for run in (workdir, unbroken):
+        answer(run, "export", f"--out={tmp_path / 'out' / run.parent.name}")
+        weights.append((tmp_path / "out" / run.parent.name / "model.safetensors").read_bytes())
+        child = tmp_path / "child" / run.parent.name
+        flags = (f"--init_from={run}", "--config.checkpoint.directory=None", "--stop_at=2")
+        assert main(harness.words(config, child, *flags)) == 0
+        weights.append(harness.state_digest(child))
+    assert weights[:2] == weights[2:]
+
+
 def test_a_rewind_quarantines_on_the_store_and_survives_the_loss_of_the_disk(
     config, place, tmp_path
 ):
@@ -147,7 +178,7 @@ def test_a_full_quota_ends_a_run_with_74_and_the_same_command_resumes(
     finally:
         s3.fault = lambda method, path: None
     assert code == 74, output
-    assert "trying once more" in output
+    assert "trying once more" in (workdir / "log.txt").read_text()
     assert "the quota of the object store is full" in output
     assert harness.steps(workdir) == [2, 4]
     code, output = harness.run(harness.words(config, workdir, place))
