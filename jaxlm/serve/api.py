@@ -135,7 +135,7 @@ def _call(
         message = f"at most {MAX_STOPS} stops of 1 to {MAX_STOP_BYTES} bytes"
         raise RefusedRequest(422, message, "stop")
     is_streamed = fields.switch("stream")
-    options = Fields(fields.value("stream_options", {}))
+    options = fields.inner("stream_options")
     has_usage = options.switch("include_usage")
     options.check_all_used(())
     deadline = fields.number("timeout", 600.0, low=0, high=86400.0, above=True)

@@ -142,6 +142,13 @@ class Fields:
             raise RefusedRequest(422, f"{name} is {_kind(value)}, not a text", name)
         return value
 
+    def inner(self, name: str) -> "Fields":
+        """Return the fields of an object; none without the field."""
+        value = self.value(name, {})
+        if not isinstance(value, dict):
+            raise RefusedRequest(422, f"{name} is {_kind(value)}, not an object", name)
+        return Fields(value)
+
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a text or a list of texts as a tuple."""
         value = self.value(name, [])
