@@ -199,6 +199,17 @@ def test_microbatches_agree(config, base, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [("data=2", "fsdp=2"), ("context=2", "fsdp=2")])
+def test_meshes_agree(config, base, tmp_path, mesh):
+    flags = ["--cpu_devices=4", *(f"--config.mesh.{axis}" for axis in mesh)]
+    code, text = harness.run(harness.words(config, tmp_path / "run", *flags))
+    assert code == 0, text
+    for one, other in zip(train_records(tmp_path / "run"), train_records(base), strict=True):
+        for name in ("loss_nats", "chosen_nats", "rejected_nats", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=2e-6), name
+
+
+@pytest.mark.slow
 def test_an_adapter_is_compared_with_its_start(config, base, tmp_path):
     lora = ("--config.tune.name=lora", "--config.tune.rank=2", "--config.tune.dropout=0")
     flags = (*lora, f"--init_from={base}")
