@@ -110,7 +110,7 @@ class HeadLinear(Linear):
 
     def _per_head(self, equation: str, x: Array) -> Array:
         compute = self.precision.compute
-        weight = self.weight[...].astype(compute)
+        weight = self._flat().reshape(self.ins + self.outs).astype(compute)
         y = jnp.einsum(equation, x.astype(compute), weight, preferred_element_type=jnp.float32)
         return y.astype(x.dtype)
 

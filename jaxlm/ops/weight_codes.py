@@ -11,8 +11,11 @@ from jaxtyping import Float
 from jaxlm.ops import quantize
 from jaxlm.ops.kernels import SCALES_BLOCK
 
-Base = Literal["nf4", "nf4_double", "int8"]
-Leaves = dict[str, Array]  # by name: codes, scales and, of doubly quantized scales, two more
+Base = Literal["nf4", "nf4_double", "int8", "int4", "int4_zero", "fp8"]
+Block = int | Literal["all"]
+Leaves = dict[str, Array]  # by name: codes, scales and, by format, `zeros` or two more of scales
+BYTE_CODES = ("int8", "fp8")  # formats with a byte for each code; others have two codes in it
+E4M3 = quantize.E4M3._replace(has_scales=True)  # for the blocks of a weight
 
 # Quantiles of a normal distribution, scaled to [-1, 1] (Dettmers et al. 2023, arXiv:2305.14314,
 # appendix E).
@@ -29,32 +32,39 @@ class WeightFormat:
     """A format of weights: nf4 has 4 + 32 / block bits each, int8 has 8 + 32 / block.
 
     nf4_double stores the scales, less their mean, as int8 with a float32 scale for 256 of them:
-    4.127 bits with blocks of 64 (arXiv:2305.14314, section 3; the 8 bits are floats there).
+    4.127 bits with blocks of 64 (arXiv:2305.14314, section 3; the 8 bits are floats there). fp8 is
+    e4m3. int4 is symmetric, from -7 to 7; int4_zero has 16 codes between the least and the largest
+    number of a block, 0 among them, and the code of 0 in a byte of its own.
 
     Attributes:
       base: the format of codes and scales.
-      block: inputs of one output that share a scale; the last block may be shorter.
+      block: inputs of one output that share a scale, or all; the last block may be shorter.
     """
 
     base: Base
-    block: int
+    block: Block
 
     def quantize(self, weight: Float[Array, "I ..."]) -> Leaves:
         """Return codes and scales of a weight whose first axis is its inputs.
 
         Returns:
           `codes`: uint8 [ceil(I / 2), ...], two codes a byte, the first in the lower four bits; of
-          int8, int8 [I, ...]. `scales`: float32 or int8 [blocks, ...]. With double quantization
-          also `scale_scales`: float32 [ceil(scales / 256)], and `scale_mean`: float32 [].
+          int8 and fp8, one of its dtype for each input. `scales`: float32 or int8 [blocks, ...].
+          With double quantization also `scale_scales`: float32 [ceil(scales / 256)], and
+          `scale_mean`: float32 []; with int4_zero `zeros`: uint8 [blocks, ...].
         """
         inputs, outs = weight.shape[0], weight.shape[1:]
-        count = -(-inputs // self.block)
-        filling = [(0, count * self.block - inputs)] + [(0, 0)] * len(outs)
+        size = self._block(inputs)
+        count = -(-inputs // size)
+        filling = [(0, count * size - inputs)] + [(0, 0)] * len(outs)
         blocks = jnp.pad(weight.astype(jnp.float32), filling)
-        blocks = blocks.reshape(count, self.block, *outs)
-        if self.base == "int8":
-            low, scale = quantize.rounded(blocks, quantize.INT8, (1,))
+        blocks = blocks.reshape(count, size, *outs)
+        if self.base in BYTE_CODES:
+            format = quantize.INT8 if self.base == "int8" else E4M3
+            low, scale = quantize.rounded(blocks, format, (1,))
             return {"codes": low.reshape(-1, *outs)[:inputs], "scales": scale[:, 0]}
+        if self.base in ("int4", "int4_zero"):
+            return self._in_four_bits(blocks, inputs)
         largest = jnp.max(jnp.abs(blocks), 1)
         unit = (blocks / jnp.where(largest == 0, 1.0, largest)[:, None]).reshape(-1, *outs)
         codes = _pack(_nearest_level(unit[:inputs]))
@@ -71,6 +81,24 @@ class WeightFormat:
             "scale_mean": mean,
         }
 
+    def _block(self, inputs: int) -> int:
+        return inputs if self.block == "all" else self.block
+
+    def _in_four_bits(self, blocks: Float[Array, "G B ..."], inputs: int) -> Leaves:
+        """Return the leaves of integers of 4 bits; codes are from 0 to 15."""
+        outs = blocks.shape[2:]
+        if self.base == "int4":
+            largest = jnp.max(jnp.abs(blocks), 1)
+            scale, zero = largest / 7, jnp.full(largest.shape, 8.0)
+        else:
+            least = jnp.minimum(jnp.min(blocks, 1), 0.0)
+            scale = (jnp.maximum(jnp.max(blocks, 1), 0.0) - least) / 15
+            zero = jnp.round(-least / jnp.where(scale == 0, 1.0, scale))
+        unit = blocks / jnp.where(scale == 0, 1.0, scale)[:, None]
+        codes = jnp.clip(jnp.round(unit) + zero[:, None], 0, 15).astype(jnp.uint8)
+        leaves = {"codes": _pack(codes.reshape(-1, *outs)[:inputs]), "scales": scale}
+        return leaves | ({"zeros": zero.astype(jnp.uint8)} if self.base == "int4_zero" else {})
+
     def dequantize(self, leaves: Leaves, inputs: int) -> Float[Array, "I ..."]:
         """Return the weight of `inputs` inputs in float32."""
         codes, scales = leaves["codes"], leaves["scales"]
@@ -79,8 +107,16 @@ class WeightFormat:
             scales = scales.astype(jnp.float32) * scale.reshape(scales.shape)
             # A rounded scale near 0 must not change the sign of its block.
             scales = jnp.maximum(scales + leaves["scale_mean"], 0.0)
-        values = codes.astype(jnp.float32) if self.base == "int8" else _level(_unpack(codes))
-        return values[:inputs] * _repeated(scales, self.block, inputs)
+        size = self._block(inputs)
+        if self.base in BYTE_CODES:
+            values = codes.astype(jnp.float32)
+        elif self.base in ("nf4", "nf4_double"):
+            values = _level(_unpack(codes))[:inputs]
+        else:
+            values = _unpack(codes)[:inputs].astype(jnp.float32)
+            zeros = leaves.get("zeros")
+            values -= 8.0 if zeros is None else _repeated(zeros.astype(jnp.float32), size, inputs)
+        return values * _repeated(scales, size, inputs)
 
 
 def _repeated(rows: Array, times: int, count: int) -> Array:

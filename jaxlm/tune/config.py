@@ -109,6 +109,31 @@ class QLora(Lora):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """Weights stored in four or eight bits, and none trained: the model of `jaxlm quantize`.
+
+    The checkpoints of the run have the codes. It is evaluated and continues text as any other.
+    """
+
+    name: Literal["quantized"] = "quantized"
+    unmerged: ClassVar[str] = "its weights are rounded, and the run that it was made of has them"
+    virtual_tokens: ClassVar[int] = 0
+    virtual_rows: ClassVar[int] = 0
+
+    at: tuple[str, ...] = setting(
+        PROJECTIONS, "patterns over paths of parameters: quantized linear layers"
+    )
+    base: Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double"] = setting(
+        "int8",
+        "format of the weights: integers of 8 bits, e4m3 floats, integers of 4 bits from -7 to 7 "
+        "or with a zero point, or NormalFloat of 4 bits, also with scales of 8 bits",
+    )
+    block: int | Literal["all"] = setting(
+        "all", "inputs of one output that share a scale, or all of them", low=2
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dora(Lora):
     """LoRA with a trained magnitude for each output: y = x m (W + s A B) / |W + s A B|.
 
@@ -211,7 +236,7 @@ class Prompt(VirtualConfig):
         return self.length
 
 
-Tune = Full | Lora | QLora | Dora | Ia3 | Bottleneck | Prefix | Prompt
+Tune = Full | Lora | QLora | Quantized | Dora | Ia3 | Bottleneck | Prefix | Prompt
 
 
 FIRST = ("lora_a0", "lora_b0")  # leaves with the first values of PiSSA

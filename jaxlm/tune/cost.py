@@ -4,6 +4,7 @@ import fnmatch
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jaxlm.models.cost.tensors import Tensor
 from jaxlm.ops.kernels import SCALES_BLOCK
@@ -19,6 +20,7 @@ from jaxlm.tune.config import (
     Prefix,
     Prompt,
     QLora,
+    Quantized,
     Tune,
     VirtualConfig,
 )
@@ -29,29 +31,34 @@ def split(tune: Tune, leaves: Iterable[Tensor]) -> tuple[list[Tensor], list[Tens
     leaves = list(leaves)
     if isinstance(tune, Full):
         return leaves, []
-    whole = {path for each in tune.also for path in fnmatch.filter((x.path for x in leaves), each)}
+    also = () if isinstance(tune, Quantized) else tune.also
+    whole = {path for each in also for path in fnmatch.filter((x.path for x in leaves), each)}
     first = list(first_tensors(tune, leaves))
     trained = [each for each in new_tensors(tune, leaves) if each not in first]
     trained += [each for each in leaves if each.path in whole]
     base = [each for each in leaves if each.path not in whole]
-    if isinstance(tune, QLora):
+    if isinstance(tune, QLora | Quantized):
         places = {each.path for each in adapted_weights(tune, base)}
         parts = (_codes(tune, each) if each.path in places else [each] for each in base)
         base = list(itertools.chain.from_iterable(parts))
     return trained, base + first
 
 
-def adapted_weights(tune: AdapterConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
+def adapted_weights(tune: AdapterConfig | Quantized, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the weights that the patterns of `tune.at` match."""
     for each in leaves:
         if each.is_matrix and any(fnmatch.fnmatchcase(each.path, pattern) for pattern in tune.at):
             yield each
 
 
-def new_tensors(tune: AdapterConfig | VirtualConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
+def new_tensors(
+    tune: AdapterConfig | VirtualConfig | Quantized, leaves: Iterable[Tensor]
+) -> Iterator[Tensor]:
     """Yield the parameters that an adapter adds to a model."""
     if isinstance(tune, VirtualConfig):
         yield from _of_virtual_tokens(tune, leaves)
+        return
+    if isinstance(tune, Quantized):
         return
     for each in adapted_weights(tune, leaves):
         yield from _of_layer(tune, each)
@@ -75,19 +82,21 @@ def _of_virtual_tokens(tune: VirtualConfig, leaves: Iterable[Tensor]) -> Iterato
             yield Tensor(f"{layer}/leading/{name}s", shape, names)
 
 
-def _codes(tune: QLora, weight: Tensor) -> Iterator[Tensor]:
+def _codes(tune: QLora | Quantized, weight: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that store a quantized weight, see `ops.weight_codes`."""
     stack, (in_axes, in_sizes), (out_axes, out_sizes) = _parts(weight)
     inputs = math.prod(in_sizes)
-    blocks = -(-inputs // tune.block)
+    blocks = 1 if tune.block == "all" else -(-inputs // tune.block)
     scales = blocks * math.prod(out_sizes)
     outs = list(zip(out_axes, out_sizes, strict=True))
-    codes = inputs if tune.base == "int8" else -(-inputs // 2)
+    codes = inputs if tune.base in ("int8", "fp8") else -(-inputs // 2)
     is_double = tune.base == "nf4_double"
-    parts = {
+    parts: dict[str, tuple[list[Any], int]] = {
         "codes": ([(in_axes[0], codes), *outs], 1),
         "scales": ([("blocks", blocks), *outs], 1 if is_double else 4),
     }
+    if tune.base == "int4_zero":
+        parts["zeros"] = [("blocks", blocks), *outs], 1
     if is_double:
         parts["scale_scales"] = [("blocks", -(-scales // SCALES_BLOCK))], 4
         parts["scale_mean"] = [], 4

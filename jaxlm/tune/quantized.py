@@ -16,7 +16,7 @@ from jaxlm.parallel.logical import mesh_axes
 from jaxlm.parallel.rules import constrain
 from jaxlm.tune import config
 
-LEAVES = ("codes", "scales", "scale_scales", "scale_mean")
+LEAVES = ("codes", "scales", "zeros", "scale_scales", "scale_mean")
 PREFIX = "weight_"  # of the names of these leaves
 
 
@@ -24,7 +24,7 @@ class QuantizedLinear(Linear):
     """y = x W + b with W in blocks of codes along the inputs, see `ops.weight_codes`.
 
     W is read for each product, in the backward pass again: one layer's values exist at a time.
-    fsdp gathers codes, not values. The layer trains and evaluates; to decode, merge the model.
+    fsdp gathers codes, not values. A token loop that wants another layout reads W once before it.
 
     Args:
       base: the layer to quantize; in a stack its weight has a first axis of layers.
@@ -34,7 +34,7 @@ class QuantizedLinear(Linear):
     axes: tuple[tuple[str, ...], tuple[str, ...]]
     stack: tuple[int, ...]
 
-    def __init__(self, base: Linear, settings: config.QLora):
+    def __init__(self, base: Linear, settings: config.QLora | config.Quantized):
         share_fields(self, base)
         self.format = WeightFormat(settings.base, settings.block)
         self.weight: Any = None
@@ -58,10 +58,14 @@ class QuantizedLinear(Linear):
         return {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
 
     def _flat(self) -> Float[Array, "I O"]:
+        if self.weight is not None:
+            return super()._flat()
         return _read(self.format, self.ins, self.outs, self.axes, self._leaves())
 
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Costs a few operations an element of W, twice in training, more than `Linear`."""
+        if self.weight is not None:  # relayout_for_decode has read the codes
+            return super()._product(x)
         leading = x.shape[: x.ndim - len(self.ins)]
         read = functools.partial(_read, self.format, self.ins, self.outs, self.axes)
         x = x.reshape(*leading, -1)
@@ -71,6 +75,11 @@ class QuantizedLinear(Linear):
 
 class QuantizedHeadLinear(QuantizedLinear, HeadLinear):
     """A quantized per-head projection of latent attention."""
+
+    def relayout_for_decode(self) -> None:
+        """Read the codes once, before the loop over tokens."""
+        weight = self._flat().astype(self.precision.compute)
+        self.weight = nnx.Param(weight.reshape(self.ins + self.outs))
 
 
 QUANTIZED: dict[type, type[QuantizedLinear]] = {
@@ -104,6 +113,8 @@ def leaf_axes(base: str, ins: tuple[str, ...], outs: tuple[str, ...]) -> dict[st
     are few, and a mesh need not divide them along the inputs.
     """
     axes: dict[str, tuple[str, ...]] = {"codes": (ins[0], *outs), "scales": ("blocks", *outs)}
+    if base == "int4_zero":
+        axes["zeros"] = axes["scales"]
     if base == "nf4_double":
         axes |= {"scale_scales": ("blocks",), "scale_mean": ()}
     return axes

@@ -25,11 +25,14 @@ def build(
 ) -> Surgery | None:
     """Return the function (module, key) that adds an adapter in place; None for full tuning.
 
-    A layer that the settings quantize is quantized first, if `quantization` has not done so.
+    A layer that the settings quantize is quantized first, if `quantization` has not done so;
+    `Quantized` does nothing else.
     `encode` makes ids of a text, for initial values.
     """
     if isinstance(settings, config.Full):
         return None
+    if isinstance(settings, config.Quantized):
+        return quantization(settings)
     if isinstance(settings, config.Prefix):
         return functools.partial(virtual.add_prefix, settings)
     if isinstance(settings, config.Prompt):
@@ -59,7 +62,7 @@ def build(
 
 def quantization(settings: config.Tune) -> Surgery | None:
     """Return the function (module, key) that quantizes the adapted layers; None if none are."""
-    if not isinstance(settings, config.QLora):
+    if not isinstance(settings, config.QLora | config.Quantized):
         return None
 
     def apply(module: nnx.Module, key: Array) -> None:
@@ -84,7 +87,7 @@ def quantized_weights(base: Blueprint) -> dict[str, QuantizedLinear]:
 
 
 def _matched_layers(
-    settings: config.AdapterConfig, module: nnx.Module
+    settings: config.AdapterConfig | config.Quantized, module: nnx.Module
 ) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
     """Yield name, path and node of each layer that the patterns of `tune.at` match."""
     layers = {
@@ -116,7 +119,9 @@ def adapted_params(stored: Blueprint, surgery: Surgery, base: Params, key: Array
     return nnx.to_pure_dict(nnx.state(module))
 
 
-def adapted_layers(settings: config.AdapterConfig, names: list[str]) -> list[str]:
+def adapted_layers(
+    settings: config.AdapterConfig | config.Quantized, names: list[str]
+) -> list[str]:
     """Return the layers of these names that the patterns of `tune.at` match by their weights.
 
     Raises:
@@ -144,7 +149,7 @@ def base_paths(settings: config.Tune, stored: Blueprint) -> frozenset[str]:
     Raises:
       ConfigError: if a pattern of `tune.also` matches no leaf of the base, or a quantized one.
     """
-    if isinstance(settings, config.Full):
+    if isinstance(settings, config.Full | config.Quantized):  # all leaves are in the checkpoints
         return frozenset()
     base = tree.leaves(stored.shapes)
     whole: set[str] = set()

@@ -138,6 +138,7 @@ def test_a_wrong_command_line_says_what_and_how_to_mend_it(verb, capsys, words, 
 # The words of each verb and action, as short as they may be, that `--config.bogus=1` is added to.
 LEAST = [
     "average --out=O",
+    "quantize --scheme=int8 --out=O",
     "bench",
     "check",
     "checkpoint diff --step=1",

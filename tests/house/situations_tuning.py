@@ -4,6 +4,7 @@ import sys
 
 import safetensors.numpy
 
+from jaxlm.recipes.use import quantize
 from tests.house.situation import CONFIG, RUN, Situation
 from tests.house.situations_recipes import GPT2, SMALL, trained
 
@@ -30,6 +31,10 @@ EXPERTS = trained(
     "--config.model.family=mixtral --config.model.experts=2 --config.model.top_k=1 "
     "--config.model.hidden=32",
 )
+CODES = (
+    f"{sys.executable} -m jaxlm quantize --workdir=runs/a --scheme=int8 --out=runs/codes "
+    f"--allow=loss:50% --quiet >&2"
+)
 PEFT = (
     f"{TUNED}; {sys.executable} -m jaxlm export --workdir=runs/tuned --to=peft --out=peft "
     "--quiet >&2"
@@ -47,6 +52,16 @@ def full_library(patch):
     patch.setattr(safetensors.numpy, "save_file", save_file)
 
 
+def allows_nothing(patch):
+    """Make every growth of the loss too much."""
+    patch.setattr(quantize, "_allowed", lambda options: -1.0)
+
+
+def not_finite(patch):
+    """Make a weight that is quantized infinite."""
+    patch.setattr(quantize, "is_finite", lambda weight: False)
+
+
 SITUATIONS: dict[str, Situation] = {
     "an imported model without text": Situation(
         "train --init_from=runs/a --workdir=new", "touch runs/a/imported.json", more="--stop_at=1"
@@ -59,6 +74,22 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "further heads of an adapter": Situation(
         f"config validate --config=c.py {LORA} --config.objective.name=mtp"
+    ),
+    "quantized weights that are quantized": Situation(
+        "quantize --workdir=runs/codes --scheme=int4 --out=q", CODES
+    ),
+    "quantized weights that are exported": Situation("export --workdir=runs/codes --out=m", CODES),
+    "quantized weights that are averaged": Situation(
+        "average --workdir=runs/codes --steps=0 --with=runs/a --out=mean", CODES
+    ),
+    "quantized weights to start from": Situation(f"train {CONFIG} --init_from=runs/codes", CODES),
+    "quantized weights to plan": Situation("plan --config=runs/codes/config.json", CODES),
+    "a limit that is no loss": Situation(f"quantize {RUN} --scheme=int8 --out=q --allow=1%"),
+    "a loss beyond the limit": Situation(
+        f"quantize {RUN} --scheme=int4 --block=16 --out=q", prepare=allows_nothing
+    ),
+    "weights that are not finite": Situation(
+        f"quantize {RUN} --scheme=int8 --out=q", prepare=not_finite
     ),
     "an average of adapters": Situation(
         "average --workdir=runs/tuned --newest=2 --out=mean", TUNED
@@ -185,6 +216,14 @@ SITUATIONS: dict[str, Situation] = {
 
 # Each trains a model, or several.
 SLOW = {
+    "quantized weights that are quantized",
+    "quantized weights that are exported",
+    "quantized weights that are averaged",
+    "quantized weights to start from",
+    "quantized weights to plan",
+    "a limit that is no loss",
+    "a loss beyond the limit",
+    "weights that are not finite",
     "an average of adapters",
     "an adapter where no base is read",
     "quantized weights that are trained",

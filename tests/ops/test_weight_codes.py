@@ -4,6 +4,7 @@ import statistics
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from jaxlm.ops.kernels import SCALES_BLOCK
 from jaxlm.ops.matmul import matmul, stored_matmul
 from jaxlm.ops.weight_codes import LEVELS, WeightFormat
 
-BASES = ("nf4", "nf4_double", "int8")
+BASES = ("nf4", "nf4_double", "int8", "int4")
 SHAPES = {"even": (128, 3, 5), "short last block": (100, 6), "odd": (67, 4), "one block": (24, 2)}
 
 
@@ -26,9 +27,9 @@ def reference(values, base, block):
     flat = values.astype(np.float64).reshape(len(values), -1)
     starts = range(0, len(flat), block)
     largest = np.array([np.abs(flat[n : n + block]).max(0) for n in starts])
-    if base == "int8":
-        scale = largest / 127
-        grid = np.arange(-127, 128)
+    if base in ("int8", "int4"):
+        most = 127 if base == "int8" else 7
+        scale, grid = largest / most, np.arange(-most, most + 1)
     else:
         scale, grid = largest, np.array(LEVELS)
     used = scale
@@ -93,7 +94,8 @@ def test_the_error_is_bounded_by_half_of_a_gap(base):
     values = weight((256, 40), 2).astype(np.float32)
     _, decoded = stored(values, base, 64)
     largest = np.abs(values.reshape(4, 64, 40)).max(1)
-    bound = largest / 254 if base == "int8" else largest * np.diff(LEVELS).max() / 2
+    gaps = {"int8": 1 / 127, "int4": 1 / 7}
+    bound = largest * gaps.get(base, np.diff(LEVELS).max()) / 2
     if base == "nf4_double":  # the scale itself is rounded
         bound = bound + np.abs(largest - largest.mean()).max() / 254
     error = np.abs(decoded - values).reshape(4, 64, 40).max(1)
@@ -138,3 +140,30 @@ def test_a_product_has_the_value_and_the_input_gradient_of_the_dequantized_weigh
     )
     np.testing.assert_array_equal(one[0], other[0])
     np.testing.assert_array_equal(one[1](one[0])[0], other[1](one[0])[0])
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0, -3.0], ids=["around 0", "positive", "negative"])
+def test_sixteen_codes_span_a_block_and_have_0(offset):
+    values = weight((64, 6), 6).astype(np.float32) + np.float32(offset)
+    values[5] = 0
+    leaves, dequantized = stored(values, "int4_zero")
+    blocks, read = values.reshape(4, 16, 6), dequantized.reshape(4, 16, 6)
+    step = (np.maximum(blocks.max(1), 0) - np.minimum(blocks.min(1), 0)) / 15
+    assert (np.abs(read - blocks).max(1) <= step / 2 * (1 + 1e-4)).all()
+    assert (dequantized[5] == 0).all()
+    assert {name: leaf.dtype.name for name, leaf in leaves.items()} == {
+        "codes": "uint8", "scales": "float32", "zeros": "uint8"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("base", ["int8", "fp8"])
+def test_a_scale_for_each_output_is_that_of_its_largest_number(base):
+    values = weight((67, 4), 7).astype(np.float32)
+    leaves, dequantized = stored(values, base, "all")
+    dtype, most = {"int8": (np.int8, 127), "fp8": (ml_dtypes.float8_e4m3fn, 448)}[base]
+    scales = np.abs(values).max(0) / np.float32(most)
+    np.testing.assert_allclose(leaves["scales"], scales[None], rtol=1e-6)
+    unit = values / np.asarray(leaves["scales"])
+    expected = (np.round(unit) if base == "int8" else unit).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(leaves["codes"]), expected)
+    np.testing.assert_array_equal(dequantized, expected.astype(np.float32) * leaves["scales"])

@@ -212,3 +212,19 @@ def test_what_cannot_be_quantized_is_an_error(changes, where, fix):
         build(surgery=surgery.build(settings))
         surgery.base_paths(settings, build(surgery=surgery.quantization(settings)))
     assert (caught.value.where, caught.value.fix) == (where, fix)
+
+
+@pytest.mark.parametrize("base", ["fp8", "int4_zero", "nf4_double"])
+@pytest.mark.parametrize("block", [8, "all"])
+def test_a_quantized_model_trains_nothing_and_has_its_leaves_in_closed_form(base, block):
+    settings = config.Quantized(base=base, block=block)
+    model = FAMILIES["llama"].build()
+    stored = Blueprint(model, FULL, surgery=surgery.build(settings))
+    names = tree.leaves(stored.axes, is_leaf=lambda node: isinstance(node, tuple))
+    trained, frozen = cost.split(settings, tensors(model))
+    assert trained == []
+    assert surgery.base_paths(settings, stored) == frozenset()
+    assert {each.path: (each.shape, each.axes, each.item_bytes or 4) for each in frozen} == {
+        path: (leaf.shape, names[path], leaf.dtype.itemsize)
+        for path, leaf in tree.leaves(stored.shapes).items()
+    }

@@ -29,7 +29,8 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import export_formats, import_model
 from jaxlm.recipes.use import load
-from jaxlm.training.rundir import IMPORTED
+from jaxlm.training.rundir import IMPORTED, read_json
+from jaxlm.tune.config import Quantized
 
 ExportFormat = export_formats.HFExport | export_formats.GGUFExport
 To = Literal["hf", "gguf"]
@@ -87,6 +88,15 @@ def export_model(
     check_scheme(to, scheme)
     opened = load.load_run(workdir, say=say, **selection)
     check_has_format(opened.run)
+    if isinstance(opened.run.tune, Quantized):
+        base = read_json(workdir, load.BASE)
+        words = ["jaxlm", "export", f"--workdir={base['run']}", f"--step={base['step']}"]
+        raise ConfigError(
+            "a quantized run cannot be exported",
+            where=f"tune.name = {opened.run.tune.name}",
+            why=opened.run.tune.unmerged,
+            fix=shlex.join([*words, f"--out={out}", f"--to={to}"]),
+        )
     if opened.model.base:
         raise ConfigError(
             f"a {opened.run.tune.name} cannot be merged into its base",

@@ -26,6 +26,7 @@ from jaxlm.parallel.logical import Sizes
 from jaxlm.parallel.schedule import Schedule
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
+from jaxlm.tune.config import Quantized
 
 MAX_TRIED = 200  # combinations of settings; the nearest come first
 MESHES_TRIED = 8  # with other settings, if no mesh fits by itself
@@ -47,6 +48,13 @@ def check(run: Run, count: int, slices: int = 1) -> None:
     settings for this mesh; if neither is enough, meshes with the settings that they need.
     `slices` is the number of groups of devices, such as TPU slices.
     """
+    if isinstance(run.tune, Quantized):
+        raise ConfigError(
+            "quantized weights cannot be trained",
+            where=f"tune.name = {run.tune.name}",
+            why=run.tune.unmerged,
+            fix="train the run that base.json in its directory names",
+        )
     requested = {axis: getattr(run.mesh, axis) for axis in AXES}
     why = []
     try:

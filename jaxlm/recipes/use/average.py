@@ -18,7 +18,7 @@ from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import InitSource
 from jaxlm.training.rundir import RunDir
-from jaxlm.tune.config import Full
+from jaxlm.tune.config import Full, Quantized
 
 PART = "params/"
 
@@ -121,6 +121,10 @@ def _proportions(options: AverageOptions, count: int) -> tuple[float, ...]:
 def _agreed(origins: list[InitSource]) -> dict[str, str]:
     """Return the layout of each parameter. Raises DataError for another model or tokenizer."""
     first, *rest = origins
+    if isinstance(first.run.tune, Quantized):
+        what = "an average of quantized weights is not supported"
+        fix = "average the runs that they were made of, and quantize the average"
+        raise DataError(what, where=str(first.workdir), why=first.run.tune.unmerged, fix=fix)
     if not isinstance(first.run.tune, Full):
         what = "an average of adapters is not supported"
         cause = f"{first} has the parameters of tune.name = {first.run.tune.name} alone"

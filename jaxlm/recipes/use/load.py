@@ -32,7 +32,7 @@ from jaxlm.recipes.plan import attention_kernels
 from jaxlm.training import state as states
 from jaxlm.training.rundir import read_json, split_ref
 from jaxlm.tune import surgery
-from jaxlm.tune.config import Full, QLora
+from jaxlm.tune.config import Full, QLora, Quantized
 
 Weights = Literal["raw", "ema", "swa"]
 Onto = Literal["dequantized", "original"]
@@ -207,6 +207,7 @@ def find_base(
         raise InputMissing(
             "the adapter's base is gone", where=str(file), why=why, fix=fix
         ) from error
+    _check_not_quantized(source, "--init_from")
     if not isinstance(source.run.tune, Full):
         _check_same_adapter(source, run)
         base = find_base(source.workdir, source.run, None, warn, verifier)
@@ -227,11 +228,23 @@ def check_plain(
     why: str = "an adapter changes the weights of a plain model",
 ) -> None:
     """Raise ConfigError if the run has an adapter of its own; `flag` names the run."""
+    _check_not_quantized(source, flag)
     if not isinstance(source.run.tune, Full):
         raise ConfigError(
             "the model to start from has an adapter of its own",
             where=f"{flag}={source.workdir}",
             why=why,
+            fix=plain_fix(source, flag),
+        )
+
+
+def _check_not_quantized(source: InitSource, flag: str) -> None:
+    """Raise ConfigError if the weights of a run are codes, which nothing is trained from."""
+    if isinstance(source.run.tune, Quantized):
+        raise ConfigError(
+            "the model to start from is quantized",
+            where=f"{flag}={source.workdir}",
+            why=source.run.tune.unmerged,
             fix=plain_fix(source, flag),
         )
 

@@ -62,7 +62,7 @@ def merge(
         raise CommandError(
             "the run has no adapter",
             where=f"--workdir={workdir}",
-            why="its checkpoints have all weights (tune.name = full)",
+            why=f"its checkpoints have all weights (tune.name = {adapted.run.tune.name})",
             fix=f"jaxlm export --workdir={shlex.quote(str(workdir))} --out=export",
         )
     if setup.decoding(adapted.model)[0] is not adapted.model.plain:

@@ -1,0 +1,65 @@
+"""Quantize a run's weights to four or eight bits: a new run, and what the rounding changed.
+
+Weights are rounded to nearest. Loss and bits per byte on the validation set, the distance of the
+distributions, greedy texts, bytes and speed are printed before and after. If the loss grows by more
+than --allow, nothing is written.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jaxlm.cli.arguments import SAVED_CONFIG, Parser, add_flag, needed_run, selection
+from jaxlm.cli.output import Output
+
+SCHEMES = ["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double"]
+
+ROWS = {"loss_nats": ".4f", "bits_per_byte": ".4f", "bytes": ",d", "tokens_per_second": ".0f"}
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.withhold(SAVED_CONFIG)
+    doc = "format of the weights; int8 and fp8 have a scale for each output, others for each block"
+    add_flag(parser, "--scheme", SCHEMES, str, doc, required=True)
+    add_flag(parser, "--out", "DIR", str, "new run directory", required=True)
+    doc = "inputs of one output that share a scale (all of int8 and fp8, 128 of int4, 64 of nf4)"
+    parser.add_argument("--block", type=int, default=None, metavar="N", help=doc)
+    doc = "patterns over paths of weights (*/attention/*,*/mlp/*)"
+    add_flag(parser, "--at", "A,B", str, doc, default="")
+    doc = "glob of text to compare on (the validation sets); repeatable"
+    add_flag(parser, "--text", "GLOB", [], doc)
+    add_flag(parser, "--allow", "LIMIT", "loss:1%", "largest growth of the loss")
+    parser.add_run_selection()
+
+
+def run(args: Any, out: Output) -> int:
+    workdir, target = Path(needed_run(args)), Path(args.out)
+
+    from jaxlm.recipes.use.quantize import QuantizeOptions, quantize
+    from jaxlm.tune.config import PROJECTIONS
+
+    options = QuantizeOptions(
+        workdir=workdir,
+        out=target,
+        scheme=args.scheme,
+        block=args.block,
+        at=tuple(each for each in args.at.split(",") if each) or PROJECTIONS,
+        text=tuple(args.text),
+        allow=args.allow,
+    )
+    answer = quantize(options, out.log, **selection(args))
+    before, after = answer["before"], answer["after"]
+    lines = [f"{target}: {answer['quantized']} weights in {answer['scheme']}"]
+    for name, form in ROWS.items():
+        if name in before:
+            lines.append(f"{name:<18}{before[name]:>14{form}}{after[name]:>14{form}}")
+    lines.append(
+        f"KL {answer['kl_mean']:.3g} nats on average, {answer['kl_999']:.3g} at 99.9%; the same "
+        f"likeliest id at {answer['top1_agreement']:.2%} of {answer['tokens']:,} tokens"
+    )
+    if "departures" in answer:
+        places = answer["departures"]
+        equal = sum(place is None for place in places)
+        first = sorted(place for place in places if place is not None)
+        middle = f"; the others depart after {first[len(first) // 2]} tokens" if first else ""
+        lines.append(f"greedy texts: {equal} of {len(places)} are the same{middle}")
+    return out.result(answer, lines)

@@ -1,0 +1,112 @@
+"""`jaxlm quantize`: a run of codes that is used as any other, or nothing."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.training.rundir import IMPORTED
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
+
+SETTINGS = {"train.steps": 6, "eval.batches": 2, "optim.lr": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    config = harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
+    workdir = tmp_path_factory.mktemp("runs") / "run"
+    assert main(harness.words(config, workdir)) == 0
+    return workdir
+
+
+def call(capsys, *words):
+    capsys.readouterr()
+    code = main([*map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def quantized(run):
+    out = run.parent / "quantized"
+    words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4_zero", "--block=8"]
+    assert main([*words, "--allow=loss:50%", "--quiet"]) == 0
+    return out
+
+
+def test_what_is_not_quantized_keeps_its_bits_and_the_run_is_used_as_any(run, quantized, capsys):
+    before, after = harness.store(run).arrays(6), harness.store(quantized).arrays(0)
+    before = {path: leaf for path, leaf in before.items() if path.startswith("params/")}
+    unchanged = before.keys() & after.keys()
+    assert unchanged == {
+        path for path in before if "/attention/" not in path and "/mlp/" not in path
+    }
+    for path in unchanged:
+        np.testing.assert_array_equal(before[path], after[path])
+    assert {path.rpartition("/")[2] for path in after.keys() - unchanged} == {
+        "weight_codes", "weight_scales", "weight_zeros"
+    }  # fmt: skip
+    table = json.loads((quantized / IMPORTED).read_text())
+    assert table["after"]["bytes"] == sum(leaf.nbytes for leaf in after.values())
+    assert table["after"]["bytes"] < table["before"]["bytes"]
+    assert table["kl_999"] >= table["kl_mean"] > 0
+    assert len(table["departures"]) <= 20
+    for workdir, name in ((run, "before"), (quantized, "after")):
+        code, answer = call(capsys, "eval", f"--workdir={workdir}")
+        assert code == 0
+        assert answer["loss_nats"] == pytest.approx(table[name]["loss_nats"], rel=1e-6)
+    growth = table["after"]["loss_nats"] / table["before"]["loss_nats"] - 1
+    assert table["loss_growth"] == pytest.approx(growth)
+    words = ("generate", f"--workdir={quantized}", "--prompt=one", "--max_tokens=4")
+    code, answer = call(capsys, *words)
+    assert code == 0
+    assert all(map(math.isfinite, answer["samples"][0]["log_probabilities"]))
+
+
+def test_more_loss_than_is_allowed_writes_nothing(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ("quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4", "--block=8")
+    code, answer = call(capsys, *words, "--allow=loss:0%")
+    assert (code, out.exists()) == (1, False)
+    assert answer["error"]["fix"].startswith("--allow=loss:")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("quantize --workdir={q} --out={o} --scheme=int8", "the run is quantized"),
+        ("quantize --workdir={r} --out={q} --scheme=int8", "already contains a run"),
+        ("quantize --workdir={r} --out={o} --scheme=int8 --allow=1%", "the limit is not"),
+        ("quantize --workdir={r} --out={o} --scheme=int8 --at=*/x", "matches no linear layer"),
+        ("export --workdir={q} --out={o}", "a quantized run cannot be exported"),
+        ("plan --config={q}/config.json", "quantized weights cannot be trained"),
+        ("average --workdir={q} --steps=0 --with={r} --out={o}", "an average of quantized"),
+        ("train --config={c} --workdir={o} --init_from={q}", "is quantized"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(run, quantized, words, what, tmp_path, capsys):
+    places = {"q": quantized, "r": run, "o": tmp_path / "out", "c": run / "config.json"}
+    words = words.format_map(places).split()
+    code, answer = call(capsys, *words)
+    assert code in (2, 65)
+    assert what in answer["error"]["what"]
+
+
+@pytest.mark.slow
+def test_the_bytes_do_not_depend_on_the_devices(run, tmp_path):
+    outs = []
+    for count in (1, 4):
+        outs.append(tmp_path / str(count))
+        words = ["quantize", f"--workdir={run}", f"--out={outs[-1]}", "--scheme=nf4_double"]
+        command = [sys.executable, "-m", "jaxlm", *words, "--allow=loss:50%"]
+        subprocess.run([*command, f"--cpu_devices={count}"], check=True, env=os.environ)
+    one, four = (harness.store(out).arrays(0) for out in outs)
+    assert one.keys() == four.keys()
+    for path, leaf in one.items():
+        np.testing.assert_array_equal(leaf, four[path])
