@@ -164,7 +164,7 @@ class GGUFPlan:
             return quantized(array.reshape(-1, tensor.shape[-1]), tensor.storage).reshape(-1)
         except ValueError as error:
             what = f"{theirs.name} cannot be stored in {tensor.storage.name}"
-            fix = "use an earlier --step, whose weights are finite, or no --scheme"
+            fix = "use an earlier --step, whose weights are finite"
             raise DataError(what, where="--scheme", why=str(error), fix=fix) from error
 
     def _placed(self, tensors: Sequence[HFTensor]) -> Iterator[GGUFTensor]:

@@ -123,7 +123,7 @@ def _agreed(origins: list[InitSource]) -> dict[str, str]:
     first, *rest = origins
     if isinstance(first.run.tune, Quantized):
         what = "an average of quantized weights is not supported"
-        fix = "average the runs that they were made of, and quantize the average"
+        fix = "average the runs that they were made of"
         raise DataError(what, where=str(first.workdir), why=first.run.tune.unmerged, fix=fix)
     if not isinstance(first.run.tune, Full):
         what = "an average of adapters is not supported"
