@@ -150,7 +150,8 @@ class Server:
             if refused is not None:
                 self.metrics.count_rejected(refused.status)
                 response = _error(refused)
-            if request.method == "POST" or response.status_code >= 400:
+            is_probe = request.url.path in ("/health", "/ready", "/metrics")
+            if request.method == "POST" or (response.status_code >= 400 and not is_probe):
                 line = {
                     "method": request.method,
                     "path": request.url.path,

@@ -178,7 +178,7 @@ def _listening(options: ServeOptions) -> Iterator[socket.socket]:
             "the address cannot be listened on",
             where=f"--host={options.host} --port={options.port}",
             why=f"{type(error).__name__}: {error.strerror}",
-            fix="another --port, or 0 for one that is free",
+            fix="--port=0    # takes a free one",
         ) from error
     with listener:
         yield listener

@@ -229,4 +229,4 @@ def test_a_template_that_is_no_template_leaves_no_process():
     renderer = MaskRenderer(ChatTemplate("{% for %}", {}), ControlTokens(tokenizer(CHATML)))
     with pytest.raises(DataError, match="cannot be rendered"), renderer:
         pass
-    assert renderer._renderer._process.poll() is not None
+    assert renderer._renderer._process._process.poll() is not None

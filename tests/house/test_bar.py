@@ -51,7 +51,8 @@ def named_after_lines() -> Iterator[tuple[Path, ast.FunctionDef, bool]]:
         }
         marks = values.get("pytestmark", "")
         for node in module.body:
-            if isinstance(node, ast.FunctionDef) and ids_of(node.name):
+            is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+            if is_test and ids_of(node.name):
                 decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
                 decorators = [
                     values.get(name, name) for name in decorators

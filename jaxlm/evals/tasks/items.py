@@ -240,5 +240,5 @@ def wrong_item(where: str, why: str) -> DataError:
         "an item of a task is not valid",
         where=where,
         why=why,
-        fix='correct the item, or write invalid = "skip" in the task file to leave such items out',
+        fix='correct the item\ninvalid = "skip"    # in the task file, leaves such items out',
     )
