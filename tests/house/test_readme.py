@@ -77,7 +77,7 @@ def shortened(command: str) -> str:
     configs = [
         re.sub(r"^--config=(configs/)?|\.py$", "", w) for w in words if w.startswith("--config=")
     ]
-    if any(name.startswith("finetune/") for name in configs):
+    if any(name.startswith(("finetune/", "preference/")) for name in configs):
         return f"{command} {shlex.join(f'{name}={value}' for name, value in TUNED.items())}"
     if "quickstart" not in configs:
         return command
@@ -235,11 +235,8 @@ def test_every_flag_and_every_extra_that_the_prose_names_is_one():
     assert re.findall(r"`jaxlm [a-z-]+ [^`]*--", prose) == [], (
         "a command stands in a block, and runs"
     )
-    known = {
-        "--slow",
-        "--help",
-        "--size",
-    }  # of scripts: test, bench_torch.py
+    # Of scripts: test, bench_torch.py, parity/preference.py.
+    known = {"--slow", "--help", "--size", "--peft_python"}
     for verb in VERBS.values():
         parser = Parser(prog="jaxlm")
         importlib.import_module(verb.module).add_arguments(parser)
