@@ -3,18 +3,21 @@
     jaxlm train --config=gpt2_124m --workdir=runs/gpt2_124m
     jaxlm train --config=gpt2_124m:v5e-16 --workdir=runs/gpt2_124m
 
-Put the text under data/web/ first, such as the parquet files of the FineWeb-Edu sample-10BT; a tokenizer of the published
-size is trained on it. Batch, learning rate and length are those with which llm.c trains this size.
+Put the text under data/web/ first, such as the parquet files of the FineWeb-Edu sample-10BT; a
+tokenizer of the published size is trained on it. Batch, learning rate and length are those with
+which llm.c trains this size.
 
-Hardware: any number of GPUs, timed for 8 GPUs of the H100's class, or one of the arguments. Hours at 40% of the peak, which a
-model this small does not reach on a whole pod; not measured:
+Hardware: any number of GPUs, timed for 8 GPUs of the H100's class, or one of the arguments. Hours
+at 40% of the peak, which a model this small does not reach on a whole pod; not measured:
 
-    1gpu      6     one H100                      v5p-128   0.2   64 chips, rows split over all
-    8gpu      0.7   rows split over all           v6e-256   0.05  256 chips, rows split over all
-    v5e-16    2     16 chips, rows split over all
+    1gpu      6      one H100
+    8gpu      0.7    rows split over all
+    v5e-16    2      16 chips, rows split over all
+    v5p-128   0.2    64 chips, rows split over all
+    v6e-256   0.05   256 chips, rows split over all
 
-Expected: a validation loss near 3.3 nats a token, which llm.c reports on FineWeb with GPT-2's own tokenizer; not measured
-here.
+Expected: a validation loss near 3.3 nats a token, which llm.c reports on FineWeb with GPT-2's own
+tokenizer; not measured here.
 """
 
 import ml_collections

@@ -3,16 +3,19 @@
     jaxlm train --config=gpt2_1p5b --workdir=runs/gpt2_1p5b
     jaxlm train --config=gpt2_1p5b:v5e-16 --workdir=runs/gpt2_1p5b
 
-Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. Batch and learning rate
-are those of GPT-3's size next to this one (XL, arXiv:2005.14165, table 2.1). The 25 heads and 50,257 ids divide over no
-tensor axis, and 1,600 wide over an fsdp axis of at most 64.
+Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it.
+Batch and learning rate are those of GPT-3's size next to this one (XL, arXiv:2005.14165, table
+2.1). The 25 heads and 50,257 ids divide over no tensor axis, and 1,600 wide over an fsdp axis of at
+most 64.
 
-Hardware: any number of GPUs, timed for 8 GPUs of the H100's class, or one of the arguments. Weights, gradients and moments take
-25 GB over all devices. Hours at 40% of the peak, not measured:
+Hardware: any number of GPUs, timed for 8 GPUs of the H100's class, or one of the arguments.
+Weights, gradients and moments take 25 GB over all devices. Hours at 40% of the peak, not measured:
 
-    1gpu      214   one H100                               v5p-128   7     64 chips, parameters split over all
-    8gpu      27    parameters split over all              v6e-256   0.9   256 chips, parameters split over 64
+    1gpu      214   one H100
+    8gpu      27    parameters split over all
     v5e-16    67    16 chips, parameters split over all
+    v5p-128   7     64 chips, parameters split over all
+    v6e-256   0.9   256 chips, parameters split over 64
 
 Expected loss: not measured; it depends on the text.
 """

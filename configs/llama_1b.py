@@ -5,12 +5,14 @@
 
 Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it.
 
-Hardware: any number of GPUs, timed for 8 GPUs of the H100's class, or one of the arguments. Weights, gradients and moments take
-20 GB over all devices. Hours at 40% of the peak, not measured:
+Hardware: any number of GPUs, timed for 8 GPUs of the H100's class, or one of the arguments.
+Weights, gradients and moments take 20 GB over all devices. Hours at 40% of the peak, not measured:
 
-    1gpu      144   one H100                               v5p-128   5     64 chips, parameters split over all
-    8gpu      18    parameters split over all              v6e-256   0.6   256 chips, parameters split over 64
+    1gpu      144   one H100
+    8gpu      18    parameters split over all
     v5e-16    45    16 chips, parameters split over all
+    v5p-128   5     64 chips, parameters split over all
+    v6e-256   0.6   256 chips, parameters split over 64
 
 Expected loss: not measured; it depends on the text.
 """

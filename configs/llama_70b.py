@@ -3,15 +3,17 @@
     jaxlm train --config=llama_70b --workdir=runs/llama_70b
     jaxlm train --config=llama_70b:v5p-128 --workdir=runs/llama_70b
 
-Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. The peak learning
-rate is that of Llama 3 (arXiv:2407.21783, table 3).
+Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it.
+The peak learning rate is that of Llama 3 (arXiv:2407.21783, table 3).
 
-Hardware: a multiple of 8 GPUs, timed for 512 GPUs of the H100's class; heads, hidden units and vocabulary split over the 8 of a
-machine, parameters over all. Or one of the arguments. Weights, gradients and moments take 1,129 GB over all devices: more
-than 8 GPUs or a v5e-16 have. Days at 40% of the peak, not measured:
+Hardware: a multiple of 8 GPUs, timed for 512 GPUs of the H100's class; heads, hidden units and
+vocabulary split over the 8 of a machine, parameters over all. Or one of the arguments. Weights,
+gradients and moments take 1,129 GB over all devices: more than 8 GPUs or a v5e-16 have. Days at 40%
+of the peak, not measured:
 
-    512gpu    35    tensors over 8, parameters over all    v6e-256   75    256 chips, tensors over 4, parameters over all
+    512gpu    35    tensors over 8, parameters over all
     v5p-128   600   64 chips, tensors over 4, parameters over all: for shorter runs
+    v6e-256   75    256 chips, tensors over 4, parameters over all
 
 Expected loss: not measured; it depends on the text.
 """

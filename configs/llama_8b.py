@@ -3,15 +3,18 @@
     jaxlm train --config=llama_8b --workdir=runs/llama_8b
     jaxlm train --config=llama_8b:v5p-128 --workdir=runs/llama_8b
 
-Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. The peak learning
-rate is that of Llama 3 (arXiv:2407.21783, table 3).
+Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it.
+The peak learning rate is that of Llama 3 (arXiv:2407.21783, table 3).
 
-Hardware: any number of GPUs, timed for 64 GPUs of the H100's class, parameters split over all of them; or one of the arguments.
-Weights, gradients and moments take 128 GB over all devices: more than one GPU has. Hours at 40% of the peak, not measured:
+Hardware: any number of GPUs, timed for 64 GPUs of the H100's class, parameters split over all of
+them; or one of the arguments. Weights, gradients and moments take 128 GB over all devices: more
+than one GPU has. Hours at 40% of the peak, not measured:
 
-    8gpu      710   parameters split over all              v5p-128   190   64 chips, parameters split over all
-    64gpu     90    parameters split over all              v6e-256   24    256 chips, tensors over 4, parameters over all
-    v5e-16    1800  16 chips, tensors over 4, parameters over all
+    8gpu      710    parameters split over all
+    64gpu     90     parameters split over all
+    v5e-16    1800   16 chips, tensors over 4, parameters over all
+    v5p-128   190    64 chips, parameters split over all
+    v6e-256   24     256 chips, tensors over 4, parameters over all
 
 Expected loss: not measured; it depends on the text.
 """

@@ -1,18 +1,22 @@
-"""Mixtral 8x7B's shape on 252 billion tokens, 20 for each of the 12.9 billion parameters that a token meets.
+"""Mixtral 8x7B's shape on 252 billion tokens.
+
+That is 20 tokens for each of the 12.9 billion parameters that a token meets.
 
     jaxlm train --config=mixtral_8x7b --workdir=runs/mixtral_8x7b
     jaxlm train --config=mixtral_8x7b:v5p-128 --workdir=runs/mixtral_8x7b
 
-Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. Weights and shape are
-those of arXiv:2401.04088, the balance loss pushes each layer as the published configuration's does; how it was trained is not
-published, so batch and learning rate are those of our Llama 8B.
+Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it.
+Weights and shape are those of arXiv:2401.04088, the balance loss pushes each layer as the published
+configuration's does; how it was trained is not published, so batch and learning rate are those of
+our Llama 8B.
 
-Hardware: a multiple of 8 GPUs, timed for 64 GPUs of the H100's class, an expert on each of 8 and parameters split over all; or
-one of the arguments. Weights, gradients and moments take 747 GB over all devices: more than 8 GPUs or a v5e-16 have.
-Hours at 40% of the peak, not measured:
+Hardware: a multiple of 8 GPUs, timed for 64 GPUs of the H100's class, an expert on each of 8 and
+parameters split over all; or one of the arguments. Weights, gradients and moments take 747 GB over
+all devices: more than 8 GPUs or a v5e-16 have. Hours at 40% of the peak, not measured:
 
-    64gpu     220   experts over 8, parameters over all    v6e-256   59   256 chips, experts over 8, parameters over all
+    64gpu     220   experts over 8, parameters over all
     v5p-128   470   64 chips, experts over 8, parameters over all
+    v6e-256   59    256 chips, experts over 8, parameters over all
 
 On TPUs no token is dropped. On GPUs an expert takes 1.25 times its even share of a row
 (arXiv:2101.03961, section 2.2) and drops later tokens, and its layers compute 1.25 times the FLOPs

@@ -1,11 +1,13 @@
-"""DeepSeekMoE 16B's shape, 64 small experts and two shared ones, on 57 billion tokens, 20 for each parameter that a token meets.
+"""DeepSeekMoE 16B's shape, 64 small experts and two shared ones, on 57 billion tokens.
+
+That is 20 tokens for each parameter that a token meets.
 
     jaxlm train --config=moe_fine --workdir=runs/moe_fine
     jaxlm train --config=moe_fine:v5p-128 --workdir=runs/moe_fine
 
-Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. Shape, learning rate and
-the weight of the balance loss are those of arXiv:2401.06066, section 5.1; of 16.4 billion parameters a token meets
-2.8.
+Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it.
+Shape, learning rate and the weight of the balance loss are those of arXiv:2401.06066, section 5.1;
+of 16.4 billion parameters a token meets 2.8.
 
 Hardware: a multiple of 8 GPUs, timed for 8 GPUs of the H100's class, 32 experts on each of 2; or
 one of the arguments. Weights, gradients and moments take 262 GB over all devices: nearly all of a

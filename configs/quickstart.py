@@ -3,14 +3,15 @@
     jaxlm train --config=quickstart --workdir=runs/quickstart
     jaxlm train --config=quickstart:long --workdir=runs/long
 
-Hardware: two CPU cores, 2 GiB of memory. Minutes: about 2, and about 9 with `:long`, where the cores have a unit for bfloat16;
-about 3 and 13 elsewhere. Expect fewer bits per byte than gzip -9, and with `:long` fewer than bz2 -9. How it was tuned stands in
-scripts/LOG.md.
+Hardware: two CPU cores, 2 GiB of memory. Minutes: about 2, and about 9 with `:long`, where the
+cores have a unit for bfloat16; about 3 and 13 elsewhere. Expect fewer bits per byte than gzip -9,
+and with `:long` fewer than bz2 -9. How it was tuned stands in scripts/LOG.md.
 
-No validation file is trained on, but the split is by file and not by content: tables of character encodings in it nearly
-repeat others that are trained on, which no compressor of the validation files alone can know. `:long` needs about 1.07 bits
-per byte there, and 1.40 on files of Python's own tests, which are in neither set. `pydoc_data` is left out of both: one
-generated file of prose, which would be 60% of the validation bytes.
+No validation file is trained on, but the split is by file and not by content: tables of character
+encodings in it nearly repeat others that are trained on, which no compressor of the validation
+files alone can know. `:long` needs about 1.07 bits per byte there, and 1.40 on files of Python's
+own tests, which are in neither set. `pydoc_data` is left out of both: one generated file of prose,
+which would be 60% of the validation bytes.
 """
 
 import ml_collections

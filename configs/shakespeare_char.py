@@ -2,10 +2,11 @@
 
     jaxlm train --config=shakespeare_char:input.txt --workdir=runs/shakespeare
 
-The text is https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt; its last tenth is
-held out. Sizes, optimizer, learning rate and schedule are those of nanoGPT's config/train_shakespeare_char.py under the
-command that its README gives for a CPU. The initial weights are not: a standard deviation of 0.02 is small for 128
-wide, and ends at 1.886 nats, where Xavier's ends at 1.800 (seed 0 both, see scripts/LOG.md).
+The text is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn; its last tenth
+is held out. Sizes, optimizer, learning rate and schedule are those of nanoGPT's
+config/train_shakespeare_char.py under the command that its README gives for a CPU. The initial
+weights are not: a standard deviation of 0.02 is small for 128 wide, and ends at 1.886 nats, where
+Xavier's ends at 1.800 (seed 0 both, see scripts/LOG.md).
 
 Hardware: one CPU core. Minutes: about 5. Expected validation loss: 1.80 nats; nanoGPT reports 1.88.
 """

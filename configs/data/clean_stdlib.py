@@ -1,9 +1,11 @@
-"""Python's own library as clean source code: what parses, once, without personal data. It needs no extra.
+"""Python's own library as clean source code: what parses, once, without personal data.
 
     jaxlm data run --config=data/clean_stdlib --out=clean
 
-Hardware: one CPU core, 0.3 GiB of memory. Minutes: about one. Expect about nine in ten files to stay; most that go are
-short. `jaxlm train --config=quickstart --config.data.train='clean/kept/*.jsonl'` trains on what is left.
+Hardware: one CPU core, 0.3 GiB of memory. Minutes: about one. Expect about nine in ten files to
+stay; most that are removed are short. To train on the rest:
+
+    jaxlm train --config=quickstart --config.data.train='clean/kept/*.jsonl'
 """
 
 import ml_collections

@@ -1,15 +1,20 @@
-"""Web text as FineWeb and C4 clean it: English prose, each page once. It needs jaxlm[prepare]; .parquet needs jaxlm[parquet].
+"""Web text as FineWeb and C4 clean it: English prose, each page once.
 
-    jaxlm data run --config=data/clean_text --config.source='crawl/*.warc.gz' --out=clean --workers=8
-    jaxlm data run --config=data/clean_text --config.source='crawl/*.warc.gz' --out=preview --sample=1%
+It needs jaxlm[prepare], and jaxlm[parquet] for .parquet.
 
-With --config.shards.tokenizer=sentencepiece:32768 the same command goes on to token shards, in clean/shards.
+    jaxlm data run --config=data/clean_text --config.source='crawl/*.warc.gz' --out=clean
+    jaxlm data run --config=data/clean_text --config.source='crawl/*.warc.gz' --sample=1% \
+      --out=preview
 
-On many machines that share the folders, with jaxlm[prepare,ray] on each: `ray start --head` on one, `ray start
---address=THAT_ONE:6379` on the others, then on the first the first line with --engine=ray --workers=THEIR_CORES.
+With --config.shards.tokenizer=sentencepiece:32768 the same command also makes token shards, in
+clean/shards.
 
-Hardware: CPU cores, 1 GiB of memory each, and 2 kB a document in the process that compares them. scripts/LOG.md has the speed. Expect a few
-percent of the pages of a raw crawl to stay.
+On many machines that share the folders, with jaxlm[prepare,ray] on each: `ray start --head` on one,
+`ray start --address=THAT_ONE:6379` on the others, then on the first the first line with
+--engine=ray --workers=THEIR_CORES.
+
+Hardware: CPU cores, 1 GiB of memory each, and 2 kB a document in the process that compares them.
+scripts/LOG.md has the speed. Expect a few percent of the pages of a raw crawl to stay.
 """
 
 import ml_collections

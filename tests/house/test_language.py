@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = sorted((ROOT / "jaxlm").rglob("*.py"))
-CHECKED = ("jaxlm/**/*.py", "tests/**/*.py", "scripts/**/*.py")
+CHECKED = ("jaxlm/**/*.py", "tests/**/*.py", "scripts/**/*.py", "configs/**/*.py")
 SOURCES = sorted(
     path
     for pattern in CHECKED
