@@ -160,7 +160,9 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
     try:
         for _ in range(2):
             answer = run(capsys, *words, "--copy_to=memory://made")
-            files = {path.removeprefix("/made/"): store.cat_file(path) for path in store.find("/")}
+            files = {
+                path.removeprefix("/made/"): store.cat_file(path) for path in store.find("/made")
+            }
             assert files == {n: d for n, d in tree(Path("out")).items() if n[:6] != "units/"}
     finally:
         store.rm("/made", recursive=True)

@@ -88,6 +88,7 @@ def test_s14_what_reads_bytes_from_outside_was_reviewed_on_a_date():
 def test_s14_every_library_that_is_imported_is_asked_for():
     known = bounds()
     module_of = {"orbax-checkpoint": "orbax", "absl-py": "absl", "protobuf": "google"}
+    module_of["pyyaml"] = "yaml"
     modules = {module_of.get(name, name.replace("-", "_")): name for name in known}
     imported = set()
     for path in SOURCES:

@@ -200,6 +200,8 @@ def test_every_objective_sums_in_float32(objective):
     settings = {"objective.name": objective, "loss.z_loss": 1e-4}
     if objective == "distill":
         settings["objective.teacher"] = "runs/a"
+    if objective == "preference":
+        settings |= {"data.kind": "pairs", "data.train": "pairs.jsonl", "loss.z_loss": 0}
     assert not forbidden(sums("gpt2", settings))
 
 

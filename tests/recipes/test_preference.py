@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxlm.cli.main import main
 from tests.faults import harness
@@ -90,8 +91,7 @@ def test_an_evaluation_has_the_figures_of_the_training(base, capsys):
 
 
 def scores_of(workdir, name):
-    with np.load(workdir / "reference.npz") as file:
-        return file[name]
+    return safetensors.numpy.load_file(workdir / "reference.safetensors")[name]
 
 
 def losses(workdir):
@@ -250,7 +250,7 @@ def test_labels_train_by_kto_and_orpo_has_no_reference(config, pairs, tmp_path):
     assert last["chosen_reward"] > last["rejected_reward"]
     assert train(config, orpo, "--config.objective.loss=orpo") == 0
     assert "kl_nats" not in train_records(orpo)[0]
-    assert not (orpo / "reference.npz").exists()
+    assert not (orpo / "reference.safetensors").exists()
 
 
 def test_answers_that_become_unlikelier_are_warned_of_once():

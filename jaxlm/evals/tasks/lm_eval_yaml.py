@@ -36,7 +36,7 @@ def settings(text: str) -> dict[str, Any]:
     Raises ValueError if the file has code, names a set of the hub, or has a setting that is not
     read.
     """
-    import yaml  # type: ignore[import-untyped]  # a dependency of flax
+    import yaml  # type: ignore[import-untyped]
 
     if len(text.encode()) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES:,} bytes")

@@ -8,17 +8,16 @@ and without the reference.
 
 import dataclasses
 import hashlib
-import io
 import itertools
 import json
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import safetensors.numpy
 from jax.experimental import multihost_utils
 
 from jaxlm.core import config, disk
@@ -38,7 +37,7 @@ from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.use.load import InitSource, check_plain, open_run_ref
 from jaxlm.training import state as states
 
-FILE = "reference.npz"  # of a run directory
+FILE = "reference.safetensors"  # of a run directory
 VERSION = 1  # of the scores; those of another version are computed again
 SAVES = 20  # of an unfinished pass
 START, ADAPTER_OFF = "start", "adapter_off"
@@ -55,18 +54,15 @@ class Reference(NamedTuple):
     source: InitSource | None
 
 
-def find(
-    context: RunContext, begun_with: InitSource | None, digest: str, warn: Log
-) -> Reference | None:
-    """Return the reference of a run; None without one.
+def find(context: RunContext, begun_with: InitSource | None, digest: str, warn: Log) -> Reference:
+    """Return the reference of a run that has one.
 
     `begun_with` is the run of --init_from, `digest` that of the tokenizer, and `warn` gets lines
     about damaged steps. Raises as `open_run_ref`, and ConfigError if the reference has another
     tokenizer or an adapter of its own, or `adapter_off` is not the model that the run begins with.
     """
     name = context.run.objective.compared_with
-    if name is None:
-        return None
+    assert name is not None
     if name == ADAPTER_OFF and begun_with is not None and begun_with.adapter is not None:
         raise ConfigError(
             "the base without its adapter is not the model that this run begins with",
@@ -82,13 +78,11 @@ def find(
     return Reference(name, source)
 
 
-def attach(context: RunContext, programs: TrainPrograms, reference: Reference | None) -> None:
+def attach(context: RunContext, programs: TrainPrograms, reference: Reference) -> None:
     """Give the loaders of `programs` the scores, and `programs` a line for the header.
 
     Raises DataError if the run has begun, and its scores and the weights of its start are gone.
     """
-    if reference is None:
-        return
     if reference.name == ADAPTER_OFF:
         programs.reference = "the base without the adapter, scored in each step"
         return
@@ -104,9 +98,8 @@ def attach(context: RunContext, programs: TrainPrograms, reference: Reference | 
         seconds = formatting.duration(time.monotonic() - begun)
         cost = f"in {seconds}" if read.tokens else "from the cache"
         programs.reference = f"{reference.name}, {read.answers:,} answers scored {cost}"
-        content = io.BytesIO()
-        np.savez(content, key=_key(programs.run, sets), **scores)  # type: ignore[arg-type]
-        directory.write_bytes(FILE, content.getvalue())
+        key = {"key": _key(programs.run, sets)}
+        directory.write_bytes(FILE, safetensors.numpy.save(scores, metadata=key))
     programs.data = with_scores(programs.data, scores)
 
 
@@ -123,11 +116,11 @@ def read_stored(workdir: Path, run: Run, data: Data) -> dict[str, np.ndarray] | 
     """Return the scores in a run directory; None if there are none, or of other data."""
     sets = _sets(data)
     try:
-        with np.load(workdir / FILE, allow_pickle=False) as file:
-            if str(file["key"]) != _key(run, sets):
+        with safetensors.safe_open(workdir / FILE, framework="numpy") as file:
+            if (file.metadata() or {}).get("key") != _key(run, sets):
                 return None
-            return {name: file[name] for name in sets}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return {name: file.get_tensor(name) for name in sets}
+    except (OSError, safetensors.SafetensorError):
         return None
 
 

@@ -11,11 +11,13 @@ Files of `jaxlm/recipes` between `jaxlm train` and the first step, in the order 
 - `recipes/train/resume.py`: checkpoint to resume from, allowed changes, first state, history
 - `recipes/setup.py`: JAX, mesh, sharded model, data
 - `plan`: kernels, divisibility, and the memory that the compiled step is compared with
-- `recipes/train/reference.py`: scores of answers under the reference of a preference run
 - `recipes/train/programs.py`: step, observer, gradient and evaluation, and their compilation
 - `recipes/train/trainer.py`: the loop's state and what is due in it
 - `recipes/train/checkpointing.py`: saves and rewinds
 - `recipes/train/records.py`: header, metrics, verdict, summary
+
+A preference run also scores answers under its reference (`recipes/train/reference.py`), and one
+with `eval.tasks` scores tasks (`recipes/train/task_scores.py`).
 """
 
 import contextlib
@@ -100,7 +102,9 @@ def run_training(
         teacher_source = _teacher_source(context, stop, data, notices.append)
         data = resume.with_teacher(data, teacher_source)
         begun_with = None if point.meta else source
-        compared = reference.find(context, begun_with, data.tokenizer.digest, notices.append)
+        compared = None
+        if run.objective.compared_with is not None:
+            compared = reference.find(context, begun_with, data.tokenizer.digest, notices.append)
         if point.meta:
             saved = point.meta["data"]
             point.changes += resume.check_data(saved, data.fingerprint, options.resume)
@@ -143,7 +147,8 @@ def run_training(
                 context.console.warn(line, step=point.start)
             context.processes.barrier("begin")
             with oom.explain_oom(run, trainer.forecast):
-                reference.attach(context, programs, compared)
+                if compared is not None:
+                    reference.attach(context, programs, compared)
             records.print_header(trainer, held_out)
             try:
                 trainer.train(stop, options.stop_at)

@@ -35,7 +35,7 @@ class TaskScores:
         run = context.run
         self._context, self._programs = context, programs
         read = tasks.read_tasks(run.eval.tasks, "eval.tasks")
-        if read and (run.objective.prompts == "none" or run.architecture == "encoder-decoder"):
+        if run.objective.prompts == "none" or run.architecture == "encoder-decoder":
             raise ConfigError(
                 "this run cannot be scored on tasks",
                 where="eval.tasks",
@@ -48,9 +48,6 @@ class TaskScores:
         settings = TaskSettings()
         self._prepared = [PreparedTask(each, settings, tokenizers, length, mesh) for each in read]
         self._scorers = [each.scorer(blueprint) for each in self._prepared]
-
-    def __bool__(self) -> bool:
-        return bool(self._prepared)
 
     def score(self, state: TrainState, step: int) -> dict[str, Any]:
         """Return the record of metrics.jsonl: means and intervals of all tasks.

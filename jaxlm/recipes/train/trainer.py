@@ -63,7 +63,7 @@ class Trainer(TrainLoop):
         )
         self._logger = MetricsLogger(context, programs, self._warn)
         self.evaluator = Evaluator(programs, self._logger)
-        self._tasks = TaskScores(context, programs)
+        self._tasks = TaskScores(context, programs) if context.run.eval.tasks else None
         self.alarm = self._new_alarm()
         self._trace = Trace(  # one for each process
             run.profile,
@@ -194,7 +194,7 @@ class Trainer(TrainLoop):
 
     def is_task_due(self, step: int) -> bool:
         """Return whether tasks are scored after a step."""
-        return bool(self._tasks) and self._task_cadence.is_due(step)
+        return self._tasks is not None and self._task_cadence.is_due(step)
 
     def is_save_due(self, step: int) -> bool:
         """Return whether a checkpoint is saved after a step, also to retry a failed save."""
@@ -298,6 +298,7 @@ class Trainer(TrainLoop):
 
     def score_tasks(self, state: TrainState, step: int) -> None:
         """Score the tasks of the config, and record their means and intervals."""
+        assert self._tasks is not None
         with self._clock.pause("eval"), self.context.processes.watch.phase("eval"):
             self._logger.write(step, SPLIT, self._tasks.score(state, step))
 
