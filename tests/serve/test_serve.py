@@ -278,4 +278,6 @@ def test_every_route_but_health_needs_a_key_and_the_file_is_private(
     assert main(["serve", f"--workdir={trained}", "--host=0.0.0.0"]) == 2
     assert "needs keys" in capsys.readouterr().err
     assert main(["serve", f"--workdir={trained}", f"--port={running.port}"]) == 2
-    assert "cannot be listened on" in capsys.readouterr().err
+    taken = capsys.readouterr().err
+    assert "cannot be listened on" in taken
+    assert "--port=0" in taken
