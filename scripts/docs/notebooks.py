@@ -9,6 +9,7 @@ executed: a test compares it, so a changed cell needs this script again.
 
 import argparse
 import hashlib
+import os
 import subprocess
 import sys
 import tarfile
@@ -47,7 +48,9 @@ def store(path: Path, copy: Path) -> None:
         files.extractall(copy, filter="data")
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(copy / "colab")}}
-    NotebookClient(notebook, timeout=TIMEOUT_SECONDS, resources=place).execute()
+    os.environ["IPYTHONDIR"] = str(copy / ".ipython")
+    options = {"timeout": TIMEOUT_SECONDS, "coalesce_streams": True}
+    NotebookClient(notebook, resources=place, **options).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day
         for output in cell.get("outputs", ()):
