@@ -49,8 +49,10 @@ def store(path: Path, copy: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(copy / "colab")}}
     os.environ["IPYTHONDIR"] = str(copy / ".ipython")
-    options = {"timeout": TIMEOUT_SECONDS, "coalesce_streams": True}
-    NotebookClient(notebook, resources=place, **options).execute()
+    client = NotebookClient(
+        notebook, timeout=TIMEOUT_SECONDS, coalesce_streams=True, resources=place
+    )
+    client.execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day
         for output in cell.get("outputs", ()):
