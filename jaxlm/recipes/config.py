@@ -40,6 +40,7 @@ from jaxlm.optim.config import AdamW, Optimizer
 from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as run_problems
 from jaxlm.parallel.config import MeshConfig
+from jaxlm.rl.reward_config import RewardConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
 from jaxlm.tune.config import Full, Tune, VirtualConfig
 
@@ -105,6 +106,7 @@ class Run:
         formerly="regularisation",
     )
     tune: Tune = setting(Full(), "fine-tuning: all parameters, or those of an adapter")
+    reward: RewardConfig = setting(RewardConfig(), "rewards of completions")
     optim: Optimizer = setting(AdamW(), "optimizer")
     mup: MupConfig = setting(MupConfig(), "scaling of settings with the model width (muP)")
     schedule: Schedule = setting(Cosine(), "learning rate schedule")
