@@ -56,6 +56,76 @@ def test_a_program_ends_at_its_limit(program):
     assert code.outcome(program, seconds=0.5) in ("time limit", "ended")
 
 
+CHEATS = {
+    "an equal of everything": (
+        "class Any:\n    def __eq__(self, other): return True\n"
+        "    def __ne__(self, other): return False\n"
+        "def add(a, b): return Any()\n"
+    ),
+    "a list of equals": (
+        "class Any:\n    def __eq__(self, other): return True\n"
+        "class Sum(int):\n    def __eq__(self, other): return True\n"
+        "def add(a, b): return Sum(0)\n"
+    ),
+    "a patched assert": "import builtins\nbuiltins.AssertionError = int\ndef add(a, b): pass\n",
+    "patched functions": (
+        "import builtins\nbuiltins.len = lambda each: 3\nadd = lambda a, b: ''\n"
+        "builtins.type = lambda each: int\n"
+    ),
+    "an exit": "import os\nos._exit(0)\n",
+    "an exit in the tests": "import os\nadd = lambda a, b: os._exit(0)\n",
+    "a search of the tests": (
+        "import os\nadd = lambda a, b: next(\n    open(n) for n in os.listdir('.')\n)\n"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_program_that_cheats_does_not_pass_its_tests(cheat):
+    assert code.outcome(CHEATS[cheat], 60, tests=TEST) not in ("passed", "time limit")
+    assert code.outcome(CHEATS[cheat], 60, tests="assert len(add(1, 2)) == 3\n") != "passed"
+
+
+def test_tests_compare_by_value_and_examples_by_what_they_print():
+    program = ADD + "print(7)\nclass Own:\n    def __eq__(self, other): return True\n"
+    tests = TEST + "assert [add(1, 1.0), {'a': (add('b', 'c'),)}] == [2, {'a': ('bc',)}]\n"
+    tests += "assert Own() == Own()\nassert add(1, 1) != 3\nassert not [Own()] == [1]\n"
+    error = "TypeError: unsupported operand type(s) for +: 'int' and 'str'\n"
+    examples = [("add(1, 2)\n", "3\n", None), ("add(1, '')\n", "", error)]
+    assert code.outcome(program, 60, tests=tests, examples=examples) == "passed"
+    assert code.outcome(program, 60, examples=[("add(1, 2)\n", "4\n", None)]) == "AssertionError"
+    assert code.outcome(program, 60, examples=[("add(1, '')\n", "4\n", None)]) != "passed"
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_program_starts_no_process_and_connects_to_nothing(isolate):
+    program = (
+        "import os, socket, signal\n"
+        "for forbidden in (os.fork, socket.socket, lambda: os.kill(os.getppid(), 0),\n"
+        "                  lambda: os.execv('/bin/sh', ['sh'])):\n"
+        "    try:\n        forbidden()\n"
+        "    except (PermissionError, BlockingIOError):\n        continue\n"
+        "    raise SystemError\n"
+    )
+    assert code.outcome(program, 60, isolate=isolate) == "passed"
+
+
+@pytest.mark.skipif(not code.namespaces(), reason="namespaces are not permitted")
+def test_a_program_sees_its_own_files_and_keeps_none(tmp_path):
+    (tmp_path / "secret").write_text("key")
+    program = (
+        "import os, json, hashlib, re, decimal\n"
+        f"assert not os.path.exists({str(tmp_path)!r})\n"
+        "assert not os.path.exists('/proc') and not os.path.exists('/usr/bin')\n"
+        "open('note', 'w').write('kept')\nopen('/note', 'w').write('kept')\n"
+        "try:\n    open(os.__file__, 'a')\n"
+        "except OSError:\n    pass\nelse:\n    raise SystemError\n"
+    )
+    assert code.outcome(program, 60) == "passed"
+    assert not os.path.exists("/note")
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
 def test_processes_that_a_program_started_end_with_it(tmp_path):
     file = tmp_path / "alive"
     program = (
@@ -67,7 +137,7 @@ def test_processes_that_a_program_started_end_with_it(tmp_path):
         "time.sleep(0.5)\n"
     )
     result = code.outcome(program, seconds=60)
-    assert result in ("passed", "BlockingIOError")  # an ordinary user may start no process
+    assert result in ("passed", "PermissionError", "BlockingIOError")
     if result == "passed":
         before = file.read_text()
         time.sleep(0.3)

@@ -40,8 +40,11 @@ PROGRAMS = [
     ("core/config_file.py", "spec.loader.exec_module"),
     ("core/own.py", "exec"),
     ("core/own.py", "compile"),
-    ("evals/code_program.py", "exec"),  # answers of models, with --allow_code, in a limited process
-    ("evals/code_program.py", "compile"),
+    # answers of models and their tests, with --allow_code, in a limited process
+    *[
+        ("evals/code_program.py", name)
+        for name in ("compile", "exec", "exec", "compile", "compile", "exec")
+    ],
 ]
 
 

@@ -91,8 +91,8 @@ def evaluate_tasks(
     for task in read:
         check_code(task, settings)
     if settings.allow_code:
-        network = "no network" if code.namespaces() else "the network: namespaces are not permitted"
-        say(f"programs that the model writes run with limits and {network}")
+        files = "its own" if code.namespaces() else "yours: namespaces are not permitted"
+        say(f"each program that the model writes runs with limits, and its files are {files}")
     check_causal(workdir)
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
