@@ -87,7 +87,14 @@ class Resolver:
             fallback = getattr(default, name) if type(default) is arm else known.default
             inner = sections.join(path, name)
             if known.arms:
-                values[name] = self._section(known.arms, raw.get(name, {}), inner, fallback)
+                inside = raw.get(name, {})
+                if isinstance(inside, str) and known.named:
+                    if inside not in known.named:
+                        origin = self.origin(inner)
+                        values[name] = self._wrong(_unknown_section(known, inner, inside, origin))
+                        continue
+                    inside = known.named[inside]
+                values[name] = self._section(known.arms, inside, inner, fallback)
             else:
                 values[name] = self._value(known, raw.get(name, fallback), inner)
         section = arm(**values)
@@ -180,7 +187,8 @@ def _every_published(schema: type) -> list[tuple[str, str]]:
 
 def _published(schema: type, text: str) -> tuple[str, str] | None:
     """Return path and name of the published section that --config names; None for a config."""
-    if Path(text).exists() or shipped.find(text.partition(":")[0]):
+    name = text.partition(":")[0]
+    if Path(text).exists() or shipped.find(name) or shipped.find(name.replace("-", "_")):
         return None
     folded = {name.replace("_", "-"): (path, name) for path, name in _every_published(schema)}
     return folded.get(text.replace("_", "-"))

@@ -1,4 +1,4 @@
-"""Parts of a user: classes in files or installed modules, as arms of a union.
+"""Parts of a user: classes in files or installed modules, as arms of a union, and functions.
 
 `FILE.py:CLASS` or `MODULE:CLASS` as the name of an arm, such as `--config.objective.name`, is a
 class that subclasses the base of the union, a frozen dataclass whose fields are its settings. The
@@ -6,6 +6,9 @@ arm has one setting more: `source`, the digest of the file, which identifies the
 
 A file that the user names is copied to the cache. A config that records a digest runs that copy, or
 the file if it is the same; without a copy it runs no code.
+
+An entry `FILE.py:FUNCTION` of a setting with `names_code` is a function. A run records its result
+instead, so a config that is only read names none.
 """
 
 import contextlib
@@ -20,11 +23,12 @@ import sys
 import traceback
 import types
 import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxlm.core import disk, sections
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, JaxlmError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.span import Span
 
@@ -32,6 +36,7 @@ FOLDER = "own"  # of the copies, in the cache and in a run directory
 DIGITS = 16  # of a digest
 FORM = "FILE.py:CLASS or MODULE:CLASS"
 _NAME = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+_FUNCTION = re.compile(r"(?:[A-Za-z]\w*=)?(.+\.py):([A-Za-z_]\w*)")
 _PLAIN = (bool, int, float, str, type(None), Span)
 
 
@@ -118,17 +123,71 @@ def check_recorded(schema: Any, raw: Any, where: str) -> None:
     """
     for path, known in sections.fields(schema).items():
         section = raw.get(path) if isinstance(raw, dict) else None
-        if not known.arms or base_of(known.arms) is None or not isinstance(section, dict):
+        if not known.arms or not isinstance(section, dict):
             continue
         name = section.get(sections.tag(known.arms[0]) or "")
         is_code = isinstance(name, str) and _NAME.fullmatch(name) is not None
-        if is_code and not section.get("source"):
-            raise ConfigError(
-                "the config names code without its digest",
-                where=f"{where}: {path} = {name}",
-                why="a config of a run is only read, and a program in it is not executed",
-                fix="name it in a Python config\nname it on the command line",
-            )
+        if base_of(known.arms) is not None and is_code and not section.get("source"):
+            raise _without_digest(f"{where}: {path} = {name}")
+        for arm in known.arms:
+            for name in [name for name, each in sections.fields(arm).items() if each.names_code]:
+                entries = section.get(name)
+                for entry in entries if isinstance(entries, list) else ():
+                    if isinstance(entry, str) and names_function(entry):
+                        raise _without_digest(f"{where}: {path}.{name} = {entry}")
+
+
+def _without_digest(where: str) -> ConfigError:
+    return ConfigError(
+        "the config names code without its digest",
+        where=where,
+        why="a config of a run is only read, and a program in it is not executed",
+        fix="name it in a Python config\nname it on the command line",
+    )
+
+
+def names_function(entry: str) -> bool:
+    """Return whether an entry of a setting is `FILE.py:FUNCTION`, or `NAME=FILE.py:FUNCTION`."""
+    return _FUNCTION.fullmatch(entry) is not None
+
+
+def function(entry: str, setting: str) -> Callable[[], Any]:
+    """Return the function that an entry of a setting names.
+
+    Raises ConfigError if there is none, or the file fails.
+    """
+    match = _FUNCTION.fullmatch(entry)
+    assert match is not None, entry
+    where, (place, name) = f"{setting} = {entry}", match.groups()
+    source = _source(place, where)
+    module = _executed(source, where)
+    result = getattr(module, name, None)
+    if not callable(result):
+        functions = [n for n, each in vars(module).items() if isinstance(each, types.FunctionType)]
+        meant = nearest_word(name, functions) or next(iter(functions), None)
+        raise ConfigError(
+            f"{source.path.name} has no function {name}",
+            where=where,
+            why=f"it has {', '.join(functions) or 'no function'}",
+            fix=shlex.quote(f"--config.{setting}={entry.removesuffix(name)}{meant}")
+            if meant
+            else f"def {name}(): yield 'a text'",
+        )
+    return typing.cast(Callable[[], Any], result)
+
+
+@contextlib.contextmanager
+def failures_named(entry: str, setting: str) -> Iterator[None]:
+    """Name the line of the file of an entry in an error that its function raises."""
+    try:
+        yield
+    except JaxlmError:
+        raise
+    except Exception as error:
+        source = _source(entry.rpartition("=")[2].rpartition(":")[0], setting)
+        if str(source.path) not in (f.filename for f in traceback.extract_tb(error.__traceback__)):
+            raise
+        raise _failed(source, error, f"{setting} = {entry}") from error
 
 
 def _as_type(arm: Any) -> type:
@@ -245,26 +304,35 @@ def _module(source: Source) -> types.ModuleType:
     return module
 
 
+def _executed(source: Source, where: str) -> types.ModuleType:
+    """Return the module of a file. Raises ConfigError, with the line, if it fails."""
+    try:
+        return _module(source)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _failed(source, error, where) from error
+
+
+def _failed(source: Source, error: BaseException, where: str) -> ConfigError:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
+    at = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
+    line = at or (lines and lines[-1]) or 1
+    text = linecache.getline(str(source.path), line).strip()
+    return ConfigError(
+        f"{source.path.name} failed: {type(error).__name__}: {error}".partition("\n")[0],
+        where=f"{source.path}:{line}",
+        why=f"the line is: {text}; {where} runs the file",
+        fix="correct that line; --trace shows the whole traceback",
+    )
+
+
 @functools.cache
 def _arm(base: Any, label: str, name: str, source: Source) -> type:
     interface: Interface = vars(base)["PARTS"]
     where = f"{interface.section}.{label} = {name}"
-    try:
-        module = _module(source)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(source.path)]
-        at = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
-        line = at or (lines and lines[-1]) or 1
-        text = linecache.getline(str(source.path), line).strip()
-        raise ConfigError(
-            f"{source.path.name} failed: {type(error).__name__}: {error}".partition("\n")[0],
-            where=f"{source.path}:{line}",
-            why=f"the line is: {text}; {where} runs the file",
-            fix="correct that line; --trace shows the whole traceback",
-        ) from error
+    module = _executed(source, where)
     class_name = name.rpartition(":")[2]
     part = getattr(module, class_name, None)
     if not isinstance(part, type):

@@ -37,6 +37,7 @@ def setting(
     named: Mapping[str, Any] | None = None,
     derived_from: str = "",
     formerly: str | tuple[str, Mapping[Any, Any]] = "",
+    names_code: bool = False,
 ) -> Any:
     """Return a dataclass field that is a setting of a section.
 
@@ -53,11 +54,12 @@ def setting(
         `derived()` yields (field, value, reason); an override of that setting recomputes the value.
       formerly: name of the setting in the last release, which is still read; with it, if values
         changed too, a mapping of former to current values.
+      names_code: an entry may be `FILE.py:FUNCTION`, see `own.function`.
     """
     meta = {"doc": doc, "unit": unit, "low": low, "high": high, "above": above, "below": below}
     old_name, values = (formerly, {}) if isinstance(formerly, str) else formerly
-    more = {"named": named or {}, "derived_from": derived_from}
-    more |= {"former_name": old_name, "former_values": values}
+    more: dict[str, Any] = {"named": named or {}, "derived_from": derived_from}
+    more |= {"former_name": old_name, "former_values": values, "names_code": names_code}
     return dataclasses.field(default=default, metadata=meta | more)
 
 
@@ -78,6 +80,7 @@ class Setting:
     derived_from: str = ""
     former_name: str = ""
     former_values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+    names_code: bool = False
 
     @property
     def arms(self) -> tuple[type, ...]:

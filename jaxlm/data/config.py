@@ -39,7 +39,9 @@ class DataConfig:
         ("stdlib:train",),
         "folders or globs of text, .jsonl, .parquet or token shards, URLs of such files (https, "
         "s3, gs), or hf:ORG/NAME[@REVISION][/SUBSET][:SPLIT], a data set of the Hugging Face Hub; "
+        "FILE.py:FUNCTION, which returns texts or records; "
         "NAME=GLOB for each source of a mixture; stdlib:train is Python's own library",
+        names_code=True,
     )
     mixture: MixtureConfig = setting(Temperature(), "share of each source of train")
     validation: tuple[str, ...] = setting(
@@ -48,6 +50,7 @@ class DataConfig:
         "tail:10%, the end of each document (one set for each source); auto is stdlib:validation "
         "for stdlib:train, 5% of conversations, else tail:5%",
         derived_from="train",
+        names_code=True,
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
     kind: Kind = setting(

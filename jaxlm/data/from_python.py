@@ -1,7 +1,8 @@
 """Data from Python: a copy in the cache, named by the digest of its contents.
 
-An entry `python:DIGEST` of data.train or data.validation names a copy. So texts and arrays of a
-program are read, packed, resumed and evaluated as files are, and config.json has their identity.
+It comes from arguments of `jaxlm.train`, or from functions that data.train names. An entry
+`python:DIGEST` of data.train or data.validation names a copy. So texts and arrays of a program are
+read, packed, resumed and evaluated as files are, and config.json has their identity.
 
 Example:
   >>> is_entry("python:0123"), is_entry("texts/*.txt")
@@ -9,6 +10,7 @@ Example:
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core import disk
+from jaxlm.core import disk, own
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.data import cache, manifest, tokenizer_file, writer
 from jaxlm.data.chat_documents import Encoded
@@ -81,13 +83,39 @@ def store(data: PythonData, name: str, config: DataConfig) -> tuple[str, ...]:
     return tuple(f"{source}={entry}" for source, entry in named.items())
 
 
+def resolved(config: DataConfig) -> DataConfig:
+    """Return the section with the data of the functions that it names, which are called.
+
+    Raises ConfigError if a function cannot be used, and the errors of `store`.
+    """
+    settings = {"train": config.train, "validation": config.validation}
+    entries: dict[str, Any] = {
+        name: tuple(_resolved(entry, f"data.{name}", config) for entry in setting)
+        for name, setting in settings.items()
+        if any(map(own.names_function, setting))
+    }
+    return dataclasses.replace(config, **entries) if entries else config
+
+
+def _resolved(entry: str, setting: str, config: DataConfig) -> str:
+    if not own.names_function(entry):
+        return entry
+    source, equals, _ = entry.rpartition("=")
+    name = f"{entry.rpartition(':')[2]}()"
+    with own.failures_named(entry, setting):
+        stored = _stored(own.function(entry, setting), name, config, "return ")
+    return f"{source}{equals}{stored}"
+
+
 def is_tokens(entries: Iterable[str]) -> bool:
-    """Return whether an entry is arrays of token ids."""
-    return any(located(entry.rpartition("=")[2]).is_dir() for entry in entries)
+    """Return whether an entry is arrays of token ids from Python."""
+    places = (entry.rpartition("=")[2] for entry in entries)
+    return any(located(place).is_dir() for place in places if is_entry(place))
 
 
-def _stored(data: Items, name: str, config: DataConfig) -> str:
-    items = _restartable(data, name)
+def _stored(data: Items, name: str, config: DataConfig, assign: str = "") -> str:
+    """Write data to the cache; `assign` is what precedes a value in the fix of an error."""
+    items = _restartable(data, name, assign or f"{name}=")
     first = next(iter(items()), None)
     if first is None:
         fix = f"print(next(iter({name})))    # is its first item"
@@ -97,34 +125,35 @@ def _stored(data: Items, name: str, config: DataConfig) -> str:
     return _stored_texts(items, name, config.text_key)
 
 
-def _restartable(data: Any, name: str) -> Callable[[], Iterable[Any]]:
+def _restartable(data: Any, name: str, assign: str) -> Callable[[], Iterable[Any]]:
     """Return a function that returns an iterator over all items, each time from the first."""
     if isinstance(data, str | bytes | os.PathLike):
         raise ConfigError(
             f"{name} is a single {type(data).__name__}",
             where=name,
             why="it must be a list of texts, an iterable, or arrays of token ids",
-            fix=f"{name}=[text]\nsettings={{'data.train': ['texts/*.txt']}}    # names files",
+            fix=f"{assign}[text]\nsettings={{'data.train': ['texts/*.txt']}}    # names files",
         )
     if _is_array(data):
         return lambda: _documents(np.asarray(data))
     make = data if callable(data) else lambda: data
-    one, other = make(), make()
+    one = make()
     if not isinstance(one, Iterable):
         why = f"it is a {type(one).__name__}, which has no items"
-        fix = f"{name}=[text, ...]"
+        fix = f"{assign}[text, ...]"
         raise ConfigError(f"{name} cannot be iterated", where=name, why=why, fix=fix)
-    if iter(one) is iter(other):
+    is_iterator = iter(one) is one
+    if iter(one) is iter(make() if is_iterator else one):
         raise ConfigError(
             f"{name} cannot be iterated again",
             where=name,
             why="it is an iterator, which ends for good; a resumed run reads its data again",
-            fix=f"{name}=lambda: (text for text in ...)    # a function that returns a new one\n"
-            f"{name}=list(...)",
+            fix=f"{assign}lambda: (text for text in ...)    # a function that returns a new one\n"
+            f"{assign}list(...)",
         )
     if _is_array(one):
-        return lambda: _documents(np.asarray(make()))
-    return make
+        return lambda: _documents(np.asarray(one))
+    return make if is_iterator else lambda: one
 
 
 def _documents(array: np.ndarray) -> Iterable[np.ndarray]:

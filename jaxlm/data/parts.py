@@ -110,10 +110,11 @@ def find_parts(
     """Return the training sources and validation sets, checked.
 
     Files must exist, their first records must have text, and no file may be in two parts. Remote
-    files are copied by `downloads`.
+    files are copied by `downloads`, and functions that the entries name are called.
 
     Raise InputMissing, DataError, ConfigError if a check fails.
     """
+    config = from_python.resolved(config)
     train = [
         _part(
             TRAIN if name == TRAIN else f"{TRAIN}/{name}", patterns, config, "data.train", downloads

@@ -97,6 +97,10 @@ PART = _shell(
     "    def build(self, loss, architecture):\n"
     "        return Objective(self, loss, architecture)\n''')"
 )
+READING = (
+    'printf \'import pathlib\\ndef texts():\\n    for path in pathlib.Path("texts").iterdir():\\n'
+    "        yield path.read_text()\\n' > reading.py"
+)
 
 SITUATIONS: dict[str, Situation] = {
     # text and token shards
@@ -254,6 +258,12 @@ SITUATIONS: dict[str, Situation] = {
     "a part that lacks a method": Situation(
         "config validate --config=c.py --config.objective.name=mine.py:Own",
         f"{PART}; sed -i s/build/built/ mine.py",
+    ),
+    "a function of another name": Situation(
+        "data stats --config=c.py --config.data.train=reading.py:textz", READING
+    ),
+    "a function in a file without any": Situation(
+        "data stats --config=c.py --config.data.train=reading.py:texts", "echo > reading.py"
     ),
     "a part that changes rows in workers": Situation(
         "config validate --config=c.py --config.objective.name=mine.py:Own --config.data.workers=1",

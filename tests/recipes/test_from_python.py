@@ -13,6 +13,7 @@ from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.data import dataset, from_python
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer import Bytes
+from jaxlm.recipes.train import api
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
@@ -147,3 +148,83 @@ def test_data_that_cannot_be_read_is_refused_with_a_fix(train, tmp_path, data, k
 def test_token_ids_need_a_tokenizer_that_is_named(train):
     with pytest.raises(ConfigError, match="need the tokenizer that made them"):
         train(IDS, settings={"data.tokenizer": "bpe:512", "data.validation": ()})
+
+
+READER = """
+import pathlib
+
+def lines():
+    for line in pathlib.Path("lines.txt").read_text().splitlines():
+        yield {"text": line}
+
+def broken():
+    yield "a"
+    1 / 0
+
+ONCE = iter(["a"])
+
+def once():
+    return ONCE
+
+def ids():
+    return [[5, 6], [7]]
+"""
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """A folder with functions that read data."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(READER)
+    (tmp_path / "lines.txt").write_text("\n".join(TEXTS))
+    return {**SMALL, "data.train": ["mine.py:lines"]}
+
+
+def test_a_function_of_a_file_is_data_and_is_not_called_by_a_run_that_is_only_read(
+    reader, tmp_path, capsys
+):
+    result = jaxlm.train(reader, workdir="run", stop_at=1, quiet=True)
+    assert result.step == 1
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    (entry,) = stored([{"text": text} for text in TEXTS])
+    assert saved["data"]["train"] == [entry]
+    (tmp_path / "lines.txt").write_text("\n".join(TEXTS[1:]))
+    assert main(["train", "--workdir=run", "--quiet"]) == 0, "its own config needs no function"
+    with pytest.raises(ConfigError, match="1 setting differs"):
+        jaxlm.train(reader, workdir="run", quiet=True)
+    saved["data"]["train"] = ["mine.py:lines"]
+    (tmp_path / "run/config.json").write_text(json.dumps(saved))
+    capsys.readouterr()
+    assert main(["eval", "--workdir=run"]) == ConfigError.code
+    assert "names code without its digest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("none.py:lines", "there is no file none.py"),
+        ("mine.py:line", "mine.py has no function line"),
+        ("mine.py:broken", "ZeroDivisionError"),
+        ("web=mine.py:once", "once\\(\\) cannot be iterated again"),
+        ("mine.py:ids", "a share of token ids cannot be held out"),
+    ],
+)
+def test_a_function_that_gives_no_data_is_refused(reader, entry, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        jaxlm.train(reader | {"data.train": [entry]}, workdir="run", quiet=True)
+    assert caught.value.fix
+
+
+def test_every_command_reads_the_data_of_a_function(reader, capsys):
+    config = DataConfig(train=("mine.py:lines",), tokenizer="bytes", sequence=32)
+    assert dataset.open_data(config, seed=0).fingerprint["train.documents"] == len(TEXTS)
+
+
+def test_a_published_size_is_the_model_of_a_dict_and_its_settings_may_differ():
+    settings = {"model.depth": 1, "model": "gpt2-124m"}
+    model = api._loaded(settings, {}).value.model
+    assert (model.family, model.depth, model.width) == ("gpt2", 1, 768)
+    assert api._loaded({"model": "gpt2-medium"}, {}).value.model.depth == 24
+    with pytest.raises(ConfigError, match="model = 'gpt2-mediun'") as caught:
+        api._loaded({"model": "gpt2-mediun"}, {})
+    assert "--config.model=gpt2-medium" in caught.value.fix

@@ -1,9 +1,13 @@
 """Parts of a user by dotted path: an objective, an optimizer and a family in own files."""
 
+import dataclasses
 import hashlib
 import json
+import linecache
 import re
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ import jaxlm
 from jaxlm.cli.docs import page
 from jaxlm.cli.main import main
 from jaxlm.core import config as configs
+from jaxlm.core import own_cell
 from jaxlm.core.errors import ConfigError
 from jaxlm.recipes.config import Run
 from tests.faults import harness
@@ -212,3 +217,40 @@ def test_settings_of_a_part_are_checked_and_described_as_others(folder):
         configs.load(Run, None, [*overrides, ("objective.gamma", "-1")])
     with pytest.raises(ConfigError, match="gama"):
         configs.load(Run, None, [*overrides, ("objective.gama", "1")])
+
+
+def test_a_class_of_a_notebooks_cell_is_a_part_with_a_file_in_the_cache(train, folder, monkeypatch):
+    """Imports of other cells are in it, and what the cell does besides is not done again."""
+    head, _, classes = MINE.partition("\n\n\n")
+    cell = classes + "\nresult = train(Focal)\nPOWER = 2\n"
+    main_module = types.ModuleType("__main__")
+    main_module.In = ["", f"%pip install x\n{head}\nimport unused", cell]
+    monkeypatch.setitem(sys.modules, "__main__", main_module)
+    linecache.cache["<cell>"] = (len(cell), None, cell.splitlines(keepends=True), "<cell>")
+    exec(head, main_module.__dict__)
+    exec(compile(classes, "<cell>", "exec"), main_module.__dict__)
+    settings = {"objective.name": main_module.Focal, "objective.gamma": 1.0}
+    assert train("run", settings, stop_at=1).step == 1
+    assert jaxlm.load("run").config.objective.gamma == 1.0
+    (copy,) = Path("run/own").iterdir()
+    text = copy.read_text()
+    assert "import jax.numpy as jnp" in text
+    assert "POWER = 2" in text
+    assert "unused" not in text
+    assert "result" not in text
+    assert train("run", settings, stop_at=2).step == 2
+
+
+def test_a_class_of_a_module_is_named_by_its_file_and_one_without_source_is_refused(
+    folder, monkeypatch
+):
+    mine = types.ModuleType("mine")
+    mine.__file__ = str(folder / "mine.py")
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    exec(MINE, mine.__dict__)
+    assert own_cell.named(mine.Focal) == "mine.py:Focal"
+    assert own_cell.named(Run) == "jaxlm.recipes.config:Run"
+    lost = dataclasses.make_dataclass("Lost", [])
+    lost.__module__ = "__main__"
+    with pytest.raises(ConfigError, match="source of Lost is not known"):
+        own_cell.named(lost)

@@ -51,3 +51,10 @@ TabledFamily = GPT2 | BERT | RoBERTa
 SIZES: dict[str, Family] = {
     name: arm(**sizes) for arm in get_args(Family) for name, sizes in arm.SIZES.items()
 }
+BY_PARAMETERS = {  # other names of sizes that are published under a word
+    "gpt2-124m": "gpt2",
+    "gpt2-355m": "gpt2-medium",
+    "gpt2-774m": "gpt2-large",
+    "gpt2-1.5b": "gpt2-xl",
+}
+SIZES |= {other: SIZES[name] for other, name in BY_PARAMETERS.items()}

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jaxlm.core import config
+from jaxlm.core import config, own
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, Preempted
 from jaxlm.core.sections import show
@@ -154,7 +154,13 @@ def _check_same(member: Member, ignored: tuple[str, ...]) -> None:
     if not file.is_file():
         return
     stored = config.load(Run, str(file)).value
-    changes = config.diff(stored, member.run)
+    changes = [
+        each
+        for each in config.diff(stored, member.run)
+        # Data of a function is compared when the run starts: its result is recorded.
+        if each.path not in ("data.train", "data.validation")
+        or not any(map(own.names_function, each.new))
+    ]
     if changes := [each for each in changes if not each.path.startswith(ignored)]:
         raise ConfigError(
             "the folder contains a run with other settings",

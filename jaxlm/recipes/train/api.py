@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import config as configs
-from jaxlm.core import own, sections
+from jaxlm.core import own, own_cell, sections
 from jaxlm.core.callbacks import Callback
 from jaxlm.core.config import Loaded, Origin
 from jaxlm.core.disk import check_local
@@ -229,13 +229,13 @@ def _with_current_parts(loaded: Loaded, workdir: Path) -> Loaded:
 def _with_data(
     config: Any, settings: Mapping[str, Any], data: Mapping[str, PythonData | None]
 ) -> tuple[Loaded, Mapping[str, Any]]:
-    """Return the config with the data that came from Python, and the settings that name it."""
-    present = {name: value for name, value in data.items() if value is not None}
-    if not present:
-        return _loaded(config, settings), settings
+    """Return the config with the data that came from Python, and the settings that name it.
 
+    That data is what the caller passed, and the results of functions that the config names.
+    """
     from jaxlm.data import from_python
 
+    present = {name: value for name, value in data.items() if value is not None}
     unknown = {
         f"data.{name}": tuple(
             f"{source}={from_python.PREFIX}" if source else from_python.PREFIX
@@ -243,28 +243,33 @@ def _with_data(
         )
         for name, value in present.items()
     }
-    section = _loaded(config, {**settings, **unknown}).value.data
-    entries = {
+    loaded = _loaded(config, {**settings, **unknown})
+    section = loaded.value.data
+    passed = {
         f"data.{name}": from_python.store(value, f"{name}_data", section)
         for name, value in present.items()
     }
-    train = entries.get("data.train", ())
+    called = from_python.resolved(section)
+    entries = {f"data.{name}": getattr(called, name) for name in ("train", "validation")} | passed
+    if not passed and called is section:
+        return loaded, settings
+    train = entries["data.train"]
     if from_python.is_tokens(train) and any(each.endswith("%") for each in section.validation):
         raise ConfigError(
             "a share of token ids cannot be held out",
             where=f"data.validation = {section.validation[0]}",
-            why="a held-out part is cut from texts, and train_data has token ids",
+            why="a held-out part is cut from texts, and the training data is token ids",
             fix="train_data=ids[:-10_000], validation_data=ids[-10_000:]\n"
             "settings={'data.validation': ()}    # no evaluation",
         )
-    settings = {**settings, **entries}
-    loaded = _loaded(config, settings)
-    origins = {path: Origin("command line", f"{path[5:]}_data=") for path in entries}
-    return Loaded(loaded.value, loaded.provenance | origins), settings
+    run = loaded.value.changed({path: list(each) for path, each in entries.items()})
+    origins = {path: Origin("command line", f"{path[5:]}_data=") for path in passed}
+    return Loaded(run, loaded.provenance | origins), {**settings, **passed}
 
 
 def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:
-    overrides = [(path, show(value)) for path, value in settings.items()]
+    texts = {k: own_cell.named(v) if isinstance(v, type) else v for k, v in settings.items()}
+    overrides = [(path, show(value)) for path, value in texts.items()]
     if isinstance(config, Loaded):
         return config
     if isinstance(config, str | os.PathLike):
@@ -277,16 +282,24 @@ def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as config.json has them; names with dots are paths."""
+    """Return settings as config.json has them; names with dots are paths.
+
+    The name of a published section precedes its settings. A class is the name of its file.
+    """
     raw: dict[str, Any] = {}
-    for path, value in settings.items():
-        *sections, name = path.split(".")
+    published = sections.fields(Run)["model"].named
+    for path, value in sorted(settings.items(), key=lambda item: item[0] != "model"):
+        *parents, name = path.split(".")
         section = raw
-        for each in sections:
+        for each in parents:
             section = section.setdefault(each, {})
         inner = _nested(value) if isinstance(value, Mapping) else value
+        if path == "model" and isinstance(value, str) and value in published:
+            inner = configs.to_json(published[value])
         if isinstance(inner, dict) and isinstance(section.get(name), dict):
             section[name] |= inner
+        elif isinstance(inner, type):
+            section[name] = own_cell.named(inner)
         else:
             section[name] = list(inner) if isinstance(inner, tuple) else inner
     return raw

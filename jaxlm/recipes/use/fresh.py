@@ -9,7 +9,12 @@ import jax
 from jaxlm.core import config, random
 from jaxlm.core.errors import OutOfMemory
 from jaxlm.data.tokenizer import Bytes
-from jaxlm.models.families.union import SIZES, EncoderDecoderFamily, EncoderFamily
+from jaxlm.models.families.union import (
+    BY_PARAMETERS,
+    SIZES,
+    EncoderDecoderFamily,
+    EncoderFamily,
+)
 from jaxlm.monitor import formatting
 from jaxlm.parallel import mesh as meshes
 from jaxlm.recipes import setup
@@ -18,12 +23,6 @@ from jaxlm.recipes.plan import oom
 from jaxlm.recipes.use.load import LoadedRun
 
 SEQUENCE = 256  # tokens in a row
-BY_PARAMETERS = {  # sizes that are published under a word
-    "gpt2-124m": "gpt2",
-    "gpt2-355m": "gpt2-medium",
-    "gpt2-774m": "gpt2-large",
-    "gpt2-1.5b": "gpt2-xl",
-}
 
 
 class Untrained(UserWarning):
