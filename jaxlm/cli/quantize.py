@@ -1,8 +1,8 @@
 """Quantize a run's weights to four or eight bits: a new run, and what the rounding changed.
 
-Weights are rounded to nearest. Loss and bits per byte on the validation set, the distance of the
-distributions, greedy texts, bytes and speed are printed before and after. If the loss grows by more
-than --allow, nothing is written.
+Weights are rounded to nearest, or by GPTQ or AWQ to the inputs that a calibration text has. Loss
+and bits per byte on the validation set, the distance of the distributions, greedy texts, bytes and
+speed are printed before and after. If the loss grows by more than --allow, nothing is written.
 """
 
 from pathlib import Path
@@ -13,6 +13,8 @@ from jaxlm.cli.output import Output
 
 SCHEMES = ["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double"]
 
+METHODS = ["rtn", "gptq", "awq"]
+
 ROWS = {"loss_nats": ".4f", "bits_per_byte": ".4f", "bytes": ",d", "tokens_per_second": ".0f"}
 
 
@@ -21,6 +23,11 @@ def add_arguments(parser: Parser) -> None:
     doc = "format of the weights; int8 and fp8 have a scale for each output, others for each block"
     add_flag(parser, "--scheme", SCHEMES, str, doc, required=True)
     add_flag(parser, "--out", "DIR", str, "new run directory", required=True)
+    doc = "search for codes; gptq and awq are for int4 and int4_zero, and need --calibration"
+    add_flag(parser, "--method", METHODS, "rtn", doc)
+    doc = "glob of text for gptq and awq, or `train`: the run's own training rows; repeatable"
+    add_flag(parser, "--calibration", "GLOB", [], doc)
+    add_flag(parser, "--calibration_tokens", "N", 262_144, "tokens of that text")
     doc = "inputs of one output that share a scale (all of int8 and fp8, 128 of int4, 64 of nf4)"
     parser.add_argument("--block", type=int, default=None, metavar="N", help=doc)
     doc = "patterns over paths of weights (*/attention/*,*/mlp/*)"
@@ -41,6 +48,9 @@ def run(args: Any, out: Output) -> int:
         workdir=workdir,
         out=target,
         scheme=args.scheme,
+        method=args.method,
+        calibration=tuple(args.calibration),
+        tokens=args.calibration_tokens,
         block=args.block,
         at=tuple(each for each in args.at.split(",") if each) or PROJECTIONS,
         text=tuple(args.text),
@@ -48,7 +58,7 @@ def run(args: Any, out: Output) -> int:
     )
     answer = quantize(options, out.log, **selection(args))
     before, after = answer["before"], answer["after"]
-    lines = [f"{target}: {answer['quantized']} weights in {answer['scheme']}"]
+    lines = [f"{target}: {answer['quantized']} weights in {answer['scheme']} by {answer['method']}"]
     for name, form in ROWS.items():
         if name in before:
             lines.append(f"{name:<18}{before[name]:>14{form}}{after[name]:>14{form}}")

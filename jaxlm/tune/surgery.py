@@ -55,7 +55,7 @@ def build(
                     "outputs, and no update of it has a larger rank",
                     fix=f"--config.tune.rank={smaller}",
                 )
-            _replace(module, path, classes[type(node)](node, settings, name, key))
+            replace(module, path, classes[type(node)](node, settings, name, key))
 
     return apply
 
@@ -70,7 +70,7 @@ def quantization(settings: config.Tune) -> Surgery | None:
         for name, path, node in _matched_layers(settings, module):
             if type(node) not in QUANTIZED:
                 raise _not_supported(settings, name, node)
-            _replace(module, path, QUANTIZED[type(node)](node, settings))
+            replace(module, path, QUANTIZED[type(node)](node, settings))
 
     return apply
 
@@ -99,7 +99,8 @@ def _matched_layers(
         yield name, *layers[name]
 
 
-def _replace(module: Any, path: tuple[Any, ...], node: nnx.Module) -> None:
+def replace(module: Any, path: tuple[Any, ...], node: Any) -> None:
+    """Put another node at a path of a module."""
     for part in path[:-1]:
         module = getattr(module, part) if isinstance(part, str) else module[part]
     setattr(module, str(path[-1]), node)

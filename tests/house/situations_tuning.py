@@ -4,7 +4,7 @@ import sys
 
 import safetensors.numpy
 
-from jaxlm.recipes.use import quantize
+from jaxlm.recipes.use import calibrate, quantize
 from tests.house.situation import CONFIG, RUN, Situation
 from tests.house.situations_recipes import GPT2, SMALL, trained
 
@@ -35,6 +35,8 @@ CODES = (
     f"{sys.executable} -m jaxlm quantize --workdir=runs/a --scheme=int8 --out=runs/codes "
     f"--allow=loss:50% --quiet >&2"
 )
+INT4 = f"quantize {RUN} --scheme=int4 --block=16 --out=q"
+ENCODER = trained("encoder", f"--config.model.family=bert {SMALL} --config.objective.name=masked")
 PEFT = (
     f"{TUNED}; {sys.executable} -m jaxlm export --workdir=runs/tuned --to=peft --out=peft "
     "--quiet >&2"
@@ -60,6 +62,11 @@ def allows_nothing(patch):
 def not_finite(patch):
     """Make a weight that is quantized infinite."""
     patch.setattr(quantize, "is_finite", lambda weight: False)
+
+
+def overflows(patch):
+    """Make the inputs of layers infinite."""
+    patch.setattr(calibrate, "is_finite", lambda arrays: False)
 
 
 SITUATIONS: dict[str, Situation] = {
@@ -90,6 +97,32 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "weights that are not finite": Situation(
         f"quantize {RUN} --scheme=int8 --out=q", prepare=not_finite
+    ),
+    "a search for codes without a text": Situation(
+        f"{INT4} --method=gptq --calibration_tokens=256", more="--allow=loss:50%"
+    ),
+    "a search for other codes": Situation(
+        f"quantize {RUN} --scheme=int8 --method=awq --calibration=train --calibration_tokens=256 "
+        "--out=q",
+        more="--allow=loss:50%",
+    ),
+    "a text that rounding to nearest does not read": Situation(
+        f"{INT4} --calibration=train --calibration_tokens=256", more="--allow=loss:50%"
+    ),
+    "a calibration text that is reported": Situation(
+        f"{INT4} --method=awq --calibration=texts/*.txt --calibration_tokens=4096",
+        more="--allow=loss:50%",
+    ),
+    "inputs that are not finite": Situation(
+        f"{INT4} --method=gptq --calibration=train --calibration_tokens=256",
+        more="--allow=loss:50%",
+        prepare=overflows,
+    ),
+    "a search for the codes of an encoder": Situation(
+        "quantize --workdir=runs/encoder --scheme=int4 --block=16 --out=q --method=gptq "
+        "--calibration=train --calibration_tokens=256",
+        ENCODER,
+        more="--allow=loss:50%",
     ),
     "an average of adapters": Situation(
         "average --workdir=runs/tuned --newest=2 --out=mean", TUNED
@@ -224,6 +257,12 @@ SLOW = {
     "a limit that is no loss",
     "a loss beyond the limit",
     "weights that are not finite",
+    "a search for codes without a text",
+    "a search for other codes",
+    "a text that rounding to nearest does not read",
+    "a calibration text that is reported",
+    "inputs that are not finite",
+    "a search for the codes of an encoder",
     "an average of adapters",
     "an adapter where no base is read",
     "quantized weights that are trained",

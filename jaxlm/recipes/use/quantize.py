@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import math
 import re
 import shlex
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +34,12 @@ from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.train import resume
-from jaxlm.recipes.use import evaluate, load
+from jaxlm.recipes.use import calibrate, calibration_text, evaluate, load
 from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.training.rundir import RunDir
 from jaxlm.tune import surgery
 from jaxlm.tune.config import PROJECTIONS, Full, Quantized
+from jaxlm.tune.quantized import QuantizedLinear
 
 Scheme = Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double"]
 # Inputs of one output that share a scale.
@@ -60,6 +64,9 @@ class QuantizeOptions:
     workdir: Path
     out: Path
     scheme: Scheme
+    method: Literal["rtn", "gptq", "awq"] = "rtn"  # rtn rounds to nearest
+    calibration: tuple[str, ...] = ()  # globs of text for the other two, or `train`
+    tokens: int = calibration_text.TOKENS  # of that text
     block: int | None = None  # of BLOCKS without it
     at: tuple[str, ...] = PROJECTIONS
     text: tuple[str, ...] = ()  # to compare on; () means the validation sets
@@ -71,18 +78,19 @@ def quantize(
 ) -> dict[str, Any]:
     """Write a run whose step 0 has the codes of the weights, and compare both models.
 
-    Weights are rounded to nearest, one at a time and on one device: the bytes do not depend on the
-    mesh. Leaves that no pattern of `at` matches keep their bits. `selection` are `step`, `best`,
-    `weights` and `cpu_devices` of `load.load_run`.
+    Weights are rounded one at a time and on one device: the bytes do not depend on the mesh. Leaves
+    that no pattern of `at` matches keep their bits, except those that AWQ divides by factors.
+    `selection` are `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
 
     Raises:
-      CommandError: if `out` has a run, or `allow` cannot be read.
+      CommandError: if `out` has a run, or `allow`, or the method without its text, cannot be read.
       ConfigError: if a pattern matches no linear layer, or the run is quantized.
-      DataError: if a weight is not finite.
+      DataError: if a weight is not finite, or the calibration text is reported on.
       QualityLost: if the loss grows by more than `allow`; nothing is written.
     """
     import_model.check_free(options.out, "--out", "a quantized run")
     allowed = _allowed(options)
+    _check_method(options)
     opened = load.load_run(options.workdir, say=say, **selection)
     if not isinstance(opened.run.tune, Full):
         raise ConfigError(
@@ -93,8 +101,8 @@ def quantize(
             why=opened.run.tune.unmerged,
             fix=f"jaxlm eval --workdir={shlex.quote(str(options.workdir))}",
         )
-    rounded = _rounded(opened, options)
     loaders = evaluate.open_loaders(opened, options.text, opened.run.data.sequence, say)
+    rounded = _rounded(opened, options, loaders, say)
     models = {"before": opened, "after": rounded}
     table: dict[str, dict[str, Any]] = {}
     for name, each in models.items():
@@ -109,6 +117,8 @@ def quantize(
         "workdir": str(options.out),
         "step": opened.step,
         "scheme": options.scheme,
+        "method": options.method,
+        "calibration": list(options.calibration),
         "quantized": len(surgery.quantized_weights(rounded.model.blueprint)),
         "loss_growth": growth,
         **_divergence(opened, rounded, loader),
@@ -131,7 +141,13 @@ def quantize(
         facts = answer | {"dtype": opened.run.precision.params}
         import_model.write(directory, rounded.run, rounded.params, tokenizer, facts)
         resume.copy_hub_files(options.workdir, directory.path)
+    shutil.rmtree(_unfinished(options), ignore_errors=True)
     return answer
+
+
+def _unfinished(options: QuantizeOptions) -> Path:
+    """Return the folder of the layers that are finished before the run is written."""
+    return options.out.with_name(f"{options.out.name}.partial")
 
 
 def _allowed(options: QuantizeOptions) -> float:
@@ -142,7 +158,56 @@ def _allowed(options: QuantizeOptions) -> float:
     return float(match[1]) / 100
 
 
-def _rounded(opened: LoadedRun, options: QuantizeOptions) -> LoadedRun:
+def _check_method(options: QuantizeOptions) -> None:
+    """Raise CommandError if the method needs another scheme or a text."""
+    where = f"--method={options.method}"
+    if options.method == "rtn":
+        if options.calibration:
+            what, why = "rounding to nearest reads no text", "it depends on the weights alone"
+            where = f"--calibration={options.calibration[0]}"
+            raise CommandError(what, where=where, why=why, fix="--method=gptq")
+        return
+    if options.scheme not in ("int4", "int4_zero"):
+        what, why = f"{options.method} searches integers of four bits", "other codes lose little"
+        raise CommandError(what, where=f"--scheme={options.scheme}", why=why, fix="--scheme=int4")
+    if not options.calibration:
+        why = "its codes depend on the inputs of each weight"
+        fix = f"--calibration={calibration_text.TRAIN}"
+        raise CommandError(f"{options.method} needs a text", where=where, why=why, fix=fix)
+
+
+def _calibrated(
+    opened: LoadedRun,
+    options: QuantizeOptions,
+    layers: dict[str, QuantizedLinear],
+    reported: dict[str, Loader],
+    say: Log,
+) -> dict[str, np.ndarray]:
+    """Return the leaves that the calibration gives, by path; none for rounding to nearest."""
+    if options.method == "rtn":
+        return {}
+    calibrate.check_decoder(opened.model.blueprint)
+    text = options.calibration, options.tokens
+    batches = calibration_text.read(opened, *text, reported, say)
+    facts = dataclasses.asdict(options) | {"allow": None, "out": None, "text": None}
+    ids = hashlib.sha256(b"".join(np.asarray(each.tokens).tobytes() for each in batches))
+    store = Store(options.workdir / "checkpoints", CheckpointConfig(), read_only=True)
+    digest = load.InitSource(opened.run, store, opened.step).digest
+    return calibrate.Calibration(
+        blueprint=opened.model.blueprint,
+        params=opened.params,
+        layers=layers,
+        method=options.method,
+        batches=batches,
+        facts=json.loads(json.dumps(facts, default=str)) | {"ids": ids.hexdigest(), "run": digest},
+        folder=_unfinished(options),
+        say=say,
+    ).leaves()
+
+
+def _rounded(
+    opened: LoadedRun, options: QuantizeOptions, reported: dict[str, Loader], say: Log
+) -> LoadedRun:
     """Return the run with quantized weights."""
     block = options.block or BLOCKS[options.scheme]
     tune = Quantized(base=options.scheme, block=block, at=options.at)
@@ -156,22 +221,28 @@ def _rounded(opened: LoadedRun, options: QuantizeOptions) -> LoadedRun:
         raise
     layers = surgery.quantized_weights(model.blueprint)
     shardings = tree.leaves(model.shardings)
-    leaves: dict[str, Array] = {}
-    for path, leaf in tree.leaves(opened.params).items():
-        if path not in layers:
-            leaves[path] = jax.device_put(leaf, shardings[path])
-            continue
-        weight = np.asarray(leaf)
-        if not is_finite(weight):
+    plain = tree.leaves(opened.params)
+    for path in layers:
+        if not is_finite(np.asarray(plain[path])):
             raise DataError(
                 "a weight cannot be quantized",
                 where=path,
                 why="it has numbers that are not finite",
                 fix="use an earlier --step, whose weights are finite",
             )
-        for name, made in jax.jit(layers[path].quantized)(jnp.asarray(weight)).items():
-            new = f"{path.removesuffix('weight')}{name}"
-            leaves[new] = jax.device_put(np.asarray(made), shardings[new])
+    calibrated = _calibrated(opened, options, layers, reported, say)
+    leaves: dict[str, Array] = {}
+    for path, leaf in plain.items():
+        if path not in layers:
+            leaves[path] = jax.device_put(calibrated.get(path, leaf), shardings[path])
+            continue
+        stem = path.removesuffix("weight")
+        made = {new: each for new, each in calibrated.items() if new.startswith(f"{path}_")}
+        if not made:
+            rounded = jax.jit(layers[path].quantized)(jnp.asarray(np.asarray(leaf)))
+            made = {f"{stem}{name}": np.asarray(each) for name, each in rounded.items()}
+        for new, each in made.items():
+            leaves[new] = jax.device_put(each, shardings[new])
     params = tree.map_with_path(lambda path, _: leaves[path], model.blueprint.shapes)
     return dataclasses.replace(opened, run=run, model=model, params=params)
 

@@ -84,6 +84,13 @@ def test_more_loss_than_is_allowed_writes_nothing(run, tmp_path, capsys):
         ("quantize --workdir={r} --out={q} --scheme=int8", "already contains a run"),
         ("quantize --workdir={r} --out={o} --scheme=int8 --allow=1%", "the limit is not"),
         ("quantize --workdir={r} --out={o} --scheme=int8 --at=*/x", "matches no linear layer"),
+        ("quantize --workdir={r} --out={o} --scheme=int4 --method=gptq", "gptq needs a text"),
+        ("quantize --workdir={r} --out={o} --scheme=int8 --method=awq", "awq searches integers"),
+        ("quantize --workdir={r} --out={o} --scheme=int8 --calibration=train", "reads no text"),
+        (
+            "quantize --workdir={r} --out={o} --scheme=int4 --method=awq --calibration={t}/*.txt",
+            "the calibration text is in a set that is reported",
+        ),
         ("export --workdir={q} --out={o}", "a quantized run cannot be exported"),
         ("plan --config={q}/config.json", "quantized weights cannot be trained"),
         ("average --workdir={q} --steps=0 --with={r} --out={o}", "an average of quantized"),
@@ -92,6 +99,9 @@ def test_more_loss_than_is_allowed_writes_nothing(run, tmp_path, capsys):
 )
 def test_what_cannot_be_done_is_refused(run, quantized, words, what, tmp_path, capsys):
     places = {"q": quantized, "r": run, "o": tmp_path / "out", "c": run / "config.json"}
+    places["t"] = json.loads((run / "config.json").read_text())["data"]["train"][0].rpartition("/")[
+        0
+    ]
     words = words.format_map(places).split()
     code, answer = call(capsys, *words)
     assert code in (2, 65)

@@ -1,0 +1,258 @@
+"""Codes of weights by what their inputs are: layer after layer, each behind the rounded ones."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jaxlm.core import tree
+from jaxlm.core.callbacks import Log
+from jaxlm.core.errors import ConfigError, DataError, cannot_write
+from jaxlm.data.batch import Tokens
+from jaxlm.models.build import Blueprint, Params
+from jaxlm.models.decoder import Decoder
+from jaxlm.monitor import sinks
+from jaxlm.nn.block import Block
+from jaxlm.nn.linear import Linear
+from jaxlm.ops import int4
+from jaxlm.ops.weight_codes import WeightFormat
+from jaxlm.recipes.use.layer_runner import LayerRunner, Place, Stream
+from jaxlm.training.lock import Lock
+from jaxlm.tune import folding
+from jaxlm.tune.quantized import PREFIX, QuantizedLinear
+
+Method = Literal["gptq", "awq"]
+Leaves = dict[str, np.ndarray]
+STREAM = "stream.bin"  # inputs of the layer that is next, on the disk
+FACTS = "calibration.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The model, the rows that its layers read, and the folder of finished layers.
+
+    Attributes:
+      blueprint: the model without codes.
+      params: its parameters, on any mesh.
+      layers: the quantized layers by the paths of their weights.
+      method: the search for codes.
+      batches: the rows.
+      facts: all that the codes depend on; a folder of other facts is emptied.
+      folder: where each finished layer is kept.
+      `say`: receives log lines.
+    """
+
+    blueprint: Blueprint
+    params: Params
+    layers: Mapping[str, QuantizedLinear]
+    method: Method
+    batches: Sequence[Tokens]
+    facts: dict[str, Any]
+    folder: Path
+    say: Log
+
+    def leaves(self) -> Leaves:
+        """Return the codes and, of AWQ, the other leaves that changed; stacks are whole.
+
+        A layer is on one device at a time, with the sums of its inputs; the inputs themselves are
+        a file. A finished layer is kept, so that the same call after a kill reads it.
+
+        Raises:
+          DataError: if an input of a layer is not finite.
+          InUse: if another process does the same.
+          NotWritable: if the folder cannot be written.
+        """
+        lock = Lock(self.folder / "lock")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            self._clear_other()
+            return self._leaves()
+        except OSError as error:
+            fix = "--out=another/place"
+            raise cannot_write("a quantized layer", self.folder, error, fix=fix) from error
+        finally:
+            lock.release()
+
+    def _clear_other(self) -> None:
+        facts = json.dumps(self.facts, sort_keys=True).encode()
+        file = self.folder / FACTS
+        if not file.exists() or file.read_bytes() != facts:
+            for old in self.folder.glob("*.npz"):
+                old.unlink()
+            sinks.replace(file, facts)
+
+    def _leaves(self) -> Leaves:
+        runner = LayerRunner(self.blueprint, self.params)
+        with open(self.folder / STREAM, "w+b") as file:
+            stream = Stream(file)
+            for number, batch in enumerate(self.batches):
+                stream.write(number, runner.embed(batch))
+            made: dict[str, list[np.ndarray]] = {}
+            places = list(runner.places)
+            for number, place in enumerate(places):
+                block = runner.block(place)
+                result = self._layer(number, place, block, runner, stream)
+                for name, leaf in result.items():
+                    made.setdefault(f"{place.path}/{name}", []).append(leaf)
+                if number + 1 < len(places):
+                    self._advance(place, block, result, runner, stream)
+                self.say(f"{self.method}: layer {number + 1} of {len(places)}")
+        (self.folder / STREAM).unlink()
+        return {path: np.stack(leaves) for path, leaves in made.items()}
+
+    def _layer(
+        self, number: int, place: Place, block: Block, runner: LayerRunner, stream: Stream
+    ) -> Leaves:
+        """Return the new leaves of a layer: from the folder, or from its inputs."""
+        file = self.folder / f"{number:04d}.npz"
+        if file.exists():
+            with np.load(file) as stored:
+                return dict(stored)
+        formats = {
+            path.removeprefix(f"{place.path}/").removesuffix("/weight"): layer.format
+            for path, layer in self.layers.items()
+            if path.startswith(f"{place.path}/")
+        }
+        sums: dict[str, tuple[Array, Array]] = {}
+        if formats:
+            for n, batch in enumerate(self.batches):
+                added = runner.inputs(place, block, tuple(formats), stream.read(n), batch)
+                sums = jax.tree.map(jnp.add, sums, added) if sums else added
+        result = solved(block, formats, sums, self.method, f"{place.path} layer {place.number}")
+        partial = file.with_suffix(".partial")
+        with open(partial, "wb") as opened:
+            np.savez(opened, **result)  # type: ignore[arg-type]
+        partial.replace(file)
+        return result
+
+    def _advance(
+        self, place: Place, block: Block, result: Leaves, runner: LayerRunner, stream: Stream
+    ) -> None:
+        """Replace the inputs of a layer by its outputs with rounded weights."""
+        path = f"{place.path}/{{}}/weight"
+        for name, layer in folding.linear_layers(block).items():
+            stored = {each: result.get(f"{name}/{PREFIX}{each}") for each in LEAVES}
+            leaves = {each: jnp.asarray(leaf) for each, leaf in stored.items() if leaf is not None}
+            if leaves:
+                inputs = int(np.prod(layer.ins))
+                values = self.layers[path.format(name)].format.dequantize(leaves, inputs)
+                shape, dtype = layer.weight[...].shape, layer.weight[...].dtype
+                layer.weight[...] = values.reshape(shape).astype(dtype)
+        for number, batch in enumerate(self.batches):
+            stream.write(number, runner.outputs(place, block, stream.read(number), batch))
+
+
+LEAVES = ("codes", "scales", "zeros")
+
+
+def solved(
+    block: Block,
+    formats: Mapping[str, WeightFormat],
+    sums: Mapping[str, tuple[Array, Array]],
+    method: Method,
+    where: str,
+) -> Leaves:
+    """Return the codes of a block's weights and, of AWQ, the leaves that its factors changed.
+
+    Args:
+      block: the block; AWQ changes its leaves.
+      formats: of the quantized layers by path.
+      sums: x^T x and the sum of |x| of the inputs of layers, by their paths joined by commas.
+      method: the search.
+      where: name of the block, for errors.
+    """
+    grams, magnitudes = {}, {}
+    for names, (gram, magnitude) in sums.items():
+        both = np.asarray(gram), np.asarray(magnitude)
+        if not is_finite(both):
+            raise DataError(
+                "the inputs of a layer are not finite",
+                where=f"{where}: {names}",
+                why="the calibration text overflows there",
+                fix="--method=rtn",
+            )
+        for name in names.split(","):
+            grams[name], magnitudes[name] = both
+    layers, result = folding.linear_layers(block), {}
+    if method == "awq":
+        folds = list(folding.folds(block))
+        for fold in folds:
+            _fold(fold, layers, formats, grams, magnitudes)
+        paths = {id(node): "/".join(map(str, path)) for path, node in nnx.iter_graph(block)}
+        changed = {paths[id(fold.source)] for fold in folds}
+        changed = changed.union(*(fold.readers for fold in folds))
+        quantized = {f"{name}/weight" for name in formats}
+        result = {
+            path: np.asarray(leaf)
+            for path, leaf in _leaves(block).items()
+            if path.rpartition("/")[0] in changed and path not in quantized
+        }
+    for name, format in formats.items():
+        layer = layers[name]
+        weight = _matrix(layer)
+        if method == "gptq":
+            codes = int4.gptq(weight, grams[name], format)
+        else:
+            codes = int4.nearest(weight, int4.searched(weight, grams[name], format), format)
+        for leaf, values in codes.leaves(format).items():
+            result[f"{name}/{PREFIX}{leaf}"] = values.reshape(len(values), *layer.outs)
+    return result
+
+
+def _fold(
+    fold: folding.Fold,
+    layers: Mapping[str, Linear],
+    formats: Mapping[str, WeightFormat],
+    grams: dict[str, np.ndarray],
+    magnitudes: Mapping[str, np.ndarray],
+) -> None:
+    """Apply the factors of a fold to the layers and to the Gram matrices of their inputs."""
+    rounded = [name for name in fold.readers if name in formats]
+    if not rounded:
+        return
+    first = rounded[0]
+    weights = [_matrix(layers[name]) for name in rounded]
+    sizes = magnitudes[first]
+    if fold.repeats > 1:  # equal factors for all query heads of a head of values
+        heads = sizes.reshape(-1, fold.repeats, layers[first].ins[-1])
+        sizes = np.broadcast_to(heads.mean(1, keepdims=True), heads.shape).reshape(-1)
+    factors = int4.awq_scales(weights, grams[first], sizes, formats[first])
+    if layers[first].weight[...].dtype != jnp.float32:
+        factors = 2 ** np.round(np.log2(factors))  # exact in fewer bits
+    folding.apply(fold, jnp.asarray(factors), dict(layers))
+    for name in rounded:
+        grams[name] = grams[name] / np.outer(factors, factors)
+
+
+def is_finite(arrays: Sequence[np.ndarray]) -> bool:
+    """Return True if all numbers are finite."""
+    return all(bool(np.isfinite(each).all()) for each in arrays)
+
+
+def _matrix(layer: Linear) -> np.ndarray:
+    weight = np.asarray(layer.weight[...]).astype(np.float32)
+    return weight.reshape(int(np.prod(layer.ins)), -1)
+
+
+def _leaves(block: nnx.Module) -> dict[str, Array]:
+    return tree.leaves(nnx.to_pure_dict(nnx.state(block)))
+
+
+def check_decoder(blueprint: Blueprint) -> None:
+    """Raise ConfigError if a model's layers are no single chain."""
+    if isinstance(blueprint.merge(blueprint.shapes), Decoder):
+        return
+    raise ConfigError(
+        "only decoders are calibrated",
+        where="--method",
+        why="the layers of this model are no single chain of blocks",
+        fix="--method=rtn",
+    )

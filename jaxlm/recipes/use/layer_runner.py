@@ -1,0 +1,170 @@
+"""One layer of a decoder at a time on one device, and the sums of what its weights read."""
+
+import functools
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jaxlm.data.batch import Tokens
+from jaxlm.models.build import Blueprint, Params
+from jaxlm.models.decoder import Decoder
+from jaxlm.nn.attention import LayerInputs
+from jaxlm.nn.block import Block
+from jaxlm.nn.linear import Linear
+from jaxlm.nn.stack import Stack
+from jaxlm.tune import folding, surgery
+
+STACKS = ("prefix", "stack")
+# By the paths of layers that read the same inputs x, joined by commas: x^T x and the sum of |x|.
+Sums = dict[str, tuple[Array, Array]]
+
+
+class Place(NamedTuple):
+    """A layer: the path of its leaves, and its number among the layers of its kind."""
+
+    path: str  # such as stack/0
+    number: int
+
+
+class Stream:
+    """The inputs of a layer by batch, in a file, as memory has one batch."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._shape: tuple[int, ...] = ()
+        self._dtype = np.dtype(np.float32)
+
+    def write(self, number: int, x: Array) -> None:
+        """Write the inputs of a batch; all batches have the same shape."""
+        values = np.asarray(x)
+        self._shape, self._dtype = values.shape, values.dtype
+        self._file.seek(number * values.nbytes)
+        self._file.write(values.tobytes())
+
+    def read(self, number: int) -> np.ndarray:
+        """Return the inputs of a batch."""
+        size = int(np.prod(self._shape)) * self._dtype.itemsize
+        self._file.seek(number * size)
+        return np.frombuffer(self._file.read(size), self._dtype).reshape(self._shape)
+
+
+class _Start:
+    """In the place of a stack: its inputs."""
+
+    x: Array
+    inputs: LayerInputs
+
+    def __call__(self, x: Array, inputs: LayerInputs, **_: Any) -> tuple[Array, None, dict]:
+        self.x, self.inputs = x, inputs
+        return x, None, {}
+
+
+class _Observed:
+    """In the place of a linear layer: it adds its inputs to a list."""
+
+    def __init__(self, name: str, layer: Linear, seen: list[tuple[str, int, Array]]):
+        self._name, self._layer, self._seen = name, layer, seen
+
+    def __call__(self, x: Array) -> Array:
+        self._seen.append((self._name, len(self._layer.ins), x))
+        return self._layer(x)
+
+
+class LayerRunner:
+    """One layer at a time of a decoder, on one device."""
+
+    def __init__(self, blueprint: Blueprint, params: Params):
+        self._blueprint = blueprint
+        outer = {name: leaf for name, leaf in params.items() if name not in STACKS}
+        self._outer = _on_one_device(outer)
+        self._stacked = {name: params[name] for name in STACKS if name in params}
+        module = blueprint.merge(blueprint.shapes)
+        assert isinstance(module, Decoder)
+        self.places: list[Place] = []
+        self._graphs: dict[str, tuple[Any, Any]] = {}
+        for name in STACKS:
+            stack: Stack | None = getattr(module, name)
+            for number in range(0 if stack is None else stack.depth):
+                assert stack is not None
+                index, kind = divmod(number, stack.kinds)
+                self.places.append(Place(f"{name}/{kind}", index))
+            for kind in range(0 if stack is None else stack.kinds):
+                graph, state = nnx.split(getattr(stack, str(kind)))
+                self._graphs[f"{name}/{kind}"] = graph, jax.tree.structure(state)
+        self._programs: dict[Any, Any] = {}
+        self._embed = jax.jit(lambda outer, batch: self._start(outer, batch).x)
+
+    def block(self, place: Place) -> Block:
+        """Return a layer with its weights."""
+        name, kind = place.path.split("/")
+        leaves = [leaf[place.number] for leaf in jax.tree.leaves(self._stacked[name][kind])]
+        graph, treedef = self._graphs[place.path]
+        return nnx.merge(graph, jax.tree.unflatten(treedef, _on_one_device(leaves)))
+
+    def embed(self, batch: Tokens) -> Array:
+        """Return the stream before the first layer."""
+        return self._embed(self._outer, batch)
+
+    def outputs(self, place: Place, block: Block, x: np.ndarray, batch: Tokens) -> Array:
+        """Return the stream after a layer."""
+        return self._run(place, block, (), x, batch)[0]
+
+    def inputs(
+        self, place: Place, block: Block, names: tuple[str, ...], x: np.ndarray, batch: Tokens
+    ) -> Sums:
+        """Return sums over the tokens of a batch, padding left out.
+
+        Args:
+          place, block: the layer.
+          names: paths of the linear layers in it.
+          x: inputs of the layer, the stream.
+          batch: the batch.
+        """
+        return self._run(place, block, names, x, batch)[1]
+
+    def _run(
+        self, place: Place, block: Block, names: tuple[str, ...], x: np.ndarray, batch: Tokens
+    ) -> Any:
+        key = (place.path, names)
+        if key not in self._programs:
+            graph, _ = self._graphs[place.path]
+            self._programs[key] = jax.jit(functools.partial(self._layer, graph, names))
+        return self._programs[key](self._outer, nnx.state(block), x, batch)
+
+    def _layer(
+        self, graph: Any, names: tuple[str, ...], outer: Params, state: Any, x: Array, batch: Tokens
+    ) -> tuple[Array, Sums]:
+        block, inputs = nnx.merge(graph, state), self._start(outer, batch).inputs
+        layers = folding.linear_layers(block)
+        seen: list[tuple[str, int, Array]] = []
+        for name in names:
+            surgery.replace(block, tuple(name.split("/")), _Observed(name, layers[name], seen))
+        y, _, _ = block(x, inputs)
+        groups: dict[int, list[str]] = {}
+        for name, _, each in seen:
+            groups.setdefault(id(each), []).append(name)
+        sums = {}
+        for _, dims, each in seen:
+            if not (group := groups.pop(id(each), None)):
+                continue
+            rows = each.reshape(*each.shape[: each.ndim - dims], -1).astype(jnp.float32)
+            rows = jnp.where((batch.segments > 0)[..., None], rows, 0.0)
+            rows = rows.reshape(-1, rows.shape[-1])
+            gram = jnp.matmul(rows.T, rows, precision="highest")
+            sums[",".join(group)] = gram, jnp.abs(rows).sum(0)
+        return y, sums
+
+    def _start(self, outer: Params, batch: Tokens) -> _Start:
+        module = self._blueprint.merge({**self._blueprint.shapes, **outer})
+        start = _Start()
+        module.prefix, module.stack = None, start
+        module.read(batch, key=None)
+        return start
+
+
+def _on_one_device(leaves: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), leaves)

@@ -1,0 +1,165 @@
+"""Calibrated codes: layer after layer, resumed after a kill, from text that no report has."""
+
+import errno
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import DataError, NotWritable
+from jaxlm.core.precision import Precision
+from jaxlm.data.batch import Tokens
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families.llama import Llama
+from jaxlm.recipes.use import calibrate, calibration_text
+from jaxlm.recipes.use.calibrate import Calibration
+from jaxlm.tune import surgery
+from jaxlm.tune.config import Quantized
+
+FAMILY = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=2, hidden=48)
+BLUEPRINT = Blueprint(FAMILY.build(), Precision.float32())
+CODES = Quantized(base="int4", block=16)
+STORED = Blueprint(FAMILY.build(), Precision.float32(), surgery=surgery.quantization(CODES))
+
+
+def rows(count=2, length=16, seed=0, used=None):
+    """Batches of random ids; slots from `used` on are padding."""
+    draw = np.random.default_rng(seed)
+    shape = 4, length
+    made = []
+    for _ in range(count):
+        ids = draw.integers(0, 64, shape, dtype=np.int32)
+        segments = np.broadcast_to(np.arange(length) < (used or length), shape).astype(np.int32)
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
+        made.append(Tokens(ids, ids, segments.astype(np.float32), segments, positions))
+    return made
+
+
+@pytest.fixture(scope="module")
+def params():
+    draw = np.random.default_rng(0)
+    params = BLUEPRINT.init(jax.random.key(0))
+    return jax.tree.map(lambda leaf: leaf + 0.1 * draw.normal(size=leaf.shape), params)
+
+
+def calibration(params, folder, method="gptq", batches=None, facts=None, said=None):
+    return Calibration(
+        blueprint=BLUEPRINT,
+        params=params,
+        layers=surgery.quantized_weights(STORED),
+        method=method,
+        batches=batches or rows(),
+        facts={"a": 1} if facts is None else facts,
+        folder=folder,
+        say=(said if said is not None else []).append,
+    )
+
+
+def test_a_killed_search_goes_on_with_the_next_layer_and_has_the_same_bytes(
+    params, tmp_path, monkeypatch
+):
+    whole = calibration(params, tmp_path / "whole").leaves()
+    assert whole["stack/0/mlp/down/weight_codes"].shape == (2, 24, 32)
+    solved, calls = calibrate.solved, []
+
+    def killed(*words):
+        calls.append(words)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return solved(*words)
+
+    monkeypatch.setattr(calibrate, "solved", killed)
+    with pytest.raises(KeyboardInterrupt):
+        calibration(params, tmp_path / "killed").leaves()
+    resumed = calibration(params, tmp_path / "killed").leaves()
+    assert len(calls) == 3
+    assert resumed.keys() == whole.keys()
+    for path, leaf in whole.items():
+        np.testing.assert_array_equal(leaf, resumed[path])
+    calibration(params, tmp_path / "killed", facts={"a": 2}).leaves()
+    assert len(calls) == 5  # other facts: no layer is finished
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_outputs_change_less_than_by_rounding_to_nearest(params, method, tmp_path):
+    batches = rows(count=4)
+    leaves = calibration(params, tmp_path, method, batches).leaves()
+    layers = surgery.quantized_weights(STORED)
+    flat = {"/".join(str(key.key) for key in path): leaf for path, leaf in paths(params)}
+
+    def logits(codes):
+        values = dict(flat)
+        for path, layer in layers.items():
+            parts = codes.get(path) or layer.quantized(flat[path])
+            inputs = int(np.prod(layer.ins))
+            whole = [layer.format.dequantize(part, inputs) for part in unstacked(parts)]
+            values[path] = np.stack(whole).reshape(flat[path].shape)
+        values |= {
+            path: leaf for path, leaf in codes.items() if path in flat and path not in layers
+        }
+        return read(values)
+
+    def read(values):
+        tree = jax.tree.unflatten(jax.tree.structure(params), values.values())
+        model = BLUEPRINT.merge(tree)
+        tokens, positions = batches[0].tokens, batches[0].positions
+        return np.asarray(model.logits(model.hidden(tokens, positions=positions).values))
+
+    made = {path: leaf for path, leaf in leaves.items() if "weight_" not in path}
+    for path in layers:
+        stem = f"{path}_"
+        made[path] = {p.removeprefix(stem): x for p, x in leaves.items() if p.startswith(stem)}
+    exact = read(flat)
+    plain = {path: strip(layers[path].quantized(flat[path])) for path in layers}
+    errors = [np.square(logits(codes) - exact).mean() for codes in (made, plain)]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def unstacked(leaves):
+    return [{name: leaf[layer] for name, leaf in leaves.items()} for layer in range(2)]
+
+
+def strip(leaves):
+    return {name.removeprefix("weight_"): leaf for name, leaf in leaves.items()}
+
+
+def paths(params):
+    return jax.tree.flatten_with_path(params)[0]
+
+
+def test_padding_of_a_text_shorter_than_a_row_is_not_read(params, tmp_path):
+    one, other = (rows(count=1, used=5, seed=seed) for seed in (0, 1))
+    is_used = one[0].segments > 0
+    mixed = one[0]._replace(tokens=np.where(is_used, one[0].tokens, other[0].tokens))
+    made = [
+        calibration(params, tmp_path / str(number), batches=[batch]).leaves()
+        for number, batch in enumerate((one[0], mixed))
+    ]
+    for path, leaf in made[0].items():
+        np.testing.assert_array_equal(leaf, made[1][path])
+
+
+def test_inputs_that_are_not_finite_and_a_full_disk_are_named(params, tmp_path, monkeypatch):
+    wrong = jax.tree.map(lambda leaf: leaf, params)
+    wrong["embedding"]["table"] = wrong["embedding"]["table"] * np.inf
+    with pytest.raises(DataError, match="not finite"):
+        calibration(wrong, tmp_path / "a").leaves()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(NotWritable, match="quantized layer"):
+        calibration(params, tmp_path / "b").leaves()
+
+
+def test_the_share_of_a_text_in_another_is_that_of_its_runs_of_ids():
+    text, other = rows(count=3, length=256), rows(count=3, length=256, seed=1)
+    half = [*text[:1], *other[:1]]
+    shifted = [each._replace(tokens=np.roll(each.tokens, 7, 1)) for each in text]
+    short = rows(count=1, used=9)
+    assert calibration_text.shared(text, text) == pytest.approx(1, abs=0.2)
+    assert calibration_text.shared(shifted, text) == pytest.approx(1, abs=0.2)
+    assert calibration_text.shared(half, text) == pytest.approx(0.5, abs=0.1)
+    assert calibration_text.shared(text, other) == calibration_text.shared([], text) == 0
+    assert calibration_text.shared(short, short) == 1
