@@ -116,6 +116,29 @@ def find(arms: tuple[type, ...], name: Any, recorded: str = "") -> type | None:
     return _as_type(_arm(base, label, name, source))
 
 
+def named_file(place: str, where: str) -> Source:
+    """Return a file that the user names, and keep a copy: a config that records it may run it.
+
+    Raises ConfigError if there is none.
+    """
+    source = _source(place, where)
+    _trust(place, source)
+    return source
+
+
+def recorded_file(place: str, digest: str, where: str) -> Source:
+    """Return a file as a config records it, from the copies in the cache.
+
+    Raises ConfigError if the user never named such a file.
+    """
+    copy = _copy(place, digest)
+    if copy is None:
+        raise _unknown(place, digest, where)
+    path = Path(place)
+    is_same = path.is_file() and path.read_bytes() == copy.content
+    return dataclasses.replace(copy, path=path) if is_same else copy
+
+
 def check_recorded(schema: Any, raw: Any, where: str) -> None:
     """Raise ConfigError if a config of a file names code without its digest.
 
@@ -129,6 +152,9 @@ def check_recorded(schema: Any, raw: Any, where: str) -> None:
         is_code = isinstance(name, str) and _NAME.fullmatch(name) is not None
         if base_of(known.arms) is not None and is_code and not section.get("source"):
             raise _without_digest(f"{where}: {path} = {name}")
+        # A section with files of functions and their digests.
+        if names := getattr(known.arms[0], "files_without_digest", lambda _: [])(section):
+            raise _without_digest(f"{where}: {path} = {names[0]}")
         for arm in known.arms:
             for name in [name for name, each in sections.fields(arm).items() if each.names_code]:
                 entries = section.get(name)
@@ -200,7 +226,7 @@ def _trust(place: str, source: Source) -> None:
     folder = disk.user_cache() / FOLDER
     with contextlib.suppress(OSError):  # then this process alone runs it
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        target = folder / _copy_name(place, source.digest)
+        target = folder / name_of_copy(place, source.digest)
         if not target.is_file() or target.read_bytes() != source.content:
             disk.replace(target, source.content)
 
@@ -223,19 +249,26 @@ def keep(run: Any, workdir: Path) -> None:
     kind: Any = type(run)
     parts = [getattr(run, name) for name in sections.fields(kind)]
     for section in parts:
-        if (source := source_of(section)) is None:
-            continue
-        (workdir / FOLDER).mkdir(exist_ok=True)
-        disk.replace(workdir / FOLDER / copy_name(section), source.content)
+        copies = dict(getattr(section, "recorded_files", ()))
+        contents = {
+            name_of_copy(place, digest): recorded_file(place, digest, "reward.functions").content
+            for place, digest in copies.items()
+        }
+        if (source := source_of(section)) is not None:
+            contents[copy_name(section)] = source.content
+        for name, content in contents.items():
+            (workdir / FOLDER).mkdir(exist_ok=True)
+            disk.replace(workdir / FOLDER / name, content)
 
 
 def copy_name(section: Any) -> str:
     """Return the name of the copy of the file of a part."""
     place = sections.arm_name(type(section)).rpartition(":")[0]
-    return _copy_name(place, section.source)
+    return name_of_copy(place, section.source)
 
 
-def _copy_name(place: str, digest: str) -> str:
+def name_of_copy(place: str, digest: str) -> str:
+    """Return the name of the copy of a file with a digest."""
     stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     return f"{stem}-{digest}.py"
 
@@ -272,13 +305,13 @@ def _missing(what: str, where: str, why: str, fix: str) -> ConfigError:
 def _copy(place: str, digest: str) -> Source | None:
     """Return the copy in the cache of a file as it was when a run was made; None without one."""
     package = "" if place.endswith(".py") else place.rpartition(".")[0]
-    path = disk.user_cache() / FOLDER / _copy_name(place, digest)
+    path = disk.user_cache() / FOLDER / name_of_copy(place, digest)
     source = Source(path, path.read_bytes() if path.is_file() else b"", package)
     return source if source.digest == digest else None
 
 
 def _unknown(place: str, digest: str, where: str) -> ConfigError:
-    copy, folder = _copy_name(place, digest), disk.user_cache() / FOLDER
+    copy, folder = name_of_copy(place, digest), disk.user_cache() / FOLDER
     return ConfigError(
         "the code of the config has not run here before",
         where=where,

@@ -6,14 +6,24 @@ Example:
 name='format', argument='think/answer', weight=0.1)]
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
+from jaxlm.core import own
 from jaxlm.core.config import setting
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.rl import verifiers
+
+PROGRAMS = ("python", "doctest")  # rewards that run the completion
+PATTERN = "regex"
+NAMES = (*verifiers.VERIFIERS, PATTERN, *PROGRAMS)
+NEED_ANSWER = (*verifiers.NEED_ANSWER, PATTERN, *PROGRAMS)
+_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 
 
 class Term(NamedTuple):
@@ -24,6 +34,11 @@ class Term(NamedTuple):
     argument: str
     weight: float
 
+    @property
+    def is_file(self) -> bool:
+        """Return whether it is a function of a file, which `argument` names."""
+        return self.name.endswith(".py")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig:
@@ -31,14 +46,32 @@ class RewardConfig:
 
     functions: tuple[str, ...] = setting(
         (),
-        "NAME=WEIGHT of each reward: exact, number, choice, json, format:TAGS, length:TOKENS, "
-        "ended; the weight may be left out (1)",
+        "NAME=WEIGHT of each reward: exact, number, choice, json, regex:PATTERN, format:TAGS, "
+        "length:TOKENS, ended, python, doctest, or FILE.py:FUNCTION; the weight may be left out "
+        "(1)",
+    )
+    sources: tuple[str, ...] = setting(
+        (),
+        "FILE=DIGEST of each file of functions, which are part of the run's identity",
+        derived_from="functions",
+    )
+    seconds: float = setting(5.0, "time limit of a call of a function or a program", above=0)
+    bytes: int = setting(
+        2**29, "memory limit of a process that computes rewards", unit="bytes", low=2**26
+    )
+    workers: int | Literal["auto"] = setting(
+        "auto", "calls at a time; auto is one for each processor, and at most 8", low=1
     )
     tolerance: float = setting(
         0.05,
         "share of the samples of a step that may have no score; more end the run",
         low=0.0,
         high=1.0,
+    )
+    sandbox: Literal["auto", "process"] = setting(
+        "auto",
+        "isolation of programs that the model writes: auto needs namespaces of the kernel, in which "
+        "a program has no files of yours; process has limits alone",
     )
 
     @property
@@ -49,11 +82,39 @@ class RewardConfig:
     @property
     def needs_answer(self) -> tuple[str, ...]:
         """Labels of the rewards that compare with the answer of a prompt."""
-        return tuple(each.label for each in self.terms if each.name in verifiers.NEED_ANSWER)
+        return tuple(each.label for each in self.terms if each.name in NEED_ANSWER)
+
+    @property
+    def recorded_files(self) -> Iterator[tuple[str, str]]:
+        """Each file of functions with its digest."""
+        for text in self.sources:
+            name, _, digest = text.rpartition("=")
+            yield name, digest
+
+    @staticmethod
+    def files_without_digest(raw: Mapping[str, Any]) -> list[str]:
+        """Return the files of a section of a config.json that have no digest there."""
+        recorded = {str(text).rpartition("=")[0] for text in raw.get("sources") or ()}
+        files = []
+        for text in raw.get("functions") or ():
+            with contextlib.suppress(ValueError):
+                each = term(str(text))
+                files += [each.name] if each.is_file and each.name not in recorded else []
+        return files
+
+    def derived(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """Yield (setting, value, reason): digests of files that the user names."""
+        recorded, sources = dict(self.recorded_files), []
+        with contextlib.suppress(ValueError, ConfigError):  # which `problems` reports
+            for name in dict.fromkeys(each.name for each in self.terms if each.is_file):
+                digest = recorded.get(name) or own.named_file(name, "reward.functions").digest
+                sources.append(f"{name}={digest}")
+        if tuple(sources) != self.sources:
+            yield "sources", tuple(sources), "digests of the files of reward.functions"
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield rewards that do not exist, and weights and arguments that are wrong."""
-        labels = set()
+        labels, recorded = set(), dict(self.recorded_files)
         for text in self.functions:
             flag = "--config.reward.functions="
             try:
@@ -61,9 +122,16 @@ class RewardConfig:
             except ValueError as error:
                 yield "functions", f"{text}: {error}", f"{flag}{text.partition('=')[0]}=1"
                 continue
-            if each.name not in verifiers.VERIFIERS:
-                names = ", ".join(verifiers.VERIFIERS)
-                meant = nearest_word(each.name, verifiers.VERIFIERS) or "exact"
+            if each.is_file and each.name in recorded:
+                pass
+            elif each.is_file:
+                try:
+                    own.named_file(each.name, text)
+                except ConfigError as error:
+                    yield "functions", f"{error.what}: {error.why}", error.fix
+            elif each.name not in NAMES:
+                names = f"{', '.join(NAMES)}, and FILE.py:FUNCTION"
+                meant = nearest_word(each.name, NAMES) or "exact"
                 yield (
                     "functions",
                     f"there is no reward {each.name}; the names are {names}",
@@ -76,9 +144,19 @@ class RewardConfig:
             labels.add(each.label)
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def term(text: str) -> Term:
     """Return the reward that `NAME[:ARGUMENT][=WEIGHT]` names. Raises ValueError for a weight."""
     label, equals, number = text.rpartition("=")
+    if label.partition(":")[0] == PATTERN and not _is_number(number):
+        label, equals = "", ""  # the pattern has a =
     weight = 1.0
     if equals:
         try:
@@ -87,5 +165,9 @@ def term(text: str) -> Term:
             raise ValueError(f"the weight {number!r} is no number") from error
         if not math.isfinite(weight) or weight == 0:
             raise ValueError(f"the weight {number} is 0 or not finite")
-    name, _, argument = (label if equals else text).partition(":")
-    return Term(label if equals else text, name, argument, weight)
+    else:
+        label = text
+    if file := _FILE.fullmatch(label):
+        return Term(label, file[1], file[2], weight)
+    name, _, argument = label.partition(":")
+    return Term(label, name, argument, weight)

@@ -1,19 +1,26 @@
 """Scores of completions: the weighted sum of the rewards of a run."""
 
+import contextlib
 import hashlib
 import math
+import os
+import queue
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
+from jaxlm.core import own
 from jaxlm.core.errors import DataError
 from jaxlm.core.quoting import safe
-from jaxlm.rl import verifiers
-from jaxlm.rl.reward_config import RewardConfig, Term
+from jaxlm.rl import programs, verifiers
+from jaxlm.rl.reward_config import NEED_ANSWER, PROGRAMS, RewardConfig, Term
 from jaxlm.rl.verifiers import Sample, Unscorable
+from jaxlm.rl.workers import Worker
 
 __all__ = ["Rewards", "Sample", "Verdict", "check_scored"]
 
+MOST_WORKERS = 8
 SHOWN = 60  # characters of a prompt in an error
 
 
@@ -32,27 +39,84 @@ class Verdict(NamedTuple):
 
 
 class Rewards:
-    """The rewards of a run, in a `with` block.
+    """The rewards of a run, in a `with` block that starts and ends their processes.
 
-    `digest` identifies the functions, their weights and their arguments.
+    `digest` identifies the functions, their files, weights and arguments.
 
     Args:
       settings: the rewards and their limits.
     """
 
     def __init__(self, settings: RewardConfig) -> None:
-        self._terms = settings.terms
-        self.digest = hashlib.sha256(repr(self._terms).encode()).hexdigest()
+        self._settings, self._terms = settings, settings.terms
+        identity = repr((self._terms, settings.sources))
+        self.digest = hashlib.sha256(identity.encode()).hexdigest()
+        self._stack = contextlib.ExitStack()
+        self._pool: ThreadPoolExecutor | None = None
+        self._workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 
     def __enter__(self) -> "Rewards":
+        """Start the processes. Raises ConfigError if a function cannot be used."""
+        settings = self._settings
+        if any(each.name in PROGRAMS for each in self._terms):
+            programs.check_sandbox(settings)
+        if not any(map(_needs_process, self._terms)):
+            return self
+        auto = min(os.cpu_count() or 1, MOST_WORKERS)
+        count = auto if settings.workers == "auto" else settings.workers
+        with contextlib.ExitStack() as stack:
+            workers = [
+                Worker(self._files(), settings.seconds, settings.bytes) for _ in range(count)
+            ]
+            for each in workers:
+                stack.callback(each.stop)
+                self._workers.put(each)
+            # Threads of the pool start all workers but the first, and live as long as they do.
+            self._pool = stack.enter_context(ThreadPoolExecutor(count))
+            if any(each.is_file for each in self._terms):
+                self._pool.submit(workers[0].start).result()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the block."""
+        """End the processes."""
+        self._stack.close()
+
+    def _files(self) -> dict[str, tuple[own.Source, list[str]]]:
+        """Return each file of functions, as the config records it, with the functions called."""
+        files = {}
+        for name, digest in self._settings.recorded_files:
+            where = f"reward.sources = {name}={digest}"
+            functions = [each.argument for each in self._terms if each.name == name]
+            files[name] = (own.recorded_file(name, digest, where), functions)
+        return files
 
     def score(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """Return the verdict on each sample, in their order."""
-        return [self._verdict([_value(each, sample) for each in self._terms]) for sample in samples]
+        """Return the verdict on each sample, in their order; several threads may call it."""
+        in_order = map if self._pool is None else self._pool.map
+        return [self._verdict(values) for values in in_order(self._values, samples)]
+
+    def _values(self, sample: Sample) -> list[float | str]:
+        """Return the value of each term, or the reason why there is none."""
+        return [self._value(each, sample) for each in self._terms]
+
+    def _value(self, each: Term, sample: Sample) -> float | str:
+        try:
+            if each.name in verifiers.VERIFIERS:
+                return verifiers.VERIFIERS[each.name](sample, each.argument)
+            if each.name in NEED_ANSWER and sample.answer is None and each.name not in PROGRAMS:
+                raise Unscorable("the prompt has no answer")
+            if each.name in PROGRAMS:
+                return programs.passed(each.name, sample, self._settings)
+            request: dict[str, Any] = {"sample": sample._asdict()}
+            request |= {"function": each.label} if each.is_file else {"pattern": each.argument}
+            worker = self._workers.get()
+            try:
+                return worker.call(request)
+            finally:
+                self._workers.put(worker)
+        except Unscorable as error:
+            return str(error)
 
     def _verdict(self, values: Sequence[float | str]) -> Verdict:
         """Return the sum of the values of the terms; a text is the reason why there is none."""
@@ -70,11 +134,8 @@ class Rewards:
         return Verdict(None if problem else total, by_name, problem)
 
 
-def _value(each: Term, sample: Sample) -> float | str:
-    try:
-        return verifiers.VERIFIERS[each.name](sample, each.argument)
-    except Unscorable as error:
-        return str(error)
+def _needs_process(each: Term) -> bool:
+    return each.name not in verifiers.VERIFIERS
 
 
 def check_scored(

@@ -133,6 +133,12 @@ def problem(name: str, argument: str) -> tuple[str, str] | None:
     if name == "format":
         is_right = not argument or _TAG.fullmatch(argument) is not None
         return None if is_right else ("its tags are names with / between", f"format:{TAGS}")
+    if name == "regex":
+        try:
+            re.compile(argument)
+        except re.error as error:
+            return f"its pattern is wrong: {error}", "regex"
+        return None
     return (f"{name} has no argument", name) if argument else None
 
 

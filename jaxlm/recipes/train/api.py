@@ -193,7 +193,7 @@ def train(
 
 
 def _with_current_parts(loaded: Loaded, workdir: Path) -> Loaded:
-    """Return the config with the classes of the user as their files are now.
+    """Return the config with the classes and rewards of the user as their files are now.
 
     The config of a run records the digests of the files, so that a changed file is found as every
     other changed setting is. Raises ConfigError if a file is gone.
@@ -219,6 +219,19 @@ def _with_current_parts(loaded: Loaded, workdir: Path) -> Loaded:
             raw = raw or configs.to_json(run)
             del raw[name]["source"]
             changed.append(f"{name}.source")
+    for place, digest in run.reward.recorded_files:
+        copy = workdir / own.FOLDER / own.name_of_copy(place, digest)
+        try:
+            is_same = own.named_file(place, "reward.functions").digest == digest
+        except ConfigError as error:
+            if not copy.is_file():
+                raise
+            fix = shlex.join(["cp", str(copy), place])
+            raise ConfigError(error.what, where=error.where, why=error.why, fix=fix) from error
+        if not is_same:
+            raw = raw or configs.to_json(run)
+            raw["reward"].pop("sources", None)
+            changed.append("reward.sources")
     if not changed:
         return loaded
     current = configs.loaded_json(Run, raw, "config.json").value

@@ -57,6 +57,7 @@ FREE = (
     *("guard.budget", "guard.rewinds", "guard.rewind_steps", "guard.skip"),
     *("guard.compare_every", "guard.divergence"),
     *("train.stack", "train.attention", "train.remat", "train.pipeline"),
+    *("reward.workers", "reward.tolerance"),
     *("train.pipeline_repeats", "train.offload", "train.patience", "train.control"),
 )
 NOT_FREE = ("eval.follow",)  # losses of two sets cannot be ranked together
