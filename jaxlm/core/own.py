@@ -153,8 +153,9 @@ def check_recorded(schema: Any, raw: Any, where: str) -> None:
         if base_of(known.arms) is not None and is_code and not section.get("source"):
             raise _without_digest(f"{where}: {path} = {name}")
         # A section with files of functions and their digests.
-        if names := getattr(known.arms[0], "files_without_digest", lambda _: [])(section):
-            raise _without_digest(f"{where}: {path} = {names[0]}")
+        files_of = getattr(known.arms[0], "files_without_digest", None)
+        if files_of is not None and (files := files_of(section)):
+            raise _without_digest(f"{where}: {path} = {files[0]}")
         for arm in known.arms:
             for name in [name for name, each in sections.fields(arm).items() if each.names_code]:
                 entries = section.get(name)

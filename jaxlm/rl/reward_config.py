@@ -70,8 +70,8 @@ class RewardConfig:
     )
     sandbox: Literal["auto", "process"] = setting(
         "auto",
-        "isolation of programs that the model writes: auto needs namespaces of the kernel, in which "
-        "a program has no files of yours; process has limits alone",
+        "isolation of programs that the model writes: auto needs namespaces of the kernel, where a "
+        "program has no files of yours; process has limits alone",
     )
 
     @property

@@ -27,7 +27,7 @@ START_SECONDS = 120.0  # to import what the files of the user import
 CALLS = 1000  # of a worker
 MOST_BYTES = 2**16  # of an answer
 ROUNDS = 100  # to find processes that start others while they are stopped
-# Rewards are computed beside a training step, whose devices they must not take.
+# Rewards are computed during training, whose devices they must not take.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 Files = Mapping[str, tuple[Source, Sequence[str]]]
 

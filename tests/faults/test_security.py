@@ -45,6 +45,8 @@ PROGRAMS = [
         ("evals/code_program.py", name)
         for name in ("compile", "exec", "exec", "compile", "compile", "exec")
     ],
+    ("rl/worker.py", "exec"),  # reward functions of the user, in a process of their own
+    ("rl/worker.py", "compile"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Functions of a user and programs of a model are called in processes, and end with their limits."""
+"""Functions of a user and programs of a model run in processes, and end with their limits."""
 
 import os
 import re
@@ -82,6 +82,7 @@ VALUES = {
     "copy": copy,
 }
 """
+SHAPE = "def shape(completion):\n    return 1\n"
 SAMPLE = Sample("7 + 5 =", "12", "12", None, 3, "eos_token", 2)
 SUM = "answer so:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 
@@ -171,8 +172,8 @@ def test_a_function_that_misbehaves_ends_with_all_that_it_started(worker, name, 
         assert re.fullmatch(expected, str(error.value))
     assert running(b"987654") == []
     assert len(running(bytes(workers.PROGRAM))) <= 1, "copies of the worker have ended"
-    again = {"function": "rewards.py:odd", "sample": {**SAMPLE._asdict(), "prompt": "bool"}}
-    assert worker.call(again) == 1
+    healthy = {"function": "rewards.py:odd", "sample": {**SAMPLE._asdict(), "prompt": "bool"}}
+    assert worker.call(healthy) == 1
 
 
 def test_a_worker_is_replaced_after_its_calls_and_leaves_no_descriptor(worker, monkeypatch):
@@ -229,10 +230,10 @@ def test_programs_need_namespaces_or_a_word_of_the_user(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "function", "where", "fix"),
     [
-        ("def shape(completion):\n    return 1\n1/0\n", "shape", "rewards.py:3", "correct that line"),
+        (SHAPE + "1/0\n", "shape", "rewards.py:3", "correct that line"),
         ("def shape(:\n", "shape", "rewards.py:1", "correct that line"),
         ("import sys\nsys.exit(1)\n", "shape", "rewards.py:2", "correct that line"),
-        ("def shape(completion):\n    return 1\n", "shap", "reward.functions", "rewards.py:shape=1"),
+        (SHAPE, "shap", "reward.functions", "rewards.py:shape=1"),
         ("def shape(text):\n    return 1\n", "shape", "reward.functions", "def shape(completion"),
     ],
 )  # fmt: skip

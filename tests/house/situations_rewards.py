@@ -1,0 +1,19 @@
+"""Situations of rewards, whose fixes `test_fix_lines` pastes."""
+
+from tests.house.situation import Situation
+
+VALIDATE = "config validate --config=c.py --config.reward.functions"
+REWARDS = "tests/rl/test_rewards.py"
+
+SITUATIONS: dict[str, Situation] = {
+    "no such reward": Situation(f"{VALIDATE}=numbr=1"),
+    "a reward of weight 0": Situation(f"{VALIDATE}=number=0"),
+    "a length without a limit": Situation(f"{VALIDATE}=length"),
+    "a reward named twice": Situation(f"{VALIDATE}=number=1,number=2"),
+}
+
+SLOW: set[str] = set()
+SANDBOX = f"{REWARDS}::test_programs_need_namespaces_or_a_word_of_the_user"
+FILES = f"{REWARDS}::test_a_file_that_fails_is_an_error_before_the_first_sample"
+ELSEWHERE = {"rl/programs.py:check_sandbox:1": SANDBOX, "rl/workers.py:_refused:1": FILES}
+NOT_YET: set[str] = set()
