@@ -34,7 +34,11 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--at", "A,B", str, doc, default="")
     doc = "glob of text to compare on (the validation sets); repeatable"
     add_flag(parser, "--text", "GLOB", [], doc)
-    add_flag(parser, "--allow", "LIMIT", "loss:1%", "largest growth of the loss")
+    doc = "task files that both models answer; items whose result changes are flips"
+    add_flag(parser, "--tasks", "FILE,...", str, doc, default="")
+    add_flag(parser, "--limit", "N", int, "items of each task (all)")
+    doc = "largest growth of the loss, and share of flips of a task, as loss:1%,flips:2%"
+    add_flag(parser, "--allow", "LIMIT,...", "loss:1%", doc)
     parser.add_run_selection()
 
 
@@ -54,6 +58,8 @@ def run(args: Any, out: Output) -> int:
         block=args.block,
         at=tuple(each for each in args.at.split(",") if each) or PROJECTIONS,
         text=tuple(args.text),
+        tasks=tuple(each for each in args.tasks.split(",") if each),
+        limit=args.limit,
         allow=args.allow,
     )
     answer = quantize(options, out.log, **selection(args))
@@ -72,4 +78,10 @@ def run(args: Any, out: Output) -> int:
         first = sorted(place for place in places if place is not None)
         middle = f"; the others depart after {first[len(first) // 2]} tokens" if first else ""
         lines.append(f"greedy texts: {equal} of {len(places)} are the same{middle}")
+    for name, task in answer["tasks"].items():
+        line = f"{name}: {task['metric']} {task['before']:.4f} to {task['after']:.4f}"
+        if task["flips"] is not None:
+            line += f", {task['rises']} items better and {task['falls']} worse of {task['items']}"
+        p_value = task["p_value"]
+        lines.append(line if p_value is None else f"{line}, p = {p_value:.2g}")
     return out.result(answer, lines)

@@ -56,7 +56,7 @@ def full_library(patch):
 
 def allows_nothing(patch):
     """Make every growth of the loss too much."""
-    patch.setattr(quantize, "_allowed", lambda options: -1.0)
+    patch.setattr(quantize, "_allowed", lambda options: {"loss": -1.0})
 
 
 def not_finite(patch):
@@ -98,6 +98,7 @@ SITUATIONS: dict[str, Situation] = {
     "weights that are not finite": Situation(
         f"quantize {RUN} --scheme=int8 --out=q", prepare=not_finite
     ),
+    "a limit of flips without tasks": Situation(f"{INT4} --allow=flips:1%"),
     "a search for codes without a text": Situation(
         f"{INT4} --method=gptq --calibration_tokens=256", more="--allow=loss:50%"
     ),

@@ -168,9 +168,19 @@ def read(run: Path) -> tuple[list[TaskResult], list[str]]:
         result = TaskResult(name=name, step=facts["step"], facts=facts, samples={})
         earlier = results.get(result.key)
         if earlier is None or earlier.step <= result.step:
-            samples = {line["id"]: line for line in sinks.read(folder / SAMPLES, SAMPLE)}
-            results[result.key] = dataclasses.replace(result, samples=samples)
+            results[result.key] = dataclasses.replace(result, samples=_samples(folder))
     return list(results.values()), notes
+
+
+def read_one(folder: Path) -> TaskResult:
+    """Return the result in a folder of a task. Raises DataError if a file is damaged."""
+    facts = report.read_object(folder / TASK, FACTS)
+    name, step = facts["task"]["name"], facts["step"]
+    return TaskResult(name=name, step=step, facts=facts, samples=_samples(folder))
+
+
+def _samples(folder: Path) -> dict[str, dict[str, Any]]:
+    return {line["id"]: line for line in sinks.read(folder / SAMPLES, SAMPLE)}
 
 
 def compare(paths: Mapping[str, Path]) -> tuple[list[TaskComparison], list[str]]:
@@ -188,11 +198,11 @@ def compare(paths: Mapping[str, Path]) -> tuple[list[TaskComparison], list[str]]
     for other in others:
         by_key = {each.key: each for each in known[other]}
         for result in known[first]:
-            if (pair := by_key.get(result.key)) is not None:
-                compared += _compared(first, result, other, pair)
+            if (same := by_key.get(result.key)) is not None:
+                compared += pair(first, result, other, same)
             else:
                 notes += _unpaired(first, result, other, known[other], paths[other])
-    return _adjusted(compared), notes
+    return adjusted(compared), notes
 
 
 def violations(compared: Sequence[TaskComparison], requirement: Requirement) -> list[str]:
@@ -212,9 +222,10 @@ def violations(compared: Sequence[TaskComparison], requirement: Requirement) -> 
     return [why for why in reasons if why is not None]
 
 
-def _compared(
+def pair(
     first: str, result_a: TaskResult, other: str, result_b: TaskResult
 ) -> list[TaskComparison]:
+    """Return the comparison of each metric of two results of a task, by items of both."""
     shared = [item for item in result_a.samples if item in result_b.samples]
     lines = [(result_a.samples[item], result_b.samples[item]) for item in shared]
     if not lines:
@@ -245,9 +256,9 @@ def _compared(
     return compared
 
 
-def _adjusted(compared: Sequence[TaskComparison]) -> list[TaskComparison]:
+def adjusted(compared: Sequence[TaskComparison]) -> list[TaskComparison]:
     """Return the comparisons with p-values adjusted for the number of tasks of each metric."""
-    adjusted: dict[int, float] = {}
+    p_values: dict[int, float] = {}
     for metric in {each.metric for each in compared}:
         of_metric = [
             (number, each.difference.p_value)
@@ -255,9 +266,9 @@ def _adjusted(compared: Sequence[TaskComparison]) -> list[TaskComparison]:
             if each.metric == metric and each.difference.p_value is not None
         ]
         values = statistics.holm([p_value for _, p_value in of_metric])
-        adjusted |= {number: p for (number, _), p in zip(of_metric, values, strict=True)}
+        p_values |= {number: p for (number, _), p in zip(of_metric, values, strict=True)}
     return [
-        dataclasses.replace(each, p_adjusted=adjusted.get(number))
+        dataclasses.replace(each, p_adjusted=p_values.get(number))
         for number, each in enumerate(compared)
     ]
 

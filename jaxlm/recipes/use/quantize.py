@@ -1,15 +1,11 @@
 """Quantize the weights of a run: a new run, refused if it loses more than is allowed."""
 
 import dataclasses
-import functools
 import hashlib
-import itertools
-import json
 import math
 import re
 import shlex
 import shutil
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,19 +19,14 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, DataError, JaxlmError
-from jaxlm.data.batch import Tokens
 from jaxlm.data.loader import Loader
-from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.sampler import Sampler
-from jaxlm.models.build import Blueprint
-from jaxlm.objectives.loss import read_sharded
 from jaxlm.optim.average_config import NoAverage
-from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.train import resume
-from jaxlm.recipes.use import calibrate, calibration_text, evaluate, load
+from jaxlm.recipes.use import calibrate, calibration_text, evaluate, load, model_difference, tasks
 from jaxlm.recipes.use.load import LoadedRun
+from jaxlm.recipes.use.tasks import TaskSettings
 from jaxlm.training.rundir import RunDir
 from jaxlm.tune import surgery
 from jaxlm.tune.config import PROJECTIONS, Full, Quantized
@@ -46,11 +37,8 @@ Scheme = Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double"]
 BLOCKS: dict[Scheme, int | Literal["all"]] = {
     "int8": "all", "fp8": "all", "int4": 128, "int4_zero": 128, "nf4": 64, "nf4_double": 64,
 }  # fmt: skip
-BATCHES = 64  # of the text, on which the distributions of both models are compared
-SLOTS = 64  # of each row, whose logits are in memory at a time
-TEXTS, PROMPT, TOKENS = 20, 16, 48  # greedy texts, and the tokens of a prompt and of its answer
-TIMED = 3  # repetitions; the fastest counts
-ALLOWED = re.compile(r"loss:(\d+(?:\.\d+)?)%")
+LIMIT = re.compile(r"(loss|flips):(\d+(?:\.\d+)?)%")
+LOSS = 0.01  # its growth without a limit of its own
 
 
 class QualityLost(JaxlmError, code=1, kind="quality lost"):
@@ -70,6 +58,8 @@ class QuantizeOptions:
     block: int | None = None  # of BLOCKS without it
     at: tuple[str, ...] = PROJECTIONS
     text: tuple[str, ...] = ()  # to compare on; () means the validation sets
+    tasks: tuple[str, ...] = ()  # task files
+    limit: int | None = None  # items of each; all without it
     allow: str = "loss:1%"
 
 
@@ -86,11 +76,14 @@ def quantize(
       CommandError: if `out` has a run, or `allow`, or the method without its text, cannot be read.
       ConfigError: if a pattern matches no linear layer, or the run is quantized.
       DataError: if a weight is not finite, or the calibration text is reported on.
-      QualityLost: if the loss grows by more than `allow`; nothing is written.
+      QualityLost: if more changes than `allow` permits; nothing is written.
     """
     import_model.check_free(options.out, "--out", "a quantized run")
     allowed = _allowed(options)
     _check_method(options)
+    files = tasks.read_tasks(options.tasks)
+    if files:
+        tasks.check_causal(options.workdir)
     opened = load.load_run(options.workdir, say=say, **selection)
     if not isinstance(opened.run.tune, Full):
         raise ConfigError(
@@ -102,6 +95,10 @@ def quantize(
             fix=f"jaxlm eval --workdir={shlex.quote(str(options.workdir))}",
         )
     loaders = evaluate.open_loaders(opened, options.text, opened.run.data.sequence, say)
+    row, mesh = evaluate.checked_length(opened, None), opened.model.mesh
+    tokenizers = tasks.Tokenizers(opened.tokenizer)
+    settings = TaskSettings(limit=options.limit)
+    prepared = [tasks.PreparedTask(each, settings, tokenizers, row, mesh) for each in files]
     rounded = _rounded(opened, options, loaders, say)
     models = {"before": opened, "after": rounded}
     table: dict[str, dict[str, Any]] = {}
@@ -121,21 +118,20 @@ def quantize(
         "calibration": list(options.calibration),
         "quantized": len(surgery.quantized_weights(rounded.model.blueprint)),
         "loss_growth": growth,
-        **_divergence(opened, rounded, loader),
-        **_texts(models, loader, table),
+        **model_difference.divergence(opened, rounded, loader),
+        **model_difference.texts(models, loader, table),
+        "tasks": model_difference.answers(
+            models, prepared, (options.workdir, _unfinished(options)), say
+        ),
         **table,
     }
-    if not growth <= allowed:
-        enough = max(0.1, math.ceil(1000 * growth) / 10) if math.isfinite(growth) else None
-        raise QualityLost(
-            f"{options.scheme} changes the loss by {growth:+.2%}",
-            where=f"--allow={options.allow}",
-            why=f"{table['before']['loss_nats']:.4f} nats became {table['after']['loss_nats']:.4f}",
-            fix=f"--allow=loss:{enough:g}%" if enough else "use an earlier --step",
-        )
+    _check(answer, allowed, options)
     store = Store(options.workdir / "checkpoints", CheckpointConfig(), read_only=True)
     base = load.InitSource(opened.run, store, opened.step)
+    results = _unfinished(options) / tasks.EVALS
     with RunDir(options.out) as directory:
+        if results.is_dir():
+            shutil.copytree(results, directory.path / tasks.EVALS, dirs_exist_ok=True)
         directory.write_json(load.BASE, base.record())
         tokenizer = (options.workdir / "tokenizer").read_bytes()
         facts = answer | {"dtype": opened.run.precision.params}
@@ -150,12 +146,53 @@ def _unfinished(options: QuantizeOptions) -> Path:
     return options.out.with_name(f"{options.out.name}.partial")
 
 
-def _allowed(options: QuantizeOptions) -> float:
-    match = ALLOWED.fullmatch(options.allow)
-    if match is None:
-        what, why = "the limit is not a growth of the loss", "it is a name and percent, as loss:1%"
+def _allowed(options: QuantizeOptions) -> dict[str, float]:
+    """Return the limits by name."""
+    parts = [LIMIT.fullmatch(each) for each in options.allow.split(",")]
+    limits = {each[1]: float(each[2]) / 100 for each in parts if each is not None}
+    if None in parts:
+        what = "the limit is no growth of the loss and no share of items"
+        why = "it is a name and percent, as loss:1% or loss:1%,flips:2%"
         raise CommandError(what, where=f"--allow={options.allow}", why=why, fix="--allow=loss:1%")
-    return float(match[1]) / 100
+    if "flips" in limits and not options.tasks:
+        what, why = "a limit of flips needs tasks", "a flip is an item that is answered otherwise"
+        fix = "find . -name '*.toml'    # task files, for --tasks"
+        raise CommandError(what, where=f"--allow={options.allow}", why=why, fix=fix)
+    return {"loss": LOSS} | limits
+
+
+def _check(answer: dict[str, Any], allowed: dict[str, float], options: QuantizeOptions) -> None:
+    """Raise QualityLost if a limit is exceeded."""
+    growth, before, after = answer["loss_growth"], *(answer[n] for n in ("before", "after"))
+    reached = {"loss": growth}
+    what = {"loss": f"{options.scheme} changes the loss by {growth:+.2%}"}
+    why = {"loss": f"{before['loss_nats']:.4f} nats became {after['loss_nats']:.4f}"}
+    flips = {name: each["flips"] for name, each in answer["tasks"].items() if each["flips"]}
+    if flips:
+        worst = max(flips, key=lambda name: flips[name])
+        each, reached["flips"] = answer["tasks"][worst], flips[worst]
+        what["flips"] = f"{options.scheme} changes {flips[worst]:.1%} of the items of {worst}"
+        why["flips"] = (
+            f"{each['rises']} are better and {each['falls']} worse of {each['items']}, "
+            f"and the loss grows by {growth:+.2%}"
+        )
+    beyond = [name for name, limit in allowed.items() if not reached.get(name, 0.0) <= limit]
+    if not beyond:
+        return
+    enough = allowed | {name: _enough(reached[name]) for name in beyond if reached[name] < 1e3}
+    limits = ",".join(f"{name}:{100 * limit:g}%" for name, limit in enough.items())
+    is_finite = enough.keys() == allowed.keys() and all(map(math.isfinite, reached.values()))
+    raise QualityLost(
+        what[beyond[0]],
+        where=f"--allow={options.allow}",
+        why=why[beyond[0]],
+        fix=f"--allow={limits}" if is_finite else "use an earlier --step",
+    )
+
+
+def _enough(value: float) -> float:
+    """Return the least limit of a tenth of a percent that a value does not exceed."""
+    return max(0.001, math.ceil(1000 * value) / 1000)
 
 
 def _check_method(options: QuantizeOptions) -> None:
@@ -189,7 +226,8 @@ def _calibrated(
     calibrate.check_decoder(opened.model.blueprint)
     text = options.calibration, options.tokens
     batches = calibration_text.read(opened, *text, reported, say)
-    facts = dataclasses.asdict(options) | {"allow": None, "out": None, "text": None}
+    names = ("scheme", "method", "calibration", "tokens", "block", "at")
+    facts = {name: getattr(options, name) for name in names}
     ids = hashlib.sha256(b"".join(np.asarray(each.tokens).tobytes() for each in batches))
     store = Store(options.workdir / "checkpoints", CheckpointConfig(), read_only=True)
     digest = load.InitSource(opened.run, store, opened.step).digest
@@ -199,7 +237,7 @@ def _calibrated(
         layers=layers,
         method=options.method,
         batches=batches,
-        facts=json.loads(json.dumps(facts, default=str)) | {"ids": ids.hexdigest(), "run": digest},
+        facts=facts | {"ids": ids.hexdigest(), "run": digest},
         folder=_unfinished(options),
         say=say,
     ).leaves()
@@ -256,86 +294,3 @@ def _ranking(opened: LoadedRun, loaders: dict[str, Loader]) -> str:
     name = setup.ranking_set(opened.run, loaders)
     assert name is not None  # there is at least one set
     return name
-
-
-def _divergence(opened: LoadedRun, rounded: LoadedRun, loader: Loader) -> dict[str, Any]:
-    """Return KL(before | after) in nats, mean and 99.9%, and the share of equal likeliest ids."""
-    mesh = opened.model.mesh
-    ways = rules.split(mesh, "batch")
-    size = -(-opened.run.train.batch // ways) * ways
-    rows = host.host_rows(mesh, size)
-    step = jax.jit(functools.partial(_compared, opened.model.blueprint, rounded.model.blueprint))
-    distances, same = [], []
-    with jax.set_mesh(mesh):
-        for batch in itertools.islice(loader.evaluation(batch=size, rows=rows), BATCHES):
-            kl, equal = step(opened.params, rounded.params, host.put(mesh, batch))
-            is_target = np.asarray(batch.weights) > 0
-            distances.append(np.asarray(kl)[is_target])
-            same.append(np.asarray(equal)[is_target])
-    every = np.concatenate(distances)
-    return {
-        "tokens": len(every),
-        "kl_mean": float(np.mean(every, dtype=np.float64)),
-        "kl_999": float(np.quantile(every, 0.999)),
-        "top1_agreement": float(np.concatenate(same).mean()),
-    }
-
-
-def _compared(
-    first: Blueprint, second: Blueprint, before: Any, after: Any, batch: Tokens
-) -> tuple[Array, Array]:
-    """Return KL [B, T] of the distributions of two models, and if their likeliest ids are equal."""
-    models = first.merge(before), second.merge(after)
-    hidden = [read_sharded(model, batch, None)[1].values for model in models]
-    rows, length, width = hidden[0].shape
-    size = max(each for each in range(1, SLOTS + 1) if length % each == 0)
-    parts = tuple(each.reshape(rows, -1, size, width).swapaxes(0, 1) for each in hidden)
-
-    def part(values: tuple[Array, Array]) -> tuple[Array, Array]:
-        one, two = (
-            jax.nn.log_softmax(model.logits(each).astype(jnp.float32))
-            for model, each in zip(models, values, strict=True)
-        )
-        distance = jnp.sum(jnp.exp(one) * (one - two), -1)
-        return jnp.maximum(distance, 0.0), one.argmax(-1) == two.argmax(-1)
-
-    distance, equal = (
-        each.swapaxes(0, 1).reshape(rows, length) for each in jax.lax.map(part, parts)
-    )
-    return distance, equal
-
-
-def _texts(
-    models: dict[str, LoadedRun], loader: Loader, table: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the tokens after which greedy texts depart; adds the speed of both to the table."""
-    opened = models["before"]
-    sequence = opened.run.data.sequence
-    if opened.run.objective.prompts == "none" or opened.run.architecture == "encoder-decoder":
-        return {}
-    batch = next(loader.evaluation(batch=TEXTS))
-    is_row = np.asarray(batch.weights).any(-1)  # others fill up the batch
-    heads = np.asarray(batch.tokens)[is_row, : min(PROMPT, sequence // 4)]
-    prompts = tuple(opened.tokenizer.decode(row.tolist()) for row in heads)
-    settings = GenerateConfig(
-        prompts=prompts, max_tokens=min(TOKENS, sequence // 4), temperature=0.0
-    )
-    ids = []
-    for name, each in models.items():
-        with jax.set_mesh(each.model.mesh):
-            is_both = each.run.objective.prompts == "both ways"
-            sampler = Sampler(
-                settings, each.model.blueprint, each.tokenizer, both_ways=is_both, flag="--"
-            )
-            ids.append([text.ids for text in sampler.write(each.params)])
-            speeds = []
-            for _ in range(TIMED):
-                begin = time.perf_counter()
-                count = sum(len(text.ids) for text in sampler.write(each.params))
-                speeds.append(count / (time.perf_counter() - begin))
-            table[name]["tokens_per_second"] = max(speeds)
-    departures = [
-        next((n for n, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), None)
-        for pair in zip(*ids, strict=True)
-    ]
-    return {"departures": departures}

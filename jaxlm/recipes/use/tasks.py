@@ -104,20 +104,27 @@ def evaluate_tasks(
         chat = ChatTokenizer(opened.tokenizer, template)
         tokenizers = Tokenizers(opened.tokenizer, chat, chat_templates.digest(template))
     prepared = [PreparedTask(each, settings, tokenizers, length, mesh) for each in read]
-    with jax.set_mesh(mesh):
+    scored = score_tasks(opened, prepared, workdir, say)
+    return {"step": opened.step, "sequence": length, "tasks": scored}
+
+
+def score_tasks(
+    opened: load.LoadedRun, prepared: Sequence["PreparedTask"], place: Path, say: Log
+) -> dict[str, Any]:
+    """Return the results of each task by name; `place` has the folder `evals`, see `run_task`."""
+    with jax.set_mesh(opened.model.mesh):
         model = ScoredModel(
             params=opened.params,
             precision=to_json(opened.run.precision),
             step=opened.step,
             digest=scoring.weights_digest(opened.params),
         )
-        scored = {
+        return {
             each.task.name: run_task(
-                each, each.scorer(opened.model.blueprint), model, workdir, say=say
+                each, each.scorer(opened.model.blueprint), model, place, say=say
             )
             for each in prepared
         }
-    return {"step": opened.step, "sequence": length, "tasks": scored}
 
 
 def read_tasks(paths: Sequence[str], flag: str = "--tasks") -> list[Task]:

@@ -3,13 +3,17 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.recipes.use import quantize
+from jaxlm.recipes.use.quantize import QualityLost, QuantizeOptions
 from jaxlm.training.rundir import IMPORTED
 from tests.faults import harness
 
@@ -33,15 +37,15 @@ def call(capsys, *words):
 
 
 @pytest.fixture(scope="module")
-def quantized(run):
+def codes(run):
     out = run.parent / "quantized"
     words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4_zero", "--block=8"]
     assert main([*words, "--allow=loss:50%", "--quiet"]) == 0
     return out
 
 
-def test_what_is_not_quantized_keeps_its_bits_and_the_run_is_used_as_any(run, quantized, capsys):
-    before, after = harness.store(run).arrays(6), harness.store(quantized).arrays(0)
+def test_what_is_not_quantized_keeps_its_bits_and_the_run_is_used_as_any(run, codes, capsys):
+    before, after = harness.store(run).arrays(6), harness.store(codes).arrays(0)
     before = {path: leaf for path, leaf in before.items() if path.startswith("params/")}
     unchanged = before.keys() & after.keys()
     assert unchanged == {
@@ -52,29 +56,67 @@ def test_what_is_not_quantized_keeps_its_bits_and_the_run_is_used_as_any(run, qu
     assert {path.rpartition("/")[2] for path in after.keys() - unchanged} == {
         "weight_codes", "weight_scales", "weight_zeros"
     }  # fmt: skip
-    table = json.loads((quantized / IMPORTED).read_text())
+    table = json.loads((codes / IMPORTED).read_text())
     assert table["after"]["bytes"] == sum(leaf.nbytes for leaf in after.values())
     assert table["after"]["bytes"] < table["before"]["bytes"]
     assert table["kl_999"] >= table["kl_mean"] > 0
     assert len(table["departures"]) <= 20
-    for workdir, name in ((run, "before"), (quantized, "after")):
+    for workdir, name in ((run, "before"), (codes, "after")):
         code, answer = call(capsys, "eval", f"--workdir={workdir}")
         assert code == 0
         assert answer["loss_nats"] == pytest.approx(table[name]["loss_nats"], rel=1e-6)
     growth = table["after"]["loss_nats"] / table["before"]["loss_nats"] - 1
     assert table["loss_growth"] == pytest.approx(growth)
-    words = ("generate", f"--workdir={quantized}", "--prompt=one", "--max_tokens=4")
+    words = ("generate", f"--workdir={codes}", "--prompt=one", "--max_tokens=4")
     code, answer = call(capsys, *words)
     assert code == 0
     assert all(map(math.isfinite, answer["samples"][0]["log_probabilities"]))
 
 
-def test_more_loss_than_is_allowed_writes_nothing(run, tmp_path, capsys):
+def test_tasks_that_change_where_the_loss_hardly_does_are_refused(run, tmp_path, capsys):
+    draw, letters = random.Random(1), "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    lines = [
+        dict(
+            zip("abc", ("".join(draw.choices(letters, k=3)), *draw.sample(letters, 2)), strict=True)
+        )
+        for _ in range(150)
+    ]
+    (tmp_path / "items.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "next.toml").write_text(
+        'kind = "choice"\nitems = "items.jsonl"\ncontext = "{{ a }}"\n'
+        'choices = ["{{ b }}", "{{ c }}"]\nanswer = "0"\n'
+    )
     out = tmp_path / "out"
-    words = ("quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4", "--block=8")
-    code, answer = call(capsys, *words, "--allow=loss:0%")
+    words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4", "--block=16"]
+    words += [f"--tasks={tmp_path}/next.toml", "--allow=loss:2%,flips:0%"]
+    code, answer = call(capsys, *words)
     assert (code, out.exists()) == (1, False)
-    assert answer["error"]["fix"].startswith("--allow=loss:")
+    assert "of the items of next" in answer["error"]["what"]
+    assert answer["error"]["fix"].startswith("--allow=loss:2%,flips:")
+    code, answer = call(capsys, *words[:-1], answer["error"]["fix"])
+    assert code == 0
+    task = answer["tasks"]["next"]
+    assert task["flips"] == (task["rises"] + task["falls"]) / 150 == len(task["changed"]) / 150
+    assert answer["loss_growth"] < 0.02
+    assert json.loads(next(out.glob("evals/next.*/results.json")).read_text())["items"] == 150
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_limits_that_are_exceeded_are_in_the_fix():
+    table = {"before": {"loss_nats": 1.0}, "after": {"loss_nats": 1.05}}
+    flips = {"flips": 0.0312, "rises": 1, "falls": 2, "items": 96}
+    answer = {"loss_growth": 0.05, "tasks": {"a": flips, "b": flips | {"flips": None}}, **table}
+    options = QuantizeOptions(workdir=Path("a"), out=Path("b"), scheme="int4")
+
+    def fix(**allowed):
+        with pytest.raises(QualityLost) as error:
+            quantize._check(answer, allowed, options)
+        return error.value.fix
+
+    assert fix(loss=0.01, flips=0.5) == "--allow=loss:5%,flips:50%"
+    assert fix(loss=0.01, flips=0.01) == "--allow=loss:5%,flips:3.2%"
+    answer["loss_growth"] = math.nan
+    assert fix(loss=0.01, flips=0.01).startswith("use an earlier")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +124,8 @@ def test_more_loss_than_is_allowed_writes_nothing(run, tmp_path, capsys):
     [
         ("quantize --workdir={q} --out={o} --scheme=int8", "the run is quantized"),
         ("quantize --workdir={r} --out={q} --scheme=int8", "already contains a run"),
-        ("quantize --workdir={r} --out={o} --scheme=int8 --allow=1%", "the limit is not"),
+        ("quantize --workdir={r} --out={o} --scheme=int8 --allow=1%", "the limit is no growth"),
+        ("quantize --workdir={r} --out={o} --scheme=int8 --allow=flips:1%", "flips needs tasks"),
         ("quantize --workdir={r} --out={o} --scheme=int8 --at=*/x", "matches no linear layer"),
         ("quantize --workdir={r} --out={o} --scheme=int4 --method=gptq", "gptq needs a text"),
         ("quantize --workdir={r} --out={o} --scheme=int8 --method=awq", "awq searches integers"),
@@ -97,8 +140,8 @@ def test_more_loss_than_is_allowed_writes_nothing(run, tmp_path, capsys):
         ("train --config={c} --workdir={o} --init_from={q}", "is quantized"),
     ],
 )
-def test_what_cannot_be_done_is_refused(run, quantized, words, what, tmp_path, capsys):
-    places = {"q": quantized, "r": run, "o": tmp_path / "out", "c": run / "config.json"}
+def test_what_cannot_be_done_is_refused(run, codes, words, what, tmp_path, capsys):
+    places = {"q": codes, "r": run, "o": tmp_path / "out", "c": run / "config.json"}
     places["t"] = json.loads((run / "config.json").read_text())["data"]["train"][0].rpartition("/")[
         0
     ]
