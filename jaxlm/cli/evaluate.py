@@ -93,13 +93,16 @@ def run(args: Any, out: Output) -> int:
     answer = evaluate(workdir, verify=verify, say=out.log, **flags)
     is_compared = any("preference_accuracy" in figures for figures in answer["sets"].values())
     columns_shown = COLUMNS | COMPARED if is_compared else COLUMNS
-    rows = [("set", "tokens", *columns_shown)]
+    rows, lines = [("set", "tokens", *columns_shown)], list[str]()
     for name, figures in answer["sets"].items():
         values = [figures.get(key) for key in columns_shown.values()]
         shown = ["-" if value is None else f"{value:.4f}" for value in values]
         rows.append((name, str(figures["tokens"]), *shown))
+        if figures.get("pairs"):
+            low, high = (figures[f"preference_accuracy_{each}"] for each in ("low", "high"))
+            lines.append(f"{name}: {figures['preference_accuracy']:.1%} of {figures['pairs']} preferred, 95% interval {low:.1%} to {high:.1%}")
     head = f"step {answer['step']}, rows of {answer['sequence']} tokens"
-    return out.result(answer, [head, *columns(rows), *_verified(answer["sets"])])
+    return out.result(answer, [head, *columns(rows), *lines, *_verified(answer["sets"])])
 
 
 def _named(args: Any, *names: str) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from jax import Array
 from jaxlm.core.errors import DataError
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
+from jaxlm.evals import statistics
 
 Sums = dict[str, Mean]
+ACCURACY = "preference_accuracy"
 # Figures of token losses that a loss of whole answers does not have.
 NO_FIGURES = ("perplexity", "bits_per_byte", "bits_per_byte_text")
 
@@ -18,11 +20,14 @@ def evaluate(
     step: Callable[[Tokens], Sums],
     batches: Iterable[Tokens],
     put: Callable[[Tokens], Tokens],
+    *,
+    has_interval: bool = False,
 ) -> dict[str, float | int | None]:
     """Return the figures of a set, the same as in training, from sums in float64.
 
     Each batch is fetched after the next has been dispatched; `put` places it on the devices. A
-    figure that no answer has is left out.
+    figure that no answer has is left out. `has_interval` adds the number of pairs, or of answers
+    with a label, and the 95% interval of the accuracy.
 
     Raises:
       DataError: if the set has no answer.
@@ -49,7 +54,15 @@ def evaluate(
             fix="name more pairs in --config.data.validation",
         )
     figures = {name: float(total / weight) for name, (total, weight) in totals.items() if weight}
-    return figures | dict.fromkeys(NO_FIGURES) | {"tokens": tokens}
+    figures |= dict.fromkeys(NO_FIGURES) | {"tokens": tokens}
+    if has_interval and ACCURACY in totals:
+        total, count = totals[ACCURACY]
+        right, rest = divmod(total, 1)  # two ties count as one that is right and one that is not
+        values = np.repeat([1.0, rest, 0.0], [int(right), 1 if rest else 0, round(count - right - rest)])
+        interval = statistics.estimate(values)
+        figures |= {f"{ACCURACY}_low": interval.low, f"{ACCURACY}_high": interval.high}
+        figures["pairs"] = int(count)
+    return figures
 
 
 def scores_of_answers(

@@ -1,7 +1,8 @@
-"""Multi-token-prediction heads, which predict tokens beyond the next one from the stream."""
+"""Heads of a decoder beside the unembedding: for tokens beyond the next one, and for a reward."""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,12 @@ from jaxlm.models import config as configs
 from jaxlm.models.backbone import optional_norm
 from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.linear import Linear
+from jaxlm.nn.linear import Linear, parameter
 from jaxlm.nn.stack import Stack
 from jaxlm.parallel.rules import constrain
+
+
+REWARD_HEAD = "reward/"  # path prefix of the head of a reward model
 
 
 class Head(nnx.Module):
@@ -116,3 +120,21 @@ class Heads(nnx.Module):
             outputs.append(x if head.norm is None else head.norm(x))
             losses.append(added)
         return outputs, Mean.merged(*losses)
+
+
+class RewardHead(nnx.Module):
+    """One number for each slot: r = w . h, with h the stream after the final norm, and w 0 at first."""
+
+    def __init__(self, width: int, dtype: jnp.dtype):
+        self.weight = parameter(jnp.zeros((width,), dtype), "features")
+
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """Return the numbers, float32."""
+        weight = self.weight[...].astype(jnp.float32)
+        return (hidden.astype(jnp.float32) * weight[None, None]).sum(-1)
+
+
+def add_reward_head(module: Any, key: Array) -> None:
+    """Add a head to a decoder that was just built, see `Blueprint`."""
+    del key
+    module.reward = RewardHead(module.config.width, module.precision.params)

@@ -9,6 +9,7 @@ from jaxlm.objectives.config import Architecture, LossConfig
 from jaxlm.objectives.distill import Distillation
 from jaxlm.objectives.objective import Objective
 from jaxlm.objectives.preference import PreferenceLearning
+from jaxlm.objectives.reward import RewardLearning
 
 
 def build(
@@ -43,7 +44,7 @@ def _own(settings: Any, loss: LossConfig, architecture: Architecture) -> Objecti
 
 
 def _class_of(
-    settings: config.TokenObjective | config.Distill | config.Preference,
+    settings: config.TokenObjective | config.Distill | config.Preference | config.Reward,
 ) -> type[Objective[Any]]:
     match settings:
         case config.Causal():
@@ -66,3 +67,5 @@ def _class_of(
             return Distillation
         case config.Preference():
             return PreferenceLearning
+        case config.Reward():
+            return RewardLearning

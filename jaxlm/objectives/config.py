@@ -40,6 +40,7 @@ class ObjectiveFacts:
       teacher: RUN[@STEP] of a frozen model that the loss reads, if any.
       compares_answers: the data is answers that were compared or judged, and the loss is no
         negative log-likelihood.
+      has_reward_head: the model has a head of one output, which scores texts.
 
     The settings of an objective in a file of a user have `build(loss, architecture)` too, which
     returns the `Objective`, as `objectives.build` does for the others.
@@ -53,6 +54,7 @@ class ObjectiveFacts:
     block_positions: ClassVar[int | None] = None
     marks_mtp_rows: ClassVar[bool] = False
     compares_answers: ClassVar[bool] = False
+    has_reward_head: ClassVar[bool] = False
     teacher: str | None = None
 
     PARTS: ClassVar = Interface("objective", needs=("build",))
@@ -315,6 +317,24 @@ class Preference(ObjectiveFacts):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Reward(ObjectiveFacts):
+    """Score chosen answers above rejected ones: a reward model, by Bradley and Terry."""
+
+    name: Literal["reward"] = "reward"
+    margin: float = setting(
+        1.0, "factor of the margin of a pair, which its scores should differ by; 0 ignores it", low=0
+    )
+    center: float = setting(
+        0.0, "weight of the squared sum of both scores of a pair, which keeps scores near 0", low=0
+    )
+
+    keeps_rows: ClassVar[bool] = True
+    compares_answers: ClassVar[bool] = True
+    has_reward_head: ClassVar[bool] = True
+    prompts: ClassVar[Prompts] = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
     """Relative frequency of each objective of a mixture, by rows."""
 
@@ -344,6 +364,7 @@ class Mixture:
     evaluated_as_causal: ClassVar[bool] = False
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder",)
     compares_answers: ClassVar[bool] = False
+    has_reward_head: ClassVar[bool] = False
     teacher: ClassVar[str | None] = None
     compared_with: ClassVar[str | None] = None
 
@@ -396,7 +417,7 @@ class Mixture:
 
 
 TokenObjective = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP
-Objective = TokenObjective | Mixture | Distill | Preference
+Objective = TokenObjective | Mixture | Distill | Preference | Reward
 
 
 def mtp_heads(objective: Objective) -> MtpConfig | None:

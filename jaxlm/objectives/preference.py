@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
@@ -76,13 +76,13 @@ class PreferenceLearning(Objective[config.Preference]):
             for name, of in (("chosen_reward", is_chosen), ("rejected_reward", is_rejected)):
                 metrics[name] = Mean.of(settings.beta * value, of)
         else:
-            chosen, rejected = _paired(value, is_chosen), _paired(value, is_rejected)
-            is_pair = _paired(jnp.ones_like(value), is_chosen) * _paired(
+            chosen, rejected = paired(value, is_chosen), paired(value, is_rejected)
+            is_pair = paired(jnp.ones_like(value), is_chosen) * paired(
                 jnp.ones_like(value), is_rejected
             )
             gap = chosen - rejected
             weight = settings.nll + (settings.loss == "orpo")
-            each = self._loss_of_pairs(chosen, rejected) + weight * _paired(nll, is_chosen)
+            each = self._loss_of_pairs(chosen, rejected) + weight * paired(nll, is_chosen)
             metrics["loss_nats"] = mean = Mean.of(each, is_pair)
             objective = Mean(2 * mean.total, 2 * mean.weight)
             metrics["margin"] = Mean.of(settings.beta * gap, is_pair)
@@ -117,8 +117,7 @@ def score_answers(
     """
     assert batch.answers is not None
     scores, losses = score(model, batch._replace(answers=None), key, chunk)
-    numbers = 1 + jnp.arange(batch.answers.sides.shape[1], dtype=batch.segments.dtype)
-    is_of = batch.segments[:, :, None] == numbers[None, None]
+    is_of = is_of_answer(batch.segments, batch.answers.sides.shape[1])
 
     def total(values: Array) -> Array:
         return jnp.where(is_of, values[:, :, None], 0.0).sum(1)
@@ -128,11 +127,17 @@ def score_answers(
     return ScoredAnswers(-total(nats), total(counted)), losses
 
 
+def is_of_answer(segments: Int[Array, "B T"], count: int) -> Bool[Array, "B T S"]:
+    """Return whether a slot is of each of the first `count` answers of its row."""
+    numbers = 1 + jnp.arange(count, dtype=segments.dtype)
+    return segments[:, :, None] == numbers[None, None]
+
+
 def _mean(sums: Array, tokens: Array, is_counted: Array) -> Mean:
     """Return the mean of a token from sums over answers."""
     return Mean(jnp.where(is_counted, sums, 0.0).sum(), jnp.where(is_counted, tokens, 0.0).sum())
 
 
-def _paired(values: Array, is_counted: Array) -> Array:
-    """Return the counted one of the two values of each pair."""
+def paired(values: Array, is_counted: Array) -> Array:
+    """Return the counted one of the two values of each pair: [B, S] to [B, S / 2]."""
     return jnp.where(is_counted, values, 0.0).reshape(len(values), -1, 2).sum(-1)

@@ -224,7 +224,11 @@ class Run:
             why = f"{objective.name} learns from answers that were compared or judged"
             fix = "--config.data.kind=pairs --config.data.train=pairs.jsonl"
             yield "data.kind", why, f"{fix}\n--config.objective.name=causal"
-        if answers == "labeled" and getattr(objective, "loss", "kto") != "kto":
+        if answers == "labeled" and objective.has_reward_head:
+            why = "data.kind = labeled has no pairs, whose scores are compared"
+            fix = "--config.objective.name=preference --config.objective.loss=kto"
+            yield "objective.name", why, fix
+        elif answers == "labeled" and getattr(objective, "loss", "kto") != "kto":
             why = "data.kind = labeled has no pairs, which every loss but kto compares"
             yield "objective.loss", why, "--config.objective.loss=kto"
         if objective.compared_with == "adapter_off" and isinstance(self.tune, Full):

@@ -10,12 +10,13 @@ import platform
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax._src import lru_cache
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
@@ -32,6 +33,7 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals.loss import TokenizerPrefix
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.union import TabledFamily
+from jaxlm.models.heads import add_reward_head
 from jaxlm.objectives.build import build as build_objective
 from jaxlm.ops.kernels import Target
 from jaxlm.optim import groups
@@ -41,6 +43,7 @@ from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.training import state as states
 from jaxlm.tune import merge, surgery
+from jaxlm.tune.config import Full
 
 MAX_HELD_OUT = 50  # percent, in the fix line of an error
 _put_in_place = lru_cache.LRUCache.put
@@ -180,11 +183,13 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
         remat=run.train.remat,
         schedule=divisibility.schedule(run, mesh.shape),
     )
-    plain = stored = blueprint = build(precision=precision.exact)
-    quantize, change = surgery.quantization(run.tune), surgery.build(run.tune)
-    if quantize is not None:
+    quantize, change = surgery.quantization(run.tune), surgery_of(run)
+    has_head = run.objective.has_reward_head
+    plain = build(precision=precision.exact, surgery=add_reward_head if has_head else None)
+    stored = blueprint = plain
+    if quantize is not None or has_head:
         stored = build(precision=precision.exact, surgery=quantize)
-    if change is not None:
+    if not isinstance(run.tune, Full):
         blueprint = build(precision=precision.exact, surgery=change)
     if run.regularization.qk_clip is not None:
         _check_qk_clip(run, blueprint, mesh)
@@ -208,6 +213,24 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
         layout(plain, 3),
         surgery.base_paths(run.tune, stored),
     )
+
+
+def surgery_of(
+    run: Run, encode: Callable[[str], Sequence[int]] | None = None
+) -> surgery.Surgery | None:
+    """Return the function (module, key) that adds the adapter and the reward head of a run.
+
+    None if it has neither; `encode` is as of `surgery.build`.
+    """
+    changes = [surgery.build(run.tune, encode)]
+    changes += [add_reward_head] if run.objective.has_reward_head else []
+    present = [each for each in changes if each is not None]
+
+    def apply(module: nnx.Module, key: jax.Array) -> None:
+        for change in present:
+            change(module, key)
+
+    return apply if present else None
 
 
 def _check_qk_clip(run: Run, blueprint: Blueprint, mesh: Mesh) -> None:

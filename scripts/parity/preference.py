@@ -1,11 +1,11 @@
-"""Losses of preferences compared with TRL: value and gradient from the same log-probabilities.
+"""Losses of preferences and of rewards compared with TRL: value and gradient at the same inputs.
 
 The script runs in jaxlm's environment and calls itself with the interpreter of another one, which
 has TRL 1.16:
 
     python scripts/parity/preference.py --peft_python=peft/bin/python
 
-TRL's trainers compute the mean loss of a batch of pairs of uneven lengths, and its gradient for the
+Inputs are log-probabilities of tokens, or scores of answers with margins. TRL's trainers compute the mean loss of a batch of pairs of uneven lengths, and its gradient for the
 log-probability of each token, in float64; their model is replaced by those log-probabilities.
 jaxlm computes both in float32 with its objective's own sums over answers. A row shows the relative
 difference of the loss, and the largest difference of a gradient over the largest gradient. The exit
@@ -36,7 +36,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kto": {},
     "simpo": {"gamma": GAMMA},
     "orpo": {},
+    "reward": {"center": 0.2},
 }
+SCORES, MARGINS = DRAW.normal(size=2 * PAIRS), DRAW.gamma(2.0, 1.0, PAIRS)
 
 
 def main() -> int:
@@ -66,6 +68,8 @@ def by_trl(name: str) -> tuple[float, list[list[float]]]:
     """Return TRL's mean loss and its gradient for each token's log-probability."""
     import torch
 
+    if name == "reward":
+        return reward_by_trl()
     log_p = torch.tensor(LOG_P, requires_grad=True)
     mask = torch.tensor(MASK)
     masked = torch.where(mask, log_p, torch.zeros_like(log_p))
@@ -95,6 +99,31 @@ def by_trl(name: str) -> tuple[float, list[list[float]]]:
     loss.backward()
     assert log_p.grad is not None
     return float(loss.detach()), log_p.grad.tolist()
+
+
+def reward_by_trl() -> tuple[float, list[float]]:
+    """Return TRL's mean loss of a reward model, and its gradient for each score."""
+    import torch
+    from trl import RewardTrainer
+
+    scores = torch.tensor(SCORES, requires_grad=True)
+    fake = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(center_rewards_coefficient=LOSSES["reward"]["center"]),
+        accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
+        _metrics={"train": collections.defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+
+    def model(**_: Any) -> Any:
+        return SimpleNamespace(logits=scores[:, None])
+
+    inputs = {"margin": torch.tensor(MARGINS), "attention_mask": torch.ones(2 * PAIRS, 1)}
+    loss = RewardTrainer.compute_loss(fake, model, inputs)
+    loss.backward()
+    assert scores.grad is not None
+    return float(loss.detach()), scores.grad.tolist()
 
 
 def by_trainer(name: str, kind: str, log_p: Any, reference: Any) -> Any:
@@ -159,15 +188,27 @@ def by_jaxlm(name: str) -> tuple[float, np.ndarray]:
     import jax.numpy as jnp
 
     from jaxlm.data.batch import Answers, Tokens
-    from jaxlm.objectives import preference
+    from jaxlm.objectives import preference, reward
     from jaxlm.objectives.build import build
-    from jaxlm.objectives.config import LossConfig, Preference
+    from jaxlm.objectives.config import LossConfig, Preference, Reward
 
     order = np.arange(2 * PAIRS).reshape(2, PAIRS).T.ravel()  # chosen, rejected, chosen, ...
     segments = np.repeat(1 + np.arange(2 * PAIRS), LONGEST)[None].astype(np.int32)
     sides = np.resize(np.array([1, -1], np.float32), 2 * PAIRS)[None]
     kind: Any = name.partition(",")[0]
     settings = LOSSES[name]
+    if kind == "reward":
+        learned = build(Reward(**settings), LossConfig())
+        margins = np.repeat(MARGINS, 2)[None].astype(np.float32)
+        slots: Any = [jnp.asarray(segments)] * 5
+        rewards = Tokens(*slots, answers=Answers(jnp.asarray(sides), jnp.asarray(margins)))
+
+        def reward_loss(scores: Any) -> Any:
+            with mock.patch.object(reward, "score_texts", return_value=(scores[order][None], {})):
+                return learned.loss(None, rewards, None).value  # type: ignore[arg-type]
+
+        value, gradient = jax.value_and_grad(reward_loss)(jnp.asarray(SCORES, jnp.float32))
+        return float(value), np.asarray(gradient)
     objective = build(Preference(loss=kind, beta=BETA, **settings), LossConfig())
     has_reference = objective.settings.compared_with is not None
     scores = REFERENCE.sum(1)[order][None].astype(np.float32) if has_reference else None

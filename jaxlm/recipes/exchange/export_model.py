@@ -97,6 +97,13 @@ def export_model(
             why=opened.run.tune.unmerged,
             fix=shlex.join([*words, f"--out={out}", f"--to={to}"]),
         )
+    if opened.run.objective.has_reward_head:
+        raise ConfigError(
+            "a reward model cannot be exported",
+            where=f"objective.name = {opened.run.objective.name}",
+            why="the formats have no name for its head",
+            fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # its accuracy on pairs",
+        )
     if opened.model.base:
         raise ConfigError(
             f"a {opened.run.tune.name} cannot be merged into its base",

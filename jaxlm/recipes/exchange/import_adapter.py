@@ -147,7 +147,7 @@ class FolderAdapter(load.Adapter):
 
     def leaves(self, model: setup.ShardedModel, base: Any) -> Any:
         """Return the leaves of the folder; those that it lacks have the values of a new adapter."""
-        change = surgery.build(self.run.tune)
+        change = setup.surgery_of(self.run)
         assert change is not None
 
         def initial(base: Any) -> Any:

@@ -242,7 +242,7 @@ class TrainPrograms:
         if base is None:
             params = model.own(model.blueprint.init(key))
         else:
-            change = surgery.build(self.run.tune, self.data.tokenizer.encode)
+            change = setup.surgery_of(self.run, self.data.tokenizer.encode)
             assert change is not None
             params = model.own(surgery.adapted_params(model.stored, change, base, key))
         averaged = None if isinstance(self.run.average, NoAverage) else average.init(params)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
-from jaxlm.core import batch_schedule, config, disk
+from jaxlm.core import batch_schedule, config, disk, tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import ABSENT, Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, DataError, listed
@@ -25,6 +25,7 @@ from jaxlm.core.problems import DEFAULT, short
 from jaxlm.data import chat_templates, mixture_config, tokenizer_file
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.dataset import Data
+from jaxlm.models.heads import REWARD_HEAD
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
 from jaxlm.optim import average
@@ -138,15 +139,21 @@ def first_state(programs: TrainPrograms, store: Store) -> TrainState:
 def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
     """Return a fresh state with the parameters of another run, in this run's dtypes and shardings.
 
-    A new adapter begins at its base instead. Raises DataError if they do not fit the model.
+    A new adapter begins at its base instead, and a new reward head at 0. Raises DataError if they do not fit the model.
     """
     if programs.base is not None and source.adapter is None:
         return programs.init_state()
     source = source.trained
     fresh, target = programs.init_state(), programs.abstract()
-    stored = in_stored_dtypes(target, source.store.layout(source.step))
-    params = source.store.restore_part(source.step, "params", stored.params)
-    params = _cast(params, target.params)
+    layout = source.store.layout(source.step)
+    stored = in_stored_dtypes(target, layout).params
+    new = [
+        path
+        for path in tree.leaves(stored)
+        if path.startswith(REWARD_HEAD) and f"params/{path}" not in layout
+    ]
+    params = source.store.restore_part(source.step, "params", tree.drop_leaves(stored, new))
+    params = _cast(tree.merge_leaves(fresh.params, params), target.params)
     if fresh.average is None:
         return fresh._replace(params=params)
     return fresh._replace(params=params, average=_cast(average.init(params), target.average))
@@ -184,6 +191,13 @@ def find_init_source(
     else:
         base = functools.partial(find_base, options.workdir, run, options.init_from)
         source = base(warn, verifier, is_begun=is_begun)
+    if source.run.objective.has_reward_head and not run.objective.has_reward_head:
+        raise ConfigError(
+            "the run to start from is a reward model",
+            where=f"--init_from={source.workdir}",
+            why=f"{run.objective.name} has no use for the head that scores texts",
+            fix=f"--config.objective.name={source.run.objective.name} --config.data.kind=pairs",
+        )
     size = tokenizer_file.read(source.workdir / "tokenizer").size
     if changes := model_differences(*(_with_vocabulary(each, size) for each in (source.run, run))):
         more = f"\nand {len(changes) - 3} more" if len(changes) > 3 else ""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,16 @@ def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dic
         step = jax.jit(loss.build(opened.model.blueprint.merge, table, chunk=chunk, prefix=prefix))
         rows, put = host.host_rows(mesh, batch), functools.partial(host.put, mesh)
         for name, loader in loaders.items():
-            batches = loader.evaluation(batch=batch, rows=rows)
-            result = loss.evaluate(functools.partial(step, opened.params), batches, put)
-            sets[name] = result.record() | {"reliability": dataclasses.asdict(result.reliability)}
+            sets[name] = {}
+            if not opened.run.objective.has_reward_head:
+                batches = loader.evaluation(batch=batch, rows=rows)
+                result = loss.evaluate(functools.partial(step, opened.params), batches, put)
+                reliability = dataclasses.asdict(result.reliability)
+                sets[name] = result.record() | {"reliability": reliability}
             if _is_compared(opened.run, loader):
                 batches = loader.evaluation(batch=batch, rows=rows)
-                sets[name] |= preference.evaluate(_answer_sums(opened), batches, put)
+                sums = _answer_sums(opened)
+                sets[name] |= preference.evaluate(sums, batches, put, has_interval=True)
     return sets
 
 
@@ -161,6 +166,13 @@ def open_loaders(
       chat: the encoding of other text that is conversations; None for plain text.
     """
     run = opened.run
+    if text and run.objective.has_reward_head:
+        raise ConfigError(
+            "a reward model has no loss of text",
+            where=f"--text={text[0]}",
+            why="it scores answers, and is evaluated on pairs",
+            fix=f"jaxlm eval --workdir={shlex.quote(str(opened.workdir))}    # its own pairs",
+        )
     if text:
         fields = None if chat is None else run.data.chat or ChatFields("chat")
         corpus = Corpus.find(tuple(text), run.data.text_key, "--text", chat=fields)

@@ -57,6 +57,8 @@ def check_generates(opened: LoadedRun, *, is_chat: bool) -> None:
     if opened.run.objective.prompts == "none":
         where = f"objective.name={opened.run.objective.name}"
         why = "it predicts masked tokens from those before and after them"
+        if opened.run.objective.has_reward_head:
+            why = "it scores answers"
         workdir = shlex.quote(str(opened.workdir))
         fix = f"jaxlm eval --workdir={workdir}    # what such a model can do"
         raise ConfigError("this model cannot continue a text", where=where, why=why, fix=fix)

@@ -24,6 +24,7 @@ from jaxlm.core.sections import show
 from jaxlm.data import tokenizer_file
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.optim.average_config import NoAverage
+from jaxlm.models.heads import REWARD_HEAD
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import setup
@@ -312,7 +313,11 @@ def load_base(source: InitSource, model: setup.ShardedModel) -> Any:
 
     Each is quantized, or cast, when it is read: no more than one is in memory as it is stored.
     """
-    plain = states.abstract(model.plain.shapes, model.plain_shardings)
+    added = [path for path in tree.leaves(model.plain.shapes) if path.startswith(REWARD_HEAD)]
+    shapes, layout = (
+        tree.drop_leaves(each, added) for each in (model.plain.shapes, model.plain_shardings)
+    )
+    plain = states.abstract(shapes, layout)
     stored = in_stored_dtypes({"params": plain}, source.store.layout(source.step))["params"]
     source.store.check_layout(source.step, {"params": stored})
     targets = tree.leaves(setup.abstract_base(model))

@@ -1,0 +1,28 @@
+"""Train a reward model: score chosen answers above rejected ones.
+
+    jaxlm train --config=preference/reward --init_from=MODEL --config.data.train=pairs.jsonl \
+      --workdir=runs/reward
+
+MODEL is a run, a folder of transformers, a .gguf file or hf:ORG/NAME. `jaxlm eval` prints the
+accuracy on the pairs that were held out.
+"""
+
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def get_config():
+    c = config.new(Run)
+    c.data.kind = "pairs"
+    c.data.sequence = 1024
+    c.objective.name = "reward"
+    c.objective.center = 0.01  # keeps scores near 0
+    c.optim.lr = 1e-5
+    c.optim.weight_decay = 0.0
+    c.schedule.warmup = "10%"
+    c.train.steps = 500
+    c.train.batch = 16
+    c.eval.every = "10%"
+    c.checkpoint.every = "10%"
+    c.sample.prompts = ()
+    return c
