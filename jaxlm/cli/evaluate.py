@@ -99,8 +99,9 @@ def run(args: Any, out: Output) -> int:
         shown = ["-" if value is None else f"{value:.4f}" for value in values]
         rows.append((name, str(figures["tokens"]), *shown))
         if figures.get("pairs"):
-            low, high = (figures[f"preference_accuracy_{each}"] for each in ("low", "high"))
-            lines.append(f"{name}: {figures['preference_accuracy']:.1%} of {figures['pairs']} preferred, 95% interval {low:.1%} to {high:.1%}")
+            name = f"{name}: {figures['preference_accuracy']:.1%} of {figures['pairs']} preferred"
+            ends = (f"{figures[f'preference_accuracy_{each}']:.1%}" for each in ("low", "high"))
+            lines.append(f"{name}, 95% interval {' to '.join(ends)}")
     head = f"step {answer['step']}, rows of {answer['sequence']} tokens"
     return out.result(answer, [head, *columns(rows), *lines, *_verified(answer["sets"])])
 

@@ -53,12 +53,16 @@ def evaluate(
             why="no pair of the set was read",
             fix="name more pairs in --config.data.validation",
         )
-    figures = {name: float(total / weight) for name, (total, weight) in totals.items() if weight}
+    figures: dict[str, float | int | None] = {
+        name: float(total / weight) for name, (total, weight) in totals.items() if weight
+    }
     figures |= dict.fromkeys(NO_FIGURES) | {"tokens": tokens}
     if has_interval and ACCURACY in totals:
         total, count = totals[ACCURACY]
         right, rest = divmod(total, 1)  # two ties count as one that is right and one that is not
-        values = np.repeat([1.0, rest, 0.0], [int(right), 1 if rest else 0, round(count - right - rest)])
+        values = np.repeat(
+            [1.0, rest, 0.0], [int(right), 1 if rest else 0, round(count - right - rest)]
+        )
         interval = statistics.estimate(values)
         figures |= {f"{ACCURACY}_low": interval.low, f"{ACCURACY}_high": interval.high}
         figures["pairs"] = int(count)

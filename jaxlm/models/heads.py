@@ -1,4 +1,4 @@
-"""Heads of a decoder beside the unembedding: for tokens beyond the next one, and for a reward."""
+"""Heads of a decoder: multi-token prediction from the stream, and the score of a reward model."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,6 @@ from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear, parameter
 from jaxlm.nn.stack import Stack
 from jaxlm.parallel.rules import constrain
-
 
 REWARD_HEAD = "reward/"  # path prefix of the head of a reward model
 
@@ -123,13 +122,13 @@ class Heads(nnx.Module):
 
 
 class RewardHead(nnx.Module):
-    """One number for each slot: r = w . h, with h the stream after the final norm, and w 0 at first."""
+    """A score of each slot: w . h, with h the stream after the final norm, and w initially 0."""
 
     def __init__(self, width: int, dtype: jnp.dtype):
         self.weight = parameter(jnp.zeros((width,), dtype), "features")
 
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """Return the numbers, float32."""
+        """Return the scores, float32."""
         weight = self.weight[...].astype(jnp.float32)
         return (hidden.astype(jnp.float32) * weight[None, None]).sum(-1)
 

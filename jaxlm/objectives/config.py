@@ -322,7 +322,9 @@ class Reward(ObjectiveFacts):
 
     name: Literal["reward"] = "reward"
     margin: float = setting(
-        1.0, "factor of the margin of a pair, which its scores should differ by; 0 ignores it", low=0
+        1.0,
+        "factor of the margin of a pair, which its scores should differ by; 0 ignores it",
+        low=0,
     )
     center: float = setting(
         0.0, "weight of the squared sum of both scores of a pair, which keeps scores near 0", low=0

@@ -37,7 +37,9 @@ class RewardLearning(Objective[config.Reward]):
         del teacher
         settings, answers = self.settings, batch.answers
         assert answers is not None  # the config admits no other data
-        scores, losses = score_texts(model, batch._replace(answers=None), key, answers.sides.shape[1])
+        scores, losses = score_texts(
+            model, batch._replace(answers=None), key, answers.sides.shape[1]
+        )
         is_chosen, is_rejected = answers.sides > 0, answers.sides < 0
         chosen, rejected = paired(scores, is_chosen), paired(scores, is_rejected)
         ones = jnp.ones_like(scores)
@@ -72,7 +74,8 @@ def score_texts(
       key: turns dropout on.
       texts: largest number of segments of a row.
     """
-    assert isinstance(model, Decoder) and model.reward is not None
+    assert isinstance(model, Decoder)
+    assert model.reward is not None
     _, hidden, parts = read_sharded(model, batch, key)
     scores = context.zigzag_unshard(model.reward(hidden.values), parts)
     following = jnp.pad(batch.segments[:, 1:], ((0, 0), (0, 1)))

@@ -64,7 +64,7 @@ def main() -> int:
     return int(not worst <= TOLERANCE)
 
 
-def by_trl(name: str) -> tuple[float, list[list[float]]]:
+def by_trl(name: str) -> tuple[float, Any]:
     """Return TRL's mean loss and its gradient for each token's log-probability."""
     import torch
 
@@ -200,8 +200,9 @@ def by_jaxlm(name: str) -> tuple[float, np.ndarray]:
     if kind == "reward":
         learned = build(Reward(**settings), LossConfig())
         margins = np.repeat(MARGINS, 2)[None].astype(np.float32)
-        slots: Any = [jnp.asarray(segments)] * 5
-        rewards = Tokens(*slots, answers=Answers(jnp.asarray(sides), jnp.asarray(margins)))
+        judged: Any = Answers(jnp.asarray(sides), jnp.asarray(margins))
+        slots = jnp.asarray(segments)
+        rewards = Tokens(slots, slots, slots, slots, slots, answers=judged)
 
         def reward_loss(scores: Any) -> Any:
             with mock.patch.object(reward, "score_texts", return_value=(scores[order][None], {})):

@@ -21,9 +21,9 @@ PREFER = f"{ON} --config.objective.name=preference"
 SCORE = f"{ON} --config.objective.name=reward"
 KTO = f"{LABELED} --config.objective.name=preference --config.objective.loss=kto"
 LORA = "--config.tune.name=lora --config.tune.rank=2"
+SCORED = f"{PAIRS}; {trained('rewarded', SCORE)}"
 TUNED = trained("tuned", f"{LORA} --init_from=runs/a")
 VALIDATE = "config validate --config=c.py"
-SCORED = f"{PAIRS}; {sys.executable} -m jaxlm train {CONFIG} {SCORE} --workdir=runs/r >&2"
 
 SITUATIONS: dict[str, Situation] = {
     "a preference without a reference": Situation(
@@ -62,10 +62,12 @@ SITUATIONS: dict[str, Situation] = {
         f"{VALIDATE} {LABELED} --config.objective.name=reward", PAIRS
     ),
     "a start from a reward model": Situation(
-        f"train {CONFIG} --init_from=runs/r --workdir=runs/new", SCORED
+        f"train {CONFIG} {PREFER} --init_from=runs/rewarded", SCORED
     ),
-    "a loss of text of a reward model": Situation("eval --workdir=runs/r --text=t.txt", SCORED),
-    "an export of a reward model": Situation("export --workdir=runs/r --out=out", SCORED),
+    "a loss of text of a reward model": Situation(
+        "eval --workdir=runs/rewarded --text=t.txt", SCORED
+    ),
+    "an export of a reward model": Situation("export --workdir=runs/rewarded --out=out", SCORED),
     "labels of one kind": Situation(f"data stats --config=c.py {KTO}", ALIKE),
     "shards of pairs that are read as text": Situation(
         "data stats --config=c.py --config.data.train=judged/train "

@@ -80,9 +80,7 @@ def test_scores_at_use_are_those_of_packed_pairs_in_training(config, reward, pai
         ("eval", ["--text=TEXT"], 2, "its own pairs"),
     ],
 )
-def test_what_a_reward_model_cannot_do_is_refused(
-    reward, tmp_path, capfd, verb, flags, code, text
-):
+def test_what_a_reward_model_cannot_do_is_refused(reward, tmp_path, capfd, verb, flags, code, text):
     (tmp_path / "a.txt").write_text("text\n")
     flags = [each.replace("OUT", f"{tmp_path}/out") for each in flags]
     flags = [each.replace("TEXT", f"{tmp_path}/a.txt") for each in flags]

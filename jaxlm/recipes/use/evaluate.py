@@ -112,7 +112,7 @@ def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dic
     mesh = opened.model.mesh
     ways = rules.split(mesh, "batch")
     batch = -(-batch // ways) * ways
-    sets = {}
+    sets = dict[str, dict[str, Any]]()
     with jax.set_mesh(mesh):
         table = setup.token_bytes(opened.model, opened.tokenizer)
         chunk = opened.run.loss.chunk

@@ -23,8 +23,8 @@ from jaxlm.core.hub import PREFIX
 from jaxlm.core.sections import show
 from jaxlm.data import tokenizer_file
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.optim.average_config import NoAverage
 from jaxlm.models.heads import REWARD_HEAD
+from jaxlm.optim.average_config import NoAverage
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import setup
