@@ -5,8 +5,9 @@ has TRL 1.16:
 
     python scripts/parity/preference.py --peft_python=peft/bin/python
 
-Inputs are log-probabilities of tokens, or scores of answers with margins. TRL's trainers compute the mean loss of a batch of pairs of uneven lengths, and its gradient for the
-log-probability of each token, in float64; their model is replaced by those log-probabilities.
+TRL's trainers compute the mean loss of a batch of pairs of uneven lengths, and its gradient for the
+log-probability of each token, in float64; their model is replaced by those log-probabilities, and
+that of a reward model by scores.
 jaxlm computes both in float32 with its objective's own sums over answers. A row shows the relative
 difference of the loss, and the largest difference of a gradient over the largest gradient. The exit
 code is 1 if a difference exceeds 1e-5.
