@@ -139,8 +139,8 @@ def first_state(programs: TrainPrograms, store: Store) -> TrainState:
 def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
     """Return a fresh state with the parameters of another run, in this run's dtypes and shardings.
 
-    A new adapter begins at its base instead, and a new reward head at 0. Raises DataError if they do
-    not fit the model.
+    A new adapter begins at its base instead, and a new reward head at 0. Raises DataError if the
+    parameters do not fit the model.
     """
     if programs.base is not None and source.adapter is None:
         return programs.init_state()
