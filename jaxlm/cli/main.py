@@ -55,6 +55,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "init": ("init", "write a first config for your own text"),
         "data": ("data", "inspect, clean and tokenize data, check token shards"),
         "tokenizer": ("tokenizer", "train, show and compare tokenizers"),
+        "reward": ("reward", "what wrong completions earn from rewards, before a run"),
     },
     "Exchange": {
         "import": ("importing", "import a Hugging Face or GGUF model"),

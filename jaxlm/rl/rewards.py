@@ -160,5 +160,5 @@ def check_scored(
         every=[
             f"{problem}: {safe(prompt[:SHOWN])!r}" for (problem, prompt), _ in reasons.most_common()
         ],
-        fix="correct the answers of these prompts",
+        fix="jaxlm reward try --help    # scores prompts of a file before a run",
     )

@@ -174,6 +174,7 @@ LEAST = [
     "rate",
     "replay --step=1",
     "report",
+    "reward try --prompts=F",
     "runs",
     "scale --budget=1e20",
     "serve",

@@ -3,12 +3,15 @@
 from tests.house.situation import Situation
 
 VALIDATE = "config validate --config=c.py --config.reward.functions"
+PROMPTS = 'echo \'{"prompt": "7 + 5 =", "answer": "12"}\' > p.jsonl'
 REWARDS = "tests/rl/test_rewards.py"
 
 SITUATIONS: dict[str, Situation] = {
     "no such reward": Situation(f"{VALIDATE}=numbr=1"),
     "a reward of weight 0": Situation(f"{VALIDATE}=number=0"),
     "a length without a limit": Situation(f"{VALIDATE}=length"),
+    "no reward to try": Situation("reward try --prompts=p.jsonl", PROMPTS),
+    "rewards of a file that is gone": Situation("reward try number --prompts=none.jsonl", PROMPTS),
     "a reward named twice": Situation(f"{VALIDATE}=number=1,number=2"),
 }
 

@@ -1,0 +1,65 @@
+"""Show what the rewards of a config pay for completions that are wrong by design.
+
+jaxlm reward try number rewards.py:shape=0.1 --prompts=FILE
+jaxlm reward try --config=FILE --prompts=FILE       the rewards of a config
+
+FILE has JSON lines with prompt, answer and info. Each attack answers every prompt: with nothing,
+the prompt, tags, digits, one word, the answers of other prompts, and two programs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jaxlm.cli.arguments import Parser, add_flag
+from jaxlm.cli.output import Output, columns
+from jaxlm.core import config
+from jaxlm.core.errors import CommandError
+from jaxlm.core.quoting import printable
+from jaxlm.recipes.config import Run
+
+
+def add_arguments(parser: Parser) -> None:
+    attempt = parser.add_action("try", _try, "what attacks on rewards earn")
+    doc = "rewards as in reward.functions (those of the config)"
+    attempt.add_argument("rewards", nargs="*", metavar="NAME[=WEIGHT]", help=doc)
+    doc = "JSON lines with prompt, answer and info"
+    add_flag(attempt, "--prompts", "FILE", str, doc, required=True)
+    doc = "tokens of each completion, for rewards of lengths"
+    add_flag(attempt, "--tokens", "N", 1, doc)
+
+
+def _try(args: Any, out: Output) -> int:
+    overrides = list(args.overrides)
+    if args.rewards:
+        overrides.append(("reward.functions", ",".join(args.rewards)))
+    settings = config.load(Run, args.config or args.workdir, overrides).value.reward
+    if not settings.functions:
+        raise CommandError(
+            "no reward is named",
+            where=" ".join(["jaxlm", *args.words]),
+            why="the config has no reward.functions",
+            fix="--config.reward.functions=number=1",
+        )
+
+    from jaxlm.rl import attacks
+    from jaxlm.rl.rewards import Rewards
+
+    questions = attacks.read_questions(Path(args.prompts))
+    with Rewards(settings) as rewards:
+        results = attacks.earned(rewards, questions, most_tokens=args.tokens)
+    rows = [["attack", "mean reward", "rewarded", "no score", ""]]
+    for name, each in results.items():
+        mean = "" if each.mean is None else f"{each.mean:.3f}"
+        reason = printable(each.problem)[:60]
+        rows.append([name, mean, f"{each.share:.1%}", f"{each.unscorable}", reason])
+    paid = [name for name, each in results.items() if each.share and name != attacks.ANSWER]
+    lines = [f"{len(questions)} prompts, {', '.join(settings.functions)}", *columns(rows, "<>>><")]
+    if paid:
+        lines.append(f"caution: a wrong completion earns a reward: {', '.join(paid)}")
+    answer = {
+        "rewards": settings.functions,
+        "prompts": len(questions),
+        "earned": {name: each._asdict() for name, each in results.items()},
+        "paid": paid,
+    }
+    return out.result(answer, lines)

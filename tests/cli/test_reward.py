@@ -1,0 +1,60 @@
+"""`jaxlm reward try`: built-in rewards pay for no attack, and a reward that does is named."""
+
+import json
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.evals import code
+from jaxlm.rl.attacks import ANSWER
+
+LINES = [
+    {"prompt": f"{n} + 5 =", "answer": str(n + 5), "info": {"tests": "assert add(1, 2) == 3"}}
+    for n in range(3, 6)
+]
+
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in LINES))
+
+    def attempt(*words):
+        code = main(["reward", "try", *words, "--prompts=prompts.jsonl"])
+        return code, capsys.readouterr()
+
+    return attempt
+
+
+def test_built_in_rewards_pay_for_no_attack(attempt):
+    sandbox = "auto" if code.namespaces() else "process"
+    names = ("exact", "number", "json", "regex", "format", "length:8", "ended", "python=2")
+    code_, written = attempt(*names, f"--config.reward.sandbox={sandbox}", "--json")
+    answer = json.loads(written.out)
+    assert code_ == 0
+    assert answer["paid"] == []
+    assert [each["unscorable"] for each in answer["earned"].values()] == [0] * 9
+    assert answer["earned"][ANSWER] == {"mean": 4, "share": 1, "unscorable": 0, "problem": ""}
+
+
+def test_a_reward_that_pays_is_named(attempt, tmp_path):
+    (tmp_path / "rewards.py").write_text("def shape(completion):\n    return len(completion)\n")
+    code_, written = attempt("rewards.py:shape")
+    assert code_ == 0
+    first, _, reference, empty, *_, last = written.out.strip().splitlines()
+    assert first == "3 prompts, rewards.py:shape"
+    assert reference.split()[:5] == ["the", "answer", "1.333", "100.0%", "0"]
+    assert empty.split() == ["empty", "0.000", "0.0%", "0"]
+    assert last.startswith(
+        "caution: a wrong completion earns a reward: echo, tags only, all digits"
+    )
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"answer": 1}', '{"prompt": [1]}', '{"prompt": 1}'])
+def test_a_line_without_a_prompt_is_named(attempt, tmp_path, line):
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(line)
+    code_, written = attempt("number")
+    assert code_ == 65
+    assert "prompts.jsonl:4" in written.err
