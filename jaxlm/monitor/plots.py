@@ -1,16 +1,15 @@
 """Plots of a run from its metrics.jsonl, and of scaling laws and learning-rate tests."""
 
 import io
-import math
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlm.monitor import sinks
+from jaxlm.monitor import layer_maps, sinks
+from jaxlm.monitor.layer_maps import LayerMap
 
 
 def new_figure(**texts: str) -> tuple[Any, Any]:
@@ -31,69 +30,13 @@ def to_png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-_LAYER = re.compile(r"layers/(\d{1,5})/(\w+)")  # figures that `log.layers` wrote
-
-
-class Map(NamedTuple):
-    """A heat map in plots/: a figure of each layer, or its ratio to another, maybe as log10."""
-
-    name: str
-    title: str
-    field: str
-    over: str = ""
-    is_log: bool = True
-
-
-MAPS = (
-    Map("layers_grad_norm", "Gradient norm by layer", "grad_norm"),
-    Map("layers_update_ratio", "Update over parameters by layer", "update_norm", "param_norm"),
-    Map("layers_stream", "Size of the stream after each layer", "stream_rms"),
-    Map("layers_dead_units", "Share of dead units by layer", "dead_units", is_log=False),
-    Map("layers_entropy", "Attention entropy by layer, nats", "attention_entropy", is_log=False),
-    Map("layers_logit_max", "Largest attention logit by layer", "attention_logit_max"),
-)
-
-
-def layer_maps(records: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
-    """Return the PNGs of all maps that have numbers, by name."""
-    seen = [(record["step"], _by_layer(record)) for record in records]
-    watched = [(step, layers) for step, layers in seen if layers]
-    maps = ((each, _values(each, watched)) for each in MAPS)
-    return {each.name: _map_png(each, *values) for each, values in maps if values is not None}
-
-
-def _by_layer(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
-    layers: dict[int, dict[str, float]] = {}
-    for name, value in record.items():
-        match = _LAYER.fullmatch(name)
-        if match and sinks.is_number(value):
-            layers.setdefault(int(match[1]), {})[match[2]] = value
-    return layers
-
-
-def _values(
-    each: Map, watched: Sequence[tuple[int, dict[int, dict[str, float]]]]
-) -> tuple[list[int], list[int], np.ndarray] | None:
-    """Return steps, layers and the map of both, with NaN for unknown; None if all are unknown."""
-    numbers = sorted({number for _, layers in watched for number in layers})
-
-    def value(figures: Mapping[str, float]) -> float:
-        below = figures.get(each.over, 0.0) if each.over else 1.0
-        ratio = figures.get(each.field, math.nan) / below if below else math.nan
-        return ratio if not each.is_log else math.log10(ratio) if ratio > 0 else math.nan
-
-    rows = [[value(layers.get(number, {})) for _, layers in watched] for number in numbers]
-    grid = np.array(rows, float)
-    return ([step for step, _ in watched], numbers, grid) if np.isfinite(grid).any() else None
-
-
-def _map_png(each: Map, steps: list[int], layers: list[int], grid: np.ndarray) -> bytes:
+def _map_png(each: LayerMap) -> bytes:
     figure, axes = new_figure(title=each.title, xlabel="step", ylabel="layer")
-    image = axes.imshow(grid, aspect="auto", origin="lower", interpolation="nearest")
-    columns = np.unique(np.linspace(0, len(steps) - 1, 8).astype(int))
-    rows = np.unique(np.linspace(0, len(layers) - 1, 10).astype(int))
-    axes.set_xticks(columns, [str(steps[column]) for column in columns])
-    axes.set_yticks(rows, [str(layers[row]) for row in rows])
+    image = axes.imshow(each.grid, aspect="auto", origin="lower", interpolation="nearest")
+    columns = np.unique(np.linspace(0, len(each.steps) - 1, 8).astype(int))
+    rows = np.unique(np.linspace(0, len(each.layers) - 1, 10).astype(int))
+    axes.set_xticks(columns, [str(each.steps[column]) for column in columns])
+    axes.set_yticks(rows, [str(each.layers[row]) for row in rows])
     figure.colorbar(image, label="power of ten" if each.is_log else None)
     return to_png(figure)
 
@@ -123,7 +66,7 @@ def draw(run: str | os.PathLike[str]) -> list[Path]:
     folder, records = Path(run) / "plots", sinks.read(Path(run) / "metrics.jsonl")
     curves = ((plot, _series(records, plot)) for plot in PLOTS)
     pictures = {plot.name: _png(plot, series) for plot, series in curves if series}
-    pictures |= layer_maps(records)
+    pictures |= {each.name: _map_png(each) for each in layer_maps.every(records)}
     for name, picture in pictures.items():
         folder.mkdir(exist_ok=True)
         sinks.replace(folder / f"{name}.png", picture)

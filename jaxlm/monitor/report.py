@@ -1,6 +1,5 @@
 """The report of a run: one self-contained HTML file, made by the template `report.html.jinja`."""
 
-import base64
 import contextlib
 import itertools
 import json
@@ -16,9 +15,9 @@ from typing import Any
 from urllib.parse import quote
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import charts, formatting, sinks, task_results
+from jaxlm.monitor import charts, formatting, layer_maps, sinks, task_results
 from jaxlm.monitor.charts import Chart, Series
-from jaxlm.monitor.plots import MAPS, PLOTS
+from jaxlm.monitor.plots import PLOTS
 from jaxlm.monitor.sinks import FIGURES, Record, Shape
 
 STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")  # also used by corpus
@@ -58,6 +57,8 @@ def write(run: str | os.PathLike[str]) -> Path:
 
 def render(run: Path) -> str:
     """Return the report as HTML."""
+    import markupsafe
+
     records = sinks.read(run / "metrics.jsonl")
     train = [record for record in records if record.get("split") == "train"]
     environment = read_object(run / "environment.json")
@@ -82,7 +83,7 @@ def render(run: Path) -> str:
         sources=_sources(train),
         experts=_experts(train),
         **_plan(run, train),
-        images=_images(run),
+        maps=markupsafe.Markup("".join(map(layer_maps.render, layer_maps.every(records)))),
         samples=_samples(run),
         warnings=_warnings(run),
         **_configuration(run),
@@ -379,13 +380,6 @@ def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
         row("tokens per second", "tokens_per_second", formatting.count),
     ]
     return {"plan": rows, "assumed": "\n".join(map(str, plan["assumed"]))}
-
-
-def _images(run: Path) -> list[tuple[str, str]]:
-    """Return title and base64 PNG of each heat map of the run."""
-    paths = ((plot.title, run / "plots" / f"{plot.name}.png") for plot in MAPS)
-    existing = ((title, path.read_bytes()) for title, path in paths if path.exists())
-    return [(title, base64.b64encode(png).decode()) for title, png in existing]
 
 
 def _samples(run: Path) -> list[tuple[int, list[dict[str, Any]]]]:

@@ -4,7 +4,7 @@ import matplotlib.image
 import pytest
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import plots, report
+from jaxlm.monitor import layer_maps, plots, report
 
 
 @pytest.fixture
@@ -105,12 +105,9 @@ def watched(steps, layers):
 
 
 def test_layers_are_maps_of_what_was_watched(tmp_path):
-    steps, layers, grid = plots._values(
-        plots.MAPS[0],
-        [(record["step"], plots._by_layer(record)) for record in watched((2, 4), 3)],
-    )
-    assert (steps, layers) == ([2, 4], [0, 1, 2])
-    assert grid.tolist() == [[-2.0, -4.0], [-1.0, -3.0], [0.0, -2.0]]
+    first = layer_maps.every(list(watched((2, 4), 3)))[0]
+    assert (first.steps, first.layers) == ([2, 4], [0, 1, 2])
+    assert first.grid.tolist() == [[-2.0, -4.0], [-1.0, -3.0], [0.0, -2.0]]
     lines = [json.dumps(record) + "\n" for record in watched((2, 4, 6), 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     names = {path.stem for path in plots.draw(tmp_path)}
@@ -118,7 +115,17 @@ def test_layers_are_maps_of_what_was_watched(tmp_path):
         "loss", "noise_scale", "layers_grad_norm", "layers_update_ratio", "layers_dead_units",
     }  # fmt: skip
     page = report.render(tmp_path)
-    assert (page.count("<img"), page.count("<figure")) == (3, 2)
-    assert "Gradient norm by layer" in page
+    assert (page.count("<img"), page.count('<figure class="map"')) == (0, 3)
+    assert "<title>step 4, layer 1: 0.001</title>" in page
+    assert '<rect x="1" y="1" width="1" height="1" fill-opacity="0.5">' in page
     pixels = matplotlib.image.imread(tmp_path / "plots/layers_grad_norm.png")
     assert len({tuple(pixel) for pixel in pixels.reshape(-1, 4).tolist()}) > 5
+
+
+def test_a_map_of_many_layers_and_steps_stays_small():
+    (first, *_) = layer_maps.every(list(watched(range(1, 201), 40)))
+    drawing = layer_maps.render(first)
+    assert drawing.count("<rect") == layer_maps.COLUMNS * layer_maps.ROWS
+    assert len(drawing) < 100_000
+    assert "layer 39:" in drawing
+    assert "step 200," in drawing

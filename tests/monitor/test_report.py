@@ -29,6 +29,8 @@ def files(tmp_path):
             "tokens_per_second": 1e4,
             "mfu": None,
             "peak_bytes": 2**30,
+            "layers/0/grad_norm": 1 / s,
+            "layers/1/grad_norm": 2 / s,
         }
         for s in range(1, 9)
     ]
