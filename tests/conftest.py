@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import machine
+from tests import forked, machine
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"
@@ -56,6 +57,9 @@ os.environ.setdefault("JAXLM_CACHE", str(CACHE / "jaxlm"))
 # libtpu would leave its logs among the temporary files, as it does where this folder is not there.
 os.environ.setdefault("TPU_LOG_DIR", str(CACHE / "libtpu"))
 Path(os.environ["TPU_LOG_DIR"]).mkdir(parents=True, exist_ok=True)
+# Without bytecode, each process that tests start would compile all sources of jaxlm again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 gc.set_threshold(100_000, 20, 100)  # as in cli.main.entry; with the default a twentieth of it all
@@ -96,6 +100,12 @@ def pytest_collection_modifyitems(items):
         seen[name] += 1
         if few and seen[name] > few.args[0]:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """Keep the thousands of tests out of the garbage collections that follow."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -159,6 +169,7 @@ def nothing_of_this_worker_is_left_behind():
     """Fail if the worker leaves a process or a listening socket, except pytest's plugins."""
     before = _listening()
     yield
+    forked.close()
     left = [f"process {pid}" for pid in _children() if not _is_resource_tracker(pid)]
     left += [f"a socket that listens at {address}" for address in _listening() - before]
     assert not left, f"left behind: {', '.join(left)}"

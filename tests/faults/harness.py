@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import Store
-from tests import machine
+from tests import forked, machine
 
 CONFIG = """
 from jaxlm.core import config
@@ -102,11 +102,15 @@ def words(config: str, workdir: Path, *flags: str) -> list[str]:
 
 
 def start(
-    command: list[str], faults: str = "", *, module: str = "jaxlm", **env: str
+    command: list[str], faults: str = "", *, module: str = "jaxlm", is_new: bool = False, **env: str
 ) -> subprocess.Popen:
-    """Starts `jaxlm` with these words, perhaps with faults; or a module that stands for it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *command],
+    """Starts `jaxlm` with these words, perhaps with faults; or a module that stands for it.
+
+    The process is forked from one that has imported everything, unless it is to be a new one.
+    """
+    start = subprocess.Popen if is_new else forked.Process
+    return start(
+        [*([sys.executable, "-m"] if is_new else []), module, *command],
         env=os.environ | {"JAXLM_FAULTS": faults} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -114,9 +118,11 @@ def start(
     )
 
 
-def run(command: list[str], faults: str = "", **env: str) -> tuple[int, str]:
+def run(
+    command: list[str], faults: str = "", *, is_new: bool = False, **env: str
+) -> tuple[int, str]:
     """The exit code, negative for a signal, and all that was printed."""
-    process = start(command, faults, **env)
+    process = start(command, faults, is_new=is_new, **env)
     (output,) = outputs_of([process])
     return process.returncode, output
 

@@ -149,7 +149,8 @@ def test_h6_starting_takes_seconds_and_resuming_hardly_more(tmp_path, record_pro
 
     def taken(*flags: str) -> harness.Took:
         with harness.timing() as took:
-            code, output = harness.run(harness.words(config, tmp_path / "run", *flags))
+            command = harness.words(config, tmp_path / "run", *flags)
+            code, output = harness.run(command, is_new=True)
         assert code == 0, output
         return took
 
