@@ -15,7 +15,7 @@ from jaxlm.checkpoint.gguf_config import ARCHITECTURES, named_after
 from jaxlm.checkpoint.gguf_file import PLAIN, Storage, library
 from jaxlm.checkpoint.gguf_source import FREQUENCIES
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
-from jaxlm.core.errors import DataError
+from jaxlm.core.errors import EARLIER_STEP, DataError
 
 # llama.cpp's numbers of the kinds of files.
 FILE_TYPES = {
@@ -164,8 +164,7 @@ class GGUFPlan:
             return quantized(array.reshape(-1, tensor.shape[-1]), tensor.storage).reshape(-1)
         except ValueError as error:
             what = f"{theirs.name} cannot be stored in {tensor.storage.name}"
-            fix = "use an earlier --step, whose weights are finite"
-            raise DataError(what, where="--scheme", why=str(error), fix=fix) from error
+            raise DataError(what, where="--scheme", why=str(error), fix=EARLIER_STEP) from error
 
     def _placed(self, tensors: Sequence[HFTensor]) -> Iterator[GGUFTensor]:
         parts: dict[str, dict[int, HFTensor]] = defaultdict(dict)

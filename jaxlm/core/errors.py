@@ -24,6 +24,8 @@ from jaxlm.core.quoting import safe
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # disk full: unlike other write errors, it may pass
 
+EARLIER_STEP = "use an earlier --step, whose weights are finite"  # a fix for people
+
 
 class JaxlmError(Exception):
     """A failure in four parts, each sanitized and at most 2 kB.

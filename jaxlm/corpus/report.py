@@ -3,13 +3,13 @@
 import functools
 import itertools
 import json
-import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from jaxlm.core import wilson
 from jaxlm.core.quoting import cut, printable
 from jaxlm.corpus.config import DedupName
 from jaxlm.corpus.dedup.minhash import recall
@@ -103,25 +103,10 @@ def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
         if job.sample < 1 and name in get_args(DedupName):
             row["at_least"] = True  # a duplicate is seen only if both documents are sampled
         elif job.sample < 1:
-            row["interval"] = interval(gone, left)
+            row["interval"] = wilson.interval(gone / left if left else 0.0, left)
         rows.append({**row, "reasons": dict(reasons.most_common())})
         left -= gone
     return rows
-
-
-def interval(count: int, of: int) -> tuple[float, float]:
-    """Return the 95% confidence interval of a share; it also holds for a count of 0.
-
-    (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n) with z = 1.96.
-    Source: Wilson 1927, "Probable Inference, the Law of Succession, and Statistical Inference".
-    """
-    if not of:
-        return 0.0, 1.0
-    share, z = count / of, 1.96
-    middle = share + z**2 / (2 * of)
-    half = z * math.sqrt(share * (1 - share) / of + z**2 / (4 * of**2))
-    scale = 1 + z**2 / of
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
 def _summary(answer: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from jaxlm.core.errors import DataError, cannot_keep
+from jaxlm.core.errors import cannot_keep
 from jaxlm.monitor import sinks
 
 SAMPLES = "samples.jsonl"
@@ -70,23 +70,5 @@ class Samples:
 
 def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the whole lines of a file and their bytes; a missing file has none."""
-    lines: list[dict[str, Any]] = []
-    size = 0
-    content = path.read_bytes() if path.exists() else b""
-    for number, text in enumerate(content.splitlines(keepends=True), 1):
-        if not text.endswith(b"\n"):
-            break
-        try:
-            line = json.loads(text)
-            if not isinstance(line, dict):
-                raise ValueError("it is not an object")
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                "a line of samples.jsonl is damaged",
-                where=f"{path}:{number}",
-                why=str(error),
-                fix=f"rm {path}    # its items are scored again",
-            ) from error
-        lines.append(line)
-        size += len(text)
-    return lines, size
+    lines = sinks.read(path, {}, fix=f"rm {path}    # its items are scored again")
+    return lines, path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0

@@ -20,6 +20,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import special
 
+from jaxlm.core import wilson
+
 CONFIDENCE = 0.95
 POWER = 0.8  # probability with which a smallest detectable difference is detected
 Values = Sequence[float] | Float[np.ndarray, "n"]
@@ -83,8 +85,8 @@ def estimate(
     if np.isin(value_n, (0.0, 1.0)).all():
         variance = mean * (1 - mean)
         size = float(count if is_simple or not error else min(variance / error**2, len(value_n)))
-        score = float(special.ndtri(0.5 + CONFIDENCE / 2)) if is_simple else _student(count - 1)
-        return Estimate(mean, error, *_wilson(mean, size, score))
+        score = wilson.SCORE if is_simple else _student(count - 1)
+        return Estimate(mean, error, *wilson.interval(mean, size, score))
     if error is None:
         return Estimate(mean, None, None, None)
     reach = _student(count - 1) * error
@@ -182,15 +184,6 @@ def _clustered(
     if count < 2:
         return mean, None
     return mean, float(np.sqrt(count / (count - 1) * (residual_g**2).sum()) / total)
-
-
-def _wilson(mean: float, size: float, score: float) -> tuple[float, float]:
-    """Return Wilson's interval of a share. Source: Wilson 1927."""
-    scale = 1 + score**2 / size
-    center = (mean + score**2 / (2 * size)) / scale
-    spread = math.sqrt(mean * (1 - mean) / size + score**2 / (4 * size**2))
-    reach = score * spread / scale
-    return max(center - reach, 0.0), min(center + reach, 1.0)
 
 
 def _agresti_min(rises: int, falls: int, items: int) -> tuple[float, float, float]:

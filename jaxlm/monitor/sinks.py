@@ -196,10 +196,11 @@ METRICS: Shape = {
 }
 
 
-def read(path: AnyPath, shape: Shape = METRICS) -> list[dict[str, Any]]:
+def read(path: AnyPath, shape: Shape = METRICS, fix: str = "") -> list[dict[str, Any]]:
     """Return the records of a .jsonl file without a torn last line; a missing file has none.
 
-    Raises DataError if another line is not a JSON object, or has another shape.
+    Raises DataError if another line is not a JSON object, or has another shape. Its fix removes the
+    line, unless there is another `fix`.
     """
     path = Path(path)
     records: list[dict[str, Any]] = []
@@ -212,7 +213,7 @@ def read(path: AnyPath, shape: Shape = METRICS) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             record = None
         if wrong := misshapen(record, shape):
-            what, fix = f"{path.name} is damaged", f"sed -i {number}d {path}"
+            what, fix = f"{path.name} is damaged", fix or f"sed -i {number}d {path}"
             raise DataError(what, where=f"{path}:{number}", why=f"this line {wrong}", fix=fix)
         records.append(record)
     return records

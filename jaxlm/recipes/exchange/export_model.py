@@ -19,7 +19,7 @@ from jaxlm.checkpoint.hub_folder import SHARD_BYTES, ModelSource
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import CommandError, ConfigError, JaxlmError, cannot_write
+from jaxlm.core.errors import EARLIER_STEP, CommandError, ConfigError, JaxlmError, cannot_write
 from jaxlm.models.build import Blueprint
 from jaxlm.models.cost import model_cost
 from jaxlm.models.families.hub import uncomputed
@@ -273,8 +273,7 @@ def check(parity: dict[str, Any], partial: Path) -> None:
         what = "the export gives logits that are not finite"
         why = f"weights of the run are not finite, or exceed the range of {parity['dtype']}"
         is_narrow = parity["dtype"] == "float16"
-        earlier = "export an earlier --step, whose weights are finite"
-        fix = "--dtype=bfloat16" if is_narrow else earlier
+        fix = "--dtype=bfloat16" if is_narrow else EARLIER_STEP
     elif difference > tolerance:
         what = "the export gives other logits than the run"
         why = f"they differ by {difference:.3g}, the tolerance is {tolerance:.3g}"

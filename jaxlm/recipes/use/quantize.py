@@ -18,7 +18,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import CommandError, ConfigError, DataError, JaxlmError
+from jaxlm.core.errors import EARLIER_STEP, CommandError, ConfigError, DataError, JaxlmError
 from jaxlm.data.loader import Loader
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes import setup
@@ -186,7 +186,7 @@ def _check(answer: dict[str, Any], allowed: dict[str, float], options: QuantizeO
         what[beyond[0]],
         where=f"--allow={options.allow}",
         why=why[beyond[0]],
-        fix=f"--allow={limits}" if is_finite else "use an earlier --step",
+        fix=f"--allow={limits}" if is_finite else EARLIER_STEP,
     )
 
 
@@ -266,7 +266,7 @@ def _rounded(
                 "a weight cannot be quantized",
                 where=path,
                 why="it has numbers that are not finite",
-                fix="use an earlier --step, whose weights are finite",
+                fix=EARLIER_STEP,
             )
     calibrated = _calibrated(opened, options, layers, reported, say)
     leaves: dict[str, Array] = {}
