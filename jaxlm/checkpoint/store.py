@@ -22,7 +22,7 @@ from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import StepRecord
 from jaxlm.checkpoint.verify import Verifier
-from jaxlm.core import disk, faults
+from jaxlm.core import backend, disk, faults
 from jaxlm.core.errors import (
     DataError,
     InUse,
@@ -466,6 +466,7 @@ class Store:
             parts = self._peers.gather("digests", self._own, self._save_seconds)
             files = records.merge_digests(torn, parts)
         records.write(torn, dataclasses.replace(self._pending, files=files))
+        backend.release_freed_memory()  # the buffers that the files were written from
         self._refuse_if_lost(step)
         self._retire()
         faults.point("save.commit", step)

@@ -108,6 +108,7 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]
         ("on", f"{answer['on']}, {devices}, mesh {format_mesh(answer['mesh'])}"),
         ("model", f"{parameters} parameters, {flops} FLOPs per token"),
         ("memory", f"{memory}: {verdict}"),
+        ("evaluation", f"{size(answer['evaluation_bytes_per_device'])} per device"),
         ("memory", " · ".join(f"{name} {size(part)}" for part, name in parts if part)),
         ("step", _step_time(answer)),
         ("run", _run_time(answer, run.train.steps)),

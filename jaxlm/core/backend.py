@@ -56,3 +56,14 @@ def keep_freed_memory() -> bool:
         return False
     library = ctypes.CDLL(None)
     return bool(library.mallopt(_MMAP_MAX, 0) and library.mallopt(_TRIM_THRESHOLD, -1))
+
+
+def release_freed_memory() -> bool:
+    """Return freed memory to the system; False without glibc.
+
+    After `keep_freed_memory` small blocks that live on split the large free blocks, so programs of
+    different sizes, and saves in the background, would each add their own memory to the peak.
+    """
+    if host.libc_ver()[0] != "glibc":
+        return False
+    return bool(ctypes.CDLL(None).malloc_trim(0))

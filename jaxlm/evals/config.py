@@ -12,7 +12,10 @@ class EvalConfig:
 
     every: Span = setting(Span.parse("10%"), "interval between evaluations")
     batch: int | Literal["auto"] = setting(
-        "auto", "batch size of an evaluation; auto is train.batch", unit="rows", low=1
+        "auto",
+        "batch size of an evaluation; auto is train.batch, in train.microbatches parts",
+        unit="rows",
+        low=1,
     )
     follow: str = setting(
         "auto",

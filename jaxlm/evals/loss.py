@@ -18,6 +18,8 @@ from jaxlm.core.errors import DataError
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Model
 from jaxlm.objectives.loss import score
+from jaxlm.ops.cross_entropy import TokenScores
+from jaxlm.parallel import pipeline
 
 BINS = 15
 
@@ -82,17 +84,25 @@ def build(
     token_bytes: np.ndarray,
     *,
     chunk: int | None = None,
+    microbatches: int = 1,
     prefix: TokenizerPrefix | None = None,
 ) -> Callable[[Any, Tokens], Sums]:
-    """Return the function (params, batch) -> Sums, to be jitted; `merge` builds the model.
+    """Return the function (params, batch) -> Sums, to be jitted.
 
-    `token_bytes` [V] are the bytes that each id represents; those of `prefix` are not in the text.
-    Logits of `chunk` tokens are computed at a time, by default of all.
+    Args:
+      merge: function of the parameters that builds the model.
+      token_bytes: bytes that each id represents, [V].
+      chunk: tokens whose logits are in memory at a time; None for all.
+      microbatches: parts of the batch, computed one after the other.
+      prefix: bytes of the tokenizer that are not in the text.
     """
     table = np.asarray(token_bytes, np.int32)
 
     def step(params: Any, batch: Tokens) -> Sums:
-        scores, _ = score(merge(params), batch, None, chunk)
+        def scored(part: Tokens) -> TokenScores:
+            return score(merge(params), part, None, chunk)[0]
+
+        scores = pipeline.map_microbatches(scored, batch, microbatches)
         counted = batch.weights > 0
         weights = jnp.where(counted, batch.weights, 0.0)
         nll = jnp.where(counted, scores.nll * weights, 0.0)

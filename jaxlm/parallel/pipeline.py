@@ -32,6 +32,14 @@ def merge_microbatches(x: Array) -> Array:
     return _constrained(rows)
 
 
+def map_microbatches(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:
+    """Return the [B, ...] results of `function` for a batch, computed for one part at a time."""
+    if parts == 1:
+        return function(batch)
+    split = jax.tree.map(lambda x: split_microbatches(x, parts), batch)
+    return jax.tree.map(merge_microbatches, jax.lax.map(function, split))
+
+
 def run_pipeline(
     stage: Stage, layers: Any, x: Float[Array, "M B T D"], schedule: Schedule
 ) -> tuple[Float[Array, "M B T D"], Any]:

@@ -1,5 +1,10 @@
+import platform
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxlm.core import backend
 from jaxlm.core.precision import Precision
@@ -25,3 +30,30 @@ def test_activations_and_products_are_those_of_the_platform_that_a_program_is_fo
     assert product() == (jnp.float32, True), "on a CPU rows are merged, and sums stay as they are"
     with backend.compiling_for("tpu"):
         assert product() == (jnp.bfloat16, False)
+
+
+FREED = """
+import ctypes
+from jaxlm.core import backend
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+backend.keep_freed_memory()
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+library.free.argtypes = [ctypes.c_void_p]
+block, last = library.malloc(2**26), library.malloc(1)  # no part of the end of the heap
+ctypes.memset(ctypes.c_void_p(block), 1, 2**26)
+library.free(block)
+kept = resident()
+backend.release_freed_memory()
+print(kept - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
+def test_freed_memory_is_kept_until_it_is_released():
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 0.9 * 2**16  # KiB

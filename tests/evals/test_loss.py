@@ -50,8 +50,8 @@ def batches(size):
         yield Tokens(tokens=tokens, targets=targets, weights=weights, segments=ones, positions=ones)
 
 
-def result(size, chunk=None):
-    step = jax.jit(loss.build(Bigram, BYTES, chunk=chunk))
+def result(size, chunk=None, microbatches=1):
+    step = jax.jit(loss.build(Bigram, BYTES, chunk=chunk, microbatches=microbatches))
     return loss.evaluate(
         lambda batch: step(jnp.asarray(TABLE), batch), batches(size), jax.device_put
     )
@@ -73,9 +73,12 @@ def test_the_record_is_that_of_a_float64_reference():
     )
 
 
-@pytest.mark.parametrize(("size", "chunk"), [(1, None), (7, None), (64, None), (7, 5)])
-def test_any_batch_size_gives_the_same_totals(size, chunk):
-    ours, whole = result(size, chunk), result(ROWS)
+@pytest.mark.parametrize(
+    ("size", "chunk", "microbatches"),
+    [(1, None, 1), (7, None, 1), (64, None, 1), (7, 5, 1), (8, 5, 4)],
+)
+def test_any_batch_size_gives_the_same_totals(size, chunk, microbatches):
+    ours, whole = result(size, chunk, microbatches), result(ROWS)
     assert (ours.tokens, ours.bytes, ours.correct, ours.weight) == (
         whole.tokens,
         whole.bytes,

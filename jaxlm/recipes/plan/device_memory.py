@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -225,6 +226,40 @@ def temporary_bytes(
         "curvature": held["gradients"] if run.optim.curvature_every else 0.0,
         "ahead": held["parameters"] if run.optim.averages_parameters else 0.0,
     }
+
+
+def evaluation_bytes(
+    run: Run,
+    decoder: ModelConfig,
+    share: DeviceShare,
+    held: Mapping[str, float],
+    targets: int = 0,
+) -> float:
+    """Return bytes per device in an evaluation: the whole state, and a forward pass of some rows.
+
+    They are the rows of a micro-batch, or `eval.batch` of them. No layer stores anything.
+
+    Args:
+      run: the run.
+      decoder: its model.
+      share: a device's part of a micro-batch.
+      held: bytes of the state, from `held_bytes`.
+      targets: sequence length of a decoder that has an encoder, else 0.
+    """
+    if run.eval.batch != "auto":
+        rows = math.ceil(run.eval.batch / logical.ways(share.sizes, "batch"))
+        share = dataclasses.replace(share, rows=rows)
+    layer = 0.0
+    for stack, stack_share in stacks(decoder, share, targets):
+        workspace = activations.attention_workspace(stack, stack_share)
+        workspace += activations.padded_operands(stack, stack_share)
+        for block in set(stack.layers):
+            one = activations.saved_bytes(stack, block, stack_share, policy="none")
+            layer = max(layer, one + workspace)
+    tokens = min(run.loss.chunk or stack_share.tokens, stack_share.tokens)
+    logits = 4 * tokens * share.local_size(decoder.vocab, "vocab")
+    state = sum(size for name, size in held.items() if name != "gradients")
+    return state + FRAGMENTATION * max(layer, logits)
 
 
 def _largest_layer(

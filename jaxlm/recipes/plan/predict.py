@@ -60,7 +60,8 @@ class Forecast:
     machine: Machine
     sizes: Sizes
     decoder: ModelConfig
-    bytes_per_device: dict[str, float]
+    bytes_per_device: dict[str, float]  # of a step
+    evaluation_bytes: float  # of a device in an evaluation between two steps
     memory_bytes: float  # of a device, available to a program
     flops_per_token: float
     hardware_flops: float  # of a step, over all devices, recomputation included
@@ -74,7 +75,7 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """Return True if the fullest device has the memory."""
-        return self.bytes_per_device["total"] <= self.memory_bytes
+        return max(self.bytes_per_device["total"], self.evaluation_bytes) <= self.memory_bytes
 
     def record(self, price: float | None = None) -> dict[str, Any]:
         """Return the JSON of `jaxlm plan --json`; `price` is that of a device for an hour."""
@@ -95,6 +96,7 @@ class Forecast:
             "fits": self.fits,
             "memory_bytes": self.memory_bytes,
             "bytes_per_device": self.bytes_per_device,
+            "evaluation_bytes_per_device": self.evaluation_bytes,
             "parameters": model_cost.parameters(self.decoder),
             "active_parameters": model_cost.active_parameters(self.decoder),
             "flops_per_token": self.flops_per_token,
@@ -147,6 +149,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         coming = held["gradients"] + sum(used.values()) - sum(held.values())
         used["update"] = max(_written(run, held) - coming, 0.0)
     used["total"] = sum(used.values())
+    evaluation = device_memory.evaluation_bytes(run, decoder, share, held, targets)
     peak = peak_flops(run.precision.compute, machine.chip, assumed)
     length = run.data.sequence
     model_flops = model_cost.flops_per_token(decoder, length, causal=True, targets=targets)
@@ -189,6 +192,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         sizes=sizes,
         decoder=decoder,
         bytes_per_device=used,
+        evaluation_bytes=evaluation,
         memory_bytes=memory,
         flops_per_token=model_flops,
         hardware_flops=hardware,
@@ -197,7 +201,10 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         seconds=(low, high),
         checkpoint_bytes=_saved(run, decoder),
         assumed=assumed,
-        risks=list(_risks(run, machine, decoder, sizes)),
+        risks=[
+            *_evaluation_risk(run, used["total"], evaluation),
+            *_risks(run, machine, decoder, sizes),
+        ],
     )
 
 
@@ -352,6 +359,13 @@ def _saved(run: Run, decoder: ModelConfig) -> float:
     first = sum(each.size for each in cost.first_tensors(run.tune, tensors(decoder)))
     first_bytes = first * ITEM_BYTES[run.precision.params]
     return sum(held.values()) - held["gradients"] - held.get("base", 0) + first_bytes
+
+
+def _evaluation_risk(run: Run, step: float, evaluation: float) -> Iterator[str]:
+    """Yield a warning if an evaluation needs more memory than a step."""
+    if evaluation > step and run.eval.batch != "auto":
+        sizes = f"{formatting.size(evaluation)} per device, a step {formatting.size(step)}"
+        yield f"an evaluation needs {sizes}: --config.eval.batch=auto has rows of a micro-batch"
 
 
 def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> Iterator[str]:

@@ -33,7 +33,7 @@ from jaxlm.optim import build as optimizers
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.optim.qk_clip import qk_clip
 from jaxlm.optim.schedules import LearningRate
-from jaxlm.parallel import host, logical, rules
+from jaxlm.parallel import host, logical, pipeline, rules
 from jaxlm.parallel.logical import Sizes
 from jaxlm.parallel.replicas import Replicas
 from jaxlm.recipes import setup
@@ -136,6 +136,9 @@ class TrainPrograms:
         self.objective = build_objective(run.objective, run.loss, run.architecture)
         largest = run.regularization.qk_clip  # logit
         captured: tuple[Kind, ...] = () if largest is None else ("logits",)
+        # A pipeline splits the batch into micro-batches itself.
+        microbatches = run.train.microbatches if blueprint.schedule is None else 1
+        self._eval_parts = microbatches if run.eval.batch == "auto" else 1
         spec = StepSpec(
             loss=self._loss(model.trained),
             optimizer=self.optimizer,
@@ -145,8 +148,7 @@ class TrainPrograms:
             guard=run.guard,
             axes=self._axes,
             shardings=model.own(model.gradients),
-            # A pipeline splits the batch into micro-batches itself.
-            microbatches=run.train.microbatches if blueprint.schedule is None else 1,
+            microbatches=microbatches,
             frozen=self._frozen,
             gradient_point=optimizers.gradient_point(self._optim, self._axes),
             curvature=self._curvature(),
@@ -196,13 +198,14 @@ class TrainPrograms:
             out_shardings=(self._layout, None),
             compiler_options=rules.compiler_options(model.mesh),
         )
-        self._eval_step = jax.jit(
+        self.eval_step = jax.jit(
             self._answer_sums
             if run.objective.compares_answers
             else evals.build(
                 blueprint.merge,
                 setup.token_bytes(model, data.tokenizer),
                 chunk=run.loss.chunk,
+                microbatches=self._eval_parts,
                 prefix=setup.prefix(data.tokenizer),
             )
         )
@@ -287,7 +290,7 @@ class TrainPrograms:
         run = self.run
         size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
         rows = host.host_rows(self.model.mesh, size)
-        eval_step = functools.partial(self._eval_step, self.whole(params))
+        eval_step = functools.partial(self.eval_step, self.whole(params))
         results: dict[str, dict[str, Any]] = {}
         for name, loader in self.data.validation.items():
             batches = loader.evaluation(batch=size, rows=rows, limit=limit)
@@ -357,7 +360,16 @@ class TrainPrograms:
             taught = self.model.stored.merge(
                 tree.map_with_path(lambda path, _: base[path], self.model.stored.shapes)
             )
-        return self.objective.loss(self.model.blueprint.merge(params), batch, None, taught).metrics
+        model = self.model.blueprint.merge(params)
+
+        def metrics(part: Tokens) -> dict[str, Mean]:
+            return self.objective.loss(model, part, None, taught).metrics
+
+        if self._eval_parts == 1:
+            return metrics(batch)
+        split = functools.partial(pipeline.split_microbatches, parts=self._eval_parts)
+        sums = jax.lax.map(metrics, jax.tree.map(split, batch))
+        return jax.tree.map(lambda leaf: leaf.sum(0), sums)
 
     def _curvature(self) -> Curvature | None:
         every = self.run.optim.curvature_every

@@ -665,8 +665,10 @@ def _plan(trainer: "Trainer") -> str:
     low, high = forecast.seconds
     return (
         f"{formatting.size(forecast.bytes_per_device['total'])} of"
-        f" {formatting.size(forecast.memory_bytes)} a device; {formatting.duration(low)} to"
-        f" {formatting.duration(high)} a step, {formatting.duration(steps * low)} to"
+        f" {formatting.size(forecast.memory_bytes)} a device,"
+        f" {formatting.size(forecast.evaluation_bytes)} in an evaluation;"
+        f" {formatting.duration(low)} to {formatting.duration(high)} a step,"
+        f" {formatting.duration(steps * low)} to"
         f" {formatting.duration(steps * high)} for {steps:,} steps"
     )
 

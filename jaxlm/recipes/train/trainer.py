@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from jaxlm.core import faults
+from jaxlm.core import backend, faults
 from jaxlm.core.batch_schedule import Phase
 from jaxlm.core.callbacks import Event
 from jaxlm.core.errors import Preempted
@@ -287,7 +287,8 @@ class Trainer(TrainLoop):
         with self._clock.pause("eval"), self.context.processes.watch.phase("eval"):
             faults.point("eval", step)
             judge = self.alarm.judge_evaluation
-            self.evaluation, ranking_loss = self.evaluator.evaluate(state, step, judge)
+            with released_memory():
+                self.evaluation, ranking_loss = self.evaluator.evaluate(state, step, judge)
         self.alarm.report_evaluation(step, self.evaluation["loss_nats"])
         return ranking_loss
 
@@ -343,6 +344,20 @@ class Trainer(TrainLoop):
 
     def _warn(self, text: str) -> None:
         self.context.console.warn(text, step=self._step.completed)
+
+
+@contextlib.contextmanager
+def released_memory() -> Iterator[None]:
+    """Return memory that a CPU's programs freed to the system, before the block and after it.
+
+    So the step and an evaluation between two steps do not both count in the peak.
+    """
+    is_cpu = backend.name() == "cpu"
+    if is_cpu:
+        backend.release_freed_memory()
+    yield
+    if is_cpu:
+        backend.release_freed_memory()
 
 
 class Evaluator:

@@ -117,7 +117,7 @@ def compiled(settings, program):
         lowered = {
             "step": lambda: engine.step.lower(state, batch),
             "observe": lambda: engine.observe.lower(state, batch),
-            "evaluation": lambda: engine._eval_step.lower(state.params, batch),
+            "evaluation": lambda: engine.eval_step.lower(state.params, batch),
         }[program]()
         return small, lowered.compile().as_text()
 

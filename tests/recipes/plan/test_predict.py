@@ -262,6 +262,48 @@ def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, sett
     assert output["total"] == pytest.approx(exact["total"], rel=0.2)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"train.microbatches": "4", "train.remat": "full"}, id="micro-batches"),
+        *(
+            pytest.param(each, marks=pytest.mark.slow, id=name)
+            for name, each in {
+                "one batch": {},
+                "chunks": {"train.remat": "full", "loss.chunk": "64", "train.microbatches": "2"},
+                "mesh": {"mesh.fsdp": "2", "mesh.tensor": "2", "train.microbatches": "2"},
+                "own batch": {"eval.batch": "16"},
+            }.items()
+        ),
+    ],
+)
+def test_an_evaluation_has_the_memory_that_the_plan_names_and_no_more_than_a_step(settings):
+    """The vocabulary of 49,152 ids dwarfs the model, as in a small model that is fine-tuned."""
+    small = {"model.vocab": "49152", "model.tied": "True", "train.batch": "16", "model.depth": "2"}
+    run = load(small | settings)
+    devices = 4 if "mesh.fsdp" in settings else 1
+    grid = mesh.build(run.mesh, jax.devices()[:devices])
+    engine = programs.without_data(run, grid, 49152)
+    with jax.set_mesh(grid):
+        batch = collectives.abstract_batch(run, grid)
+        evaluated = engine.eval_step.lower(engine.abstract().params, batch).compile()
+    forecast = planned(run, devices)
+    step, state = forecast.bytes_per_device, programs.compiled_memory(evaluated)
+    exact = state["total"] + step["optimizer"]
+    assert forecast.evaluation_bytes == pytest.approx(exact, rel=0.2)
+    assert forecast.evaluation_bytes <= step["total"]
+    compiled = programs.compiled_memory(collectives.compile_step(run, grid))
+    assert exact <= compiled["total"]
+
+
+def test_an_evaluation_of_more_rows_than_a_step_is_a_risk_with_both_sizes():
+    rows = {"model.vocab": "49152", "train.microbatches": "8", "train.remat": "full"}
+    plan = planned(load(rows | {"eval.batch": "64"}))
+    assert plan.evaluation_bytes > plan.bytes_per_device["total"]
+    assert plan.risks[0].startswith("an evaluation needs")
+    assert not any("evaluation" in risk for risk in planned(load(rows)).risks)
+
+
 # Of width 512 and 6 layers. With one row a layer's dequantized weights show.
 QLORA = [
     {"train.remat": "full", "train.batch": "1"},
