@@ -67,6 +67,5 @@ def passed(name: str, sample: Sample, settings: RewardConfig) -> float:
         tests=tests,
         examples=examples,
         memory=settings.bytes,
-        isolate=settings.sandbox == "auto",
     )
     return float(result == code.PASSED)

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxlm.core import own
@@ -36,7 +37,7 @@ class Term(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Return whether it is a function of a file, which `argument` names."""
+        """True for a function of a file, which `argument` names."""
         return self.name.endswith(".py")
 
 
@@ -71,7 +72,7 @@ class RewardConfig:
     sandbox: Literal["auto", "process"] = setting(
         "auto",
         "isolation of programs that the model writes: auto needs namespaces of the kernel, where a "
-        "program has no files of yours; process has limits alone",
+        "program has no files of yours; process permits limits alone where there are none",
     )
 
     @property
@@ -168,6 +169,6 @@ def term(text: str) -> Term:
     else:
         label = text
     if file := _FILE.fullmatch(label):
-        return Term(label, file[1], file[2], weight)
+        return Term(f"{Path(file[1]).name}:{file[2]}", file[1], file[2], weight)
     name, _, argument = label.partition(":")
     return Term(label, name, argument, weight)

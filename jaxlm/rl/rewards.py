@@ -109,7 +109,8 @@ class Rewards:
             if each.name in PROGRAMS:
                 return programs.passed(each.name, sample, self._settings)
             request: dict[str, Any] = {"sample": sample._asdict()}
-            request |= {"function": each.label} if each.is_file else {"pattern": each.argument}
+            function = f"{each.name}:{each.argument}"
+            request |= {"function": function} if each.is_file else {"pattern": each.argument}
             worker = self._workers.get()
             try:
                 return worker.call(request)
