@@ -163,7 +163,7 @@ def _allowed(options: QuantizeOptions) -> dict[str, float]:
 
 def _check(answer: dict[str, Any], allowed: dict[str, float], options: QuantizeOptions) -> None:
     """Raise QualityLost if a limit is exceeded."""
-    growth, before, after = answer["loss_growth"], *(answer[n] for n in ("before", "after"))
+    growth, before, after = answer["loss_growth"], answer["before"], answer["after"]
     reached = {"loss": growth}
     what = {"loss": f"{options.scheme} changes the loss by {growth:+.2%}"}
     why = {"loss": f"{before['loss_nats']:.4f} nats became {after['loss_nats']:.4f}"}
