@@ -11,7 +11,7 @@ from typing import Any
 from jaxlm.cli.arguments import SAVED_CONFIG, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 
-SCHEMES = ["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double"]
+SCHEMES = ["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double", "w8a8", "w4a8"]
 
 METHODS = ["rtn", "gptq", "awq"]
 
@@ -20,7 +20,7 @@ ROWS = {"loss_nats": ".4f", "bits_per_byte": ".4f", "bytes": ",d", "tokens_per_s
 
 def add_arguments(parser: Parser) -> None:
     parser.withhold(SAVED_CONFIG)
-    doc = "format of the weights; int8 and fp8 have a scale for each output, others for each block"
+    doc = "format of the weights; int8, fp8, w8a8 and w4a8 have a scale for each output, others for blocks"
     add_flag(parser, "--scheme", SCHEMES, str, doc, required=True)
     add_flag(parser, "--out", "DIR", str, "new run directory", required=True)
     doc = "search for codes; gptq and awq are for int4 and int4_zero, and need --calibration"
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
     doc = "glob of text for gptq and awq, or `train`: the run's own training rows; repeatable"
     add_flag(parser, "--calibration", "GLOB", [], doc)
     add_flag(parser, "--calibration_tokens", "N", 262_144, "tokens of that text")
-    doc = "inputs of one output that share a scale (all of int8 and fp8, 128 of int4, 64 of nf4)"
+    doc = "inputs of one output that share a scale (128 of int4, 64 of nf4, else all)"
     parser.add_argument("--block", type=int, default=None, metavar="N", help=doc)
     doc = "patterns over paths of weights (*/attention/*,*/mlp/*)"
     add_flag(parser, "--at", "A,B", str, doc, default="")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core import backend
-from jaxlm.core.precision_config import PrecisionConfig, Products
+from jaxlm.core.precision_config import PrecisionConfig, Products, Qat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Precision:
       compute: dtype of matrix operands and of the activations between products.
       reduce: dtype of gradients while they are summed over micro-batches.
       products: rounding beyond `compute` of operands of attention and MLP projections in training.
+      qat: the same of the scheme that the model is quantized to later, in evaluations too.
     """
 
     params: jnp.dtype
@@ -31,13 +32,14 @@ class Precision:
     compute: jnp.dtype
     reduce: jnp.dtype
     products: Products = "compute"
+    qat: Qat = "none"
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "Precision":
         """Return the policy of a config."""
         names = (config.params, config.moments, config.compute, config.reduce)
         params, moments, compute, reduce = map(jnp.dtype, names)
-        return cls(params, moments, compute, reduce, config.products)
+        return cls(params, moments, compute, reduce, config.products, config.qat)
 
     @classmethod
     def float32(cls) -> "Precision":
@@ -46,7 +48,12 @@ class Precision:
 
     @property
     def exact(self) -> "Precision":
-        """The policy without rounded products, for routers, logits and everything but training."""
+        """The policy without rounded products, for routers and logits."""
+        return dataclasses.replace(self, products="compute", qat="none")
+
+    @property
+    def evaluated(self) -> "Precision":
+        """The policy of everything but training."""
         return dataclasses.replace(self, products="compute")
 
     @property

@@ -1,12 +1,14 @@
 """Settings of the mixed-precision policy."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
 from jaxlm.core.config import setting
 
 Float = Literal["float32", "bfloat16", "float16"]
 Products = Literal["compute", "int8", "fp8"]
+Qat = Literal["none", "w8a8", "w4a8", "int4"]
 ITEM_BYTES: dict[Float, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -36,3 +38,15 @@ class PrecisionConfig:
         "beyond `compute`, int8 with a scale per row, or fp8 with a scale per tensor; experts, "
         "router and logits are not rounded",
     )
+    qat: Qat = setting(
+        "none",
+        "quantization-aware training: attention and dense-MLP projections compute as after "
+        "`jaxlm quantize --scheme=` this one, also in evaluations; gradients pass the rounding; "
+        "experts, router, latent per-head projections and logits are not rounded",
+    )
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Yield a problem if two settings round the same products."""
+        if self.qat != "none" and self.products != "compute":
+            why = f"precision.products={self.products} rounds the same operands in another way"
+            yield "qat", why, "--config.precision.products=compute"

@@ -272,9 +272,14 @@ class LatentAttention(AttentionBase):
         def heads(size: int) -> dict[str, int]:
             return {"heads": config.heads, "head_dim": size}
 
+        # Its two ways of computing a head multiply other operands.
+        unrounded = dataclasses.replace(
+            init, precision=dataclasses.replace(init.precision, qat="none")
+        )
+
         def per_head(name: str, size: int) -> HeadLinear:
             ins = {"latent": latent.rank}
-            return HeadLinear(ins, heads(size), key=keys[name], init=init)
+            return HeadLinear(ins, heads(size), key=keys[name], init=unrounded)
 
         query_ins = stream if rank is None else {"latent": rank}
         rank_dims = {} if rank is None else {"rank": rank}

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxlm.nn.init import Initializer
+from jaxlm.ops.integer_product import qat_matmul
 from jaxlm.ops.matmul import Side, decode_layout, grouped_matmul, matmul
 from jaxlm.parallel.rules import constrain
 
@@ -60,7 +61,12 @@ class Linear(nnx.Module):
         self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
 
     def relayout_for_decode(self) -> None:
-        """Cast the weight to the compute dtype, in the layout fastest for a few rows."""
+        """Cast the weight to the compute dtype, in the layout fastest for a few rows.
+
+        A weight that its products round keeps its dtype.
+        """
+        if self.precision.qat != "none":
+            return
         flat, self._side = decode_layout(self._flat().astype(self.precision.compute), 0)
         self.weight = nnx.Param(flat)
 
@@ -73,7 +79,11 @@ class Linear(nnx.Module):
         weight = self.weight[...] if self._side else self._flat()
         if self._is_gathered:
             weight = constrain(weight, None, None)
-        y = matmul(x.reshape(*leading, -1), weight, self.precision, self.result, self._side)
+        x = x.reshape(*leading, -1)
+        if self.precision.qat == "none":
+            y = matmul(x, weight, self.precision, self.result, self._side)
+        else:
+            y = qat_matmul(x, weight, self.precision, self.result)
         return y.reshape(*leading, *self.outs)
 
     def _flat(self) -> Float[Array, "I O"]:

@@ -40,7 +40,18 @@ def dot(
       formats: of the operands; both of integers, summed in int32, or both of floats, in float32.
       result: dtype of the product.
     """
-    (a_low, a_scale), (b_low, b_scale) = map(rounded, (a, b), formats, axes)
+    one, other = map(rounded, (a, b), formats, axes)
+    return dot_rounded(one, other, axes, result)
+
+
+def dot_rounded(
+    one: tuple[Array, Array],
+    other: tuple[Array, Array],
+    axes: tuple[Sequence[int], Sequence[int]],
+    result: jnp.dtype,
+) -> Array:
+    """Return the product of two operands that `rounded` gave, summed over `axes` of each."""
+    (a_low, a_scale), (b_low, b_scale) = one, other
     is_integer = jnp.issubdtype(a_low.dtype, jnp.integer)
     sums = jnp.int32 if is_integer else jnp.float32
     dims = (tuple(axes[0]), tuple(axes[1])), ((), ())

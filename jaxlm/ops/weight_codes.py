@@ -11,10 +11,14 @@ from jaxtyping import Float
 from jaxlm.ops import quantize
 from jaxlm.ops.kernels import SCALES_BLOCK
 
-Base = Literal["nf4", "nf4_double", "int8", "int4", "int4_zero", "fp8"]
+Base = Literal["nf4", "nf4_double", "int8", "int4", "int4_zero", "fp8", "w8a8", "w4a8"]
 Block = int | Literal["all"]
 Leaves = dict[str, Array]  # by name: codes, scales and, by format, `zeros` or two more of scales
-BYTE_CODES = ("int8", "fp8")  # formats with a byte for each code; others have two codes in it
+BYTE_CODES = (
+    "int8",
+    "fp8",
+    "w8a8",
+)  # formats with a byte for each code; others have two codes in it
 E4M3 = quantize.E4M3._replace(has_scales=True)  # for the blocks of a weight
 
 # Quantiles of a normal distribution, scaled to [-1, 1] (Dettmers et al. 2023, arXiv:2305.14314,
@@ -34,7 +38,8 @@ class WeightFormat:
     nf4_double stores the scales, less their mean, as int8 with a float32 scale for 256 of them:
     4.127 bits with blocks of 64 (arXiv:2305.14314, section 3; the 8 bits are floats there). fp8 is
     e4m3. int4 is symmetric, from -7 to 7; int4_zero has 16 codes between the least and the largest
-    number of a block, 0 among them, and the code of 0 in a byte of its own.
+    number of a block, 0 among them, and the code of 0 in a byte of its own. w8a8 and w4a8 are int8
+    and int4 with one block, whose products `ops.integer_product` has of integers.
 
     Attributes:
       base: the format of codes and scales.
@@ -60,10 +65,10 @@ class WeightFormat:
         blocks = jnp.pad(weight.astype(jnp.float32), filling)
         blocks = blocks.reshape(count, size, *outs)
         if self.base in BYTE_CODES:
-            format = quantize.INT8 if self.base == "int8" else E4M3
+            format = E4M3 if self.base == "fp8" else quantize.INT8
             low, scale = quantize.rounded(blocks, format, (1,))
             return {"codes": low.reshape(-1, *outs)[:inputs], "scales": scale[:, 0]}
-        if self.base in ("int4", "int4_zero"):
+        if self.base in ("int4", "int4_zero", "w4a8"):
             return self._in_four_bits(blocks, inputs)
         largest = jnp.max(jnp.abs(blocks), 1)
         unit = (blocks / jnp.where(largest == 0, 1.0, largest)[:, None]).reshape(-1, *outs)
@@ -87,7 +92,7 @@ class WeightFormat:
     def _in_four_bits(self, blocks: Float[Array, "G B ..."], inputs: int) -> Leaves:
         """Return the leaves of integers of 4 bits; codes are from 0 to 15."""
         outs = blocks.shape[2:]
-        if self.base == "int4":
+        if self.base != "int4_zero":
             largest = jnp.max(jnp.abs(blocks), 1)
             scale, zero = largest / 7, jnp.full(largest.shape, 8.0)
         else:

@@ -244,6 +244,9 @@ class Run:
 
     def _tune_problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that the step of an adapter is implemented: the base is no part of its state."""
+        if self.precision.qat != "none":
+            why = f"it rounds weights that are trained, and those of tune.name={self.tune.name} not"
+            yield "precision.qat", why, "--config.precision.qat=none"
         if self.regularization.qk_clip is not None:
             why = f"QK-clip scales weights of the base, which tune.name={self.tune.name} freezes"
             yield "regularization.qk_clip", why, "--config.regularization.qk_clip=None"

@@ -185,16 +185,16 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
     )
     quantize, change = surgery.quantization(run.tune), surgery_of(run)
     has_head = run.objective.has_reward_head
-    plain = build(precision=precision.exact, surgery=add_reward_head if has_head else None)
+    plain = build(precision=precision.evaluated, surgery=add_reward_head if has_head else None)
     stored = blueprint = plain
     if quantize is not None or has_head:
-        stored = build(precision=precision.exact, surgery=quantize)
+        stored = build(precision=precision.evaluated, surgery=quantize)
     if not isinstance(run.tune, Full):
-        blueprint = build(precision=precision.exact, surgery=change)
+        blueprint = build(precision=precision.evaluated, surgery=change)
     if run.regularization.qk_clip is not None:
         _check_qk_clip(run, blueprint, mesh)
     trained = blueprint
-    if precision != precision.exact:
+    if precision != precision.evaluated:
         trained = build(precision=precision, surgery=change)
 
     def layout(blueprint: Blueprint, zero: int) -> Any:

@@ -89,7 +89,7 @@ def _codes(tune: QLora | Quantized, weight: Tensor) -> Iterator[Tensor]:
     blocks = 1 if tune.block == "all" else -(-inputs // tune.block)
     scales = blocks * math.prod(out_sizes)
     outs = list(zip(out_axes, out_sizes, strict=True))
-    codes = inputs if tune.base in ("int8", "fp8") else -(-inputs // 2)
+    codes = inputs if tune.base in ("int8", "fp8", "w8a8") else -(-inputs // 2)
     is_double = tune.base == "nf4_double"
     parts: dict[str, tuple[list[Any], int]] = {
         "codes": ([(in_axes[0], codes), *outs], 1),

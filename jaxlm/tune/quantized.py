@@ -10,6 +10,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxlm.nn.linear import LOGICAL_AXES, HeadLinear, Linear
+from jaxlm.ops import integer_product
 from jaxlm.ops.matmul import stored_matmul
 from jaxlm.ops.weight_codes import WeightFormat
 from jaxlm.parallel.logical import mesh_axes
@@ -67,10 +68,22 @@ class QuantizedLinear(Linear):
         if self.weight is not None:  # relayout_for_decode has read the codes
             return super()._product(x)
         leading = x.shape[: x.ndim - len(self.ins)]
+        if integer_product.is_integer(self.format):
+            leaves = _placed(self.format, self.axes, self._leaves())
+            flat = {name: leaf.reshape(len(leaf), -1) for name, leaf in leaves.items()}
+            dtype = self.result or self.precision.activations
+            x = x.reshape(*leading, -1)
+            y = integer_product.integer_product(x, flat, self.format, dtype)
+            return y.reshape(*leading, *self.outs)
         read = functools.partial(_read, self.format, self.ins, self.outs, self.axes)
         x = x.reshape(*leading, -1)
         y = stored_matmul(x, self._leaves(), read, self.precision, self.result)
         return y.reshape(*leading, *self.outs)
+
+    def relayout_for_decode(self) -> None:
+        """Read the codes once, unless products have integers: those read them as they are."""
+        if not integer_product.is_integer(self.format):
+            super().relayout_for_decode()
 
 
 class QuantizedHeadLinear(QuantizedLinear, HeadLinear):
@@ -128,9 +141,15 @@ def _read(
     leaves: dict[str, Array],
 ) -> Float[Array, "I O"]:
     """Return the weight in float32; fsdp gathers its codes."""
-    placed = {
+    inputs, placed = math.prod(ins), _placed(format, axes, leaves)
+    return format.dequantize(placed, inputs).reshape(inputs, math.prod(outs))
+
+
+def _placed(
+    format: WeightFormat, axes: tuple[tuple[str, ...], tuple[str, ...]], leaves: dict[str, Array]
+) -> dict[str, Array]:
+    """Return the leaves, gathered over fsdp."""
+    return {
         name: constrain(leaves[name], *(None if "fsdp" in mesh_axes(each) else each for each in of))
         for name, of in leaf_axes(format.base, *axes).items()
     }
-    inputs = math.prod(ins)
-    return format.dequantize(placed, inputs).reshape(inputs, math.prod(outs))

@@ -98,6 +98,15 @@ SITUATIONS: dict[str, Situation] = {
     "weights that are not finite": Situation(
         f"quantize {RUN} --scheme=int8 --out=q", prepare=not_finite
     ),
+    "blocks of integers": Situation(
+        f"quantize {RUN} --scheme=w8a8 --block=16 --out=q", more="--allow=loss:50%"
+    ),
+    "an adapter of rounded weights": Situation(
+        f"config validate --config=c.py {LORA} --config.precision.qat=w8a8"
+    ),
+    "two roundings of products": Situation(
+        "config validate --config=c.py --config.precision.qat=w8a8 --config.precision.products=int8"
+    ),
     "a limit of flips without tasks": Situation(f"{INT4} --allow=flips:1%"),
     "a search for codes without a text": Situation(
         f"{INT4} --method=gptq --calibration_tokens=256", more="--allow=loss:50%"
@@ -259,6 +268,7 @@ SLOW = {
     "a loss beyond the limit",
     "weights that are not finite",
     "a search for codes without a text",
+    "blocks of integers",
     "a search for other codes",
     "a text that rounding to nearest does not read",
     "a calibration text that is reported",

@@ -114,6 +114,9 @@ def export_model(
             else f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
         )
     opened = _without_capacity(_without_heads(opened, say), say)
+    if opened.run.precision.qat != "none":
+        say(f"left out: precision.qat={opened.run.precision.qat}; the export has weights before it")
+        opened = _rebuilt(opened, opened.run.changed({"precision.qat": "none"}))
     decoder = opened.model.blueprint.config
     family = dataclasses.replace(opened.run.model, vocab=decoder.vocab)
     if decoder.width_ratio != 1:

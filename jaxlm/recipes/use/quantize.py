@@ -20,6 +20,7 @@ from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import EARLIER_STEP, CommandError, ConfigError, DataError, JaxlmError
 from jaxlm.data.loader import Loader
+from jaxlm.ops import integer_product
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
@@ -32,11 +33,13 @@ from jaxlm.tune import surgery
 from jaxlm.tune.config import PROJECTIONS, Full, Quantized
 from jaxlm.tune.quantized import QuantizedLinear
 
-Scheme = Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double"]
+Scheme = Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double", "w8a8", "w4a8"]
 # Inputs of one output that share a scale.
 BLOCKS: dict[Scheme, int | Literal["all"]] = {
     "int8": "all", "fp8": "all", "int4": 128, "int4_zero": 128, "nf4": 64, "nf4_double": 64,
+    "w8a8": "all", "w4a8": "all",
 }  # fmt: skip
+INTEGERS = ("w8a8", "w4a8")
 LIMIT = re.compile(r"(loss|flips):(\d+(?:\.\d+)?)%")
 LOSS = 0.01  # its growth without a limit of its own
 
@@ -101,6 +104,8 @@ def quantize(
     prepared = [tasks.PreparedTask(each, settings, tokenizers, row, mesh) for each in files]
     rounded = _rounded(opened, options, loaders, say)
     models = {"before": opened, "after": rounded}
+    if options.scheme in INTEGERS:
+        say(integer_product.describe_speed())
     table: dict[str, dict[str, Any]] = {}
     for name, each in models.items():
         say(f"{name}: loss of {', '.join(loaders)}")
@@ -198,6 +203,10 @@ def _enough(value: float) -> float:
 def _check_method(options: QuantizeOptions) -> None:
     """Raise CommandError if the method needs another scheme or a text."""
     where = f"--method={options.method}"
+    if options.scheme in INTEGERS and options.block:
+        what, why = f"{options.scheme} has no blocks", "products of integers have a scale an output"
+        block = f"--block={options.block}"
+        raise CommandError(what, where=block, why=why, fix="--scheme=int4")
     if options.method == "rtn":
         if options.calibration:
             what, why = "rounding to nearest reads no text", "it depends on the weights alone"
@@ -221,6 +230,10 @@ def _calibrated(
     say: Log,
 ) -> dict[str, np.ndarray]:
     """Return the leaves that the calibration gives, by path; none for rounding to nearest."""
+    if options.scheme in INTEGERS and options.block:
+        what, why = f"{options.scheme} has no blocks", "products of integers have a scale an output"
+        block = f"--block={options.block}"
+        raise CommandError(what, where=block, why=why, fix="--scheme=int4")
     if options.method == "rtn":
         return {}
     calibrate.check_decoder(opened.model.blueprint)
@@ -249,7 +262,8 @@ def _rounded(
     """Return the run with quantized weights."""
     block = options.block or BLOCKS[options.scheme]
     tune = Quantized(base=options.scheme, block=block, at=options.at)
-    run = dataclasses.replace(opened.run, tune=tune, average=NoAverage())
+    precision = dataclasses.replace(opened.run.precision, qat="none", products="compute")
+    run = dataclasses.replace(opened.run, tune=tune, average=NoAverage(), precision=precision)
     vocab, mesh = opened.model.blueprint.config.vocab, opened.model.mesh
     try:
         model = setup.build_sharded_model(run, vocab, mesh)
