@@ -20,7 +20,7 @@ ROWS = {"loss_nats": ".4f", "bits_per_byte": ".4f", "bytes": ",d", "tokens_per_s
 
 def add_arguments(parser: Parser) -> None:
     parser.withhold(SAVED_CONFIG)
-    doc = "format of the weights; int8, fp8, w8a8 and w4a8 have a scale for each output, others for blocks"
+    doc = "format of the weights; int4, int4_zero and nf4 have a scale for each block of inputs"
     add_flag(parser, "--scheme", SCHEMES, str, doc, required=True)
     add_flag(parser, "--out", "DIR", str, "new run directory", required=True)
     doc = "search for codes; gptq and awq are for int4 and int4_zero, and need --calibration"

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
 
+StoredFormat = Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double", "w8a8", "w4a8"]
 PROJECTIONS = ("*/attention/*", "*/mlp/*")
 
 
@@ -123,13 +124,11 @@ class Quantized:
     at: tuple[str, ...] = setting(
         PROJECTIONS, "patterns over paths of parameters: quantized linear layers"
     )
-    base: Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double", "w8a8", "w4a8"] = (
-        setting(
-            "int8",
-            "format of the weights: integers of 8 bits, e4m3 floats, integers of 4 bits from -7 to 7 "
-            "or with a zero point, NormalFloat of 4 bits, also with scales of 8 bits, or integers of 8 "
-            "or 4 bits in products of integers",
-        )
+    base: StoredFormat = setting(
+        "int8",
+        "format of the weights: integers of 8 bits, e4m3 floats, integers of 4 bits from -7 to 7 "
+        "or with a zero point, NormalFloat of 4 bits, also with scales of 8 bits, or integers of 8 "
+        "or 4 bits in products of integers",
     )
     block: int | Literal["all"] = setting(
         "all", "inputs of one output that share a scale, or all of them", low=2
