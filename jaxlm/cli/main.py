@@ -40,6 +40,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
     "Use a run": {
         "runs": ("runs", "list the runs in a folder"),
         "compare": ("compare", "settings, results and curves of several runs"),
+        "collect": ("collect", "draw answers to prompts, score them, keep the best or pairs"),
         "rate": ("rate", "rate texts of two runs on a local page that hides their names"),
         "eval": ("evaluate", "loss, bits per byte and calibration of a run"),
         "generate": ("generate", "generate text with a run"),

@@ -24,6 +24,9 @@ LORA = "--config.tune.name=lora --config.tune.rank=2"
 SCORED = f"{PAIRS}; {trained('rewarded', SCORE)}"
 TUNED = trained("tuned", f"{LORA} --init_from=runs/a")
 VALIDATE = "config validate --config=c.py"
+COLLECT = "collect --workdir=runs/a --max_tokens=4 --samples=2"
+ASK = "echo one > p.txt"
+COLLECTED = f"{ASK}; {sys.executable} -m jaxlm {COLLECT} --prompts=p.txt --judge=ended --out=c >&2"
 
 SITUATIONS: dict[str, Situation] = {
     "a preference without a reference": Situation(
@@ -68,6 +71,41 @@ SITUATIONS: dict[str, Situation] = {
         "eval --workdir=runs/rewarded --text=t.txt", SCORED
     ),
     "an export of a reward model": Situation("export --workdir=runs/rewarded --out=out", SCORED),
+    "a collection without a judge": Situation(f"{COLLECT} --prompts=p.txt --out=c", ASK),
+    "a collection without prompts": Situation(
+        f"{COLLECT} --judge=ended --out=c", 'echo \'{"prompt": "1"}\' > prompts.jsonl'
+    ),
+    "a judge that does not exist": Situation(
+        f"{COLLECT} --prompts=p.txt --judge=ende --out=c", ASK
+    ),
+    "a judge that is no reward model": Situation(
+        f"{COLLECT} --prompts=p.txt --judge=reward:runs/a --out=c",
+        f"{ASK}; {PAIRS}",
+        "--config.train.steps=1 --config.train.batch=4 --config.data.validation=20%",
+    ),
+    "prompts that are nowhere": Situation(
+        f"{COLLECT} --prompts=p.jsonl --judge=ended --out=c", code=66
+    ),
+    "a prompt that is none": Situation(
+        f"{COLLECT} --prompts=p.jsonl --judge=ended --out=c",
+        'echo 1 > p.jsonl; echo \'{"prompt": "1"}\' >> p.jsonl',
+        code=65,
+    ),
+    "prompts that are empty": Situation(
+        f"{COLLECT} --prompts=p.jsonl --judge=ended --out=c", "touch p.jsonl", code=65
+    ),
+    "prompts without answers": Situation(
+        f"{COLLECT} --prompts=p.txt --judge=number --out=c", ASK, code=65
+    ),
+    "answers that fit in no context": Situation(
+        f"{COLLECT} --prompts=p.txt --judge=ended --out=c --max_tokens=4000", ASK, code=65
+    ),
+    "another collection in the folder": Situation(
+        f"{COLLECT} --prompts=p.txt --judge=ended --out=c --seed=1", COLLECTED
+    ),
+    "a collection in a file": Situation(
+        f"{COLLECT} --prompts=p.txt --judge=ended --out=c", f"{ASK}; touch c"
+    ),
     "labels of one kind": Situation(f"data stats --config=c.py {KTO}", ALIKE),
     "shards of pairs that are read as text": Situation(
         "data stats --config=c.py --config.data.train=judged/train "

@@ -102,6 +102,8 @@ def checkout(tmp_path_factory):
         conversations.append(json.dumps({"messages": messages}) + "\n")
     (folder / "chat.jsonl").write_text("".join(conversations))
     pairs = ({"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(100))
+    asked = ({"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(4))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
     (folder / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
     texts = {"id": "1", "prompt": "1?", "a": "a", "b": "b", "order": "ab", "choice": "a"}
     texts |= {"run_a": "runs/a@1", "run_b": "runs/b@1", "rater": "eve", "seconds": 1.0}

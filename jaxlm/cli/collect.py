@@ -1,0 +1,84 @@
+"""Draw answers of a run to prompts, score them, and keep the best ones or pairs to train on.
+
+The judge is a reward (exact, number, choice, json, regex:PATTERN, format:TAGS, length:TOKENS, ended
+or FILE.py:FUNCTION), a reward model (reward:RUN), or a run that is asked (judge:RUN): its score is
+log p(Yes) - log p(No). A line of the prompts has prompt, text or messages, and the answer that some
+rewards need. The folder has samples.jsonl, from which the same command resumes, and kept.jsonl.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jaxlm.cli.arguments import Parser, add_flag, at_least_one, needed_run, selection
+from jaxlm.cli.output import Output
+from jaxlm.core.errors import CommandError
+
+KINDS = {"best": "completion", "pairs": "pairs"}  # of the data that is kept
+
+
+def add_arguments(parser: Parser) -> None:
+    doc = (
+        "files of prompts: JSON lines with prompt (.jsonl), else a prompt on each line; repeatable"
+    )
+    add_flag(parser, "--prompts", "GLOB", [], doc)
+    doc = "number, FILE.py:FUNCTION or another reward, reward:RUN or judge:RUN"
+    add_flag(parser, "--judge", "JUDGE", str, doc)
+    add_flag(parser, "--samples", "N", 8, "answers to each prompt")
+    doc = "the best answer of each prompt, pairs of answers, or all samples"
+    add_flag(parser, "--keep", ["best", "pairs", "all"], "best", doc)
+    doc = "of each prompt the best and the worst answer, or all pairs of different scores"
+    add_flag(parser, "--pairs", ["best", "all"], "best", doc)
+    add_flag(parser, "--out", "DIR", str, "folder of the samples", required=True)
+    add_flag(parser, "--max_tokens", "N", 256, "largest number of new tokens")
+    add_flag(parser, "--temperature", "X", 1.0, "sampling temperature")
+    add_flag(parser, "--seed", "N", 0, "random seed of the samples")
+    add_flag(parser, "--slots", "N", 16, "answers that are drawn at a time")
+    parser.add_switch("--chat", "treat prompts as user turns of the run's template")
+    parser.add_run_selection()
+
+
+def run(args: Any, out: Output) -> int:
+    workdir = Path(needed_run(args))
+    at_least_one("jaxlm collect", args, "samples", "max_tokens", "slots")
+    if not args.prompts or not args.judge:
+        missing = "judge" if args.prompts else "prompts"
+        raise CommandError(
+            f"a collection needs --{missing}",
+            where=" ".join(["jaxlm", *args.words]),
+            why="answers are drawn to prompts, and a judge scores them",
+            fix="--judge=ended    # 1 for an answer that ends by itself"
+            if args.prompts
+            else "--prompts=prompts.jsonl",
+        )
+
+    from jaxlm.recipes.collect.run import KEPT, CollectSettings, collect
+
+    settings = CollectSettings(
+        prompts=tuple(args.prompts),
+        judge=args.judge,
+        samples=args.samples,
+        keep=args.keep,
+        pairs=args.pairs,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        is_chat=args.chat,
+        slots=args.slots,
+    )
+    answer = collect(workdir, Path(args.out), settings, say=out.log, **selection(args))
+    kept = Path(args.out) / KEPT
+    lines = [
+        f"{answer['samples']} samples of {answer['prompts']} prompts, mean score "
+        f"{answer['mean_score']:.4f}, {answer['unscored']} without a score",
+        f"kept: {answer['kept']} ({answer['keep']}) in {kept}",
+    ]
+    if answer["left_out"]:
+        reasons = (f"{number} {reason}" for reason, number in answer["left_out"].items())
+        lines.append(f"left out: {', '.join(reasons)}")
+    if args.keep in KINDS and answer["kept"]:
+        kind, name = KINDS[args.keep], "finetune/sft" if args.keep == "best" else "preference/dpo"
+        lines.append(
+            f"next  jaxlm train --config={name} --init_from={workdir} --config.data.kind={kind} "
+            f"--config.data.train={kept} --workdir={workdir}-{args.keep}"
+        )
+    return out.result(answer, lines)

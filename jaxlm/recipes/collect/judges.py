@@ -1,0 +1,145 @@
+"""Judges of answers: verifiers, functions of a file, a reward model, or a model that is asked."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, Self
+
+from jaxlm.core.callbacks import Log
+from jaxlm.core.errors import CommandError, DataError
+from jaxlm.data import conversations
+from jaxlm.data.conversations import Rejected
+from jaxlm.recipes.collect.prompts import Prompt
+from jaxlm.recipes.use.asked_model import AskedModel
+from jaxlm.recipes.use.reward_model import RewardModel
+from jaxlm.rl.reward_config import RewardConfig
+from jaxlm.rl.rewards import Rewards, Sample
+
+FLAG = "--judge"
+TOO_LONG = "longer than a row of the judge"
+FAILURES = 0.05  # largest share of the samples without a score
+
+
+class Answer(NamedTuple):
+    """A drawn answer of a prompt."""
+
+    prompt: Prompt
+    text: str
+    reason: str  # see `engine.Result`
+    seed: int
+    tokens: int
+
+
+class Scored(NamedTuple):
+    """The score of an answer, or the reason why there is none."""
+
+    score: float | None
+    problem: str = ""
+
+
+class Judge(Protocol):
+    """Scores answers, in a `with` block; `digest` identifies what determines the scores."""
+
+    digest: str
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+        """Return the score of each answer, in their order."""
+        ...
+
+
+def build(name: str, say: Log) -> Judge:
+    """Return the judge of --judge: `reward:RUN`, `judge:RUN`, or a reward of `RewardConfig`.
+
+    Raises:
+      CommandError: if there is no such reward.
+      InputMissing: if there is no such run.
+      ConfigError: if the run cannot judge.
+    """
+    kind, _, ref = name.partition(":")
+    if kind in ("reward", "judge"):
+        model = (RewardModel if kind == "reward" else AskedModel)(ref, FLAG, say)
+        return ModelJudge(model)
+    settings = RewardConfig(functions=(name,))
+    for _, why, fix in settings.problems():
+        meant = fix.replace("--config.reward.functions=", f"{FLAG}=").removesuffix("=1")
+        raise CommandError("there is no such judge", where=f"{FLAG}={name}", why=why, fix=meant)
+    derived: dict[str, Any] = {setting: value for setting, value, _ in settings.derived()}
+    return RewardJudge(dataclasses.replace(settings, **derived))
+
+
+class RewardJudge:
+    """Rewards of reinforcement learning as a judge."""
+
+    def __init__(self, settings: RewardConfig):
+        self.needs_answer = settings.needs_answer
+        self._rewards = Rewards(settings)
+        self._stack = contextlib.ExitStack()
+        self.digest = self._rewards.digest
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self._rewards)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+        """Return the total reward of each answer."""
+        samples = [
+            Sample(
+                prompt=each.prompt.text,
+                completion=each.text,
+                answer=each.prompt.answer,
+                info=each.prompt.info,
+                seed=each.seed,
+                reason="length" if each.reason == "length" else "eos_token",
+                tokens=each.tokens,
+            )
+            for each in answers
+        ]
+        return [Scored(each.total, each.problem) for each in self._rewards.score(samples)]
+
+
+class ModelJudge:
+    """A model that scores conversations as a judge."""
+
+    def __init__(self, model: RewardModel | AskedModel):
+        self._model = model
+        self.digest = model.digest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+        """Return the score of each answer; an empty one has none."""
+        scored: list[Scored] = []
+        parsed: dict[int, Any] = {}
+        for number, each in enumerate(answers):
+            record = {"prompt": each.prompt.messages, "completion": each.text}
+            try:
+                parsed[number] = conversations.parse(record, "completion", ("assistant",))
+                scored.append(Scored(None, TOO_LONG))
+            except Rejected as error:
+                scored.append(Scored(None, str(error)))
+        scores = self._model.scores(list(parsed.values()))
+        for number, score in zip(parsed, scores, strict=True):
+            if score is not None:
+                scored[number] = Scored(score)
+        return scored
+
+
+def check_answers(judge: Judge, name: str, prompts: Sequence[Prompt], globs: Sequence[str]) -> None:
+    """Raise DataError if a judge compares with answers, and too many prompts have none."""
+    missing = [each for each in prompts if each.answer is None]
+    if getattr(judge, "needs_answer", ()) and len(missing) > FAILURES * len(prompts):
+        raise DataError(
+            f"{len(missing)} of {len(prompts)} prompts have no answer",
+            where=f"--prompts={globs[0]}",
+            why=f"{name} compares with the field answer of a line",
+            fix=f"{FLAG}=ended    # needs no answer",
+        )

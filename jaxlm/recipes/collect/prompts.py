@@ -1,0 +1,109 @@
+"""Prompts of a collection: texts or messages, each with its reference answer."""
+
+import glob
+import hashlib
+import json
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.data import conversations
+from jaxlm.data.conversations import Rejected
+
+FIELDS = ("prompt", "answer")  # of a line; the others are `info`
+EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
+
+
+class Prompt(NamedTuple):
+    """A prompt; `messages` is a text without a chat template.
+
+    `info` has the other fields of its line.
+    """
+
+    messages: str | list[dict[str, Any]]
+    answer: str | None
+    info: Any
+
+    @property
+    def id(self) -> str:
+        """Return a digest of the prompt and its answer."""
+        content = json.dumps([self.messages, self.answer], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    @property
+    def text(self) -> str:
+        """Return the text that rewards receive: that of the last message."""
+        return self.messages if isinstance(self.messages, str) else self.messages[-1]["content"]
+
+    def seed(self, seed: int, sample: int) -> int:
+        """Return the seed of the draws of a sample, from the seed of the collection."""
+        content = json.dumps([seed, self.id, sample])
+        return int.from_bytes(hashlib.sha256(content.encode()).digest()[:4], "little")
+
+
+def read(globs: Sequence[str], *, is_chat: bool, left_out: Counter[str]) -> list[Prompt]:
+    """Return the prompts of files of JSON lines, or with a prompt on each line; each once.
+
+    Args:
+      globs: the files.
+      is_chat: a text is the message of a user.
+      left_out: counts of prompts that are left out, by reason.
+
+    Raises:
+      InputMissing: if there are no files.
+      DataError: if a line has no prompt, or no file has any.
+    """
+    files = sorted({path for each in globs for path in glob.glob(each, recursive=True)})
+    if not files:
+        raise InputMissing(
+            "there are no files of prompts",
+            where=f"--prompts={globs[0]}",
+            why="it has JSON lines with a prompt (.jsonl), or a prompt on each line",
+            fix=f"echo '{EXAMPLE}' > {shlex.quote(globs[0])}",
+        )
+    prompts: dict[str, Prompt] = {}
+    for path in files:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            is_json = path.endswith(".jsonl")
+            each = _parsed(line, f"{path}:{number}") if is_json else Prompt(line, None, {})
+            if is_chat and isinstance(each.messages, str):
+                each = each._replace(messages=[{"role": "user", "content": each.messages}])
+            left_out["repeated"] += each.id in prompts
+            prompts.setdefault(each.id, each)
+    if not prompts:
+        raise DataError(
+            "the files have no prompt",
+            where=f"--prompts={globs[0]}",
+            why="all of their lines are empty",
+            fix=f"echo '{EXAMPLE}' > {shlex.quote(files[0])}",
+        )
+    return list(prompts.values())
+
+
+def _parsed(line: str, place: str) -> Prompt:
+    try:
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError(f"it is a {type(record).__name__}, not an object")
+        prompt, answer = record.get("prompt"), record.get("answer")
+        if isinstance(prompt, list):
+            # A turn of an assistant behind the prompt makes it a whole conversation.
+            asked = {"prompt": prompt, "completion": "a"}
+            messages = conversations.parse(asked, "completion", ("assistant",)).messages
+            prompt = list(messages[:-1])
+        if not prompt or not isinstance(prompt, str | list):
+            raise ValueError(f"prompt is {prompt!r}")
+        if answer is not None:
+            answer = str(answer)
+    except (ValueError, RecursionError, Rejected) as error:
+        file, _, number = place.rpartition(":")
+        fix = f"sed -i {number}d {shlex.quote(file)}"
+        raise DataError("a line has no prompt", where=place, why=str(error), fix=fix) from error
+    info = {name: value for name, value in record.items() if name not in FIELDS}
+    return Prompt(prompt, answer, info)

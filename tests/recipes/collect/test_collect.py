@@ -1,0 +1,150 @@
+"""Collections: samples with scores, what is kept, resuming, and judges that fail."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.data import preferred
+from tests.faults import harness
+from tests.recipes.test_preference import SETTINGS, pairs, train
+from tests.recipes.test_reward import config, reward
+
+pytestmark = pytest.mark.usefixtures("one_device")
+__all__ = ["config", "pairs", "reward"]
+
+JUDGE = "def long(completion, **_):\n    return float(len(completion))\n"
+
+
+@pytest.fixture(scope="module")
+def writer(pairs, tmp_path_factory):
+    """A run that continues text."""
+    folder = tmp_path_factory.mktemp("writer")
+    orpo = {"objective.name": "preference", "objective.loss": "orpo", "train.steps": 1}
+    config = harness.write_config(
+        folder,
+        SETTINGS | orpo | {"data.sequence": 256, "train.batch": 1, "data.train": (str(pairs),)},
+    )
+    assert train(config, folder / "run") == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def words(writer):
+    """The first words of a collection in a folder."""
+    folder = writer.parent
+    (folder / "judge.py").write_text(JUDGE)
+    lines = [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(20)]
+    lines.append(lines[0])
+    text = "".join(json.dumps(each) + "\n" for each in lines)
+    (folder / "prompts.jsonl").write_text(text)
+    flags = ["--samples=4", "--max_tokens=8", "--slots=4"]
+    return ["collect", f"--workdir={writer}", f"--prompts={folder}/prompts.jsonl", *flags]
+
+
+def read(folder, name="samples.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def collected(words, writer, tmp_path_factory):
+    out = tmp_path_factory.mktemp("collected") / "out"
+    judge = f"--judge={writer.parent}/judge.py:long"
+    assert main([*words, judge, f"--out={out}", "--keep=pairs"]) == 0
+    return out
+
+
+def test_each_sample_has_its_draw_and_its_score_and_pairs_are_read_as_data(collected, capsys):
+    lines = read(collected)
+    assert [(each["prompt"], each["sample"]) for each in lines] == [
+        (f"{n}+2=", sample) for n in range(20) for sample in range(4)
+    ]
+    assert len({each["seed"] for each in lines}) == len(lines)
+    for each in lines:
+        assert each["score"] == len(each["text"])
+        assert len(each["ids"]) == len(each["log_probabilities"]) <= 8
+        assert max(each["log_probabilities"]) <= 0
+    assert len({each["text"] for each in lines}) > 40
+    for record in read(collected, "kept.jsonl"):
+        assert record["chosen_score"] > record["rejected_score"]
+        preferred.parse(record, "pairs", ("assistant",))
+
+
+def test_a_collection_that_was_cut_resumes_to_the_same_bytes(
+    words, writer, collected, tmp_path, capfd
+):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "collect.json").write_bytes((collected / "collect.json").read_bytes())
+    whole = (collected / "samples.jsonl").read_bytes()
+    (out / "samples.jsonl").write_bytes(whole[: 3 * len(whole) // 4])
+    again = [*words, f"--judge={writer.parent}/judge.py:long", f"--out={out}"]
+    assert main([*again, "--keep=pairs"]) == 0
+    for name in ("samples.jsonl", "kept.jsonl"):
+        assert (out / name).read_bytes() == (collected / name).read_bytes()
+    capfd.readouterr()
+    assert main([*again, "--keep=all", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["kept"] == 80
+    assert main([*again, "--seed=1"]) == 2
+    assert f"--out={out}-2" in capfd.readouterr().err
+
+
+def test_models_judge_by_the_ids_of_their_training(words, writer, reward, tmp_path):
+    for judge in (f"reward:{reward}", f"judge:{writer}"):
+        out = tmp_path / judge[:5]
+        assert main([*words, f"--judge={judge}", f"--out={out}", "--samples=2"]) == 0
+        lines = read(out)
+        assert len({each["score"] for each in lines if each["score"] is not None}) > 10
+        assert all(each["text"] for each in lines if each["score"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "text"),
+    [
+        (["--judge=numbre"], 2, "--judge=number"),
+        (["--judge=ended", "--max_tokens=300"], 65, "--max_tokens="),
+        (["--judge=reward:WRITER"], 2, "--config.objective.name=reward"),
+        (["--judge=ended", "--prompts=missing.jsonl"], 66, "echo"),
+        (["--judge=number", "--prompts=UNANSWERED"], 65, "--judge=ended"),
+        (["--judge=FAILS"], 65, "have no score"),
+        ([], 2, "--judge=ended"),
+    ],
+)
+def test_each_unusable_input_names_its_fix(words, writer, tmp_path, capfd, flags, code, text):
+    (tmp_path / "fails.py").write_text("def f(completion, **_):\n    return None\n")
+    (tmp_path / "unanswered.jsonl").write_text('{"prompt": "1"}\n')
+    places = {
+        "WRITER": str(writer),
+        "UNANSWERED": f"{tmp_path}/unanswered.jsonl",
+        "FAILS": f"{tmp_path}/fails.py:f",
+    }
+    for name, place in places.items():
+        flags = [each.replace(name, place) for each in flags]
+    is_named = any(each.startswith("--prompts") for each in flags)
+    first = [each for each in words if not (is_named and each.startswith("--prompts"))]
+    assert main([*first, *flags, f"--out={tmp_path}/out"]) == code
+    assert text in capfd.readouterr().err
+
+
+def test_the_best_answer_has_ended_and_ties_make_no_pair():
+    from jaxlm.recipes.collect.keeping import kept
+
+    def line(prompt, text, score, reason="eos_token"):
+        return {"id": prompt, "prompt": prompt, "text": text, "score": score, "reason": reason}
+
+    lines = [
+        *(line("a", "cut", 9.0, "length"), line("a", "x", 1.0), line("a", "y", 1.0)),
+        *(line("b", "x", 2.0), line("b", "y", 3.0), line("b", "z", 1.0), line("b", "?", None)),
+        line("c", "cut", 1.0, "length"),
+    ]
+    left_out = Counter()
+    best = kept(lines, "best", "best", left_out)
+    assert [each["completion"] for each in best] == ["x", "y"]
+    assert left_out == {"without a scored answer that ended": 1}
+    left_out = Counter()
+    pairs = kept(lines, "pairs", "best", left_out)
+    assert [(each["chosen"], each["rejected"]) for each in pairs] == [("y", "z")]
+    assert left_out["with equal scores"] == 1
+    every = kept(lines, "pairs", "all", Counter())
+    assert len(every) == 3
