@@ -4,6 +4,8 @@ The judge is a reward (exact, number, choice, json, regex:PATTERN, format:TAGS, 
 or FILE.py:FUNCTION), a reward model (reward:RUN), or a run that is asked (judge:RUN): its score is
 log p(Yes) - log p(No). A line of the prompts has prompt, text or messages, and the answer that some
 rewards need. The folder has samples.jsonl, from which the same command resumes, and kept.jsonl.
+
+With --ask two answers are shown to a person, whose choices are saved in ratings.jsonl at each key.
 """
 
 from pathlib import Path
@@ -13,6 +15,7 @@ from jaxlm.cli.arguments import Parser, add_flag, at_least_one, needed_run, sele
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
 
+RATINGS = "ratings.jsonl"
 KINDS = {"best": "completion", "pairs": "pairs"}  # of the data that is kept
 
 
@@ -34,13 +37,17 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--seed", "N", 0, "random seed of the samples")
     add_flag(parser, "--slots", "N", 16, "answers that are drawn at a time")
     parser.add_switch("--chat", "treat prompts as user turns of the run's template")
+    parser.add_switch(
+        "--ask", "ask in this terminal which of two answers is better, without a judge"
+    )
+    add_flag(parser, "--rater", "NAME", "me", "name of the person who is asked")
     parser.add_run_selection()
 
 
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
     at_least_one("jaxlm collect", args, "samples", "max_tokens", "slots")
-    if not args.prompts or not args.judge:
+    if not args.prompts or not (args.judge or args.ask):
         missing = "judge" if args.prompts else "prompts"
         raise CommandError(
             f"a collection needs --{missing}",
@@ -55,8 +62,8 @@ def run(args: Any, out: Output) -> int:
 
     settings = CollectSettings(
         prompts=tuple(args.prompts),
-        judge=args.judge,
-        samples=args.samples,
+        judge="" if args.ask else args.judge,
+        samples=2 if args.ask else args.samples,
         keep=args.keep,
         pairs=args.pairs,
         max_tokens=args.max_tokens,
@@ -65,6 +72,8 @@ def run(args: Any, out: Output) -> int:
         is_chat=args.chat,
         slots=args.slots,
     )
+    if args.ask:
+        return _ask(workdir, args, settings, out)
     answer = collect(workdir, Path(args.out), settings, say=out.log, **selection(args))
     kept = Path(args.out) / KEPT
     lines = [
@@ -82,3 +91,21 @@ def run(args: Any, out: Output) -> int:
             f"--config.data.train={kept} --workdir={workdir}-{args.keep}"
         )
     return out.result(answer, lines)
+
+
+def _ask(workdir: Path, args: Any, settings: Any, out: Output) -> int:
+    """Draw two answers to each prompt, and ask a person which one is better."""
+    from jaxlm.recipes.collect import ask
+    from jaxlm.recipes.collect.run import collect, pairs_to_ask
+
+    target = Path(args.out)
+    with ask.keys() as read_key:
+        answer = collect(workdir, target, settings, say=out.log, **selection(args))
+        file, name = target / RATINGS, f"{workdir}@{answer['step']}"
+        pairs = pairs_to_ask(target)
+        rated = ask.ask(pairs, name, file, args.rater, read_key=read_key, say=out.log)
+    lines = [
+        f"{rated} ratings in {file}",
+        f"next  jaxlm rate --report {file}",
+    ]
+    return out.result({"out": str(target), "rated": rated}, lines)

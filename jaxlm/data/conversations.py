@@ -42,6 +42,7 @@ EMPTY_TURN = "with an empty turn"
 UNTRAINED = "without a trained turn"
 TOO_LONG = "longer than a row"
 EQUAL = "with equal answers"
+NO_CHOICE = "rated as a tie, or skipped"
 OTHER_PROMPT = "with different prompts"
 
 ONE_A_LINE = (

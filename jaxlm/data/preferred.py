@@ -11,6 +11,7 @@ from jaxlm.data.conversations import (
     BAD_MARGIN,
     EMPTY_TURN,
     EQUAL,
+    NO_CHOICE,
     NO_MESSAGES,
     OTHER_FORM,
     OTHER_PROMPT,
@@ -65,6 +66,8 @@ def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
 def _split(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return prompt, chosen and rejected answer of a record."""
     prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
+    if record.get("choice") in ("tie", "skip"):  # of `jaxlm rate`
+        raise Rejected(NO_CHOICE, f"its choice is {record['choice']}", ONE_PAIR)
     if chosen is None or rejected is None:
         missing = "chosen" if chosen is None else "rejected"
         is_labeled = "completion" in record and "label" in record

@@ -830,7 +830,7 @@ def assigned(function):
         for target in node.targets:
             pairs = [(target, node.value)]
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = zip(target.elts, node.value.elts, strict=True)
+                pairs = zip(target.elts, node.value.elts, strict=False)  # one may be starred
             for name, value in pairs:
                 if isinstance(name, ast.Name):
                     values[name.id].append(value)

@@ -52,11 +52,15 @@ class Judge(Protocol):
 def build(name: str, say: Log) -> Judge:
     """Return the judge of --judge: `reward:RUN`, `judge:RUN`, or a reward of `RewardConfig`.
 
+    An empty name is the judge that gives no scores.
+
     Raises:
       CommandError: if there is no such reward.
       InputMissing: if there is no such run.
       ConfigError: if the run cannot judge.
     """
+    if not name:
+        return NoJudge()
     kind, _, ref = name.partition(":")
     if kind in ("reward", "judge"):
         model = (RewardModel if kind == "reward" else AskedModel)(ref, FLAG, say)
@@ -67,6 +71,22 @@ def build(name: str, say: Log) -> Judge:
         raise CommandError("there is no such judge", where=f"{FLAG}={name}", why=why, fix=meant)
     derived: dict[str, Any] = {setting: value for setting, value, _ in settings.derived()}
     return RewardJudge(dataclasses.replace(settings, **derived))
+
+
+class NoJudge:
+    """Gives no scores: a person is asked instead."""
+
+    digest = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+        """Return no score for each answer."""
+        return [Scored(None)] * len(answers)
 
 
 class RewardJudge:

@@ -20,13 +20,14 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError, cannot_write
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.evals.samples import SAMPLES, Samples
+from jaxlm.evals.samples import SAMPLES, Samples, read
 from jaxlm.generate.engine import Delta, Engine, Request, Result, joined
 from jaxlm.generate.rows import Sampling
 from jaxlm.monitor import sinks
 from jaxlm.recipes.collect import judges, keeping, prompts
 from jaxlm.recipes.collect.judges import Answer, Judge
 from jaxlm.recipes.collect.prompts import Prompt
+from jaxlm.recipes.rate.texts import TextPair
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
 
@@ -120,14 +121,25 @@ def collect(
         scores = [each["score"] for each in samples.lines if each["score"] is not None]
         return {
             "out": str(out),
+            "step": opened.step,
             "prompts": len(fitting),
             "samples": len(samples.lines),
             "unscored": len(samples.lines) - len(scores),
-            "mean_score": sum(scores) / len(scores),
+            "mean_score": sum(scores) / len(scores) if scores else None,
             "keep": settings.keep,
             "kept": len(kept),
             "left_out": {reason: number for reason, number in left_out.items() if number},
         }
+
+
+def pairs_to_ask(out: Path) -> list[tuple[TextPair, Any]]:
+    """Return the two answers to each prompt of a folder, with the prompt's text or messages."""
+    lines, _ = read(out / SAMPLES)
+    pairs = []
+    for one, other in zip(lines[::2], lines[1::2], strict=True):
+        prompt = one["prompt"] if isinstance(one["prompt"], str) else one["prompt"][-1]["content"]
+        pairs.append((TextPair(prompt, one["text"], other["text"]), one["prompt"]))
+    return pairs
 
 
 def _facts(
@@ -216,7 +228,7 @@ def _collect(
             lines = _lines(settings, judge, part)
             samples.append(lines[len(known) :])
             known = known[len(lines) :]
-            problems = Counter(each["problem"] for each in samples.lines if each["score"] is None)
+            problems = Counter(each["problem"] for each in samples.lines if each["problem"])
             if problems.total() > judges.FAILURES * total:
                 (problem, _), *_ = problems.most_common(1)
                 raise DataError(

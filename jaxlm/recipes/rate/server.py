@@ -12,7 +12,6 @@ import json
 import re
 import secrets
 import threading
-import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -23,6 +22,7 @@ from jaxlm.core.errors import CommandError, JaxlmError
 from jaxlm.evals.ratings import Rating
 from jaxlm.monitor import report, sinks
 from jaxlm.monitor.sinks import Jsonl
+from jaxlm.recipes.rate import texts
 from jaxlm.recipes.rate.texts import TextPair
 
 HOST = "127.0.0.1"
@@ -68,8 +68,8 @@ class Session:
             return progress
         chosen = min(left, key=lambda each: self._draw(rater, each, "place"))
         pair = self.pairs[chosen]
-        texts = dict(zip(SIDES, self._order(rater, chosen), strict=True))
-        shown = {side: getattr(pair, text) for side, text in texts.items()}
+        names = dict(zip(SIDES, self._order(rater, chosen), strict=True))
+        shown = {side: getattr(pair, name) for side, name in names.items()}
         return progress | {"id": chosen, "prompt": pair.prompt} | shown
 
     def rate(self, answer: Any) -> None:
@@ -97,23 +97,8 @@ class Session:
             raise ValueError("seconds is a number")
         order = self._order(rater, pair.id)
         choice = order[SIDES[side]] if side in SIDES else side
-        record = {
-            "id": pair.id,
-            "prompt": pair.prompt,
-            "a": pair.a,
-            "b": pair.b,
-            "run_a": self.names[0],
-            "run_b": self.names[1],
-            "order": order,
-            "choice": choice,
-            "rater": rater,
-            "seconds": round(seconds, 3),
-            "note": note,
-            "time_unix": time.time(),
-        }
-        if choice in ("a", "b"):
-            rejected = "b" if choice == "a" else "a"
-            record |= {"chosen": record[choice], "rejected": record[rejected]}
+        record = texts.rating(pair, self.names, order, choice, rater)
+        record |= {"seconds": round(seconds, 3), "note": note}
         with self._lock:
             self._file.write(record)
             self._rated.add((rater, pair.id))

@@ -4,9 +4,10 @@ import dataclasses
 import hashlib
 import json
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError, InputMissing, NotWritable, cannot_write
@@ -127,6 +128,29 @@ def write_texts(
             samples = generate.continue_prompts(opened, request, template)
             texts[-1] += [each.text for each in samples]
     return names, [TextPair(*each) for each in zip(prompts, *texts, strict=True)]
+
+
+def rating(
+    pair: TextPair, names: Sequence[str], order: str, choice: str, rater: str
+) -> dict[str, Any]:
+    """Return the line of a choice; `chosen` and `rejected` are the texts by preference, if any.
+
+    Args:
+      pair: the texts.
+      names: RUN@STEP of the runs that wrote them.
+      order: `ab` or `ba`, the order in which they were shown.
+      choice: `a`, `b`, `tie` or `skip`.
+      rater: name of the person.
+    """
+    record: dict[str, Any] = {
+        **{"id": pair.id, **pair._asdict(), "run_a": names[0], "run_b": names[1]},
+        **{"order": order, "choice": choice, "rater": rater, "seconds": 0.0, "note": ""},
+        "time_unix": time.time(),
+    }
+    if choice in ("a", "b"):
+        rejected = "b" if choice == "a" else "a"
+        record |= {"chosen": record[choice], "rejected": record[rejected]}
+    return record
 
 
 def open_ratings(file: Path) -> Jsonl:

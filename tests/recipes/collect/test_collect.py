@@ -1,12 +1,15 @@
 """Collections: samples with scores, what is kept, resuming, and judges that fail."""
 
 import json
+import os
+import pty
 from collections import Counter
 
 import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.data import preferred
+from jaxlm.data.conversations import Rejected
 from tests.faults import harness
 from tests.recipes.test_preference import SETTINGS, pairs, train
 from tests.recipes.test_reward import config, reward
@@ -148,3 +151,43 @@ def test_the_best_answer_has_ended_and_ties_make_no_pair():
     assert left_out["with equal scores"] == 1
     every = kept(lines, "pairs", "all", Counter())
     assert len(every) == 3
+
+
+def test_a_person_chooses_by_single_keys_that_are_saved_and_taken_back(tmp_path):
+    from jaxlm.recipes.collect import ask
+    from jaxlm.recipes.rate.texts import TextPair, read_ratings
+
+    user = [{"role": "user", "content": "q1"}]
+    asked = [
+        (TextPair("q0", "yes", "no"), "q0"),
+        (TextPair("q1", "one", "two"), user),
+        (TextPair("q2", "same", "same"), "q2"),
+        (TextPair("q3", "\x1b[2Jx", "y"), "q3"),
+    ]
+    file, shown = tmp_path / "ratings.jsonl", []
+
+    def answer(keys):
+        master, slave = pty.openpty()
+        try:
+            with ask.keys(slave) as read_key:
+                os.write(master, keys)
+                return ask.ask(asked, "r@1", file, "eve", read_key=read_key, say=shown.append)
+        finally:
+            os.close(master)
+            os.close(slave)
+
+    assert answer(b"?1u2q") == 1
+    assert [each.choice for each in read_ratings(file)] == ["b"]
+    assert answer(b"1tq") == 3
+    assert [each.choice for each in read_ratings(file)] == ["b", "a", "tie"]
+    assert "\x1b" not in "".join(shown)
+    first, second, tie = read(tmp_path, "ratings.jsonl")
+    assert preferred.parse(first, "pairs", ("assistant",)).messages[-1]["content"] == "no"
+    assert preferred.parse(second, "pairs", ("assistant",)).messages[:-1] == user
+    with pytest.raises(Rejected, match="tie"):
+        preferred.parse(tie, "pairs", ("assistant",))
+
+
+def test_a_person_is_asked_in_a_terminal_alone(words, tmp_path, capfd):
+    assert main([*words, "--ask", f"--out={tmp_path}/out"]) == 2
+    assert "in a terminal" in capfd.readouterr().err
