@@ -75,11 +75,11 @@ def run(args: Any, out: Output) -> int:
     if args.ask:
         return _ask(workdir, args, settings, out)
     answer = collect(workdir, Path(args.out), settings, say=out.log, **selection(args))
-    kept = Path(args.out) / KEPT
+    target = Path(args.out) / KEPT
     lines = [
         f"{answer['samples']} samples of {answer['prompts']} prompts, mean score "
         f"{answer['mean_score']:.4f}, {answer['unscored']} without a score",
-        f"kept: {answer['kept']} ({answer['keep']}) in {kept}",
+        f"kept: {answer['kept']} ({answer['keep']}) in {target}",
     ]
     if answer["left_out"]:
         reasons = (f"{number} {reason}" for reason, number in answer["left_out"].items())
@@ -88,7 +88,7 @@ def run(args: Any, out: Output) -> int:
         kind, name = KINDS[args.keep], "finetune/sft" if args.keep == "best" else "preference/dpo"
         lines.append(
             f"next  jaxlm train --config={name} --init_from={workdir} --config.data.kind={kind} "
-            f"--config.data.train={kept} --workdir={workdir}-{args.keep}"
+            f"--config.data.train={target} --workdir={workdir}-{args.keep}"
         )
     return out.result(answer, lines)
 

@@ -1,13 +1,13 @@
-"""What of the scored samples is kept to train on: all of them, the best ones, or pairs.
+"""Records to train on, from scored samples: all of them, the best ones, or pairs.
 
 Example:
   >>> lines = [
   ...     {"id": "a", "prompt": "1+1=", "text": text, "score": score, "reason": "eos_token"}
   ...     for text, score in (("2", 1.0), ("3", 0.0), ("3", 0.0))
   ... ]
-  >>> kept(lines, "best", "best", Counter())
+  >>> select(lines, "best", "best", Counter())
   [{'prompt': '1+1=', 'completion': '2', 'score': 1.0, 'id': 'a'}]
-  >>> [(each["chosen"], each["rejected"]) for each in kept(lines, "pairs", "all", Counter())]
+  >>> [(each["chosen"], each["rejected"]) for each in select(lines, "pairs", "all", Counter())]
   [('2', '3')]
 """
 
@@ -22,7 +22,7 @@ NO_SCORE = "without a scored answer that ended"
 EQUAL_SCORES = "with equal scores"
 
 
-def kept(
+def select(
     lines: Sequence[Line], keep: str, pairs: str, left_out: Counter[str]
 ) -> list[dict[str, Any]]:
     """Return the records that are kept.
@@ -48,9 +48,9 @@ def kept(
         if keep == "best":
             records.append(_completion(max(ended, key=lambda each: each["score"])))
             continue
-        found = list(_pairs(ended, answers))
-        left_out[EQUAL_SCORES] += not found
-        records += found if pairs == "all" else found[:1]
+        matches = list(_pairs(ended, answers))
+        left_out[EQUAL_SCORES] += not matches
+        records += matches if pairs == "all" else matches[:1]
     return records
 
 

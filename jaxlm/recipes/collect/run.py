@@ -43,7 +43,7 @@ Pairs = Literal["best", "all"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectSettings:
-    """What is drawn, scored and kept.
+    """Settings of the draws, of the scores, and of the records that are kept.
 
     Args:
       prompts: globs of files of prompts, see `prompts.read`.
@@ -84,7 +84,7 @@ def collect(
     Args:
       workdir: the run.
       out: the folder.
-      settings: what is drawn, scored and kept.
+      settings: draws, scores and records.
       `say`: receives log lines.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
@@ -116,8 +116,8 @@ def collect(
         )
     with judge, Samples(out / SAMPLES) as samples:
         _collect(opened, settings, judge, fitting, samples, say)
-        kept = keeping.kept(samples.lines, settings.keep, settings.pairs, left_out)
-        _write(out / KEPT, "".join(map(sinks.line, kept)).encode())
+        records = keeping.select(samples.lines, settings.keep, settings.pairs, left_out)
+        _write(out / KEPT, "".join(map(sinks.line, records)).encode())
         scores = [each["score"] for each in samples.lines if each["score"] is not None]
         return {
             "out": str(out),
@@ -127,7 +127,7 @@ def collect(
             "unscored": len(samples.lines) - len(scores),
             "mean_score": sum(scores) / len(scores) if scores else None,
             "keep": settings.keep,
-            "kept": len(kept),
+            "kept": len(records),
             "left_out": {reason: number for reason, number in left_out.items() if number},
         }
 

@@ -47,7 +47,7 @@ class AskedModel:
 
     Raises:
       InputMissing: if there is no such run.
-      ConfigError: if its model does not continue text, or cannot tell the words apart.
+      ConfigError: if its model does not continue text, or both words begin with the same token.
     """
 
     def __init__(self, ref: str, flag: str, say: Log = lambda _: None):
@@ -63,9 +63,9 @@ class AskedModel:
         yes, no = (opened.tokenizer.encode(word)[0] for word in WORDS)
         if yes == no:
             raise ConfigError(
-                "the judge cannot tell Yes from No",
+                "the judge cannot answer Yes or No",
                 where=f"{flag}={ref}",
-                why="both begin with the same token",
+                why="both words begin with the same token",
                 fix="name a run with another tokenizer",
             )
         ways = rules.split(opened.model.mesh, "batch")

@@ -82,14 +82,14 @@ def test_a_collection_that_was_cut_resumes_to_the_same_bytes(
     (out / "collect.json").write_bytes((collected / "collect.json").read_bytes())
     whole = (collected / "samples.jsonl").read_bytes()
     (out / "samples.jsonl").write_bytes(whole[: 3 * len(whole) // 4])
-    again = [*words, f"--judge={writer.parent}/judge.py:long", f"--out={out}"]
-    assert main([*again, "--keep=pairs"]) == 0
+    command = [*words, f"--judge={writer.parent}/judge.py:long", f"--out={out}"]
+    assert main([*command, "--keep=pairs"]) == 0
     for name in ("samples.jsonl", "kept.jsonl"):
         assert (out / name).read_bytes() == (collected / name).read_bytes()
     capfd.readouterr()
-    assert main([*again, "--keep=all", "--json"]) == 0
+    assert main([*command, "--keep=all", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["kept"] == 80
-    assert main([*again, "--seed=1"]) == 2
+    assert main([*command, "--seed=1"]) == 2
     assert f"--out={out}-2" in capfd.readouterr().err
 
 
@@ -131,7 +131,7 @@ def test_each_unusable_input_names_its_fix(words, writer, tmp_path, capfd, flags
 
 
 def test_the_best_answer_has_ended_and_ties_make_no_pair():
-    from jaxlm.recipes.collect.keeping import kept
+    from jaxlm.recipes.collect.keeping import select
 
     def line(prompt, text, score, reason="eos_token"):
         return {"id": prompt, "prompt": prompt, "text": text, "score": score, "reason": reason}
@@ -142,14 +142,14 @@ def test_the_best_answer_has_ended_and_ties_make_no_pair():
         line("c", "cut", 1.0, "length"),
     ]
     left_out = Counter()
-    best = kept(lines, "best", "best", left_out)
+    best = select(lines, "best", "best", left_out)
     assert [each["completion"] for each in best] == ["x", "y"]
     assert left_out == {"without a scored answer that ended": 1}
     left_out = Counter()
-    pairs = kept(lines, "pairs", "best", left_out)
+    pairs = select(lines, "pairs", "best", left_out)
     assert [(each["chosen"], each["rejected"]) for each in pairs] == [("y", "z")]
     assert left_out["with equal scores"] == 1
-    every = kept(lines, "pairs", "all", Counter())
+    every = select(lines, "pairs", "all", Counter())
     assert len(every) == 3
 
 
