@@ -230,6 +230,9 @@ class MTP(LeftToRight):
             yield "weights", why, "--config.objective.weights=0.3"
 
 
+Divergence = Literal["forward", "reverse", "jsd"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distill(LeftToRight):
     """Learn the next-token distribution of a frozen teacher: knowledge distillation."""
@@ -241,6 +244,15 @@ class Distill(LeftToRight):
     )
     temperature: float = setting(
         1.0, "divisor of both models' logits in the divergence", above=0, high=100
+    )
+    divergence: Divergence = setting(
+        "forward",
+        "forward, KL(teacher | student), covers all that the teacher does; reverse, "
+        "KL(student | teacher), leaves out what the student cannot; jsd, the Jensen-Shannon "
+        "divergence, is between them",
+    )
+    beta: float = setting(
+        0.5, "share of the teacher in the mixture that jsd compares both with", above=0, below=1
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:

@@ -1,5 +1,6 @@
 """Knowledge distillation: learn the next-token distribution of a frozen run."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -20,21 +21,25 @@ class DistillScores(NamedTuple):
     """Figures of each slot from one pass over the logits of both models."""
 
     student: TokenScores
-    divergence: Array  # KL(teacher || student) at the temperature, nats, [B, T]
+    divergence: Array  # at the temperature, nats, [B, T]
+    kl: Array  # KL(teacher || student) at the temperature, nats, [B, T]
     teacher_nll: Array  # nats, [B, T], without gradients
 
 
 class Distillation(Objective[config.Distill]):
-    """Minimize (1 - a) nll_t + a T^2 KL(teacher_t || student_t) over the trained tokens.
+    """Minimize (1 - a) nll_t + a T^2 D(teacher_t, student_t) over the trained tokens.
 
-    a is `objective.weight`. Both distributions of the divergence are softmax(logits / T). T^2
-    keeps its gradient at the scale of the labels' gradient. z-loss and label smoothing apply to
-    the labels' part. Logits of `loss.chunk` tokens are in memory at a time, of both models.
+    a is `objective.weight`, and D `objective.divergence`, see `divergence`. Both distributions of
+    it are softmax(logits / T). T^2 keeps its gradient at the scale of the labels' gradient. z-loss
+    and label smoothing apply to the labels' part. Logits of `loss.chunk` tokens are in memory at a
+    time, of both models.
 
-    Metrics: those of next-token prediction, `teacher_kl_nats` and `teacher_nats`, the teacher's
-    own loss on the same tokens.
+    Metrics: those of next-token prediction, `teacher_kl_nats`, which is of KL(teacher || student)
+    for every D, `divergence_nats` of another D, and `teacher_nats`, the teacher's own loss on the
+    same tokens.
 
-    Source: Hinton, Vinyals and Dean 2015, arXiv:1503.02531, section 2.
+    Source: Hinton, Vinyals and Dean 2015, arXiv:1503.02531, section 2; Agarwal et al. 2023,
+    arXiv:2306.13649, section 3.1 (reverse, jsd).
     """
 
     def loss(
@@ -51,9 +56,13 @@ class Distillation(Objective[config.Distill]):
             with jax.named_scope("unembed"):
                 logits = student_logits(values[0])
                 fixed = jax.lax.stop_gradient(teacher_logits(values[1]))
+                pair = fixed, logits, settings.temperature
+                kl = divergence(*pair)
+                is_forward = settings.divergence == "forward"
                 return DistillScores(
                     token_scores(logits, targets, loss.label_smoothing),
-                    divergence(fixed, logits, settings.temperature),
+                    kl if is_forward else divergence(*pair, settings.divergence, settings.beta),
+                    jax.lax.stop_gradient(kl),
                     token_scores(fixed, targets).nll,
                 )
 
@@ -61,9 +70,12 @@ class Distillation(Objective[config.Distill]):
         scores = in_chunks(scored, both, sharded.targets, tokens=loss.chunk)
         scores = context.zigzag_unshard(scores, parts)
         labels, metrics = weighted(scores.student, batch.weights, loss)
-        metrics["teacher_kl_nats"] = Mean.of(scores.divergence, batch.weights)
+        metrics["teacher_kl_nats"] = Mean.of(scores.kl, batch.weights)
+        compared = Mean.of(scores.divergence, batch.weights)
+        if settings.divergence != "forward":
+            metrics["divergence_nats"] = compared
         metrics["teacher_nats"] = Mean.of(scores.teacher_nll, batch.weights)
-        teacher_part = settings.temperature**2 * metrics["teacher_kl_nats"].total
+        teacher_part = settings.temperature**2 * compared.total
         total = (1 - settings.weight) * labels + settings.weight * teacher_part
         return Loss(
             Mean(total, metrics["loss_nats"].weight),
@@ -72,8 +84,33 @@ class Distillation(Objective[config.Distill]):
         )
 
 
-def divergence(teacher: Array, student: Array, temperature: float) -> Array:
-    """Return KL(softmax(teacher / T) || softmax(student / T)) over the last axis, float32 nats."""
+def divergence(
+    teacher: Array,
+    student: Array,
+    temperature: float,
+    kind: config.Divergence = "forward",
+    beta: float = 0.5,
+) -> Array:
+    """Return a divergence of P = softmax(teacher / T) and Q = softmax(student / T), float32 nats.
+
+    forward is KL(P || Q), reverse KL(Q || P), and jsd b KL(P || M) + (1 - b) KL(Q || M) with
+    M = b P + (1 - b) Q.
+
+    Args:
+      teacher, student: logits, over the last axis.
+      temperature: T.
+      kind: forward, reverse or jsd.
+      beta: b of jsd.
+    """
     log_p = jax.nn.log_softmax(teacher.astype(jnp.float32) / temperature)
     log_q = jax.nn.log_softmax(student.astype(jnp.float32) / temperature)
+    if kind == "forward":
+        return _kl(log_p, log_q)
+    if kind == "reverse":
+        return _kl(log_q, log_p)
+    log_m = jnp.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+
+
+def _kl(log_p: Array, log_q: Array) -> Array:
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)

@@ -125,6 +125,36 @@ def test_the_divergence_has_no_gradient_for_the_teacher_and_is_never_negative():
     assert np.isfinite(divergence(100 * teacher, -100 * student, 1.0)).all()
 
 
+@pytest.mark.parametrize("kind", ["reverse", "jsd"])
+def test_other_divergences_are_those_of_a_float64_reference(blueprint, models, kind):
+    student, teacher = (logits_of(blueprint, params) for params in models)
+    log_p, log_q = log_softmax(teacher / TEMPERATURE), log_softmax(student / TEMPERATURE)
+    p, q, beta = np.exp(log_p), np.exp(log_q), 0.25
+    mixed = np.log(beta * p + (1 - beta) * q)
+    parts = {
+        "reverse": q * (log_q - log_p),
+        "jsd": beta * p * (log_p - mixed) + (1 - beta) * q * (log_q - mixed),
+    }
+    weights = np.asarray(rows().weights, np.float64)
+    expected = (weights * parts[kind].sum(-1)).sum() / weights.sum()
+    settings = Distill(teacher="a", weight=1.0, temperature=TEMPERATURE, divergence=kind, beta=beta)
+    objective = build(settings, LossConfig(chunk=4))
+
+    def loss(params, teacher):
+        result = objective.loss(blueprint.merge(params), rows(), None, blueprint.merge(teacher))
+        return result.value, result.metrics
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (value, metrics), grads = run(*models)
+    np.testing.assert_allclose(value, TEMPERATURE**2 * expected, rtol=1e-4)
+    np.testing.assert_allclose(metrics["divergence_nats"].value, expected, rtol=1e-4)
+    kl = (weights * (p * (log_p - log_q)).sum(-1)).sum() / weights.sum()
+    np.testing.assert_allclose(metrics["teacher_kl_nats"].value, kl, rtol=1e-4)
+    (value, _), grads = run(models[0], models[0])
+    assert abs(float(value)) < 1e-6
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
