@@ -28,6 +28,13 @@ COLUMNS = {
     "accuracy": "token_accuracy",
     "calibration error": "calibration_error",
 }
+REWARDED = {
+    "reward": "reward",
+    "pass@1": "pass_1",
+    "greedy reward": "greedy_reward",
+    "greedy pass": "greedy_pass",
+    "ended": "ended_share",
+}
 COMPARED = {"preferred": "preference_accuracy", "margin": "margin", "chosen nats": "chosen_nats"}
 VERIFYING = ("samples", "prompts", "max_tokens", "seed")  # flags that need --verify
 
@@ -92,12 +99,14 @@ def run(args: Any, out: Output) -> int:
     verify = VerifySettings(check=args.verify, **drawn) if args.verify else None
     answer = evaluate(workdir, verify=verify, say=out.log, **flags)
     is_compared = any("preference_accuracy" in figures for figures in answer["sets"].values())
-    columns_shown = COLUMNS | COMPARED if is_compared else COLUMNS
-    rows, lines = [("set", "tokens", *columns_shown)], list[str]()
+    is_rewarded = any("pass_1" in figures for figures in answer["sets"].values())
+    columns_shown = COLUMNS | COMPARED if is_compared else REWARDED if is_rewarded else COLUMNS
+    unit = "prompts" if is_rewarded else "tokens"
+    rows, lines = [("set", unit, *columns_shown)], list[str]()
     for name, figures in answer["sets"].items():
         values = [figures.get(key) for key in columns_shown.values()]
         shown = ["-" if value is None else f"{value:.4f}" for value in values]
-        rows.append((name, str(figures["tokens"]), *shown))
+        rows.append((name, str(figures[unit]), *shown))
         if figures.get("pairs"):
             name = f"{name}: {figures['preference_accuracy']:.1%} of {figures['pairs']} preferred"
             ends = (f"{figures[f'preference_accuracy_{each}']:.1%}" for each in ("low", "high"))

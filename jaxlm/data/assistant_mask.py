@@ -97,6 +97,20 @@ class MaskRenderer:
             located[number] = self._subtracted(guarded[number], beginnings)
         return located  # type: ignore[return-value]
 
+    def render_prompts(self, prompts: Sequence[Conversation]) -> list[Rendered | Rejected]:
+        """Return the text of each conversation with the header of the next answer.
+
+        Raise DataError as `render` does.
+        """
+        guarded = [each.mapped(self._control.guarded) for each in prompts]
+        items = [_item(each, [(len(each.messages), True)]) for each in guarded]
+        return [
+            Rejected(REFUSED, text.why, FIX)
+            if isinstance(text, Refusal)
+            else Rendered(_plain(text), [], is_open=False)
+            for (text,) in self._renderer.render(items)
+        ]
+
     def _items(self, conversation: Conversation) -> list[Item]:
         """Return what is rendered first: the conversation, and without marks its enclosed form."""
         messages, weights = conversation.messages, conversation.weights

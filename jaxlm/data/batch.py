@@ -25,6 +25,14 @@ class Answers(NamedTuple):
     reference: Float[Array, "B S"] | None = None
 
 
+class Rollout(NamedTuple):
+    """Sampled answers, one in each row; 0 in slots whose target was not sampled."""
+
+    log_p: Float[Array, "B T"]  # of the target, in the distribution it was drawn from, nats
+    advantages: Float[Array, "B T"]
+    counts: Float[Array, "B T"]  # their sum over the batch is the divisor of the loss
+
+
 class Tokens(NamedTuple):
     """Rows of packed documents and everything that a token-level loss needs.
 
@@ -40,7 +48,8 @@ class Tokens(NamedTuple):
     `source` [B, S] is the encoder's input of an encoder-decoder; a decoder segment attends to the
     source segment of the same number.
 
-    `answers` are the sides of pairs, or the labels of answers; None for other data.
+    `answers` are the sides of pairs, or the labels of answers; None for other data. `rollout` is
+    of answers that the model sampled; None for other data.
     """
 
     tokens: Int[Array, "B T"]
@@ -54,6 +63,7 @@ class Tokens(NamedTuple):
     source: Int[Array, "B S"] | None = None
     source_segments: Int[Array, "B S"] | None = None
     answers: Answers | None = None
+    rollout: Rollout | None = None
 
     @property
     def read_count(self) -> Int[Array, ""]:

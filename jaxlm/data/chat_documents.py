@@ -15,12 +15,21 @@ from jaxlm.data import chat_templates, formats
 from jaxlm.data.assistant_mask import MaskRenderer, Rendered
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.control_tokens import CUT, ControlTokens, WeightedIds, WeightedSpan
-from jaxlm.data.conversations import EQUAL, TOO_LONG, UNTRAINED, Conversation, Rejected
+from jaxlm.data.conversations import (
+    EQUAL,
+    TOO_LONG,
+    TOO_SHORT,
+    UNTRAINED,
+    Conversation,
+    Rejected,
+)
+from jaxlm.data.prompts import Prompt
 from jaxlm.data.records import Document, not_a_conversation
 from jaxlm.data.tokenizer import Tokenizer
 
 VERSION = 2  # of ids and weights; cached tokens of another version are made again
 BATCH = 256  # conversations that are rendered by one request
+MIN_PROMPT = 2  # ids, as of every document
 PROBED = 1000  # conversations among which a single refused one is tolerated
 
 Overlong = Literal["drop", "left", "error"]
@@ -33,7 +42,7 @@ class Encoded(NamedTuple):
     """A document and its ids; `weights` are those of the ids of a conversation.
 
     `bytes` are those of the text if the document has only ids. `side` and `margin` are those of an
-    answer that was compared or judged, see `Conversation`.
+    answer that was compared or judged, see `Conversation`. `prompt` is what is rewarded.
     """
 
     document: Document
@@ -42,6 +51,7 @@ class Encoded(NamedTuple):
     bytes: int | None = None
     side: int = 0
     margin: float = 0.0
+    prompt: Prompt | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +141,9 @@ class _Batches(contextlib.ExitStack):
                         shorter[number] = document, cut
                     else:
                         reasons[number] = TOO_LONG
-                elif ids.weights[1:].any():
+                elif conversation.goal is not None and len(ids.ids) < MIN_PROMPT:
+                    reasons[number] = TOO_SHORT
+                elif ids.weights[1:].any() or conversation.goal is not None:
                     results[number] = _Result(document, conversation, text, ids)
                 else:
                     reasons[number] = UNTRAINED
@@ -168,16 +180,23 @@ class _Batches(contextlib.ExitStack):
             self._renderer = self.enter_context(
                 MaskRenderer(self._settings.template, self._control)
             )
-        answers = iter(self._renderer.render(chats) if self._renderer is not None else ())
+        answers: Iterator[Rendered | Rejected] = iter(())
+        if chats and self._renderer is not None:  # all or no others are prompts
+            is_prompt = chats[0].goal is not None
+            render = self._renderer.render_prompts if is_prompt else self._renderer.render
+            answers = iter(render(chats))
         return [self._joined(each) if each.is_plain else next(answers) for each in conversations]
 
     def _joined(self, conversation: Conversation) -> Rendered:
         tokenizer = self._settings.tokenizer
         names = {number: name for name, number in tokenizer.specials.items()}
         begin = "".join(names.get(number, "") for number in tokenizer.before)
-        prompt, completion = (
+        prompt, *completions = (
             self._control.guarded(message["content"]) for message in conversation.messages
         )
+        if not completions:
+            return Rendered(begin + prompt, [], is_open=False)
+        (completion,) = completions
         # What is generated from begins with a token of its own.
         cut = "" if tokenizer.lead else CUT
         start = len(begin + prompt + cut)
@@ -259,9 +278,17 @@ class _Result(NamedTuple):
 
     @property
     def encoded(self) -> Encoded:
-        """Return the ids, and the judgment of the answer."""
-        side, margin = self.conversation.side, self.conversation.margin
-        return Encoded(self.document, [self.ids.ids], self.ids.weights, side=side, margin=margin)
+        """Return the ids, and the judgment of the answer, or the goal of a prompt."""
+        conversation = self.conversation
+        goal = conversation.goal
+        return Encoded(
+            self.document,
+            [self.ids.ids],
+            self.ids.weights,
+            side=conversation.side,
+            margin=conversation.margin,
+            prompt=None if goal is None else Prompt(conversation.text, *goal),
+        )
 
 
 def _items(document: Document) -> Iterator[Item]:

@@ -59,7 +59,8 @@ class DataConfig:
         "from and value, with tools; completion: prompt and completion, texts or messages. A turn "
         "may have train: false or a weight. Conversations are packed whole. For the objective "
         "preference: pairs: prompt, chosen and rejected, texts or messages, with a margin; "
-        "labeled: prompt, completion and label, true or false",
+        "labeled: prompt, completion and label, true or false. For the objective policy: prompts: "
+        "prompt, a text or messages, with answer and info for the reward",
     )
     kinds: tuple[str, ...] = setting(
         (),
@@ -159,6 +160,11 @@ class DataConfig:
         return self.kind if self.kind in PREFERENCES else ""
 
     @property
+    def has_prompts(self) -> bool:
+        """If the data is prompts, whose answers are sampled."""
+        return self.kind == "prompts"
+
+    @property
     def has_chats(self) -> bool:
         """If a source or a validation set is conversations."""
         return any(self.of(name).chat for name in (*self.sources, *self.validation_sets))
@@ -193,8 +199,8 @@ class DataConfig:
         if not self.has_chats:
             return
         others = {self.of(name).kind for name in (*self.sources, *self.validation_sets)}
-        if others & {*PREFERENCES} and (others != {self.kind} or len(self.sources) > 1):
-            why = "answers that were compared or judged are one source, without other kinds of data"
+        if others & {*PREFERENCES, "prompts"} and (others != {self.kind} or len(self.sources) > 1):
+            why = "prompts, and answers that were compared or judged, are one source of one kind"
             entries = ",".join(entry.partition("=")[2] or entry for entry in self.train)
             yield "train", why, f"--config.data.train={entries} '--config.data.kinds=()'"
         if self.train == ("stdlib:train",):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["text", "chat", "completion", "pairs", "labeled"]
+Kind = Literal["text", "chat", "completion", "pairs", "labeled", "prompts"]
 PREFERENCES: tuple[Kind, ...] = ("pairs", "labeled")  # answers that are compared, or judged
 Message = dict[str, Any]
 
@@ -41,6 +41,7 @@ NO_ANSWER = "without an assistant turn"
 EMPTY_TURN = "with an empty turn"
 UNTRAINED = "without a trained turn"
 TOO_LONG = "longer than a row"
+TOO_SHORT = "of one token"
 EQUAL = "with equal answers"
 NO_CHOICE = "rated as a tie, or skipped"
 OTHER_PROMPT = "with different prompts"
@@ -66,6 +67,13 @@ class Rejected(Exception):
         self.reason, self.why, self.fix = reason, why, fix
 
 
+class Goal(NamedTuple):
+    """The known answer to a prompt, if any, and what else a reward function reads."""
+
+    answer: str | None
+    info: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Conversation:
     """Messages as a chat template reads them, and the weight of each.
@@ -73,7 +81,7 @@ class Conversation:
     `is_plain` is a prompt and its completion as text, without a template. `side` is 1 for an
     answer that was chosen, or judged good, -1 for the other kind, and 0 for a conversation without
     a judgment. `rejected` is the other conversation of a pair, and `margin` the difference of their
-    rewards, if it is known.
+    rewards, if it is known. `goal` is of a prompt, which has no answer yet.
     """
 
     messages: Sequence[Message]
@@ -83,6 +91,7 @@ class Conversation:
     side: int = 0
     margin: float = 0.0
     rejected: "Conversation | None" = None
+    goal: Goal | None = None
 
     @property
     def has_more(self) -> bool:
@@ -107,6 +116,8 @@ class Conversation:
     def prompt(self) -> str:
         """Return what precedes the first answer, as JSON; a split keeps equal prompts together."""
         roles = [message["role"] for message in self.messages]
+        if self.goal is not None:
+            return json.dumps(self.messages, sort_keys=True)
         return json.dumps(self.messages[: roles.index("assistant")], sort_keys=True)
 
 
@@ -146,6 +157,20 @@ def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
         if _is_empty(message) and not is_free:
             raise Rejected(EMPTY_TURN, f"turn {number}, of {message['role']}, has no text")
     return Conversation(messages, weights, _tools(record.get("tools")))
+
+
+def unanswered(turns: Sequence[Any], tools: Any, goal: Goal) -> Conversation:
+    """Return the conversation of messages that the model answers.
+
+    Raise Rejected if the messages cannot be used, or end with an answer.
+    """
+    messages = [_message(turn, number) for number, turn in enumerate(turns)]
+    if messages[-1]["role"] == "assistant":
+        why = "the last turn of the prompt is of assistant"
+        raise Rejected(OTHER_FORM, why, "leave out the answer of the last turn")
+    if _is_empty(messages[-1]) and messages[-1]["role"] != "tool":
+        raise Rejected(EMPTY_TURN, "the last turn of the prompt has no text")
+    return Conversation(messages, [0.0] * len(messages), _tools(tools), goal=goal)
 
 
 def _chat(record: dict[str, Any]) -> tuple[Any, ...]:

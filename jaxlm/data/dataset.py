@@ -59,6 +59,7 @@ def open_data(
     prepare: PrepareRows = lambda tokenizer, sequence: RowChanges(),
     row_at: Callable[[Span], int] = lambda span: int(span.amount),
     rows: int = 0,
+    reserved: int = 0,
     root: Path | None = None,
     log: Log = lambda _: None,
     warn: Log = lambda _: None,
@@ -74,6 +75,7 @@ def open_data(
       prepare: makes the objective's changes of rows.
       row_at: row of the stream at which a span of the run ends, for weights that change.
       rows: rows of the whole run, for the same.
+      reserved: slots of a row that the prompts of `data.kind=prompts` leave free.
       warn: called at every opening with documents left out or changed.
       progress: called during hashing and tokenizing.
 
@@ -86,7 +88,10 @@ def open_data(
     digests = TextDigests(root, progress, log)
     encoder = _tokenizer(config, train_parts, digests)
     changes = prepare(encoder, config.sequence)
-    opener = _Opener(encoder, _chat_encoder(config, encoder), digests, warn)
+    chat = _chat_encoder(config, encoder)
+    if chat is not None and config.has_prompts:
+        chat = dataclasses.replace(chat, sequence=config.sequence - reserved)
+    opener = _Opener(encoder, chat, digests, warn)
     opened = {part.source: opener.shards(part) for part in train_parts}
     _check_changes(opened.values(), changes)
     _check_answers(opened.values(), config)

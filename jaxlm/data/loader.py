@@ -13,7 +13,7 @@ import numpy as np
 from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.data.batch import Answers, Tokens
+from jaxlm.data.batch import Answers, Rollout, Tokens
 from jaxlm.data.corrupt.rows import RowChange, RowKey
 from jaxlm.data.packing import PackingPlan
 from jaxlm.data.shards import AnyShards, DamagedShard
@@ -366,6 +366,15 @@ def with_pair(batch: Tokens) -> Tokens:
         positions=positions.astype(np.int32),  # type: ignore[arg-type]
         answers=Answers(sides, 0 * sides, 0 * sides),  # type: ignore[arg-type]
     )
+
+
+def with_rollout(batch: Tokens) -> Tokens:
+    """Return a host's batch whose rows are samples with advantages of both signs."""
+    weights = np.asarray(batch.weights)
+    signs = 1 - 2 * (np.arange(len(weights)) % 2)[:, None]
+    likelihood = np.full_like(weights, -np.log(1 + np.max(batch.targets)))
+    columns: Any = likelihood, signs * (weights > 0), weights > 0
+    return batch._replace(rollout=Rollout(*(each.astype(np.float32) for each in columns)))
 
 
 def cut_rows(batch: Tokens, length: int) -> Tokens:

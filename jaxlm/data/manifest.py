@@ -24,6 +24,7 @@ from jaxlm.data.blocks import BLOCK
 FORMAT_VERSION = 2
 NAME, TOKENIZER, FILES = "manifest.json", "tokenizer", "files.json"
 TEMPLATE = "chat_template.json"
+PROMPTS = "prompts.jsonl"  # text, answer and info of each document of prompts
 DTYPES = "uint16", "uint32"
 DOCUMENT_BYTES = 3 * 8  # end of the document, number of its file, number of its record
 ANSWER_BYTES = 2 * 4  # side of an answer, margin of its pair
@@ -71,6 +72,7 @@ class Manifest:
     template: str = ""  # sha256 of the chat template
     figures: dict[str, int] = dataclasses.field(default_factory=dict)  # turns, trained tokens
     answers: str = ""  # pairs, of two documents each, or labeled; empty for other data
+    prompts_sha256: str = ""  # of the file of prompts; empty for other data
 
     @property
     def trained(self) -> int:
@@ -85,7 +87,8 @@ class Manifest:
             for each in self.shards
         ]
         weights = [str(weight) for weight in self.weights]
-        return [digest for each in files for digest in each if digest] + weights
+        prompts = [self.prompts_sha256] if self.prompts_sha256 else []
+        return [digest for each in files for digest in each if digest] + weights + prompts
 
     def files(self, number: int) -> dict[str, tuple[int, str]]:
         """Return the size in bytes and sha256 of each file of a shard, by name."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 from jaxlm.core import disk
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import from_python, manifest, preferred, remote
+from jaxlm.data import from_python, manifest, preferred, prompts, remote
 from jaxlm.data.config import DataConfig
 from jaxlm.data.conversations import ONE_A_LINE
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
@@ -300,6 +300,8 @@ def probe(corpus: Corpus, setting: str, most: int = PROBED_BYTES) -> None:
         what = "the data contains no text"
         if corpus.chat is not None:
             what = "no conversation has an answer"
+            if corpus.chat.kind == "prompts":
+                what = "no record has a prompt"
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
         why = (
             f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, "
@@ -307,5 +309,6 @@ def probe(corpus: Corpus, setting: str, most: int = PROBED_BYTES) -> None:
         )
         fix = f"ls -l {shlex.join(corpus.names[:3])}"
         if corpus.chat is not None:
-            fix = preferred.FORMS.get(corpus.chat.kind, ONE_A_LINE)
+            forms = preferred.FORMS | {"prompts": prompts.ONE_PROMPT}
+            fix = forms.get(corpus.chat.kind, ONE_A_LINE)
         raise DataError(what, where=setting, why=why, fix=fix)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import conversations, formats, preferred
+from jaxlm.data import conversations, formats, preferred, prompts
 from jaxlm.data.conversations import (
     NO_MESSAGES,
     PREFERENCES,
@@ -144,8 +144,11 @@ def _document(
         kind = OTHER_TYPE if is_there else NO_TEXT
         return Broken(kind, _no_text(value, name, number, text_key))
     try:
-        read = preferred.parse if chat.kind in PREFERENCES else conversations.parse
-        conversation = read(value, chat.kind, chat.roles)
+        if chat.kind == "prompts":
+            conversation = prompts.parse(value)
+        else:
+            read = preferred.parse if chat.kind in PREFERENCES else conversations.parse
+            conversation = read(value, chat.kind, chat.roles)
     except Rejected as rejected:
         is_broken = rejected.reason in conversations.BROKEN
         error = not_a_conversation(rejected, name, number) if is_broken else None

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import chat_templates, formats, manifest, tokenizer_file
+from jaxlm.data import chat_templates, formats, manifest, prompts, tokenizer_file
 from jaxlm.data.blocks import BLOCK, BlockReader, Damage
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.manifest import Manifest
+from jaxlm.data.prompts import Prompt
 from jaxlm.data.tokenizer import Tokenizer
 
 OPEN_SHARDS = 200  # two or three open files each; the default limit of a process is 1024
@@ -207,6 +208,15 @@ class TokenShards(_Numbered):
             columns.append(np.frombuffer(data, "<f4").reshape(-1, 2))
         return np.concatenate(columns)
 
+    @functools.cached_property
+    def prompts(self) -> list[Prompt]:
+        """Text, answer and info of each document of prompts; empty for other data.
+
+        Raise DataError if the file differs from what was written.
+        """
+        digest = self.manifest.prompts_sha256
+        return prompts.read(self._content(manifest.PROMPTS, digest)) if digest else []
+
     def origin(self, document: int) -> tuple[str, int]:
         """Return the file of a document and the number of its line or row there, see `Document`.
 
@@ -364,6 +374,11 @@ class JoinedShards(_Numbered):
         """Side and margin of each document, like `TokenShards.answers`."""
         return np.concatenate([part.answers for part in self.parts])
 
+    @functools.cached_property
+    def prompts(self) -> list[Prompt]:
+        """Prompts of all documents, like `TokenShards.prompts`."""
+        return [prompt for part in self.parts for prompt in part.prompts]
+
     def origin(self, document: int) -> tuple[str, int]:
         """Return the file and record of a document, like `TokenShards.origin`."""
         part, inner = self._locate(document)
@@ -401,6 +416,7 @@ def _sum(manifests: list[Manifest]) -> Manifest:
         for name in {"longest", "longest_pair"} & figures.keys():
             figures[name] = max(each.figures.get(name, 0) for each in manifests)
     names = "".join(manifest.files_sha256 for manifest in manifests)
+    prompts = "".join(manifest.prompts_sha256 for manifest in manifests)
     return dataclasses.replace(
         manifests[0],
         **{name: sum(getattr(each, name) for each in manifests) for name in SUMMED},
@@ -409,5 +425,6 @@ def _sum(manifests: list[Manifest]) -> Manifest:
         template=next((each.template for each in manifests if each.template), ""),
         figures=dict(figures),
         files_sha256=hashlib.sha256(names.encode()).hexdigest(),
+        prompts_sha256=hashlib.sha256(prompts.encode()).hexdigest() if prompts else "",
         shards=tuple(shard for manifest in manifests for shard in manifest.shards),
     )

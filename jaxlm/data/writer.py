@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxlm.core.errors import DataError
-from jaxlm.data import cache, chat_templates, formats, long_text, manifest
+from jaxlm.data import cache, chat_templates, formats, long_text, manifest, prompts
 from jaxlm.data.blocks import BlockWriter
 from jaxlm.data.chat_documents import ChatEncoder, Encoded
 from jaxlm.data.config import FIND_TOKENIZERS
@@ -89,6 +89,7 @@ class _Writer:
         self.dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
         self.files = {name: number for number, name in enumerate(files)}
         self.shards: list[Shard] = []
+        self._prompts: list[bytes] = []  # lines
         self.totals = Counter[str]()
         around = ((), ()) if chat is not None else (tokenizer.before, tokenizer.after)
         self._before, self._after = (np.array(ids, self.dtype) for ids in around)
@@ -119,6 +120,8 @@ class _Writer:
                 self._columns[2].write(self._numbers(document, each.weights))
             if each.side:
                 self._columns[3].write(np.array([each.side, each.margin], "<f4"))
+            if each.prompt is not None:
+                self._prompts.append(prompts.serialized(each.prompt))
             place = document.place
             if place - reported >= PROGRESS_BYTES:
                 reported = place
@@ -192,6 +195,9 @@ class _Writer:
         template = b"" if self.chat is None else chat_templates.serialized(self.chat.template)
         if template:
             (self.folder / manifest.TEMPLATE).write_bytes(template)
+        lines = b"".join(self._prompts)
+        if lines:
+            (self.folder / manifest.PROMPTS).write_bytes(lines)
         Manifest(
             tokenizer=self.tokenizer.digest,
             vocab=self.tokenizer.size,
@@ -207,6 +213,7 @@ class _Writer:
             template=hashlib.sha256(template).hexdigest() if template else "",
             figures={} if self.chat is None else dict(self.figures),
             answers="" if self.chat is None else self.chat.answers,
+            prompts_sha256=hashlib.sha256(lines).hexdigest() if lines else "",
         ).write(self.folder)
 
 

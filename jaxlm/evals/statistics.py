@@ -93,6 +93,17 @@ def estimate(
     return Estimate(mean, error, mean - reach, mean + reach)
 
 
+def pass_at_k(passed: Int[np.ndarray, "n"], samples: int, k: int) -> float:
+    """Return the mean probability that one of k samples of an item passes, without bias.
+
+    `passed` is the number of the item's `samples` that passed.
+
+    Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
+    """
+    failing = [math.comb(samples - int(count), k) / math.comb(samples, k) for count in passed]
+    return 1 - sum(failing) / len(failing)
+
+
 def difference(
     first: Values,
     second: Values,

@@ -149,6 +149,7 @@ def build(
     penalties: Penalties = NO_PENALTIES,
     stops: Int[Array, "S V"] | None = None,
     is_scored: bool = False,
+    temperature: float | None = None,
     is_int8: bool = False,
     lookup: int = 0,
 ) -> Decoding:
@@ -168,6 +169,8 @@ def build(
       penalties: change of the logits before drawing.
       stops: table of `text_stream.automaton`.
       is_scored: return log-probabilities of the model over all ids, before penalties and cuts.
+      temperature: that of `draw`, to return log-probabilities of the distribution drawn from: over
+        the allowed ids, after penalties. None returns those of the model.
       is_int8: store the KV cache in int8. It has P + max_tokens slots a row; after an encoder,
         which reads the prompts, max_tokens.
       lookup: tokens guessed at a time and verified in one forward pass with the last drawn token.
@@ -241,6 +244,8 @@ def build(
         if allowed is not None:
             logits = jnp.where(allowed[None], logits, -jnp.inf)
         token = draw(logits, jax.vmap(jax.random.fold_in)(keys, state.length))
+        if temperature is not None:
+            raw = logits / temperature
         row, place = jnp.arange(len(token)), jnp.where(live, state.length, max_tokens)
         scores = state.log_probabilities
         if scores is not None:

@@ -36,6 +36,7 @@ def _loss(value: float | None) -> str:
 COLUMNS = (
     Column("step", 8, "step", str),
     Column("loss", 8, "loss_nats", _loss),
+    Column("reward", 8, "reward", _loss),
     Column("lr", 9, "learning_rate", _three),
     Column("grad", 7, "grad_norm", _three),
     Column("tok/s", 7, "tokens_per_second", formatting.count),
@@ -260,6 +261,7 @@ def _evaluation(record: Record, is_best: bool) -> str:
     doubt = "" if error is None else f"  \u00b1{error:.2g} on {record['share']:.1%}"
     shown = {"bits_per_byte": "{:.4f} bits/byte", "perplexity": "perplexity {:<7.4g}"}
     shown |= {"token_accuracy": "accuracy {:5.1%}"}
+    shown |= {"pass_1": "pass@1 {:5.1%}", "greedy_pass": "greedy {:5.1%}"}
     for name, pattern in shown.items():
         value = record.get(name)
         text = "" if value is None else f"  {pattern.format(value)}"

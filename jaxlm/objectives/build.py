@@ -8,6 +8,7 @@ from jaxlm.objectives import config, objective
 from jaxlm.objectives.config import Architecture, LossConfig
 from jaxlm.objectives.distill import Distillation
 from jaxlm.objectives.objective import Objective
+from jaxlm.objectives.policy import PolicyLearning
 from jaxlm.objectives.preference import PreferenceLearning
 from jaxlm.objectives.reward import RewardLearning
 
@@ -44,7 +45,11 @@ def _own(settings: Any, loss: LossConfig, architecture: Architecture) -> Objecti
 
 
 def _class_of(
-    settings: config.TokenObjective | config.Distill | config.Preference | config.Reward,
+    settings: config.TokenObjective
+    | config.Distill
+    | config.Preference
+    | config.Reward
+    | config.Policy,
 ) -> type[Objective[Any]]:
     match settings:
         case config.Causal():
@@ -69,3 +74,5 @@ def _class_of(
             return PreferenceLearning
         case config.Reward():
             return RewardLearning
+        case config.Policy():
+            return PolicyLearning

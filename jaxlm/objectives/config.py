@@ -7,7 +7,7 @@ Example:
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxlm.core.config import setting
 from jaxlm.core.own import Interface
@@ -21,6 +21,13 @@ AUTO = "auto"
 PreferenceLoss = Literal["dpo", "ipo", "kto", "orpo", "simpo", "hinge"]
 Noise = Literal["conservative", "robust"]
 WITHOUT_REFERENCE: tuple[PreferenceLoss, ...] = ("orpo", "simpo")
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo", "reinforce"]
+Baseline = Literal["none", "batch", "group", "leave_one_out"]
+Scale = Literal["none", "batch", "group"]
+MeanOf = Literal["sequence", "token", "constant", "sum"]
+Surrogate = Literal["clip", "weight", "plain"]
+Ratio = Literal["token", "sequence"]
+Kl = Literal["none", "reward_k1", "loss_k3", "loss_k3_weighted"]
 Architecture = Literal["decoder", "encoder", "encoder-decoder"]
 # The way a model trained on an objective reads a prompt; "none": it cannot continue one.
 Prompts = Literal["left to right", "both ways", "none"]
@@ -41,6 +48,7 @@ class ObjectiveFacts:
       compares_answers: the data is answers that were compared or judged, and the loss is no
         negative log-likelihood.
       has_reward_head: the model has a head of one output, which scores texts.
+      samples_answers: the data is prompts, whose answers are sampled from the model and rewarded.
 
     The settings of an objective in a file of a user have `build(loss, architecture)` too, which
     returns the `Objective`, as `objectives.build` does for the others.
@@ -55,6 +63,7 @@ class ObjectiveFacts:
     marks_mtp_rows: ClassVar[bool] = False
     compares_answers: ClassVar[bool] = False
     has_reward_head: ClassVar[bool] = False
+    samples_answers: ClassVar[bool] = False
     teacher: str | None = None
 
     PARTS: ClassVar = Interface("objective", needs=("build",))
@@ -328,6 +337,142 @@ class Preference(ObjectiveFacts):
             yield "length", why, "--config.objective.length=auto"
 
 
+class PolicyTerms(NamedTuple):
+    """The parts of the loss of an algorithm, see `Policy`."""
+
+    baseline: Baseline
+    scale: Scale
+    mean: MeanOf
+    surrogate: Surrogate
+    ratio: Ratio
+    clip_low: float
+    clip_high: float
+
+
+ALGORITHMS: dict[Algorithm, PolicyTerms] = {
+    "grpo": PolicyTerms("group", "group", "sequence", "clip", "token", 0.2, 0.2),
+    "dr_grpo": PolicyTerms("group", "none", "constant", "clip", "token", 0.2, 0.2),
+    "dapo": PolicyTerms("group", "group", "token", "clip", "token", 0.2, 0.28),
+    "gspo": PolicyTerms("group", "group", "sequence", "clip", "sequence", 3e-4, 4e-4),
+    "rloo": PolicyTerms("leave_one_out", "none", "sum", "plain", "token", 0.2, 0.2),
+    "cispo": PolicyTerms("group", "group", "token", "weight", "token", 0.2, 4.0),
+    "reinforce": PolicyTerms("batch", "none", "sum", "plain", "token", 0.2, 0.2),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy(ObjectiveFacts):
+    """Raise the reward of answers that the model samples: policy gradients.
+
+    The loss is sum_t w_t L_t / N over the sampled tokens. An algorithm is a name for the settings
+    from `baseline` to `clip_high`; each may be set alone.
+
+    Source: Shao et al. 2024, arXiv:2402.03300 (grpo); Liu et al. 2025, arXiv:2503.20783 (dr_grpo);
+    Yu et al. 2025, arXiv:2503.14476 (dapo); Zheng et al. 2025, arXiv:2507.18071 (gspo); Ahmadian et
+    al. 2024, arXiv:2402.14740 (rloo); MiniMax 2025, arXiv:2506.13585 (cispo); Williams 1992
+    (reinforce).
+    """
+
+    name: Literal["policy"] = "policy"
+    algorithm: Algorithm = setting(
+        "grpo", "the settings from baseline to clip_high that are not set"
+    )
+    baseline: Literal["auto", Baseline] = setting(
+        AUTO,
+        "subtracted from a reward: group, the mean of the prompt's samples; leave_one_out, that of "
+        "its other samples; batch, that of all; none",
+        derived_from="algorithm",
+    )
+    scale: Literal["auto", Scale] = setting(
+        AUTO,
+        "divisor of an advantage: standard deviation of the rewards of the group, or of the batch; "
+        "none",
+        derived_from="algorithm",
+    )
+    mean: Literal["auto", MeanOf] = setting(
+        AUTO,
+        "sequence: mean over the tokens of a sample, then over samples; token: mean over all "
+        "tokens; constant: sum over tokens over rl.max_tokens, mean over samples; sum: sum over "
+        "tokens, mean over samples",
+        derived_from="algorithm",
+    )
+    surrogate: Literal["auto", Surrogate] = setting(
+        AUTO,
+        "loss of a token with advantage A and ratio r to the distribution drawn from: clip, "
+        "-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); weight, -min(r, 1 + clip_high) A log p "
+        "with a constant weight; plain, -r A",
+        derived_from="algorithm",
+    )
+    ratio: Literal["auto", Ratio] = setting(
+        AUTO,
+        "r of each token, or the geometric mean over the sample",
+        derived_from="algorithm",
+    )
+    clip_low: float | None = setting(
+        None,
+        "distance below 1 at which r is clipped; None for that of the algorithm",
+        low=0,
+        derived_from="algorithm",
+    )
+    clip_high: float | None = setting(
+        None,
+        "distance above 1 at which r is clipped; None for that of the algorithm",
+        low=0,
+        derived_from="algorithm",
+    )
+    kl: Kl = setting(
+        "none",
+        "penalty on the distance from the reference: reward_k1 subtracts the log-ratio of the rest "
+        "of the sample from the advantage, whose gradient is that of the divergence of samples; "
+        "loss_k3 adds an estimate at each token, whose gradient is that of the reverse divergence; "
+        "loss_k3_weighted multiplies it by r, whose gradient is that of the divergence at a token",
+    )
+    beta: float = setting(0.04, "weight of the penalty of kl", above=0)
+    reference: str = setting(
+        "adapter_off", "reference of kl: adapter_off, the base of an adapter; RUN or RUN@STEP"
+    )
+    truncated: Literal["score", "mask"] = setting(
+        "score",
+        "samples cut at rl.max_tokens: score rewards them as they are; mask leaves them out of the "
+        "loss",
+    )
+    dead_groups: Literal["drop", "keep"] = setting(
+        "drop",
+        "samples of a prompt whose rewards are equal: drop leaves them out of the mean; keep "
+        "counts them with their loss, which only kl makes other than 0",
+    )
+
+    keeps_rows: ClassVar[bool] = True
+    samples_answers: ClassVar[bool] = True
+
+    @property
+    def terms(self) -> PolicyTerms:
+        """Return the parts of the loss: those that are set, else those of the algorithm."""
+        default = ALGORITHMS[self.algorithm]
+        chosen = {name: getattr(self, name) for name in PolicyTerms._fields}
+        return default._replace(**{n: v for n, v in chosen.items() if v not in (AUTO, None)})
+
+    @property
+    def teacher(self) -> str | None:  # type: ignore[override]
+        """Return the run of the reference; None without one, or if it is the base."""
+        return None if self.kl == "none" or self._is_base else self.reference
+
+    @property
+    def compared_with(self) -> str | None:
+        """Return adapter_off if the reference is the base of an adapter; else None."""
+        return "adapter_off" if self.kl != "none" and self._is_base else None
+
+    @property
+    def _is_base(self) -> bool:
+        return self.reference == "adapter_off"
+
+    def derived(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield (setting, value, reason) for the settings that the algorithm determines."""
+        for name, value in self.terms._asdict().items():
+            if getattr(self, name) in (AUTO, None):
+                yield name, value, f"objective.algorithm = {self.algorithm}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reward(ObjectiveFacts):
     """Score chosen answers above rejected ones: a reward model, by Bradley and Terry."""
@@ -379,6 +524,7 @@ class Mixture:
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder",)
     compares_answers: ClassVar[bool] = False
     has_reward_head: ClassVar[bool] = False
+    samples_answers: ClassVar[bool] = False
     teacher: ClassVar[str | None] = None
     compared_with: ClassVar[str | None] = None
 
@@ -431,7 +577,7 @@ class Mixture:
 
 
 TokenObjective = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP
-Objective = TokenObjective | Mixture | Distill | Preference | Reward
+Objective = TokenObjective | Mixture | Distill | Preference | Reward | Policy
 
 
 def mtp_heads(objective: Objective) -> MtpConfig | None:

@@ -33,13 +33,14 @@ from jaxlm.models.families.union import (
     TabledFamily,
 )
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
-from jaxlm.objectives.config import Architecture, Causal, LossConfig, Objective, mtp_heads
+from jaxlm.objectives.config import Architecture, Causal, LossConfig, Objective, Policy, mtp_heads
 from jaxlm.optim import average_config, schedule_config
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.config import AdamW, Optimizer
 from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as run_problems
 from jaxlm.parallel.config import MeshConfig
+from jaxlm.rl.config import RLConfig
 from jaxlm.rl.reward_config import RewardConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
 from jaxlm.tune.config import Full, Tune, VirtualConfig
@@ -100,6 +101,7 @@ class Run:
     data: DataConfig = setting(DataConfig(), "input files and their processing")
     objective: Objective = setting(Causal(), "training objective")
     loss: LossConfig = setting(LossConfig(), "computation of the loss")
+    rl: RLConfig = setting(RLConfig(), "rollouts: samples of the model that are trained on")
     regularization: RegularizationConfig = setting(
         RegularizationConfig(),
         "regularization and stabilization of training",
@@ -140,6 +142,7 @@ class Run:
                 "\n".join([*fixes, "--config.model.family=gpt2"]),
             )
         yield from self._preference_problems()
+        yield from self._rollout_problems()
         if isinstance(self.model, TabledFamily) and self.data.sequence > self.model.max_positions:
             yield (
                 "data.sequence",
@@ -236,6 +239,42 @@ class Run:
             yield "objective.reference", why, "--config.objective.reference=start"
         if self.optim.curvature_every:
             why = "sophia estimates the curvature of the next-token loss, not of a preference"
+            yield "optim.name", why, "--config.optim.name=adamw"
+        for name in ("z_loss", "label_smoothing"):
+            if getattr(self.loss, name):
+                why = f"{objective.name} has no such term"
+                yield f"loss.{name}", why, f"--config.loss.{name}=0"
+
+    def _rollout_problems(self) -> Iterator[tuple[str, str, str]]:
+        """Check that prompts have an objective that samples answers, and the other way."""
+        objective, rl = self.objective, self.rl
+        if not isinstance(objective, Policy):
+            if self.data.has_prompts:
+                why = "data.kind = prompts has no answers to learn"
+                yield "objective.name", why, "--config.objective.name=policy"
+            return
+        if not self.data.has_prompts:
+            why = f"{objective.name} samples answers to prompts"
+            fix = "--config.data.kind=prompts --config.data.train=prompts.jsonl"
+            yield "data.kind", why, f"{fix}\n--config.objective.name=causal"
+        for name, why, fix in rl.batch_problems(self.train.batch, self.data.sequence):
+            yield f"rl.{name}", why, fix
+        if rl.samples == 1 and objective.terms.baseline in ("group", "leave_one_out"):
+            why = f"the baseline {objective.terms.baseline} compares samples of one prompt"
+            fix = "--config.rl.samples=8\n--config.objective.baseline=batch"
+            yield "rl.samples", why, fix
+        if not self.reward.functions:
+            why = f"{objective.name} needs a reward"
+            yield "reward.functions", why, "--config.reward.functions=number"
+        if objective.compared_with == "adapter_off" and isinstance(self.tune, Full):
+            why = "tune.name = full has no adapter that could be off"
+            fix = "--config.objective.reference=RUN\n--config.objective.kl=none"
+            yield "objective.reference", why, fix
+        if self.train.batch_warmup:
+            why = "a rollout has a fixed number of samples"
+            yield "train.batch_warmup", why, "'--config.train.batch_warmup=()'"
+        if self.optim.curvature_every:
+            why = "sophia estimates the curvature of the next-token loss, not of a reward"
             yield "optim.name", why, "--config.optim.name=adamw"
         for name in ("z_loss", "label_smoothing"):
             if getattr(self.loss, name):

@@ -371,6 +371,7 @@ def open_data(
         prepare=build_objective(run.objective, run.loss, run.architecture).prepare,
         row_at=run.row_at,
         rows=run.rows,
+        reserved=run.rl.max_tokens,
         log=say,
         warn=warn,
         progress=progress,

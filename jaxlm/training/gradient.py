@@ -119,6 +119,8 @@ def _trained_share(batch: Tokens) -> Array:
     weight = batch.weights.sum(dtype=jnp.float32)
     if batch.answers is not None:  # the loss is a mean over them
         weight = (batch.answers.sides != 0).sum(dtype=jnp.float32)
+    if batch.rollout is not None:
+        weight = batch.rollout.counts.sum(dtype=jnp.float32)
     return weight / jnp.maximum(count, 1.0)
 
 

@@ -165,6 +165,8 @@ def build_step(spec: StepSpec) -> Step:
 
 def _trained_tokens(batch: Tokens, objective: Mean) -> Array:
     """Return the weight of the batch's tokens; a loss of whole answers has another weight."""
+    if batch.rollout is not None:
+        return (batch.weights > 0).sum(dtype=jnp.float32)
     return objective.weight if batch.answers is None else batch.weights.sum()
 
 

@@ -30,6 +30,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from tests.house import (
+    situations_policy,
     situations_preferences,
     situations_prepare,
     situations_recipes,
@@ -701,6 +702,7 @@ SITUATIONS = {
 
 
 MORE = (
+    situations_policy,
     situations_preferences,
     situations_prepare,
     situations_recipes,

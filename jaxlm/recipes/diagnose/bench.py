@@ -15,7 +15,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.data.batch import Tokens
-from jaxlm.data.loader import with_pair
+from jaxlm.data.loader import with_pair, with_rollout
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
 from jaxlm.parallel import host
@@ -126,4 +126,6 @@ def _rows(run: Run, vocab: int) -> Tokens:
     slots = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     fields: Any = (ids, np.roll(ids, -1, axis=1), weights, segments, slots)
     batch = Tokens(*fields)
+    if run.objective.samples_answers:
+        batch = with_rollout(batch)
     return with_pair(batch) if run.objective.compares_answers else batch

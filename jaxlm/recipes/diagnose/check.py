@@ -16,7 +16,7 @@ from jaxlm.core.errors import CommandError
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
-from jaxlm.data.loader import with_pair
+from jaxlm.data.loader import with_pair, with_rollout
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.ops.kernels import Target
@@ -348,6 +348,8 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
             visible = np.where(noise.random(shape) < 0.5, slots, ends)
             fields["visible_until"] = visible.astype(np.int32)
         batch = Tokens(**fields)
+        if run.objective.samples_answers:
+            batch = with_rollout(batch)
         yield with_pair(batch) if run.objective.compares_answers else batch
 
 

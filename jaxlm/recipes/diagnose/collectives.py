@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxlm.core import backend
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
-from jaxlm.data.batch import Answers, Tokens
+from jaxlm.data.batch import Answers, Rollout, Tokens
 from jaxlm.data.loader import ANSWERS_MULTIPLE
 from jaxlm.monitor import chips
 from jaxlm.parallel import hlo, host, mesh
@@ -252,7 +252,9 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
         "block_positions": run.objective.block_positions is not None,
         "predicts_ahead": run.objective.marks_mtp_rows,
         "answers": run.objective.compares_answers,
+        "rollout": run.objective.samples_answers,
     }
+    fields["rollout"] = Rollout(*(slots(wrote, jnp.float32) for _ in range(3)))
     fields["answers"] = Answers(*(slots(ANSWERS_MULTIPLE, jnp.float32) for _ in range(3)))
     return Tokens(**fields | {name: None for name, is_used in has.items() if not is_used})
 

@@ -21,6 +21,7 @@ from jaxlm.core.nearest import divisors
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
+from jaxlm.data.loader import Loader
 from jaxlm.evals import loss as evals
 from jaxlm.evals.preference import evaluate as evaluate_answers
 from jaxlm.models import config as configs
@@ -28,6 +29,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.monitor import sinks
 from jaxlm.nn.intermediates import Kind
 from jaxlm.objectives.build import build as build_objective
+from jaxlm.objectives.policy import PolicyLearning
 from jaxlm.optim import average, groups, schedules
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.average_config import NoAverage
@@ -42,6 +44,7 @@ from jaxlm.recipes.plan import oom
 from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train.api import RunContext
+from jaxlm.rl.rollout import allowed_ids
 from jaxlm.training import gradient as gradients
 from jaxlm.training import state as states
 from jaxlm.training.gradient import Curvature
@@ -108,6 +111,8 @@ class TrainPrograms:
             )
         self.run, self.data, self.model, self.teacher, self.base = run, data, model, teacher, base
         self.reference = ""  # of a preference run, for its header
+        # Figures of (parameters, validation set, most prompts), of a run that samples answers.
+        self.held_out: Callable[[Any, Loader, int | None], dict[str, Any]] | None = None
         if backend.name() == "cpu":
             backend.keep_freed_memory()
         blueprint, self.pace = model.blueprint, run.pace
@@ -134,6 +139,12 @@ class TrainPrograms:
         self._layout = self._shardings()
         self._frozen = groups.frozen(self._optim, self._axes)
         self.objective = build_objective(run.objective, run.loss, run.architecture)
+        if isinstance(self.objective, PolicyLearning):
+            self.objective = dataclasses.replace(
+                self.objective,
+                temperature=run.rl.temperature,
+                allowed=allowed_ids(data.tokenizer, blueprint.config.vocab),
+            )
         largest = run.regularization.qk_clip  # logit
         captured: tuple[Kind, ...] = () if largest is None else ("logits",)
         # A pipeline splits the batch into micro-batches itself.
@@ -269,13 +280,25 @@ class TrainPrograms:
         """Yield the global batches of the steps after `start`, on the devices, without end.
 
         `skips` are ranges of batches that are left out; `warn` is called with a description of data
-        that cannot be read.
+        that cannot be read. Raise ConfigError if the rows are samples of the model.
         """
+        if self.run.objective.samples_answers:
+            raise ConfigError(
+                f"this command draws no rollouts of the objective {self.run.objective.name}",
+                where="objective.name",
+                why="its rows are samples of the model, which only `jaxlm train` draws and rewards",
+                fix="name a run of the objective causal, on answers instead of prompts",
+            )
         stream = self.data.train.batches(
             start, batch=self.pace, rows=self._rows, skips=skips, warn=warn
         )
         for step, batch in enumerate(stream, start):
             yield self._put(inject_faults(batch, loaders.batch_number(step, skips)))
+
+    def place(self, batch: Tokens, number: int) -> Tokens:
+        """Return a whole batch of NumPy arrays on the devices; `number` is that of the batch."""
+        rows = self._rows[len(batch.tokens)]
+        return self._put(inject_faults(jax.tree.map(lambda x: x[rows], batch), number))
 
     def lr_scale(self, value: float) -> jax.Array:
         """Return the factor of the learning rate as an input of the step."""
@@ -293,6 +316,11 @@ class TrainPrograms:
         eval_step = functools.partial(self.eval_step, self.whole(params))
         results: dict[str, dict[str, Any]] = {}
         for name, loader in self.data.validation.items():
+            if self.held_out is not None:
+                most = None if limit is None else limit * size
+                share = min((most or math.inf) / loader.shards.documents, 1.0)
+                results[name] = self.held_out(params, loader, most) | {"share": share}
+                continue
             batches = loader.evaluation(batch=size, rows=rows, limit=limit)
             sample = evals.Sample(loader.evaluated(batch=size, limit=limit), loader.plan.rows)
             if run.objective.compares_answers:
@@ -415,7 +443,7 @@ def without_data(run: Run, mesh: Mesh, vocab: int) -> TrainPrograms:
     teacher = None
     if run.objective.teacher is not None:
         teacher = Teacher(model.blueprint, setup.abstract_params(model))
-    tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="", encode=None)
+    tokenizer = SimpleNamespace(token_bytes=np.ones(vocab, np.int32), lead="", encode=None, ends=())
     data: Any = SimpleNamespace(tokenizer=tokenizer)
     base = setup.abstract_base(model) if model.base else None
     return TrainPrograms(run, data, model, teacher=teacher, base=base)

@@ -51,6 +51,7 @@ INTERNAL = ("verdict", "skipped_in_a_row", "tokens_read")
 STEPS_JUDGED = 3  # logged steps whose mean likelihood of chosen answers is judged
 UNLIKELIER = 1.2  # of their first nats
 PREVIEW = 150  # characters of the example row in the header
+ROLLOUTS = "rollouts.jsonl"  # every sample that was drawn to train on
 DIVERGENCE_FILE = "divergence.json"
 
 
@@ -72,6 +73,7 @@ class MetricsLogger:
         self._metrics: Sink = sinks.NullSink()
         self._samples: Sink = sinks.NullSink()
         self._spikes: Sink = sinks.NullSink()
+        self._rollouts: Sink = sinks.NullSink()
         self._sinks: list[Sink] = []
         self._text_sinks: list[trackers.GuardedSink] = []
 
@@ -92,6 +94,8 @@ class MetricsLogger:
             self._chosen = UnlikelierAnswerWarning(self._console.warn, known)
         self._samples = opened("samples.jsonl", through)
         self._spikes = opened("spikes.jsonl", None)
+        if self._context.run.objective.samples_answers:
+            self._rollouts = opened(ROLLOUTS, through)
         others = [self._open.enter_context(contextlib.closing(s)) for s in self._trackers(through)]
         self._text_sinks = others
         self._sinks = [self._metrics, self._console, *others, self._context.callbacks]
@@ -186,6 +190,11 @@ class MetricsLogger:
             for tracker in self._text_sinks:
                 tracker.sample(step, each.prompt, each.text)
 
+    def note_rollout(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write the samples of the rollout that is drawn for a step."""
+        for each in records:
+            self._rollouts.write({"step": step, **each})
+
     def note_memory(self, forecast: Forecast | None, compiled: dict[str, int]) -> None:
         """Write the memory of the largest compiled step next to that of the plan."""
         if compiled["total"] <= self._program_bytes:
@@ -217,7 +226,7 @@ class MetricsLogger:
 
     def flush(self) -> None:
         """Return when every record so far would survive a crash of the machine."""
-        for sink in (self._metrics, self._samples, self._spikes):
+        for sink in (self._metrics, self._samples, self._spikes, self._rollouts):
             sink.flush()
 
     def close(self) -> None:
@@ -324,6 +333,8 @@ def _finite(norm: Any) -> Any:
 
 def _documents(programs: TrainPrograms, number: int) -> tuple[list[dict[str, Any]], int]:
     """Return the documents of a batch with their first tokens, and the number beyond the limit."""
+    if programs.run.objective.samples_answers:
+        return [], 0  # rollouts.jsonl has the samples
     train, decode, pace = programs.data.train, programs.data.tokenizer.decode, programs.pace
     rows = train.at(number, batch=pace, rows=slice(0, pace.phase(number).rows))
     documents = []
@@ -360,7 +371,8 @@ class DivergenceAlarm:
         self._ranking_set, self._progress = ranking_set, progress
         self._finish_saves = finish_saves
         # Coders compare with the likelihood of tokens, not with a loss of whole answers.
-        self._is_nll = not context.run.objective.compares_answers
+        objective = context.run.objective
+        self._is_nll = not (objective.compares_answers or objective.samples_answers)
         self._ids = programs.data.tokenizer.size
         uniform = math.log(self._ids)
         # A checkpoint of an earlier version does not have the first loss.
@@ -587,7 +599,7 @@ def _objective(trainer: "Trainer") -> str:
     if room:
         length = run.data.sequence - room
         parts.append(f"rows have {length} tokens of text, and {room} slots for added tokens")
-    is_causal = not run.objective.compares_answers
+    is_causal = not (run.objective.compares_answers or run.objective.samples_answers)
     if is_causal and any(loader.corruption is None for loader in validation.values()):
         parts.append("evaluated as causal")
     if run.sample.prompts and not trainer.evaluator.has_samples:

@@ -129,6 +129,8 @@ def run_training(
                 committed = len(context.store.steps()) - len(selection.aside)
                 checkpointing.check_disk_space(programs, committed, context.directory)
             trainer = Trainer(context, programs, point, None if point.meta else source)
+            if trainer.rollouts is not None:
+                stack.enter_context(trainer.rollouts)
             # Nothing refuses the start from here on: now the run directory changes.
             context.directory.begin()
             if selection is not None:
@@ -302,7 +304,8 @@ def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:
         )
     setup.ranking_set(run, data.validation)
     setup.check_held_out(run.data, data)
-    data.train.check_batch(run.pace)
+    if not run.objective.samples_answers:  # else rows are of samples
+        data.train.check_batch(run.pace)
     processes.agree("data", data.fingerprint)
     return data
 

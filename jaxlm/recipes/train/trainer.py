@@ -30,6 +30,7 @@ from jaxlm.recipes.train.checkpointing import CheckpointSaver, SaveRequest
 from jaxlm.recipes.train.programs import CompiledStep, Skips, TrainPrograms, compiled_memory
 from jaxlm.recipes.train.records import DivergenceAlarm, MetricsLogger
 from jaxlm.recipes.train.resume import ResumePoint
+from jaxlm.recipes.train.rollouts import Rollouts
 from jaxlm.recipes.train.task_scores import SPLIT, TaskScores
 from jaxlm.recipes.use.load import InitSource
 from jaxlm.training import control
@@ -63,6 +64,10 @@ class Trainer(TrainLoop):
         )
         self._logger = MetricsLogger(context, programs, self._warn)
         self.evaluator = Evaluator(programs, self._logger)
+        self.rollouts = None
+        if run.objective.samples_answers:
+            self.rollouts = Rollouts(context, programs, self._logger.note_rollout)
+            programs.held_out = self.rollouts.evaluate
         self._tasks = TaskScores(context, programs) if context.run.eval.tasks else None
         self.alarm = self._new_alarm()
         self._trace = Trace(  # one for each process
@@ -156,7 +161,11 @@ class Trainer(TrainLoop):
             budget=run.guard.budget,
             resume_command=self.context.options.resume_command,
         )
-        batches = self.programs.batches(self.start, self.context.rewinds.skips, self._warn)
+        skips = self.context.rewinds.skips
+        if self.rollouts is not None:
+            step = self.rollouts.following(self._step, state)
+            return self.run(step, state, self.rollouts.batches(self.start, skips), limits, stop)
+        batches = self.programs.batches(self.start, skips, self._warn)
         return self.run(self._step, state, batches, limits, stop)
 
     def _cadence(self, name: str, span: Span | None = None) -> Cadence:
@@ -274,6 +283,8 @@ class Trainer(TrainLoop):
         skips = self.context.rewinds.skips
         measured |= source_metrics(self.programs, step, self.progress.read, skips)
         measured["peak_bytes"] = host_machine.peak_memory(jax.local_devices()).bytes
+        if self.rollouts is not None:
+            measured |= self.rollouts.take(step)
         if self._step.layer_stats is not None:
             measured |= self._step.layer_stats.take(step)
         self._logged = self._logger.log(step, values, measured)
@@ -307,6 +318,8 @@ class Trainer(TrainLoop):
         """Flush all records, then save a checkpoint in the background."""
         with self._clock.pause("save"), self.context.processes.watch.phase("save"):
             self._logger.flush()  # records of earlier steps are on the disk before the checkpoint
+            if self.rollouts is not None:
+                self.rollouts.keep(step, self.context.rewinds.skips)
             request = SaveRequest(step, state, self.progress, self.evaluation, loss_nats)
             self._saver.save(request)
 

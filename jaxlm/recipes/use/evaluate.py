@@ -34,6 +34,8 @@ from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use import verify as answers
 from jaxlm.recipes.use.load import LoadedRun
+from jaxlm.rl.rewards import Rewards
+from jaxlm.rl.scoring import PromptScorer
 
 
 def evaluate(
@@ -120,6 +122,9 @@ def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dic
         step = jax.jit(loss.build(opened.model.blueprint.merge, table, chunk=chunk, prefix=prefix))
         rows, put = host.host_rows(mesh, batch), functools.partial(host.put, mesh)
         for name, loader in loaders.items():
+            if loader.shards.prompts:
+                sets[name] = _rewarded(opened, loader)
+                continue
             sets[name] = {}
             if not opened.run.objective.has_reward_head:
                 batches = loader.evaluation(batch=batch, rows=rows)
@@ -131,6 +136,21 @@ def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dic
                 sums = _answer_sums(opened)
                 sets[name] |= preference.evaluate(sums, batches, put, has_interval=True)
     return sets
+
+
+def _rewarded(opened: LoadedRun, loader: Loader) -> dict[str, Any]:
+    """Return the figures of samples of prompts, as the run evaluates them."""
+    run = opened.run
+    with Rewards(run.reward) as rewards:
+        scorer = PromptScorer(
+            opened.model.blueprint,
+            opened.tokenizer,
+            run.rl,
+            rewards,
+            rows=run.train.batch,
+            longest=loader.shards.manifest.figures["longest"],
+        )
+        return scorer.evaluate(opened.params, loader, None, run.seed)
 
 
 def _is_compared(run: Run, loader: Loader) -> bool:

@@ -1,0 +1,194 @@
+"""Samples of prompts with their rewards, and the figures of held-out prompts."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float
+
+from jaxlm.core import faults
+from jaxlm.data.loader import EVALUATION_SEED, Loader, shuffled
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.evals.statistics import pass_at_k
+from jaxlm.models.build import Blueprint
+from jaxlm.rl.config import RLConfig
+from jaxlm.rl.rewards import Rewards, Sample, Verdict
+from jaxlm.rl.rollout import Drawn, RolloutSampler, root_key, row_keys
+
+PASSED = 1.0  # value of the first reward of a sample that passes
+
+
+class Scored(NamedTuple):
+    """Samples of some prompts, those of a prompt one after another, with their verdicts."""
+
+    documents: list[int]  # the prompt of each sample
+    samples: list[Sample]
+    drawn: list[Drawn]
+    verdicts: list[Verdict]
+    draw_seconds: float
+    score_seconds: float
+
+    @property
+    def rewards(self) -> Float[np.ndarray, "N"]:
+        """The reward of each sample; NaN without one."""
+        totals = [each.total for each in self.verdicts]
+        return np.array([np.nan if total is None else total for total in totals], np.float64)
+
+    @property
+    def has_passed(self) -> Bool[np.ndarray, "N"]:
+        """The samples whose first reward is at least `PASSED`."""
+        firsts = [next(iter(each.by_name.values()), None) for each in self.verdicts]
+        return np.array([first is not None and first >= PASSED for first in firsts])
+
+    def figures(self) -> dict[str, float]:
+        """Return the means over samples that every record has."""
+        rewards, lengths = self.rewards, np.array([each.tokens for each in self.samples])
+        figures = {
+            "reward": mean(rewards),
+            "ended_share": float(np.mean([each.reason == "eos_token" for each in self.samples])),
+            "sample_tokens": float(lengths.mean()),
+            "unscorable_share": float(np.isnan(rewards).mean()),
+        }
+        for name in self.verdicts[0].by_name:
+            values = [each.by_name[name] for each in self.verdicts]
+            known = [value for value in values if value is not None]
+            figures[f"reward/{name}"] = mean(np.array(known))
+        return figures
+
+
+class PromptScorer:
+    """Draws samples of prompts and rewards them, under the mesh of the parameters.
+
+    Args:
+      blueprint: the model, a decoder.
+      tokenizer: its tokenizer.
+      settings: samples and their length.
+      rewards: the rewards, in their `with` block.
+      rows: samples of an update.
+      longest: most ids of a prompt.
+      share: returns the verdicts of the first process in every process; None for one process.
+
+    Raises:
+      ConfigError: if a prompt and its sample do not fit the positions of the model.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        tokenizer: Tokenizer,
+        settings: RLConfig,
+        rewards: Rewards,
+        *,
+        rows: int,
+        longest: int,
+        share: Callable[[Callable[[], Any]], Any] | None = None,
+    ):
+        self._tokenizer, self._settings, self._rewards = tokenizer, settings, rewards
+        self._share = share
+
+        def sampler(temperature: float) -> RolloutSampler:
+            return RolloutSampler(
+                blueprint,
+                tokenizer,
+                slots=settings.slots_of(rows),
+                longest=longest,
+                max_tokens=settings.max_tokens,
+                temperature=temperature,
+            )
+
+        self._sampler, self._greedy = sampler(settings.temperature), sampler(0.0)
+
+    def score(
+        self,
+        params: Any,
+        loader: Loader,
+        documents: Sequence[int],
+        count: int,
+        keys: Array,
+        *,
+        is_greedy: bool = False,
+    ) -> Scored:
+        """Draw `count` samples of each prompt with a key each, and score them.
+
+        Args:
+          params: all parameters, of the blueprint.
+          loader: the prompts.
+          documents: numbers of the prompts.
+          count: samples of each.
+          keys: the keys of the samples, those of a prompt one after another.
+          is_greedy: draw the likeliest ids instead.
+        """
+        begun = time.perf_counter()
+        ids = {document: prompt_ids(loader, document) for document in documents}
+        repeated = [document for document in documents for _ in range(count)]
+        sampler = self._greedy if is_greedy else self._sampler
+        drawn = sampler.draw(params, [ids[document] for document in repeated], keys)
+        drawn_at = time.perf_counter()
+        seeds = np.random.default_rng(0).integers(2**31, size=len(repeated)).tolist()
+        samples = [
+            self._sample(loader, document, each, seed)
+            for document, each, seed in zip(repeated, drawn, seeds, strict=True)
+        ]
+        faults.point("rollout.score")
+        verdicts = self._verdicts(samples)
+        return Scored(
+            repeated,
+            samples,
+            drawn,
+            verdicts,
+            draw_seconds=drawn_at - begun,
+            score_seconds=time.perf_counter() - drawn_at,
+        )
+
+    def evaluate(self, params: Any, loader: Loader, most: int | None, seed: int) -> dict[str, Any]:
+        """Return the figures of the prompts of a validation set, or of `most` of them.
+
+        Each prompt has a greedy sample, and `rl.held_out_samples` drawn ones by the same keys at
+        every evaluation. `pass_k` is the probability that one of k drawn samples passes, without
+        bias. `loss_nats` is the negative mean reward of drawn samples, which ranks checkpoints.
+        """
+        count, samples = loader.shards.documents, self._settings.held_out_samples
+        chosen = [shuffled(n, count, EVALUATION_SEED) for n in range(min(most or count, count))]
+        keys = row_keys(root_key(seed, "held out"), 0, len(chosen), samples)
+        drawn = self.score(params, loader, chosen, samples, keys)
+        greedy = self.score(params, loader, chosen, 1, keys[::samples], is_greedy=True)
+        figures = drawn.figures()
+        passed = drawn.has_passed.reshape(-1, samples).sum(1)
+        figures |= {f"pass_{k}": pass_at_k(passed, samples, k) for k in sorted({1, samples})}
+        figures["greedy_reward"] = mean(greedy.rewards)
+        figures["greedy_pass"] = float(greedy.has_passed.mean())
+        return {"loss_nats": -figures["reward"], "prompts": len(chosen)} | figures
+
+    def _verdicts(self, samples: list[Sample]) -> list[Verdict]:
+        if self._share is None:
+            return self._rewards.score(samples)
+        return [Verdict(*each) for each in self._share(lambda: self._rewards.score(samples))]
+
+    def _sample(self, loader: Loader, document: int, drawn: Drawn, seed: int) -> Sample:
+        ids = drawn.ids[:-1] if drawn.reason == "eos_token" else drawn.ids
+        prompt = loader.shards.prompts[document]
+        return Sample(
+            prompt=prompt.text,
+            completion=b"".join(self._tokenizer.table[n] for n in ids.tolist()).decode(
+                "utf-8", "replace"
+            ),
+            answer=prompt.answer,
+            info=prompt.info,
+            seed=seed,
+            reason="eos_token" if drawn.reason == "eos_token" else "length",
+            tokens=len(drawn.ids),
+        )
+
+
+def prompt_ids(loader: Loader, document: int) -> np.ndarray:
+    """Return the ids of a prompt."""
+    length = int(loader.shards.lengths(document, document + 1)[0])
+    return loader.shards.read(document, 0, length).astype(np.int32)
+
+
+def mean(values: Float[np.ndarray, "n"]) -> float:
+    """Return the mean of the values that are not NaN; 0 without any."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else 0.0

@@ -1,0 +1,171 @@
+"""Runs that learn from rewards: rollouts, figures, resuming, and errors before the first step."""
+
+import json
+
+import pytest
+
+from jaxlm.cli.main import main
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+SETTINGS = {
+    "data.kind": "prompts",
+    "data.tokenizer": "characters",  # a model that draws among few ids ends some samples
+    "data.sequence": 16,
+    "data.validation": ("20%",),
+    "model.width": 16,
+    "model.depth": 1,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "model.hidden": 32,
+    "model.dropout": 0.0,
+    "train.steps": 4,
+    "train.batch": 8,
+    "eval.every": 2,
+    "checkpoint.every": 1,
+    "objective.name": "policy",
+    "rl.samples": 4,
+    "rl.max_tokens": 6,
+    "rl.updates": 2,
+    "rl.held_out_samples": 2,
+    "reward.functions": ("ended",),
+}
+HOST = "seconds", "per_second", "goodput", "peak_bytes", "time_unix"
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    records = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(30)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(prompts, tmp_path_factory):
+    settings = SETTINGS | {"data.train": (str(prompts),)}
+    return harness.write_config(tmp_path_factory.mktemp("config"), settings)
+
+
+def train(config, workdir, *flags):
+    return main(harness.words(config, workdir, *flags))
+
+
+def records(workdir, name="metrics.jsonl"):
+    lines = (workdir / name).read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if not any(part in k for part in HOST)}
+        for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def base(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "base"
+    assert train(config, workdir) == 0
+    return workdir
+
+
+def test_a_run_logs_its_rewards_and_every_sample(base):
+    steps = [each for each in records(base) if each["split"] == "train"]
+    drawn = [each for each in steps if "reward" in each]
+    assert [each["step"] for each in drawn] == [1, 3]  # two updates of a rollout
+    figures = {"reward/ended", "reward_std", "dead_groups", "ended_share", "sample_tokens"}
+    assert figures | {"entropy_nats", "clipped_share", "drift_nats"} <= drawn[0].keys()
+    for each in drawn:  # the model that draws is the model that is trained
+        assert each["sampler_gap_nats"] < 1e-5
+        assert each["sampler_gap_high_nats"] < 1e-4
+    assert steps[1]["sampler_gap_nats"] > 1e-4  # the second update is of another model
+    samples = records(base, "rollouts.jsonl")
+    assert len(samples) == 2 * 16
+    rewards = [each["reward"] for each in samples if each["step"] == 1]
+    assert sum(rewards) / len(rewards) == pytest.approx(drawn[0]["reward"])
+    assert {each["prompt"] for each in samples[:4]} == {samples[0]["prompt"]}
+    assert len({each["digest"] for each in samples[:4]}) > 1
+    held_out = [each for each in records(base) if each["split"] == "val"][-1]
+    assert {"reward", "pass_1", "pass_2", "greedy_pass"} <= held_out.keys()
+    assert held_out["loss_nats"] == -held_out["reward"]
+
+
+def test_an_evaluation_has_the_rewards_of_the_last_one_of_the_run(base, capsys):
+    assert main(["eval", f"--workdir={base}", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["sets"]["val"]
+    logged = [each for each in records(base) if each["split"] == "val"][-1]
+    for name in ("reward", "pass_1", "pass_2", "greedy_reward", "sample_tokens"):
+        assert figures[name] == pytest.approx(logged[name]), name
+
+
+def test_a_run_that_stops_inside_a_rollout_resumes_to_the_same_bits(config, base, tmp_path, capsys):
+    """The samples, rewards and losses of the uninterrupted run; never without its samples."""
+    workdir = tmp_path / "parts"
+    assert train(config, workdir, "--stop_at=1") == 0
+    (file,) = (workdir / "rollouts").iterdir()
+    moved = file.rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert train(config, workdir) == 65
+    assert "--start_at=0 --force" in capsys.readouterr().err
+    moved.rename(file)
+    assert train(config, workdir) == 0
+    assert records(workdir) == records(base)
+    assert records(workdir, "rollouts.jsonl") == records(base, "rollouts.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["rollout.draw", "rollout.score", "step.after", "save.files"])
+def test_a_run_that_is_killed_anywhere_resumes_to_the_same_bits(config, base, tmp_path, point):
+    words = harness.words(config, tmp_path / "b")
+    code, _ = harness.run(words, f"{point}:sigkill@3")
+    assert code < 0
+    assert train(config, tmp_path / "b") == 0
+    assert records(tmp_path / "b") == records(base)
+    assert records(tmp_path / "b", "rollouts.jsonl") == records(base, "rollouts.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", ["0.6", "1", "1.3"])
+@pytest.mark.parametrize(
+    "tune",
+    [
+        (),
+        (
+            "--config.tune.name=lora",
+            "--config.tune.rank=2",
+            "--config.tune.at=*/attention/*,*/mlp/*",
+        ),
+        ("--config.tune.name=bottleneck", "--config.tune.width=4"),
+    ],
+)
+def test_the_first_ratio_is_1_at_each_temperature_and_for_adapters(
+    config, base, tmp_path, temperature, tune
+):
+    flags = [f"--config.rl.temperature={temperature}", "--config.rl.updates=1", *tune]
+    begin = [f"--init_from={base}"] if tune else []
+    assert train(config, tmp_path / "a", *flags, *begin) == 0
+    gaps = [each.get("sampler_gap_high_nats", 0) for each in records(tmp_path / "a")]
+    assert max(gaps) < 1e-4
+
+
+def test_groups_of_equal_rewards_change_nothing_and_end_the_run(config, tmp_path, capsys):
+    """No step is applied, and the error names what could give them a gradient."""
+    flags = ["--config.reward.functions=exact", "--config.rl.updates=1"]
+    flags += ["--config.guard.budget=3", "--config.train.steps=20"]
+    assert train(config, tmp_path / "a", *flags) == 79
+    error = capsys.readouterr().err
+    assert "equal rewards in 3 rollouts in a row" in error
+    assert "--config.rl.samples=8 --config.train.batch=16" in error
+    steps = [each for each in records(tmp_path / "a") if each["split"] == "train"]
+    assert [each["dead_groups"] for each in steps] == [1.0] * len(steps)
+    assert all(each["tokens"] == 0 for each in steps)
+
+
+def test_prompts_without_the_answers_of_a_reward_end_the_run_before_it_begins(
+    config, tmp_path, capsys
+):
+    path = tmp_path / "bare.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30)))
+    flags = [f"--config.data.train={path}", "--config.reward.functions=number"]
+    assert train(config, tmp_path / "a", *flags) == 65
+    error = capsys.readouterr().err
+    assert "prompts have no answer" in error
+    assert not (tmp_path / "a/config.json").exists()
