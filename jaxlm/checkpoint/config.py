@@ -39,6 +39,11 @@ class CheckpointConfig:
         "check", "check at the start that the kept checkpoints will fit on the disk, or ignore it"
     )
 
+    @staticmethod
+    def is_url(text: str) -> bool:
+        """Return whether a text is the URL of a prefix in an object store."""
+        return _URL.fullmatch(text) is not None
+
     def of_run(self, name: str) -> list[tuple[str, str]]:
         """Return the setting that gives one of several runs a prefix of its own, if any is needed.
 
@@ -52,7 +57,7 @@ class CheckpointConfig:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that the directory is a prefix in an object store."""
-        if self.directory is not None and not _URL.fullmatch(self.directory):
+        if self.directory is not None and not self.is_url(self.directory):
             yield (
                 "directory",
                 f"{self.directory!r} is not the URL of a prefix in an object store",

@@ -5,6 +5,7 @@ record, `digests.json`, is written last: a prefix without it is no checkpoint. A
 the record. Copies on the local disk are of the step that is being saved, or of the one being read.
 """
 
+import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -339,6 +340,13 @@ def of_run(workdir: Path, **options: Any) -> Store:
     """Return the checkpoints of a run to read; `config.json` names their place."""
     config = CheckpointConfig(directory=url_of(workdir))
     return opened(workdir / "checkpoints", config, read_only=True, **options)
+
+
+def of_url(url: str, **options: Any) -> Store:
+    """Return the checkpoints at a URL to read; local copies are removed when the process ends."""
+    folder = tempfile.mkdtemp(prefix="jaxlm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return opened(Path(folder), CheckpointConfig(directory=url), read_only=True, **options)
 
 
 def url_of(workdir: Path) -> str | None:

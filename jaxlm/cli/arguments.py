@@ -19,6 +19,8 @@ from jaxlm.core.sections import Setting, show
 RUN = "jaxlm.recipes.config:Run"  # schema of the settings on the command line
 RUNS = ("*", "*/*")  # folders that are searched for runs
 SHOWN = 4  # lines of a fix
+# Actions under names of other programs.
+OTHER_ACTIONS = {"print": "show", "cat": "show", "get": "show", "ls": "list", "info": "inspect"}
 SAVED_CONFIG = "the run uses the config that it was saved with"
 CPU_DEVICES = ("--cpu_devices", "N", int, "number of devices to split the CPU into")
 ADAPTER = (
@@ -282,13 +284,20 @@ class Parser(argparse.ArgumentParser):
                 options: Any = {"metavar": value} if value else {"action": "store_true"}
                 group.add_argument(flag, help=text, dest="_shared", **options)
 
-    def unknown(self, words: Sequence[str], args: Any) -> CommandError:
-        """Return the error of words that the verb does not know; `args` are the parsed ones."""
+    def unknown(self, words: Sequence[str], args: Any, line: Sequence[str] = ()) -> CommandError:
+        """Return the error of words that the verb does not know.
+
+        `args` are the parsed ones; with the whole command line, a word that lacks its flag gets it.
+        """
         word = words[0]
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
             where, why = f"{self.prog} ... {word}", "the verb takes no more words"
             what, fix = f"unexpected word {word!r}", f"{self.prog} --help"
+            if line and (flag := self._flag_of(word)):
+                why = f"a value follows its flag, here {flag}"
+                fixed = [f"{flag}={word}" if each == word else each for each in line]
+                fix = shlex.join([self.prog.partition(" ")[0], *fixed])
             return CommandError(what, where=where, why=why, fix=fix)
         typed = value if equals else next((w for w in words[1:2] if not w.startswith("-")), None)
         action = getattr(args, "action", None)
@@ -329,6 +338,18 @@ class Parser(argparse.ArgumentParser):
         except _Misfit as misfit:
             raise misfit.explained(words) from None
 
+    def _flag_of(self, word: str) -> str | None:
+        """Return the flag that a word is probably the value of: a model, a run or a config."""
+        is_run = (Path(word) / "config.json").is_file()
+        is_config = word.endswith(".py") or shipped.find(word.partition(":")[0]) is not None
+        flags = self._flags(None)
+        if "--from" in flags and (is_run or Path(word).exists() or word.startswith("hf:")):
+            return "--from"
+        withheld = self.get_default("withheld") or ()
+        if is_config and "--config" not in withheld:
+            return "--config"
+        return "--workdir" if is_run and "--workdir" not in withheld else None
+
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error, for `read` to explain."""
         raise _Misfit(self.prog, message)
@@ -348,7 +369,8 @@ class _Misfit(Exception):
         flag = named[1] if named else None
         if choice:
             choices = re.findall(r"[\w.-]+", choice[2])
-            meant = nearest_word(choice[1], choices)
+            other = OTHER_ACTIONS.get(choice[1])
+            meant = other if other in choices else nearest_word(choice[1], choices)
             fix, why = f"{self.prog} --help", "none of them is near"
             if meant:
                 repaired = [meant if word == choice[1] else word for word in words]

@@ -4,6 +4,8 @@ jaxlm checkpoint list --workdir=RUN                       steps, and the steps i
 jaxlm checkpoint inspect --workdir=RUN [--step=N]         record of a step, layout of each array
 jaxlm checkpoint diff --workdir=RUN --step=A --other=B    differences of two steps, by array
 jaxlm checkpoint verify --workdir=RUN [--step=N]          digests; exit 65 if a byte has changed
+
+In place of RUN there may be the URL of `checkpoint.directory`: then no run directory is needed.
 """
 
 import shlex
@@ -11,10 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.cli.arguments import SHOWN, Parser, add_flag, needed_run
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.monitor import formatting
+
+READS_STORES = True  # --workdir may be the URL of an object store
 
 
 def add_arguments(parser: Parser) -> None:
@@ -30,12 +35,16 @@ def add_arguments(parser: Parser) -> None:
     add_flag(verify, "--step", "N", int, "step (all)")
 
 
-def _opened(args: Any) -> tuple[Path, Any]:
-    """Return the run, and the module that reads its checkpoints, which imports JAX."""
-    workdir = Path(needed_run(args))
+def _opened(args: Any) -> tuple[Path | str, Any]:
+    """Return the run or the URL, and the module that reads its checkpoints, which imports JAX."""
+    place = _place(needed_run(args))
     from jaxlm.recipes.use import checkpoints
 
-    return workdir, checkpoints
+    return place, checkpoints
+
+
+def _place(text: str) -> Path | str:
+    return text if CheckpointConfig.is_url(text) else Path(text)
 
 
 def _list(args: Any, out: Output) -> int:
@@ -89,7 +98,7 @@ def _inspect(args: Any, out: Output) -> int:
 def _diff(args: Any, out: Output) -> int:
     workdir, checkpoints = _opened(args)
     if args.other is None and args.other_workdir is None:
-        names = [path.name for path in (workdir / "checkpoints").glob("[0-9]*")]
+        names = [path.name for path in Path(workdir, "checkpoints").glob("[0-9]*")]
         others = sorted({int(name) for name in names if name.isdecimal()} - {args.step})
         what, where = "diff needs a second step", "jaxlm checkpoint diff"
         why = "a step is compared with another one, or with the same one of another run"
@@ -97,7 +106,7 @@ def _diff(args: Any, out: Output) -> int:
         fix = "\n".join(f"--other={step}" for step in others[-SHOWN:]) or listing
         raise CommandError(what, where=where, why=why, fix=fix)
     other = args.step if args.other is None else args.other
-    answer = checkpoints.diff(workdir, args.step, Path(args.other_workdir or workdir), other)
+    answer = checkpoints.diff(workdir, args.step, _place(args.other_workdir or str(workdir)), other)
     lines = [f"{each['path']}: {each['old']} -> {each['new']}" for each in answer["config"]]
     for leaf in answer["layouts"]:
         lines.append(f"{leaf['path']}: {leaf['old'] or 'absent'} -> {leaf['new'] or 'absent'}")

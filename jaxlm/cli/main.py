@@ -160,14 +160,15 @@ def dispatch(words: list[str], out: Output) -> int:
     except SystemExit as finished:  # --help
         return int(finished.code or 0)
     if left:
-        raise parser.unknown(left, args)
+        raise parser.unknown(left, args, words)
     action = getattr(args, "action", None)
     prog = f"{parser.prog} {action}" if action else parser.prog
     check_taken(prog, getattr(args, "withheld", {}), shared, rest)
     args.words = words
     vars(args).update(vars(shared))
     for flag in ("workdir", "out"):
-        if path := getattr(args, flag, None):
+        is_read = flag == "workdir" and getattr(module, "READS_STORES", False)
+        if (path := getattr(args, flag, None)) and not is_read:
             check_local(path, f"--{flag}")
     return (getattr(args, "run_action", None) or module.run)(args, out)
 

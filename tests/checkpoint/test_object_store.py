@@ -9,6 +9,7 @@ import s3fs
 from jaxlm.checkpoint import objects
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.object_store import ObjectStore
+from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import DataError, InUse, JaxlmError, SaveFailed
 from jaxlm.recipes.config import Run
@@ -239,3 +240,25 @@ def test_a_place_that_is_no_prefix_of_a_store_is_refused():
             config.from_json(Run, raw, "config")
     raw["checkpoint"]["directory"] = "gs://bucket/run"
     assert config.from_json(Run, raw, "config").checkpoint.directory == "gs://bucket/run"
+
+
+def test_steps_at_a_url_are_listed_compared_and_verified_without_a_run_directory(
+    opened, tmp_path, capsys, monkeypatch
+):
+    raw = config.to_json(Run())
+    meta = {name: {} for name in ("data", "progress", "evaluation")}
+    meta |= {"config": raw, "finished": True, "rewinds": []}
+    store = opened()
+    for step in (1, 2):
+        store.save(step, tree(0.1 * step), meta, loss_nats=1.0)
+    store.close()
+    monkeypatch.chdir(tmp_path)
+    url = f"--workdir={store.directory}"
+    for words, text in (
+        (["list"], "newest"),
+        (["inspect"], "step 2"),
+        (["diff", "--step=1", "--other=2"], "are equal bit for bit"),
+        (["verify"], "2 sound, 0 damaged"),
+    ):
+        assert main(["checkpoint", *words, url]) == 0
+        assert text in capsys.readouterr().out

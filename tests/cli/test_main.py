@@ -22,7 +22,7 @@ from jaxlm.cli import main as front
 from jaxlm.cli.arguments import Parser
 from jaxlm.cli.main import VERBS, Verb, main
 from jaxlm.core import config
-from jaxlm.core.errors import DataError, NotWritable
+from jaxlm.core.errors import CommandError, DataError, NotWritable
 from jaxlm.core.sections import show
 from jaxlm.recipes.config import Run
 
@@ -372,3 +372,23 @@ def test_the_help_of_train_has_the_defaults_of_the_settings_that_are_changed_mos
         name: show(defaults[name]) for name, _ in rows if name in defaults
     }
     assert len([name for name, _ in rows if name in defaults]) == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("import run --workdir=new", "jaxlm import --from=run --workdir=new"),
+        ("eval run --json", "jaxlm eval --workdir=run --json"),
+        ("train quickstart", "jaxlm train --config=quickstart"),
+        ("eval none", "jaxlm eval --help"),
+        ("config print --config=quickstart", "jaxlm config show --config=quickstart"),
+        ("checkpoint ls --workdir=run", "jaxlm checkpoint list --workdir=run"),
+    ],
+)
+def test_a_word_without_its_flag_gets_it_in_the_fix(words, fix, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text("{}")
+    assert main(words.split()) == CommandError.code
+    printed = capsys.readouterr()
+    assert f"fix    {fix}\n" in printed.err or fix in printed.out

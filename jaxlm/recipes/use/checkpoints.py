@@ -19,8 +19,10 @@ from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.use import load
 
+Place = Path | str  # a run directory, or the URL of its checkpoints
 
-def listing(workdir: Path) -> dict[str, Any]:
+
+def listing(workdir: Place) -> dict[str, Any]:
     """Return a row per step from its record, and the quarantine. No array is read."""
     store = _open(workdir)
     rows = [_row(store, step) for step in store.steps()]
@@ -32,7 +34,7 @@ def listing(workdir: Path) -> dict[str, Any]:
     }
 
 
-def inspect(workdir: Path, step: int | None = None) -> dict[str, Any]:
+def inspect(workdir: Place, step: int | None = None) -> dict[str, Any]:
     """Return the metadata and the state layout of a step, the newest by default."""
     store = _open(workdir)
     step = _named(store, step)
@@ -59,7 +61,7 @@ def inspect(workdir: Path, step: int | None = None) -> dict[str, Any]:
     }
 
 
-def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str, Any]:
+def diff(workdir: Place, step: int, other_workdir: Place, other: int) -> dict[str, Any]:
     """Compare the state and the config of two steps, perhaps of two runs."""
     store, other_store = _open(workdir), _open(other_workdir)
     step, other_step = _named(store, step), _named(other_store, other)
@@ -99,7 +101,7 @@ def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str,
     }
 
 
-def verify(workdir: Path, step: int | None = None, say: Log = lambda _: None) -> dict[str, Any]:
+def verify(workdir: Place, step: int | None = None, say: Log = lambda _: None) -> dict[str, Any]:
     """Compare size and sha256 of every file of a step, or of all steps, with the record."""
     store = _open(workdir, say)
     _named(store, step)
@@ -119,7 +121,9 @@ def verify(workdir: Path, step: int | None = None, say: Log = lambda _: None) ->
     return {"sound": sound, "damaged": damaged}
 
 
-def _open(workdir: Path, say: Log = lambda text: None) -> Store:
+def _open(workdir: Place, say: Log = lambda text: None) -> Store:
+    if isinstance(workdir, str):
+        return object_store.of_url(workdir, verifier=Verifier(say=say))
     folder = workdir / "checkpoints"
     if not folder.is_dir():
         why, fix = "a run stores them in checkpoints/", "find . -name checkpoints"
