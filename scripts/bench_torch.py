@@ -14,7 +14,9 @@ reversed.
 jaxlm's step is that of `jaxlm train`, guard and metrics included; --config.a.b=V changes a setting
 of it. In the arm `jaxlm offload` its optimizer's state waits in host memory between steps.
 PyTorch's is in scripts/torch_arms.py. All start within 1 of ln V, or the arm does not count. Speeds
-are medians over windows; the ratio is that to the best arm of PyTorch. MFU is model FLOPs by
+are medians over windows; the ratio is that to the best arm of PyTorch. The verdict, in each
+precision and over both, is "ahead" or "behind" only if the quartiles of the two best arms are apart
+in at least four windows; --threads=1 keeps each arm on one core. MFU is model FLOPs by
 jaxlm.models.cost.model_cost, attention at the causal half, over the bfloat16 peak in
 jaxlm/monitor/chips.py. Peak memory is the most that an arm's allocator had given out, by its own
 count.
@@ -23,20 +25,22 @@ count.
 import argparse
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_turns
 from bench_sizes import OF_CPU, OF_GPU, SIZES, costs, run_of
-from bench_turns import Ended, Measured, Plan
+from bench_turns import Ended, Measured, Plan, machine_facts
 
 from jaxlm.core.errors import JaxlmError
 from jaxlm.monitor import chips, formatting, profiling
 
 PRECISIONS = ("float32", "bfloat16")
+COMPARED = {**{each: (each,) for each in PRECISIONS}, "the better of each": PRECISIONS}
 # Settings in addition to the command line: the cost of the optimizer's state in host memory, and
 # the memory that it frees.
 OURS: dict[str, list[tuple[str, str]]] = {
@@ -47,6 +51,7 @@ OURS: dict[str, list[tuple[str, str]]] = {
 SIDES: dict[str, dict[str, Any]] = {
     "torch eager": dict(is_minimal=True, is_compiled=False, kernel="any"),
     "torch compiled": dict(is_minimal=True, is_compiled=True, kernel="any"),
+    "torch tuned": dict(is_minimal=True, is_compiled=True, kernel="any", mode="max-autotune"),
     "torch compiled flash": dict(is_minimal=True, is_compiled=True, kernel="flash"),
     "torch compiled cudnn": dict(is_minimal=True, is_compiled=True, kernel="cudnn"),
     "transformers eager": dict(is_minimal=False, is_compiled=False, kernel="any"),
@@ -55,7 +60,9 @@ SIDES: dict[str, dict[str, Any]] = {
 ARMS = {f"{side} {low}": (side, low) for side in (*OURS, *SIDES) for low in PRECISIONS}
 WANTED = {
     "cpu": [
-        arm for arm, (side, _) in ARMS.items() if side in ("jaxlm", "torch eager", "torch compiled")
+        arm
+        for arm, (side, _) in ARMS.items()
+        if side in ("jaxlm", "torch eager", "torch compiled", "torch tuned")
     ],
     "gpu": [
         f"{side} bfloat16"
@@ -76,6 +83,8 @@ def work(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     A request is a number of steps, or a folder for a trace.
     """
     begun = time.perf_counter()
+    if args.threads:  # before the libraries count the cores
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     side, precision = ARMS[args.arm]
     size = SIZES[args.size]
     arm: Any
@@ -108,8 +117,12 @@ def row(name: str, arms: Mapping[str, Measured], args: argparse.Namespace) -> di
     """The reported row of a size."""
     size = SIZES[name]
     parameters, flops = costs(size)
-    best = max((of.median for arm, of in arms.items() if ARMS[arm][0] in SIDES), default=0.0)
-    ours = max((of.median for arm, of in arms.items() if ARMS[arm][0] == "jaxlm"), default=0.0)
+
+    def fastest(sides: Container[str], lows: Container[str] = PRECISIONS) -> Measured:
+        known = [of for arm, of in arms.items() if ARMS[arm][0] in sides and ARMS[arm][1] in lows]
+        return max(known, key=lambda of: of.median, default=Measured())
+
+    best, ours = fastest(SIDES).median, fastest(("jaxlm",)).median
 
     def one(measured: Measured) -> dict[str, Any]:
         peak = chips.peak_flops(measured.device or "")
@@ -118,6 +131,7 @@ def row(name: str, arms: Mapping[str, Measured], args: argparse.Namespace) -> di
                 "median": measured.median,
                 "least": min(measured.speeds),
                 "most": max(measured.speeds),
+                "quartiles": list(measured.quartiles),
             }
             if measured.speeds
             else None,
@@ -143,13 +157,17 @@ def row(name: str, arms: Mapping[str, Measured], args: argparse.Namespace) -> di
         | dict(args.overrides),
         "arms": {arm: one(result) for arm, result in arms.items()},
         "ratio": ours / best if ours and best else None,
+        "verdict": {
+            name: bench_turns.verdict(fastest(("jaxlm",), lows), fastest(SIDES, lows))
+            for name, lows in COMPARED.items()
+        },
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """All sizes in Markdown."""
     lines = [
-        "| size | arm | tokens/s (range) | to the best PyTorch | MFU | peak memory | first loss |",
+        "| size | arm | tokens/s (quartiles) | to the best PyTorch | MFU | peak memory | first loss |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in rows:
@@ -160,7 +178,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 lines.append(f"| {' | '.join(cells)} | {measured['error']} | - | - | - | - |")
                 continue
             cells += [
-                f"{speed['median']:,.0f} ({speed['least']:,.0f} to {speed['most']:,.0f})",
+                "{:,.0f} ({:,.0f} to {:,.0f})".format(speed["median"], *speed["quartiles"]),
                 "-" if measured["ratio"] is None else f"{measured['ratio']:.3f}",
                 "-" if measured["mfu"] is None else f"{measured['mfu']:.1%}",
                 "-" if measured["peak_bytes"] is None else formatting.size(measured["peak_bytes"]),
@@ -177,6 +195,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{each['size']}: {formatting.count(each['parameters'])} parameters; jaxlm with "
             f"{settings}"
         )
+        lines += [f"  jaxlm in {name}: {verdict}" for name, verdict in each["verdict"].items()]
         lines += [
             f"  {arm} ended before the last round: {measured['error']}"
             for arm, measured in each["arms"].items()
@@ -184,6 +203,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
     lines += [f"{library} on {device}" for library, device in libraries.items()]
     return "\n".join(lines)
+
+
+def _machine(answer: Mapping[str, Any]) -> str:
+    """The processor, and the load average before and after."""
+    before, after = answer["before"], answer["after"]
+    units = ", ".join(before["units"]) or "no unit for bfloat16"
+    loads = " before, ".join(f"{each['load'][0]:.2f}" for each in (before, after))
+    cores = answer["threads"] or before["cores"]
+    return f"{cores} cores, {units}, Python {before['python']}; load {loads} after"
 
 
 def main() -> int:
@@ -195,6 +223,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=4.0, metavar="X", help="of a window (4)")
     parser.add_argument("--steps", type=int, metavar="N", help="of a window, instead of --seconds")
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="X", help="at most")
+    parser.add_argument("--threads", type=int, metavar="N", help="cores of each arm (all)")
     parser.add_argument("--alone", action="store_true", help="on a CPU as on a GPU: one at a time")
     parser.add_argument("--profile", metavar="DIR", help="traces jaxlm's steps instead of timing")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the JSON goes too")
@@ -223,7 +252,13 @@ def main() -> int:
         return error.code
     is_alone = is_gpu or args.alone
     plan = Plan(
-        command=[sys.executable, __file__, f"--on={args.on}", *rest],
+        command=[
+            sys.executable,
+            __file__,
+            f"--on={args.on}",
+            *([f"--threads={args.threads}"] if args.threads else []),
+            *rest,
+        ],
         on=args.on,
         rounds=args.rounds or (3 if is_alone else 7),
         seconds=args.seconds,
@@ -234,11 +269,13 @@ def main() -> int:
         return profile(plan, names, Path(args.profile))
     measure = bench_turns.alone if is_alone else bench_turns.together
     rows: list[dict[str, Any]] = []
+    answer: dict[str, Any] = {"on": args.on, "threads": args.threads, "before": machine_facts()}
     for results in measure(plan, names, arms):
         rows = [row(name, of, args) for name, of in results.items()]
+        answer |= {"rows": rows, "after": machine_facts()}
         if args.out:  # after an early end, the measurements stay
-            args.out.write_text(json.dumps({"on": args.on, "rows": rows}, indent=1) + "\n")
-    print(json.dumps({"on": args.on, "rows": rows}) if args.json else table(rows))
+            args.out.write_text(json.dumps(answer, indent=1) + "\n")
+    print(json.dumps(answer) if args.json else f"{table(rows)}\n{_machine(answer)}")
     return int(any(results["error"] for each in rows for results in each["arms"].values()))
 
 

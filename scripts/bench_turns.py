@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import re
 import statistics
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench_sizes import SIZES
+
+from jaxlm.core import backend
 
 WINDOWS = 3  # of an arm that runs alone, in each round
 TRACED = 5  # steps of a trace
@@ -51,6 +54,14 @@ class Measured:
     def median(self) -> float:
         """Tokens a second; 0 where there is no window."""
         return statistics.median(self.speeds) if self.speeds else 0.0
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The quarter and the three quarters of the windows, in tokens a second."""
+        if len(self.speeds) < 2:
+            return self.median, self.median
+        low, _, high = statistics.quantiles(self.speeds, n=4, method="inclusive")
+        return low, high
 
 
 class Ended(Exception):
@@ -134,6 +145,25 @@ class Worker:
         output = [line for line in lines if line.strip()] or ["no word"]
         reason = ([line for line in output if ERROR.match(line)] or output)[-1]
         raise Ended(f"exit code {code}: {reason.strip()[:300].replace('|', '/')}")
+
+
+def verdict(ours: Measured, theirs: Measured) -> str:
+    """Return "ahead" or "behind" if the quartiles are apart, else "undecided"."""
+    if min(len(ours.speeds), len(theirs.speeds)) < 4:
+        return "undecided"
+    if ours.quartiles[0] > theirs.quartiles[1]:
+        return "ahead"
+    return "behind" if ours.quartiles[1] < theirs.quartiles[0] else "undecided"
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return the load average of this moment, the number of usable cores and the CPU's units."""
+    return {
+        "load": list(os.getloadavg()),
+        "cores": len(os.sched_getaffinity(0)),
+        "units": sorted(backend.cpu_units()),
+        "python": platform.python_version(),
+    }
 
 
 Found = dict[str, dict[str, Measured]]

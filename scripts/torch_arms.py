@@ -212,6 +212,7 @@ class Arm:
         is_minimal: bool,
         is_compiled: bool,
         kernel: Kernel,
+        mode: str | None = None,
     ):
         torch.manual_seed(0)
         self.device, self._is_low = device, precision == "bfloat16"
@@ -224,7 +225,7 @@ class Arm:
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
         )
-        self._called: Any = torch.compile(self._loss) if is_compiled else self._loss
+        self._called: Any = torch.compile(self._loss, mode=mode) if is_compiled else self._loss
         self._batch = [torch.from_numpy(part).long().to(device) for part in batch(size)]
 
     def steps(self, count: int) -> float:

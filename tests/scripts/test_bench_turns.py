@@ -137,9 +137,26 @@ def test_mfu_and_ratio_are_counted_and_shown(scripts):
     assert (ours["ratio"], flash["ratio"], offload["ratio"], row["ratio"]) == (1.1, 1.0, 1.5, 1.1)
     assert (cudnn["tokens_per_second"], cudnn["mfu"], other["mfu"]) == (None, None, None)
     text = scripts.bench_torch.table([row])
-    assert "| jaxlm bfloat16 | 66,000 (60,000 to 72,000) | 1.100 | 52.1% | 3 GiB | 11.800 |" in text
+    assert "| jaxlm bfloat16 | 66,000 (63,000 to 69,000) | 1.100 | 52.1% | 3 GiB | 11.800 |" in text
     assert "| torch compiled cudnn bfloat16 | exit code 1: oh | - | - | - | - |" in text
     assert "jaxlm with train.remat=none, loss.chunk=9, train.microbatches=1" in text
+    assert row["verdict"]["bfloat16"] == "undecided", "three windows are too few"
+    assert "  jaxlm in the better of each: undecided" in text
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ((10, 11, 12, 30), (5, 6, 7, 8), "ahead"),
+        ((5, 6, 7, 8), (10, 11, 12, 30), "behind"),
+        ((5, 6, 9, 10), (7, 8, 9, 10), "undecided"),
+        ((10, 11, 12), (5, 6, 7, 8), "undecided"),
+        ((10, 11, 12, 13), (), "undecided"),
+    ],
+)
+def test_a_verdict_needs_quartiles_that_are_apart_in_four_windows(scripts, ours, theirs, expected):
+    sides = [scripts.bench_turns.Measured(speeds=list(each)) for each in (ours, theirs)]
+    assert scripts.bench_turns.verdict(*sides) == expected
 
 
 @pytest.mark.slow
