@@ -6,7 +6,8 @@ The text is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-r
 is held out. Sizes, optimizer, learning rate and schedule are those of nanoGPT's
 config/train_shakespeare_char.py under the command that its README gives for a CPU. The initial
 weights are not: a standard deviation of 0.02 is small for 128 wide, and ends at 1.886 nats, where
-Xavier's ends at 1.800 (seed 0 both, see scripts/LOG.md).
+Xavier's ends at 1.800 (seed 0 both, see scripts/LOG.md). Products in bfloat16, which are faster on
+cores with a unit for it, end at 1.799.
 
 Hardware: one CPU core. Minutes: about 5. Expected validation loss: 1.80 nats; nanoGPT reports 1.88.
 """
@@ -39,6 +40,7 @@ def get_config(path: str = "") -> ml_collections.ConfigDict:
     c.model.bias = False
     c.model.activation = "gelu"
     c.model.init = "xavier"
+    c.precision.compute = "bfloat16"
     c.train.steps = 2000
     c.train.batch = 12
     c.optim.lr = 1e-3
