@@ -167,7 +167,8 @@ def row(name: str, arms: Mapping[str, Measured], args: argparse.Namespace) -> di
 def table(rows: list[dict[str, Any]]) -> str:
     """All sizes in Markdown."""
     lines = [
-        "| size | arm | tokens/s (quartiles) | to the best PyTorch | MFU | peak memory | first loss |",
+        "| size | arm | tokens/s (quartiles) | to the best PyTorch | MFU | peak memory "
+        "| first loss |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in rows:
