@@ -46,6 +46,7 @@ class Calibration:
       batches: the rows.
       facts: all that the codes depend on; a folder of other facts is emptied.
       folder: where each finished layer is kept.
+      nearest: the command that rounds to nearest instead, for errors.
       `say`: receives log lines.
     """
 
@@ -56,6 +57,7 @@ class Calibration:
     batches: Sequence[Tokens]
     facts: dict[str, Any]
     folder: Path
+    nearest: str
     say: Log
 
     def leaves(self) -> Leaves:
@@ -65,10 +67,18 @@ class Calibration:
         a file. A finished layer is kept, so that the same call after a kill reads it.
 
         Raises:
+          ConfigError: if the model is no decoder.
           DataError: if an input of a layer is not finite.
           InUse: if another process does the same.
           NotWritable: if the folder cannot be written.
         """
+        if not isinstance(self.blueprint.merge(self.blueprint.shapes), Decoder):
+            raise ConfigError(
+                "only decoders are calibrated",
+                where=f"--method={self.method}",
+                why="the layers of this model are no single chain of blocks",
+                fix=self.nearest,
+            )
         lock = Lock(self.folder / "lock")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +136,15 @@ class Calibration:
             for n, batch in enumerate(self.batches):
                 added = runner.inputs(place, block, tuple(formats), stream.read(n), batch)
                 sums = jax.tree.map(jnp.add, sums, added) if sums else added
-        result = solved(block, formats, sums, self.method, f"{place.path} layer {place.number}")
+        arrays = [np.asarray(each) for each in jax.tree.leaves(sums)]
+        if not is_finite(arrays):
+            raise DataError(
+                "the inputs of a layer are not finite",
+                where=f"{place.path}, layer {place.number}",
+                why="the calibration text overflows there",
+                fix=self.nearest,
+            )
+        result = solved(block, formats, sums, self.method)
         partial = file.with_suffix(".partial")
         with open(partial, "wb") as opened:
             np.savez(opened, **result)  # type: ignore[arg-type]
@@ -158,7 +176,6 @@ def solved(
     formats: Mapping[str, WeightFormat],
     sums: Mapping[str, tuple[Array, Array]],
     method: Method,
-    where: str,
 ) -> Leaves:
     """Return the codes of a block's weights and, of AWQ, the leaves that its factors changed.
 
@@ -167,18 +184,10 @@ def solved(
       formats: of the quantized layers by path.
       sums: x^T x and the sum of |x| of the inputs of layers, by their paths joined by commas.
       method: the search.
-      where: name of the block, for errors.
     """
     grams, magnitudes = {}, {}
     for names, (gram, magnitude) in sums.items():
         both = np.asarray(gram), np.asarray(magnitude)
-        if not is_finite(both):
-            raise DataError(
-                "the inputs of a layer are not finite",
-                where=f"{where}: {names}",
-                why="the calibration text overflows there",
-                fix="--method=rtn",
-            )
         for name in names.split(","):
             grams[name], magnitudes[name] = both
     layers, result = folding.linear_layers(block), {}
@@ -244,15 +253,3 @@ def _matrix(layer: Linear) -> np.ndarray:
 
 def _leaves(block: nnx.Module) -> dict[str, Array]:
     return tree.leaves(nnx.to_pure_dict(nnx.state(block)))
-
-
-def check_decoder(blueprint: Blueprint) -> None:
-    """Raise ConfigError if a model's layers are no single chain."""
-    if isinstance(blueprint.merge(blueprint.shapes), Decoder):
-        return
-    raise ConfigError(
-        "only decoders are calibrated",
-        where="--method",
-        why="the layers of this model are no single chain of blocks",
-        fix="--method=rtn",
-    )

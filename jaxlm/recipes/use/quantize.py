@@ -236,7 +236,6 @@ def _calibrated(
         raise CommandError(what, where=block, why=why, fix="--scheme=int4")
     if options.method == "rtn":
         return {}
-    calibrate.check_decoder(opened.model.blueprint)
     text = options.calibration, options.tokens
     batches = calibration_text.read(opened, *text, reported, say)
     names = ("scheme", "method", "calibration", "tokens", "block", "at")
@@ -252,8 +251,18 @@ def _calibrated(
         batches=batches,
         facts=facts | {"ids": ids.hexdigest(), "run": digest},
         folder=_unfinished(options),
+        nearest=_nearest_command(options),
         say=say,
     ).leaves()
+
+
+def _nearest_command(options: QuantizeOptions) -> str:
+    """Return the command that rounds the same weights to nearest."""
+    words = ["jaxlm", "quantize", f"--workdir={options.workdir}", f"--out={options.out}"]
+    words += [f"--scheme={options.scheme}", f"--allow={options.allow}"]
+    words += [f"--block={options.block}"] if options.block else []
+    words += [f"--at={','.join(options.at)}"] if options.at != PROJECTIONS else []
+    return shlex.join(words)
 
 
 def _rounded(

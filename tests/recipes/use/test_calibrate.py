@@ -51,6 +51,7 @@ def calibration(params, folder, method="gptq", batches=None, facts=None, said=No
         batches=batches or rows(),
         facts={"a": 1} if facts is None else facts,
         folder=folder,
+        nearest="jaxlm quantize",
         say=(said if said is not None else []).append,
     )
 

@@ -152,11 +152,15 @@ def test_what_cannot_be_done_is_refused(run, codes, words, what, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_the_bytes_do_not_depend_on_the_devices(run, tmp_path):
+@pytest.mark.parametrize(
+    "flags",
+    ["--scheme=nf4_double", "--scheme=int4 --block=16 --method=gptq --calibration=train"],
+)
+def test_the_bytes_do_not_depend_on_the_devices(run, flags, tmp_path):
     outs = []
     for count in (1, 4):
         outs.append(tmp_path / str(count))
-        words = ["quantize", f"--workdir={run}", f"--out={outs[-1]}", "--scheme=nf4_double"]
+        words = ["quantize", f"--workdir={run}", f"--out={outs[-1]}", *flags.split()]
         command = [sys.executable, "-m", "jaxlm", *words, "--allow=loss:50%"]
         subprocess.run([*command, f"--cpu_devices={count}"], check=True, env=os.environ)
     one, four = (harness.store(out).arrays(0) for out in outs)
