@@ -37,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
     doc = "task files that both models answer; items whose result changes are flips"
     add_flag(parser, "--tasks", "FILE,...", str, doc, default="")
     add_flag(parser, "--limit", "N", int, "items of each task (all)")
-    doc = "largest growth of the loss, and share of flips of a task, as loss:1%,flips:2%"
+    doc = "largest growth of the loss, and share of flips of a task, as loss:1%%,flips:2%%"
     add_flag(parser, "--allow", "LIMIT,...", "loss:1%", doc)
     parser.add_run_selection()
 

@@ -240,6 +240,8 @@ class _Batches(contextlib.ExitStack):
 
     def _count(self, result: "_Result") -> None:
         self._figures["turns"] += len(result.conversation.messages)
+        if result.conversation.is_plain:
+            self._figures["plain"] += 1
         self._figures["trained_turns"] += len(result.text.spans)
         self._figures["trained_tokens"] += int((result.ids.weights[1:] > 0).sum())
         self._figures["answers_in_prompt_token"] += result.ids.crossed

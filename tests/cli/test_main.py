@@ -145,6 +145,7 @@ LEAST = [
     "checkpoint inspect",
     "checkpoint list",
     "checkpoint verify",
+    "collect --out=O",
     "compare",
     "completion",
     "config diff configs/quickstart.py configs/quickstart.py",

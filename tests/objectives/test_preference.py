@@ -1,10 +1,12 @@
 """Preferences: losses of packed pairs against closed forms, alone, in any order and padding."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxlm.core.mean import Mean
@@ -190,3 +192,47 @@ def test_logits_of_all_tokens_never_exist(blueprint, models):
     text = str(jax.make_jaxpr(loss_of(blueprint, chunk=8))(*models, rows([[0, 1], [2]])))
     assert "f32[2,40,64]" not in text
     assert "f32[2,4,64]" in text
+
+
+@pytest.mark.slow
+def test_training_reaches_the_closed_form_optimum_of_three_answers(blueprint, models):
+    """pi = ref exp(r / beta) / Z, with r = log w and answers i preferred w_i / (w_i + w_j) often.
+
+    Source: Rafailov et al. 2023, arXiv:2305.18290, equation 4.
+    """
+    weights, beta, ids = (1, 2, 3), 1.0, (7, 8, 9)
+    pairs = [
+        (one, other)
+        for one, other in itertools.permutations(range(3), 2)
+        for _ in range(weights[one])
+    ]
+    shape = (len(pairs), 4)  # a prompt of two tokens before each answer of one
+    segments = np.broadcast_to([1, 1, 2, 2], shape).astype(np.int32)
+    positions = np.broadcast_to([0, 1, 0, 1], shape).astype(np.int32)
+    tokens = np.broadcast_to([5, 6, 5, 6], shape).astype(np.int32)
+    targets = np.array([[6, ids[one], 6, ids[other]] for one, other in pairs], np.int32)
+    scored = np.broadcast_to([0.0, 1.0, 0.0, 1.0], shape).astype(np.float32)
+    sides = np.zeros((len(pairs), 32), np.float32)
+    sides[:, :2] = 1, -1
+    answers = Answers(jnp.asarray(sides), jnp.zeros_like(sides))
+    fields = map(jnp.asarray, (tokens, targets, scored, segments, positions))
+    batch = Tokens(*fields, answers=answers)
+    function, reference = loss_of(blueprint, beta=beta), models[1]
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.02, 600))
+
+    @jax.jit
+    def step(params, state):
+        _, grads = function(params, reference, batch)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    params, state = models[1], optimizer.init(models[1])
+    for _ in range(600):
+        params, state = step(params, state)
+    policy, before = (
+        np.asarray(jax.nn.log_softmax(logits_of(blueprint)(each, tokens[:1, :2])[1]))[[*ids]]
+        for each in (params, reference)
+    )
+    optimum = np.exp(before + np.log(weights) / beta)
+    share = np.exp(policy - np.logaddexp.reduce(policy))
+    np.testing.assert_allclose(share, optimum / optimum.sum(), rtol=0.01)

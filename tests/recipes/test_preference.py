@@ -78,6 +78,8 @@ def test_a_run_begins_at_ln_2_and_logs_the_figures_of_both_sides(base):
     log = (base / "log.txt").read_text()
     assert "reference" in log
     assert "answers scored" in log
+    (command,) = [line for line in log.splitlines() if "jaxlm generate" in line]
+    assert "--chat" not in command  # the pairs are texts
 
 
 def test_an_evaluation_has_the_figures_of_the_training(base, capsys):

@@ -127,3 +127,14 @@ def test_meshes_and_microbatches_agree(config, reward, tmp_path, mesh):
     for one, other in zip(train_records(tmp_path / "run"), train_records(reward), strict=True):
         for name in ("loss_nats", "margin", "grad_norm"):
             assert one[name] == pytest.approx(other[name], rel=2e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--config.objective.name=preference",)])
+def test_a_run_that_is_killed_resumes_to_the_same_bits(config, tmp_path, flags):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(config, whole, *flags) == 0
+    code, text = harness.run(harness.words(config, killed, *flags), "step.before:sigkill@4")
+    assert code == -9, text
+    assert train(config, killed, *flags) == 0
+    assert losses(killed) == losses(whole)

@@ -87,14 +87,14 @@ def keys(descriptor: int | None = None) -> Iterator[Callable[[], str]]:
     Raises:
       CommandError: if it is no terminal.
     """
-    number = sys.stdin.fileno() if descriptor is None else descriptor
-    if not os.isatty(number):
+    if not (sys.stdin.isatty() if descriptor is None else os.isatty(descriptor)):
         raise CommandError(
             "a person is asked in a terminal",
             where="--ask",
             why="standard input is no terminal",
             fix="run the same command in a terminal",
         )
+    number = sys.stdin.fileno() if descriptor is None else descriptor
     before = termios.tcgetattr(number)
     tty.setcbreak(number)
     try:

@@ -836,6 +836,8 @@ def _next_commands(trainer: "Trainer", verdict: dict[str, Any] | None) -> str:
         lines.append(trainer.context.options.resume_command)
     lines += [f"jaxlm eval --workdir={workdir}"] if trainer.programs.data.validation else []
     if trainer.run_config.objective.prompts != "none":
-        chat = "" if trainer.programs.data.template is None else " --chat"
+        data = trainer.programs.data
+        has_plain = "plain" in data.train.shards.manifest.figures  # texts without the template
+        chat = "" if data.template is None or has_plain else " --chat"
         lines.append(f"jaxlm generate --workdir={workdir} --prompt='...'{chat}")
     return "\n".join(lines)
