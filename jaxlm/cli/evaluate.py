@@ -10,6 +10,8 @@ are in the folder evals of the run, and the same command resumes. Intervals are 
 
 With --verify the last answer of each conversation is generated and compared: exact compares texts
 without white space around them, number the number after #### or else the last one.
+With --against=RUN2 --judge=JUDGE both runs answer the prompts of --text, and the judge scores each
+answer; see `jaxlm collect`.
 """
 
 import shlex
@@ -63,6 +65,10 @@ def add_arguments(parser: Parser) -> None:
     doc = "look for items of tasks in the training data, and score touched and untouched ones"
     parser.add_switch("--against_training", doc)
     parser.add_switch("--allow_code", "run the programs that the model writes for tasks with tests")
+    doc = "run whose answers to the prompts of --text are compared with those of this run"
+    add_flag(parser, "--against", "RUN[@STEP]", str, doc)
+    doc = "judge of --against: a reward, FILE.py:FUNCTION, reward:RUN or judge:RUN"
+    add_flag(parser, "--judge", "JUDGE", str, doc)
     parser.add_run_selection()
     add_flag(parser, *ADAPTER)
 
@@ -70,6 +76,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
     task_flags = _named(args, *TASK_FLAGS) | ({"chat": True} if args.chat else {})
+    if args.against or args.judge:
+        return _run_against(workdir, args, out)
     if args.tasks:
         return _run_tasks(workdir, args, out)
     switches = [name for name in ("against_training", "allow_code") if getattr(args, name)]
@@ -113,6 +121,39 @@ def run(args: Any, out: Output) -> int:
             lines.append(f"{name}, 95% interval {' to '.join(ends)}")
     head = f"step {answer['step']}, rows of {answer['sequence']} tokens"
     return out.result(answer, [head, *columns(rows), *lines, *_verified(answer["sets"])])
+
+
+def _run_against(workdir: Path, args: Any, out: Output) -> int:
+    """Print the win rate against another run with its 95% interval."""
+    needed = {"against": "RUN", "judge": "ended", "text": "prompts.jsonl"}
+    if missing := [name for name in needed if not getattr(args, name)]:
+        raise CommandError(
+            f"a win rate needs --{missing[0]}",
+            where=shlex.join(["jaxlm", *args.words]),
+            why="answers of two runs to prompts are scored by a judge",
+            fix=" ".join(f"--{name}={needed[name]}" for name in missing),
+        )
+
+    from jaxlm.recipes.collect.run import CollectSettings
+    from jaxlm.recipes.collect.win_rate import win_rate
+
+    settings = CollectSettings(
+        prompts=tuple(args.text),
+        judge=args.judge,
+        is_chat=args.chat,
+        samples=args.samples or 1,
+        **_named(args, "max_tokens", "seed"),
+    )
+    answer = win_rate(workdir, args.against, settings, say=out.log, **selection(args))
+    rate = answer["win_rate"]
+    ends = "" if rate["low"] is None else f", 95% interval {rate['low']:.1%} to {rate['high']:.1%}"
+    lines = [
+        f"{answer['run']} against {answer['against']}: {rate['mean']:.1%} of {answer['prompts']} "
+        f"prompts{ends}",
+        f"answers: {answer['wins']} wins, {answer['ties']} ties, {answer['losses']} losses, "
+        f"{answer['unscored']} without a score",
+    ]
+    return out.result(answer, lines)
 
 
 def _named(args: Any, *names: str) -> dict[str, Any]:

@@ -72,6 +72,9 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "an export of a reward model": Situation("export --workdir=runs/rewarded --out=out", SCORED),
     "a collection without a judge": Situation(f"{COLLECT} --prompts=p.txt --out=c", ASK),
+    "a win rate without a judge": Situation(
+        "eval --workdir=runs/a --against=runs/a --text=p.txt --max_tokens=4", ASK
+    ),
     "a collection without prompts": Situation(
         f"{COLLECT} --judge=ended --out=c", 'echo \'{"prompt": "1"}\' > prompts.jsonl'
     ),

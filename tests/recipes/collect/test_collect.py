@@ -191,3 +191,31 @@ def test_a_person_chooses_by_single_keys_that_are_saved_and_taken_back(tmp_path)
 def test_a_person_is_asked_in_a_terminal_alone(words, tmp_path, capfd):
     assert main([*words, "--ask", f"--out={tmp_path}/out"]) == 2
     assert "in a terminal" in capfd.readouterr().err
+
+
+def test_a_win_rate_has_an_interval_and_a_run_ties_with_itself(writer, words, reward, capfd):
+    prompts = words[2].replace("--prompts", "--text")
+    command = ["eval", f"--workdir={writer}", prompts, "--max_tokens=8", "--json"]
+    judge = f"--judge={writer.parent}/judge.py:long"
+    assert main([*command, judge, f"--against={writer}"]) == 0
+    answer = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (answer["win_rate"]["mean"], answer["ties"], answer["prompts"]) == (0.5, 20, 20)
+    assert main([*command, judge]) == 2
+    assert "--against=RUN" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_win_rates_of_two_runs_add_up_to_one(writer, words, capfd):
+    other = writer.parent / "other"
+    assert train(writer.parent / "config.py", other, "--config.seed=1") == 0
+    prompts, answers = words[2].replace("--prompts", "--text"), []
+    for run, against in ((writer, other), (other, writer)):
+        flags = [prompts, "--max_tokens=8", "--samples=3", f"--judge={writer.parent}/judge.py:long"]
+        capfd.readouterr()
+        assert main(["eval", f"--workdir={run}", f"--against={against}", *flags, "--json"]) == 0
+        answers.append(json.loads(capfd.readouterr().out.splitlines()[-1]))
+    one, two = answers
+    assert one["win_rate"]["mean"] + two["win_rate"]["mean"] == pytest.approx(1)
+    assert (one["wins"], one["ties"]) == (two["losses"], two["ties"])
+    assert one["wins"] + one["ties"] + one["losses"] == 60
+    assert one["win_rate"]["low"] < one["win_rate"]["mean"] < one["win_rate"]["high"]
