@@ -20,6 +20,7 @@ import warnings
 from pathlib import Path
 
 AT_IMPORT = ("JAX_", "PYTHON", "LD_", "OPENBLAS_", "OMP_", "TF_")  # read before the fork
+COMPILE_CACHE = "JAX_COMPILATION_CACHE_DIR"  # set again after the fork
 MAX_BYTES = 200_000  # of the words and the environment
 PR_SET_CHILD_SUBREAPER = 36
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,14 @@ class Process(subprocess.Popen):
         self._close_pipe_fds(*pipes)
 
 
+def run(words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess:
+    """Return `jaxlm WORDS` after its end, with what it printed."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Process(["jaxlm", *words], env=env, text=True, **pipes) as process:
+        output, errors = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(words, process.returncode, output, errors)
+
+
 def _adopt(on: bool) -> None:
     """Make processes below this one, whose parent ends, children of this one; or no longer."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
@@ -54,7 +63,11 @@ def _adopt(on: bool) -> None:
 
 def _connection(env: dict[str, str]) -> socket.socket:
     """Return the socket of the server with these variables, which is started if there is none."""
-    fixed = {name: text for name, text in env.items() if name.startswith(AT_IMPORT)}
+    fixed = {
+        name: text
+        for name, text in env.items()
+        if name.startswith(AT_IMPORT) and name != COMPILE_CACHE
+    }
     key = json.dumps(fixed, sort_keys=True)
     if key not in _servers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -113,6 +126,8 @@ def _fork() -> int:
 
 def main() -> None:
     """Import what a run needs, and run the words of a request in each forked process."""
+    import jax
+
     from jaxlm.core import faults
 
     for name in ("cli.train", "cli.arguments", "recipes.train.run", "monitor.plots"):
@@ -129,6 +144,7 @@ def main() -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     tempfile.tempdir = None
+    jax.config.update("jax_compilation_cache_dir", os.environ.get(COMPILE_CACHE))
     faults._faults = faults.parse(os.environ.get(faults.VARIABLE, ""))
     module, *sys.argv[1:] = request["words"]
     sys.path[0] = os.getcwd()

@@ -748,6 +748,12 @@ SLOW = {
     "next of a run that predicts hidden tokens",
     "next of data tokenize",
     "next of data mix",
+    "next of data run with more rules",
+    "scale with runs and a sweep",
+    "a rewind that is none",
+    "a set of an objective that is none",
+    "lr-find that is not finite",
+    "too little text held out",
     "a run that diverges",
     "a run that is not a number",
 }

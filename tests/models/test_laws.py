@@ -165,7 +165,7 @@ def built(request):
     return blueprint, jax.device_put(jax.tree_util.tree_map_with_path(away, jax.device_get(params)))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_no_token_depends_on_those_after_it(built):
     blueprint, params = built
     tokens, positions = inputs(rows=1)
@@ -185,7 +185,7 @@ def test_no_token_depends_on_those_after_it(built):
     assert float(jnp.abs(gradient[tokens[0, 3]]).max()) > 0.0
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_packed_documents_do_not_see_each_other(built):
     blueprint, params = built
     tokens, _ = inputs(rows=1)
@@ -209,7 +209,7 @@ def test_padding_is_finite_and_changes_nothing(built):
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_scan_and_unroll_run_the_same_parameters(built):
     blueprint, params = built
     other = Blueprint(blueprint.config, Precision.float32(), layers="unroll")
@@ -228,6 +228,7 @@ def test_scan_and_unroll_run_the_same_parameters(built):
         np.testing.assert_allclose(leaf, tree.leaves(gb)[path], rtol=1e-3, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "remat", ["dots", "full", "save:attention_out", "save:attention_out,mlp_out"]
 )
@@ -264,7 +265,7 @@ def test_full_remat_keeps_less_in_memory(layers):
     assert sizes["full"] < (0.6 if is_waited_for else 0.95) * sizes["none"]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_cached_decoding_is_the_full_forward_row_by_row(built):
     blueprint, params = built
     tokens, positions = inputs(rows=3)

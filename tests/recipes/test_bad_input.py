@@ -3,11 +3,10 @@
 import json
 import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 
+from tests import forked
 from tests.faults import harness
 
 CONFIG = """
@@ -212,13 +211,7 @@ def start(words, folder, **environment):
         "JAXLM_CACHE": str(folder / "cache"),
         "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
     }
-    return subprocess.run(
-        [sys.executable, "-m", "jaxlm", *words],
-        capture_output=True,
-        text=True,
-        env=variables | environment,
-        timeout=120,
-    )
+    return forked.run(words, variables | environment)
 
 
 def refuse(words, folder, code, output, **environment):

@@ -19,6 +19,7 @@ from jaxlm.core.problems import RenamedSetting
 from jaxlm.corpus.config import Recipe
 from jaxlm.monitor.sinks import read
 from jaxlm.recipes.config import Run
+from tests.faults import harness
 
 ARCHIVE = Path(__file__).parent / "run_before_renames.tar.xz"
 FORMER = {
@@ -51,8 +52,8 @@ def test_a_run_of_before_the_renames_is_evaluated_and_resumed(earlier, capsys):
     assert scores["loss_nats"] == pytest.approx(records[-1]["loss_nats"], rel=1e-6)
 
     words = ["train", "--config=run", "--workdir=run", "--config.train.steps=8", "--cpu_devices=1"]
-    command = [sys.executable, "-m", "jaxlm", *words, "--allow_change=train.steps"]
-    subprocess.run(command, capture_output=True, check=True)
+    code, output = harness.run([*words, "--allow_change=train.steps"])
+    assert code == 0, output
     assert json.loads((earlier / "exit.json").read_text())["step"] == 8
     written = json.loads((earlier / "config.json").read_text())
     assert (written["model"]["interleaved"], written["guard"]["rewind_steps"]) == (False, 2)

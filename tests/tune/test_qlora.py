@@ -107,7 +107,7 @@ def test_scan_unrolling_and_remat_give_the_same_gradients():
     loss, expected = gradients(adapted, params, new)
     expected = tree.leaves(expected)
     assert all(jnp.abs(leaf).max() > 0 for leaf in expected.values())
-    for layout in ({"layers": "unroll"}, {"remat": "full"}, {"remat": "dots"}):
+    for layout in ({"layers": "unroll"}, {"remat": "full"}):
         repeated, computed = gradients(models(**layout)[2], params, new)
         assert repeated == pytest.approx(float(loss), rel=1e-6)
         for path, leaf in tree.leaves(computed).items():
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_lora_on_the_dequantized_base():
 MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"pipe": 2, "data": 4}]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("base", BASES)
 def test_a_mesh_gives_the_losses_and_gradients_of_one_device(base, sizes):

@@ -36,9 +36,9 @@ CHUNKS = ("loss.chunk=64", "train.remat=full")
 
 QUICK = {
     "a split vocabulary": (*TENSOR, *TERMS),
+    "keys gathered": (*CONTEXT, "mesh.context_keys=gather"),
     "labels that sophia samples": (*TENSOR, "optim.name=sophia", "loss.chunk=64"),
     "moments in eight bits": (*TENSOR, "optim.name=adamw8bit", "model.hidden=1536"),
-    "keys gathered": (*CONTEXT, "mesh.context_keys=gather"),
 }
 ARMS = {
     f"optimizer {arm().name}": (*BOTH, f"optim.name={arm().name}")
@@ -148,6 +148,7 @@ def wrong(small, text, **known):
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_step_holds_no_whole_logits_and_sends_nothing_unexplained(name):
     small, text = compiled(QUICK[name], "step")
