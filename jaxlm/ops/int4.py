@@ -187,7 +187,7 @@ def awq_scales(
     Args:
       weights: all that read these inputs, [I, O] each.
       gram: x^T x of the inputs.
-      magnitudes: mean of |x|.
+      magnitudes: mean or sum of |x|: a common factor changes nothing.
       format: int4 or int4_zero.
 
     Source: Lin et al. 2023, arXiv:2306.00978, section 3.2.

@@ -155,6 +155,11 @@ class Calibration:
         self, place: Place, block: Block, result: Leaves, runner: LayerRunner, stream: Stream
     ) -> None:
         """Replace the inputs of a layer by its outputs with rounded weights."""
+        nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(block)}
+        for changed, leaf in result.items():  # of a layer that the folder has, too
+            node, _, name = changed.rpartition("/")
+            if not name.startswith(PREFIX):
+                getattr(nodes[node], name)[...] = jnp.asarray(leaf)
         path = f"{place.path}/{{}}/weight"
         for name, layer in folding.linear_layers(block).items():
             stored = {each: result.get(f"{name}/{PREFIX}{each}") for each in LEAVES}

@@ -56,10 +56,11 @@ def calibration(params, folder, method="gptq", batches=None, facts=None, said=No
     )
 
 
-def test_a_killed_search_goes_on_with_the_next_layer_and_has_the_same_bytes(
-    params, tmp_path, monkeypatch
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_killed_search_continues_with_the_next_layer_and_has_the_same_bytes(
+    params, method, tmp_path, monkeypatch
 ):
-    whole = calibration(params, tmp_path / "whole").leaves()
+    whole = calibration(params, tmp_path / "whole", method).leaves()
     assert whole["stack/0/mlp/down/weight_codes"].shape == (2, 24, 32)
     solved, calls = calibrate.solved, []
 
@@ -71,13 +72,13 @@ def test_a_killed_search_goes_on_with_the_next_layer_and_has_the_same_bytes(
 
     monkeypatch.setattr(calibrate, "solved", killed)
     with pytest.raises(KeyboardInterrupt):
-        calibration(params, tmp_path / "killed").leaves()
-    resumed = calibration(params, tmp_path / "killed").leaves()
+        calibration(params, tmp_path / "killed", method).leaves()
+    resumed = calibration(params, tmp_path / "killed", method).leaves()
     assert len(calls) == 3
     assert resumed.keys() == whole.keys()
     for path, leaf in whole.items():
         np.testing.assert_array_equal(leaf, resumed[path])
-    calibration(params, tmp_path / "killed", facts={"a": 2}).leaves()
+    calibration(params, tmp_path / "killed", method, facts={"a": 2}).leaves()
     assert len(calls) == 5  # other facts: no layer is finished
 
 
