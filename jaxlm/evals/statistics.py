@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy import special
 
 from jaxlm.core import wilson
 
@@ -127,7 +126,7 @@ def difference(
     count = int(index_n.max()) + 1
     rises, falls = int((value_n > 0).sum()), int((value_n < 0).sum())
     low = high = p_value = smallest = None
-    powered = float(special.ndtri(0.5 + CONFIDENCE / 2) + special.ndtri(POWER))
+    powered = float(_special().ndtri(0.5 + CONFIDENCE / 2) + _special().ndtri(POWER))
     is_binary = np.isin(first_n, (0.0, 1.0)).all() and np.isin(second_n, (0.0, 1.0)).all()
     if is_binary and count == len(value_n) and np.ptp(weight_n) == 0:
         low, high, adjusted = _agresti_min(rises, falls, count)
@@ -156,7 +155,7 @@ def difference(
 
 def mcnemar(rises: int, falls: int) -> float:
     """Return the exact two-sided p-value of McNemar's test for the two numbers of changed items."""
-    return min(1.0, 2 * float(special.bdtr(min(rises, falls), rises + falls, 0.5)))
+    return min(1.0, 2 * float(_special().bdtr(min(rises, falls), rises + falls, 0.5)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -202,16 +201,23 @@ def _agresti_min(rises: int, falls: int, items: int) -> tuple[float, float, floa
     size, changed = items + 2, rises + falls + 1
     center = (rises - falls) / size
     error = math.sqrt(changed - (rises - falls) ** 2 / size) / size
-    reach = float(special.ndtri(0.5 + CONFIDENCE / 2)) * error
+    reach = float(_special().ndtri(0.5 + CONFIDENCE / 2)) * error
     return max(center - reach, -1.0), min(center + reach, 1.0), error
 
 
+def _special() -> Any:
+    """Return `scipy.special`, imported late: a training run does not need it."""
+    from scipy import special
+
+    return special
+
+
 def _student(freedom: int) -> float:
-    return float(special.stdtrit(freedom, 0.5 + CONFIDENCE / 2))
+    return float(_special().stdtrit(freedom, 0.5 + CONFIDENCE / 2))
 
 
 def _t_test(mean: float, error: float, freedom: int) -> float:
     """Return the two-sided p-value of a mean; differences that are all equal have no error."""
     if error == 0:
         return 1.0 if mean == 0 else 0.0
-    return 2 * float(special.stdtr(freedom, -abs(mean) / error))
+    return 2 * float(_special().stdtr(freedom, -abs(mean) / error))
