@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(
         parser, "--context", "TOKENS", int, "largest request, with its prompt (the run's rows)"
     )
-    add_flag(parser, "--chunk", "TOKENS", 128, "tokens of a prompt that are read in one pass")
+    add_flag(parser, "--chunk", "TOKENS", 64, "tokens of a prompt that are read in one pass")
     add_flag(parser, "--max_waiting", "TOKENS", 2**17, "tokens of requests that wait for a slot")
     add_flag(parser, "--prefix_mib", "MIB", 256, "memory for beginnings of prompts; 0 keeps none")
     add_flag(parser, "--drain_seconds", "X", 30.0, "time for running requests after a SIGTERM")

@@ -5,6 +5,7 @@ arrival change no bit of it. All programs are compiled by the constructor.
 """
 
 import dataclasses
+import functools
 import threading
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import backend
@@ -25,10 +27,13 @@ from jaxlm.generate.slots import Arrival, Programs, Scores
 from jaxlm.generate.text_stream import TextStream
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import EncoderDecoderConfig
+from jaxlm.nn.cache import reaches
 from jaxlm.parallel import rules
 
 Reason = Literal["length", "eos_token", "stop_sequence", "cancelled", "deadline", "error"]
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event of a compilation
+TICK_CHUNKS = 2  # between two tokens of a stream
+ALL_CHUNKS = 2**31  # if no stream waits for its next token
 # A product of one row takes six times as long as one of two on a CPU with bfloat16 (jax 0.12).
 LEAST_CPU_ROWS = 2
 
@@ -186,8 +191,8 @@ class Ticket:
 class Engine:
     """Slots of one KV cache with a static number of rows, and the requests in them.
 
-    A tick admits requests into free slots, reads at most one chunk of one prompt, draws one token
-    for all rows, and delivers. One thread calls `tick`, and must be the same for all ticks; other
+    A tick admits requests into free slots, reads a few chunks of prompts, draws one token for all
+    rows, and delivers. One thread calls `tick`, and must be the same for all ticks; other
     threads call `submit` and `cancel`.
 
     Args:
@@ -214,7 +219,7 @@ class Engine:
         *,
         rows: int = 8,
         context: int = 1024,
-        chunk: int = 128,
+        chunk: int = 64,
         is_int8: bool = False,
         max_waiting: int = 2**20,
         prefix_bytes: int = 0,
@@ -243,6 +248,7 @@ class Engine:
             is_int8=is_int8,
         )
         self._ready = self._programs.prepare(params)
+        self._reaches = self._same_reaches()
         self._state = self._programs.empty()
         layers = [each for caches in self._state.cache.layers.values() for each in caches]
         self._has_prefixes = prefix_bytes > 0 and not any(each.is_ring for each in layers)
@@ -338,11 +344,11 @@ class Engine:
         for request, parts in zip(requests, deltas, strict=True):
             self.submit(request, parts.append)
         while any(not parts or parts[-1].reason is None for parts in deltas):
-            self.tick()
+            self.tick(chunks=ALL_CHUNKS)
         return [joined(parts) for parts in deltas]
 
-    def tick(self) -> None:
-        """Admit, read a chunk, draw a token for each row, deliver.
+    def tick(self, chunks: int = TICK_CHUNKS) -> None:
+        """Admit, read at most some chunks of prompts, draw a token for each row, deliver.
 
         If a pass raises an exception, all requests in slots end with `error`, and the slots are
         made again; a second exception is raised.
@@ -351,7 +357,9 @@ class Engine:
         try:
             self._admit()
             begun = time.perf_counter()
-            self._read_chunk()
+            for _ in range(chunks):
+                if not self._read_chunk():
+                    break
             self._draw()
             self.counters.seconds += time.perf_counter() - begun
         except Exception as error:
@@ -456,15 +464,15 @@ class Engine:
                 table[token] += np.float32(value)
         return table
 
-    def _read_chunk(self) -> None:
-        """Read a chunk of the prompt that was submitted first."""
+    def _read_chunk(self) -> bool:
+        """Read a chunk of the prompt that was submitted first; return False if all are read."""
         unread = [
             (ticket.begun, slot)
             for slot, ticket in enumerate(self._tickets)
             if ticket is not None and not ticket.is_read
         ]
         if not unread:
-            return
+            return False
         slot = min(unread)[1]
         ticket = self._tickets[slot]
         assert ticket is not None
@@ -492,6 +500,7 @@ class Engine:
         ticket.read += count
         self.counters.chunks += 1
         self.counters.prompt_tokens += count
+        return True
 
     def _draw(self) -> None:
         """Draw a token for each row whose prompt is read."""
@@ -510,7 +519,8 @@ class Engine:
         active, is_scored = np.zeros(self.rows, bool), np.zeros(self.rows, bool)
         for slot, ticket in drawing:
             active[slot], is_scored[slot] = True, ticket.request.top is not None
-        self._state, drawn = self._programs.draw(self._ready, self._state, active, is_scored)
+        inputs = active, is_scored, self._reach(drawing)
+        self._state, drawn = self._programs.draw(self._ready, self._state, *inputs)
         tokens, is_finite = jax.device_get((drawn.token, drawn.is_finite))
         scores = jax.device_get(drawn.scores) if is_scored.any() else None
         self.counters.passes += 1
@@ -526,6 +536,42 @@ class Engine:
             score = None if top is None or scores is None else _score(scores, slot, token, top)
             if ticket.push(token, table, score):
                 self._tickets[slot] = None
+
+    def _reach(self, drawing: Sequence[tuple[int, Ticket]]) -> np.int32:
+        """Return the number of slots of each row that the next pass reads."""
+        longest = max(len(each.request.ids) + len(each.ids) for _, each in drawing)
+        return np.int32(next(size for size in self._reaches if size >= longest))
+
+    def _same_reaches(self) -> tuple[int, ...]:
+        """Return the numbers of slots for which a pass has the bits that it has for all slots.
+
+        XLA may sum a product of another size in another order. Rows of a few tokens, with arbitrary
+        keys and values, are compared by all scores of the next token.
+        """
+        # Half of the slots are copied to be read, which takes longer than to read all.
+        smaller = [size for size in reaches(self._length) if 4 * size <= self._length]
+        if not smaller or backend.name() != "cpu":
+            return (self._length,)
+        on = np.ones(self.rows, bool)
+
+        def scores(size: int) -> list[bytes]:
+            state = self._programs.empty()
+            layers = jax.tree.map(_arbitrary, state.cache.layers)
+            length = jnp.arange(self.rows, dtype=jnp.int32) * (smaller[0] - 1) // self.rows
+            state = state._replace(cache=state.cache._replace(layers=layers, length=length))
+            _, drawn = self._programs.draw(self._ready, state, on, on, np.int32(size))
+            return [np.asarray(each).tobytes() for each in drawn.scores]
+
+        expected = scores(self._length)
+        return (*(size for size in smaller if scores(size) == expected), self._length)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _arbitrary(like: jax.Array) -> jax.Array:
+    """Return an array of normal numbers, or of integers of about 32."""
+    values = jax.random.normal(jax.random.key(0), like.shape)
+    is_integer = jnp.issubdtype(like.dtype, jnp.integer)
+    return (32 * values if is_integer else values).astype(like.dtype)
 
 
 def check_supported(blueprint: Blueprint) -> None:

@@ -61,16 +61,24 @@ class RowSettings(NamedTuple):
 
 
 def penalized(
-    logits: Float[Array, "B V"], history: History, settings: RowSettings
+    logits: Float[Array, "B V"],
+    history: History,
+    settings: RowSettings,
+    active: Bool[Array, "B"],
 ) -> Float[Array, "B V"]:
     """Return the logits after the penalties of each row, see `sampling.Penalties`."""
     repetition, presence, frequency = (
         each[:, None] for each in (settings.repetition, settings.presence, settings.frequency)
     )
-    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(history.seen, repeated, logits)
-    drawn = history.drawn.astype(logits.dtype)
-    return logits - presence * (drawn > 0) - frequency * drawn
+
+    def changed() -> Array:
+        repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        after = jnp.where(history.seen, repeated, logits)
+        drawn = history.drawn.astype(logits.dtype)
+        return after - presence * (drawn > 0) - frequency * drawn
+
+    is_changed = (repetition != 1) | (presence != 0) | (frequency != 0)
+    return jax.lax.cond(jnp.any(is_changed & active[:, None]), changed, lambda: logits)
 
 
 def draw_rows(

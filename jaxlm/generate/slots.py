@@ -2,8 +2,9 @@
 
 A prompt is read in chunks of a static number of tokens, all but its last token. The last token is
 the first input of the decode program, so that every token is drawn from the logits of one program.
-Chunks of a prompt begin at multiples of the chunk's size. The numbers of a row therefore depend on
-its own ids alone: not on the slot, the other rows, or the time of arrival.
+Chunks of a prompt begin at multiples of the chunk's size, and read the slots up to their own end.
+The numbers of a row therefore depend on its own ids alone: not on the slot, the other rows, or the
+time of arrival.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlm.core import random
+from jaxlm.core import backend, random
 from jaxlm.generate import decode
 from jaxlm.generate.rows import RowSettings, draw_rows, penalized
 from jaxlm.generate.sampling import History
@@ -30,7 +31,7 @@ class Slots(NamedTuple):
     cache: KVCache
     token: Int[Array, "B"]  # the next input of each row
     drawn: Int[Array, "B"]  # tokens drawn so far
-    keys: Array  # [B]
+    keys: Array  # [B, 2], the words of each key: arrays of keys are slow to pass to a program
     history: History
     bias: Float[Array, "B V"]  # minus infinity for ids that may not be drawn
     settings: RowSettings
@@ -70,7 +71,8 @@ class Programs:
     `admit(state, slot, arrival)` puts a request into a slot.
     `read(ready, state, slot, ids [C], start, count)` reads a chunk of a prompt.
     `score(...)` does the same and returns `Scores` of the ids `after` the chunk's ids.
-    `draw(ready, state, active, is_scored)` draws a token for each active row.
+    `draw(ready, state, active, is_scored, reach)` draws a token for each active row. No active
+    row has more than `reach` tokens with the new one; other rows may have more.
     `save(state, slot, start)` returns the keys and values of a chunk that a slot has read, and
     `load(state, slot, start, block)` puts them into a slot in place of reading.
     `wipe(state, slot)` clears a slot that has numbers that are not finite.
@@ -106,8 +108,18 @@ def build(
       chunk: tokens of a prompt that are read at once.
       is_int8: store the KV cache in int8.
     """
-    prepare, merged = decode.weight_layout(merge)
-    model_of: Callable[[Any], Decoder] = merged  # type: ignore[assignment]
+    relayout, merged = decode.weight_layout(merge)
+    layout = jax.tree.structure(jax.eval_shape(relayout, params))
+    has_reach = backend.name() == "cpu"  # a condition on a device costs more than it saves
+
+    def prepare(params: Any) -> list[Array]:
+        # A list of arrays: the modules of Flax cost a millisecond to flatten for each program.
+        return jax.tree.leaves(relayout(params))
+
+    def model_of(ready: list[Array]) -> Decoder:
+        model = merged(jax.tree.unflatten(layout, ready))
+        assert isinstance(model, Decoder)
+        return model
 
     def empty(params: Any) -> Slots:
         model: Decoder = merge(params)
@@ -115,7 +127,7 @@ def build(
         cache = model.empty_cache(rows, length, is_int8=is_int8)
         none = jnp.zeros((rows,), jnp.int32)
         history = History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
-        keys = jax.vmap(jax.random.key)(none)
+        keys = jnp.zeros((rows, 2), jnp.uint32)
         bias = jnp.zeros((rows, vocab))
         return Slots(cache, none, none, keys, history, bias, RowSettings.empty(rows))
 
@@ -133,7 +145,7 @@ def build(
             cache=state.cache._replace(length=state.cache.length.at[slot].set(0)),
             token=state.token.at[slot].set(arrival.token),
             drawn=state.drawn.at[slot].set(0),
-            keys=state.keys.at[slot].set(random.key(arrival.seed, "sample")),
+            keys=state.keys.at[slot].set(jax.random.key_data(random.key(arrival.seed, "sample"))),
             history=history,
             bias=state.bias.at[slot].set(arrival.bias),
             settings=RowSettings(*settings),
@@ -150,7 +162,7 @@ def build(
         hidden = model.hidden(
             ids[None],
             positions=jnp.minimum(index, start + count - 1)[None],
-            cache=KVCache(layers, start[None]),
+            cache=KVCache(layers, start[None], reach=start + len(ids) if has_reach else None),
             count=count[None],
         )
         assert hidden.cache is not None
@@ -180,7 +192,9 @@ def build(
         state, values = _chunk(model, state, slot, ids, start, count)
         return state, scores_of(model.logits(values)[0], after)
 
-    def draw(ready: Any, state: Slots, active: Array, is_scored: Array) -> tuple[Slots, Drawn]:
+    def draw(
+        ready: Any, state: Slots, active: Array, is_scored: Array, reach: Array
+    ) -> tuple[Slots, Drawn]:
         model = model_of(ready)
         positions = state.cache.length[:, None]
         if model.text_positions is not None:  # of rows that are not active
@@ -188,19 +202,21 @@ def build(
         hidden = model.hidden(
             state.token[:, None],
             positions=positions,
-            cache=state.cache,
+            cache=state.cache._replace(reach=reach if has_reach else None),
             count=active.astype(jnp.int32),
         )
         assert hidden.cache is not None
         raw = model.logits(hidden.values)[:, 0]
-        logits = penalized(raw, state.history, state.settings) + state.bias
-        keys = jax.vmap(jax.random.fold_in)(state.keys, state.drawn)
+        logits = penalized(raw, state.history, state.settings, active) + state.bias
+        keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.keys), state.drawn)
         token = draw_rows(logits, keys, state.settings, active)
         scores = jax.lax.cond(
             jnp.any(is_scored), lambda: scores_of(raw, token), lambda: no_scores(raw)
         )
         new = state._replace(
-            cache=hidden.cache._replace(length=state.cache.length + active),
+            cache=state.cache._replace(
+                layers=hidden.cache.layers, length=state.cache.length + active
+            ),
             token=jnp.where(active, token, state.token),
             drawn=state.drawn + active,
             history=state.history.extended(token, active),

@@ -247,7 +247,8 @@ class Backbone(nnx.Module):
         layers, start = (None, None) if cache is None else (cache.layers, cache.length)
         written: Caches = {}
         losses: dict[str, Mean] = {}
-        inputs = LayerInputs(positions, mask, memory, start)
+        reach = None if cache is None else cache.reach
+        inputs = LayerInputs(positions, mask, memory, start, reach)
         for prefix, stack, key in zip(
             ("prefix/", "stack/"), (self.prefix, self.stack), keys, strict=True
         ):

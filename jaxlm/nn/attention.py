@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
-from jaxlm.nn.cache import EncoderKV, LayerCache
+from jaxlm.nn.cache import EncoderKV, LayerCache, reaches
 from jaxlm.nn.config import AttentionConfig, RelativeBias
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import HeadLinear, Linear, parameter
@@ -49,6 +49,7 @@ class LayerInputs(NamedTuple):
     mask: Mask
     memory: CrossInputs | None = None
     start: Int[Array, "B"] | None = None  # slot of each row for new tokens in a KV cache
+    reach: Int[Array, ""] | None = None  # see `KVCache`
 
 
 class LeadingKV(nnx.Module):
@@ -102,8 +103,33 @@ class AttentionBase(nnx.Module):
             pairs = zip(leading, (keys, values), strict=True)
             keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)
         mask = dataclasses.replace(mask, window=self.config.window)
-        heads = self._self_attend((query, keys, values), mask, key, is_cached=is_cached)
+        if cache is None or not self._is_reach_limited(cache, inputs):
+            heads = self._self_attend((query, keys, values), mask, key, is_cached=is_cached)
+        else:
+            assert inputs.reach is not None
+            heads = self._attend_within(inputs.reach, query, cache, mask)
         return self._out_projection(heads), cache
+
+    def _is_reach_limited(self, cache: LayerCache, inputs: LayerInputs) -> bool:
+        """Return True if the keys are the slots of a row from the first on, and some are unused."""
+        is_plain = not (cache.is_ring or cache.leading or inputs.mask.bias is not None)
+        return is_plain and inputs.reach is not None and len(reaches(cache.slots)) > 1
+
+    def _attend_within(
+        self, reach: Int[Array, ""], query: Any, cache: LayerCache, mask: Mask
+    ) -> Float[Array, "B T N U"]:
+        """Attend over the first slots of a cache: the fewest of `reaches` that have `reach`."""
+        sizes = reaches(cache.slots)
+
+        def attend(size: int) -> Array:
+            # From the cache: XLA would transpose all slots of operands in another layout.
+            keys, values, index = self._first(cache, size)
+            visible = dataclasses.replace(mask, key_index=index)
+            return self._self_attend((query, keys, values), visible, None, is_cached=True)
+
+        branches = [functools.partial(attend, size) for size in sizes]
+        index = jnp.searchsorted(jnp.asarray(sizes), reach)
+        return jax.lax.switch(index, branches)
 
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Projected:
         """Return queries, and keys and values as they are cached."""
@@ -133,6 +159,10 @@ class AttentionBase(nnx.Module):
         cache, (keys, values, index) = cache.append(keys, values, inputs.start, count)
         mask = dataclasses.replace(inputs.mask, key_index=index, leading=cache.leading)
         return cache, keys, values, mask
+
+    def _first(self, cache: LayerCache, size: int) -> tuple[Array, Array, Array]:
+        """Return the keys and values of the first slots as `_append` does, and their indices."""
+        return cache.first(size)
 
     def _attend(
         self, qkv: QKV, mask: Mask, key: Array | None, *, kernel: Kernel, is_cached: bool
@@ -313,6 +343,10 @@ class LatentAttention(AttentionBase):
     ) -> tuple[LayerCache, Array, Array, Mask]:
         cache, keys, values, mask = super()._append(cache, keys, values[:, :, None], inputs)
         return cache, keys, values[:, :, 0], mask
+
+    def _first(self, cache: LayerCache, size: int) -> tuple[Array, Array, Array]:
+        keys, values, index = super()._first(cache, size)
+        return keys, values[:, :, 0], index
 
     def _self_attend(
         self, qkv: Projected, mask: Mask, key: Array | None, *, is_cached: bool

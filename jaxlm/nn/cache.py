@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from jaxlm.ops import quantize
 from jaxlm.parallel.rules import constrain
 
+LEAST_REACH = 128  # slots
 NOWHERE = jnp.iinfo(jnp.int32).max  # index of an empty slot: no query sees as far
 
 
@@ -131,6 +132,11 @@ class LayerCache:
         index = jnp.concatenate((_ring_index(start, self.slots), index), axis=1)
         return written, both._visible(index)
 
+    def first(self, size: int) -> VisibleKV:
+        """Return the first slots of a cache that is no ring and has no virtual tokens."""
+        part = jax.tree.map(lambda x: x[:, :, :size], self)
+        return part._visible(jnp.arange(size, dtype=jnp.int32)[None])
+
     def _quantized(
         self, keys: Array, values: Array
     ) -> tuple[Array, Array, Array | None, Array | None]:
@@ -175,6 +181,19 @@ def _ring_index(length: Array, slots: int) -> Int[Array, "B S"]:
     return jnp.where(index < 0, NOWHERE, index)
 
 
+def reaches(slots: int) -> tuple[int, ...]:
+    """Return the numbers of slots that layers can read, see `KVCache`; the last is `slots`.
+
+    Example:
+      >>> reaches(1000)
+      (250, 500, 1000)
+    """
+    halves = [slots]
+    while halves[-1] % 2 == 0 and halves[-1] // 2 >= LEAST_REACH:
+        halves.append(halves[-1] // 2)
+    return tuple(reversed(halves))
+
+
 EncoderKV = tuple[Float[Array, "B E K H"], Float[Array, "B E K H"]]  # keys and values
 
 
@@ -190,12 +209,14 @@ class KVCache(NamedTuple):
 
     `length` counts the tokens read in each row, without virtual tokens before it. Slots from
     `length` on may hold anything: no query looks beyond its own index, and the next write replaces
-    them.
+    them. With `reach`, the layers read about as many slots of each row as it counts, and the others
+    hold nothing that a query of interest sees.
     """
 
     layers: dict[str, tuple[LayerCache, ...]]
     length: Int[Array, "B"]
     source: CrossKV | None = None  # of an encoder-decoder
+    reach: Int[Array, ""] | None = None
 
     @property
     def slots(self) -> int:

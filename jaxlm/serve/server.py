@@ -55,7 +55,7 @@ class ServeOptions:
     keys: Path | None = None
     slots: int = 8
     context: int | None = None
-    chunk: int = 128
+    chunk: int = 64
     max_waiting: int = 2**17
     prefix_mib: int = 256
     drain_seconds: float = 30.0
