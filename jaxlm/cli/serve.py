@@ -14,6 +14,8 @@ from jaxlm.core.errors import CommandError
 
 LEAST = {"slots": 1, "context": 2, "chunk": 1, "max_waiting": 1, "port": 0}
 LEAST |= {"prefix_mib": 0, "drain_seconds": 0}
+LIMITS = ("key_calls", "key_running", "key_tokens")
+LEAST |= dict.fromkeys(LIMITS, 0)
 MAX_PORT = 2**16 - 1
 
 
@@ -22,6 +24,9 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--port", "N", 8000, "port to listen on; 0 for any that is free")
     add_flag(parser, "--keys", "FILE", str, "file with digests of the keys of clients")
     parser.add_switch("--add_key", "add a key to the file of --keys, print it and end")
+    add_flag(parser, "--key_calls", "N", 0, "calls a minute of each key; 0 for any number")
+    add_flag(parser, "--key_running", "N", 0, "calls of each key at once; 0 for any number")
+    add_flag(parser, "--key_tokens", "N", 0, "tokens a minute of each key; 0 for any number")
     add_flag(parser, "--slots", "N", 8, "requests that run at once")
     add_flag(
         parser, "--context", "TOKENS", int, "largest request, with its prompt (the run's rows)"
@@ -53,8 +58,14 @@ def run(args: Any, out: Output) -> int:
 
         key = add_key(Path(args.keys))
         return out.result({"key": key, "file": args.keys}, key)
+    flag = next((name for name in LIMITS if getattr(args, name)), None)
+    if flag is not None and args.keys is None:
+        what, why = f"--{flag} needs the file of --keys", "without keys all clients are one"
+        fix = f"jaxlm serve --keys=keys.txt --{flag}={getattr(args, flag)}"
+        raise CommandError(what, where=f"--{flag}={getattr(args, flag)}", why=why, fix=fix)
     workdir = Path(needed_run(args))
 
+    from jaxlm.serve.quotas import KeyLimits
     from jaxlm.serve.server import ServeOptions, serve
 
     names = (
@@ -70,6 +81,7 @@ def run(args: Any, out: Output) -> int:
     options = ServeOptions(
         **{name: getattr(args, name) for name in names},
         keys=args.keys and Path(args.keys),
+        limits=KeyLimits(calls=args.key_calls, running=args.key_running, tokens=args.key_tokens),
         kv_cache_dtype=args.kv_cache_dtype,
         adapter=args.adapter,
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,9 +24,11 @@ from jaxlm.serve.fields import Fields, RefusedRequest, parse
 from jaxlm.serve.guard import MAX_HEADER_BYTES, MAX_HEADERS, MAX_PATH_BYTES, Message, Receive, Send
 from jaxlm.serve.keys import Keys
 from jaxlm.serve.metrics import Metrics
+from jaxlm.serve.quotas import KeyLimits, Quotas
 
 OPEN = ("/health",)  # routes without keys
 SECURITY = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+NO_LIMITS = KeyLimits()
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -72,12 +75,26 @@ async def _cancelled_on_disconnect(
 class Server:
     """The state of the server, and its handlers.
 
-    `served` is None until the model is loaded. `hosts` are the accepted names of the Host header;
-    an empty tuple accepts all.
+    `served` is None until the model is loaded.
+
+    Args:
+      bridge: the engine.
+      keys: accepted keys.
+      log: receives a line for each call.
+      hosts: accepted names of the Host header; an empty tuple accepts all.
+      limits: limits of each key.
     """
 
-    def __init__(self, bridge: Bridge, keys: Keys, log: Log, hosts: tuple[str, ...] = LOCAL):
+    def __init__(
+        self,
+        bridge: Bridge,
+        keys: Keys,
+        log: Log,
+        hosts: tuple[str, ...] = LOCAL,
+        limits: KeyLimits = NO_LIMITS,
+    ):
         self.served: Served | None = None
+        self.quotas = Quotas(limits)
         self.bridge, self.metrics = bridge, Metrics(bridge)
         self._keys, self._log, self._hosts = keys, log, hosts
 
@@ -212,10 +229,7 @@ class Server:
         call = await asyncio.to_thread(read, fields, served)
         api.check_ids(call, served)
         begun = time.monotonic()
-        if self._keys:  # the time to the first token would show prompts of other clients
-            salt = self._keys.name_of(request.headers.get("authorization", "")) or ""
-            call = api.with_salt(call, salt)
-        results = self.bridge.submit(call.requests)
+        results = self._submitted(request, call)
         response = api.Response(call, served)
         response.tickets = results.tickets
         if call.is_streamed:
@@ -231,6 +245,22 @@ class Server:
         if "cancelled" in reasons:
             raise RefusedRequest(503, "the server is stopping", retry_after="5")
         return JSONResponse(response.whole(deltas), headers=SECURITY)
+
+    def _submitted(self, request: HttpRequest, call: Call) -> Results:
+        """Queue a call within the limits of its key."""
+        if not self._keys:
+            return self.bridge.submit(call.requests)
+        name = self._keys.name_of(request.headers.get("authorization", "")) or ""
+        # With one salt, the time to the first token would show prompts of other clients.
+        call = api.with_salt(call, name)
+        self.quotas.begin(name, sum(each.size for each in call.requests))
+        try:
+            results = self.bridge.submit(call.requests)
+        except RefusedRequest:
+            self.quotas.end(name)
+            raise
+        results.on_end = functools.partial(self.quotas.end, name)
+        return results
 
     async def _events(
         self, results: Results, response: api.Response, begun: float

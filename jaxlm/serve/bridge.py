@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxlm.generate.engine import Deliver, Delta, Engine, QueueFull, Request, Ticket
 from jaxlm.serve.fields import RefusedRequest
@@ -13,16 +13,26 @@ Part = tuple[int, Delta]
 
 
 class Results:
-    """Parts of the results of a call, as they come; `cancel` ends the requests."""
+    """Parts of the results of a call, as they come; `cancel` ends the requests.
+
+    `on_end` is called once, when the engine has ended all of them.
+    """
+
+    on_end: Callable[[], None] | None = None
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._parts: asyncio.Queue[Part] = asyncio.Queue()
         self.tickets: list[Ticket] = []
+        self._ended = 0
 
     def put(self, part: Part) -> None:
         """Add a part; by the event loop."""
         self._parts.put_nowait(part)
+        self._ended += part[1].reason is not None
+        if self._ended == len(self.tickets) and self.on_end is not None:
+            self.on_end()
+            self.on_end = None
 
     def cancel(self) -> None:
         """Free the slots of the call within one tick."""

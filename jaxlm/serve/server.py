@@ -26,6 +26,7 @@ from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
 from jaxlm.serve.api import Served
 from jaxlm.serve.keys import Keys
+from jaxlm.serve.quotas import KeyLimits
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
@@ -40,6 +41,7 @@ class ServeOptions:
       host: address to listen on; others than loopback need keys.
       port: port to listen on; 0 for any that is free.
       keys: file of digests of keys; None accepts every request.
+      limits: limits of each key.
       slots: requests that run at once.
       context: largest number of tokens of a request; None for the run's own.
       chunk: tokens of a prompt that are read in one pass.
@@ -53,6 +55,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Path | None = None
+    limits: KeyLimits = dataclasses.field(default_factory=KeyLimits)
     slots: int = 8
     context: int | None = None
     chunk: int = 64
@@ -93,7 +96,8 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
         )
     load.read_config(workdir)
     with _listening(options) as listener:
-        with _http(listener, keys, say, is_local=is_local) as (bridge, server):
+        web = _http(listener, keys, say, is_local=is_local, limits=options.limits)
+        with web as (bridge, server):
             with _signals(bridge, options.drain_seconds, say):
                 opened = open_run(workdir, options, say, **selection)
                 with jax.set_mesh(opened.model.mesh):
@@ -185,8 +189,18 @@ def _listening(options: ServeOptions) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _http(listener: socket.socket, keys: Keys, say: Log, *, is_local: bool) -> Iterator[Any]:
-    """Run the event loop of the server in a thread of its own; the engine has this one."""
+def _http(
+    listener: socket.socket, keys: Keys, say: Log, *, is_local: bool, limits: KeyLimits
+) -> Iterator[Any]:
+    """Run the event loop of the server in a thread of its own; the engine has this one.
+
+    Args:
+      listener: the open port.
+      keys: accepted keys.
+      `say`: receives log lines.
+      is_local: accept this machine's names alone as Host header.
+      limits: limits of each key.
+    """
     import uvicorn
 
     from jaxlm.serve.app import LOCAL, Server
@@ -195,7 +209,7 @@ def _http(listener: socket.socket, keys: Keys, say: Log, *, is_local: bool) -> I
 
     loop = asyncio.new_event_loop()
     bridge = Bridge(loop)
-    server = Server(bridge, keys, say, LOCAL if is_local else ())
+    server = Server(bridge, keys, say, LOCAL if is_local else (), limits)
     config = uvicorn.Config(
         server.app(),  # type: ignore[arg-type]
         http=GuardedProtocol,

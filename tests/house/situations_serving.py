@@ -16,6 +16,7 @@ SITUATIONS = {
         f"{SERVE} --keys=keys.txt", "echo secret > keys.txt; chmod 600 keys.txt", code=65
     ),
     "a key without a file": Situation("serve --add_key", code=2),
+    "limits of keys without a file": Situation("serve --key_calls=5", code=2),
     "a key in no folder": Situation("serve --add_key --keys=no/such/keys.txt", code=73),
 }
 

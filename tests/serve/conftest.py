@@ -42,7 +42,7 @@ class Running:
             made.append(inner(opened, chosen))
             return made[0]
 
-        bridges = []
+        bridges, apps = [], []
         http = servers._http
 
         def watched(*args, **more):
@@ -52,6 +52,7 @@ class Running:
                 def __enter__(self):
                     entered = context.__enter__()
                     bridges.append(entered[0])
+                    apps.append(entered[1])
                     return entered
 
                 def __exit__(self, *failure):
@@ -76,7 +77,7 @@ class Running:
         self.base = line.rpartition(" ")[2]
         self.root = self.base.removesuffix("/v1")
         self.port = int(self.root.rpartition(":")[2])
-        self.bridge, self.engine = bridges[0], made[0]
+        self.bridge, self.engine, self.server = bridges[0], made[0], apps[0]
 
     def get(self, path, **headers):
         request = urllib.request.Request(self.root + path, headers=headers)

@@ -16,7 +16,8 @@ from jaxlm.recipes.use import load
 from jaxlm.serve import guard
 from jaxlm.serve.app import Server
 from jaxlm.serve.bridge import Bridge
-from jaxlm.serve.keys import Keys
+from jaxlm.serve.keys import Keys, add_key
+from jaxlm.serve.quotas import KeyLimits, Quotas
 
 PROMPT = "1+2?"
 
@@ -209,6 +210,48 @@ def test_a_full_queue_answers_429_and_when_to_come_back(client, running, monkeyp
     with pytest.raises(openai.RateLimitError) as refused:
         complete(client, n=60, max_tokens=100, extra_body={"ignore_eos": True})
     assert int(refused.value.response.headers["retry-after"]) >= 1
+
+
+def test_a_key_beyond_its_limits_answers_429_and_other_keys_are_answered(
+    running, tmp_path, monkeypatch
+):
+    keys = tmp_path / "keys"
+    clients = [
+        openai.OpenAI(base_url=running.base, api_key=add_key(keys), max_retries=0) for _ in range(2)
+    ]
+    clock = [0.0]
+
+    def limited(**limits):
+        monkeypatch.setattr(running.server, "_keys", Keys(keys))
+        monkeypatch.setattr(running.server, "quotas", Quotas(KeyLimits(**limits), lambda: clock[0]))
+
+    def refused(client, **more):
+        with pytest.raises(openai.APIStatusError) as error:
+            complete(client, **more)
+        headers = error.value.response.headers
+        return error.value.status_code, headers.get("retry-after")
+
+    limited(calls=2)
+    for _ in range(2):
+        complete(clients[0])
+    assert refused(clients[0]) == (429, "30")
+    complete(clients[1])
+    clock[0] += 30
+    complete(clients[0])
+    limited(tokens=100)
+    assert refused(clients[0], max_tokens=100) == (422, None)
+    complete(clients[0], max_tokens=60)
+    assert refused(clients[0], max_tokens=60)[0] == 429
+    limited(running=1)
+    stream = complete(clients[0], max_tokens=100, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert refused(clients[0]) == (429, "1")
+    stream.close()
+    while running.server.quotas._running.total():
+        time.sleep(0.05)
+    complete(clients[0])
+    for each in clients:
+        each.close()
 
 
 def test_tokens_text_models_and_metrics(running, client):
