@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxlm.cli.arguments import Parser, check_taken, extract
 from jaxlm.cli.output import Output, abandon, write
+from jaxlm.core import shipped
 from jaxlm.core.disk import check_local
 from jaxlm.core.errors import CommandError, JaxlmError, in_our_words
 from jaxlm.core.nearest import nearest_word
@@ -184,6 +185,9 @@ def _unknown_verb(words: list[str]) -> CommandError:
     else:
         what, meant = f"there is no verb {name!r}", nearest_word(name, VERBS)
         moved = [meant, *rest] if meant else ["--help"]
+        if shipped.find(name):
+            moved = ["train", f"--config={name}", f"--workdir=runs/{name}", *rest]
+            why = "it is a config, which a verb reads"
     fix = shlex.join(["jaxlm", *moved])
     return CommandError(what, where=f"jaxlm {name}", why=why, fix=fix)
 

@@ -41,6 +41,8 @@ def paths() -> list[Path]:
 
 def store(path: Path, copy: Path) -> None:
     """Execute a notebook in a copy of the repository and write it with its outputs."""
+    from screenshots import screen  # of this folder, which only the script has on its path
+
     with (
         subprocess.Popen(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE) as archive,
         tarfile.open(fileobj=archive.stdout, mode="r|") as files,
@@ -57,9 +59,9 @@ def store(path: Path, copy: Path) -> None:
         cell.metadata.pop("execution", None)  # times of day
         for output in cell.get("outputs", ()):
             if "text" in output:
-                output["text"] = (
-                    output["text"].replace(f"{copy}/", "").replace(sys.executable, "python")
-                )
+                text = output["text"].replace(f"{copy}/", "").replace(sys.executable, "python")
+                text = text.replace(sys.prefix, ".venv")
+                output["text"] = "\n".join(screen(text))  # progress as it was at the end
     notebook.metadata["executed"] = digest(notebook)
     nbformat.write(notebook, path)
 

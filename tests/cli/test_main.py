@@ -381,6 +381,7 @@ def test_the_help_of_train_has_the_defaults_of_the_settings_that_are_changed_mos
         ("import run --workdir=new", "jaxlm import --from=run --workdir=new"),
         ("eval run --json", "jaxlm eval --workdir=run --json"),
         ("train quickstart", "jaxlm train --config=quickstart"),
+        ("quickstart", "jaxlm train --config=quickstart --workdir=runs/quickstart"),
         ("eval none", "jaxlm eval --help"),
         ("config print --config=quickstart", "jaxlm config show --config=quickstart"),
         ("checkpoint ls --workdir=run", "jaxlm checkpoint list --workdir=run"),
