@@ -1,5 +1,7 @@
 """scripts/Dockerfile: what it copies makes the whole wheel, with the extras that it names."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,16 +26,41 @@ def test_the_extras_that_it_names_exist():
     assert all((ROOT / source).exists() for *sources, _ in COPIES for source in sources)
 
 
-@pytest.mark.slow
-def test_what_it_copies_makes_the_whole_wheel(tmp_path):
+def copied(folder):
+    """Do what the COPY lines do, below a folder."""
     for *sources, target in COPIES:
         for source in sources:
-            place = tmp_path / target.removeprefix("/")
+            place = folder / target.removeprefix("/")
             if (ROOT / source).is_dir():
                 shutil.copytree(ROOT / source, place)
             else:
                 place.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / source, place)
+
+
+@pytest.mark.slow
+def test_its_steps_install_the_command_in_an_empty_environment(tmp_path):
+    """The base image, the build by a container runtime, and extras for devices are not tested."""
+    copied(tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+    environment["PATH"] = f"{tmp_path / 'venv/bin'}:{environment['PATH']}"
+    steps = re.findall(r"^RUN (.*?[^\\])\n", TEXT, re.MULTILINE | re.DOTALL)
+    assert len(steps) == 1
+    for step in steps:
+        words = ["sh", "-ec", step.replace("/source", f"{tmp_path}/source")]
+        subprocess.run(words, env=environment, cwd=tmp_path, check=True)
+    assert not (tmp_path / "source").exists()
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", TEXT, re.MULTILINE)
+    (default,) = re.findall(r"^CMD (.*)$", TEXT, re.MULTILINE)
+    for words in (json.loads(default), ["plan", "--config=quickstart", "--on=t4"]):
+        command = [str(tmp_path / "venv/bin" / json.loads(entry)[0]), *words]
+        subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_what_it_copies_makes_the_whole_wheel(tmp_path):
+    copied(tmp_path)
     words = ["wheel", "--quiet", "--no-deps", f"--wheel-dir={tmp_path}", str(tmp_path / "source")]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
     (wheel,) = tmp_path.glob("*.whl")
