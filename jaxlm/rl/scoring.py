@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
@@ -126,7 +127,7 @@ class PromptScorer:
         sampler = self._greedy if is_greedy else self._sampler
         drawn = sampler.draw(params, [ids[document] for document in repeated], keys)
         drawn_at = time.perf_counter()
-        seeds = np.random.default_rng(0).integers(2**31, size=len(repeated)).tolist()
+        seeds = (np.asarray(jax.random.key_data(keys))[:, -1] % 2**31).tolist()
         samples = [
             self._sample(loader, document, each, seed)
             for document, each, seed in zip(repeated, drawn, seeds, strict=True)

@@ -11,7 +11,9 @@ from tests.recipes.test_policy import SETTINGS, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_device")]  # four runs
 
+FUNCTIONS = ("rewards.py:shape", "rewards.py:noise=1e-12")
 SHAPE = "def shape(completion, seed):\n    return len(completion) / 8\n"
+SHAPE += "def noise(seed):\n    return seed\n"
 
 
 def test_a_run_resumes_with_the_functions_of_its_rewards_alone(tmp_path, monkeypatch, capsys):
@@ -21,13 +23,13 @@ def test_a_run_resumes_with_the_functions_of_its_rewards_alone(tmp_path, monkeyp
     lines = [json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) for n in range(30)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     settings = SETTINGS | {"data.train": ("prompts.jsonl",), "rl.updates": 1, "train.steps": 2}
-    config = harness.write_config(tmp_path, settings | {"reward.functions": ("rewards.py:shape",)})
+    config = harness.write_config(tmp_path, settings | {"reward.functions": FUNCTIONS})
     run = tmp_path / "run"
     assert train(config, run, "--stop_at=1") == 0
     (copy,) = (run / "own").iterdir()
     assert copy.read_text() == SHAPE
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert records[0]["reward"] == records[0]["reward/rewards.py:shape"]
+    assert records[0]["reward"] == pytest.approx(records[0]["reward/rewards.py:shape"], abs=0.01)
 
     (tmp_path / "rewards.py").write_text(SHAPE.replace("8", "4"))
     capsys.readouterr()
@@ -41,6 +43,10 @@ def test_a_run_resumes_with_the_functions_of_its_rewards_alone(tmp_path, monkeyp
     assert f"fix    cp {copy} rewards.py" in error
     shutil.copy(copy, "rewards.py")
     assert main(["train", f"--workdir={run}", "--quiet"]) == 0
+
+    samples = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    seeds = [each["rewards"]["rewards.py:noise"] for each in samples]
+    assert len(set(seeds)) == len(samples) == 2 * 8, "each sample of each step has its own seed"
 
     shutil.rmtree(tmp_path / "cache/own")
     capsys.readouterr()
