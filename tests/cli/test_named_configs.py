@@ -41,7 +41,7 @@ def test_every_file_of_configs_has_a_name():
 
 @pytest.mark.parametrize("name", sorted(RUNS - {"shakespeare_char"}))
 def test_a_name_is_the_shipped_file(empty, name):
-    is_text = not name.startswith(("finetune/", "preference/"))
+    is_text = not name.startswith(("finetune/", "preference/", "rl/"))
     chat = [] if is_text else [("data.train", "chat.jsonl")]
     by_file = config.load(Run, str(ROOT / f"configs/{name}.py"), chat)
     assert config.load(Run, name, chat) == by_file

@@ -17,7 +17,7 @@ SETTINGS = {
     "model.width": 16,
     "model.depth": 1,
     "model.heads": 2,
-    "model.kv_heads": 1,
+    "model.kv_heads": 2,
     "model.hidden": 32,
     "model.dropout": 0.0,
     "train.steps": 4,
@@ -120,6 +120,20 @@ def test_a_run_that_is_killed_anywhere_resumes_to_the_same_bits(config, base, tm
     assert train(config, tmp_path / "b") == 0
     assert records(tmp_path / "b") == records(base)
     assert records(tmp_path / "b", "rollouts.jsonl") == records(base, "rollouts.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [("data",), ("data", "tensor")])
+def test_a_mesh_draws_the_samples_of_one_device(config, base, tmp_path, axes):
+    flags = [f"--config.mesh.{axis}=2" for axis in axes]
+    words = harness.words(config, tmp_path / "a", f"--cpu_devices={2 ** len(axes)}", *flags)
+    code, output = harness.run(words)
+    assert code == 0, output
+    drawn, expected = (records(each, "rollouts.jsonl") for each in (tmp_path / "a", base))
+    assert [each["digest"] for each in drawn] == [each["digest"] for each in expected]
+    for one, other in zip(records(tmp_path / "a"), records(base), strict=True):
+        assert one.get("reward") == other.get("reward")
+        assert one["loss_nats"] == pytest.approx(other["loss_nats"], abs=1e-4)
 
 
 @pytest.mark.slow
