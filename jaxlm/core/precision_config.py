@@ -41,7 +41,7 @@ class PrecisionConfig:
     qat: Qat = setting(
         "none",
         "quantization-aware training: attention and dense-MLP projections compute as after "
-        "`jaxlm quantize --scheme=` this one, also in evaluations; gradients pass the rounding; "
+        "`jaxlm quantize` with this scheme, also in evaluations; gradients pass the rounding; "
         "experts, router, latent per-head projections and logits are not rounded",
     )
 
