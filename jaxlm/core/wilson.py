@@ -4,7 +4,7 @@ Source: Wilson 1927, "Probable Inference, the Law of Succession, and Statistical
 
 Example:
   >>> low, high = interval(0.0, 100)
-  >>> low, round(high, 3)
+  >>> round(low, 3), round(high, 3)
   (0.0, 0.037)
 """
 
