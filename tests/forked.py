@@ -29,12 +29,12 @@ _servers: dict[str, tuple[subprocess.Popen, socket.socket]] = {}
 
 
 class Process(subprocess.Popen):
-    """A child of this process that a server has forked; its arguments are `MODULE WORD ...`."""
+    """A child that a server has forked; its arguments are `PYTHON -m MODULE WORD ...`."""
 
     def _execute_child(self, args, *passed):
         cwd, env, pipes = passed[4], passed[5], passed[9:15]  # as subprocess orders them
         files = [fd if fd >= 0 else at for at, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
-        request = {"words": args, "cwd": str(cwd or Path.cwd()), "env": dict(env)}
+        request = {"words": args[2:], "cwd": str(cwd or Path.cwd()), "env": dict(env)}
         connection = _connection(env)
         # The fork's parent ends at once, and the kernel gives its child to this process.
         _adopt(True)
@@ -50,7 +50,8 @@ class Process(subprocess.Popen):
 def run(words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess:
     """Return `jaxlm WORDS` after its end, with what it printed."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Process(["jaxlm", *words], env=env, text=True, **pipes) as process:
+    command = [sys.executable, "-m", "jaxlm", *words]
+    with Process(command, env=env, text=True, **pipes) as process:
         output, errors = process.communicate(timeout=300)
     return subprocess.CompletedProcess(words, process.returncode, output, errors)
 

@@ -110,7 +110,7 @@ def start(
     """
     start = subprocess.Popen if is_new else forked.Process
     return start(
-        [*([sys.executable, "-m"] if is_new else []), module, *command],
+        [sys.executable, "-m", module, *command],
         env=os.environ | {"JAXLM_FAULTS": faults} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
