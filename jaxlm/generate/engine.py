@@ -5,7 +5,6 @@ arrival change no bit of it. All programs are compiled by the constructor.
 """
 
 import dataclasses
-import functools
 import threading
 import time
 from collections import deque
@@ -13,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import backend
@@ -27,7 +25,6 @@ from jaxlm.generate.slots import Arrival, Programs, Scores
 from jaxlm.generate.text_stream import TextStream
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import EncoderDecoderConfig
-from jaxlm.nn.cache import reaches
 from jaxlm.parallel import rules
 
 Reason = Literal["length", "eos_token", "stop_sequence", "cancelled", "deadline", "error"]
@@ -248,7 +245,6 @@ class Engine:
             is_int8=is_int8,
         )
         self._ready = self._programs.prepare(params)
-        self._reaches = self._same_reaches()
         self._state = self._programs.empty()
         layers = [each for caches in self._state.cache.layers.values() for each in caches]
         self._has_prefixes = prefix_bytes > 0 and not any(each.is_ring for each in layers)
@@ -519,8 +515,7 @@ class Engine:
         active, is_scored = np.zeros(self.rows, bool), np.zeros(self.rows, bool)
         for slot, ticket in drawing:
             active[slot], is_scored[slot] = True, ticket.request.top is not None
-        inputs = active, is_scored, self._reach(drawing)
-        self._state, drawn = self._programs.draw(self._ready, self._state, *inputs)
+        self._state, drawn = self._programs.draw(self._ready, self._state, active, is_scored)
         tokens, is_finite = jax.device_get((drawn.token, drawn.is_finite))
         scores = jax.device_get(drawn.scores) if is_scored.any() else None
         self.counters.passes += 1
@@ -536,42 +531,6 @@ class Engine:
             score = None if top is None or scores is None else _score(scores, slot, token, top)
             if ticket.push(token, table, score):
                 self._tickets[slot] = None
-
-    def _reach(self, drawing: Sequence[tuple[int, Ticket]]) -> np.int32:
-        """Return the number of slots of each row that the next pass reads."""
-        longest = max(len(each.request.ids) + len(each.ids) for _, each in drawing)
-        return np.int32(next(size for size in self._reaches if size >= longest))
-
-    def _same_reaches(self) -> tuple[int, ...]:
-        """Return the numbers of slots for which a pass has the bits that it has for all slots.
-
-        XLA may sum a product of another size in another order. Rows of a few tokens, with arbitrary
-        keys and values, are compared by all scores of the next token.
-        """
-        # Half of the slots are copied to be read, which takes longer than to read all.
-        smaller = [size for size in reaches(self._length) if 4 * size <= self._length]
-        if not smaller or backend.name() != "cpu":
-            return (self._length,)
-        on = np.ones(self.rows, bool)
-
-        def scores(size: int) -> list[bytes]:
-            state = self._programs.empty()
-            layers = jax.tree.map(_arbitrary, state.cache.layers)
-            length = jnp.arange(self.rows, dtype=jnp.int32) * (smaller[0] - 1) // self.rows
-            state = state._replace(cache=state.cache._replace(layers=layers, length=length))
-            _, drawn = self._programs.draw(self._ready, state, on, on, np.int32(size))
-            return [np.asarray(each).tobytes() for each in drawn.scores]
-
-        expected = scores(self._length)
-        return (*(size for size in smaller if scores(size) == expected), self._length)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _arbitrary(like: jax.Array) -> jax.Array:
-    """Return an array of normal numbers, or of integers of about 32."""
-    values = jax.random.normal(jax.random.key(0), like.shape)
-    is_integer = jnp.issubdtype(like.dtype, jnp.integer)
-    return (32 * values if is_integer else values).astype(like.dtype)
 
 
 def check_supported(blueprint: Blueprint) -> None:

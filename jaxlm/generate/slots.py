@@ -71,8 +71,7 @@ class Programs:
     `admit(state, slot, arrival)` puts a request into a slot.
     `read(ready, state, slot, ids [C], start, count)` reads a chunk of a prompt.
     `score(...)` does the same and returns `Scores` of the ids `after` the chunk's ids.
-    `draw(ready, state, active, is_scored, reach)` draws a token for each active row. No active
-    row has more than `reach` tokens with the new one; other rows may have more.
+    `draw(ready, state, active, is_scored)` draws a token for each active row.
     `save(state, slot, start)` returns the keys and values of a chunk that a slot has read, and
     `load(state, slot, start, block)` puts them into a slot in place of reading.
     `wipe(state, slot)` clears a slot that has numbers that are not finite.
@@ -192,9 +191,7 @@ def build(
         state, values = _chunk(model, state, slot, ids, start, count)
         return state, scores_of(model.logits(values)[0], after)
 
-    def draw(
-        ready: Any, state: Slots, active: Array, is_scored: Array, reach: Array
-    ) -> tuple[Slots, Drawn]:
+    def draw(ready: Any, state: Slots, active: Array, is_scored: Array) -> tuple[Slots, Drawn]:
         model = model_of(ready)
         positions = state.cache.length[:, None]
         if model.text_positions is not None:  # of rows that are not active
@@ -202,7 +199,7 @@ def build(
         hidden = model.hidden(
             state.token[:, None],
             positions=positions,
-            cache=state.cache._replace(reach=reach if has_reach else None),
+            cache=state.cache,
             count=active.astype(jnp.int32),
         )
         assert hidden.cache is not None

@@ -48,7 +48,7 @@ def made(family="llama", compute="float32"):
 
 
 def started(family="llama", compute="float32"):
-    """Its passes read 12, 24 or 48 slots."""
+    """Its chunks read 12, 24 or 48 slots."""
     sizes = {"rows": 3, "context": CONTEXT, "chunk": 8, "prefix_bytes": 20_000}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "LEAST_REACH", 8)
@@ -119,21 +119,6 @@ def test_a_result_has_the_same_bits_in_200_schedules(family, compute):
     built = started(family, compute)
     check_schedules(built, [request(seed) for seed in range(24)], 200)
     built.close()
-
-
-def test_fewer_slots_are_read_only_if_a_pass_has_the_same_bits(engine, monkeypatch):
-    monkeypatch.setattr(cache, "LEAST_REACH", 8)
-    assert engine._same_reaches() == engine._reaches
-
-    draw = engine._programs.draw
-
-    def drawn(*inputs):
-        state, result = draw(*inputs)
-        is_all = inputs[-1] == CONTEXT
-        return state, result._replace(scores=result.scores._replace(chosen=np.ones(3) * is_all))
-
-    monkeypatch.setattr(engine, "_programs", dataclasses.replace(engine._programs, draw=drawn))
-    assert engine._same_reaches() == (CONTEXT,)
 
 
 def test_the_same_seed_gives_the_text_of_jaxlm_generate(engine):
