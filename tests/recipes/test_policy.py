@@ -147,7 +147,7 @@ def test_a_mesh_draws_the_samples_of_one_device(config, base, tmp_path, axes):
             "--config.tune.rank=2",
             "--config.tune.at=*/attention/*,*/mlp/*",
         ),
-        ("--config.tune.name=bottleneck", "--config.tune.width=4"),
+        ("--config.tune.name=bottleneck", "--config.tune.hidden=4"),
     ],
 )
 def test_the_first_ratio_is_1_at_each_temperature_and_for_adapters(
