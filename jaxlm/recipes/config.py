@@ -268,7 +268,7 @@ class Run:
             yield "reward.functions", why, "--config.reward.functions=number"
         if objective.compared_with == "adapter_off" and isinstance(self.tune, Full):
             why = "tune.name = full has no adapter that could be off"
-            fix = "--config.objective.reference=RUN\n--config.objective.kl=none"
+            fix = "--config.tune.name=lora\n--config.objective.kl=none"
             yield "objective.reference", why, fix
         if self.train.batch_warmup:
             why = "a rollout has a fixed number of samples"

@@ -60,6 +60,12 @@ TUNED = {
     "--config.data.sequence": "128",
     "--config.eval.batches": "1",
 }
+REINFORCED = {
+    "--config.train.steps": "2",
+    "--config.train.batch": "8",
+    "--config.data.sequence": "32",
+    "--config.rl.max_tokens": "8",
+}
 
 
 # Of these the last one given counts: steps of a shorter run, and a tokenizer that is a file of
@@ -72,13 +78,15 @@ SHORTER = {
 
 
 def shortened(command: str) -> str:
-    """The command with what TINY and SHORTER add to it."""
+    """The command with what TINY, TUNED, REINFORCED and SHORTER add to it."""
     words = shlex.split(command)
     configs = [
         re.sub(r"^--config=(configs/)?|\.py$", "", w) for w in words if w.startswith("--config=")
     ]
     if any(name.startswith(("finetune/", "preference/")) for name in configs):
         return f"{command} {shlex.join(f'{name}={value}' for name, value in TUNED.items())}"
+    if any(name.startswith("rl/") for name in configs):
+        return f"{command} {shlex.join(f'{name}={value}' for name, value in REINFORCED.items())}"
     if "quickstart" not in configs:
         return command
     names = {word.partition("=")[0] for word in words}

@@ -235,7 +235,7 @@ def _collect(
                     f"{problems.total()} of {total} samples have no score",
                     where=f"--judge={settings.judge}",
                     why=f"a share of {judges.FAILURES:g} may have none; most often: {problem}",
-                    fix="correct the prompts, or the judge, and name another folder by --out",
+                    fix="correct the prompts and the judge, then write to another folder",
                 )
 
 

@@ -63,7 +63,7 @@ def win_rate(
             "no prompt has a score of both runs",
             where=f"--judge={settings.judge}",
             why=f"{missing} pairs of answers have no score of one run",
-            fix="correct the prompts, or name another judge",
+            fix="correct the prompts and the judge",
         )
     wins = [each for values in prompts.values() for each in values]
     means = [sum(prompts[name]) / len(prompts[name]) for name in sorted(prompts)]
