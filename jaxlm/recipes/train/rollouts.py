@@ -235,7 +235,8 @@ class Rollouts(contextlib.ExitStack):
             "have no gradient: the prompts are too hard for this model, or too easy",
             fix=f"--config.rl.samples={2 * run.rl.samples} "
             f"--config.train.batch={2 * run.train.batch}    # a new run with larger groups\n"
-            "name other prompts, or begin with --init_from=RUN of a model that solves some",
+            "choose prompts that the model solves now and then\n"
+            "begin with a model that solves some of them",
         )
 
 
