@@ -30,8 +30,8 @@ CHECKPOINT, GUARD, RESUME = (f"tests/faults/test_{n}.py" for n in ("checkpoint",
 BUGS = {
     "the cursor is one batch ahead": Bug(
         "recipes/train/trainer.py",
-        "self.programs.batches(self.start, self.context",
-        "self.programs.batches(self.start + bool(self.start), self.context",
+        "self.programs.batches(self.start, skips",
+        "self.programs.batches(self.start + bool(self.start), skips",
         f"{CHECKPOINT}::test_b1_b4_the_run_falls_back_and_ends_bit_identical",
     ),
     "random numbers begin again in each process": Bug(

@@ -30,8 +30,10 @@ from jaxlm.objectives.config import (
     Masked,
     Mixture,
     Objective,
+    Policy,
     Preference,
     Prefix,
+    Reward,
     Span,
     Weights,
 )
@@ -72,8 +74,8 @@ BATCH, SEQUENCE = 8, 96
 
 
 def test_every_objective_is_in_the_table():
-    # Preferences read rows of pairs of answers, not of text.
-    assert {type(arm) for arm in ARMS.values()} | {Preference} == set(typing.get_args(Objective))
+    others = {Preference, Reward, Policy}  # they read answers, not rows of text
+    assert {type(arm) for arm in ARMS.values()} | others == set(typing.get_args(Objective))
 
 
 @pytest.fixture(scope="module")

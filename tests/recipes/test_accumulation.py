@@ -200,8 +200,11 @@ def test_every_objective_sums_in_float32(objective):
     settings = {"objective.name": objective, "loss.z_loss": 1e-4}
     if objective == "distill":
         settings["objective.teacher"] = "runs/a"
-    if objective == "preference":
+    if objective in ("preference", "reward"):
         settings |= {"data.kind": "pairs", "data.train": "pairs.jsonl", "loss.z_loss": 0}
+    if objective == "policy":
+        settings |= {"data.kind": "prompts", "data.train": "prompts.jsonl", "loss.z_loss": 0}
+        settings |= {"reward.functions": "number"}
     assert not forbidden(sums("gpt2", settings))
 
 
