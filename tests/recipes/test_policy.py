@@ -156,8 +156,10 @@ def test_the_first_ratio_is_1_at_each_temperature_and_for_adapters(
     flags = [f"--config.rl.temperature={temperature}", "--config.rl.updates=1", *tune]
     begin = [f"--init_from={base}"] if tune else []
     assert train(config, tmp_path / "a", *flags, *begin) == 0
-    gaps = [each.get("sampler_gap_high_nats", 0) for each in records(tmp_path / "a")]
-    assert max(gaps) < 1e-4
+    gaps = [each.get("sampler_gap_high_nats") for each in records(tmp_path / "a")]
+    known = [gap for gap in gaps if gap is not None]  # a step of dead groups has none
+    assert known
+    assert max(known) < 1e-4
 
 
 def test_groups_of_equal_rewards_change_nothing_and_end_the_run(config, tmp_path, capsys):
