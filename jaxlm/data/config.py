@@ -205,7 +205,7 @@ class DataConfig:
             yield "train", why, f"--config.data.train={entries} '--config.data.kinds=()'"
         if self.train == ("stdlib:train",):
             why = f"stdlib:train is text, and data.kind is {self.kind}"
-            yield "train", why, "--config.data.train=chat.jsonl\n--config.data.kind=text"
+            yield "train", why, f"--config.data.train={self.kind}.jsonl\n--config.data.kind=text"
         if any("tail:" in entry for entry in self.validation):
             why = "the end of a conversation is no conversation"
             yield "validation", why, f"--config.data.validation={HELD_OUT_CHATS}"
