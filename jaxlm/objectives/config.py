@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from jaxlm.core.config import setting
 from jaxlm.core.own import Interface
 from jaxlm.models.config import HeadKind, MtpConfig
+from jaxlm.ops.advantage import Baseline, Scale
 
 BLOCK_POSITIONS = 512  # distinct second positions inside a blank
 # Rate and mean length of the spans of UL2's denoisers R (the first two) and X; S is a suffix.
@@ -22,8 +23,6 @@ PreferenceLoss = Literal["dpo", "ipo", "kto", "orpo", "simpo", "hinge"]
 Noise = Literal["conservative", "robust"]
 WITHOUT_REFERENCE: tuple[PreferenceLoss, ...] = ("orpo", "simpo")
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo", "reinforce"]
-Baseline = Literal["none", "batch", "group", "leave_one_out"]
-Scale = Literal["none", "batch", "group"]
 MeanOf = Literal["sequence", "token", "constant", "sum"]
 Surrogate = Literal["clip", "weight", "plain"]
 Ratio = Literal["token", "sequence"]
@@ -347,6 +346,11 @@ class PolicyTerms(NamedTuple):
     ratio: Ratio
     clip_low: float
     clip_high: float
+
+    @property
+    def has_group_baseline(self) -> bool:
+        """Return whether the baseline is of the samples of a prompt, which must differ."""
+        return self.baseline in ("group", "leave_one_out")
 
 
 ALGORITHMS: dict[Algorithm, PolicyTerms] = {

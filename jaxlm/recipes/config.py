@@ -237,13 +237,7 @@ class Run:
         if objective.compared_with == "adapter_off" and isinstance(self.tune, Full):
             why = "tune.name = full has no adapter that could be off"
             yield "objective.reference", why, "--config.objective.reference=start"
-        if self.optim.curvature_every:
-            why = "sophia estimates the curvature of the next-token loss, not of a preference"
-            yield "optim.name", why, "--config.optim.name=adamw"
-        for name in ("z_loss", "label_smoothing"):
-            if getattr(self.loss, name):
-                why = f"{objective.name} has no such term"
-                yield f"loss.{name}", why, f"--config.loss.{name}=0"
+        yield from self._token_loss_problems("preference")
 
     def _rollout_problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that prompts have an objective that samples answers, and the other way."""
@@ -259,7 +253,7 @@ class Run:
             yield "data.kind", why, f"{fix}\n--config.objective.name=causal"
         for name, why, fix in rl.batch_problems(self.train.batch, self.data.sequence):
             yield f"rl.{name}", why, fix
-        if rl.samples == 1 and objective.terms.baseline in ("group", "leave_one_out"):
+        if rl.samples == 1 and objective.terms.has_group_baseline:
             why = f"the baseline {objective.terms.baseline} compares samples of one prompt"
             fix = "--config.rl.samples=8\n--config.objective.baseline=batch"
             yield "rl.samples", why, fix
@@ -273,12 +267,16 @@ class Run:
         if self.train.batch_warmup:
             why = "a rollout has a fixed number of samples"
             yield "train.batch_warmup", why, "'--config.train.batch_warmup=()'"
+        yield from self._token_loss_problems("reward")
+
+    def _token_loss_problems(self, learned: str) -> Iterator[tuple[str, str, str]]:
+        """Check that no setting needs the next-token loss: the objective learns `learned`."""
         if self.optim.curvature_every:
-            why = "sophia estimates the curvature of the next-token loss, not of a reward"
+            why = f"sophia estimates the curvature of the next-token loss, not of a {learned}"
             yield "optim.name", why, "--config.optim.name=adamw"
         for name in ("z_loss", "label_smoothing"):
             if getattr(self.loss, name):
-                why = f"{objective.name} has no such term"
+                why = f"{self.objective.name} has no such term"
                 yield f"loss.{name}", why, f"--config.loss.{name}=0"
 
     def _tune_problems(self) -> Iterator[tuple[str, str, str]]:

@@ -30,7 +30,6 @@ from jaxlm.training.state import TrainState
 from jaxlm.training.step import Step
 
 SHOWN = 60  # characters of a prompt in an error
-OWN_BASELINES = "group", "leave_one_out"  # of each group
 FOLDER = "rollouts"  # of a run directory: rollouts with further updates when it was saved
 NOTHING = Drawn(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")
 Note = Callable[[int, list[dict[str, Any]]], None]
@@ -204,7 +203,7 @@ class Rollouts(contextlib.ExitStack):
         dead = is_dead(rewards)
         self._count_dead(dead, rewards, step)
         is_left = np.isnan(rewards)
-        if terms.baseline in OWN_BASELINES and objective.dead_groups == "drop":
+        if terms.has_group_baseline and objective.dead_groups == "drop":
             is_left = is_left | dead[:, None]
         known = [group[~np.isnan(group)] for group in rewards]
         self._figures[step] = scored.figures() | {
@@ -226,7 +225,7 @@ class Rollouts(contextlib.ExitStack):
         """Raise Diverged if too many rollouts in a row have no group with different rewards."""
         run = self._run
         self._dead = self._dead + 1 if dead.all() else 0
-        if self._dead < run.guard.budget or self._objective.terms.baseline not in OWN_BASELINES:
+        if self._dead < run.guard.budget or not self._objective.terms.has_group_baseline:
             return
         raise Diverged(
             f"all samples of each prompt had equal rewards in {self._dead} rollouts in a row",
