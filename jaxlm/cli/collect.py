@@ -1,8 +1,9 @@
 """Draw answers of a run to prompts, score them, and keep the best ones or pairs to train on.
 
 The judge is a reward (exact, number, choice, json, regex:PATTERN, format:TAGS, length:TOKENS, ended
-or FILE.py:FUNCTION), a reward model (reward:RUN), or a run that is asked (judge:RUN): its score is
-log p(Yes) - log p(No). A line of the prompts has prompt, text or messages, and the answer that some
+or FILE.py:FUNCTION), a reward model (reward:RUN), a run that is asked if the answer is good
+(judge:RUN: the score is log p(Yes) - log p(No)), or a run that is shown every two answers of a
+prompt in both orders (compare:RUN: the mean log p(A) - log p(B)). A line of the prompts has prompt, text or messages, and the answer that some
 rewards need. The folder has samples.jsonl, from which the same command resumes, and kept.jsonl.
 
 With --ask two answers are shown to a person, whose choices are saved in ratings.jsonl at each key.
@@ -24,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
         "files of prompts: JSON lines with prompt (.jsonl), else a prompt on each line; repeatable"
     )
     add_flag(parser, "--prompts", "GLOB", [], doc)
-    doc = "number, FILE.py:FUNCTION or another reward, reward:RUN or judge:RUN"
+    doc = "number, FILE.py:FUNCTION or another reward, reward:RUN, judge:RUN or compare:RUN"
     add_flag(parser, "--judge", "JUDGE", str, doc)
     add_flag(parser, "--samples", "N", 8, "answers to each prompt")
     doc = "the best answer of each prompt, pairs of answers, or all samples"

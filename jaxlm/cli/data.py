@@ -158,6 +158,9 @@ def _stats(args: Any, out: Output) -> int:
                     for side in ("chosen", "rejected")
                 )
                 lines.append(f"{'':<12}answers: {'; '.join(sides)}")
+            if "right" in chat or "wrong" in chat:
+                counts = (f"{chat.get(side, 0):,} {side}" for side in ("right", "wrong"))
+                lines.append(f"{'':<12}steps: {', '.join(counts)}")
             if count := chat["answers_in_prompt_token"]:
                 lines.append(f"{'':<12}{count:,} answers start inside a token of their prompt")
             if count := chat.get("turns_cut"):

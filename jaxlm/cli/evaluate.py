@@ -67,7 +67,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_switch("--allow_code", "run the programs that the model writes for tasks with tests")
     doc = "run whose answers to the prompts of --text are compared with those of this run"
     add_flag(parser, "--against", "RUN[@STEP]", str, doc)
-    doc = "judge of --against: a reward, FILE.py:FUNCTION, reward:RUN or judge:RUN"
+    doc = "judge of --against: a reward, FILE.py:FUNCTION, reward:RUN, judge:RUN or compare:RUN"
     add_flag(parser, "--judge", "JUDGE", str, doc)
     parser.add_run_selection()
     add_flag(parser, *ADAPTER)
@@ -153,6 +153,8 @@ def _run_against(workdir: Path, args: Any, out: Output) -> int:
         f"answers: {answer['wins']} wins, {answer['ties']} ties, {answer['losses']} losses, "
         f"{answer['unscored']} without a score",
     ]
+    if answer["orders_agree"] is not None:
+        lines.append(f"both orders prefer the same answer in {answer['orders_agree']:.1%}")
     return out.result(answer, lines)
 
 

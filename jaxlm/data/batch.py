@@ -48,8 +48,9 @@ class Tokens(NamedTuple):
     `source` [B, S] is the encoder's input of an encoder-decoder; a decoder segment attends to the
     source segment of the same number.
 
-    `answers` are the sides of pairs, or the labels of answers; None for other data. `rollout` is
-    of answers that the model sampled; None for other data.
+    `answers` are the sides of pairs, or the labels of answers; None for other data. `steps` is 1 in
+    the slot of the last token of a right step, -1 of a wrong one, and 0 elsewhere; None for data
+    without labels of steps. `rollout` is of answers that the model sampled; None for other data.
     """
 
     tokens: Int[Array, "B T"]
@@ -63,6 +64,7 @@ class Tokens(NamedTuple):
     source: Int[Array, "B S"] | None = None
     source_segments: Int[Array, "B S"] | None = None
     answers: Answers | None = None
+    steps: Float[Array, "B T"] | None = None
     rollout: Rollout | None = None
 
     @property

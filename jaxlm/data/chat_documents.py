@@ -17,11 +17,14 @@ from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.control_tokens import CUT, ControlTokens, WeightedIds, WeightedSpan
 from jaxlm.data.conversations import (
     EQUAL,
+    NO_MASK,
+    NO_STEP_END,
     TOO_LONG,
     TOO_SHORT,
     UNTRAINED,
     Conversation,
     Rejected,
+    Step,
 )
 from jaxlm.data.prompts import Prompt
 from jaxlm.data.records import Document, not_a_conversation
@@ -136,6 +139,8 @@ class _Batches(contextlib.ExitStack):
             for (number, text), encoding in zip(usable.items(), encodings, strict=True):
                 document, conversation = items[number]
                 ids = _ended(encoding, text, self._settings.tokenizer)
+                if conversation.steps:
+                    ids = _labeled(ids, len(encoding.ids), conversation.steps)
                 if len(ids.ids) - 1 > self._settings.sequence:
                     if (cut := self._cut(document, conversation, len(ids.ids))) is not None:
                         shorter[number] = document, cut
@@ -143,6 +148,8 @@ class _Batches(contextlib.ExitStack):
                         reasons[number] = TOO_LONG
                 elif conversation.goal is not None and len(ids.ids) < MIN_PROMPT:
                     reasons[number] = TOO_SHORT
+                elif conversation.steps and np.count_nonzero(ids.weights) < len(conversation.steps):
+                    reasons[number] = NO_STEP_END
                 elif ids.weights[1:].any() or conversation.goal is not None:
                     results[number] = _Result(document, conversation, text, ids)
                 else:
@@ -211,7 +218,10 @@ class _Batches(contextlib.ExitStack):
     ) -> dict[int, Rendered]:
         """Return the rendered texts by number; put the reason of refused ones in `reasons`."""
         usable = {}
-        for (number, (document, _)), text in zip(items.items(), rendered, strict=True):
+        for (number, (document, conversation)), text in zip(items.items(), rendered, strict=True):
+            if isinstance(text, Rendered) and conversation.steps:
+                guarded = [self._control.guarded(step.text) for step in conversation.steps]
+                text = _with_steps(text, guarded)
             if isinstance(text, Rendered):
                 usable[number] = text
                 continue
@@ -243,7 +253,7 @@ class _Batches(contextlib.ExitStack):
         if result.conversation.is_plain:
             self._figures["plain"] += 1
         self._figures["trained_turns"] += len(result.text.spans)
-        self._figures["trained_tokens"] += int((result.ids.weights[1:] > 0).sum())
+        self._figures["trained_tokens"] += int(np.count_nonzero(result.ids.weights[1:]))
         self._figures["answers_in_prompt_token"] += result.ids.crossed
 
     def _count_answers(self, results: Sequence["_Result"]) -> None:
@@ -252,6 +262,10 @@ class _Batches(contextlib.ExitStack):
             size = sum(len(each.ids.ids) - 1 for each in results)
             self._figures["pairs"] += 1
             self._figures["longest_pair"] = max(self._figures["longest_pair"], size)
+        if self._settings.answers == "steps":
+            for step in (step for each in results for step in each.conversation.steps):
+                self._figures["right" if step.is_right else "wrong"] += 1
+            return
         for each in results if self._settings.answers else ():
             kind = "chosen" if each.conversation.side > 0 else "rejected"
             self._figures[kind] += 1
@@ -320,6 +334,32 @@ def without_first_turns(conversation: Conversation) -> Conversation | None:
         for each in (conversation.messages, conversation.weights)
     )
     return dataclasses.replace(conversation, messages=messages, weights=weights)
+
+
+def _with_steps(text: Rendered, steps: Sequence[str]) -> Rendered | Rejected:
+    """Return a text whose spans are the steps of its last answer, with weights 1, 2, 3, ..."""
+    spans: list[WeightedSpan] = []
+    place = text.spans[-1].start if text.spans else 0
+    for number, step in enumerate(map(str.strip, steps), 1):
+        start = text.text.find(step, place)
+        if start < 0:
+            return Rejected(NO_MASK, f"the template changes step {number}")
+        place = start + len(step)
+        spans.append(WeightedSpan(start, place, float(number)))
+    return text._replace(spans=spans)
+
+
+def _labeled(ids: WeightedIds, count: int, steps: Sequence[Step]) -> WeightedIds:
+    """Replace the weights of steps by their labels: 1 or -1 at the id behind their last one.
+
+    The first `count` ids are those of the text. A step without an id of its own has no label.
+    """
+    labels = np.zeros(len(ids.ids), ids.weights.dtype)
+    for number, step in enumerate(steps, 1):
+        places = np.flatnonzero(ids.weights[:count] == number)
+        if len(places) and places[-1] + 1 < len(labels):
+            labels[places[-1] + 1] = 1 if step.is_right else -1
+    return ids._replace(weights=labels)
 
 
 def _ended(encoding: WeightedIds, text: Rendered, tokenizer: Tokenizer) -> WeightedIds:

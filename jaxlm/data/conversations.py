@@ -6,8 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["text", "chat", "completion", "pairs", "labeled", "prompts"]
-PREFERENCES: tuple[Kind, ...] = ("pairs", "labeled")  # answers that are compared, or judged
+Kind = Literal["text", "chat", "completion", "pairs", "labeled", "steps", "prompts"]
+PREFERENCES: tuple[Kind, ...] = (
+    "pairs",
+    "labeled",
+    "steps",
+)  # answers that are compared, or judged
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -43,6 +47,7 @@ UNTRAINED = "without a trained turn"
 TOO_LONG = "longer than a row"
 TOO_SHORT = "of one token"
 EQUAL = "with equal answers"
+NO_STEP_END = "with a step that ends in no token of its own"
 NO_CHOICE = "rated as a tie, or skipped"
 OTHER_PROMPT = "with different prompts"
 
@@ -67,6 +72,13 @@ class Rejected(Exception):
         self.reason, self.why, self.fix = reason, why, fix
 
 
+class Step(NamedTuple):
+    """A step of an answer, and its label."""
+
+    text: str
+    is_right: bool
+
+
 class Goal(NamedTuple):
     """The known answer to a prompt, if any, and what else a reward function reads."""
 
@@ -81,7 +93,7 @@ class Conversation:
     `is_plain` is a prompt and its completion as text, without a template. `side` is 1 for an
     answer that was chosen, or judged good, -1 for the other kind, and 0 for a conversation without
     a judgment. `rejected` is the other conversation of a pair, and `margin` the difference of their
-    rewards, if it is known. `goal` is of a prompt, which has no answer yet.
+    rewards, if it is known. `steps` are those of the last answer, joined by line ends. `goal` is of a prompt, which has no answer yet.
     """
 
     messages: Sequence[Message]
@@ -91,20 +103,25 @@ class Conversation:
     side: int = 0
     margin: float = 0.0
     rejected: "Conversation | None" = None
+    steps: Sequence[Step] = ()
     goal: Goal | None = None
 
     @property
     def has_more(self) -> bool:
         """If it is a pair, has tools, or messages have more than role and content."""
-        is_more = bool(self.tools) or any(len(message) > 2 for message in self.messages)
+        is_more = bool(self.tools or self.steps) or any(
+            len(message) > 2 for message in self.messages
+        )
         return is_more or self.rejected is not None
 
     def mapped(self, change: Callable[[str], str]) -> "Conversation":
         """Return the conversation with each of its texts changed."""
         messages = [_mapped(message, change) for message in self.messages]
         rejected = self.rejected and self.rejected.mapped(change)
+        steps = [each._replace(text=change(each.text)) for each in self.steps]
+        tools = map_strings(self.tools, change)
         return dataclasses.replace(
-            self, messages=messages, tools=map_strings(self.tools, change), rejected=rejected
+            self, messages=messages, tools=tools, rejected=rejected, steps=steps
         )
 
     @property

@@ -171,15 +171,20 @@ def _check_answers(opened: Iterable[AnyShards], config: DataConfig) -> None:
                 fix=f"--config.data.kind={kind or 'chat'}\nwrite the shards again",
             )
         figures = shards.manifest.figures
-        if config.answers and not (figures.get("chosen") and figures.get("rejected")):
-            one, other = ("true", "false") if figures.get("chosen") else ("false", "true")
+        is_step = config.answers == "steps"
+        good, bad = ("right", "wrong") if is_step else ("chosen", "rejected")
+        if config.answers and not (figures.get(good) and figures.get(bad)):
+            one, other = ("true", "false") if figures.get(good) else ("false", "true")
+            things = "steps" if is_step else "answers"
+            count = figures["trained_tokens"] if is_step else shards.documents
+            learns = "--config.data.kind=completion --config.objective.name=causal"
             raise DataError(
-                "the labels of all answers are equal",
+                f"the labels of all {things} are equal",
                 where=str(shards.folder),
-                why=f"each of {shards.documents} answers has the label {one}, so that the data has "
-                "no preference",
-                fix=f"name files with labels that are {other} too\n"
-                "--config.data.kind=completion --config.objective.name=causal    # learns them all",
+                why=f"each of {count} {things} has the label "
+                f"{one}, so that the data has no preference",
+                fix=f"name files with labels that are {other} too"
+                + ("" if is_step else f"\n{learns}    # learns them all"),
             )
 
 

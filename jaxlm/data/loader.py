@@ -225,7 +225,10 @@ class Loader:
                 slot += length
         # NumPy arrays until the batch is placed on devices, unlike everywhere else.
         batch = Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
-        if self.shards.manifest.answers:
+        if self.shards.manifest.answers == "steps":
+            steps: Any = weights
+            batch = batch._replace(steps=steps, weights=np.abs(weights))  # type: ignore[arg-type]
+        elif self.shards.manifest.answers:
             batch = batch._replace(answers=self._answers(keys, lost))
         return batch if self.corruption is None else _corrupted(batch, keys, self.corruption)
 
@@ -366,6 +369,12 @@ def with_pair(batch: Tokens) -> Tokens:
         positions=positions.astype(np.int32),  # type: ignore[arg-type]
         answers=Answers(sides, 0 * sides, 0 * sides),  # type: ignore[arg-type]
     )
+
+
+def with_steps(batch: Tokens) -> Tokens:
+    """Return a host's batch in which slots with a loss end a step, right and wrong in turns."""
+    labels: Any = np.sign(batch.weights) * (1 - 2 * (np.arange(batch.tokens.shape[1]) % 2))
+    return batch._replace(steps=labels.astype(np.float32))
 
 
 def with_rollout(batch: Tokens) -> Tokens:

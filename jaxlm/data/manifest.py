@@ -2,7 +2,8 @@
 
 The numbered files have no header: tokens-N.bin holds the ids of the documents in order, and
 documents-N.bin a row (end, file, record) for each document. Shards of conversations have
-weights-N.bin, a byte for each id, the number of its weight in the manifest's list. Shards of
+weights-N.bin, a byte for each id, the number of its weight in the manifest's list; for answers with
+labels of steps, the weight of the id behind a step is 1 or -1, the label, and 0 elsewhere. Shards of
 answers that were compared or judged have answers-N.bin, two float32 for each document: its side, 1
 or -1, and the margin of its pair. The files can be mapped into memory; jaxlm reads them with checks
 (`data.blocks`).
@@ -71,7 +72,7 @@ class Manifest:
     weights: tuple[float, ...] = ()  # the loss weights of conversations; empty for text
     template: str = ""  # sha256 of the chat template
     figures: dict[str, int] = dataclasses.field(default_factory=dict)  # turns, trained tokens
-    answers: str = ""  # pairs, of two documents each, or labeled; empty for other data
+    answers: str = ""  # pairs, of two documents each, labeled or steps; empty for other data
     prompts_sha256: str = ""  # of the file of prompts; empty for other data
 
     @property
@@ -155,7 +156,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     for counts in (manifest.left_out, manifest.figures):
         if any(type(count) is not int for count in counts.values()):
             raise ValueError(f"a count of {counts!r} is no integer")
-    if len(weights) > MAX_WEIGHTS or not all(0 <= weight < math.inf for weight in weights):
+    least = -1 if manifest.answers == "steps" else 0
+    if len(weights) > MAX_WEIGHTS or not all(least <= weight < math.inf for weight in weights):
         raise ValueError(f"its weights are {weights[:3]}")
     if manifest.dtype not in DTYPES:
         raise ValueError(f"dtype {manifest.dtype!r} is none of {', '.join(DTYPES)}")

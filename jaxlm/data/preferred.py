@@ -1,4 +1,4 @@
-"""Answers that were compared or judged: pairs of conversations, and conversations with a label."""
+"""Answers that were compared or judged: pairs, answers with a label, and with labels of steps."""
 
 import dataclasses
 import math
@@ -18,22 +18,27 @@ from jaxlm.data.conversations import (
     Conversation,
     Kind,
     Rejected,
+    Step,
 )
 
 ONE_PAIR = 'one pair a line: {"prompt": "...", "chosen": "...", "rejected": "..."}'
 ONE_LABEL = 'one answer a line: {"prompt": "...", "completion": "...", "label": true}'
+ONE_PROCESS = (
+    'one answer a line: {"prompt": "...", "steps": ["...", "..."], "labels": [true, false]}'
+)
 
-FORMS: dict[str, str] = {"pairs": ONE_PAIR, "labeled": ONE_LABEL}
+FORMS: dict[str, str] = {"pairs": ONE_PAIR, "labeled": ONE_LABEL, "steps": ONE_PROCESS}
 
 
 def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
-    """Return the chosen conversation of a pair with the rejected one, or one with its label.
+    """Return the chosen conversation of a pair with the rejected one, or one with its labels.
 
     Args:
       record: value of a line or row. `pairs`: `chosen` and `rejected`, texts or messages, `prompt`,
         and `margin`. Without a prompt, it is the common beginning of both. `labeled`: `prompt` and
-        `completion`, as of the kind `completion`, and `label`, true or false.
-      kind: `pairs` or `labeled`.
+        `completion`, as of the kind `completion`, and `label`, true or false. `steps`: `prompt`,
+        `steps`, a list of texts, and `labels`, one for each; TRL's `completions` are steps too.
+      kind: `pairs`, `labeled` or `steps`.
       roles: roles whose turns are scored.
 
     Raises:
@@ -44,6 +49,8 @@ def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
     if kind == "labeled":
         conversation = conversations.parse(record, "completion", roles)
         return dataclasses.replace(conversation, side=_side(record.get("label")))
+    if kind == "steps":
+        return _with_steps(record, roles)
     prompt, *answers = _split(record)
     chosen, rejected = (
         conversations.parse(
@@ -61,6 +68,25 @@ def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
         margin=_margin(record.get("margin")),
         rejected=dataclasses.replace(rejected, side=-1),
     )
+
+
+def _with_steps(record: dict[str, Any], roles: Sequence[str]) -> Conversation:
+    """Return the conversation of an answer whose steps have labels."""
+    texts, labels = record.get("steps", record.get("completions")), record.get("labels")
+    if texts is None or labels is None:
+        missing = "steps" if texts is None else "labels"
+        raise Rejected(NO_MESSAGES, f"it has no {missing}", ONE_PROCESS)
+    if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
+        raise Rejected(OTHER_FORM, "steps is no list of texts", ONE_PROCESS)
+    if not isinstance(labels, list) or len(labels) != len(texts):
+        raise Rejected(BAD_LABEL, f"{len(texts)} steps need a label each", ONE_PROCESS)
+    if not all(each.strip() for each in texts) or not texts:
+        raise Rejected(EMPTY_TURN, "a step is empty" if texts else "it has no step")
+    steps = [Step(text, _side(label) > 0) for text, label in zip(texts, labels, strict=True)]
+    answer = {**record, "completion": "\n".join(texts)}
+    conversation = conversations.parse(answer, "completion", roles)
+    side = 1 if all(each.is_right for each in steps) else -1
+    return dataclasses.replace(conversation, side=side, steps=steps)
 
 
 def _split(record: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -10,7 +10,7 @@ from jaxlm.objectives.distill import Distillation
 from jaxlm.objectives.objective import Objective
 from jaxlm.objectives.policy import PolicyLearning
 from jaxlm.objectives.preference import PreferenceLearning
-from jaxlm.objectives.reward import RewardLearning
+from jaxlm.objectives.reward import ProcessLearning, RewardLearning
 
 
 def build(
@@ -49,6 +49,7 @@ def _class_of(
     | config.Distill
     | config.Preference
     | config.Reward
+    | config.Process
     | config.Policy,
 ) -> type[Objective[Any]]:
     match settings:
@@ -74,5 +75,7 @@ def _class_of(
             return PreferenceLearning
         case config.Reward():
             return RewardLearning
+        case config.Process():
+            return ProcessLearning
         case config.Policy():
             return PolicyLearning

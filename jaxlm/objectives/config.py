@@ -47,6 +47,7 @@ class ObjectiveFacts:
       compares_answers: the data is answers that were compared or judged, and the loss is no
         negative log-likelihood.
       has_reward_head: the model has a head of one output, which scores texts.
+      labels_steps: the data is answers with a label at the end of each step.
       samples_answers: the data is prompts, whose answers are sampled from the model and rewarded.
 
     The settings of an objective in a file of a user have `build(loss, architecture)` too, which
@@ -62,6 +63,7 @@ class ObjectiveFacts:
     marks_mtp_rows: ClassVar[bool] = False
     compares_answers: ClassVar[bool] = False
     has_reward_head: ClassVar[bool] = False
+    labels_steps: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
     teacher: str | None = None
 
@@ -498,6 +500,19 @@ class Reward(ObjectiveFacts):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Process(ObjectiveFacts):
+    """Tell right steps of an answer from wrong ones: a process reward model."""
+
+    name: Literal["process"] = "process"
+
+    keeps_rows: ClassVar[bool] = True
+    compares_answers: ClassVar[bool] = True
+    has_reward_head: ClassVar[bool] = True
+    labels_steps: ClassVar[bool] = True
+    prompts: ClassVar[Prompts] = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
     """Relative frequency of each objective of a mixture, by rows."""
 
@@ -528,6 +543,7 @@ class Mixture:
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder",)
     compares_answers: ClassVar[bool] = False
     has_reward_head: ClassVar[bool] = False
+    labels_steps: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
     teacher: ClassVar[str | None] = None
     compared_with: ClassVar[str | None] = None
@@ -581,7 +597,7 @@ class Mixture:
 
 
 TokenObjective = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP
-Objective = TokenObjective | Mixture | Distill | Preference | Reward | Policy
+Objective = TokenObjective | Mixture | Distill | Preference | Reward | Process | Policy
 
 
 def mtp_heads(objective: Objective) -> MtpConfig | None:

@@ -1,4 +1,4 @@
-"""Reward models: a score of a text, learned from pairs of answers."""
+"""Reward models: a score of a text, learned from pairs of answers, or of each of its steps."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -61,6 +61,38 @@ class RewardLearning(Objective[config.Reward]):
         return Loss(objective, metrics | losses, auxiliary_loss(losses, batch))
 
 
+class ProcessLearning(Objective[config.Process]):
+    """Minimize the mean over steps of `ops.preference.process`.
+
+    The score of a step is r of the slot of its last token, which has read the conversation up to
+    it. At first the head is 0, and the loss ln 2.
+
+    Metrics: `loss_nats` is the minimized mean, `step_accuracy` the share of steps whose score has
+    the sign of their label; 0 counts half. `right_accuracy` and `wrong_accuracy` are the shares
+    among right and wrong steps, `right_score` and `wrong_score` their mean scores.
+
+    Source: see `ops.preference.process`.
+    """
+
+    def loss(
+        self, model: Model, batch: Tokens, key: Array | None, teacher: Model | None = None
+    ) -> Loss:
+        """Return the loss of a batch, see the class. The weight is the number of steps."""
+        del teacher
+        assert batch.steps is not None  # the config admits no other data
+        labels = batch.steps
+        scores, losses = score_slots(model, batch._replace(steps=None), key)
+        is_right, is_wrong = labels > 0, labels < 0
+        mean = Mean.of(preference.process(scores, is_right), labels != 0)
+        signed = labels * scores
+        correct = (signed > 0) + 0.5 * (signed == 0)
+        metrics = {"loss_nats": mean, "step_accuracy": Mean.of(correct, labels != 0)}
+        for name, of in (("right", is_right), ("wrong", is_wrong)):
+            metrics[f"{name}_accuracy"] = Mean.of(correct, of)
+            metrics[f"{name}_score"] = Mean.of(scores, of)
+        return Loss(mean, metrics | losses, auxiliary_loss(losses, batch))
+
+
 def score_texts(
     model: Model, batch: Tokens, key: Array | None, texts: int
 ) -> tuple[Float[Array, "B S"], dict[str, Mean]]:
@@ -74,10 +106,20 @@ def score_texts(
       key: turns dropout on.
       texts: largest number of segments of a row.
     """
+    scores, losses = score_slots(model, batch, key)
+    following = jnp.pad(batch.segments[:, 1:], ((0, 0), (0, 1)))
+    is_last = (batch.segments != following)[:, :, None] & is_of_answer(batch.segments, texts)
+    return jnp.where(is_last, scores[:, :, None], 0.0).sum(1), losses
+
+
+def score_slots(
+    model: Model, batch: Tokens, key: Array | None
+) -> tuple[Float[Array, "B T"], dict[str, Mean]]:
+    """Return the score of each slot, of its text so far, and the means that layers give.
+
+    Args as of `score_texts`.
+    """
     assert isinstance(model, Decoder)
     assert model.reward is not None
     _, hidden, parts = read_sharded(model, batch, key)
-    scores = context.zigzag_unshard(model.reward(hidden.values), parts)
-    following = jnp.pad(batch.segments[:, 1:], ((0, 0), (0, 1)))
-    is_last = (batch.segments != following)[:, :, None] & is_of_answer(batch.segments, texts)
-    return jnp.where(is_last, scores[:, :, None], 0.0).sum(1), hidden.losses
+    return context.zigzag_unshard(model.reward(hidden.values), parts), hidden.losses

@@ -119,6 +119,14 @@ def reward(
     return loss + center * jnp.square(chosen + rejected) if center else loss
 
 
+def process(score: Float[Array, "*N"], is_right: Bool[Array, "*N"]) -> Float[Array, "*N"]:
+    """Return -log sig(score) of steps that are right, -log sig(-score) of the others.
+
+    Source: Lightman et al. 2023, arXiv:2305.20050, section 2.6, without the neutral label.
+    """
+    return -jax.nn.log_sigmoid(jnp.where(is_right, score, -score))
+
+
 def _log_complement(log_p: Array) -> Array:
     """Return log(1 - exp(log_p)), finite also for a probability that is 1 in float32."""
     log_p = jnp.minimum(log_p, -jnp.finfo(log_p.dtype).eps)

@@ -221,13 +221,20 @@ class Run:
         if not objective.compares_answers:
             if answers:
                 why = f"data.kind = {answers} has answers that are not to be learned"
-                yield "objective.name", why, "--config.objective.name=preference"
+                name = "process" if answers == "steps" else "preference"
+                yield "objective.name", why, f"--config.objective.name={name}"
             return
+        kind = "steps" if objective.labels_steps else "pairs"
+        fix = f"--config.data.kind={kind} --config.data.train={kind}.jsonl"
         if not answers:
             why = f"{objective.name} learns from answers that were compared or judged"
-            fix = "--config.data.kind=pairs --config.data.train=pairs.jsonl"
             yield "data.kind", why, f"{fix}\n--config.objective.name=causal"
-        if answers == "labeled" and objective.has_reward_head:
+        elif objective.labels_steps and answers != "steps":
+            yield "data.kind", f"data.kind = {answers} has no labels of steps", fix
+        elif answers == "steps" and not objective.labels_steps:
+            why = f"data.kind = steps has labels of steps, which {objective.name} does not learn"
+            yield "objective.name", why, "--config.objective.name=process"
+        elif answers == "labeled" and objective.has_reward_head:
             why = "data.kind = labeled has no pairs, whose scores are compared"
             fix = "--config.objective.name=preference --config.objective.loss=kto"
             yield "objective.name", why, fix

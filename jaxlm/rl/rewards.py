@@ -18,7 +18,7 @@ from jaxlm.rl.reward_config import NEED_ANSWER, PROGRAMS, RewardConfig, Term
 from jaxlm.rl.verifiers import Sample, Unscorable
 from jaxlm.rl.workers import Worker
 
-__all__ = ["Rewards", "Sample", "Verdict", "check_scored"]
+__all__ = ["Rewards", "Sample", "Verdict", "check_scored", "unscored"]
 
 MOST_WORKERS = 8
 SHOWN = 60  # characters of a prompt in an error
@@ -139,27 +139,40 @@ def _needs_process(each: Term) -> bool:
     return each.name not in verifiers.VERIFIERS
 
 
+def unscored(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
+    """Return reason and prompt of each sample without a score."""
+    both = zip(samples, verdicts, strict=True)
+    return [(each.problem, sample.prompt) for sample, each in both if each.total is None]
+
+
 def check_scored(
-    samples: Sequence[Sample], verdicts: Sequence[Verdict], tolerance: float, where: str
+    problems: Sequence[tuple[str, str]],
+    count: int,
+    tolerance: float,
+    *,
+    where: str,
+    limit: str = "reward.tolerance",
+    fix: str = "jaxlm reward try --help    # scores prompts of a file before a run",
 ) -> None:
     """Raise DataError, with prompts and reasons, if too many samples have no score.
 
     Args:
-      samples: the samples of a step.
-      verdicts: the verdict on each.
+      problems: reason and prompt of each sample without a score.
+      count: number of samples.
       tolerance: share that may have none.
-      where: place of the samples in the run.
+      where: place of the samples.
+      limit: name of the tolerance.
+      fix: of the error.
     """
-    missing = [pair for pair in zip(samples, verdicts, strict=True) if pair[1].total is None]
-    if len(missing) <= tolerance * len(samples):
+    if len(problems) <= tolerance * count:
         return
-    reasons = Counter((each.problem, sample.prompt) for sample, each in missing)
     raise DataError(
-        f"{len(missing)} of {len(samples)} samples have no score",
+        f"{len(problems)} of {count} samples have no score",
         where=where,
-        why=f"reward.tolerance allows a share of {tolerance:g}; reasons and prompts:",
+        why=f"{limit} allows a share of {tolerance:g}; reasons and prompts:",
         every=[
-            f"{problem}: {safe(prompt[:SHOWN])!r}" for (problem, prompt), _ in reasons.most_common()
+            f"{problem}: {safe(prompt[:SHOWN])!r}"
+            for (problem, prompt), _ in Counter(problems).most_common()
         ],
-        fix="jaxlm reward try --help    # scores prompts of a file before a run",
+        fix=fix,
     )

@@ -318,7 +318,7 @@ def test_text_and_conversations_are_mixed_with_the_weight_of_each_kind(chats, tm
         (("wbe=text",), "wbe=text names no source; there is talk, web, val", "web=text"),
         (
             ("web=prose",),
-            "'prose' of web is none of: text, chat, completion, pairs, labeled, prompts",
+            "'prose' of web is none of: text, chat, completion, pairs, labeled, steps, prompts",
             "web=text",
         ),
         (("web=text", "web=chat"), "a source is named twice", "web=chat"),

@@ -12,11 +12,17 @@ PAIRS = _shell(
     "print(json.dumps({'prompt': f'{n}', 'completion': 'a', 'label': n % 2 == 0}), file=g)) "
     "for n in range(60)]"
 )
+PROCESS = _shell(
+    "import json; f = open('steps.jsonl', 'w'); "
+    "[print(json.dumps({'prompt': f'{n}', 'steps': ['a', 'b'], 'labels': [True, n % 2 == 0]}), "
+    "file=f) for n in range(60)]"
+)
 ALIKE = f"{PAIRS}; sed -i 's/false/true/' labeled.jsonl"
 ON = "--config.data.train=pairs.jsonl --config.data.kind=pairs --config.data.validation=20%"
 LABELED = (
     "--config.data.train=labeled.jsonl --config.data.kind=labeled --config.data.validation=20%"
 )
+STEPS = "--config.data.train=steps.jsonl --config.data.kind=steps --config.data.validation=20%"
 PREFER = f"{ON} --config.objective.name=preference"
 SCORE = f"{ON} --config.objective.name=reward"
 KTO = f"{LABELED} --config.objective.name=preference --config.objective.loss=kto"
@@ -45,6 +51,22 @@ SITUATIONS: dict[str, Situation] = {
     "labels for a loss of pairs": Situation(f"{VALIDATE} {KTO} --config.objective.loss=dpo", PAIRS),
     "no adapter to turn off": Situation(
         f"{VALIDATE} {PREFER} --config.objective.reference=adapter_off", PAIRS
+    ),
+    "steps that are learned as text": Situation(f"{VALIDATE} {STEPS}", PROCESS),
+    "steps for a reward model": Situation(
+        f"{VALIDATE} {STEPS} --config.objective.name=reward", PROCESS
+    ),
+    "pairs for a process reward model": Situation(
+        f"{VALIDATE} {ON} --config.objective.name=process", f"{PAIRS}; {PROCESS}"
+    ),
+    "steps of one kind": Situation(
+        f"data stats --config=c.py {STEPS} --config.objective.name=process",
+        f"{PROCESS}; sed -i 's/false/true/' steps.jsonl",
+    ),
+    "one answer to compare": Situation(
+        f"{COLLECT.replace('--samples=2', '--samples=1')} --prompts=p.txt "
+        "--judge=compare:runs/a --out=c",
+        ASK,
     ),
     "curvature of a preference": Situation(
         f"{VALIDATE} {PREFER} --config.optim.name=sophia", PAIRS

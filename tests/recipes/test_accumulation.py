@@ -202,6 +202,8 @@ def test_every_objective_sums_in_float32(objective):
         settings["objective.teacher"] = "runs/a"
     if objective in ("preference", "reward"):
         settings |= {"data.kind": "pairs", "data.train": "pairs.jsonl", "loss.z_loss": 0}
+    if objective == "process":
+        settings |= {"data.kind": "steps", "data.train": "steps.jsonl", "loss.z_loss": 0}
     if objective == "policy":
         settings |= {"data.kind": "prompts", "data.train": "prompts.jsonl", "loss.z_loss": 0}
         settings |= {"reward.functions": "number"}

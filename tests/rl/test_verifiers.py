@@ -75,9 +75,10 @@ def test_the_total_is_the_weighted_sum_and_a_sample_without_a_value_has_none():
 def test_too_many_samples_without_a_score_end_the_run():
     samples = [sample("12"), *[sample("12", "twelve")] * 7]
     verdicts = Rewards(RewardConfig(functions=("number",))).score(samples)
-    rewards.check_scored(samples, verdicts, 7 / 8, "step 1")
+    missing = rewards.unscored(samples, verdicts)
+    rewards.check_scored(missing, len(samples), 7 / 8, where="step 1")
     with pytest.raises(DataError, match="7 of 8 samples have no score") as error:
-        rewards.check_scored(samples, verdicts, 0.8, "step 1")
+        rewards.check_scored(missing, len(samples), 0.8, where="step 1")
     assert "number: the answer has no number: '7 + 5 ='" in error.value.why
 
 

@@ -1,7 +1,11 @@
-"""Judges of answers: verifiers, functions of a file, a reward model, or a model that is asked."""
+"""Judges of answers: verifiers, functions of a file, a reward model, or a model that is asked.
+
+A judge scores each answer alone, or compares the answers of a prompt with each other.
+"""
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -10,13 +14,14 @@ from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import conversations
 from jaxlm.data.conversations import Rejected
 from jaxlm.recipes.collect.prompts import Prompt
-from jaxlm.recipes.use.asked_model import AskedModel
+from jaxlm.recipes.use.asked_model import ComparingModel, YesNoModel
 from jaxlm.recipes.use.reward_model import RewardModel
 from jaxlm.rl.reward_config import RewardConfig
 from jaxlm.rl.rewards import Rewards, Sample
 
 FLAG = "--judge"
 TOO_LONG = "longer than a row of the judge"
+COMPARED_LONG = "longer than a row of the judge, with another answer"
 FAILURES = 0.05  # largest share of the samples without a score
 
 
@@ -50,7 +55,7 @@ class Judge(Protocol):
 
 
 def build(name: str, say: Log) -> Judge:
-    """Return the judge of --judge: `reward:RUN`, `judge:RUN`, or a reward of `RewardConfig`.
+    """Return the judge of --judge: reward:RUN, judge:RUN, compare:RUN, or a reward.
 
     An empty name is the judge that gives no scores.
 
@@ -63,8 +68,10 @@ def build(name: str, say: Log) -> Judge:
         return NoJudge()
     kind, _, ref = name.partition(":")
     if kind in ("reward", "judge"):
-        model = (RewardModel if kind == "reward" else AskedModel)(ref, FLAG, say)
+        model = (RewardModel if kind == "reward" else YesNoModel)(ref, FLAG, say)
         return ModelJudge(model)
+    if kind == "compare":
+        return ComparingJudge(ComparingModel(ref, FLAG, say))
     settings = RewardConfig(functions=(name,))
     for _, why, fix in settings.problems():
         meant = fix.replace("--config.reward.functions=", f"{FLAG}=").removesuffix("=1")
@@ -73,16 +80,20 @@ def build(name: str, say: Log) -> Judge:
     return RewardJudge(dataclasses.replace(settings, **derived))
 
 
-class NoJudge:
-    """Gives no scores: a person is asked instead."""
-
-    digest = ""
+class _Opened:
+    """A judge without anything to close."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+class NoJudge(_Opened):
+    """Gives no scores: a person is asked instead, or answers are compared later."""
+
+    digest = ""
 
     def score(self, answers: Sequence[Answer]) -> list[Scored]:
         """Return no score for each answer."""
@@ -122,18 +133,12 @@ class RewardJudge:
         return [Scored(each.total, each.problem) for each in self._rewards.score(samples)]
 
 
-class ModelJudge:
+class ModelJudge(_Opened):
     """A model that scores conversations as a judge."""
 
-    def __init__(self, model: RewardModel | AskedModel):
+    def __init__(self, model: RewardModel | YesNoModel):
         self._model = model
         self.digest = model.digest
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def score(self, answers: Sequence[Answer]) -> list[Scored]:
         """Return the score of each answer; an empty one has none."""
@@ -151,6 +156,49 @@ class ModelJudge:
             if score is not None:
                 scored[number] = Scored(score)
         return scored
+
+
+class ComparingJudge(_Opened):
+    """A model that is shown two answers: the score is the mean log-odds against the others.
+
+    Answers of one prompt are adjacent. Each is compared with every other one, in both orders, so n
+    answers take n (n - 1) questions. An answer that has no other has no score.
+    """
+
+    def __init__(self, model: ComparingModel):
+        self._model = model
+        self.digest = model.digest
+
+    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+        """Return the mean log-odds of each answer against the others of its prompt."""
+        groups = itertools.groupby(range(len(answers)), key=lambda n: answers[n].prompt.id)
+        pairs = [pair for _, group in groups for pair in itertools.combinations(group, 2)]
+        verdicts = self._model.compare(
+            [(answers[a].prompt.question, answers[a].text, answers[b].text) for a, b in pairs]
+        )
+        odds: list[list[float | None]] = [[] for _ in answers]
+        for (a, b), verdict in zip(pairs, verdicts, strict=True):
+            odds[a].append(verdict.odds)
+            odds[b].append(None if verdict.odds is None else -verdict.odds)
+        return [_mean(each) for each in odds]
+
+
+def _mean(odds: Sequence[float | None]) -> Scored:
+    values = [each for each in odds if each is not None]
+    if not odds or len(values) < len(odds):
+        return Scored(None, COMPARED_LONG if odds else "it is the only answer of its prompt")
+    return Scored(sum(values) / len(values))
+
+
+def check_samples(judge: Judge, samples: int) -> None:
+    """Raise CommandError if a judge compares answers of a prompt, and there is only one."""
+    if isinstance(judge, ComparingJudge) and samples < 2:
+        raise CommandError(
+            "a judge that compares answers needs two of each prompt",
+            where=f"--samples={samples}",
+            why="the score of an answer is its mean log-odds against the others",
+            fix="--samples=2",
+        )
 
 
 def check_answers(judge: Judge, name: str, prompts: Sequence[Prompt], globs: Sequence[str]) -> None:

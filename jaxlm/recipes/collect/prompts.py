@@ -38,6 +38,13 @@ class Prompt(NamedTuple):
         """Return the text that rewards receive: that of the last message."""
         return self.messages if isinstance(self.messages, str) else self.messages[-1]["content"]
 
+    @property
+    def question(self) -> str:
+        """Return the text of all messages, which a model that judges reads."""
+        if isinstance(self.messages, str):
+            return self.messages
+        return "\n".join(str(each["content"]) for each in self.messages)
+
     def seed(self, seed: int, sample: int) -> int:
         """Return the seed of the draws of a sample, from the seed of the collection."""
         content = json.dumps([seed, self.id, sample])

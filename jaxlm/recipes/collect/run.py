@@ -30,6 +30,7 @@ from jaxlm.recipes.collect.prompts import Prompt
 from jaxlm.recipes.rate.texts import TextPair
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
+from jaxlm.rl.rewards import check_scored
 
 FACTS, KEPT = "collect.json", "kept.jsonl"
 VERSION = 1  # of samples.jsonl
@@ -91,6 +92,7 @@ def collect(
     left_out = Counter[str]()
     asked = prompts.read(settings.prompts, is_chat=settings.is_chat, left_out=left_out)
     judge = judges.build(settings.judge, say)
+    judges.check_samples(judge, settings.samples)
     judges.check_answers(judge, settings.judge, asked, settings.prompts)
     opened = load.load_run(workdir, say=say, **selection)
     generate.check_generates(opened, is_chat=False)
@@ -137,9 +139,12 @@ def pairs_to_ask(out: Path) -> list[tuple[TextPair, Any]]:
     lines, _ = read(out / SAMPLES)
     pairs = []
     for one, other in zip(lines[::2], lines[1::2], strict=True):
-        prompt = one["prompt"] if isinstance(one["prompt"], str) else one["prompt"][-1]["content"]
-        pairs.append((TextPair(prompt, one["text"], other["text"]), one["prompt"]))
+        pairs.append((TextPair(_text(one["prompt"]), one["text"], other["text"]), one["prompt"]))
     return pairs
+
+
+def _text(prompt: str | list[dict[str, Any]]) -> str:
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def _facts(
@@ -228,15 +233,18 @@ def _collect(
             lines = _lines(settings, judge, part)
             samples.append(lines[len(known) :])
             known = known[len(lines) :]
-            problems = Counter(each["problem"] for each in samples.lines if each["problem"])
-            if problems.total() > judges.FAILURES * total:
-                (problem, _), *_ = problems.most_common(1)
-                raise DataError(
-                    f"{problems.total()} of {total} samples have no score",
-                    where=f"--judge={settings.judge}",
-                    why=f"a share of {judges.FAILURES:g} may have none; most often: {problem}",
-                    fix="correct the prompts and the judge, then write to another folder",
-                )
+            check_scored(
+                [
+                    (each["problem"], _text(each["prompt"]))
+                    for each in samples.lines
+                    if each["problem"]
+                ],
+                total,
+                judges.FAILURES,
+                where=f"--judge={settings.judge}",
+                limit="a collection",
+                fix="correct the prompts and the judge, then write to another folder",
+            )
 
 
 def _drawn(

@@ -1,17 +1,22 @@
-"""Win rate of a run against another: how often a judge scores its answers higher."""
+"""Win rate of a run against another: how often a judge prefers its answers."""
 
 import dataclasses
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError
 from jaxlm.evals import samples, statistics
+from jaxlm.recipes.collect import judges
+from jaxlm.recipes.collect.prompts import Prompt
 from jaxlm.recipes.collect.run import CollectSettings, collect
 from jaxlm.recipes.use import load
+from jaxlm.recipes.use.asked_model import ComparingModel, Preferred
 
 FLAG = "--against"
+COMPARE = "compare:"
 
 
 def win_rate(
@@ -23,9 +28,11 @@ def win_rate(
 ) -> dict[str, Any]:
     """Return the share of the prompts that the run wins, with its 95% interval, wins and ties.
 
-    Both runs draw `settings.samples` answers to each prompt with the same seeds, and each answer is
-    scored alone, so that no order of two answers can matter. Sample k of one run is compared with
-    sample k of the other; equal scores are half a win. The interval is that of the mean of prompts.
+    Both runs draw `settings.samples` answers to each prompt with the same seeds, and sample k of one
+    run is compared with sample k of the other; a tie is half a win. A judge scores each answer
+    alone, except compare:RUN, which sees both in both orders: then `orders_agree` is the share of
+    the comparisons in which both orders prefer the same answer. The interval is that of the mean of
+    prompts.
 
     Args:
       workdir: the run.
@@ -38,10 +45,14 @@ def win_rate(
       DataError: if no prompt has a score of both runs.
       JaxlmError: as `collect`.
     """
-    settings = dataclasses.replace(settings, keep="all")
+    judge, settings = settings.judge, dataclasses.replace(settings, keep="all")
+    comparing: ComparingModel | None = None
+    if judge.startswith(COMPARE):
+        comparing = ComparingModel(judge.removeprefix(COMPARE), judges.FLAG, say)
+        settings = dataclasses.replace(settings, judge="")
     other = load.open_run_ref(against, FLAG, say)
     of_other = dict.fromkeys(selection) | {"weights": "raw", "step": other.step}
-    scores: list[dict[tuple[str, int], float | None]] = []
+    drawn: list[dict[tuple[str, int], Mapping[str, Any]]] = []
     names: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (run, chosen) in enumerate(((workdir, selection), (other.workdir, of_other))):
@@ -49,19 +60,20 @@ def win_rate(
             answer = collect(run, out, settings, say, **chosen)
             names.append(f"{run}@{answer['step']}")
             lines, _ = samples.read(out / samples.SAMPLES)
-            scores.append({(each["id"], each["sample"]): each["score"] for each in lines})
+            drawn.append({(each["id"], each["sample"]): each for each in lines})
     prompts: dict[str, list[float]] = {}
-    missing = 0
-    for place in scores[0].keys() & scores[1].keys():
-        one, two = (each[place] for each in scores)
-        if one is None or two is None:
-            missing += 1
-        else:
-            prompts.setdefault(place[0], []).append((one > two) + 0.5 * (one == two))
+    places = sorted(drawn[0].keys() & drawn[1].keys())
+    pairs = [(drawn[0][place], drawn[1][place]) for place in places]
+    verdicts = [] if comparing is None else _compared(comparing, pairs)
+    gaps = [_gap(*pair) for pair in pairs] if comparing is None else [x.odds for x in verdicts]
+    for (name, _), gap in zip(places, gaps, strict=True):
+        if gap is not None:
+            prompts.setdefault(name, []).append((gap > 0) + 0.5 * (gap == 0))
+    missing = gaps.count(None)
     if not prompts:
         raise DataError(
             "no prompt has a score of both runs",
-            where=f"--judge={settings.judge}",
+            where=f"--judge={judge}",
             why=f"{missing} pairs of answers have no score of one run",
             fix="correct the prompts and the judge",
         )
@@ -70,11 +82,28 @@ def win_rate(
     return {
         "run": names[0],
         "against": names[1],
-        "judge": settings.judge,
+        "judge": judge,
         "prompts": len(prompts),
         "win_rate": statistics.estimate(means)._asdict(),
         "wins": wins.count(1.0),
         "ties": wins.count(0.5),
         "losses": wins.count(0.0),
         "unscored": missing,
+        "orders_agree": sum(x.agrees for x in verdicts) / len(verdicts) if verdicts else None,
     }
+
+
+def _gap(one: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
+    """Return the difference of two scores; None without one of them."""
+    if one["score"] is None or other["score"] is None:
+        return None
+    return one["score"] - other["score"]
+
+
+def _compared(
+    model: ComparingModel, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+) -> list[Preferred]:
+    """Return the verdict of a model on the two answers of each pair of samples."""
+    questions = (Prompt(one["prompt"], None, {}).question for one, _ in pairs)
+    texts = zip(questions, pairs, strict=True)
+    return model.compare([(asked, one["text"], other["text"]) for asked, (one, other) in texts])

@@ -16,7 +16,7 @@ from jaxlm.core.errors import CommandError
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
-from jaxlm.data.loader import with_pair, with_rollout
+from jaxlm.data.loader import with_pair, with_rollout, with_steps
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.ops.kernels import Target
@@ -350,7 +350,11 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
         batch = Tokens(**fields)
         if run.objective.samples_answers:
             batch = with_rollout(batch)
-        yield with_pair(batch) if run.objective.compares_answers else batch
+        if run.objective.labels_steps:
+            batch = with_steps(batch)
+        elif run.objective.compares_answers:
+            batch = with_pair(batch)
+        yield batch
 
 
 def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:

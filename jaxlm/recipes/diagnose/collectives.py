@@ -242,7 +242,7 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
 
     read, wrote = run.data.sequence, decoder_tokens(run) or run.data.sequence
     fields: Any = dict.fromkeys(Tokens._fields, slots(wrote))
-    fields |= dict.fromkeys(("weights", "predicts_ahead"), slots(wrote, jnp.float32))
+    fields |= dict.fromkeys(("weights", "predicts_ahead", "steps"), slots(wrote, jnp.float32))
     fields |= dict.fromkeys(("source", "source_segments"), slots(read))
     is_paired = run.architecture == "encoder-decoder"
     has = {
@@ -251,7 +251,8 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
         "source_segments": is_paired,
         "block_positions": run.objective.block_positions is not None,
         "predicts_ahead": run.objective.marks_mtp_rows,
-        "answers": run.objective.compares_answers,
+        "answers": run.objective.compares_answers and not run.objective.labels_steps,
+        "steps": run.objective.labels_steps,
         "rollout": run.objective.samples_answers,
     }
     fields["rollout"] = Rollout(*(slots(wrote, jnp.float32) for _ in range(3)))

@@ -23,7 +23,7 @@ from jaxlm.ops.advantage import advantages, is_dead
 from jaxlm.recipes import setup
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
-from jaxlm.rl.rewards import Rewards, check_scored
+from jaxlm.rl.rewards import Rewards, check_scored, unscored
 from jaxlm.rl.rollout import Drawn, Weighted, as_rows, root_key, row_keys
 from jaxlm.rl.scoring import PromptScorer, Scored, mean, prompt_ids
 from jaxlm.training.state import TrainState
@@ -194,7 +194,8 @@ class Rollouts(contextlib.ExitStack):
         params = self._decoded(self._programs.whole(self._params))
         scored = self._scorer.score(params, self._loader, chosen, samples, keys)
         where = f"rollout of step {step}"
-        check_scored(scored.samples, scored.verdicts, run.reward.tolerance, where)
+        missing = unscored(scored.samples, scored.verdicts)
+        check_scored(missing, len(scored.samples), run.reward.tolerance, where=where)
         rewards = scored.rewards.reshape(prompts, samples)
         if objective.truncated == "mask":
             is_cut = np.array([each.reason == "length" for each in scored.samples])

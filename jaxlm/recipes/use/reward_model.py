@@ -1,30 +1,31 @@
 """Scores of conversations by a trained reward model."""
 
 import dataclasses
-import functools
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.data.chat_documents import ChatEncoder
-from jaxlm.data.conversations import Conversation
+from jaxlm.data.conversations import Conversation, Step
 from jaxlm.data.records import Document
-from jaxlm.objectives.reward import score_texts
-from jaxlm.parallel import host, rules
+from jaxlm.models.build import Model
+from jaxlm.objectives.reward import score_slots, score_texts
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.generate import template_of
-
-ROWS = 16  # conversations that are scored at a time
+from jaxlm.recipes.use.row_scorer import RowScorer
 
 
 class RewardModel:
-    """A run of `objective.name=reward`, to score conversations as its training did.
+    """A run of `objective.name=reward` or `process`, to score conversations as its training did.
+
+    The score of a process reward model is the least of the last answer's lines, its steps.
 
     Attributes:
       digest: of the step's parameters.
@@ -37,59 +38,65 @@ class RewardModel:
     Raises:
       InputMissing: if there is no such run.
       ConfigError: if it is no reward model.
+
+    Source: Lightman et al. 2023, arXiv:2305.20050, appendix F.2 (the least score of the steps).
     """
 
     def __init__(self, ref: str, flag: str, say: Log = lambda _: None):
         source = load.open_run_ref(ref, flag, say)
-        if not source.run.objective.has_reward_head:
+        objective = source.run.objective
+        if not objective.has_reward_head:
             pairs = "--config.objective.name=reward --config.data.kind=pairs"
             run = shlex.quote(str(source.workdir))
             raise ConfigError(
                 "the run is no reward model",
                 where=f"{flag}={ref}",
-                why=f"its objective.name is {source.run.objective.name}",
+                why=f"its objective.name is {objective.name}",
                 fix=f"jaxlm train --init_from={run} {pairs} --config.data.train=pairs.jsonl"
                 f" --workdir={shlex.quote(f'{source.workdir}-reward')}",
             )
-        opened = load.load_run(source.workdir, step=source.step, say=say)
-        self._opened, self.digest = opened, source.digest
-        self._length = opened.run.data.sequence
-        template = template_of(source.workdir, say=say)
-        self._encoder = ChatEncoder(opened.tokenizer, template, self._length, max_refused=1.0)
-        blueprint, mesh = opened.model.blueprint, opened.model.mesh
-        ways = rules.split(mesh, "batch")
-        self._rows = -(-ROWS // ways) * ways
-        self._put = functools.partial(host.put, mesh)
-        self._step = jax.jit(
-            lambda params, batch: score_texts(blueprint.merge(params), batch, None, 1)[0][:, 0]
+        self.digest, self._has_steps = source.digest, objective.labels_steps
+        self._scorer = RowScorer(source, say)
+        self._encoder = ChatEncoder(
+            self._scorer.opened.tokenizer,
+            template_of(source.workdir, say=say),
+            self._scorer.length,
+            max_refused=1.0,
         )
+        score = _least_of_steps if self._has_steps else _of_text
+        self._step = self._scorer.compiled(score)
 
     def scores(self, conversations: Sequence[Conversation]) -> list[float | None]:
         """Return the score of each conversation, the chosen one of a pair.
 
-        None if it is longer than a row of the run.
+        None if it is longer than a row of the run, or a step has no token of its own.
         """
-        alone = (dataclasses.replace(each, rejected=None) for each in conversations)
+        alone = [dataclasses.replace(each, rejected=None) for each in conversations]
+        if self._has_steps:
+            alone = [dataclasses.replace(each, steps=_steps(each)) for each in alone]
         documents = [Document(each.text, "", n, 0, each) for n, each in enumerate(alone)]
-        encoded = self._encoder.encode(documents, Counter(), Counter())
-        ids = {each.document.record: np.concatenate(each.ids) for each in encoded}
-        numbers, scores = list(ids), dict[int, float]()
-        with jax.set_mesh(self._opened.model.mesh):
-            for start in range(0, len(numbers), self._rows):
-                part = numbers[start : start + self._rows]
-                values = self._step(self._opened.params, self._put(self._batch(ids, part)))
-                scores |= zip(part, np.asarray(values).tolist(), strict=False)
-        return [scores.get(number) for number in range(len(conversations))]
+        encoded = {
+            each.document.record: each
+            for each in self._encoder.encode(documents, Counter(), Counter())
+        }
+        texts: list[np.ndarray | None] = [None] * len(alone)
+        weights = [np.zeros(0, np.float32)] * len(alone)
+        for number, each in encoded.items():
+            assert each.weights is not None
+            texts[number], weights[number] = np.concatenate(each.ids), each.weights
+        return self._scorer.scores(self._step, texts, weights)
 
-    def _batch(self, ids: dict[int, np.ndarray], numbers: Sequence[int]) -> Tokens:
-        """Return a batch with one conversation a row."""
-        shape = (self._rows, self._length)
-        tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
-        for row, number in enumerate(numbers):
-            text = ids[number]
-            here = (row, slice(0, len(text) - 1))
-            tokens[here], targets[here] = text[:-1], text[1:]
-            segments[here], positions[here] = 1, np.arange(len(text) - 1)
-        weights = segments.astype(np.float32)
-        # NumPy until it is placed on devices.
-        return Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
+
+def _steps(conversation: Conversation) -> list[Step]:
+    """Return the lines of the last answer; their labels are not read."""
+    lines = str(conversation.messages[-1]["content"]).splitlines()
+    return [Step(line, is_right=True) for line in lines if line.strip()]
+
+
+def _of_text(model: Model, batch: Tokens) -> jax.Array:
+    return score_texts(model, batch, None, 1)[0][:, 0]
+
+
+def _least_of_steps(model: Model, batch: Tokens) -> jax.Array:
+    scores, _ = score_slots(model, batch, None)
+    return jnp.where(batch.weights > 0, scores, jnp.inf).min(1)

@@ -102,6 +102,26 @@ def test_models_judge_by_the_ids_of_their_training(words, writer, reward, tmp_pa
         assert all(each["text"] for each in lines if each["score"] is not None)
 
 
+def test_a_judge_that_sees_two_answers_has_no_preference_for_a_place(
+    words, writer, tmp_path, capfd
+):
+    judge = f"--judge=compare:{writer}"
+    assert main([*words, judge, f"--out={tmp_path}/out", "--samples=2"]) == 0
+    lines = read(tmp_path / "out")
+    for one, other in zip(lines[::2], lines[1::2], strict=True):
+        assert one["score"] == -other["score"]
+        assert (one["score"] == 0) == (one["text"] == other["text"])
+    assert any(each["score"] for each in lines)
+    assert main([*words, judge, f"--out={tmp_path}/one", "--samples=1"]) == 2
+    assert "--samples=2" in capfd.readouterr().err
+    prompts = words[2].replace("--prompts", "--text")
+    command = ["eval", f"--workdir={writer}", prompts, "--max_tokens=4", "--json", judge]
+    assert main([*command, f"--against={writer}"]) == 0
+    answer = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (answer["win_rate"]["mean"], answer["ties"]) == (0.5, 20)
+    assert 0 <= answer["orders_agree"] <= 1
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "text"),
     [

@@ -1,0 +1,75 @@
+"""Runs of process reward models: start, resuming, figures, and the score of a whole answer."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.data import conversations
+from tests.faults import harness
+from tests.recipes.test_preference import SETTINGS, losses, train, train_records
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steps")
+    records = [
+        {"prompt": f"{n}+2=", "steps": [f"{n}+1={n + 1}", f"{n + 2 + n % 2}"]} for n in range(60)
+    ]
+    labeled = [each | {"labels": [True, n % 2 == 0]} for n, each in enumerate(records)]
+    text = "".join(json.dumps(each) + "\n" for each in labeled)
+    (folder / "steps.jsonl").write_text(text)
+    settings = {"data.train": (f"{folder}/steps.jsonl",), "data.kind": "steps"}
+    settings |= {"objective.name": "process", "optim.lr": 0.01}
+    return harness.write_config(folder, SETTINGS | settings)
+
+
+@pytest.fixture(scope="module")
+def process(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "process"
+    assert train(config, workdir) == 0
+    return workdir
+
+
+def test_a_process_reward_model_begins_at_ln_2_learns_and_resumes(config, process, tmp_path):
+    first, *_, last = train_records(process)
+    assert first["loss_nats"] == pytest.approx(math.log(2), abs=1e-7)
+    assert last["loss_nats"] < first["loss_nats"]
+    assert {"step_accuracy", "right_accuracy", "wrong_score"} <= first.keys()
+    assert train(config, tmp_path / "parts", "--stop_at=2", "--config.train.microbatches=1") == 0
+    assert train(config, tmp_path / "parts") == 0
+    assert losses(process) == losses(tmp_path / "parts")
+
+
+def test_an_evaluation_has_the_figures_of_the_training(process, capsys):
+    assert main(["eval", f"--workdir={process}", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["sets"]["val"]
+    logged = train_records(process, "val")[-1]
+    for name in ("loss_nats", "step_accuracy", "right_score", "wrong_score"):
+        assert figures[name] == pytest.approx(logged[name], rel=1e-5), name
+
+
+def test_the_score_of_an_answer_is_that_of_its_worst_step(process):
+    from jaxlm.recipes.use.reward_model import RewardModel
+
+    def answer(*steps):
+        record = {"prompt": "4+2=", "completion": "\n".join(steps)}
+        return conversations.parse(record, "completion", ("assistant",))
+
+    model = RewardModel(str(process), "--judge")
+    one, two, both, blank = model.scores(
+        [answer("4+1=5"), answer("4+1=5", "6"), answer("4+1=5", "6", "7"), answer("4+1=5", "", "6")]
+    )
+    assert one >= two >= both
+    assert np.isfinite([one, two, both, blank]).all()
+
+
+def test_steps_have_their_own_objective(config, tmp_path, capfd):
+    assert train(config, tmp_path / "run", "--config.objective.name=reward") == 2
+    assert "--config.objective.name=process" in capfd.readouterr().err
+    assert train(config, tmp_path / "run", "--config.data.kind=pairs") == 2
+    assert "--config.data.kind=steps" in capfd.readouterr().err
