@@ -1,4 +1,4 @@
-"""Train a process reward model: tell right steps of an answer from wrong ones.
+"""Train a process reward model: a score for each step of an answer.
 
     jaxlm train --config=preference/process --init_from=MODEL --config.data.train=steps.jsonl \
       --workdir=runs/process

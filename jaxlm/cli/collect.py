@@ -3,8 +3,9 @@
 The judge is a reward (exact, number, choice, json, regex:PATTERN, format:TAGS, length:TOKENS, ended
 or FILE.py:FUNCTION), a reward model (reward:RUN), a run that is asked if the answer is good
 (judge:RUN: the score is log p(Yes) - log p(No)), or a run that is shown every two answers of a
-prompt in both orders (compare:RUN: the mean log p(A) - log p(B)). A line of the prompts has prompt, text or messages, and the answer that some
-rewards need. The folder has samples.jsonl, from which the same command resumes, and kept.jsonl.
+prompt in both orders (compare:RUN: the mean log p(A) - log p(B)). A line of the prompts has prompt,
+text or messages, and the answer that some rewards need. The folder has samples.jsonl, from which
+the same command resumes, and kept.jsonl.
 
 With --ask two answers are shown to a person, whose choices are saved in ratings.jsonl at each key.
 """

@@ -60,7 +60,8 @@ class DataConfig:
         "may have train: false or a weight. Conversations are packed whole. For the objective "
         "preference: pairs: prompt, chosen and rejected, texts or messages, with a margin; "
         "labeled: prompt, completion and label, true or false. For the objective process: steps: "
-        "prompt, steps, a list of texts, and labels, true or false for each. For the objective policy: prompts: "
+        "prompt, steps, a list of texts, and labels, true or false for each. For the objective "
+        "policy: prompts: "
         "prompt, a text or messages, with answer and info for the reward",
     )
     kinds: tuple[str, ...] = setting(

@@ -93,7 +93,8 @@ class Conversation:
     `is_plain` is a prompt and its completion as text, without a template. `side` is 1 for an
     answer that was chosen, or judged good, -1 for the other kind, and 0 for a conversation without
     a judgment. `rejected` is the other conversation of a pair, and `margin` the difference of their
-    rewards, if it is known. `steps` are those of the last answer, joined by line ends. `goal` is of a prompt, which has no answer yet.
+    rewards, if it is known. `steps` are those of the last answer, joined by line ends. `goal` is of
+    a prompt, which has no answer yet.
     """
 
     messages: Sequence[Message]

@@ -3,10 +3,10 @@
 The numbered files have no header: tokens-N.bin holds the ids of the documents in order, and
 documents-N.bin a row (end, file, record) for each document. Shards of conversations have
 weights-N.bin, a byte for each id, the number of its weight in the manifest's list; for answers with
-labels of steps, the weight of the id behind a step is 1 or -1, the label, and 0 elsewhere. Shards of
-answers that were compared or judged have answers-N.bin, two float32 for each document: its side, 1
-or -1, and the margin of its pair. The files can be mapped into memory; jaxlm reads them with checks
-(`data.blocks`).
+labels of steps, the weight of the id behind a step is its label, 1 or -1, and 0 elsewhere. Shards
+of answers that were compared or judged have answers-N.bin, two float32 for each document: its side,
+1 or -1, and the margin of its pair. The files can be mapped into memory; jaxlm reads them with
+checks (`data.blocks`).
 """
 
 import dataclasses

@@ -501,7 +501,7 @@ class Reward(ObjectiveFacts):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Process(ObjectiveFacts):
-    """Tell right steps of an answer from wrong ones: a process reward model."""
+    """Score the steps of an answer, which have labels: a process reward model."""
 
     name: Literal["process"] = "process"
 

@@ -12,7 +12,7 @@ from jaxlm.objectives.build import build
 from jaxlm.objectives.config import LossConfig, Process
 from tests.objectives.test_preference import FAMILY, IDS, rows
 
-ENDS = (3, 5)  # slots of an answer's steps, the first of which is right
+ENDS = (3, 5)  # slots of a right and of a wrong step
 pytestmark = pytest.mark.usefixtures("one_device")
 
 

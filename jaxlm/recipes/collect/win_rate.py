@@ -28,8 +28,8 @@ def win_rate(
 ) -> dict[str, Any]:
     """Return the share of the prompts that the run wins, with its 95% interval, wins and ties.
 
-    Both runs draw `settings.samples` answers to each prompt with the same seeds, and sample k of one
-    run is compared with sample k of the other; a tie is half a win. A judge scores each answer
+    Both runs draw `settings.samples` answers to each prompt with the same seeds, and sample k of
+    one run is compared with sample k of the other; a tie is half a win. A judge scores each answer
     alone, except compare:RUN, which sees both in both orders: then `orders_agree` is the share of
     the comparisons in which both orders prefer the same answer. The interval is that of the mean of
     prompts.

@@ -133,8 +133,8 @@ class ComparingModel(AskedModel):
     def compare(self, pairs: Sequence[tuple[str, str, str]]) -> list[Preferred]:
         """Return the verdict on each (prompt, one answer, other answer).
 
-        With f(a, b) = log p(A) - log p(B) if a is shown first, the odds are (f(a, b) - f(b, a)) / 2:
-        a preference for the first place has no effect, and equal answers have 0.
+        With f(a, b) = log p(A) - log p(B) if a is shown first, the odds are (f(a, b) - f(b, a)) /
+        2: a preference for the first place has no effect, and equal answers have 0.
         """
         shown = [
             COMPARISON.format(prompt=prompt, one=first, other=second)
