@@ -320,6 +320,8 @@ ELSEWHERE: dict[str, str] = {
     "test_language_model.py::test_what_an_untrained_model_lacks_is_an_error_with_a_fix",
     "recipes/language_model.py:load:1": "tests/recipes/"
     "test_language_model.py::test_what_is_wrong_is_an_error_with_a_fix",
+    "recipes/use/calibrate.py:leaves:2": "tests/recipes/use/"
+    "test_calibrate.py::test_inputs_that_are_not_finite_and_a_full_disk_are_named",
 }
 
 # Places that no test reaches yet.

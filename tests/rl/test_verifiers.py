@@ -80,6 +80,7 @@ def test_too_many_samples_without_a_score_end_the_run():
     with pytest.raises(DataError, match="7 of 8 samples have no score") as error:
         rewards.check_scored(missing, len(samples), 0.8, where="step 1")
     assert "number: the answer has no number: '7 + 5 ='" in error.value.why
+    assert error.value.fix.startswith("jaxlm reward try --help")
 
 
 @pytest.mark.parametrize(

@@ -230,10 +230,6 @@ def _calibrated(
     say: Log,
 ) -> dict[str, np.ndarray]:
     """Return the leaves that the calibration gives, by path; none for rounding to nearest."""
-    if options.scheme in INTEGERS and options.block:
-        what, why = f"{options.scheme} has no blocks", "products of integers have a scale an output"
-        block = f"--block={options.block}"
-        raise CommandError(what, where=block, why=why, fix="--scheme=int4")
     if options.method == "rtn":
         return {}
     text = options.calibration, options.tokens

@@ -151,8 +151,9 @@ def test_inputs_that_are_not_finite_and_a_full_disk_are_named(params, tmp_path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(NotWritable, match="quantized layer"):
+    with pytest.raises(NotWritable, match="quantized layer") as error:
         calibration(params, tmp_path / "b").leaves()
+    assert error.value.fix == "--out=another/place"
 
 
 def test_the_share_of_a_text_in_another_is_that_of_its_runs_of_ids():
