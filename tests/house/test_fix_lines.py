@@ -823,7 +823,7 @@ def sites():
             yields_problems = returns in ("Problems", "Iterator[tuple[str, str, str]]")
             for node in ast.walk(function):
                 if isinstance(node, ast.Yield) and not yields_problems:
-                    continue  # three values, but none is a fix
+                    continue  # it yields three values without a fix
                 if id(node) not in inner and makes_lines(node, named):
                     numbers[function.name] += 1
                     name = (
