@@ -41,7 +41,8 @@ class Tokens(NamedTuple):
     counts from 0 in each segment.
 
     `visible_until` is the last slot of the row that each slot attends to, for rows that are partly
-    bidirectional; None for causal rows. `block_positions` is the second position, inside a blanked
+    bidirectional; None for causal rows. `prefix_segments` is a second segment that each slot
+    attends to, a prefix that several texts share; None without any. `block_positions` is the second position, inside a blanked
     span (GLM); None for objectives without one. `predicts_ahead` multiplies the weights of the
     multi-token-prediction heads, 1 or 0 for each row; None if every row trains them.
 
@@ -59,6 +60,7 @@ class Tokens(NamedTuple):
     segments: Int[Array, "B T"]
     positions: Int[Array, "B T"]
     visible_until: Int[Array, "B T"] | None = None
+    prefix_segments: Int[Array, "B T"] | None = None
     block_positions: Int[Array, "B T"] | None = None
     predicts_ahead: Float[Array, "B T"] | None = None
     source: Int[Array, "B S"] | None = None

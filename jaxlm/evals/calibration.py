@@ -1,7 +1,7 @@
 """Calibration of choices: confidence in the picked choice against the share of right picks.
 
 Example:
-  >>> error([([0.0, 100.0], True), ([0.0, 100.0], False)])
+  >>> error([confidence([0.0, 100.0])] * 2, [1.0, 0.0])
   0.5
 """
 
@@ -13,18 +13,21 @@ import numpy as np
 from jaxlm.evals.loss import BINS, Reliability
 
 
-def error(choices: Sequence[tuple[Sequence[float], bool]]) -> float:
+def confidence(nats: Sequence[float]) -> float:
+    """Return the picked choice's share of the likelihood of all, from -log p of each."""
+    best = min(nats)
+    return 1 / math.fsum(math.exp(best - each) for each in nats)
+
+
+def error(confidences: Sequence[float], right: Sequence[float]) -> float:
     """Return the expected calibration error of picks, with the bins of `evals.loss`.
 
-    The confidence is the picked choice's share of the likelihood of all choices.
-
     Args:
-      choices: nats (-log p) of the choices of an item, and if the likeliest is right.
+      confidences: the confidence in each pick.
+      right: 1 for each right pick, otherwise 0.
     """
     sums = np.zeros((3, BINS))
-    for nats, is_right in choices:
-        best = min(nats)
-        confidence = 1 / math.fsum(math.exp(best - each) for each in nats)
-        bin_ = min(max(math.ceil(confidence * BINS) - 1, 0), BINS - 1)
-        sums[:, bin_] += (1.0, confidence, float(is_right))
+    for each, is_right in zip(confidences, right, strict=True):
+        bin_ = min(max(math.ceil(each * BINS) - 1, 0), BINS - 1)
+        sums[:, bin_] += (1.0, each, is_right)
     return Reliability.of(sums).expected_error

@@ -13,7 +13,7 @@ Example:
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,17 +21,18 @@ from jaxlm.core.errors import cannot_keep
 from jaxlm.monitor import sinks
 
 SAMPLES = "samples.jsonl"
+CUT_BYTES = 2**16  # read at a time to find the last whole line
 
 
-class Samples:
-    """The lines of `samples.jsonl`, one for each item in the order of the task.
+class SampleFile:
+    """The lines of `samples.jsonl`, of which memory holds one at a time.
 
-    As a context manager it opens the file for appending and cuts a torn last line. `lines` are
-    those on disk. In a run of several processes only the writer has a file.
+    As a context manager it opens the file for appending and cuts a torn last line. `count` is the
+    number of lines on disk. In a run of several processes only the writer has a file.
 
     Args:
       path: the file.
-      is_writer: this process has the file; another one keeps appended lines in memory.
+      is_writer: this process has the file; another one counts appended lines.
 
     Raises:
       DataError: if a line is not a JSON object.
@@ -40,13 +41,13 @@ class Samples:
     """
 
     def __init__(self, path: Path, *, is_writer: bool = True):
-        self.path, self._is_writer = path, is_writer
-        self.lines: list[dict[str, Any]] = []
+        self.path, self.count, self._is_writer = path, 0, is_writer
         self._file: sinks.AppendFile | None = None
 
     def __enter__(self) -> Self:
         if self._is_writer:
-            self.lines, size = read(self.path)
+            self.count = sum(1 for _ in self.each())
+            size = whole_bytes(self.path)
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 if self.path.exists() and self.path.stat().st_size > size:
@@ -60,15 +61,46 @@ class Samples:
         if self._file is not None:
             self._file.close()
 
+    def each(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines on disk."""
+        return sinks.stream(self.path, {}, fix=f"rm {self.path}    # its items are scored again")
+
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Append lines; raises as the constructor."""
-        text = "".join(map(sinks.line, lines))
         if self._file is not None:
-            self._file.write(text)
-        self.lines += [json.loads(each) for each in text.splitlines()]
+            self._file.write("".join(map(sinks.line, lines)))
+        self.count += len(lines)
 
 
-def read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the whole lines of a file and their bytes; a missing file has none."""
-    lines = sinks.read(path, {}, fix=f"rm {path}    # its items are scored again")
-    return lines, path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+class Samples(SampleFile):
+    """A `SampleFile` whose `lines` are also in memory."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.lines = list(self.each())
+        return self
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines; raises as the constructor."""
+        super().append(lines)
+        self.lines += [json.loads(sinks.line(each)) for each in lines]
+
+
+def whole_bytes(path: Path) -> int:
+    """Return the bytes of the whole lines of a file; a missing file has none."""
+    size = path.stat().st_size if path.exists() else 0
+    if not size:
+        return 0
+    with open(path, "rb") as file:
+        for end in range(size, 0, -CUT_BYTES):
+            first = max(end - CUT_BYTES, 0)
+            file.seek(first)
+            place = file.read(end - first).rfind(b"\n")
+            if place >= 0:
+                return first + place + 1
+    return 0
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a file; a missing file has none."""
+    return list(SampleFile(path).each())

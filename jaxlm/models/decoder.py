@@ -49,6 +49,7 @@ class Decoder(Backbone, Unembedder):
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"] | None = None,
         visible_until: Int[Array, "B T"] | None = None,
+        prefix_segments: Int[Array, "B T"] | None = None,
         block_positions: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         count: Int[Array, "B"] | None = None,
@@ -62,6 +63,7 @@ class Decoder(Backbone, Unembedder):
           positions: of the tokens in their documents.
           segments: documents packed into a row, from 1; 0 is padding.
           visible_until: last slot of row or cache that each token sees, instead of its own.
+          prefix_segments: second segment that each token sees, see `ops.masks.Mask`.
           block_positions: GLM's block positions, 0 by default, for a model with a table of them.
           cache: KV cache; it is returned with these tokens, and the caller advances its `length`.
           count: real tokens of each row that is written to the cache; the others are padding.
@@ -79,7 +81,13 @@ class Decoder(Backbone, Unembedder):
         blocks = jnp.zeros_like(tokens) if block_positions is None else block_positions
         positions = positions + self.leading
         mask = (
-            masks.causal(tokens.shape[1], segments, visible_until, parts=parts)
+            masks.causal(
+                tokens.shape[1],
+                segments,
+                visible_until,
+                prefix_segments=prefix_segments,
+                parts=parts,
+            )
             if cache is None
             else cache_mask(cache, tokens.shape[1], visible_until, count)
         )
@@ -152,6 +160,7 @@ class Decoder(Backbone, Unembedder):
             positions=batch.positions,
             segments=batch.segments,
             visible_until=batch.visible_until,
+            prefix_segments=batch.prefix_segments,
             block_positions=batch.block_positions,
             key=key,
             parts=parts,

@@ -202,21 +202,25 @@ def read(path: AnyPath, shape: Shape = METRICS, fix: str = "") -> list[dict[str,
     Raises DataError if another line is not a JSON object, or has another shape. Its fix removes the
     line, unless there is another `fix`.
     """
+    return list(stream(path, shape, fix))
+
+
+def stream(path: AnyPath, shape: Shape = METRICS, fix: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the records that `read` returns, one in memory at a time; raises as it does."""
     path = Path(path)
-    records: list[dict[str, Any]] = []
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for number, text in enumerate(lines, 1):
-        if not text.endswith(b"\n"):
-            break
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError):
-            record = None
-        if wrong := misshapen(record, shape):
-            what, fix = f"{path.name} is damaged", fix or f"sed -i {number}d {path}"
-            raise DataError(what, where=f"{path}:{number}", why=f"this line {wrong}", fix=fix)
-        records.append(record)
-    return records
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(open(path, "rb")) if path.exists() else ()
+        for number, text in enumerate(lines, 1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError):
+                record = None
+            if wrong := misshapen(record, shape):
+                what, fix = f"{path.name} is damaged", fix or f"sed -i {number}d {path}"
+                raise DataError(what, where=f"{path}:{number}", why=f"this line {wrong}", fix=fix)
+            yield record
 
 
 def misshapen(value: Any, shape: Shape) -> str:

@@ -232,15 +232,20 @@ def attention_figures(
     counted = jnp.ones((batch, length), bool) if segments is None else segments > 0
     q = _grouped(query * scale, key)
     bias = None if mask.bias is None else jnp.moveaxis(mask.bias, 2, 1)
-    by_query = (q, counted, mask.query_index, segments, mask.visible_until, bias)
+    slots = (mask.query_index, segments, mask.visible_until, mask.prefix_segments)
+    by_query = (q, counted, slots, bias)
 
     def blocks(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], length // block, block, *x.shape[2:]), 1, 0)
 
     def update(carry: tuple[Array, Array], part: Any) -> tuple[tuple[Array, Array], None]:
-        q, counted, index, segments, until, bias_btns = part
+        q, counted, (index, segments, until, prefix), bias_btns = part
         block_mask = dataclasses.replace(
-            mask, query_index=index, query_segments=segments, visible_until=until
+            mask,
+            query_index=index,
+            query_segments=segments,
+            visible_until=until,
+            prefix_segments=prefix,
         )
         scores_bkgts = _scores(q, key, compute)
         visible = block_mask.materialize()[:, None, None]

@@ -12,7 +12,7 @@ from jaxlm.ops.kernels import rows_at_a_time
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel import context
 
-Slots = tuple[Array | None, Array | None]  # segments and `visible_until` of a `Mask`
+Slots = tuple[Array | None, ...]  # `query_segments`, `visible_until`, `prefix_segments` of a `Mask`
 
 
 def cudnn(
@@ -45,7 +45,7 @@ def cudnn(
         raise ValueError("cudnn attention has no leading keys")
     run = functools.partial(_local_rows, mask=mask, scale=scale, implementation=implementation)
     low = (x.astype(compute) for x in (query, key, value))
-    slots = (mask.query_segments, mask.visible_until)
+    slots = (mask.query_segments, mask.visible_until, mask.prefix_segments)
     return context.of_rows(run)(*low, slots).astype(query.dtype)
 
 
@@ -77,6 +77,7 @@ def _attend(
         query_segments=slots[0],
         key_segments=slots[0],
         visible_until=slots[1],
+        prefix_segments=slots[2],
         causal=mask.causal,
         window=mask.window,
     )

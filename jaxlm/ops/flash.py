@@ -44,6 +44,7 @@ class Queries(NamedTuple):
     indices: Int[Array, "B 1 1 T"]
     segments: Int[Array, "B 1 1 T"] | None
     visible_until: Int[Array, "B 1 1 T"] | None
+    prefix_segments: Int[Array, "B 1 1 T"] | None
 
 
 class Keys(NamedTuple):
@@ -168,12 +169,14 @@ def _scores(static: StaticArgs, queries: Queries, keys: Keys) -> tuple[Array, Ar
     if static.softcap is not None:
         capped = jnp.tanh(scores / static.softcap)
         scores, slope = static.softcap * capped, 1.0 - jnp.square(capped)
+    index, segments, until, prefix_segments = jax.tree.map(lambda x: x[:, 0, 0], queries[1:])
     mask = Mask(
-        query_index=queries.indices[:, 0, 0],
+        query_index=index,
         key_index=keys.indices,
-        query_segments=None if queries.segments is None else queries.segments[:, 0, 0],
+        query_segments=segments,
         key_segments=keys.segments,
-        visible_until=None if queries.visible_until is None else queries.visible_until[:, 0, 0],
+        visible_until=until,
+        prefix_segments=prefix_segments,
         causal=static.causal,
         window=static.window,
         leading=static.leading,
@@ -192,8 +195,8 @@ def _flash(
 ) -> Array:
     """Run one of the loops.
 
-    `query_meta` is (index, segments, visible_until) and `key_meta` (index, segments), or empty if
-    they are those of the queries.
+    `query_meta` is (index, segments, visible_until, prefix_segments) and `key_meta` (index,
+    segments), or empty if they are those of the queries.
     """
     return _forward(static, query, key, value, query_meta, key_meta)[0]
 
@@ -272,9 +275,10 @@ def blockwise(
     until = None if mask.visible_until is None else padded(mask.visible_until)
     if until is not None:
         until = jnp.maximum(until, index)  # the added slots see themselves
+    prefix = None if mask.prefix_segments is None else padded(mask.prefix_segments, -1)
     key_meta = slots(mask.key_segments, length + ahead, -mask.leading) if ahead else ()
     query, key, value = map(padded, (query, key, value))
-    return _flash(static, query, key, value, (index, segments, until), key_meta)[:, :length]
+    return _flash(static, query, key, value, (index, segments, until, prefix), key_meta)[:, :length]
 
 
 def _blockwise_forward(static: StaticArgs, *inputs: Any) -> tuple[Array, Array]:
@@ -365,7 +369,7 @@ def ring_attention(
 
     Args: as in `ops.attention.attention`.
 
-    Raises ValueError if the slots cannot be split evenly.
+    Raises ValueError if the slots cannot be split evenly, or the mask has prefix segments.
 
     Source: Liu et al. 2023, arXiv:2310.01889; striped balance Brandon et al. 2023,
     arXiv:2311.09431, there token by token; online softmax and backward pass Dao et al. 2022,
@@ -373,8 +377,10 @@ def ring_attention(
     """
     if query.shape[1] % (parts := context.context_size()):
         raise ValueError(f"{query.shape[1]} slots do not divide over {parts} devices")
+    if mask.prefix_segments is not None:
+        raise ValueError("ring attention has no prefix segments")
     static = StaticArgs(mask.causal, mask.window, mask.is_zigzag, compute, scale, softcap)
-    query_meta = (mask.query_index, mask.query_segments, mask.visible_until)
+    query_meta = (mask.query_index, mask.query_segments, mask.visible_until, None)
     return _flash(static, query, key, value, query_meta, (mask.key_index, mask.key_segments))
 
 

@@ -25,9 +25,11 @@ class Mask:
 
     `visible_until` is the last index that each query sees instead of its own, never below it: the
     end of a bidirectional prefix or of the segment. A window then has `window` - 1 keys on either
-    side. `query_count` is the number of each row's queries that are tokens; the rest is padding,
-    which a cache may drop. `is_zigzag` marks slots in `context.zigzag_order` over the ambient
-    mesh, `is_whole` queries and keys of the same complete row. `bias` is added to the scores.
+    side. `prefix_segments` is a second segment that each query sees: of texts that share a prefix,
+    the prefix, stored once before them. The slots between count in a window. `query_count` is the
+    number of each row's queries that are tokens; the rest is padding, which a cache may drop.
+    `is_zigzag` marks slots in `context.zigzag_order` over the ambient mesh, `is_whole` queries and
+    keys of the same complete row. `bias` is added to the scores.
 
     The first `leading` keys have indices from -`leading` to -1: virtual tokens before the row. A
     causal query sees all of them up to its own index, also of another segment and outside of the
@@ -39,6 +41,7 @@ class Mask:
     query_segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
     visible_until: Int[Array, "B T"] | Int[Array, "1 T"] | None = None
+    prefix_segments: Int[Array, "B T"] | None = None
     query_count: Int[Array, "B"] | None = None
     causal: bool = True
     window: int | None = None
@@ -55,6 +58,8 @@ class Mask:
             raise ValueError("visible_until needs a causal mask")
         if self.leading and not self.causal:
             raise ValueError("leading keys need a causal mask")
+        if self.prefix_segments is not None and self.query_segments is None:
+            raise ValueError("prefix segments need segments")
 
     def materialize(self) -> Bool[Array, "B T S"]:
         """Return true for each visible pair; the batch axis is 1 if all rows have the same mask."""
@@ -66,7 +71,11 @@ class Mask:
             if until is not None:
                 visible = visible & (key - query < self.window)
         if self.query_segments is not None and self.key_segments is not None:
-            visible = visible & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
+            key_segments = self.key_segments[:, None, :]
+            shared = self.query_segments[:, :, None] == key_segments
+            if self.prefix_segments is not None:
+                shared = shared | (self.prefix_segments[:, :, None] == key_segments)
+            visible = visible & shared
         if self.leading:
             visible = visible | (key < 0)
         if self.causal:
@@ -98,6 +107,7 @@ class Mask:
             query_index=joined(index, self.query_index),
             query_segments=maybe(segment, self.query_segments),
             visible_until=maybe(index, self.visible_until),
+            prefix_segments=maybe(segment, self.prefix_segments),
         )
 
 
@@ -106,6 +116,7 @@ def causal(
     segments: Int[Array, "B T"] | None = None,
     visible_until: Int[Array, "B T"] | None = None,
     *,
+    prefix_segments: Int[Array, "B T"] | None = None,
     parts: int = 1,
 ) -> Mask:
     """Return the causal mask of a whole row, in zigzag order over `parts` devices."""
@@ -116,6 +127,7 @@ def causal(
         query_segments=segments,
         key_segments=segments,
         visible_until=visible_until,
+        prefix_segments=prefix_segments,
         is_zigzag=parts > 1,
         is_whole=parts == 1,
     )

@@ -44,6 +44,8 @@ def splash(
         raise ValueError("splash attention needs a mask of whole rows")
     if mask.visible_until is not None:
         raise ValueError("splash attention has no bidirectional segments")
+    if mask.prefix_segments is not None:
+        raise ValueError("splash attention has no prefix segments")
     if mask.leading:
         raise ValueError("splash attention has no leading keys")
     if query.shape[1] % LANES:

@@ -81,9 +81,10 @@ def test_choices_drawn_by_their_probabilities_are_calibrated():
     odds = np.exp(-nats)
     share = odds.max(1) / odds.sum(1)
     right = rng.random(4000) < share
-    assert calibration.error(list(zip(nats.tolist(), right.tolist(), strict=True))) < 0.03
-    sure = [(each, bool(r)) for each, r in zip((10 * nats).tolist(), right, strict=True)]
-    assert calibration.error(sure) > 0.1
+    confidences = [calibration.confidence(each) for each in nats.tolist()]
+    assert calibration.error(confidences, right) < 0.03
+    sure = [calibration.confidence(each) for each in (10 * nats).tolist()]
+    assert calibration.error(sure, right) > 0.1
 
 
 TASK = """\

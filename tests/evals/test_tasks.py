@@ -12,7 +12,7 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import chat_templates
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Bytes, Tokenizer
-from jaxlm.evals.tasks import answers, config, items, made, requests, results, scoring
+from jaxlm.evals.tasks import answers, config, items, made, packing, requests, results
 from jaxlm.evals.tasks.requests import Prompter, Request
 from jaxlm.generate.sampler import Continuation
 
@@ -52,8 +52,7 @@ def text_of(request):
 def test_an_item_is_asked_with_examples_that_its_id_draws(tmp_path):
     task = task_in(tmp_path)
     every = items.read(task, task.file)
-    pool = {item.id: item for item in every}
-    ask = Prompter(task, Bytes(), pool, shots=2, seed=0).questions
+    ask = Prompter(task, Bytes(), every, shots=2, seed=0).questions
     first, *_ = questions = ask(every)
     assert [each.shots for each in questions] == [ask([item])[0].shots for item in every]
     assert all(len(set(q.shots)) == 2 and q.item.id not in q.shots for q in questions)
@@ -67,7 +66,7 @@ def test_an_item_is_asked_with_examples_that_its_id_draws(tmp_path):
         ("", " it is 0"),
         ("", " x"),
     ]
-    lettered = Prompter(task, Bytes(), {}, form="letters").questions(every[:1])[0]
+    lettered = Prompter(task, Bytes(), [], form="letters").questions(every[:1])[0]
     assert text_of(lettered.requests[1]) == (
         "Q: what is 0\nA:\nA. no\nB. it is 0\nC. x\nAnswer:", " B"
     )  # fmt: skip
@@ -122,7 +121,7 @@ def test_a_chat_makes_the_context_a_turn_and_scores_the_whole_answer(tmp_path):
     chat = ChatTokenizer(tokenizer, template)
     task = task_in(tmp_path)
     every = items.read(task, task.file)
-    prompter = Prompter(task, tokenizer, {}, chat=chat)
+    prompter = Prompter(task, tokenizer, [], chat=chat)
     (question,) = prompter.questions(every[:1])
     prompt = tuple(chat.encode("Q: what is 0\nA:"))
     assert [each.ids[: each.begin] for each in question.requests] == [prompt] * 3
@@ -183,8 +182,8 @@ def test_an_item_that_makes_no_question_is_named_by_its_line(change, why, tmp_pa
 def test_items_that_make_no_question_are_left_out_and_counted_if_the_task_says_so(tmp_path):
     records = [RECORDS[0] | {"right": "no such"}, *RECORDS[1:]]
     task = task_in(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records)
-    valid, left_out = items.read_counted(task, task.file)
-    assert (len(valid), left_out) == (len(RECORDS) - 1, 1)
+    valid = items.StoredItems(task, task.file)
+    assert (len(valid), valid.left_out) == (len(RECORDS) - 1, 1)
     task = task_in(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records[:1])
     with pytest.raises(DataError, match="all 1 records make no question"):
         items.read(task, task.file)
@@ -306,20 +305,27 @@ def test_a_made_task_of_another_name_is_refused_with_the_nearest():
 
 def test_a_limit_draws_by_ids_and_keeps_the_order(tmp_path):
     task = task_in(tmp_path)
-    every = items.read(task, task.file)
-    some = items.limited(every, 4)
-    assert len(some) == 4
-    assert some == [item for item in every if item in some]
-    assert items.limited(every[::-1], 4) == some[::-1]
-    assert items.digest(some) != items.digest(some[::-1])
+    every = items.StoredItems(task, task.file)
+    drawn = every.limited(4)
+    assert len(drawn) == 4
+    assert drawn.tolist() == sorted(drawn)
+    some = {every[n].id for n in drawn}
+    turned = items.StoredItems(task_in(tmp_path, records=RECORDS[::-1]), task.file)
+    assert {turned[n].id for n in turned.limited(4)} == some
+    assert items.digest(every) != items.digest(turned)
+    assert every.limited(None).tolist() == list(range(len(every)))
 
 
 def test_rows_hold_every_request_once_and_none_is_longer():
     lengths = [(n * 7919) % 60 + 1 for n in range(200)]
-    rows = scoring.packed(lengths, 64)
+    sizes = [(length, length // 2) for length in lengths]
+    rows = packing.packed(sizes, packing.RowShape(64, 64))
     assert sorted(index for row in rows for index in row) == list(range(200))
     assert all(sum(lengths[index] for index in row) <= 64 for row in rows)
     assert len(rows) < 1.1 * sum(lengths) / 64
+    rows = packing.packed(sizes, packing.RowShape(64, 30))
+    assert sorted(index for row in rows for index in row) == list(range(200))
+    assert all(sum(sizes[index][1] for index in row) <= 30 for row in rows)
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 16, 17, 40])
@@ -332,7 +338,7 @@ def test_windows_of_a_text_score_each_token_once(count):
 
 def test_choices_are_picked_by_every_normalization(tmp_path):
     task = task_in(tmp_path)
-    question = Prompter(task, Bytes(), {}).questions(items.read(task, task.file)[:1])[0]
+    question = Prompter(task, Bytes(), []).questions(items.read(task, task.file)[:1])[0]
     line = results.sample(task, question, [4.0, 9.0, 5.0], [1.0, 8.5, 1.0])
     assert line["picks"] == {
         "accuracy": 0,  # 4

@@ -101,6 +101,30 @@ def test_queries_with_a_reach_see_what_comes_after_them(length, window, softcap,
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())
 
 
+@pytest.mark.parametrize("kernel", ["blockwise", "cudnn"])
+def test_texts_of_a_shared_prefix_give_what_the_reference_gives(kernel):
+    draw = np.random.default_rng(0)
+    segments = np.sort(draw.integers(1, 9, (2, 29)), axis=1).astype(np.int32)
+    prefixes = np.where(segments > 4, 5, 1).astype(np.int32)
+    mask = masks.causal(29, segments, prefix_segments=prefixes)
+    *qkv, weights = (jnp.asarray(x, jnp.float32) for x in operands(29, 4, 2))
+
+    def weighed(kernel, *qkv):
+        if kernel == "reference":
+            out = attention(*qkv, mask, FULL, scale=SCALE)
+        elif kernel == "cudnn":
+            out = cudnn(*qkv, mask, FULL.compute, scale=SCALE, implementation="xla")
+        else:
+            out = flash.blockwise(*qkv, mask, FULL.compute, scale=SCALE, block=BLOCK)
+        return (out * weights).sum(), out
+
+    run = jax.jit(jax.value_and_grad(weighed, (1, 2, 3), True), static_argnums=0)
+    (_, expected), gradients = run("reference", *qkv)
+    (_, out), grads = run(kernel, *qkv)
+    for one, other in zip((expected, *gradients), (out, *grads), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("length", "window", "has_reach", "is_queried"),
     [(29, None, False, False), (24, 5, False, True), (27, None, True, False)],

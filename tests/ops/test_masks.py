@@ -93,6 +93,17 @@ def test_a_query_with_a_reach_sees_that_far_and_the_window_to_both_sides(window)
         Mask(query_index=INDEX, key_index=INDEX, visible_until=reach, causal=False)
 
 
+def test_texts_of_a_shared_prefix_see_it_and_not_each_other():
+    segments = np.array([[1, 1, 2, 3, 3, 4, 5, 0]], np.int32)
+    prefixes = np.array([[1, 1, 1, 1, 1, 4, 4, 0]], np.int32)
+    seen = np.asarray(masks.causal(8, segments, prefix_segments=prefixes).materialize())[0]
+    assert [np.flatnonzero(row).tolist() for row in seen] == [
+        *([0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4], [5], [5, 6], [7]),
+    ]
+    with pytest.raises(ValueError, match="prefix segments need segments"):
+        masks.causal(8, prefix_segments=prefixes)
+
+
 def test_segments_of_one_side_alone_are_refused():
     for side in ("query_segments", "key_segments"):
         with pytest.raises(ValueError, match="only one of queries and keys has segments"):

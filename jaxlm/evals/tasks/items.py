@@ -1,18 +1,23 @@
 """Items of a task: records of its file, rendered by its templates and checked, and few-shot draws.
 
 Example:
-  >>> drawn("q7", ["q1", "q2", "q7", "q9"], 2, seed=0)
-  ['q2', 'q9']
+  >>> drawn("q7", 9, 3, seed=0)
+  [5, 8, 7]
 """
 
+import array
 import dataclasses
 import hashlib
 import json
 import random
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
+
+import numpy as np
+from jaxtyping import Int
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import formats
@@ -22,7 +27,8 @@ from jaxlm.evals.tasks import made
 from jaxlm.evals.tasks.config import LETTERS, Answer, Choice, Pair, Prompted, Task
 
 MAX_BYTES = 2**20  # of the texts of an item
-RENDERED_AT_ONCE = 1000  # records of a request to the sandbox
+RENDERED_AT_ONCE = 100  # records of a request to the sandbox
+DIGEST_BYTES = 16  # of an id
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class Item:
       answer: index of the right choice.
       record: the fields of the item, for further templates.
       program: source before and after a generated answer that is run; empty for others.
+      number: number of the record in its file.
     """
 
     id: str
@@ -49,6 +56,7 @@ class Item:
     answer: int
     record: Mapping[str, Any]
     program: tuple[str, str] = ("", "")
+    number: int = 0
 
     @property
     def gold(self) -> str:
@@ -56,13 +64,81 @@ class Item:
         return self.choices[self.answer]
 
 
+class StoredItems(Sequence[Item]):
+    """Checked items in a temporary file; memory holds a place and a digest of the id of each.
+
+    `left_out` is the number of records that `task.invalid` leaves out.
+
+    Args:
+      task: the task.
+      file: the file of the records.
+      setting: setting of the task that names the file, for errors.
+
+    Raises: as `checked`.
+    """
+
+    def __init__(self, task: Task, file: Path, setting: str = "items"):
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
+        weakref.finalize(self, self._file.close)
+        self._places, digests = array.array("q"), bytearray()
+        self.left_out = 0
+        for item in checked(task, file, setting):
+            if item is None:
+                self.left_out += 1
+                continue
+            self._places.append(self._file.tell())
+            self._file.write(json.dumps(vars(item)).encode() + b"\n")
+            digests += _digest(item.id)
+        if not self._places:
+            is_any = self.left_out > 0
+            why = f"all {self.left_out} records make no question" if is_any else "it has no records"
+            raise wrong_item(str(file), why)
+        self._digests = np.frombuffer(digests, f"V{DIGEST_BYTES}")
+        self._check_unique(file)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        self._file.seek(self._places[index])
+        fields = json.loads(self._file.readline())
+        lists = {name: tuple(fields[name]) for name in ("choices", "program")}
+        return Item(**fields | lists)
+
+    def limited(self, limit: int | None) -> Int[np.ndarray, "n"]:
+        """Return the indices of the `limit` items whose ids have the lowest hashes, in order."""
+        order = np.argsort(self._digests, kind="stable")
+        return np.sort(order[: len(self) if limit is None else limit])
+
+    def _check_unique(self, file: Path) -> None:
+        order = np.argsort(self._digests, kind="stable")
+        sorted_digests = self._digests[order]
+        repeated = order[1:][sorted_digests[1:] == sorted_digests[:-1]]
+        if len(repeated):
+            item = self[int(repeated.min())]
+            where = formats.place(str(file), item.number)
+            raise wrong_item(where, f"the id {item.id!r} occurs twice")
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()[:DIGEST_BYTES]
+
+
 def read(task: Task, file: Path, setting: str = "items") -> list[Item]:
-    """Return all items of a file; raises as `read_counted`."""
-    return read_counted(task, file, setting)[0]
+    """Return all items of a file; raises as `StoredItems`."""
+    return list(StoredItems(task, file, setting))
 
 
-def read_counted(task: Task, file: Path, setting: str = "items") -> tuple[list[Item], int]:
-    """Return all items of a file, and the number of those that `task.invalid` leaves out.
+def checked(task: Task, file: Path, setting: str = "items") -> Iterator[Item | None]:
+    """Yield the items of a file, and None for each record that `task.invalid` leaves out.
 
     Raises:
       InputMissing: if the file does not exist.
@@ -76,9 +152,6 @@ def read_counted(task: Task, file: Path, setting: str = "items") -> tuple[list[I
             why=f"there is no file {file}",
             fix=f"find . -name '*{file.suffix}'",
         )
-    items: list[Item] = []
-    seen: Counter[str] = Counter()
-    left_out = 0
     with SandboxProcess({"templates": task.templates()}) as sandbox:
         records = _records(file) if program is None else made.records(program)
         for batch in _batches(records):
@@ -93,32 +166,14 @@ def read_counted(task: Task, file: Path, setting: str = "items") -> tuple[list[I
             for (number, record), rendered in zip(batch, texts, strict=True):
                 where = formats.place(str(file), number)
                 try:
-                    item = _item(task, rendered, record, number, where)
+                    yield _item(task, rendered, record, number, where)
                 except DataError:
                     if task.invalid == "refuse":
                         raise
-                    left_out += 1
-                    continue
-                seen[item.id] += 1
-                if seen[item.id] > 1:
-                    raise wrong_item(where, f"the id {item.id!r} occurs twice")
-                items.append(item)
-    if not items:
-        why = f"all {left_out} records make no question" if left_out else "it has no records"
-        raise wrong_item(str(file), why)
-    return items, left_out
+                    yield None
 
 
-def limited(items: Sequence[Item], limit: int | None) -> list[Item]:
-    """Return the `limit` items whose ids have the lowest hashes, in their order; None for all."""
-    if limit is None or limit >= len(items):
-        return list(items)
-    order = sorted(items, key=lambda item: hashlib.sha256(item.id.encode()).digest())
-    chosen = {item.id for item in order[:limit]}
-    return [item for item in items if item.id in chosen]
-
-
-def digest(items: Sequence[Item]) -> str:
+def digest(items: Iterable[Item]) -> str:
     """Return a sha256 of everything in the items that determines requests and scores."""
     total = hashlib.sha256()
     for item in items:
@@ -128,19 +183,18 @@ def digest(items: Sequence[Item]) -> str:
     return total.hexdigest()
 
 
-def drawn(name: str, candidates: Sequence[str], count: int, *, seed: int) -> list[str]:
-    """Return the ids of an item's examples: a function of seed, id and candidates.
+def drawn(name: str, candidates: int, count: int, *, seed: int) -> list[int]:
+    """Return numbers of an item's examples: a function of seed, id and the number of candidates.
 
     Args:
-      name: id of the item, which is not an example of itself.
-      candidates: ids of all examples.
+      name: id of the item.
+      candidates: number of candidates.
       count: number of examples; fewer are returned only if there are not as many.
       seed: seed of the draw.
     """
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     draw = random.Random(int.from_bytes(key[:8], "big"))
-    chosen = draw.sample(range(len(candidates)), min(count + 1, len(candidates)))
-    return [candidates[n] for n in chosen if candidates[n] != name][:count]
+    return draw.sample(range(candidates), min(count, candidates))
 
 
 def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -194,9 +248,8 @@ def _item(
             choices = (rendered["good"], rendered["bad"])
         case _:
             choices = (rendered["text"],)
-    for number, choice in enumerate(choices):
-        if not choice:
-            raise wrong_item(where, f"the text of choice {number} is empty")
+    if "" in choices:
+        raise wrong_item(where, f"the text of choice {choices.index('')} is empty")
     if len(set(choices)) < len(choices):
         raise wrong_item(where, f"two choices are equal: {', '.join(map(repr, choices)):.200}")
     return Item(
@@ -208,6 +261,7 @@ def _item(
         answer=answer,
         record=record if isinstance(task.kind, Prompted) else {},
         program=(rendered.get("program_start", ""), rendered.get("program_end", "")),
+        number=number,
     )
 
 

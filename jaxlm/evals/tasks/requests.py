@@ -7,7 +7,7 @@ Example:
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -112,7 +112,7 @@ class Prompter:
     Args:
       task: the task.
       tokenizer: the tokenizer of the run.
-      pool: items from which examples are drawn, by id.
+      pool: items from which examples are drawn.
       shots: number of examples.
       form: text of the choices, or letters.
       seed: seed of the examples.
@@ -123,7 +123,7 @@ class Prompter:
         self,
         task: Task,
         tokenizer: Tokenizer,
-        pool: Mapping[str, Item],
+        pool: Sequence[Item],
         *,
         shots: int = 0,
         form: Form = "cloze",
@@ -131,37 +131,40 @@ class Prompter:
         chat: ChatTokenizer | None = None,
     ):
         self._task, self._tokenizer, self._pool = task, tokenizer, pool
-        self._names, self._shots = list(pool), shots
-        self._form, self._seed, self._chat = form, seed, chat
+        self._shots, self._form, self._seed, self._chat = shots, form, seed, chat
 
     def questions(self, items: Sequence[Item]) -> list[Question]:
         """Return the questions of some items. Raises DataError if the letters template fails."""
-        shots = [
-            task_items.drawn(item.id, self._names, self._shots, seed=self._seed) for item in items
-        ]
-        known = {item.id: item for item in items}
-        known |= {name: self._pool[name] for each in shots for name in each}
-        asked = self._asked(list(known.values()))
+        shots = [self._examples(item) for item in items]
+        every = self._asked([*items, *itertools.chain.from_iterable(shots)])
+        asked, solved = every[: len(items)], iter(every[len(items) :])
         texts: list[list[tuple[str, str]]] = []
-        for item, names in zip(items, shots, strict=True):
-            context, answers = asked[item.id]
+        for (context, answers), examples in zip(asked, shots, strict=True):
             if isinstance(self._task.kind, Prompted):
-                context = self._joined(context, [asked[name] for name in names], names)
+                context = self._joined(context, examples, [next(solved) for _ in examples])
             if isinstance(self._task.kind, Answer):
                 answers = [""]  # it is generated
             texts.append([(context, answer) for answer in answers])
         alone: list[list[tuple[str, str]]] = [[] for _ in items]
         if isinstance(self._task.kind, Choice) and self._form == "cloze":
             empty = self._task.kind.unconditional
-            alone = [[(empty, answer) for answer in asked[item.id][1]] for item in items]
+            alone = [[(empty, answer) for answer in answers] for _, answers in asked]
         flat = list(itertools.chain.from_iterable([*texts, *alone]))
         encoded = iter(self._encoded(flat))
         requests = [tuple(itertools.islice(encoded, len(each))) for each in texts]
         unconditional = [tuple(itertools.islice(encoded, len(each))) for each in alone]
         return [
-            Question(item, tuple(names), self._shown(item), *parts)
-            for item, names, *parts in zip(items, shots, requests, unconditional, strict=True)
+            Question(item, tuple(each.id for each in examples), self._shown(item), *parts)
+            for item, examples, *parts in zip(items, shots, requests, unconditional, strict=True)
         ]
+
+    def _examples(self, item: Item) -> list[Item]:
+        """Return the examples of an item, which is none of its own."""
+        if not self._shots:
+            return []
+        chosen = task_items.drawn(item.id, len(self._pool), self._shots + 1, seed=self._seed)
+        examples = (self._pool[number] for number in chosen)
+        return [each for each in examples if each.id != item.id][: self._shots]
 
     def _encoded(self, texts: Sequence[tuple[str, str]]) -> list[Request]:
         if self._chat is None or not isinstance(self._task.kind, Prompted):
@@ -172,21 +175,21 @@ class Prompter:
         """Return the texts of an item that are compared."""
         return tuple(LETTERS[: len(item.choices)]) if self._form == "letters" else item.choices
 
-    def _asked(self, items: Sequence[Item]) -> dict[str, tuple[str, list[str]]]:
-        """Return the context of each item, without examples, and its answers, by id."""
+    def _asked(self, items: Sequence[Item]) -> list[tuple[str, list[str]]]:
+        """Return the context of each item, without examples, and its answers."""
         kind = self._task.kind
         if not isinstance(kind, Prompted):
-            return {item.id: ("", list(item.choices)) for item in items}
+            return [("", list(item.choices)) for item in items]
         delimiter = "" if self._chat is not None else kind.delimiter
         if not isinstance(kind, Choice):
-            return {item.id: (item.context, [delimiter + item.gold]) for item in items}
+            return [(item.context, [delimiter + item.gold]) for item in items]
         contexts = [item.context for item in items]
         if self._form == "letters":
             contexts = self._lettered(kind, items)
-        return {
-            item.id: (context, [delimiter + each for each in self._shown(item)])
+        return [
+            (context, [delimiter + each for each in self._shown(item)])
             for item, context in zip(items, contexts, strict=True)
-        }
+        ]
 
     def _lettered(self, kind: Choice, items: Sequence[Item]) -> list[str]:
         """Return the contexts of the letters form."""
@@ -205,19 +208,19 @@ class Prompter:
         return texts
 
     def _joined(
-        self, context: str, examples: Sequence[tuple[str, list[str]]], names: Sequence[str]
+        self, context: str, examples: Sequence[Item], texts: Sequence[tuple[str, list[str]]]
     ) -> str:
         """Return a context after its examples with their right answers."""
         kind = self._task.kind
         assert isinstance(kind, Prompted)
         solved = [
-            text + answers[self._pool[name].answer]
-            for name, (text, answers) in zip(names, examples, strict=True)
+            text + answers[item.answer]
+            for item, (text, answers) in zip(examples, texts, strict=True)
         ]
         return kind.preamble + kind.between.join([*solved, context])
 
 
-def blocks(sizes: Sequence[int], tokens: int) -> list[slice]:
+def blocks(sizes: Iterable[int], tokens: int) -> list[slice]:
     """Return slices of consecutive items of about `tokens`, a function of their sizes alone.
 
     The items of a block are scored and stored together.
@@ -227,12 +230,13 @@ def blocks(sizes: Sequence[int], tokens: int) -> list[slice]:
       [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     ranges, first, total = [], 0, 0
+    number = 0
     for number, size in enumerate(sizes, 1):
         total += size
-        if total >= tokens or number == len(sizes):
+        if total >= tokens:
             ranges.append(slice(first, number))
             first, total = number, 0
-    return ranges
+    return [*ranges, slice(first, number)] if first < number else ranges
 
 
 def windows(request: Request, slots: int) -> tuple[Request, ...]:

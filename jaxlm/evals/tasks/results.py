@@ -6,10 +6,14 @@ Example:
   1.0
 """
 
+import array
+import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxlm.evals import calibration, metrics, statistics
 from jaxlm.evals.tasks.config import Choice, Pair, Task
@@ -93,37 +97,69 @@ def is_finite(line: Mapping[str, Any]) -> bool:
     return all(map(math.isfinite, [*scores, *(line.get("unconditional") or ())]))
 
 
-def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return each metric's mean, standard error, interval and chance level, also by subset."""
-    result = _figures(lines)
-    subsets = defaultdict(list)
-    for line in lines:
+def summary(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return each metric's mean, standard error, interval and chance level, also by subset.
+
+    Memory holds a few numbers of each line, and the answers if a metric is of all together.
+    """
+    every, subsets = _Part(), defaultdict[str, _Part](_Part)
+    texts, references = list[str](), list[str]()
+    names: list[str] = []
+    for number, line in enumerate(lines):
+        every.add(line)
         if "subset" in line:
-            subsets[line["subset"]].append(line)
+            subsets[line["subset"]].add(line)
+        if not number:
+            names = [name for name in metrics.OF_CORPORA if name in line["metrics"]]
+        if names:
+            texts.append(line["extracted"] or "")
+            references.append(line["expected"])
+    result = every.figures()
     if subsets:
-        result["subsets"] = {name: _figures(subsets[name]) for name in sorted(subsets)}
-    if names := [name for name in metrics.OF_CORPORA if name in lines[0]["metrics"]]:
-        texts = [line["extracted"] or "" for line in lines]
-        references = [line["expected"] for line in lines]
+        result["subsets"] = {name: subsets[name].figures() for name in sorted(subsets)}
+    if names:
         result["corpus"] = {name: metrics.corpus_score(name, texts, references) for name in names}
     return result
 
 
-def _figures(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    groups = [line["group"] for line in lines]
-    weights = [line["weight"] for line in lines]
-    counts = [line["choices"] for line in lines if "choices" in line]
-    chance = math.fsum(1 / count for count in counts) / len(counts) if counts else None
-    estimates = {}
-    for name in lines[0]["metrics"]:
-        values = [line["metrics"][name] for line in lines]
-        figures = statistics.estimate(values, weights, groups)._asdict()
-        estimates[name] = figures | {"chance": chance if name.startswith("accuracy") else None}
-    picks = [(line["nats"], line["metrics"]["accuracy"] == 1) for line in lines if "picks" in line]
-    return {
-        "items": len(lines),
-        "groups": len(set(groups)),
-        **({"calibration_error": calibration.error(picks)} if picks else {}),
-        "spans_border": sum(line.get("spans_border", False) for line in lines),
-        "metrics": estimates,
-    }
+class _Part:
+    """Numbers of the lines of a task, or of a subset."""
+
+    def __init__(self) -> None:
+        self._values = defaultdict[str, array.array[float]](lambda: array.array("d"))
+        self._weights, self._groups = array.array("d"), array.array("Q")
+        self._chances, self._confidences = array.array("d"), array.array("d")
+        self._spans = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add the numbers of a line."""
+        for name, value in line["metrics"].items():
+            self._values[name].append(value)
+        self._weights.append(line["weight"])
+        name = hashlib.sha256(line["group"].encode()).digest()
+        self._groups.append(int.from_bytes(name[:8], "big"))
+        self._spans += bool(line.get("spans_border"))
+        if "choices" in line:
+            self._chances.append(1 / line["choices"])
+        if "picks" in line:
+            self._confidences.append(calibration.confidence(line["nats"]))
+
+    def figures(self) -> dict[str, Any]:
+        """Return counts and estimates."""
+        chance = math.fsum(self._chances) / len(self._chances) if self._chances else None
+        groups: Any = np.asarray(self._groups)
+        estimates = {}
+        for name, values in self._values.items():
+            figures = statistics.estimate(values, self._weights, groups)._asdict()
+            estimates[name] = figures | {"chance": chance if name.startswith("accuracy") else None}
+        error = {}
+        if self._confidences:
+            right = self._values["accuracy"]
+            error["calibration_error"] = calibration.error(self._confidences, right)
+        return {
+            "items": len(self._weights),
+            "groups": len(np.unique(groups)),
+            **error,
+            "spans_border": self._spans,
+            "metrics": estimates,
+        }

@@ -136,7 +136,7 @@ def collect(
 
 def pairs_to_ask(out: Path) -> list[tuple[TextPair, Any]]:
     """Return the two answers to each prompt of a folder, with the prompt's text or messages."""
-    lines, _ = read(out / SAMPLES)
+    lines = read(out / SAMPLES)
     pairs = []
     for one, other in zip(lines[::2], lines[1::2], strict=True):
         pairs.append((TextPair(_text(one["prompt"]), one["text"], other["text"]), one["prompt"]))

@@ -59,7 +59,7 @@ def win_rate(
             out = Path(folder) / str(number)
             answer = collect(run, out, settings, say, **chosen)
             names.append(f"{run}@{answer['step']}")
-            lines, _ = samples.read(out / samples.SAMPLES)
+            lines = samples.read(out / samples.SAMPLES)
             drawn.append({(each["id"], each["sample"]): each for each in lines})
     prompts: dict[str, list[float]] = {}
     places = sorted(drawn[0].keys() & drawn[1].keys())

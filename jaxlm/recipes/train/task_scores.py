@@ -46,7 +46,8 @@ class TaskScores:
         tokenizers = Tokenizers(programs.data.tokenizer)
         length, mesh = run.data.sequence, programs.model.mesh
         settings = TaskSettings()
-        self._prepared = [PreparedTask(each, settings, tokenizers, length, mesh) for each in read]
+        shared = (settings, tokenizers, length, mesh, blueprint.config)
+        self._prepared = [PreparedTask(each, *shared) for each in read]
         self._scorers = [each.scorer(blueprint) for each in self._prepared]
 
     def score(self, state: TrainState, step: int) -> dict[str, Any]:

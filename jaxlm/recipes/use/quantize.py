@@ -98,10 +98,11 @@ def quantize(
             fix=f"jaxlm eval --workdir={shlex.quote(str(options.workdir))}",
         )
     loaders = evaluate.open_loaders(opened, options.text, opened.run.data.sequence, say)
-    row, mesh = evaluate.checked_length(opened, None), opened.model.mesh
+    row, model = evaluate.checked_length(opened, None), opened.model
     tokenizers = tasks.Tokenizers(opened.tokenizer)
     settings = TaskSettings(limit=options.limit)
-    prepared = [tasks.PreparedTask(each, settings, tokenizers, row, mesh) for each in files]
+    shared = (settings, tokenizers, row, model.mesh, model.blueprint.config)
+    prepared = [tasks.PreparedTask(each, *shared) for each in files]
     rounded = _rounded(opened, options, loaders, say)
     models = {"before": opened, "after": rounded}
     if options.scheme in INTEGERS:

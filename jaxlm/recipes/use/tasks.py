@@ -1,14 +1,17 @@
 """Scores of a run on tasks, with samples and results in its `evals` folder."""
 
+import array
 import dataclasses
 import hashlib
+import itertools
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.core.callbacks import Log
@@ -19,13 +22,15 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals import code
 from jaxlm.evals import samples as files
-from jaxlm.evals.tasks import answers, config, items, requests, results, scoring
+from jaxlm.evals.tasks import answers, config, items, packing, requests, results, scoring
 from jaxlm.evals.tasks.answers import Writer
 from jaxlm.evals.tasks.config import Answer, Form, Prompted, Task, Text
 from jaxlm.evals.tasks.requests import Prompter, Question
 from jaxlm.evals.tasks.scoring import Scorer
 from jaxlm.models.build import Blueprint
+from jaxlm.models.config import ModelConfig
 from jaxlm.monitor import sinks
+from jaxlm.parallel import rules
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.evaluate import checked_length
@@ -97,13 +102,13 @@ def evaluate_tasks(
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
     length = checked_length(opened, sequence)
-    mesh = opened.model.mesh
+    mesh, model = opened.model.mesh, opened.model.blueprint.config
     tokenizers = Tokenizers(opened.tokenizer)
     if settings.is_chat:
         template = template_of(workdir, adapters.run_of(adapter), say)
         chat = ChatTokenizer(opened.tokenizer, template)
         tokenizers = Tokenizers(opened.tokenizer, chat, chat_templates.digest(template))
-    prepared = [PreparedTask(each, settings, tokenizers, length, mesh) for each in read]
+    prepared = [PreparedTask(each, settings, tokenizers, length, mesh, model) for each in read]
     scored = score_tasks(opened, prepared, workdir, say)
     return {"step": opened.step, "sequence": length, "tasks": scored}
 
@@ -195,6 +200,7 @@ class PreparedTask:
       tokenizers: the tokenizers of the run.
       length: tokens of a row that the model reads.
       mesh: mesh of the parameters.
+      model: the model, with the attention kernels of its layers.
 
     Raises:
       DataError: if an item is not valid.
@@ -203,14 +209,20 @@ class PreparedTask:
     """
 
     def __init__(
-        self, task: Task, settings: TaskSettings, tokenizers: Tokenizers, length: int, mesh: Mesh
+        self,
+        task: Task,
+        settings: TaskSettings,
+        tokenizers: Tokenizers,
+        length: int,
+        mesh: Mesh,
+        model: ModelConfig,
     ):
         check_code(task, settings)
         self.task, self._settings, self._mesh = task, settings, mesh
         self._tokenizers, tokenizer = tokenizers, tokenizers.text
-        every, invalid = items.read_counted(task, task.file)
-        chosen = items.limited(every, settings.limit)
-        pool = {item.id: item for item in self._pool(every)} if settings.shots else {}
+        self._every = items.StoredItems(task, task.file)
+        chosen = self._every.limited(settings.limit)
+        pool = self._pool() if settings.shots else []
         self.prompter = Prompter(
             task,
             tokenizer,
@@ -220,35 +232,52 @@ class PreparedTask:
             seed=settings.seed,
             chat=tokenizers.chat,
         )
-        sizes, longest = [], []
+        parts = rules.split(mesh, "length")
+        self.is_shared = packing.is_shareable(model, length, parts)
+        self._length = length
+        sizes, longest = array.array("q"), array.array("q")  # of a few numbers an item
+        totals = packing.Sizes()
+        more = task.kind.max_tokens if isinstance(task.kind, Answer) else 0
         for first in range(0, len(chosen), ENCODED_AT_ONCE):
-            asked = self.prompter.questions(chosen[first : first + ENCODED_AT_ONCE])
+            part = chosen[first : first + ENCODED_AT_ONCE]
+            asked = self.prompter.questions([self._every[n] for n in part])
             if not first:
                 self.first = asked[0].requests[0]
-            more = task.kind.max_tokens if isinstance(task.kind, Answer) else 0
-            longest += [each.longest + more for each in asked]
-            sizes += [sum(len(one.ids) for one in each.requests) for each in asked]
-        is_scored = [isinstance(task.kind, Text) or size <= length for size in longest]
-        self._check_length(chosen, longest, is_scored, length)
-        self.items = [item for item, fits in zip(chosen, is_scored, strict=True) if fits]
-        self.left_out = {TOO_LONG: len(chosen) - len(self.items), INVALID: invalid}
-        scored_sizes = [size for size, fits in zip(sizes, is_scored, strict=True) if fits]
-        read = max(size for size, fits in zip(longest, is_scored, strict=True) if fits)
-        self.slots = scoring.row_slots(read, length, mesh)
-        self.blocks = requests.blocks(scored_sizes, scoring.BLOCK_TOKENS)
+            for each in asked:
+                longest.append(each.longest + more)
+                is_read = isinstance(task.kind, Text) or longest[-1] <= length
+                sizes.append(sum(map(totals.add, self._groups(each))) if is_read else 0)
+        lengths = np.asarray(longest)
+        is_scored = (lengths <= length) | isinstance(task.kind, Text)
+        self._check_length(chosen, lengths, is_scored)
+        self._scored = chosen[is_scored]
+        self.left_out = {
+            TOO_LONG: len(chosen) - len(self._scored),
+            INVALID: self._every.left_out,
+        }
+        self.shape = totals.shape(length, parts)
+        self.blocks = requests.blocks(np.asarray(sizes)[is_scored], scoring.BLOCK_TOKENS)
         self._first_text = tokenizer.decode(self.first.ids)
         definition = {
             "task": task.definition(),
-            "items": items.digest(self.items),
-            "examples": items.digest(list(pool.values())),
+            "items": items.digest(self.scored_items()),
+            "examples": items.digest(pool),
             "settings": dataclasses.asdict(settings),
             "tokenizer": tokenizer.digest,
             "template": tokenizers.template,
-            "slots": self.slots,
+            "rows": [*self.shape, self.is_shared],
         }
         self.definition = json.loads(json.dumps(definition))
 
-    def _pool(self, every: list[items.Item]) -> list[items.Item]:
+    def __len__(self) -> int:
+        """Return the number of scored items."""
+        return len(self._scored)
+
+    def scored_items(self, part: slice = slice(None)) -> Iterator[items.Item]:
+        """Yield the scored items, or a part of them."""
+        return (self._every[number] for number in self._scored[part])
+
+    def _pool(self) -> items.StoredItems:
         """Return the items that examples are drawn from."""
         kind, shots = self.task.kind, self._settings.shots
         if not isinstance(kind, Prompted):
@@ -258,11 +287,10 @@ class PreparedTask:
                 why="its texts are scored as they are",
                 fix="--shots=0",
             )
-        pool = (
-            items.read(self.task, self.task.path.parent / kind.examples, "examples")
-            if (kind.examples)
-            else every
-        )
+        pool = self._every
+        if kind.examples:
+            path = self.task.path.parent / kind.examples
+            pool = items.StoredItems(self.task, path, "examples")
         if shots < len(pool):
             return pool
         raise ConfigError(
@@ -272,17 +300,16 @@ class PreparedTask:
             fix=f"--shots={len(pool) - 1}",
         )
 
-    def _check_length(
-        self, chosen: list[items.Item], longest: list[int], is_scored: list[bool], length: int
-    ) -> None:
-        names = [item.id for item, fits in zip(chosen, is_scored, strict=True) if not fits]
-        if not names or (self._settings.too_long == "skip" and len(names) < len(chosen)):
+    def _check_length(self, chosen: np.ndarray, longest: np.ndarray, is_scored: np.ndarray) -> None:
+        long = chosen[~is_scored]
+        if not len(long) or (self._settings.too_long == "skip" and len(long) < len(chosen)):
             return
+        most = longest.max()
         raise ConfigError(
-            f"{len(names)} of {len(chosen)} items of {self.task.name} do not fit a row",
-            where=f"{self.task.file}, {', '.join(names[:SHOWN])}",
-            why=f"rows have {length} tokens, the longest item {max(longest)}; texts are not cut",
-            fix="--too_long=skip" if len(names) < len(chosen) else f"--sequence={max(longest)}",
+            f"{len(long)} of {len(chosen)} items of {self.task.name} do not fit a row",
+            where=f"{self.task.file}, {', '.join(self._every[n].id for n in long[:SHOWN])}",
+            why=f"rows have {self._length} tokens, the longest item {most}; texts are not cut",
+            fix="--too_long=skip" if len(long) < len(chosen) else f"--sequence={most}",
         )
 
     def scorer(self, blueprint: Blueprint) -> Scorer | Writer:
@@ -290,11 +317,12 @@ class PreparedTask:
         tokenizers, kind = self._tokenizers, self.task.kind
         if isinstance(kind, Answer):
             return Writer(kind, blueprint, self._mesh, tokenizers.chat or tokenizers.text)
-        return Scorer(blueprint.merge, self._mesh, self.slots, tokenizers.text.pad)
+        pad = tokenizers.text.pad
+        return Scorer(blueprint.merge, self._mesh, self.shape, pad, is_shared=self.is_shared)
 
     def score(self, scorer: Scorer | Writer, params: Any, block: slice) -> list[dict[str, Any]]:
         """Return the samples of a block of items."""
-        asked = self.prompter.questions(self.items[block])
+        asked = self.prompter.questions(list(self.scored_items(block)))
         if isinstance(scorer, Writer):
             kind = self.task.kind
             assert isinstance(kind, Answer)
@@ -303,22 +331,29 @@ class PreparedTask:
                 results.written(one, answers.judged(kind, text, one.item.gold, one.item.program))
                 for one, text in zip(asked, texts, strict=True)
             ]
-        parts = [self._parts(question) for question in asked]
-        alone = [question.unconditional for question in asked]
-        flat = [one for each in [*parts, *alone] for one in each]
-        nats = iter(scorer.nats(params, flat))
-        by_part = [[next(nats) for _ in each] for each in parts]
-        by_choice = [[next(nats) for _ in each] for each in alone]
+        read = [self._read(question) for question in asked]
+        nats = iter(scorer.nats(params, [one for each in read for one in each]))
+        scores = [[next(nats) for _ in each] for each in read]
+        if isinstance(self.task.kind, Text):  # each window is read by itself
+            scores = [[[one for (one,) in each], []] for each in scores]
         return [
-            results.sample(self.task, question, *scores)
-            for question, *scores in zip(asked, by_part, by_choice, strict=True)
+            results.sample(self.task, question, *each)
+            for question, each in zip(asked, scores, strict=True)
         ]
 
-    def _parts(self, question: Question) -> tuple[requests.Request, ...]:
-        """Return the requests of an item; a text longer than a row has several."""
+    def _read(self, question: Question) -> Sequence[Sequence[requests.Request]]:
+        """Return the requests of an item that are read together: with its context, and without.
+
+        A text longer than a row has several, each by itself.
+        """
         if not isinstance(self.task.kind, Text):
-            return question.requests
-        return requests.windows(question.requests[0], self.slots)
+            return question.requests, question.unconditional
+        return [(each,) for each in requests.windows(question.requests[0], self._length)]
+
+    def _groups(self, question: Question) -> Iterator[list[packing.PrefixGroup]]:
+        """Yield the groups of an item."""
+        for each in self._read(question):
+            yield packing.groups(each, self._length, is_shared=self.is_shared)
 
     def record(self) -> dict[str, Any]:
         """Return the facts of the results that do not depend on weights."""
@@ -379,16 +414,17 @@ def run_task(
         if is_writer and not (folder / TASK).exists():
             record = {**facts, "definition_digest": _digest(definition), "step": model.step}
             sinks.replace(folder / TASK, json.dumps(record, indent=1).encode() + b"\n")
-        with files.Samples(folder / files.SAMPLES, is_writer=is_writer) as samples:
-            _check_order(samples, prepared.items)
-            done = share(len(samples.lines))
+        with files.SampleFile(folder / files.SAMPLES, is_writer=is_writer) as samples:
+            if is_writer:
+                _check_order(samples, prepared)
+            done = share(samples.count)
             for block in prepared.blocks:
                 if block.stop > done:
                     lines = prepared.score(scorer, model.params, block)
                     _check_finite(lines, prepared.task.name, model.step)
                     samples.append(lines[max(done - block.start, 0) :])
-                    say(f"{prepared.task.name}: {len(samples.lines)} of {len(prepared.items)}")
-            summary = results.summary(samples.lines) if is_writer else {}
+                    say(f"{prepared.task.name}: {samples.count} of {len(prepared)}")
+            summary = results.summary(samples.each()) if is_writer else {}
         record = {"hash": key, "step": model.step, **prepared.record(), **summary}
         if is_writer:
             sinks.replace(folder / RESULTS, json.dumps(record, indent=1).encode() + b"\n")
@@ -401,10 +437,11 @@ def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _check_order(samples: files.Samples, expected: Sequence[items.Item]) -> None:
+def _check_order(samples: files.SampleFile, prepared: PreparedTask) -> None:
     """Raise DataError if the samples on disk are not those of the first items."""
-    for number, line in enumerate(samples.lines):
-        if number >= len(expected) or line.get("id") != expected[number].id:
+    pairs = itertools.zip_longest(samples.each(), prepared.scored_items(slice(samples.count)))
+    for number, (line, item) in enumerate(pairs):
+        if item is None or line.get("id") != item.id:
             raise DataError(
                 "samples.jsonl has the samples of other items",
                 where=f"{samples.path}:{number + 1}",

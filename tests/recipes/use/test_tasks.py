@@ -1,5 +1,7 @@
 """`jaxlm eval --tasks` through the front door: scores, results on disk, and resuming."""
 
+import dataclasses
+import functools
 import json
 import math
 import random
@@ -11,7 +13,10 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core.errors import Diverged
-from jaxlm.evals.tasks import config
+from jaxlm.core.precision import Precision
+from jaxlm.evals.tasks import config, scoring
+from jaxlm.evals.tasks.requests import Request
+from jaxlm.models.build import Blueprint
 from jaxlm.recipes.use import load, tasks
 from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings, Tokenizers
 from jaxlm.training.lock import Lock
@@ -61,7 +66,8 @@ def call(capsys, run, *words):
 
 def prepared(opened, path, **settings):
     settings, tokenizers = TaskSettings(**settings), Tokenizers(opened.tokenizer)
-    return PreparedTask(config.read(path), settings, tokenizers, 64, opened.model.mesh)
+    model = opened.model.blueprint.config
+    return PreparedTask(config.read(path), settings, tokenizers, 64, opened.model.mesh, model)
 
 
 def samples(result):
@@ -121,6 +127,44 @@ def test_answers_are_those_of_generate(folder, run, capsys):
     assert [[answers[n][name] for name in fields] for n in (0, 22)] == [
         [each[name] for name in fields] for each in generated
     ]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_choices_that_share_a_prefix_have_the_scores_of_each_alone(folder, trained, kernel):
+    opened = load.load_run(trained, sequence=64)
+    blueprint = opened.model.blueprint
+    attention = functools.partial(dataclasses.replace, kernel=kernel)
+    blueprint = Blueprint(
+        blueprint.config.map_blocks(
+            lambda block: dataclasses.replace(block, attention=attention(block.attention))
+        ),
+        Precision.of(opened.run.precision),
+    )
+    task = prepared(opened, folder / "choice.toml", shots=1)
+    assert task.is_shared
+    asked = [each.requests for each in task.prompter.questions(list(task.scored_items()))]
+    asked += [[Request((1, 9, 9, 5), 3, False), Request((1, 9, 9, 7), 3, False)]]  # one token each
+    with jax.set_mesh(opened.model.mesh):
+        alone, shared = (
+            scoring.Scorer(
+                blueprint.merge, opened.model.mesh, task.shape, opened.tokenizer.pad, is_shared=each
+            ).nats(opened.params, asked)
+            for each in (False, True)
+        )
+    for one, other in zip(alone, shared, strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-6)
+    assert max(map(len, shared)) == 2
+
+
+def test_the_batch_of_the_command_changes_no_byte(folder, run, capsys):
+    written = []
+    for batch in (1, 7, 64):
+        words = [f"--tasks={folder / 'choice.toml'}", "--sequence=64", f"--batch={batch}"]
+        code, answer = call(capsys, run, *words)
+        assert code == 0
+        written.append(samples(answer["tasks"]["choice"]))
+        shutil.rmtree(answer["tasks"]["choice"]["folder"])
+    assert written[0] == written[1] == written[2]
 
 
 def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
