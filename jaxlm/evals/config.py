@@ -30,3 +30,10 @@ class EvalConfig:
     )
     tasks: tuple[str, ...] = setting((), "task files that are scored during training")
     tasks_every: Span = setting(Span.parse("25%"), "interval between scores of tasks")
+    tasks_shots: int = setting(0, "examples before each item of a task", low=0)
+    tasks_form: Literal["cloze", "letters"] = setting(
+        "cloze", "choices of tasks as text, or as letters after a list"
+    )
+    tasks_chat: bool = setting(
+        False, "make each prompt of a task a user's turn by the chat template of the run"
+    )

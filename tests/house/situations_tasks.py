@@ -48,6 +48,11 @@ SITUATIONS: dict[str, Situation] = {
         PAIR,
         more=SHORT,
     ),
+    "tasks of a chat in training without a template": Situation(
+        f"train {CONFIG} --config.eval.tasks=pair.toml --config.eval.tasks_chat=true",
+        PAIR,
+        more=SHORT,
+    ),
     "examples of pairs": Situation(f"{ON_PAIR} --shots=1", PAIR),
     "more examples than items": Situation(f"{ON_CHOICE} --shots=2", CHOICE),
     "an item longer than a row": Situation(ON_CHOICE, LONG),

@@ -5,6 +5,8 @@ from typing import Any
 
 from jaxlm.core.config import to_json
 from jaxlm.core.errors import ConfigError
+from jaxlm.data import chat_templates
+from jaxlm.data.chat import ChatTemplate
 from jaxlm.evals.tasks import scoring
 from jaxlm.recipes import setup
 from jaxlm.recipes.train.api import RunContext
@@ -43,12 +45,29 @@ class TaskScores:
                 fix="'--config.eval.tasks=()'",
             )
         blueprint, self._decoded = setup.decoding(programs.model)
-        tokenizers = Tokenizers(programs.data.tokenizer)
+        tokenizers = Tokenizers.of(programs.data.tokenizer, self._template())
         length, mesh = run.data.sequence, programs.model.mesh
-        settings = TaskSettings()
+        settings = TaskSettings(
+            shots=run.eval.tasks_shots, form=run.eval.tasks_form, is_chat=run.eval.tasks_chat
+        )
         shared = (settings, tokenizers, length, mesh, blueprint.config)
         self._prepared = [PreparedTask(each, *shared) for each in read]
         self._scorers = [each.scorer(blueprint) for each in self._prepared]
+
+    def _template(self) -> ChatTemplate | None:
+        """Return the chat template of the run, None if its tasks are texts."""
+        path = self._context.directory.path
+        if not self._context.run.eval.tasks_chat:
+            return None
+        template = chat_templates.of_folder(path / chat_templates.HUB)
+        if template is None:
+            raise ConfigError(
+                "this run has no chat template",
+                where="eval.tasks_chat",
+                why="a template comes with training on conversations, or with an imported model",
+                fix="--config.eval.tasks_chat=false",
+            )
+        return template
 
     def score(self, state: TrainState, step: int) -> dict[str, Any]:
         """Return the record of metrics.jsonl: means and intervals of all tasks.

@@ -18,6 +18,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.config import to_json
 from jaxlm.core.errors import ConfigError, DataError, Diverged, cannot_keep
 from jaxlm.data import chat_templates
+from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals import code
@@ -103,11 +104,10 @@ def evaluate_tasks(
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
     length = checked_length(opened, sequence)
     mesh, model = opened.model.mesh, opened.model.blueprint.config
-    tokenizers = Tokenizers(opened.tokenizer)
+    template = None
     if settings.is_chat:
         template = template_of(workdir, adapters.run_of(adapter), say)
-        chat = ChatTokenizer(opened.tokenizer, template)
-        tokenizers = Tokenizers(opened.tokenizer, chat, chat_templates.digest(template))
+    tokenizers = Tokenizers.of(opened.tokenizer, template)
     prepared = [PreparedTask(each, settings, tokenizers, length, mesh, model) for each in read]
     scored = score_tasks(opened, prepared, workdir, say)
     return {"step": opened.step, "sequence": length, "tasks": scored}
@@ -189,6 +189,13 @@ class Tokenizers(NamedTuple):
     text: Tokenizer
     chat: ChatTokenizer | None = None
     template: str | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, template: ChatTemplate | None) -> "Tokenizers":
+        """Return the tokenizers of a run; without a template there is no chat."""
+        if template is None:
+            return cls(tokenizer)
+        return cls(tokenizer, ChatTokenizer(tokenizer, template), chat_templates.digest(template))
 
 
 class PreparedTask:

@@ -207,10 +207,12 @@ def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
 
 
 def test_a_task_in_training_has_the_samples_of_the_command_on_that_step(folder, tmp_path, capsys):
-    file = str(folder / "pair.toml")
+    file = str(folder / "choice.toml")
     settings = {
         "train.steps": 2,
         "eval.tasks": (file,),
+        "eval.tasks_shots": 1,
+        "eval.tasks_form": "letters",
         "eval.tasks_every": "50%",
         "checkpoint.every": 1,
     }
@@ -226,11 +228,11 @@ def test_a_task_in_training_has_the_samples_of_the_command_on_that_step(folder, 
     for path in before:
         path.unlink()
     for record in scored:
-        words = [f"--tasks={file}", f"--step={record['step']}"]
+        words = [f"--tasks={file}", f"--step={record['step']}", "--shots=1", "--form=letters"]
         _, answer = call(capsys, run, *words)
-        accuracy = answer["tasks"]["pair"]["metrics"]["accuracy"]
+        accuracy = answer["tasks"]["choice"]["metrics"]["accuracy"]
         names = {"mean": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
-        assert {each: record[f"task.pair.{name}"] for each, name in names.items()} == {
+        assert {each: record[f"task.choice.{name}"] for each, name in names.items()} == {
             each: accuracy[each] for each in names
         }
     assert {path: path.read_bytes() for path in before} == before
