@@ -147,7 +147,7 @@ def ours(folder: Path) -> Callable[[], dict[str, Any]]:
 
 
 def compared(ours_: Sequence[list[float]], theirs: Sequence[list[float]]) -> dict[str, Any]:
-    """Return the largest difference of a choice's log-likelihood, and the items with other picks."""
+    """Return the largest difference of a log-likelihood, and the number of other picks."""
     pairs = list(zip(ours_, theirs, strict=True))
     differences = [abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True)]
     picks = sum(x.index(min(x)) != y.index(min(y)) for x, y in pairs)

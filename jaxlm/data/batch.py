@@ -42,9 +42,10 @@ class Tokens(NamedTuple):
 
     `visible_until` is the last slot of the row that each slot attends to, for rows that are partly
     bidirectional; None for causal rows. `prefix_segments` is a second segment that each slot
-    attends to, a prefix that several texts share; None without any. `block_positions` is the second position, inside a blanked
-    span (GLM); None for objectives without one. `predicts_ahead` multiplies the weights of the
-    multi-token-prediction heads, 1 or 0 for each row; None if every row trains them.
+    attends to, a prefix that several texts share; None without any. `block_positions` is the
+    second position, inside a blanked span (GLM); None for objectives without one.
+    `predicts_ahead` multiplies the weights of the multi-token-prediction heads, 1 or 0 for each
+    row; None if every row trains them.
 
     `source` [B, S] is the encoder's input of an encoder-decoder; a decoder segment attends to the
     source segment of the same number.

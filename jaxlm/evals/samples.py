@@ -25,7 +25,7 @@ CUT_BYTES = 2**16  # read at a time to find the last whole line
 
 
 class SampleFile:
-    """The lines of `samples.jsonl`, of which memory holds one at a time.
+    """The lines of `samples.jsonl`; memory holds one at a time.
 
     As a context manager it opens the file for appending and cuts a torn last line. `count` is the
     number of lines on disk. In a run of several processes only the writer has a file.

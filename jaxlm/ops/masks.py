@@ -119,7 +119,13 @@ def causal(
     prefix_segments: Int[Array, "B T"] | None = None,
     parts: int = 1,
 ) -> Mask:
-    """Return the causal mask of a whole row, in zigzag order over `parts` devices."""
+    """Return the causal mask of a whole row.
+
+    Args:
+      length: slots of the row.
+      segments, visible_until, prefix_segments: as in `Mask`.
+      parts: devices over which the slots are in zigzag order.
+    """
     index = jnp.asarray(context.zigzag_order(length, parts))[None]
     return Mask(
         query_index=index,

@@ -63,10 +63,10 @@ class Sizes:
     def __init__(self) -> None:
         self._totals, self._largest = [0, 0], [0, 0]
 
-    def add(self, found: Iterable[PrefixGroup]) -> int:
+    def add(self, prefix_groups: Iterable[PrefixGroup]) -> int:
         """Count groups; return their slots."""
         slots = 0
-        for group in found:
+        for group in prefix_groups:
             size = group.size
             slots += size[0]
             self._totals = [total + more for total, more in zip(self._totals, size, strict=True)]
@@ -175,7 +175,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(
-    found: Sequence[PrefixGroup],
+    prefix_groups: Sequence[PrefixGroup],
     rows: Sequence[Sequence[int]],
     count: int,
     shape: RowShape,
@@ -186,7 +186,7 @@ def batch_of(
     """Return the arrays of packed rows, on the host.
 
     Args:
-      found: the groups.
+      prefix_groups: the groups.
       rows: indices of the groups of each row, as `packed` returns them.
       count: number of rows; those without groups are padding.
       shape: shape of a row.
@@ -198,7 +198,7 @@ def batch_of(
     slots, ids = np.zeros((2, count, shape.targets), np.int32)
     for row, indices in enumerate(rows):
         at, segment, scored = 0, 0, 0
-        for group in (found[index] for index in indices):
+        for group in (prefix_groups[index] for index in indices):
             first, before = at, len(group.prefix)
             prefix = segment + 1
             for number, part in enumerate((group.prefix, *group.suffixes)):
@@ -220,10 +220,12 @@ def batch_of(
     return Batch(Tokens(*arrays)._replace(prefix_segments=shared), slots, ids)
 
 
-def sums(found: Sequence[PrefixGroup], indices: Sequence[int], nll: Any) -> list[list[float]]:
+def sums(
+    prefix_groups: Sequence[PrefixGroup], indices: Sequence[int], nll: Any
+) -> list[list[float]]:
     """Return the sums of each request of the groups of a row, in float64, from its targets."""
-    ends = itertools.accumulate((len(found[index].targets) for index in indices), initial=0)
+    ends = itertools.accumulate((len(prefix_groups[index].targets) for index in indices), initial=0)
     return [
-        [math.fsum(nll[first + n] for n in each) for each in found[index].scored]
+        [math.fsum(nll[first + n] for n in each) for each in prefix_groups[index].scored]
         for index, first in zip(indices, ends, strict=False)
     ]

@@ -81,10 +81,10 @@ class Scorer:
           asked: the requests of items, which are read together.
         """
         unique = dict.fromkeys(map(tuple, asked))
-        found: list[PrefixGroup] = []
+        prefix_groups: list[PrefixGroup] = []
         for each in unique:
-            found += packing.groups(each, self._shape.slots, is_shared=self._is_shared)
-        rows = packing.packed([each.size for each in found], self._shape)
+            prefix_groups += packing.groups(each, self._shape.slots, is_shared=self._is_shared)
+        rows = packing.packed([each.size for each in prefix_groups], self._shape)
         count = self._rows * self._ways
         local = host.host_rows(self._mesh, count)
         sums: dict[int, list[float]] = {}
@@ -92,28 +92,28 @@ class Scorer:
         for first in range(0, len(rows), count):
             part = rows[first : first + count]
             batch = packing.batch_of(
-                found, part, count, self._shape, pad=self._pad, is_shared=self._is_shared
+                prefix_groups, part, count, self._shape, pad=self._pad, is_shared=self._is_shared
             )
             mine = jax.tree.map(lambda each: each[local], batch)
             scored = self._step(params, host.put(self._mesh, mine))
             if pending is not None:
-                sums |= _sums(found, *pending)
+                sums |= _sums(prefix_groups, *pending)
             pending = part, scored
         if pending is not None:
-            sums |= _sums(found, *pending)
-        flat = iter([nats for number in range(len(found)) for nats in sums[number]])
+            sums |= _sums(prefix_groups, *pending)
+        flat = iter([nats for number in range(len(prefix_groups)) for nats in sums[number]])
         nats = {each: [next(flat) for _ in each] for each in unique}
         return [nats[tuple(each)] for each in asked]
 
 
 def _sums(
-    found: Sequence[PrefixGroup], rows: Sequence[Sequence[int]], scored: Array
+    prefix_groups: Sequence[PrefixGroup], rows: Sequence[Sequence[int]], scored: Array
 ) -> dict[int, list[float]]:
     """Return the sums of the requests of each group of a pass."""
     nll = np.asarray(host.fetch(scored), np.float64)
     sums: dict[int, list[float]] = {}
     for row, indices in zip(nll, rows, strict=False):
-        sums |= dict(zip(indices, packing.sums(found, indices, row), strict=True))
+        sums |= dict(zip(indices, packing.sums(prefix_groups, indices, row), strict=True))
     return sums
 
 
