@@ -95,14 +95,14 @@ class Decoding:
     `prepare(params)` returns the weights in the layout of a token loop, for the other functions.
     `start(ready, prompts [B, P], lengths [B], keys [B])` prefills and draws the first token.
     `decode_until(ready, state, keys, until)` draws until each row ended or has `until` tokens;
-    the state may be donated.
+    the state may be donated. With a further `ended` it returns once that many rows have ended.
 
     Called as (params, prompts, lengths, keys), it is one program up to `max_tokens`.
     """
 
     prepare: Callable[[Any], Any]
     start: Callable[[Any, Array, Array, Array], DecodeState]
-    decode_until: Callable[[Any, DecodeState, Array, Array], DecodeState]
+    decode_until: Callable[..., DecodeState]
     max_tokens: int
 
     def __call__(self, params: Any, prompts: Array, lengths: Array, keys: Array) -> Generated:
@@ -209,11 +209,15 @@ def build(
         )
         return pick(model.logits(hidden.values)[:, 0], begun, keys, begun.reason < 0)
 
-    def decode_until(ready: Any, state: DecodeState, keys: Array, until: Array) -> DecodeState:
+    def decode_until(
+        ready: Any, state: DecodeState, keys: Array, until: Array, ended: Array | None = None
+    ) -> DecodeState:
         model = model_of(ready)
 
         def is_open(state: DecodeState) -> Array:
-            return jnp.any(is_live(state) & (state.length < until))
+            live = is_live(state)
+            is_any = jnp.any(live & (state.length < until))
+            return is_any if ended is None else is_any & (jnp.sum(~live) < ended)
 
         def advance(state: DecodeState) -> DecodeState:
             tokens, guesses = state.token[:, None], None

@@ -442,10 +442,11 @@ class Policy(ObjectiveFacts):
         "samples cut at rl.max_tokens: score rewards them as they are; mask leaves them out of the "
         "loss",
     )
-    dead_groups: Literal["drop", "keep"] = setting(
+    dead_groups: Literal["drop", "keep", "redraw"] = setting(
         "drop",
         "samples of a prompt whose rewards are equal: drop leaves them out of the mean; keep "
-        "counts them with their loss, which only kl makes other than 0",
+        "counts them with their loss, which only kl makes other than 0; redraw draws other prompts "
+        "instead, at most rl.redraws times, and drops what is left",
     )
 
     keeps_rows: ClassVar[bool] = True

@@ -264,6 +264,9 @@ class Run:
             why = f"the baseline {objective.terms.baseline} compares samples of one prompt"
             fix = "--config.rl.samples=8\n--config.objective.baseline=batch"
             yield "rl.samples", why, fix
+        if objective.dead_groups == "redraw" and not objective.terms.has_group_baseline:
+            why = f"with the baseline {objective.terms.baseline} no group is without a gradient"
+            yield "objective.dead_groups", why, "--config.objective.dead_groups=keep"
         if not self.reward.functions:
             why = f"{objective.name} needs a reward"
             yield "reward.functions", why, "--config.reward.functions=number"

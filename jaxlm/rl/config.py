@@ -35,7 +35,19 @@ class RLConfig:
     )
     slots: int | Literal["auto"] = setting(
         "auto",
-        f"samples that are drawn at once; auto is all of a rollout, at most {MAX_SLOTS}",
+        "samples that are drawn at once, each replaced by the next when it has ended; auto is all "
+        f"of a rollout, at most {MAX_SLOTS}",
+        low=1,
+    )
+    lag: int = setting(
+        0,
+        "rollouts that are drawn ahead, from the parameters of as many rollouts before, while the "
+        "others are trained on; 0 draws each from the newest",
+        low=0,
+    )
+    redraws: int = setting(
+        3,
+        "times that other prompts replace groups without a gradient, with dead_groups=redraw",
         low=1,
     )
     held_out_samples: int = setting(

@@ -6,7 +6,7 @@ import math
 import os
 import queue
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -91,10 +91,20 @@ class Rewards:
             files[name] = (own.recorded_file(name, digest, where), functions)
         return files
 
+    def begin(self, sample: Sample) -> Callable[[], Verdict]:
+        """Begin to score a sample, in a thread if a process does it; return what waits for it.
+
+        Several threads may call it.
+        """
+        if self._pool is None:
+            return lambda: self._verdict(self._values(sample))
+        values = self._pool.submit(self._values, sample)
+        return lambda: self._verdict(values.result())
+
     def score(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """Return the verdict on each sample, in their order; several threads may call it."""
-        in_order = map if self._pool is None else self._pool.map
-        return [self._verdict(values) for values in in_order(self._values, samples)]
+        """Return the verdict on each sample, in their order."""
+        begun = [self.begin(each) for each in samples]
+        return [verdict() for verdict in begun]
 
     def _values(self, sample: Sample) -> list[float | str]:
         """Return the value of each term, or the reason why there is none."""

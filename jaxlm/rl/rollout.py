@@ -5,7 +5,8 @@ is a function of the seed of the run, the number of the rollout, the prompt and 
 """
 
 import functools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,18 +20,62 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Rollout, Tokens
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import decode, sampling
+from jaxlm.generate.decode import DecodeState
 from jaxlm.generate.sampler import REASONS
 from jaxlm.models.build import Blueprint
 from jaxlm.objectives.config import MeanOf
 from jaxlm.parallel import host, rules
 
+REFILLS = 4  # slots are filled again when this part of them is free
+
 
 class Drawn(NamedTuple):
-    """A sample: its ids with the end token, and the log-probability of each when it was drawn."""
+    """A sample: the ids after its prompt, and the log-probability of each when it was drawn.
+
+    The ids have the end token. Of several turns, `is_drawn` is False for ids that the model did not
+    draw, whose log-probability is 0; None if it drew all.
+    """
 
     ids: Int[np.ndarray, "n"]
     log_p: Float[np.ndarray, "n"]
     reason: str  # eos_token or length
+    is_drawn: Bool[np.ndarray, "n"] | None = None
+
+    @property
+    def mask(self) -> Bool[np.ndarray, "n"]:
+        """The ids that the model drew."""
+        return np.ones(len(self.ids), bool) if self.is_drawn is None else self.is_drawn
+
+    @property
+    def last_turn(self) -> Int[np.ndarray, "n"]:
+        """The ids of the last turn, with the end token."""
+        others = np.flatnonzero(~self.mask)
+        return self.ids[others[-1] + 1 :] if len(others) else self.ids
+
+    def followed(self, more: Int[np.ndarray, "n"]) -> "Drawn":
+        """Return the sample with ids that the model did not draw."""
+        return self.then(Drawn(more, np.zeros(len(more), np.float32), self.reason), is_drawn=False)
+
+    def then(self, turn: "Drawn", *, is_drawn: bool = True) -> "Drawn":
+        """Return the sample with a further turn."""
+        mask = np.concatenate((self.mask, np.full(len(turn.ids), is_drawn)))
+        ids, log_p = np.concatenate((self.ids, turn.ids)), np.concatenate((self.log_p, turn.log_p))
+        return Drawn(ids, log_p, turn.reason, mask)
+
+
+class _Prompts(NamedTuple):
+    """What some slots begin with; `words` are those of the keys of samples."""
+
+    ids: Int[Array, "A P"]
+    lengths: Int[Array, "A"]
+    words: Int[Array, "A 2"]
+    turns: Int[Array, "A"]
+    is_used: Bool[Array, "A"]
+
+
+# The ids that follow a turn of each (sample, what it has so far), None where the sample is over.
+Follow = Callable[[Sequence[tuple[int, Drawn]]], Sequence[Int[np.ndarray, "n"] | None]]
+Deliver = Callable[[int, Drawn], None]
 
 
 def allowed_ids(tokenizer: Tokenizer, vocab: int) -> Bool[np.ndarray, "V"]:
@@ -51,22 +96,30 @@ def row_keys(root: Array, number: Array, prompts: int, samples: int) -> Array:
     return jax.vmap(keys)(jnp.arange(prompts)).reshape(-1)
 
 
+def turn_keys(words: Int[Array, "B 2"], turns: Int[Array, "B"]) -> Array:
+    """Return the key of each sample's turn: the first turn has that of the sample."""
+    keys = jax.random.wrap_key_data(words)
+    return jnp.where(turns == 0, keys, jax.vmap(jax.random.fold_in)(keys, turns))
+
+
 def root_key(seed: int, name: str = "rollout") -> Array:
     """Return the key from which those of all rollouts of a run are derived."""
     return random.stream(jax.random.key(seed), name)
 
 
 class RolloutSampler:
-    """Draws samples, `slots` at a time, until each has ended. It compiles once.
+    """Draws samples, `slots` at a time. A slot whose sample has ended gets the next prompt.
 
-    Use it under the mesh of the parameters. A mesh that splits batches splits the slots.
+    Slots are filled when a quarter of them are free. The tokens of a sample are those of any other
+    number of slots, up to rounding. The programs compile once. Use it under the mesh of the
+    parameters; a mesh that splits batches splits the slots.
 
     Args:
       blueprint: the model, a decoder.
       tokenizer: its tokenizer.
       slots: samples that are drawn at once; rounded up to what the mesh divides.
-      longest: most ids of a prompt.
-      max_tokens: maximum new ids of a sample.
+      longest: most ids of a prompt, those of earlier turns included.
+      max_tokens: maximum new ids of a turn.
       temperature: divisor of the logits; 0 draws the likeliest ids, without log-probabilities.
 
     Raises:
@@ -86,7 +139,9 @@ class RolloutSampler:
         _check(blueprint, longest, max_tokens)
         ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
         self.slots, self._longest = -(-slots // ways) * ways, longest
+        self._refilled = -(-max(self.slots // REFILLS, 1) // ways) * ways
         self._max_tokens, self._pad = max_tokens, tokenizer.pad
+        self.passes = 0  # of the model, for a token of each slot
         self._decoding = decode.build(
             blueprint.merge,
             functools.partial(
@@ -98,35 +153,145 @@ class RolloutSampler:
             allowed=jnp.asarray(allowed_ids(tokenizer, blueprint.config.vocab)),
             is_scored=temperature > 0,
             temperature=temperature or None,
-        ).compiled()
+        )
+        self._prepare = self._decoding.compiled().prepare
+        self._start = jax.jit(self._started)
+        self._layout: Any = None  # of the state; programs keep it, so that they compile once
+
+    def _started(self, ready: Any, prompts: _Prompts) -> DecodeState:
+        """Return the state of some rows after their first tokens; rows without a sample ended."""
+        keys = turn_keys(prompts.words, prompts.turns)
+        state = self._decoding.start(ready, prompts.ids, prompts.lengths, keys)
+        return state._replace(reason=jnp.where(prompts.is_used, state.reason, decode.END))
+
+    def _refill(
+        self, ready: Any, state: DecodeState, prompts: _Prompts, rows: Array
+    ) -> DecodeState:
+        """Put new samples into some rows; a row past the last one is dropped."""
+        new = self._started(ready, prompts)
+        return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), state, new)
+
+    def _advanced(
+        self, ready: Any, state: DecodeState, words: Array, turns: Array, ended: Array
+    ) -> DecodeState:
+        """Draw until a number of rows have ended."""
+        until = jnp.int32(self._max_tokens)
+        return self._decoding.decode_until(ready, state, turn_keys(words, turns), until, ended)
+
+    def _compile(self, state: DecodeState) -> None:
+        """Compile the other programs for the layout of the first state."""
+        self._layout = jax.tree.map(lambda x: x.sharding, state)
+        options: dict[str, Any] = {"donate_argnums": 1, "out_shardings": self._layout}
+        self._admit = jax.jit(self._refill, **options)
+        self._advance = jax.jit(self._advanced, **options)
 
     def draw(
-        self, params: Any, prompts: Sequence[Int[np.ndarray, "n"]], keys: Array
+        self,
+        params: Any,
+        prompts: Sequence[Int[np.ndarray, "n"]],
+        keys: Array,
+        *,
+        follow: Follow | None = None,
+        deliver: Deliver = lambda number, drawn: None,
     ) -> list[Drawn]:
-        """Return a sample of each prompt, drawn with its key."""
-        ready = self._decoding.prepare(params)
-        samples: list[Drawn] = []
-        for first in range(0, len(prompts), self.slots):
-            samples += self._drawn(ready, prompts[first : first + self.slots], keys[first:])
-        return samples
+        """Return a sample of each prompt, drawn with its key.
 
-    def _drawn(self, ready: Any, prompts: Sequence[np.ndarray], keys: Array) -> list[Drawn]:
-        count = len(prompts)
-        ids = np.full((self.slots, self._longest), self._pad, np.int32)
-        lengths = np.ones(self.slots, np.int32)  # of a slot without a prompt, whose sample is lost
-        for row, prompt in enumerate(prompts):
+        Args:
+          params: all parameters.
+          prompts: ids of each prompt.
+          keys: the key of each sample.
+          follow: the ids that follow a turn which ended by an end token, after which the model
+            draws another; by default (None) a sample is one turn.
+          deliver: called with each sample as soon as it has ended, while others are drawn.
+        """
+        ready = self._prepare(params)
+        board = _Board(prompts, np.asarray(jax.random.key_data(keys)), self.slots)
+        state = self._start(ready, self._next(board, self.slots)[0])
+        if self._layout is None:
+            self._compile(state)
+        while True:
+            ended = np.int32((board.owners < 0).sum() + self._refilled)
+            state = self._advance(ready, state, *board.keys_of(board.owners), ended)
+            out: Any = host.fetch(decode.collect(state)._replace(reason=state.reason))
+            self.passes += board.passes(out.length)
+            over = (out.reason >= 0) | (out.length >= self._max_tokens)
+            for number, sample in board.ended(out, over, follow):
+                deliver(number, sample)
+            if not board.waiting and (board.owners < 0).all():
+                return [board.samples[number] for number in range(len(prompts))]
+            while board.waiting and (board.owners < 0).any():
+                state = self._admit(ready, state, *self._next(board, self._refilled))
+
+    def _next(self, board: "_Board", size: int) -> tuple[_Prompts, Int[np.ndarray, "A"]]:
+        """Put the next samples into free rows; return their prompts and rows, `size` of each."""
+        rows = np.flatnonzero(board.owners < 0)[:size]
+        chosen = board.fill(rows)
+        ids = np.full((size, self._longest), self._pad, np.int32)
+        lengths = np.ones(size, np.int32)  # of a row without a sample
+        for row, number in enumerate(chosen):
+            prompt = board.prompt(number)
             ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        chosen = keys[np.minimum(np.arange(self.slots), count - 1)]
-        inputs: Any = ids, lengths, chosen
-        state = self._decoding.start(ready, *inputs)
-        until = jnp.int32(self._max_tokens)
-        state = self._decoding.decode_until(ready, state, chosen, until)
-        out = host.fetch(decode.collect(state))
-        log_p = np.zeros(out.ids.shape) if out.log_probabilities is None else out.log_probabilities
-        return [
-            Drawn(out.ids[row, :size], log_p[row, :size], REASONS[int(out.reason[row])])
-            for row, size in enumerate(out.length[:count].tolist())
-        ]
+        numbers, places = np.full(size, -1), np.full(size, self.slots, np.int32)
+        numbers[: len(chosen)], places[: len(chosen)] = chosen, rows[: len(chosen)]
+        inputs: Any = ids, lengths, *board.keys_of(numbers), numbers >= 0
+        return _Prompts(*inputs), places
+
+
+class _Board:
+    """The samples that are drawn: those in slots, those that wait, and those that have ended."""
+
+    def __init__(self, prompts: Sequence[np.ndarray], words: np.ndarray, slots: int):
+        self._prompts, self._words = prompts, words
+        self._turns = np.zeros(len(prompts), np.int32)
+        self._parts: dict[int, Drawn] = {}  # of samples that have a further turn
+        self._lengths = np.zeros(slots, np.int32)  # of each slot, when it was last seen
+        self.owners = np.full(slots, -1)  # the sample in each slot; -1 for none
+        self.waiting = deque(range(len(prompts)))
+        self.samples: dict[int, Drawn] = {}
+
+    def keys_of(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the words of the key and the turn of each sample."""
+        numbers = np.maximum(numbers, 0)
+        return self._words[numbers], self._turns[numbers]
+
+    def prompt(self, number: int) -> np.ndarray:
+        """Return the ids before the next turn of a sample."""
+        prompt, part = self._prompts[number], self._parts.get(number)
+        return prompt if part is None else np.concatenate((prompt, part.ids))
+
+    def fill(self, rows: np.ndarray) -> list[int]:
+        """Put the samples that wait into free rows, as many as there are; return them."""
+        chosen = [self.waiting.popleft() for _ in range(min(len(self.waiting), len(rows)))]
+        self.owners[rows[: len(chosen)]], self._lengths[rows[: len(chosen)]] = chosen, 1
+        return chosen
+
+    def passes(self, lengths: np.ndarray) -> int:
+        """Return the passes of the model since the slots were last seen."""
+        passes = np.where(self.owners >= 0, lengths - self._lengths, 0).max()
+        self._lengths = lengths.copy()
+        return int(passes)
+
+    def ended(self, out: Any, over: np.ndarray, follow: Follow | None) -> list[tuple[int, Drawn]]:
+        """Free the rows whose turn is over; return the samples that have ended."""
+        done: list[tuple[int, Drawn]] = []
+        for row in np.flatnonzero(over & (self.owners >= 0)).tolist():
+            number, self.owners[row] = int(self.owners[row]), -1
+            size = int(out.length[row])
+            scores = out.log_probabilities
+            log_p = np.zeros(size, np.float32) if scores is None else scores[row, :size]
+            turn = Drawn(out.ids[row, :size], log_p, REASONS[max(int(out.reason[row]), 0)])
+            part = self._parts.pop(number, None)
+            done.append((number, turn if part is None else part.then(turn)))
+        open_turns = [each for each in done if follow and each[1].reason == "eos_token"]
+        following = follow(open_turns) if follow and open_turns else []
+        for (number, sample), more in zip(open_turns, following, strict=True):
+            if more is not None:
+                self._parts[number] = sample.followed(more)
+                self._turns[number] += 1
+                self.waiting.append(number)
+        finished = [(number, sample) for number, sample in done if number not in self._parts]
+        self.samples |= dict(finished)
+        return finished
 
 
 def _check(blueprint: Blueprint, longest: int, max_tokens: int) -> None:
@@ -168,10 +333,11 @@ def as_rows(
         log_p[here] = drawn.log_p
         if advantage is None:
             continue
-        advantages[here] = advantage
-        divisor = {"sequence": len(drawn.ids), "constant": max_tokens}.get(mean, 1)
-        weights[here] = 1 / divisor
-        counts[here if mean == "token" else (row, first)] = 1
+        mask = drawn.mask
+        advantages[here] = advantage * mask
+        divisor = {"sequence": mask.sum(), "constant": max_tokens}.get(mean, 1)
+        weights[here] = mask / divisor
+        counts[here if mean == "token" else (row, first)] = mask if mean == "token" else 1
     columns: Any = log_p, advantages, counts
     fields: Any = tokens, targets, weights, segments, positions
     return Tokens(*fields)._replace(rollout=Rollout(*columns))

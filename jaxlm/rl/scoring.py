@@ -29,7 +29,7 @@ class Scored(NamedTuple):
     drawn: list[Drawn]
     verdicts: list[Verdict]
     draw_seconds: float
-    score_seconds: float
+    score_seconds: float  # after the last sample was drawn
 
     @property
     def rewards(self) -> Float[np.ndarray, "N"]:
@@ -42,6 +42,25 @@ class Scored(NamedTuple):
         """The samples whose first reward is at least `PASSED`."""
         firsts = [next(iter(each.by_name.values()), None) for each in self.verdicts]
         return np.array([first is not None and first >= PASSED for first in firsts])
+
+    def with_groups(self, groups: Sequence[int], others: "Scored", count: int) -> "Scored":
+        """Return the samples with those of some prompts, `count` of each, replaced by others."""
+
+        def joined(mine: list[Any], theirs: list[Any]) -> list[Any]:
+            column = [*mine]
+            for place, group in enumerate(groups):
+                new = theirs[place * count : (place + 1) * count]
+                column[group * count : (group + 1) * count] = new
+            return column
+
+        return Scored(
+            joined(self.documents, others.documents),
+            joined(self.samples, others.samples),
+            joined(self.drawn, others.drawn),
+            joined(self.verdicts, others.verdicts),
+            draw_seconds=self.draw_seconds + others.draw_seconds,
+            score_seconds=self.score_seconds + others.score_seconds,
+        )
 
     def figures(self) -> dict[str, float]:
         """Return the means over samples that every record has."""
@@ -70,6 +89,7 @@ class PromptScorer:
       rows: samples of an update.
       longest: most ids of a prompt.
       share: returns the verdicts of the first process in every process; None for one process.
+      is_scorer: False in a process whose verdicts are shared by another one.
 
     Raises:
       ConfigError: if a prompt and its sample do not fit the positions of the model.
@@ -84,10 +104,11 @@ class PromptScorer:
         *,
         rows: int,
         longest: int,
-        share: Callable[[Callable[[], Any]], Any] | None = None,
+        share: Callable[[Any], Any] | None = None,
+        is_scorer: bool = True,
     ):
         self._tokenizer, self._settings, self._rewards = tokenizer, settings, rewards
-        self._share = share
+        self._share, self._is_scorer = share, is_scorer
 
         def sampler(temperature: float) -> RolloutSampler:
             return RolloutSampler(
@@ -113,6 +134,8 @@ class PromptScorer:
     ) -> Scored:
         """Draw `count` samples of each prompt with a key each, and score them.
 
+        Rewards of processes are computed while other samples are drawn.
+
         Args:
           params: all parameters, of the blueprint.
           loader: the prompts.
@@ -124,19 +147,27 @@ class PromptScorer:
         begun = time.perf_counter()
         ids = {document: prompt_ids(loader, document) for document in documents}
         repeated = [document for document in documents for _ in range(count)]
-        sampler = self._greedy if is_greedy else self._sampler
-        drawn = sampler.draw(params, [ids[document] for document in repeated], keys)
-        drawn_at = time.perf_counter()
         seeds = (np.asarray(jax.random.key_data(keys))[:, -1] % 2**31).tolist()
-        samples = [
-            self._sample(loader, document, each, seed)
-            for document, each, seed in zip(repeated, drawn, seeds, strict=True)
-        ]
+        samples: dict[int, Sample] = {}
+        waiting: dict[int, Callable[[], Verdict]] = {}
+
+        def deliver(number: int, drawn: Drawn) -> None:
+            sample = self._sample(loader, repeated[number], drawn, seeds[number])
+            samples[number] = sample
+            if self._is_scorer:
+                waiting[number] = self._rewards.begin(sample)
+
+        sampler = self._greedy if is_greedy else self._sampler
+        prompts = [ids[document] for document in repeated]
+        drawn = sampler.draw(params, prompts, keys, deliver=deliver)
+        drawn_at = time.perf_counter()
         faults.point("rollout.score")
-        verdicts = self._verdicts(samples)
+        verdicts = [waiting[number]() for number in sorted(waiting)]
+        if self._share is not None:
+            verdicts = [Verdict(*each) for each in self._share(verdicts)]
         return Scored(
             repeated,
-            samples,
+            [samples[number] for number in range(len(repeated))],
             drawn,
             verdicts,
             draw_seconds=drawn_at - begun,
@@ -161,11 +192,6 @@ class PromptScorer:
         figures["greedy_reward"] = mean(greedy.rewards)
         figures["greedy_pass"] = float(greedy.has_passed.mean())
         return {"loss_nats": -figures["reward"], "prompts": len(chosen)} | figures
-
-    def _verdicts(self, samples: list[Sample]) -> list[Verdict]:
-        if self._share is None:
-            return self._rewards.score(samples)
-        return [Verdict(*each) for each in self._share(lambda: self._rewards.score(samples))]
 
     def _sample(self, loader: Loader, document: int, drawn: Drawn, seed: int) -> Sample:
         ids = drawn.ids[:-1] if drawn.reason == "eos_token" else drawn.ids

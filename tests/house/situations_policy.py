@@ -29,6 +29,11 @@ SITUATIONS: dict[str, Situation] = {
         f"{VALIDATE} {SAMPLE} --config.rl.max_tokens=500 --config.data.sequence=32", PROMPTS
     ),
     "a group of one sample": Situation(f"{VALIDATE} {SAMPLE} --config.rl.samples=1", PROMPTS),
+    "groups of the baseline of a batch that are drawn again": Situation(
+        f"{VALIDATE} {SAMPLE} --config.objective.algorithm=reinforce "
+        "--config.objective.dead_groups=redraw",
+        PROMPTS,
+    ),
     "samples at temperature 0": Situation(
         f"{VALIDATE} {SAMPLE} --config.rl.temperature=0", PROMPTS
     ),

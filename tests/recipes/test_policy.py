@@ -162,6 +162,41 @@ def test_the_first_ratio_is_1_at_each_temperature_and_for_adapters(
     assert max(known) < 1e-4
 
 
+def test_a_lag_draws_from_earlier_parameters_and_resumes_to_the_same_bits(config, base, tmp_path):
+    """Rollout 1 is drawn from the first parameters, as in a run that does not learn."""
+    reward = "--config.reward.functions=length:2"
+    flags = ["--config.rl.lag=1", "--config.train.steps=6", reward]
+    assert train(config, tmp_path / "whole", *flags) == 0
+    assert train(config, tmp_path / "still", "--config.optim.lr=1e-30", reward) == 0
+    still, whole = (records(tmp_path / each, "rollouts.jsonl") for each in ("still", "whole"))
+    columns = [[each["digest"] for each in rows] for rows in (still, whole)]
+    assert columns[0] == columns[1][:32]
+    assert columns[1][:16] == [each["digest"] for each in records(base, "rollouts.jsonl")][:16]
+    assert [each["step"] for each in whole] == [1] * 16 + [3] * 16 + [5] * 16
+    steps = [each for each in records(tmp_path / "whole") if each["split"] == "train"]
+    drift = {each["step"]: each["drift_nats"] for each in steps}
+    assert drift[3] > drift[1]
+    for stop in (["--stop_at=2"], ["--stop_at=3"], []):  # between rollouts, and inside of one
+        assert train(config, tmp_path / "parts", *flags, *stop) == 0
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    assert records(tmp_path / "parts", "rollouts.jsonl") == whole
+
+
+def test_groups_without_a_gradient_are_drawn_again(config, tmp_path):
+    """Other prompts replace them, a bounded number of times; a resumed run draws the same."""
+    flags = ["--config.objective.dead_groups=redraw", "--config.rl.redraws=2"]
+    flags += ["--config.rl.max_tokens=2", "--config.rl.updates=1", "--config.train.steps=3"]
+    assert train(config, tmp_path / "whole", *flags) == 0
+    steps = [each for each in records(tmp_path / "whole") if each["split"] == "train"]
+    assert sum(each["redrawn_groups"] for each in steps) > 0
+    assert all(each["redrawn_groups"] <= 2 * 2 for each in steps)
+    assert len(records(tmp_path / "whole", "rollouts.jsonl")) == 3 * 8
+    assert train(config, tmp_path / "parts", *flags, "--stop_at=1") == 0
+    assert train(config, tmp_path / "parts", *flags) == 0
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert records(tmp_path / "parts", name) == records(tmp_path / "whole", name)
+
+
 def test_groups_of_equal_rewards_change_nothing_and_end_the_run(config, tmp_path, capsys):
     """No step is applied, and the error names what could give them a gradient."""
     flags = ["--config.reward.functions=exact", "--config.rl.updates=1"]

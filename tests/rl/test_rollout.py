@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
-from jaxlm.data.tokenizer import Bytes
+from jaxlm.data.tokenizer import Bytes, Characters
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.build import build
@@ -64,6 +64,66 @@ def test_a_sample_does_not_depend_on_slots_and_neighbors(blueprint, params, keys
     shuffled = fewer.draw(params, [PROMPTS[n] for n in order], keys[order])
     for place, one in zip(order, shuffled, strict=True):
         np.testing.assert_array_equal(one.ids, drawn[place].ids)
+
+
+@pytest.fixture(scope="module")
+def wide(blueprint, params):
+    """A sampler of 8 slots whose samples end by chance, with a ninth of it at each token."""
+    few = Characters("abcdefgh")
+    flat = jax.tree.map(lambda x: x / 16, params)
+    options = {"slots": 8, "longest": 12, "max_tokens": 64, "temperature": 1.0}
+    return RolloutSampler(blueprint, few, **options), flat
+
+
+def test_free_slots_are_filled_again(wide):
+    """Samples of geometric lengths need less than half of the passes of one batch after another."""
+    drawing, flat = wide
+    prompts, keys = [PROMPTS[0]] * 48, row_keys(root_key(1), 0, 48, 1)
+    order: list[int] = []
+    drawn = drawing.draw(flat, prompts, keys, deliver=lambda n, sample: order.append(n))
+    lengths = [len(each.ids) for each in drawn]
+    batches = sum(max(lengths[first : first + 8]) - 1 for first in range(0, 48, 8))
+    assert sorted(order) == list(range(48))
+    assert order != sorted(order)
+    assert drawing.passes * 2 < batches
+    alone = drawing.draw(flat, prompts[40:], keys[40:])
+    for one, other in zip(alone, drawn[40:], strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+        np.testing.assert_allclose(one.log_p, other.log_p, atol=1e-5)
+
+
+def test_a_further_turn_continues_the_ids_that_were_drawn(wide):
+    """A turn is drawn as after a prompt of all ids before it, with a key of its own."""
+    drawing, flat = wide
+    prompts, keys = [PROMPTS[0]] * 12, row_keys(root_key(2), 0, 12, 1)
+    more = np.array([4, 5, 6], np.int32)
+
+    def follow(ended):
+        short = [len(each.ids) <= 4 and each.is_drawn is None for _, each in ended]
+        return [more if each else None for each in short]
+
+    single = drawing.draw(flat, prompts, keys)
+    drawn = drawing.draw(flat, prompts, keys, follow=follow)
+    followed = [n for n, each in enumerate(drawn) if each.is_drawn is not None]
+    assert 0 < len(followed) < 12
+    for n, (one, whole) in enumerate(zip(single, drawn, strict=True)):
+        size = len(one.ids)
+        np.testing.assert_array_equal(whole.ids[:size], one.ids)
+        if n not in followed:
+            assert len(whole.ids) == size
+            continue
+        np.testing.assert_array_equal(whole.ids[size : size + 3], more)
+        assert whole.mask.tolist() == [True] * size + [False] * 3 + [True] * len(whole.last_turn)
+        assert not whole.log_p[size : size + 3].any()
+        key = jax.random.fold_in(keys[n], 1)[None]
+        prompt = np.concatenate((prompts[n], one.ids, more))
+        (again,) = drawing.draw(flat, [prompt], key)
+        np.testing.assert_array_equal(again.ids, whole.last_turn)
+    rows = as_rows([Weighted(PROMPTS[0], drawn[n], 1.0) for n in followed], 80, mean="token")
+    for row, n in enumerate(followed):
+        weights = rows.weights[row, 1 : 1 + len(drawn[n].ids)]
+        np.testing.assert_array_equal(weights > 0, drawn[n].mask)
+        assert rows.rollout.counts[row].sum() == drawn[n].mask.sum()
 
 
 def test_samples_of_a_prompt_and_of_rollouts_have_keys_of_their_own():

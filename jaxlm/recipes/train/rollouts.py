@@ -3,12 +3,16 @@
 import contextlib
 import hashlib
 import itertools
+import json
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import safetensors
 import safetensors.numpy
 from jax.experimental import multihost_utils
 
@@ -30,17 +34,31 @@ from jaxlm.training.state import TrainState
 from jaxlm.training.step import Step
 
 SHOWN = 60  # characters of a prompt in an error
-FOLDER = "rollouts"  # of a run directory: rollouts with further updates when it was saved
+FOLDER = (
+    "rollouts"  # of a run directory: rollouts that were drawn and not used up when it was saved
+)
+NOTES = "notes"  # of such a file: what is logged when the rollout is trained on
 NOTHING = Drawn(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")
 Note = Callable[[int, list[dict[str, Any]]], None]
+
+
+class Drawing(NamedTuple):
+    """A rollout: its rows, the record of each sample, figures, and if all its groups are dead."""
+
+    rows: Tokens
+    records: list[dict[str, Any]]
+    figures: dict[str, float]
+    is_dead: bool
 
 
 class Rollouts(contextlib.ExitStack):
     """The rollouts of a run, in a `with` block and under the mesh of its programs.
 
-    Rollout r is a function of the seed, of r, and of the parameters after `rl.updates * r` steps: a
-    run that resumes draws the same one again. Every process draws all samples; the first one scores
-    them.
+    Rollout r is a function of the seed, of r, and of the parameters at the start of rollout
+    r - `rl.lag`, or those of the run: a run that resumes draws the same one again, or reads it.
+    With a lag it is drawn in a thread while earlier ones are trained on; several processes draw
+    between two steps, as their collectives have one order. Every process draws all samples; the
+    first one scores them.
 
     Args:
       context: the run.
@@ -72,10 +90,13 @@ class Rollouts(contextlib.ExitStack):
             self._rewards,
             rows=run.train.batch,
             longest=max(each.shards.manifest.figures["longest"] for each in sets),
-            share=self._shared if context.processes.peers.count > 1 else None,
+            share=context.processes.sharer("rewards"),
+            is_scorer=context.processes.peers.is_first,
         )
         self._params: Any = None
-        self._rows: Tokens | None = None  # of the rollout that is trained on
+        # Rollouts that are drawn or being drawn, from the one that is trained on.
+        self._drawings: dict[int, Future[Drawing]] = {}
+        self._thread: ThreadPoolExecutor | None = None  # draws ahead
         self._dead = 0  # rollouts in a row without a gradient
         self._figures: dict[int, dict[str, float]] = {}
 
@@ -94,6 +115,8 @@ class Rollouts(contextlib.ExitStack):
 
     def __enter__(self) -> Self:
         self.enter_context(self._rewards)
+        if self._run.rl.lag and self._context.processes.peers.count == 1:
+            self._thread = self.enter_context(ThreadPoolExecutor(1, "rollouts"))
         return self
 
     def following(self, step: Step, state: TrainState) -> Step:
@@ -108,29 +131,78 @@ class Rollouts(contextlib.ExitStack):
         return stepped
 
     def batches(self, start: int, skips: Skips = ()) -> Generator[Tokens, None, None]:
-        """Yield the batches of the steps after `start`, on the devices, without end."""
+        """Yield the batches of the steps after `start`, on the devices, without end.
+
+        The first rollouts of a run, and those after batches that a rewind left out, are drawn from
+        the parameters there instead of earlier ones.
+        """
         updates, size = self._run.rl.updates, self._run.train.batch
-        self._rows = None
+        self._wait()
+        self._drawings = self._resumed(start, skips)
+        noted = min(self._drawings, default=None) if start % updates else None
         for step in itertools.count(start):
             number = loaders.batch_number(step, skips)
             rollout, part = divmod(number, updates)
-            if part and self._rows is None:
-                self._rows = self._stored(rollout)
-            elif part == 0:
-                with self._context.processes.watch.phase("data"):
-                    self._rows = self._drawn(rollout, step + 1)
+            with self._context.processes.watch.phase("data"):
+                if part == 0 or rollout not in self._drawings:
+                    self._draw_ahead(rollout, step + 1)
+                drawing = self._drawings[rollout].result()
+            if noted != rollout:
+                noted = rollout
+                self._begin(drawing, step + 1)
             first = part * size
-            batch = jax.tree.map(lambda x, low=first: x[low : low + size], self._rows)
+            batch = jax.tree.map(lambda x, low=first: x[low : low + size], drawing.rows)
             yield self._programs.place(batch, number)
 
-    def keep(self, step: int, skips: Skips = ()) -> None:
-        """Write the rollout to the run directory, if a save after a step divides its updates.
+    def _resumed(self, start: int, skips: Skips) -> dict[int, Future[Drawing]]:
+        """Return the rollouts that were drawn before the step at which a run resumes."""
+        number = loaders.batch_number(start, skips)
+        if not start or number != loaders.batch_number(start - 1, skips) + 1:
+            return {}
+        rollout, part = divmod(number, self._run.rl.updates)
+        stop = rollout + self._run.rl.lag + bool(part)
+        return {each: _done(self._stored(each, start)) for each in range(rollout, stop)}
 
-        Files of rollouts before the oldest checkpoint are removed.
+    def _draw_ahead(self, rollout: int, step: int) -> None:
+        """Begin to draw a rollout that is trained on from a step, and those `rl.lag` ahead."""
+        rl, params = self._run.rl, self._params
+        for earlier in [each for each in self._drawings if each < rollout]:
+            del self._drawings[earlier]
+        missing = [n for n in range(rollout, rollout + rl.lag + 1) if n not in self._drawings]
+        if self._thread is not None:
+            params = jax.tree.map(jnp.copy, params)  # the next step donates its own
+        for number in missing:
+            arguments = number, step + (number - rollout) * rl.updates, params
+            if self._thread is None:
+                self._drawings[number] = _done(self._drawn(*arguments))
+            else:
+                self._drawings[number] = self._thread.submit(self._drawn_apart, *arguments)
+
+    def _drawn_apart(self, *arguments: Any) -> Drawing:
+        with jax.set_mesh(self._programs.model.mesh):  # of this thread
+            return self._drawn(*arguments)
+
+    def _wait(self) -> None:
+        """Wait until nothing is drawn; a failure is raised where the rollout is used."""
+        for each in self._drawings.values():
+            each.exception()
+
+    def _begin(self, drawing: Drawing, step: int) -> None:
+        """Note the samples and figures of a rollout that is trained on from a step."""
+        self._figures[step] = drawing.figures
+        self._note(step, drawing.records)
+        self._count_dead(drawing, step)
+
+    def keep(self, step: int, skips: Skips = ()) -> None:
+        """Write the rollouts to the run directory that a run which resumes at a step cannot draw.
+
+        They were drawn from the parameters of earlier steps. Files of rollouts before the oldest
+        checkpoint are removed.
         """
         updates, directory = self._run.rl.updates, self._context.directory
-        rollout, part = divmod(loaders.batch_number(step, skips), updates)
-        if not part or self._rows is None or not directory.is_writer:
+        current = loaders.batch_number(step, skips) // updates
+        kept = [number for number in sorted(self._drawings) if number >= current]
+        if not kept or not directory.is_writer:
             return
         folder = directory.path / FOLDER
         folder.mkdir(exist_ok=True)
@@ -138,34 +210,42 @@ class Rollouts(contextlib.ExitStack):
         for file in folder.glob("*.safetensors"):
             if int(file.stem) < oldest:
                 file.unlink()
-        content = safetensors.numpy.save(_columns(self._rows))
-        directory.write_bytes(f"{FOLDER}/{rollout}.safetensors", content)
+        for number in kept:
+            rows, *notes = self._drawings[number].result()
+            content = safetensors.numpy.save(_columns(rows), {NOTES: json.dumps(notes)})
+            directory.write_bytes(f"{FOLDER}/{number}.safetensors", content)
 
-    def _stored(self, number: int) -> Tokens:
-        """Return the rows of a rollout whose first updates came before a save.
+    def _stored(self, number: int, step: int) -> Drawing:
+        """Return a rollout that was drawn before a save at a step.
 
         Raise DataError if its file is gone, or does not have the shape of the rollouts of this run.
         """
         name = f"{FOLDER}/{number}.safetensors"
-        path, rl = self._context.directory.path / name, self._run.rl
-        rows = _empty(self._run.train.batch * rl.updates, self._run.data.sequence)
-        blank = _columns(rows)
-        is_first = self._context.processes.peers.is_first
-        stored = _read(path, blank) if is_first else None
-        if not self._context.processes.share("rollout", stored is not None):
-            step = number * rl.updates
+        path, rl, processes = (
+            self._context.directory.path / name,
+            self._run.rl,
+            self._context.processes,
+        )
+        blank = _columns(_empty(self._run.train.batch * rl.updates, self._run.data.sequence))
+        stored = _read(path, blank) if processes.peers.is_first else None
+        notes = processes.share("rollout", stored and [[], *stored[1][1:]])
+        if notes is None:
+            begins = step // rl.updates * rl.updates
             raise DataError(
                 "the samples that the run was trained on when it was saved are gone",
                 where=str(path),
-                why=f"rl.updates = {rl.updates} steps use a rollout, this one after step {step}",
-                fix=f"--start_at={step} --force    # if it is saved\nrestore the file",
+                why=f"rl.updates = {rl.updates} steps use a rollout, and rl.lag = {rl.lag} are "
+                f"drawn before; this one is of step {number * rl.updates + 1}",
+                fix=f"--start_at={0 if rl.lag else begins} --force    # if it is saved\n"
+                "restore the file",
             )
-        if self._context.processes.peers.count > 1:
-            stored = multihost_utils.broadcast_one_to_all(stored or blank)
-        assert stored is not None
-        arrays: dict[str, Any] = stored
+        arrays: dict[str, Any] = stored[0] if stored else blank
+        if processes.peers.count > 1:
+            arrays = multihost_utils.broadcast_one_to_all(arrays)
         rollout = Rollout(**{name: arrays.pop(name) for name in Rollout._fields})
-        return Tokens(**arrays)._replace(rollout=rollout)
+        _, figures, is_dead = notes
+        rows = Tokens(**arrays)._replace(rollout=rollout)
+        return Drawing(rows, stored[1][0] if stored else [], figures, is_dead)
 
     def take(self, step: int) -> dict[str, float]:
         """Return the figures of the rollout that was drawn for a step; empty if none was."""
@@ -175,39 +255,36 @@ class Rollouts(contextlib.ExitStack):
 
     def evaluate(self, params: Any, loader: Loader, most: int | None) -> dict[str, Any]:
         """Return the figures of a validation set, see `PromptScorer.evaluate`."""
+        self._wait()  # the sampler draws one thing at a time
         whole = self._decoded(self._programs.whole(params))
         return self._scorer.evaluate(whole, loader, most, self._run.seed)
 
-    def _shared(self, value: Callable[[], Any]) -> Any:
-        processes = self._context.processes
-        return processes.share("rewards", value() if processes.peers.is_first else None)
-
-    def _drawn(self, number: int, step: int) -> Tokens:
-        """Return the rows of a rollout, and note its samples and figures for a step."""
+    def _drawn(self, number: int, step: int, params: Any) -> Drawing:
+        """Return a rollout that is trained on from a step."""
         run, objective, terms = self._run, self._objective, self._objective.terms
-        prompts, samples = run.rl.prompts(run.train.batch), run.rl.samples
-        size = self._loader.shards.documents
-        places = [divmod(number * prompts + n, size) for n in range(prompts)]
-        chosen = [loaders.shuffled(n, size, [run.seed, epoch]) for epoch, n in places]
-        keys = row_keys(root_key(run.seed), number, prompts, samples)
         faults.point("rollout.draw", step)
-        params = self._decoded(self._programs.whole(self._params))
-        scored = self._scorer.score(params, self._loader, chosen, samples, keys)
-        where = f"rollout of step {step}"
-        missing = unscored(scored.samples, scored.verdicts)
-        check_scored(missing, len(scored.samples), run.reward.tolerance, where=where)
-        rewards = scored.rewards.reshape(prompts, samples)
-        if objective.truncated == "mask":
-            is_cut = np.array([each.reason == "length" for each in scored.samples])
-            rewards = np.where(is_cut.reshape(rewards.shape), np.nan, rewards)
+        params = self._decoded(self._programs.whole(params))
+        scored = self._scored(number, step, params, range(run.rl.prompts(run.train.batch)))
+        figures = scored.figures()
+        rewards = self._rewards_of(scored)
+        if objective.dead_groups == "redraw":
+            redrawn = 0
+            for attempt in range(1, run.rl.redraws + 1):
+                groups = np.flatnonzero(is_dead(rewards)).tolist()
+                if not groups:
+                    break
+                redrawn += len(groups)
+                others = self._scored(number, step, params, groups, attempt)
+                scored = scored.with_groups(groups, others, run.rl.samples)
+                rewards = self._rewards_of(scored)
+            figures["redrawn_groups"] = float(redrawn)
         values = advantages(rewards, baseline=terms.baseline, scale=terms.scale)
         dead = is_dead(rewards)
-        self._count_dead(dead, rewards, step)
         is_left = np.isnan(rewards)
-        if terms.has_group_baseline and objective.dead_groups == "drop":
+        if terms.has_group_baseline and objective.dead_groups != "keep":
             is_left = is_left | dead[:, None]
         known = [group[~np.isnan(group)] for group in rewards]
-        self._figures[step] = scored.figures() | {
+        figures |= {
             "reward_std": mean(np.array([group.std() for group in known if len(group)])),
             "dead_groups": float(dead.mean()),
             "draw_seconds": scored.draw_seconds,
@@ -215,29 +292,62 @@ class Rollouts(contextlib.ExitStack):
         }
         pairs = zip(is_left.flat, values.flat, strict=True)
         used = [None if is_out else float(value) for is_out, value in pairs]
-        self._note(step, _records(scored, used))
-        ids = {document: prompt_ids(self._loader, document) for document in chosen}
-        repeated = [ids[document] for document in scored.documents]
-        weighted = [Weighted(*each) for each in zip(repeated, scored.drawn, used, strict=True)]
-        length, most = run.data.sequence, run.rl.max_tokens
-        return as_rows(weighted, length, mean=terms.mean, max_tokens=most)
+        prompts = [prompt_ids(self._loader, document) for document in scored.documents]
+        weighted = [Weighted(*each) for each in zip(prompts, scored.drawn, used, strict=True)]
+        rows = as_rows(weighted, run.data.sequence, mean=terms.mean, max_tokens=run.rl.max_tokens)
+        return Drawing(rows, _records(scored, used), figures, bool(dead.all()))
 
-    def _count_dead(self, dead: np.ndarray, rewards: np.ndarray, step: int) -> None:
+    def _scored(
+        self, number: int, step: int, params: Any, groups: Sequence[int], attempt: int = 0
+    ) -> Scored:
+        """Return samples of some groups of a rollout; each attempt has prompts of its own.
+
+        Raise DataError if too many have no score.
+        """
+        run = self._run
+        prompts, size = run.rl.prompts(run.train.batch), self._loader.shards.documents
+        again = [attempt] if attempt else []
+        places = [divmod(number * prompts + group, size) for group in groups]
+        chosen = [loaders.shuffled(n, size, [run.seed, epoch, *again]) for epoch, n in places]
+        root = root_key(run.seed, f"redraw {attempt}" if attempt else "rollout")
+        keys = row_keys(root, number, prompts, run.rl.samples).reshape(prompts, -1)
+        keys = keys[np.array(groups)].reshape(-1)
+        scored = self._scorer.score(params, self._loader, chosen, run.rl.samples, keys)
+        missing, where = unscored(scored.samples, scored.verdicts), f"rollout of step {step}"
+        check_scored(missing, len(scored.samples), run.reward.tolerance, where=where)
+        return scored
+
+    def _rewards_of(self, scored: Scored) -> np.ndarray:
+        """Return the reward of each sample of each group; NaN if it is not trained on."""
+        rewards = scored.rewards
+        if self._objective.truncated == "mask":
+            is_cut = np.array([each.reason == "length" for each in scored.samples])
+            rewards = np.where(is_cut, np.nan, rewards)
+        return rewards.reshape(-1, self._run.rl.samples)
+
+    def _count_dead(self, drawing: Drawing, step: int) -> None:
         """Raise Diverged if too many rollouts in a row have no group with different rewards."""
         run = self._run
-        self._dead = self._dead + 1 if dead.all() else 0
+        self._dead = self._dead + 1 if drawing.is_dead else 0
         if self._dead < run.guard.budget or not self._objective.terms.has_group_baseline:
             return
         raise Diverged(
             f"all samples of each prompt had equal rewards in {self._dead} rollouts in a row",
             where=f"rollout of step {step}",
-            why=f"the mean reward is {mean(rewards.ravel()):.4g}, and equal rewards of a group "
+            why=f"the mean reward is {drawing.figures['reward']:.4g}, and equal rewards of a group "
             "have no gradient: the prompts are too hard for this model, or too easy",
             fix=f"--config.rl.samples={2 * run.rl.samples} "
             f"--config.train.batch={2 * run.train.batch}    # a new run with larger groups\n"
             "choose prompts that the model solves now and then\n"
             "begin with a model that solves some of them",
         )
+
+
+def _done(drawing: Drawing) -> Future[Drawing]:
+    """Return a rollout that is drawn in the form of one that is being drawn."""
+    future: Future[Drawing] = Future()
+    future.set_result(drawing)
+    return future
 
 
 def _empty(rows: int, length: int) -> Tokens:
@@ -252,14 +362,16 @@ def _columns(rows: Tokens) -> dict[str, np.ndarray]:
     return {name: each for name, each in named.items() if isinstance(each, np.ndarray)}
 
 
-def _read(path: Path, like: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-    """Return the arrays in a file; None if it is missing, damaged, or of other shapes."""
+def _read(path: Path, like: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list] | None:
+    """Return the arrays and notes in a file; None if it is missing, damaged or of other shapes."""
     try:
-        stored = safetensors.numpy.load_file(path)
-    except (OSError, safetensors.SafetensorError):
+        with safetensors.safe_open(path, "numpy") as file:
+            notes = json.loads((file.metadata() or {})[NOTES])
+            stored = {name: file.get_tensor(name) for name in like}
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError):
         return None
     shapes = [{n: (x.shape, x.dtype) for n, x in each.items()} for each in (stored, like)]
-    return stored if shapes[0] == shapes[1] else None
+    return (stored, notes) if shapes[0] == shapes[1] else None
 
 
 def _records(scored: Scored, used: Sequence[float | None]) -> list[dict[str, Any]]:
