@@ -64,7 +64,7 @@ class Drawn(NamedTuple):
 
 
 class _Prompts(NamedTuple):
-    """What some slots begin with; `words` are those of the keys of samples."""
+    """Prompts of some slots; `words` are those of the keys of samples."""
 
     ids: Int[Array, "A P"]
     lengths: Int[Array, "A"]

@@ -201,8 +201,8 @@ class Rollouts(contextlib.ExitStack):
         """
         updates, directory = self._run.rl.updates, self._context.directory
         current = loaders.batch_number(step, skips) // updates
-        kept = [number for number in sorted(self._drawings) if number >= current]
-        if not kept or not directory.is_writer:
+        remaining = [number for number in sorted(self._drawings) if number >= current]
+        if not remaining or not directory.is_writer:
             return
         folder = directory.path / FOLDER
         folder.mkdir(exist_ok=True)
@@ -210,7 +210,7 @@ class Rollouts(contextlib.ExitStack):
         for file in folder.glob("*.safetensors"):
             if int(file.stem) < oldest:
                 file.unlink()
-        for number in kept:
+        for number in remaining:
             rows, *notes = self._drawings[number].result()
             content = safetensors.numpy.save(_columns(rows), {NOTES: json.dumps(notes)})
             directory.write_bytes(f"{FOLDER}/{number}.safetensors", content)
@@ -306,9 +306,9 @@ class Rollouts(contextlib.ExitStack):
         """
         run = self._run
         prompts, size = run.rl.prompts(run.train.batch), self._loader.shards.documents
-        again = [attempt] if attempt else []
+        extra = [attempt] if attempt else []
         places = [divmod(number * prompts + group, size) for group in groups]
-        chosen = [loaders.shuffled(n, size, [run.seed, epoch, *again]) for epoch, n in places]
+        chosen = [loaders.shuffled(n, size, [run.seed, epoch, *extra]) for epoch, n in places]
         root = root_key(run.seed, f"redraw {attempt}" if attempt else "rollout")
         keys = row_keys(root, number, prompts, run.rl.samples).reshape(prompts, -1)
         keys = keys[np.array(groups)].reshape(-1)
