@@ -117,8 +117,8 @@ def test_a_further_turn_continues_the_ids_that_were_drawn(wide):
         assert not whole.log_p[size : size + 3].any()
         key = jax.random.fold_in(keys[n], 1)[None]
         prompt = np.concatenate((prompts[n], one.ids, more))
-        (again,) = drawing.draw(flat, [prompt], key)
-        np.testing.assert_array_equal(again.ids, whole.last_turn)
+        (repeated,) = drawing.draw(flat, [prompt], key)
+        np.testing.assert_array_equal(repeated.ids, whole.last_turn)
     rows = as_rows([Weighted(PROMPTS[0], drawn[n], 1.0) for n in followed], 80, mean="token")
     for row, n in enumerate(followed):
         weights = rows.weights[row, 1 : 1 + len(drawn[n].ids)]
