@@ -65,6 +65,7 @@ def runs(encoder, encoded):
     return [each.decode() for each in out]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_template_without_marks_gives_the_same_mask_as_one_with(name):
     family = FAMILIES[name]
@@ -76,6 +77,7 @@ def test_a_template_without_marks_gives_the_same_mask_as_one_with(name):
     assert sum(each.crossed for each in probed) == 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_token_that_ends_a_turn_is_trained_and_each_text_has_its_first_token_once(name):
     family = FAMILIES[name]

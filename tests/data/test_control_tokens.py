@@ -11,6 +11,7 @@ from tests.data import tokenizer_kinds
 TEXT = "H\u00e9 12  +\n34 = \U0001f600 \u6f22\u5b57!  \n\nx"
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", tokenizer_kinds.KINDS)
 def test_a_spelled_control_token_is_text(kind):
     tokenizer = tokenizer_kinds.kind(kind)
@@ -20,6 +21,7 @@ def test_a_spelled_control_token_is_text(kind):
     assert encoded.ids.tolist() == tokenizer.encode(spelled)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", tokenizer_kinds.KINDS)
 def test_ids_have_the_weight_of_their_first_character(kind):
     tokenizer = tokenizer_kinds.kind(kind)

@@ -61,6 +61,7 @@ def test_starting_at_any_step_gives_the_uninterrupted_stream(loader: Loader) -> 
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("hosts", [2, 4, 8])
 def test_any_number_of_hosts_reads_the_same_global_batch_row_by_row(
     loader: Loader, hosts: int
@@ -104,6 +105,7 @@ def test_another_seed_reads_another_order(tmp_path: Path, loader: Loader) -> Non
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batch", [1, 7, 8, 1000])
 def test_evaluation_gives_the_same_totals_with_any_batch(loader: Loader, batch: int) -> None:
     weight, checksum = 0.0, 0

@@ -66,6 +66,7 @@ def test_the_stages_read_one_stream_and_lose_no_token(loader: Loader) -> None:
         assert (starts == 0).all(), "each document of a row begins at 0"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("start", [1, 2, 4, 5, 7])
 def test_a_resume_in_any_stage_on_other_hosts_reads_the_same(loader: Loader, start: int) -> None:
     unbroken = list(itertools.islice(loader.batches(0, batch=PACE), 9))[start:]

@@ -53,6 +53,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "UNIGRAM_PART", 50)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", KINDS)
 def test_ids_of_a_text_in_spans_are_those_of_the_whole_text(
     name: str, short: None, monkeypatch: pytest.MonkeyPatch
@@ -69,6 +70,7 @@ def test_ids_of_a_text_in_spans_are_those_of_the_whole_text(
         assert sum(map(len, ids)) > 3 * len(texts)  # they were cut
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "name",
     [name for name in KINDS if name not in ("bytes", "characters", "wordpiece", "bert")],

@@ -641,6 +641,7 @@ def test_b6_the_cause_of_a_failed_save_is_shown_though_long_paths_stand_before_i
     store.release()
 
 
+@pytest.mark.slow
 def test_the_metrics_through_a_step_are_on_the_disk_before_its_commit(
     config, tmp_path, monkeypatch
 ):

@@ -109,6 +109,7 @@ def test_e1_any_number_of_hosts_reads_the_same_batches_row_by_row(
     record_property("E1", f"{kind} {count} batches of 1, 2, 4, 8 hosts the same")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["concat", "first_fit"])
 def test_e2_another_number_of_hosts_goes_on_with_the_same_stream(
     texts: str, tmp_path: Path, kind: str
@@ -128,6 +129,7 @@ def test_e2_another_number_of_hosts_goes_on_with_the_same_stream(
 # E3: the data that a run reports as read
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("change", "changed"),
     [
@@ -320,6 +322,7 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> int:
     return open_apart(folder / "a.txt", "bytes", folder / "cache")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lines.jsonl"])
 def test_e4_a_document_of_50_mb_takes_seconds_and_seven_times_its_memory(
     tmp_path: Path, name: str, idle: int, record_property: Recorder
@@ -348,6 +351,7 @@ def test_e4_a_document_of_50_mb_goes_through_a_trained_tokenizer(
     assert highest - idle <= 7 * SIZE
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("character", ["a", "\u6f22", "\0", "\u2581"])
 def test_e4_a_million_characters_with_no_break_do_not_hang(
     tmp_path: Path, character: str, record_property: Recorder
@@ -442,6 +446,7 @@ def test_e5_damage_names_the_record_that_could_not_be_read(stored: TokenShards, 
     assert checked.value.where == str(path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("harm", ["cut", "removed", "replaced", "flipped"])
 def test_e5_a_shard_that_is_harmed_while_it_is_read_ends_the_stream(
@@ -479,6 +484,7 @@ def flipped(path: Path, at: float) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_e5_under_skip_what_cannot_be_read_weighs_nothing_and_each_piece_is_told_once(
     stored: TokenShards, tmp_path: Path, workers: int
@@ -516,6 +522,7 @@ def test_e5_under_skip_what_cannot_be_read_weighs_nothing_and_each_piece_is_told
     assert lost / 2 <= tokens < lost
 
 
+@pytest.mark.slow
 def test_e5_more_damage_than_may_be_lost_ends_the_run_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -589,6 +596,7 @@ def falsify(shards: TokenShards, document: int, position: int, value: int) -> No
     dataclasses.replace(made, vocab=Bytes().size, shards=(entry,)).write(folder)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("position", [5, -1], ids=["read", "only predicted"])
 @pytest.mark.parametrize("value", [296, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1])
 def test_e6_an_id_past_the_vocabulary_is_found_on_the_host_with_its_place(
@@ -831,6 +839,7 @@ def test_e10_a_plan_that_was_harmed_is_made_again(stored: TokenShards, tmp_path:
 # E11, E12: too little, or twice
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["too short", "blank", "held out"])
 def test_e11_too_little_data_is_an_error_in_ten_seconds(
     tmp_path: Path, kind: str, record_property: Recorder
@@ -884,6 +893,7 @@ def put_twice(folder: Path, way: str) -> tuple[str, str, list[str]]:
     return f"{folder}/out/train", f"{folder}/moved", ["out/train", "moved"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "way",
     [
@@ -918,6 +928,7 @@ def test_e12_empty_files_and_different_ones_of_one_size_are_no_overlap(tmp_path:
 # S5: a manifest that leads elsewhere
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../outside.bin"])
 @pytest.mark.parametrize("name", ["tokens-00000.bin", "documents-00000.bin", "checks-00000.bin"])
 def test_s5_a_shard_that_is_a_link_out_of_its_folder_is_refused(
@@ -932,6 +943,7 @@ def test_s5_a_shard_that_is_a_link_out_of_its_folder_is_refused(
     assert caught.value.where == str(path)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "change",
     [

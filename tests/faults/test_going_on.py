@@ -86,6 +86,7 @@ UNSAFE = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "fields",
     [*([field] for field in UNSAFE), ["seed", "train.batch", "optim.lr"], [*UNSAFE][:-1]],
@@ -130,6 +131,7 @@ def finished(config, half, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("flags", REFUSED.values(), ids=REFUSED)
 def test_a_refused_start_reads_no_array_and_leaves_a_finished_run_as_it_was(
     config, finished, tmp_path, monkeypatch, flags
@@ -156,6 +158,7 @@ def spoil(run, step):
 LATE = {"going back": BACK, "around a damaged step": ()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", LATE.values(), ids=LATE)
 def test_a_start_that_is_refused_for_its_data_leaves_every_step_where_it_was(
     config, finished, tmp_path, flags
@@ -185,6 +188,7 @@ def test_a_checkpoint_of_another_shape_is_refused_whatever_was_allowed_and_all_s
     assert harness.tree(run) | {"exit.json": b""} == before
 
 
+@pytest.mark.slow
 def test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew(
     config, tmp_path, capsys, monkeypatch
 ):
@@ -289,6 +293,7 @@ def test_f8_other_dtypes_need_cast(config, run, capsys):
 LOW = ("--config.precision.params=bfloat16", "--config.precision.moments=bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_f8_a_run_in_bfloat16_that_was_stopped_is_the_unbroken_one_bit_for_bit(
     config, tmp_path, moments
@@ -313,6 +318,7 @@ def test_f8_a_run_in_bfloat16_that_was_stopped_is_the_unbroken_one_bit_for_bit(
     assert {kind for path, kind in dtypes.items() if path.startswith("opt_state/")} == {moments}
 
 
+@pytest.mark.slow
 def test_f8_moments_in_bfloat16_of_a_run_of_before_the_setting_need_cast(config, tmp_path, capsys):
     """No setting differs then: a record without `precision.moments` is read with its default."""
     run = tmp_path / "run"
@@ -335,6 +341,7 @@ def test_f8_moments_in_bfloat16_of_a_run_of_before_the_setting_need_cast(config,
     assert not any("bfloat16" in kind for kind in moments)
 
 
+@pytest.mark.slow
 def test_f9_an_older_start_needs_force_and_keeps_the_newer_steps(config, run, capsys):
     assert harness.steps(run) == [2, 4, 6]
     words = harness.words(config, run, "--start_at=2")

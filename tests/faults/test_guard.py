@@ -46,6 +46,7 @@ def unbroken(config, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_an_ordinary_run_skips_nothing(unbroken):
     assert harness.records(unbroken)[-1]["split"] == "val"
     assert {r["skipped_total"] for r in harness.records(unbroken) if r["split"] == "train"} == {0}
@@ -174,6 +175,7 @@ def test_c7_a_kill_straight_after_a_rewind_does_not_bring_the_given_up_future_ba
     assert harness.state_digest(tmp_path / "killed") == harness.state_digest(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_c6_rewinds_are_counted_over_restarts_and_end_with_79(
     config, tmp_path, monkeypatch, capsys, record_property
 ):
@@ -291,6 +293,7 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
     assert f"final_norm/scale on {jax.devices()[3]}" in output
 
 
+@pytest.mark.slow
 def test_a_gradient_spike_of_the_real_run_is_skipped(config, tmp_path, monkeypatch):
     broken(monkeypatch, "grads:spike=1000@30")
     assert main(harness.words(config, tmp_path / "run", *STEPS)) == 0

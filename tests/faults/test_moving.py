@@ -139,6 +139,7 @@ def test_b14_a_checkpoint_of_split_parameters_goes_on_bit_for_bit_where_it_was(
     assert harness.state_digest(half_split) == harness.state_digest(split)
 
 
+@pytest.mark.slow
 def test_b14_a_checkpoint_of_split_parameters_moves_back(
     config, half_split, long, monkeypatch, record_property
 ):

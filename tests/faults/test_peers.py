@@ -104,6 +104,7 @@ def test_d2_without_its_coordinator_a_rank_ends(pair, record_property):
     assert done.has_no_orphans()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("point", "rank"),
     [("data.next", 1), ("step.before", 1), ("step.before", 0), ("eval", 1), ("save.begin", 1)],
@@ -127,6 +128,7 @@ def test_d3_an_error_of_one_rank_ends_both_and_both_tell_it(
 SHORT = "--watch=step=3s,compile=3s,start=20s"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["in Python", "in a callback of the device"])
 def test_d4_a_stuck_rank_ends_both_with_the_stacks_of_both(pair, tmp_path, where, record_property):
     faults = "step.before:hang@8#1" if where == "in Python" else ""
@@ -144,6 +146,7 @@ def test_d4_a_stuck_rank_ends_both_with_the_stacks_of_both(pair, tmp_path, where
     assert exit_of(tmp_path)["code"] == 76
 
 
+@pytest.mark.slow
 def test_d4_a_stopped_rank_ends_both(pair, tmp_path, record_property):
     sent = []
 
@@ -169,6 +172,7 @@ def test_d4_a_rank_whose_python_does_not_run_is_ended_from_outside(pair):
     assert done.has_no_orphans()
 
 
+@pytest.mark.slow
 def test_d5_slow_is_not_stuck(pair, record_property):
     slow = (
         "step.before:sleep=0.6@8#1,eval:sleep=1.6@8#0,save.begin:sleep=1.6@8#1,"
@@ -182,6 +186,7 @@ def test_d5_slow_is_not_stuck(pair, record_property):
     record_property("D5", "0 alarms in 4 phases")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_d6_a_peer_that_never_comes_is_named(tmp_path, rank, record_property):
     begun = time.monotonic()
@@ -210,6 +215,7 @@ def test_d7_ranks_that_differ_refuse_before_they_compute(pair, record_property):
     record_property("D7", f"{took:.1f} s")
 
 
+@pytest.mark.slow
 def test_d8_a_rank_may_finish_before_the_other(pair, record_property):
     done = pair("--late=1:2")
     assert (done.failure, done.codes) == (None, [0, 0])
@@ -245,6 +251,7 @@ def test_d11_thirty_starts_in_ten_minutes_leave_nothing_behind(pair, record_prop
     assert not [name for name in left if not is_mapped(f"/dev/shm/{name}")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step_which_they_save(
     pair, tmp_path, rank, record_property
@@ -270,6 +277,7 @@ def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step_which_they_save(
     assert harness.store(tmp_path).arrays(step)["total"] == total == 4 * step
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("busy", ["in Python", "in the device"])
 def test_a9_the_second_signal_ends_at_once(tmp_path, number, code, busy):
@@ -293,6 +301,7 @@ def test_a9_the_second_signal_ends_at_once(tmp_path, number, code, busy):
     assert (left["code"], left["cause"]) == (code, f"{number.name} came twice")
 
 
+@pytest.mark.slow
 def test_a9_the_second_signal_to_one_rank_ends_both(pair):
     def stop(ranks, line):
         if line == "[1] step 8":
@@ -336,6 +345,7 @@ def test_s10_the_coordinator_listens_where_it_was_told(pair):
     assert "warning" not in done.output(0)
 
 
+@pytest.mark.slow
 def test_s10_another_address_than_loopback_is_warned_of(tmp_path):
     addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
     host = addresses[0] if addresses else "0.0.0.0"
@@ -529,6 +539,7 @@ def test_d4_a_stuck_rank_of_a_run_ends_both_with_the_stacks_of_both(front_door, 
         assert "training.py" in (tmp_path / f"stacks.{rank}.txt").read_text()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_d6_a_run_whose_peer_never_comes_ends_with_69_and_says_who_is_there(
     front_door, tmp_path, rank
@@ -552,6 +563,7 @@ def test_d2_a_killed_coordinator_of_a_run_ends_the_other_rank_with_69(front_door
     assert (left["code"], left["step"]) == (69, harness.steps(tmp_path)[-1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("difference", ["config and code", "data"])
 def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_path, difference):
     """Ten seconds count from their start; an overloaded machine may take longer."""
@@ -599,6 +611,7 @@ def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_pat
     assert not (run / "metrics.jsonl").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("refused", [0, 1])
 def test_d7_a_rank_whose_own_command_is_wrong_is_told_to_the_other(front_door, tmp_path, refused):
     """It is refused before they meet: the other would wait for it for minutes."""

@@ -591,6 +591,7 @@ def test_a6_each_row_of_an_epoch_is_read_once_also_over_resumes(
     record_property("A6", f"{len(stops)} lives, {rows} rows an epoch, each once")
 
 
+@pytest.mark.slow
 def test_a_store_opened_twice_by_its_owner_reads_the_same(tmp_path, unbroken):
     assert Store(unbroken / "checkpoints", CheckpointConfig(), read_only=True).steps() == (
         harness.steps(unbroken)

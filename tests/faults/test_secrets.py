@@ -42,6 +42,7 @@ def test_s8_a_run_writes_no_secret_of_its_environment(tiny_run, record_property)
     assert written["NCCL_DEBUG"] == "https://***@host/log"
 
 
+@pytest.mark.slow
 def test_s8_an_exported_model_holds_no_secret(tiny_run, tmp_path):
     """The environment of the export has the same secrets."""
     out = tmp_path / "hub"
@@ -75,6 +76,7 @@ SECRET_WORDS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("trace", [[], ["--trace"]])
 @pytest.mark.parametrize("case", SECRET_WORDS)
 def test_s8_a_secret_on_the_command_line_is_refused_and_not_shown(

@@ -54,6 +54,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", BROKEN)
 def test_s12_an_error_that_quotes_data_is_escaped_and_short(case, tmp_path, capsys):
     name, content = BROKEN[case]

@@ -37,6 +37,7 @@ DEEP_JSON = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", DEEP_JSON)
 def test_s7_json_of_a_hundred_thousand_levels_is_an_error_and_no_crash(
     kind, tiny_run, shards, tmp_path
@@ -151,6 +152,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_s7_a_hostile_tokenizer_file_is_refused_or_works_within_ten_seconds(case, tmp_path, capsys):
     path = tmp_path / "tokenizer.json"

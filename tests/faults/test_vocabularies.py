@@ -57,6 +57,7 @@ def sparse(path: Path, first: bytes) -> None:
         file.truncate(2**30)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "first"),
     [

@@ -116,7 +116,7 @@ def greedy(blueprint, params, prompt, count, known=0):
     return ids[len(prompt) :]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("units", [{backend.AMX, backend.VECTORS}, set()])
 def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built, units, monkeypatch):
     """However the weights lie on this CPU or on another."""
@@ -126,6 +126,7 @@ def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built, units, mon
     assert len({tuple(row) for row in out}) == 3
 
 
+@pytest.mark.slow
 def test_prompts_are_read_both_ways_where_that_is_asked_for(llama):
     out = generate(*llama, PROMPTS[:1], both_ways=True)
     assert out == [greedy(*llama, PROMPTS[0], 8, known=len(PROMPTS[0]))]
@@ -185,6 +186,7 @@ def forward(llama):
     return logits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_penalties_and_log_probabilities_are_those_of_the_numbers_written_out(
     llama, forward, is_int8
@@ -241,6 +243,7 @@ def test_no_step_is_made_once_all_rows_have_ended(llama):
     assert (out.length.tolist(), out.reason.tolist(), len(made)) == ([1, 1], [decode.END] * 2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch, is_prepared):
@@ -272,7 +275,7 @@ def guessing(request):
     return made(request.param)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "how",
     [

@@ -20,6 +20,7 @@ def test_top_k_keeps_the_k_likeliest():
     assert kept(top_k=2) == [[True, True, False, False, False], [False, False, False, True, True]]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("p", "count"), [(0.4, 1), (0.5, 1), (0.6, 2), (0.84, 3), (0.99, 5), (1.0, 5)]
 )
@@ -32,12 +33,14 @@ def test_top_p_counts_what_top_k_left():
     assert [sum(row) for row in kept(top_k=2, top_p=0.7)] == [1, 1]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("k", "count"), [(1, 2), (2, 2), (3, 5), (4, 5), (5, 5), (6, 6), (9, 6)])
 def test_top_k_keeps_all_that_equal_the_last_of_the_k(k, count):
     tied = jnp.asarray([[1.0, 3.0, 2.0, 2.0, 3.0, 2.0]])
     assert int(jnp.isfinite(sampling.filter_logits(tied, top_k=k)).sum()) == count
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 0.75, 0.999999])
 def test_top_p_keeps_all_or_none_of_those_that_are_equally_likely(p):
     tied = jnp.log(jnp.asarray([[0.2, 0.3, 0.2, 0.3]]))
@@ -61,6 +64,7 @@ def test_an_id_that_was_excluded_before_stays_out(options):
     assert set(drawn.tolist()) == {0, 2, 4}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("share", [1e-6, 0.1, 0.2, 0.39, 0.41, 0.9, 1.0])
 def test_min_p_keeps_what_is_at_least_that_share_as_likely_as_the_likeliest(share):
     probability = np.exp(LOGITS.astype(np.float64))
@@ -78,6 +82,7 @@ def test_a_row_draws_the_same_whatever_is_beside_it():
     assert together.tolist() == [int(i) for i in alone]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.3}])
 @pytest.mark.parametrize("temperature", [0.01, 1e-30, 1e-38, 1e-45])
 def test_a_temperature_near_zero_draws_the_likeliest(temperature, options):

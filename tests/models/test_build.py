@@ -31,7 +31,7 @@ def built(request):
     return blueprint, jax.jit(blueprint.init)(jax.random.key(0))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", MESHES)
 def test_parameters_born_sharded_are_those_of_one_device(built, layout):
     blueprint, alone = built
@@ -50,6 +50,7 @@ def test_parameters_born_sharded_are_those_of_one_device(built, layout):
     assert len(split) > len(places) / 3, "hardly anything was split"
 
 
+@pytest.mark.few(1)
 def test_the_sharded_model_gives_the_logits_of_one_device(built):
     blueprint, alone = built
     grid = mesh.build(MESHES["tensor and fsdp"], jax.devices()[:4])
@@ -74,6 +75,7 @@ def test_shapes_are_those_of_the_parameters_and_cost_nothing_to_know(built):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(blueprint.shapes))
 
 
+@pytest.mark.few(1)
 def test_merged_parameters_come_out_again_in_their_places(built):
     blueprint, params = built
     leaves, treedef = jax.tree.flatten(params)

@@ -90,6 +90,7 @@ def test_fsdp_and_tensor_send_what_the_closed_form_says():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_an_adapter_gathers_what_is_stored_and_sums_its_own_gradients(arm):
     """QLoRA gathers codes of 4 bits and the scales of outputs; B of other outputs is whole."""

@@ -16,6 +16,11 @@ from jaxlm.models.families.union import Family
 from tests.parity import weights
 
 GOLDENS = Path(__file__).parents[1] / "golden/transformers"
+FIRST = {type(family): name for name, family in reversed(weights.FAMILIES.items())}.values()
+MODELS = [
+    pytest.param(name, marks=() if name in FIRST else pytest.mark.slow, id=name)
+    for name in weights.FAMILIES
+]
 
 
 def test_every_family_has_a_golden():
@@ -23,7 +28,7 @@ def test_every_family_has_a_golden():
     assert {path.stem for path in GOLDENS.glob("*.json")} == set(weights.FAMILIES)
 
 
-@pytest.mark.parametrize("name", weights.FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_loss_logits_and_gradients_are_those_of_transformers(name):
     golden, family = json.loads((GOLDENS / f"{name}.json").read_text()), weights.FAMILIES[name]
     blueprint = Blueprint(family.build(), Precision.float32())
@@ -49,7 +54,7 @@ def test_loss_logits_and_gradients_are_those_of_transformers(name):
         np.testing.assert_allclose(np.linalg.norm(mine[key]), norm, rtol=1e-4, err_msg=key)
 
 
-@pytest.mark.parametrize("name", weights.FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_tensors_and_attributes_come_back_as_they_were(name):
     family = weights.FAMILIES[name]
     blueprint = Blueprint(family.build(), Precision.float32())

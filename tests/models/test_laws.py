@@ -165,7 +165,7 @@ def built(request):
     return blueprint, jax.device_put(jax.tree_util.tree_map_with_path(away, jax.device_get(params)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_no_token_depends_on_those_after_it(built):
     blueprint, params = built
     tokens, positions = inputs(rows=1)
@@ -185,7 +185,7 @@ def test_no_token_depends_on_those_after_it(built):
     assert float(jnp.abs(gradient[tokens[0, 3]]).max()) > 0.0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_packed_documents_do_not_see_each_other(built):
     blueprint, params = built
     tokens, _ = inputs(rows=1)
@@ -198,6 +198,7 @@ def test_packed_documents_do_not_see_each_other(built):
         np.testing.assert_allclose(packed[:, start:stop], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(4)
 def test_padding_is_finite_and_changes_nothing(built):
     blueprint, params = built
     tokens, positions = inputs(rows=1)
@@ -209,7 +210,7 @@ def test_padding_is_finite_and_changes_nothing(built):
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_scan_and_unroll_run_the_same_parameters(built):
     blueprint, params = built
     other = Blueprint(blueprint.config, Precision.float32(), layers="unroll")
@@ -228,7 +229,7 @@ def test_scan_and_unroll_run_the_same_parameters(built):
         np.testing.assert_allclose(leaf, tree.leaves(gb)[path], rtol=1e-3, atol=1e-6, err_msg=path)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "remat", ["dots", "full", "save:attention_out", "save:attention_out,mlp_out"]
 )
@@ -250,6 +251,7 @@ def test_a_remat_policy_that_does_not_exist_is_refused():
         logits(blueprint, blueprint.init(jax.random.key(0)), *inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["scan", "unroll"])
 def test_full_remat_keeps_less_in_memory(layers):
     family = Llama(vocab=VOCAB, width=64, depth=6, heads=4, kv_heads=4)
@@ -265,7 +267,7 @@ def test_full_remat_keeps_less_in_memory(layers):
     assert sizes["full"] < (0.6 if is_waited_for else 0.95) * sizes["none"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_cached_decoding_is_the_full_forward_row_by_row(built):
     blueprint, params = built
     tokens, positions = inputs(rows=3)
@@ -517,6 +519,7 @@ def test_what_groups_and_latents_cannot_be_is_told_with_what_they_can(changed, s
     assert (actual, flag) == (setting, fix)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "mixtral", "deepseek_v2", "deepseek_v3", "patterned"]
 )
@@ -533,6 +536,7 @@ def test_flops_are_those_of_the_products_in_the_program(name):
     assert counted > half > 6 * model_cost.matmul_parameters(config)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [3, LENGTH])
 def test_the_keys_of_a_causal_row_are_those_that_its_masks_show(length):
     config = CONFIGS["patterned"]

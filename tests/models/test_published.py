@@ -23,12 +23,14 @@ class Described:
         return {}
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
 def test_a_published_config_is_understood_and_has_as_many_parameters_as_the_model(row):
     family, _ = hub_architecture.read_family(Described(row["attributes"]), lambda _: None)
     assert model_cost.parameters(family.build()) == row["parameters"]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
 def test_one_attribute_more_is_refused_by_its_name(row):
     attributes = row["attributes"] | {"residual_multiplier": 0.22}

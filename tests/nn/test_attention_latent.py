@@ -89,6 +89,7 @@ def test_a_whole_row_is_what_float64_says(name):
     np.testing.assert_allclose(out, expected(KINDS[name], params), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cache_gives_the_same_whether_keys_are_made_of_it_or_not(name, dtype):

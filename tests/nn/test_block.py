@@ -73,6 +73,7 @@ def x():
     return jax.random.normal(jax.random.key(2), (ROWS, LENGTH, WIDTH))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("residual", WIRINGS)
 def test_every_wiring_is_its_formula(residual, kind, x):
@@ -93,6 +94,7 @@ def test_every_wiring_is_its_formula(residual, kind, x):
     assert {name for name in params if name.endswith("norm")} == read, "a norm that nothing reads"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("residual", WIRINGS)
 def test_what_each_part_adds_has_the_name_by_which_remat_keeps_it(residual, x):
     block, _ = made(residual=residual)
@@ -101,6 +103,7 @@ def test_what_each_part_adds_has_the_name_by_which_remat_keeps_it(residual, x):
     assert sorted(named) == sorted(REMAT_NAMES)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("residual", ["pre", "sandwich", "parallel"])
 def test_what_each_part_adds_is_dropped_at_the_rate_and_apart(residual, x):
     block, _ = made(residual=residual, dropout=0.25)
@@ -110,6 +113,7 @@ def test_what_each_part_adds_is_dropped_at_the_rate_and_apart(residual, x):
     assert abs(float((drawn == x[None]).mean()) - 0.25**2) < 0.005
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("residual", WIRINGS)
 def test_nothing_is_dropped_without_a_key(residual, x):
     block, _ = made(

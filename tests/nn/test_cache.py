@@ -20,6 +20,7 @@ def seen(read, last):
     return rows
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_a_query_finds_what_was_written_in_its_window_however_it_was_written(window, dtype):

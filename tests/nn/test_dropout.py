@@ -58,6 +58,7 @@ def test_a_layer_that_every_row_passes_by_might_as_well_not_be_there(whole):
     np.testing.assert_array_equal(run(without), whole)
 
 
+@pytest.mark.slow
 def test_scan_and_unroll_pass_by_the_same_layers(whole):
     drops = (0.2, 0.5, 0.7)
     one, other = (

@@ -25,6 +25,7 @@ def test_every_activation_that_a_config_can_name_is_there():
     assert set(get_args(Activation)) == ACTIVATIONS.keys() == FORMULAS.keys()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", FORMULAS)

@@ -96,7 +96,7 @@ def objective(out, means, config, cotangent):
     return (out * cotangent).sum() + COUNTED.sum() * added
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_outputs_means_and_gradients_are_those_of_numpy(name):
     config = KINDS[name]
@@ -173,6 +173,7 @@ def test_an_expert_takes_earlier_tokens_first():
     np.testing.assert_array_equal(moe(x, ones)[0][:, :5], moe(changed, ones)[0][:, :5])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["softmax", "capacity, one expert, shared"])
 def test_where_activations_are_bfloat16_so_is_their_gradient(name, monkeypatch):
     """The gradient has the dtype of a GPU or TPU; the router multiplies in float32."""
@@ -203,6 +204,7 @@ def test_in_decoding_nothing_is_dropped():
     assert float(means["moe_dropped"].total) == 0.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("top_k", [0, 6])
 def test_a_token_cannot_see_more_experts_than_there_are(top_k):
     with pytest.raises(ValueError, match=f"top_k = {top_k} of experts = 5"):

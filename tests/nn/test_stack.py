@@ -84,12 +84,13 @@ def scanned(pattern):
     return loss_and_gradients(made(*pattern))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_scan_and_unroll_drop_the_same_with_the_same_key(pattern, scanned):
     assert_same(scanned, loss_and_gradients(made(*pattern, layers="unroll")))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("depth", "layers", "remat"),
     [
@@ -126,6 +127,7 @@ def test_remat_computes_again_what_its_policy_does_not_keep():
     assert counts["full"] >= counts["save:mlp_out"] > counts["dots"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layers", ["scan", "unroll"])
 def test_of_several_policies_layers_take_turns(layers):
     def products(remat):
@@ -148,6 +150,7 @@ def test_turns_of_kinds_and_policies_that_do_not_divide_the_depth_change_nothing
     assert_same(plain, turns)
 
 
+@pytest.mark.few(1)
 def test_without_a_key_nothing_is_dropped(pattern):
     depth, kinds = pattern
     still = tuple(
@@ -172,6 +175,7 @@ def test_a_layer_draws_by_its_place_and_not_by_the_pattern():
     np.testing.assert_allclose(run(one, key=KEY), run(two, key=KEY), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few(1)
 def test_layers_are_run_in_the_order_of_the_pattern(pattern):
     depth, kinds = pattern
     stack = made(depth, kinds)

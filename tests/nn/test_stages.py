@@ -55,6 +55,7 @@ def plain():
     return loss_and_gradients(made(None))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
@@ -72,11 +73,13 @@ def test_a_pipeline_is_the_plain_loop_with_packed_rows(plain, schedule, options)
     assert_same(plain, loss_and_gradients(made(schedule, **options)))
 
 
+@pytest.mark.slow
 def test_a_pattern_of_two_kinds_repeats_within_each_stage():
     plain, piped = (made(plan, depth=8, pattern=KINDS) for plan in (None, Schedule(2, 2, 2)))
     np.testing.assert_allclose(run(piped), run(plain), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_micro_batch_drops_its_own_and_the_same_again():
     stack = made(Schedule(2, 2), pattern=(DROPPING,))
     same = jnp.broadcast_to(jax.random.normal(KEY, (LENGTH, WIDTH)), (2, LENGTH, WIDTH))

@@ -179,6 +179,7 @@ def test_tokens_of_a_blank_have_its_position_and_one_inside(shards, tmp_path):
     assert orders == {True, False}, "spans come in any order"
 
 
+@pytest.mark.few(5)
 def test_any_number_of_hosts_reads_the_same_rows(stream):
     _, loader = stream
     for step in (3, loader.plan.rows // BATCH):  # the second crosses an epoch's edge
@@ -195,6 +196,7 @@ def test_a_stream_begun_anywhere_goes_on_as_if_never_stopped(loader):
         assert are_same(one, other)
 
 
+@pytest.mark.few(5)
 def test_each_epoch_draws_anew_unless_all_is_fixed(stream):
     arm, loader = stream
     rows = loader.plan.rows

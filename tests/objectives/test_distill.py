@@ -125,6 +125,7 @@ def test_the_divergence_has_no_gradient_for_the_teacher_and_is_never_negative():
     assert np.isfinite(divergence(100 * teacher, -100 * student, 1.0)).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["reverse", "jsd"])
 def test_other_divergences_are_those_of_a_float64_reference(blueprint, models, kind):
     student, teacher = (logits_of(blueprint, params) for params in models)
@@ -211,6 +212,7 @@ def test_a_distillation_that_stops_resumes_to_the_same_bits(config, teacher, tmp
     assert losses(whole) == losses(parts)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("flags", "code", "text"),
     [
@@ -239,6 +241,7 @@ def test_a_teacher_that_cannot_teach_is_refused(
     assert not (tmp_path / "run/config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_teacher_that_changed_is_refused_when_the_run_resumes(config, teacher, tmp_path, capsys):
     """Resumed from another teacher, a run would minimize another loss from one step to the next."""
     run = tmp_path / "run"

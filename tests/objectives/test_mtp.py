@@ -189,6 +189,7 @@ def test_a_mesh_gives_the_loss_and_the_gradient_of_one_device(built):
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*((arm, "sequential") for arm in DECODERS), (Llama, "parallel")],

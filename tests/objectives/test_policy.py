@@ -107,6 +107,7 @@ def gradient_of(blueprint, **settings):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS])
 def test_each_algorithm_is_its_formula_in_float64(blueprint, models, batch, algorithm):
     """The gradient is that of the log-probabilities, times the formula's numeric slope."""
@@ -171,6 +172,7 @@ def test_microbatches_and_a_chunked_loss_change_no_bit_of_the_meaning(blueprint,
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kl", ["reward_k1", "loss_k3", "loss_k3_weighted"])
 def test_a_reference_adds_its_penalty_alone(blueprint, models, batch, kl):
     """At the reference itself the penalty and its gradient are 0; elsewhere `kl_nats` is k3."""

@@ -132,6 +132,7 @@ def expected(blueprint, models, loss, beta, nll):
     return np.mean(values) + nll * share * np.mean(nats)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_packed_pairs_have_the_loss_of_the_paper_in_every_layout(blueprint, models, loss):
     settings = {"loss": loss, "beta": 0.5, "nll": 0.25}

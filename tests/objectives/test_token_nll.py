@@ -64,6 +64,7 @@ def test_the_loss_is_the_weighted_sum_over_a_float64_softmax(blueprint, params, 
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [None, 9])
 def test_a_cap_smoothing_and_the_z_loss_together_are_those_of_float64(batch, params, chunk):
     capped = Llama(vocab=50, width=16, depth=2, heads=2, kv_heads=1).build()

@@ -14,6 +14,7 @@ from jaxlm.objectives.loss import token_nll
 from tests.objectives.test_mtp import MODEL, VOCAB, WEIGHTS, batch
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize(
     "mtp", [None, MtpConfig(tokens=2, kind="sequential")], ids=["next token", "heads"]

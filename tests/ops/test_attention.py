@@ -41,6 +41,7 @@ def reference(query, key, value, *, scale, window, softcap, segments):
     return out
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (1, 0.5)])
 def test_attention_is_what_it_says_query_by_query(window, softcap, segments):

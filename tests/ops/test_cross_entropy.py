@@ -79,6 +79,7 @@ def test_labels_that_are_not_smoothed_cost_nothing():
     assert "reduce" in program()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tokens", [None, 1, 3, 4, 6, 1000])
 def test_chunks_give_the_loss_and_gradients_of_float64(tokens):
     """To 1e-6 of the loss, and of the largest gradient."""

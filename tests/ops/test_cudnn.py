@@ -41,7 +41,7 @@ def computed(mask, compute, arrays):
     return out, *grads
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("length", [16, 25])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5, 99])
@@ -58,6 +58,7 @@ def test_the_arguments_of_the_call_mean_the_same_in_float64(
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reach", [None, reach_of(16)], ids=["all", "reach"])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -83,6 +84,7 @@ def test_operands_are_in_the_compute_dtype():
         assert 1e-5 < error < 2e-2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reach", [None, reach_of(16)], ids=["all", "reach"])
 def test_a_few_rows_at_a_time_give_what_all_rows_give(monkeypatch, reach):
     segments = np.tile(segments_of(16), (3, 1))
@@ -155,6 +157,7 @@ def calls_of(monkeypatch, window, is_packed, place):
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_program_for_a_gpu_calls_cudnn(monkeypatch, window, is_packed):

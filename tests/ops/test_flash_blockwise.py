@@ -42,6 +42,7 @@ def by_blocks(
     return out, *grads
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "causal", "window", "softcap", "is_packed"),
     [
@@ -87,6 +88,7 @@ def test_values_may_be_of_another_size_than_keys():
     np.testing.assert_allclose(grads[2], gradients[2][..., :5], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("length", "window", "softcap", "is_packed"), [(29, None, 2.0, True), (24, 5, None, False)]
 )
@@ -125,6 +127,7 @@ def test_texts_of_a_shared_prefix_give_what_the_reference_gives(kernel):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("length", "window", "has_reach", "is_queried"),
     [(29, None, False, False), (24, 5, False, True), (27, None, True, False)],

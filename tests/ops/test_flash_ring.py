@@ -69,7 +69,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_split_rows_give_what_whole_rows_give(case):
     is_zigzag, keys, sizes, *terms = CASES[case]
@@ -118,6 +118,7 @@ def test_every_mask_in_every_ring(sizes, softcap, window, segments):
                 np.testing.assert_allclose(other, one, atol=1e-5 * (np.abs(one).max() or largest))
 
 
+@pytest.mark.slow
 def test_a_ring_in_low_precision_is_as_near_to_float32_as_gathered_keys():
     low = Precision.of(PrecisionConfig(compute="bfloat16"))
     exact = computed(1, "reference")
@@ -128,6 +129,7 @@ def test_a_ring_in_low_precision_is_as_near_to_float32_as_gathered_keys():
         assert 0 < error <= 2 * known
 
 
+@pytest.mark.slow
 def test_a_ring_runs_under_scan_remat_and_the_map_over_stages():
     """Two stages at a time, each a scan over layers with remat, as in the pipeline."""
 
@@ -203,6 +205,7 @@ def products(program):
     return total
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_dealt_ring_leaves_out_the_half_of_each_hop_that_is_hidden_and_devices_do_the_same(parts):
     """A device meets its own keys in one piece; all devices run one program with equal cuts."""

@@ -35,6 +35,7 @@ def surplus(counts, expected):
     return (square - freedom) / np.sqrt(2 * freedom)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_ids_are_as_frequent_as_they_are_likely_and_tell_nothing_of_the_next(seeds):
     ids = sampled(SEEDS[seeds]())
@@ -66,6 +67,7 @@ def test_an_id_of_minus_infinity_is_never_sampled():
     assert set(np.asarray(gumbel.sample(logits, jnp.arange(1000)))) == {0, 1, 3}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [{"tensor": 4}, {"fsdp": 2, "tensor": 2}, {"data": 4}], ids=str)
 def test_meshes_chunks_and_parts_of_a_batch_sample_the_same_ids(sizes):
     rows, length, vocab = 4, 10, 508

@@ -34,6 +34,7 @@ def dense_gptq(weight, gram, grid, damping=0.01):
     return codes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", [SYMMETRIC, ZERO], ids=lambda form: form.base)
 def test_gptq_has_the_codes_of_a_dense_solution_in_float64(form):
     weight, gram, _ = problem()
@@ -78,6 +79,7 @@ def test_factors_by_magnitude_and_scales_by_ratio_lose_less():
     assert errors[1] <= errors[0] < 0.7 * int4.error(plain, weight, gram).sum()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", [SYMMETRIC, ZERO], ids=lambda form: form.base)
 @pytest.mark.parametrize("case", ["constant", "zero", "outlier", "singular", "unseen", "no input"])
 def test_bad_weights_and_inputs_never_lose_more_than_rounding_to_nearest(case, form):

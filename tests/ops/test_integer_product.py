@@ -30,6 +30,7 @@ def rounded(values, most, axis):
     return np.round(values / scale) * scale
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
 def test_a_product_is_that_of_both_rounded_operands(scheme, rows):
@@ -42,6 +43,7 @@ def test_a_product_is_that_of_both_rounded_operands(scheme, rows):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rounded_products_of_training_have_the_bits_of_stored_integers():
     x, weight = map(jnp.asarray, operands())
     precision = Precision.of(PrecisionConfig(products="int8"))
@@ -49,6 +51,7 @@ def test_rounded_products_of_training_have_the_bits_of_stored_integers():
     np.testing.assert_array_equal(matmul(x, weight, precision), stored)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_gradients_pass_the_rounding(scheme):
     x, weight = map(jnp.asarray, operands())
@@ -61,6 +64,7 @@ def test_gradients_pass_the_rounding(scheme):
     np.testing.assert_allclose(weight_grad, x.T @ grad, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["w4a8", "int4"])
 def test_a_model_that_is_trained_with_rounding_has_the_bits_of_the_stored_one(scheme):
     family = Llama(vocab=50, width=32, depth=1, heads=2, kv_heads=2, tied=False)

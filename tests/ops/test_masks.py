@@ -31,6 +31,7 @@ def by_loop(query_index, key_index, *, causal=True, window=None, query=None, key
     return seen
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
 @pytest.mark.parametrize("window", [None, 1, 3, LENGTH, LENGTH + 5])
 @pytest.mark.parametrize("causal", [True, False])
@@ -54,6 +55,7 @@ def test_rows_of_a_cache_see_up_to_their_own_slot(window):
     np.testing.assert_array_equal(mask.materialize(), by_loop(query, INDEX, window=window))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("is_queried", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("has_reach", [True, False])

@@ -15,6 +15,7 @@ def operands(rows=(2, 5)):
     return jax.random.normal(x, (*rows, 16)), jax.random.normal(weight, (16, 8))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("compute", "within"), [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 5e-3)]
 )
@@ -59,6 +60,7 @@ def test_a_gradient_on_several_devices_sums_its_parts_and_gathers_no_tokens():
     assert "all-gather" not in program
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 def test_low_precision_multiplies_in_every_product_of_both_passes(backend, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)

@@ -56,6 +56,7 @@ def found(products, **settings):
     return out, *pull(grad)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("products", ["int8", "fp8"])
 def test_all_three_products_are_those_of_the_rounded_operands(products):
     for ours, theirs in zip(found(products), expected(products), strict=True):
@@ -64,6 +65,7 @@ def test_all_three_products_are_those_of_the_rounded_operands(products):
         assert error < 2e-6, error
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("products", "least", "most"), [("int8", 1e-3, 0.02), ("fp8", 1e-3, 0.05)])
 def test_rounding_is_there_and_small(products, least, most):
     x, weight, _ = operands()
@@ -95,6 +97,7 @@ def test_the_operands_of_the_program_are_of_eight_bits():
         assert [" ".join(str(v.aval.dtype) for v in e.invars) for e in dots] == kinds
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("format", [quantize.INT8, quantize.E4M3, quantize.E5M2])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(format, value):

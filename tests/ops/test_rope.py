@@ -19,6 +19,7 @@ def heads(seed=0, rows=ROWS, length=LENGTH, size=SIZE):
     return jax.random.normal(jax.random.key(seed), (rows, length, HEADS, size))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("theta", [100.0, 10_000.0, 5e5])
 @pytest.mark.parametrize("size", [2, 8, 64])
 def test_a_rotation_is_a_product_of_complex_numbers(size, theta):

@@ -57,7 +57,7 @@ def plain(query, key, value, mask, compute, *, scale, softcap):
     return attention(query, key, value, mask, precision, scale=scale, softcap=softcap)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "size", "causal", "window", "softcap", "is_packed"),
     [
@@ -83,6 +83,7 @@ def test_outputs_and_gradients_are_those_of_float64(
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("window", "is_packed"), [(None, False), (40, True)])
 def test_in_low_precision_it_is_as_near_to_float64_as_the_reference(window, is_packed):
     segments = segments_of(256) if is_packed else None
@@ -98,6 +99,7 @@ def test_in_low_precision_it_is_as_near_to_float64_as_the_reference(window, is_p
         assert 0 < error <= 1.5 * usual
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "pipe": 2}], ids=["split", "some copies"]
 )
@@ -115,6 +117,7 @@ def test_on_a_mesh_each_device_computes_its_rows_and_heads(sizes):
         assert other.sharding.is_equivalent_to(place, 4)
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_compute_it_at_once():
     """Mapped over stages as in `parallel.pipeline`, with parts on the devices of an axis."""
     arrays = [

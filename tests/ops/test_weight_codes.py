@@ -54,6 +54,7 @@ def stored(values, base, block=16):
     return leaves, np.asarray(jax.jit(form.dequantize, static_argnums=1)(leaves, len(values)))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("base", BASES)
 def test_a_weight_is_that_of_the_reference(base, shape):

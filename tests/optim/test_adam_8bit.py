@@ -68,6 +68,7 @@ def test_blocks_lie_along_a_dimension_that_fsdp_does_not_split():
     assert blocks((12, 64, 16), ("layers", "embed", "mlp"), 256) is None, "a scale each"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("hidden", [1536, 3072, 5632, 11008, 14336, 28672])
 def test_no_block_crosses_from_shard_to_shard(hidden):
     _, size = blocks((64, hidden), ("embed", "mlp"), 256)
@@ -89,6 +90,7 @@ def test_scales_that_a_mesh_cannot_split_are_whole_on_each_device():
     assert uneven.shape == even.shape == (64, 16)
 
 
+@pytest.mark.few(1)
 def test_a_noisy_descent_ends_where_that_of_adamw_ends():
     """Least squares from noisy gradients whose sizes differ a thousandfold: the same error."""
     rng = np.random.default_rng(2)

@@ -40,6 +40,7 @@ def swa(points, begin, every):
     return points[begin + every :: every].mean(0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -84,6 +84,7 @@ def test_an_arm_is_its_published_update_for_50_steps(arm, record_property):
     )
 
 
+@pytest.mark.few(6)
 @EVERY_ARM
 def test_an_arm_keeps_the_bytes_that_it_states(arm):
     """For each number of a large matrix of float32."""

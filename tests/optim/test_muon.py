@@ -48,6 +48,7 @@ def draw(rng):
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(2, 16, 64), (2, 64, 16), (1, 32, 32)])
 def test_singular_values_end_near_one(dtype, shape):
@@ -58,6 +59,7 @@ def test_singular_values_end_near_one(dtype, shape):
     assert float(jnp.median(values)) > 0.6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ways", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_each_device_multiplies_its_part_of_newton_schulz(ways):
     """Count the products in the compiled update: each device does a quarter of every one."""

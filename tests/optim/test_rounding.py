@@ -27,6 +27,7 @@ def numbers(count):
     return np.concatenate([near, wide]).astype(np.float32)
 
 
+@pytest.mark.few(1)
 @LOW
 def test_the_mean_over_all_noises_is_the_number_itself(dtype):
     """Over every value of the noise, not over a sample: to half a step of 2^-16 of a distance."""

@@ -78,7 +78,7 @@ def alone(request):
     return config, results(config)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sizes",
     [*MESHES, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW_MESHES)],
@@ -91,6 +91,7 @@ def test_a_mesh_changes_neither_outputs_nor_gradients(alone, sizes):
         assert_same(expected, results(config))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "sent"),
     [

@@ -39,6 +39,7 @@ counted.defvjp(_forward, _backward)
 FORWARD, BACKWARD = [], []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", [Schedule(4, 6), Schedule(4, 5, 2), Schedule(2, 3, 2)], ids=str)
 def test_stages_are_run_as_often_as_predicted_and_in_the_order_of_the_layers(plan, record_property):
     """On four devices, in stages and replicas: every execution is counted, both ways."""

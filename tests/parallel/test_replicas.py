@@ -25,6 +25,7 @@ def spoilt(array, device, bit=0):
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("fsdp", None)])
 def test_c10_one_flipped_bit_in_one_copy_names_the_leaf_and_the_device(grid, dtype, spec):

@@ -34,6 +34,7 @@ def simulated(plan):
     return ticks
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("plan", SCHEDULES, ids=str)
 def test_every_stage_does_at_every_tick_what_the_simulation_does(plan):
     ticks = simulated(plan)

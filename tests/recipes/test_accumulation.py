@@ -176,18 +176,20 @@ def sums(family, settings=None, *, platform="gpu", mesh=None, program="step"):
     return traced(family, platform, program, *pairs)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_sums_in_float32(family):
     assert not forbidden(sums(family))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", sorted(set(TIED) - set(EXPERTS)))
 def test_tied_models_untied_and_untied_models_tied_sum_in_float32(family):
     settings = {"model.tied": not FAMILIES[family]().tied, "loss.chunk": 2**20}
     assert not forbidden(sums(family, settings))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_of_limited_capacity_sum_in_float32(family):
     """With all settings of a router, and tied; `test_every_family...` has them without a limit."""
@@ -195,6 +197,7 @@ def test_experts_of_limited_capacity_sum_in_float32(family):
     assert not forbidden(sums(family, {f"model.{name}": v for name, v in settings.items()}))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_sums_in_float32(objective):
     settings = {"objective.name": objective, "loss.z_loss": 1e-4}
@@ -210,6 +213,7 @@ def test_every_objective_sums_in_float32(objective):
     assert not forbidden(sums("gpt2", settings))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_sums_and_averages_in_float32(optimizer):
     """State that persists between steps is a running sum too, as are parameters and averages."""
@@ -239,11 +243,13 @@ VARIANTS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_way_to_compute_a_step_sums_in_float32(name):
     assert not forbidden(sums(*VARIANTS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["observe", "gradient"])
 def test_what_watches_a_step_sums_in_float32(program):
     layers = {"log.layers": "('norms', 'activations', 'attention', 'noise')"}
@@ -267,12 +273,14 @@ MESHES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "settings", "mesh"), MESHES, ids=str)
 def test_devices_add_up_gradients_in_float32(family, settings, mesh):
     """Collectives of the program; `test_the_compiler...` has those that the compiler adds."""
     assert not forbidden(sums(family, settings, mesh=mesh))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "settings", "mesh"),
     [
@@ -293,6 +301,7 @@ def test_parameters_of_16_bits_have_gradients_summed_in_float32(family, settings
     assert not forbidden(each for each in narrow if each.kind != "state")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_that_shall_be_summed_in_16_bits_have_a_norm_in_float32(dtype):
     """`precision.reduce` is the dtype of products and of their sum over micro-batches only."""
@@ -313,6 +322,7 @@ def test_the_norm_of_many_gradients_in_16_bits_is_that_of_the_same_in_float32():
     assert norm == pytest.approx(1.0, rel=4e-3), "one rounding of each number, 2^-9"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_the_gradient_of_a_bias_over_many_tokens_is_the_sum_of_their_gradients(platform):
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
@@ -363,6 +373,7 @@ PARTITIONED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), PARTITIONED, ids=str)
 def test_the_compiler_adds_up_no_gradient_over_devices_in_16_bits(family, mesh, uncached):
     """Read behind its partitioner: what follows in XLA for CPUs makes every reduction float32."""

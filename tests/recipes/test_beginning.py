@@ -88,6 +88,7 @@ def test_an_imported_model_and_no_text_is_an_error_before_anything_is_read(folde
     assert not (folder / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_step_of_it_is_replayed_from_where_it_began(folder, capsys):
     run = folder / "from-2"
     code = main(["replay", f"--workdir={run}", "--step=1", "--json"])
@@ -179,6 +180,7 @@ def test_an_imported_model_learns_a_new_domain_beside_a_replay_of_the_old(folder
     assert max(shown(further, ("new", "old")).values()) < 0
 
 
+@pytest.mark.slow
 def test_what_was_forgotten_is_a_number_in_the_report(folder, capsys):
     """The words differ from those of the first run: each named set is evaluated first and last."""
     texts(folder, old="one two three four", new="red green blue", more="red blue")
@@ -211,6 +213,7 @@ def model_of(run):
     return saved["model"], saved["data"]["tokenizer"]
 
 
+@pytest.mark.slow
 def test_the_model_and_the_tokenizer_of_the_other_run_replace_those_of_a_config(folder, capsys):
     """A shipped config trains on from any run: its own model and tokenizer are named, and left."""
     run = folder / "by-name"

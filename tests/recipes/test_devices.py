@@ -4,6 +4,7 @@ from jax._src.lru_cache import LRUCache
 from jaxlm.recipes import setup
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [-1, 1 << 20], ids=["endless", "limited"])
 def test_a_compiled_program_comes_back_from_the_cache(tmp_path, size):
     setup.start()

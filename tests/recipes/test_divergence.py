@@ -95,6 +95,7 @@ def test_the_report_the_closing_block_and_exit_json_say_it(diverged):
     assert "worse than the uniform coder" in ended["cause"]
 
 
+@pytest.mark.slow
 def test_the_command_that_is_printed_works(diverged, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (warning,) = warned(diverged)
@@ -104,6 +105,7 @@ def test_the_command_that_is_printed_works(diverged, tmp_path, monkeypatch, caps
     assert json.loads(capsys.readouterr().out)["curve"]
 
 
+@pytest.mark.slow
 def test_json_says_it(diverged, config, capsys):
     run = diverged.parent / "json"
     assert main([*harness.words(config, run, HUGE), "--json"]) == 0
@@ -161,6 +163,7 @@ def test_a_run_that_is_resumed_after_it_diverged_still_says_so(config, tmp_path)
     assert "worse than the uniform coder" in harness.exit_of(run)["cause"]
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_nothing_is_worse_than_the_unigram_coder_from_its_middle_on(
     config, tmp_path
 ):
@@ -175,6 +178,7 @@ def test_a_run_that_learns_nothing_is_worse_than_the_unigram_coder_from_its_midd
     assert "<tr class=ours>" not in (run / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("objective", ["masked", "span", "prefix", "mtp"])
 def test_tiny_runs_of_other_objectives_raise_no_alarm(objective, config, tmp_path):
@@ -184,6 +188,7 @@ def test_tiny_runs_of_other_objectives_raise_no_alarm(objective, config, tmp_pat
     assert not warned(run)
 
 
+@pytest.mark.slow
 def test_without_a_validation_set_the_training_loss_is_judged(config, tmp_path):
     run = tmp_path / "run"
     assert main(harness.words(config, run, HUGE, "--config.data.validation=()")) == 0

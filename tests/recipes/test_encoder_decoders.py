@@ -182,6 +182,7 @@ def test_both_sides_are_watched_layer_by_layer_and_regularised(config, tmp_path)
     assert last["layers/encoder/stack/0/attention_entropy"] < np.log(48)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("objective", [SPANS, DENOISERS], ids=["span", "ul2"])
 def test_peek_shows_what_is_read_and_what_is_written(objective, config, capsys):
     capsys.readouterr()
@@ -214,6 +215,7 @@ def imported(tmp_path_factory):
     return run, (f"--config={run}/config.json", *data, *short)
 
 
+@pytest.mark.slow
 def test_an_imported_t5_goes_on_with_its_own_sentinels(imported, capsys):
     _, flags = imported
     capsys.readouterr()

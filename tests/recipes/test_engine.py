@@ -44,6 +44,7 @@ def batch_of(engine):
     return host.put(engine.model.mesh, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rate", [0.02, 0.0])
 def test_a_bias_on_the_choice_of_experts_moves_by_its_rate_and_nothing_else(rate):
@@ -148,6 +149,7 @@ def test_a_step_writes_over_its_state_and_leaves_it_where_it_was(devices, train)
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("names", "on_host", "on_devices"),
     [("mlp_out", 0, 1), ("layer_in,attention_out", 2, 0)],

@@ -77,6 +77,7 @@ def test_texts_from_python_are_the_rows_of_the_same_texts_in_a_file(tmp_path):
     assert stored(TEXTS[1:]) != (entry,)
 
 
+@pytest.mark.slow
 def test_token_ids_from_python_are_the_rows_of_their_texts():
     tokenizer = Bytes()
     expected = rows(stored(TEXTS))
@@ -89,6 +90,7 @@ def test_token_ids_from_python_are_the_rows_of_their_texts():
     assert rows(stored(same.ravel()))["train.documents"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_on_data_from_python_resumes_on_the_same_data_alone(train, tmp_path, capsys):
     assert train(TEXTS, stop_at=1).step == 1
     assert provenance(tmp_path)["data.train"] == "train_data="
@@ -215,6 +217,7 @@ def test_a_function_that_gives_no_data_is_refused(reader, entry, words):
     assert caught.value.fix
 
 
+@pytest.mark.slow
 def test_every_command_reads_the_data_of_a_function(reader, capsys):
     config = DataConfig(train=("mine.py:lines",), tokenizer="bytes", sequence=32)
     assert dataset.open_data(config, seed=0).fingerprint["train.documents"] == len(TEXTS)

@@ -120,6 +120,7 @@ def test_the_quickstart_alone_is_what_it_was(capsys):
     assert shown(capsys, f"--config={QUICKSTART}") == (["stdlib:validation"], "default")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("named", "value"),
     [
@@ -135,6 +136,7 @@ def test_validation_that_the_user_names_is_used(named, value, texts, capsys):
     assert (values, origin) == (value, words[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_resolved_config_takes_other_text_like_the_file_it_came_from(
     order, run, texts, tmp_path, capsys
@@ -162,6 +164,7 @@ def test_validation_files_of_the_users_own_config_stay_when_other_text_is_traine
     assert shown(capsys, f"--config={config}", other)[0] == [f"{texts}/mine.txt"]
 
 
+@pytest.mark.slow
 def test_a_config_derived_from_a_shipped_one_holds_out_of_its_own_text(texts, tmp_path, capsys):
     derived = tmp_path / "mine.py"
     derived.write_text(
@@ -174,6 +177,7 @@ def test_a_config_derived_from_a_shipped_one_holds_out_of_its_own_text(texts, tm
     assert REASON in origin
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["settings", "draft", "run"])
 def test_the_function_holds_out_of_text_that_it_is_given(kind, run, texts, tmp_path):
@@ -195,6 +199,7 @@ def test_the_function_holds_out_of_text_that_it_is_given(kind, run, texts, tmp_p
     assert REASON in provenance["data.validation"]
 
 
+@pytest.mark.slow
 def test_of_several_sources_the_end_of_each_is_a_set_of_its_own(texts, tmp_path):
     (tmp_path / "code.txt").write_text(TEXT.upper())
     named = f"--config.data.train=web={texts}/*.txt,code={tmp_path}/*.txt"
@@ -240,6 +245,7 @@ def test_token_shards_are_refused_with_ways_out_of_the_users_own_text(texts, tmp
     trained(tmp_path / "without", *flags(), stored, *fix)
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_own_text_is_trained_on_that_text(texts, tmp_path):
     mine = f"--config.data.train={texts}/*.txt"
     named = flags(**{"data.tokenizer": "characters"})
@@ -270,6 +276,7 @@ def test_a_run_from_before_keeps_its_own_data(texts, tmp_path):
     trained(tmp_path / "copy", *few, mine, "--config.data.validation=tail:10%", code=2)
 
 
+@pytest.mark.slow
 def test_the_other_verbs_read_what_the_run_would(texts, run, tmp_path, capsys):
     words = [f"--config={QUICKSTART}", *flags(), f"--config.data.train={texts}/*.txt", "--json"]
     assert main(["data", "stats", *words]) == 0

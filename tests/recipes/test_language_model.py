@@ -102,6 +102,7 @@ def test_an_evaluation_is_that_of_the_command(model, run, capsys):
     assert model.evaluate() == expected
 
 
+@pytest.mark.slow
 def test_an_export_is_loaded_and_computes_the_same(model, tmp_path):
     parity = model.export(tmp_path / "hf")["parity"]
     assert parity["is_bit_identical"]
@@ -210,6 +211,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore::jaxlm.recipes.use.fresh.Untrained")
 @pytest.mark.parametrize("part", [1, 2, 3, 4])
 def test_the_programs_of_the_page_run_in_order(part, tiny, tmp_path, monkeypatch, capsys):

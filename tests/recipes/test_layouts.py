@@ -36,6 +36,7 @@ MORE = {
 }
 
 
+@pytest.mark.slow
 def test_how_state_is_split_and_kept_may_change_when_a_run_goes_on():
     saved = configs.load(Run, None).value
     for flags in (

@@ -85,6 +85,7 @@ def exact(config, tmp_path_factory, one_device):
     return trained(config, tmp_path_factory.mktemp("runs") / "exact")
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("products", ["int8", "fp8"])
 def test_rounded_products_train_and_evaluation_is_not_rounded(

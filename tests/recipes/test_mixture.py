@@ -89,6 +89,7 @@ def test_e2_a_mixture_that_was_stopped_twice_reads_on_as_if_it_had_not_been(
     assert sources(tmp_path / "run") == sources(unbroken)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("flags", "shown", "fix"),
     [

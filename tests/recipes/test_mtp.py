@@ -57,6 +57,7 @@ def test_the_next_token_is_what_is_compared_and_the_others_are_told(run, capsys)
     assert any(path.startswith("params/heads/1/") for path in harness.store(run).arrays(4))
 
 
+@pytest.mark.slow
 def test_an_export_says_that_it_leaves_the_heads_out(run, tmp_path, capsys):
     assert main(["export", f"--workdir={run}", f"--out={tmp_path / 'hub'}"]) == 0
     assert "left out: 2 heads" in capsys.readouterr().out

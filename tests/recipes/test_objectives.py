@@ -115,6 +115,7 @@ def test_a_model_that_fills_gaps_is_not_asked_to_go_on(config, tmp_path, capsys)
     assert "cannot continue a text" in error["what"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_peek_shows_what_is_read_and_what_is_predicted(name, config, capsys):
     flags = [f"--config={config}", f"--config.objective.name={name}", "--rows=8"]

@@ -219,6 +219,7 @@ def test_settings_of_a_part_are_checked_and_described_as_others(folder):
         configs.load(Run, None, [*overrides, ("objective.gama", "1")])
 
 
+@pytest.mark.slow
 def test_a_class_of_a_notebooks_cell_is_a_part_with_a_file_in_the_cache(train, folder, monkeypatch):
     """Imports of other cells are in it, and what the cell does besides is not done again."""
     head, _, classes = MINE.partition("\n\n\n")

@@ -88,6 +88,7 @@ def test_a_run_logs_its_rewards_and_every_sample(base):
     assert held_out["loss_nats"] == -held_out["reward"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_rewards_of_the_last_one_of_the_run(base, capsys):
     assert main(["eval", f"--workdir={base}", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["sets"]["val"]

@@ -82,6 +82,7 @@ def test_a_run_begins_at_ln_2_and_logs_the_figures_of_both_sides(base):
     assert "--chat" not in command  # the pairs are texts
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_figures_of_the_training(base, capsys):
     assert main(["eval", f"--workdir={base}", "--json"]) == 0
     sets = json.loads(capsys.readouterr().out)["sets"]
@@ -141,6 +142,7 @@ def test_a_pass_that_was_interrupted_reads_the_other_rows_alone(
     assert not file.with_suffix(".partial").exists()
 
 
+@pytest.mark.slow
 def test_a_cached_pass_is_read_by_another_run(config, base, tmp_path):
     flags = ("--config.data.prefetch=1", "--config.train.steps=1")
     assert train(config, tmp_path / "again", *flags) == 0
@@ -164,6 +166,7 @@ def test_a_file_of_scores_that_was_cut_or_changed_is_not_read(tmp_path):
     assert reference._unsealed(file, 4) is None
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("flags", "code", "text"),
     [

@@ -85,6 +85,7 @@ def unbroken(config, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_traced_window_is_summed_up_in_a_file_and_in_the_log(unbroken):
     """Steps 7 and 8: the evaluation and the save between them are theirs too."""
     assert list((unbroken / "profile").rglob("*.xplane.pb"))
@@ -253,6 +254,7 @@ def test_stopping_and_going_on_changes_no_bit(config, unbroken, tmp_path):
         assert leaf.tobytes() == theirs[path].tobytes(), path
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_said_at_every_start_and_samples_need_no_validation(config, tmp_path):
     texts = ["one two three " * 9, ""] * 20
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))

@@ -61,6 +61,7 @@ def damage(store, *steps):
         path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
 
 
+@pytest.mark.slow
 def test_a_rewind_reads_the_checkpoint_that_it_goes_back_to_and_no_other(run, read):
     store, rewinds = run(2, 4, 6, 8, 10, 12)
     steps = read()
@@ -81,6 +82,7 @@ def test_a_rewind_to_a_damaged_checkpoint_sets_it_aside_and_goes_further_back(ru
     assert output[0].startswith("checkpoint 6 is damaged (")
 
 
+@pytest.mark.slow
 def test_a_rewind_that_reaches_behind_the_oldest_checkpoint_goes_to_the_oldest_that_is_whole(run):
     store, rewinds = run(8, 9, 10, 12)
     damage(store, 9)
@@ -93,6 +95,7 @@ def test_a_rewind_without_a_checkpoint_begins_again(run):
     assert rewinds.rewind(SPENT, store, GUARD).to == 0
 
 
+@pytest.mark.slow
 def test_a_rewind_never_takes_fresh_weights_for_those_that_the_run_began_with(run):
     store, rewinds = run(0, 8, 12)
     damage(store, 0)

@@ -69,6 +69,7 @@ def noticed(made):
     raise AssertionError("the failure was not noticed")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["begin", "background"])
 def test_a_save_that_fails_once_is_made_up_for_in_the_next_step(tmp_path, how):
     store = Failing(tmp_path, **{how: (1, 3)})
@@ -86,6 +87,7 @@ def test_a_save_that_fails_once_is_made_up_for_in_the_next_step(tmp_path, how):
     store.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["begin", "background"])
 @pytest.mark.parametrize("second", [5, 6], ids=["the next step", "a later one"])
 def test_two_failures_in_a_row_end_the_run(tmp_path, how, second):
@@ -101,6 +103,7 @@ def test_two_failures_in_a_row_end_the_run(tmp_path, how, second):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["begin", "background"])
 def test_the_last_save_of_a_run_is_tried_once_more_as_well(tmp_path, how):
     store = Failing(tmp_path, **{how: (1,)})
@@ -111,6 +114,7 @@ def test_the_last_save_of_a_run_is_tried_once_more_as_well(tmp_path, how):
     store.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["begin", "background"])
 def test_the_last_save_failing_twice_is_an_error(tmp_path, how):
     store = Failing(tmp_path, **{how: (2, 3)})

@@ -85,6 +85,7 @@ def test_micro_batches_of_uneven_weights_give_the_gradient_of_one_batch(share):
         )
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_trained_on_whole_has_the_sum_of_both_losses_over_its_tokens():
     """Both losses are divided by the number of trained tokens."""
     blueprint = Blueprint(ADDING.build(), Precision.float32())

@@ -84,7 +84,7 @@ def moved(config, noise=0.0, **dtypes):
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lr", [3e-4, 1e-4, 3e-5])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_no_weight_stands_still_and_the_mean_move_is_that_of_float32(lr, moments, record_property):
@@ -114,7 +114,7 @@ OWN = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm.name)
 def test_every_arm_moves_bfloat16_parameters_as_it_moves_float32_ones(arm, moments):

@@ -126,6 +126,7 @@ def reference():
     return table
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("microbatches", "chunk"), [(1, None), (4, 10)])
 def test_fifty_steps_are_those_of_float64_however_the_batch_is_cut(microbatches, chunk):
     np.testing.assert_allclose(trained(microbatches, chunk), reference(), rtol=1e-3, atol=1e-4)

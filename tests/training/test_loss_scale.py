@@ -61,6 +61,7 @@ def test_it_never_grows_past_what_float32_holds_well():
     assert float(judged([1.0], [1.0], config)[-1][1].scale.factor) == 2.0**24
 
 
+@pytest.mark.slow
 def test_at_a_scale_of_one_the_gradient_itself_is_bad():
     results = judged([1.0] * 5, [np.inf] * 5)
     assert [verdict for verdict, _ in results] == [guard.OVERFLOW] * 3 + [guard.GRAD_NOT_FINITE] * 2
@@ -122,6 +123,7 @@ def updated(size, precision, *, microbatches=1, scale=2.0**15):
     return change, metrics
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gradients_that_float16_cannot_hold_arrive(microbatches):
     size = 2.0**-26  # of each token; half of the smallest number in float16
@@ -138,6 +140,7 @@ def test_gradients_that_float16_cannot_hold_arrive(microbatches):
         assert error < 2e-3, (name, error)
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_too_large_leaves_the_parameters_and_the_learning_rate_where_they_were():
     change, metrics = updated(64.0, FLOAT16, scale=2.0**24)
     assert not any(np.any(leaf) for leaf in change.values())
@@ -155,6 +158,7 @@ def test_other_dtypes_have_none():
         np.testing.assert_array_equal(unscaled[name], leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_bias_of_a_nearly_even_expert_still_moves_in_float16(microbatches):

@@ -152,6 +152,7 @@ def test_an_optimizer_without_a_rule_for_widths_is_refused():
     assert not list(Run(mup=MupConfig(base_width=64)).problems())
 
 
+@pytest.mark.slow
 def test_frozen_leaves_have_no_gradient_and_the_others_their_own():
     blueprint = Blueprint(family(32).build(), Precision.float32())
     params = jax.jit(blueprint.init)(KEY)

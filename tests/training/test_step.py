@@ -178,6 +178,7 @@ def check_placed(state, shardings):
         assert leaf.sharding.is_equivalent_to(tree.leaves(shardings)[path], leaf.ndim), path
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -198,11 +199,13 @@ def test_every_factorisation_of_eight_devices_gives_the_losses_of_one(alone, siz
     check_mesh(alone, sizes, 8)
 
 
+@pytest.mark.slow
 def test_the_losses_go_down_so_that_the_comparison_means_something(alone):
     assert alone[-1, 0] < alone[0, 0]
     assert len(set(alone[:, 0])) == 20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parts", [2, 8])
 def test_uneven_micro_batches_are_one_batch(parts):
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
@@ -246,6 +249,7 @@ def test_bfloat16_keeps_float32_weights_and_moments_and_a_loss_near_float32s():
     assert abs(losses[0] - losses[1]) < 0.01 * losses[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("reduce", "total"), [("float32", 259.0), ("bfloat16", 256.0)])
 def test_micro_batches_are_added_up_in_the_dtype_of_precision_reduce(reduce, total):
     """In bfloat16, 256 + 1 is 256: its numbers lie 2 apart from there on."""
@@ -292,6 +296,7 @@ def test_metrics_say_what_happened():
     np.testing.assert_allclose(metrics["param_norm"], norm(after.params), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else():
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
     blueprint, optimizer, always = pieces()
@@ -375,6 +380,7 @@ def weightless(batch):
 BFLOAT16 = Precision.of(PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="bfloat16"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -427,6 +433,7 @@ def test_c1_one_bad_element_of_a_gradient_changes_no_byte_and_the_next_step_is_a
     assert rates == pytest.approx([1e-2 * min(count / 6, 1) for count in range(1, 14)])
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
     monkeypatch.setattr(faults, "_faults", faults.parse("grads:nan@1"))
     blueprint, optimizer, _ = pieces()
@@ -533,7 +540,7 @@ def test_bfloat16_parameters_are_rounded_alike_on_any_mesh_and_in_any_number_of_
     assert differing.mean() < 2e-3
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arm", typing.get_args(Optimizer))
 def test_a_step_leaves_every_dtype_of_the_state_as_it_is(arm, moments):
@@ -553,6 +560,7 @@ def test_a_step_leaves_every_dtype_of_the_state_as_it_is(arm, moments):
     assert tree.leaves(after) == tree.leaves(state)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arm", [Sgd, ScheduleFree])
 def test_the_schedule_follows_the_applied_updates_after_the_optimizer_state_was_reset(arm):
     """The learning rate that is logged is the one that moves the parameters: there is one clock."""

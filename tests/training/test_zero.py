@@ -120,6 +120,7 @@ def test_what_is_split_changes_no_loss_of_any_optimizer(arm, zero):
     assert not moments or held(moments) < 0.6 * tree.size_bytes(moments)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_gradients_and_their_sums_are_split_from_the_second_on(zero):
     """In the compiled step of one matrix: the optimizer's input and the carry of the loop."""

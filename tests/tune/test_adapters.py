@@ -129,7 +129,7 @@ def mean_loss(blueprint, params, key=None):
     return loss.objective.total / loss.objective.weight
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("arm", "family"), pairs(ARMS))
 def test_a_new_adapter_changes_no_bit(arm, family):
     blueprint, params, new = adapted(arm, family)
@@ -142,6 +142,7 @@ def test_a_new_adapter_changes_no_bit(arm, family):
         assert before == after
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("arm", "family"), pairs(["lora", "rslora", "dora", "pissa", "ia3"]))
 def test_merged_weights_compute_the_same(arm, family):
     blueprint, params, new = adapted(arm, family)
@@ -157,6 +158,7 @@ def test_merged_weights_compute_the_same(arm, family):
     assert merged == pytest.approx(unmerged, rel=2e-6)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("arm", [*ARMS, *VIRTUAL])
 def test_the_leaves_in_closed_form_are_those_of_the_model(arm, family):
@@ -263,6 +265,7 @@ def gradients(blueprint, params, new, key=None):
     return jax.jit(jax.value_and_grad(loss))(tree.drop_leaves(params, frozen))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arm",
@@ -288,7 +291,7 @@ def test_scan_unrolling_and_remat_give_the_same_gradients(arm):
 MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"pipe": 2, "data": 4}]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arm", "sizes"),
     [
@@ -374,6 +377,7 @@ def test_leaves_of_the_base_can_be_trained_whole():
         surgery.base_paths(config.Lora(also=("head/*",)), plain)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arm", ["lora", "bottleneck"])
 def test_the_observer_of_a_pipeline_has_the_adapter(arm):
     sizes = [

@@ -26,6 +26,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folded_block_computes_the_same(name):
     family, count = FAMILIES[name]

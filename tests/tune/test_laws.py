@@ -76,7 +76,7 @@ REMATS = ["none", "dots", "full", "save:attention_out,mlp_out", "offload:layer_i
 LAYOUTS = [{"layers": "unroll"}, *({"layers": "scan", "remat": each} for each in REMATS)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(each.values()))
 def test_after_one_step_every_b_of_every_layer_has_moved(layout):
     state, step = pieces(**layout)
@@ -173,6 +173,7 @@ def test_a_step_multiplies_nothing_for_the_gradients_of_frozen_weights(remat, mo
     assert 0.6 < adapter / flops() < most
 
 
+@pytest.mark.slow
 def test_dots_stores_one_result_of_each_adapted_layer():
     """The sum of both products, as large as the one without an adapter, and the product with A."""
     rows = batch()
@@ -199,6 +200,7 @@ def test_dots_stores_one_result_of_each_adapted_layer():
     assert stored(surgery=surgery.build(config.Lora(rank=2))) == (7, plain)
 
 
+@pytest.mark.slow
 def test_an_adapters_step_for_a_gpu_multiplies_bfloat16_and_adds_up_float32():
     """Traced and lowered for a GPU from a machine without one."""
     state, step = pieces(precision=LOW, microbatches=2)

@@ -104,7 +104,7 @@ def leaves(run):
     return tree.leaves(opened.model.own(opened.params))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arm", ["lora", "rslora", "dora", "ia3", "prefix", "prompt"])
 def test_a_folder_is_read_back_bit_for_bit(runs, tmp_path, arm):
     settings, tensors = exported(runs[arm], tmp_path / "peft")
@@ -199,6 +199,7 @@ def test_adapters_of_a_fused_projection_are_stacked(fused, tmp_path, arm, capsys
         np.testing.assert_allclose(leaf, tree.leaves(after)[path], atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 def test_an_imported_adapter_is_a_run_like_any_other(runs, tmp_path, capsys):
     exported(runs["lora"], tmp_path / "peft")
     run = tmp_path / "run"
@@ -235,6 +236,7 @@ def answers(capsys, *flags):
     return loss, json.loads(capsys.readouterr().out)["samples"]
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_base_has_the_weights_of_its_run(runs, tmp_path):
     exported(runs["dora"], tmp_path / "peft")
     expected = tree.leaves(load.load_run(runs["dora"]).params)

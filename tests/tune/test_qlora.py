@@ -49,7 +49,7 @@ def new_paths(stored, adapted):
     return sorted(set(tree.leaves(adapted.shapes)) - set(tree.leaves(stored.shapes)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("base", BASES)
 def test_a_new_adapter_is_the_dequantized_base_to_the_bit(base, family):
@@ -74,6 +74,7 @@ def test_a_new_adapter_is_the_dequantized_base_to_the_bit(base, family):
     assert one != before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_weights_compute_the_same(family):
     plain, stored, adapted, params = models("nf4_double", family)
@@ -87,6 +88,7 @@ def test_merged_weights_compute_the_same(family):
     assert merged == pytest.approx(unmerged, rel=2e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("base", BASES)
 def test_the_leaves_in_closed_form_are_those_of_the_model(base, family):
@@ -100,6 +102,7 @@ def test_the_leaves_in_closed_form_are_those_of_the_model(base, family):
     }
 
 
+@pytest.mark.slow
 def test_scan_unrolling_and_remat_give_the_same_gradients():
     _, stored, adapted, params = models()
     new = new_paths(stored, adapted)
@@ -139,6 +142,7 @@ def test_gradients_are_those_of_lora_on_the_dequantized_base():
 MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"pipe": 2, "data": 4}]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("base", BASES)
@@ -214,6 +218,7 @@ def test_what_cannot_be_quantized_is_an_error(changes, where, fix):
     assert (caught.value.where, caught.value.fix) == (where, fix)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("base", ["fp8", "int4_zero", "nf4_double"])
 @pytest.mark.parametrize("block", [8, "all"])
 def test_a_quantized_model_trains_nothing_and_has_its_leaves_in_closed_form(base, block):

@@ -90,6 +90,7 @@ def test_a_run_is_evaluated_sampled_and_exported_with_its_adapter(run, tmp_path,
     assert (adapter["peft_type"], adapter["r"], adapter["use_dora"]) == ("LORA", 2, False)
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_resumes_to_the_same_bits(settings, base, run, tmp_path):
     parts = tmp_path / "parts"
     assert main(words(settings, parts, base, "--stop_at=2")) == 0
@@ -102,6 +103,7 @@ def test_a_run_that_stops_resumes_to_the_same_bits(settings, base, run, tmp_path
             assert np.abs(leaf).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("onto", [None, "original"])
 def test_a_merge_compares_both_bases(run, tmp_path, capsys, onto):

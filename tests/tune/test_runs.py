@@ -69,7 +69,7 @@ def evaluated(capsys, workdir):
     return json.loads(capsys.readouterr().out)["loss_nats"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(run, base):
     before = {path for path in layout(base) if path.startswith("params/")}
     after = {path for path in layout(run) if path.startswith("params/")}
@@ -94,7 +94,7 @@ def test_training_lowers_the_loss_from_that_of_the_base(run, base, capsys):
     assert last["loss_nats"] < first["loss_nats"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_is_evaluated_continued_and_exported_with_its_adapter(run, tmp_path, capsys):
     last = [each for each in harness.records(run) if each["split"] == "val"][-1]
     assert evaluated(capsys, run) == pytest.approx(last["loss_nats"], rel=1e-5)
@@ -120,7 +120,7 @@ def config_text(run):
     return json.loads((run / "config.json").read_text())["data"]["train"][0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_merged_run_needs_no_adapter(run, tmp_path, capsys):
     code = main(["merge", f"--workdir={run}", f"--out={tmp_path / 'merged'}", "--json"])
     printed = capsys.readouterr()
@@ -172,6 +172,7 @@ def pissa(config, base, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_pissa_begins_at_the_loss_of_its_base_and_keeps_the_first_values(pissa, base, capsys):
     first, *_, last = (each for each in harness.records(pissa) if each["split"] == "val")
     assert first["loss_nats"] == pytest.approx(evaluated(capsys, base), rel=1e-6)
@@ -189,6 +190,7 @@ def test_pissa_begins_at_the_loss_of_its_base_and_keeps_the_first_values(pissa, 
     assert not any(path.endswith(("lora_a0", "lora_b0")) for path in moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["rank", pytest.param("root", marks=pytest.mark.slow)])
 def test_an_exported_pissa_is_a_lora_of_twice_the_rank(config, pissa, base, tmp_path, scale):
     run = pissa
@@ -212,6 +214,7 @@ def arrays(workdir, step):
     return {path: leaf for path, leaf in leaves.items() if path.startswith("params/")}
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_from_the_adapter_of_another(config, base, lora, tmp_path):
     run = tmp_path / "run"
     assert main(words(config, run, lora, "lora", "--config.tune.b_lr=2", "--stop_at=1")) == 0
@@ -242,6 +245,7 @@ def test_a_run_that_trains_on_resumes_with_its_own_weights(config, lora, tmp_pat
     assert last["loss_nats"] < first["loss_nats"]
 
 
+@pytest.mark.slow
 def test_leaves_can_be_trained_whole_and_b_faster(config, base, tmp_path):
     run = tmp_path / "run"
     flags = ("--config.tune.also=*norm/scale", "--config.tune.b_lr=16")
@@ -251,6 +255,7 @@ def test_leaves_can_be_trained_whole_and_b_faster(config, base, tmp_path):
     assert not any(path.endswith(("/weight", "/table")) for path in paths)
 
 
+@pytest.mark.slow
 def test_the_new_place_of_a_base_is_recorded(config, base, tmp_path, capsys):
     old, new, run = (tmp_path / name for name in ("old", "new", "run"))
     shutil.copytree(base, old)
@@ -290,6 +295,7 @@ def test_a_base_that_changed_is_refused(config, base, lora, tmp_path, capsys):
     assert "changed since the run began" in capsys.readouterr().err
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("flags", "code", "text"),
     [
@@ -319,6 +325,7 @@ def test_what_cannot_be_tuned_is_refused(config, base, lora, tmp_path, capsys, f
     assert not (tmp_path / "run/config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_config_without_a_model_begins_with_that_of_a_folder(base, tmp_path, capsys):
     """The whole command of a new user: a folder of transformers, a text, a run directory."""
     folder, run = tmp_path / "hf", tmp_path / "run"
@@ -339,6 +346,7 @@ def test_a_config_without_a_model_begins_with_that_of_a_folder(base, tmp_path, c
     assert main([*command, "--config.train.steps=3", "--allow_change=train.steps,schedule"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arm",
     ["lora", *(pytest.param(arm, marks=pytest.mark.slow) for arm in UNMERGED)],

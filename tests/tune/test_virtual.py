@@ -97,6 +97,7 @@ def test_virtual_tokens_that_stand_for_ids_compute_what_the_ids_do(arm, family):
     assert np.abs(without - expected).max() > 1e-2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("arm", ["prompt", "prefix"])
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_each_segment_of_a_packed_row_sees_them_as_if_it_were_alone(arm, kernel):
@@ -118,7 +119,7 @@ def test_each_segment_of_a_packed_row_sees_them_as_if_it_were_alone(arm, kernel)
     np.testing.assert_allclose(packed[:, :9], np.concatenate(alone, 1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arm", "family", "is_relaid"),
     [*((*case, False) for case in CASES), ("prompt", "llama", True), ("prefix", "llama", True)],

@@ -93,6 +93,7 @@ def test_a_collection_that_was_cut_resumes_to_the_same_bytes(
     assert f"--out={out}-2" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_models_judge_by_the_ids_of_their_training(words, writer, reward, tmp_path):
     for judge in (f"reward:{reward}", f"judge:{writer}"):
         out = tmp_path / judge[:5]
@@ -122,6 +123,7 @@ def test_a_judge_that_sees_two_answers_has_no_preference_for_a_place(
     assert 0 <= answer["orders_agree"] <= 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("flags", "code", "text"),
     [

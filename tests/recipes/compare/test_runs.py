@@ -86,6 +86,7 @@ def test_a_run_that_trains_is_running_and_one_that_was_killed_is_not(config, tmp
     assert run["status"] == "killed"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "exit.json"])
 def test_a_damaged_run_is_listed_as_such(name, config, folder, tmp_path, capsys):
     run = tmp_path / "broken"

@@ -70,6 +70,7 @@ def test_it_ends_in_a_comparison_that_joins_seeds_and_a_second_start_trains_noth
     assert before == {path: path.stat().st_mtime_ns for path in swept.glob("*/*.json*")}
 
 
+@pytest.mark.slow
 def test_a_sweep_of_more_values_keeps_the_runs_that_it_has(config, swept):
     more = sweep.members(config, [], ["optim.lr=0.001,0.01,3e-3"], 2, swept)
     assert {each.path.name for each in more} > NAMES

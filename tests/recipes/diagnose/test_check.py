@@ -327,6 +327,7 @@ def test_a_misfit_of_the_config_itself_is_an_error_and_no_answer(file, capsys):
     assert "kv_heads = 4" in report["error"]["why"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("settings", "limit", "sizes"),
     [
@@ -385,6 +386,7 @@ def test_a_shrunk_run_drops_nothing_as_other_meshes_draw_other_numbers():
     assert {(layer.dropout, layer.attention.dropout) for layer in model.layers} == {(0, 0)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("settings", "change"),
     [

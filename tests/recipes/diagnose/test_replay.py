@@ -73,6 +73,7 @@ def snapshot(workdir):
     return {path: path.stat().st_mtime_ns for path in [workdir, *workdir.rglob("*")]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("step", "start"), [(3, 0), (12, 8)])
 def test_the_loss_of_a_step_is_the_logged_one_in_every_bit(run, capsys, step, start):
     """Before and after the change of the learning rate, and after the skipped steps."""
@@ -88,6 +89,7 @@ def test_the_loss_of_a_step_is_the_logged_one_in_every_bit(run, capsys, step, st
     assert snapshot(run) == before
 
 
+@pytest.mark.slow
 def test_the_norms_by_layer_add_up_to_the_norm_of_the_gradient(run, capsys):
     report = replay(capsys, run, 7)
     assert report["from_step"] == 4
@@ -112,6 +114,7 @@ def test_a_step_that_was_not_applied_shows_what_spikes_jsonl_has(run, capsys):
         assert report[name] == spike[name], name
 
 
+@pytest.mark.slow
 def test_without_the_fault_the_batch_is_an_ordinary_one_and_the_log_is_said_to_differ(
     run, capsys, monkeypatch
 ):
@@ -126,6 +129,7 @@ def test_without_the_fault_the_batch_is_an_ordinary_one_and_the_log_is_said_to_d
     assert all(document["file"] in shown for document in documents[:16])
 
 
+@pytest.mark.slow
 def test_after_a_rewind_a_step_has_its_new_batch_and_the_old_one_can_be_asked_for(rewound, capsys):
     report = replay(capsys, rewound, 9)
     assert report["batch"] == 8 + 4

@@ -148,7 +148,7 @@ def wrong(small, text, **known):
     ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_step_holds_no_whole_logits_and_sends_nothing_unexplained(name):
     small, text = compiled(QUICK[name], "step")

@@ -241,6 +241,7 @@ def sized(name, settings):
     ).value
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -262,6 +263,7 @@ def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, sett
     assert output["total"] == pytest.approx(exact["total"], rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -324,6 +326,7 @@ QLORA = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [pytest.param(each, marks=pytest.mark.slow if each != QLORA[0] else ()) for each in QLORA],
@@ -344,6 +347,7 @@ def test_the_bytes_of_an_adapters_step_are_those_of_the_compiler_within_a_tenth(
 EXPERTS = {"model.family": "mixtral", "model.experts": "8", "train.stack": "unroll"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("settings", "most"), [({}, 8.0), ({"model.capacity": "1.25"}, 1.25)], ids=["dropless", "1.25"]
 )
@@ -364,6 +368,7 @@ def test_the_flops_of_experts_are_those_of_the_compiler(settings, most):
     )
 
 
+@pytest.mark.slow
 def test_dropless_experts_on_gpus_are_a_risk_with_its_numbers_and_none_on_tpus(capsys):
     """8,192 tokens of a device, gathered from 8, choose up to 6 of its 8 experts: 393,216 rows."""
     words = ("--config=configs/moe_fine.py:8gpu", "--config.model.capacity=None")
@@ -382,6 +387,7 @@ def test_dropless_experts_on_gpus_are_a_risk_with_its_numbers_and_none_on_tpus(c
     assert on_tpus["bytes_per_device"]["activations"] < 12.9e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtypes", "copies"),
     [
@@ -644,6 +650,7 @@ def test_the_compiler_s_account_is_shown_beside_the_plan():
     assert exact["arguments"] == pytest.approx(output["parameters"] + output["optimizer"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_every_candidate_of_a_search_can_be_laid_out():
     run = load({"mesh.data": "auto", "train.batch": "16"})
     on = machine("h100x8", flag="--on")

@@ -24,6 +24,7 @@ def run(request):
     return config.load(Run, request.param).value
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("width", [8, 24, 40, 200, 384, 1000, 4096, 12_288])
 def test_every_width_is_a_model_that_the_family_accepts(run, width):
     changed = run.changed(

@@ -81,6 +81,7 @@ def test_it_is_evaluated_beside_the_parameters_and_on_demand(run, capsys):
     assert abs(losses["val"] - losses["val.ema"]) > 1e-4
 
 
+@pytest.mark.slow
 def test_it_writes_text_and_is_exported(run, tmp_path, capsys):
     words = ["generate", f"--workdir={run}", "--temperature=0", "--max_tokens=4", "--prompt=one"]
     assert len(answer(capsys, *words, "--weights=ema")["samples"][0]["ids"]) > 0

@@ -56,6 +56,7 @@ def calibration(params, folder, method="gptq", batches=None, facts=None, said=No
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_killed_search_continues_with_the_next_layer_and_has_the_same_bytes(
     params, method, tmp_path, monkeypatch
@@ -82,6 +83,7 @@ def test_a_killed_search_continues_with_the_next_layer_and_has_the_same_bytes(
     assert len(calls) == 5  # other facts: no layer is finished
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_outputs_change_less_than_by_rounding_to_nearest(params, method, tmp_path):
     batches = rows(count=4)
@@ -129,6 +131,7 @@ def paths(params):
     return jax.tree.flatten_with_path(params)[0]
 
 
+@pytest.mark.slow
 def test_padding_of_a_text_shorter_than_a_row_is_not_read(params, tmp_path):
     one, other = (rows(count=1, used=5, seed=seed) for seed in (0, 1))
     is_used = one[0].segments > 0
@@ -141,6 +144,7 @@ def test_padding_of_a_text_shorter_than_a_row_is_not_read(params, tmp_path):
         np.testing.assert_array_equal(leaf, made[1][path])
 
 
+@pytest.mark.slow
 def test_inputs_that_are_not_finite_and_a_full_disk_are_named(params, tmp_path, monkeypatch):
     wrong = jax.tree.map(lambda leaf: leaf, params)
     wrong["embedding"]["table"] = wrong["embedding"]["table"] * np.inf

@@ -68,6 +68,7 @@ def test_items_of_the_text_are_named_and_scored_apart(folder, capsys):
     assert listed["1"]["first"][0].endswith(".txt")
 
 
+@pytest.mark.slow
 def test_shards_are_searched_as_their_sources_are(folder, capsys):
     text = folder / "000.txt"
     data = [f"--config.data.train={text}", "--config.data.tokenizer=bytes"]

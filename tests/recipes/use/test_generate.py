@@ -64,6 +64,7 @@ def test_a_beam_search_is_the_same_whatever_the_seed(capsys, run):
     assert max(sample["log_probabilities"]) < 0
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("words", "named", "fix"),
     [
@@ -99,7 +100,7 @@ def printed(capsys, run, *words):
     return output.out
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
     [

@@ -71,6 +71,7 @@ def test_the_perplexity_is_that_of_float64(model):
     assert score("") is None
 
 
+@pytest.mark.slow
 def test_noise_is_told_from_what_the_run_has_learnt(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     good, bad = like_those(40, 1), noise(40, 2)

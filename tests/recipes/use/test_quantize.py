@@ -73,6 +73,7 @@ def test_what_is_not_quantized_keeps_its_bits_and_the_run_is_used_as_any(run, co
     assert all(map(math.isfinite, answer["samples"][0]["log_probabilities"]))
 
 
+@pytest.mark.slow
 def test_tasks_that_change_where_the_loss_hardly_does_are_refused(run, tmp_path, capsys):
     draw, letters = random.Random(1), "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     lines = [
@@ -119,6 +120,7 @@ def test_the_limits_that_are_exceeded_are_in_the_fix():
     assert fix(loss=0.01, flips=0.01).startswith("use an earlier")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("words", "what"),
     [

@@ -206,6 +206,7 @@ def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
         assert file.read() == whole
 
 
+@pytest.mark.slow
 def test_a_task_in_training_has_the_samples_of_the_command_on_that_step(folder, tmp_path, capsys):
     file = str(folder / "choice.toml")
     settings = {

@@ -68,6 +68,7 @@ def untrained(config, folder):
     return folder / "untrained"
 
 
+@pytest.mark.slow
 def test_a_trained_model_answers_all_and_ends_by_itself(trained, folder, capsys):
     words = [f"--workdir={trained}", f"--text={folder / 'asked.jsonl'}", "--max_tokens=20"]
     code, result = call(capsys, *words, "--verify=exact", "--samples=2")
