@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, needed, needed_config
+from jaxlm.cli.arguments import Parser, add_flag, at_least_one, needed, needed_config
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.cli.plan import named_machine
 from jaxlm.core import config
@@ -30,6 +30,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--widths", "N,N,N", str, doc)
     doc = "with --sweep: steps of the runs (1/4, 1/2 and all of the config's)"
     add_flag(parser, "--steps", "N,N", str, doc)
+    add_flag(parser, "--parallel", "N", 1, "with --sweep: runs at a time")
 
 
 def run(args: Any, out: Output) -> int:
@@ -42,9 +43,14 @@ def run(args: Any, out: Output) -> int:
     on = args.on and named_machine(args, 1, assumed)
     if args.sweep:
         workdir, file = Path(needed(args, "workdir")), needed_config(args, Run)
+        from jaxlm.recipes.compare.sweep import ENDED
         from jaxlm.recipes.scaling.sweep import sweep
 
-        sweep(file, args.overrides, workdir, widths=args.widths, steps=args.steps, say=out.log)
+        sizes = {"widths": args.widths, "steps": args.steps, "parallel": args.parallel}
+        codes = sweep(file, args.overrides, workdir, **sizes, say=out.log)
+        if failed := {path: code for path, code in codes.items() if code not in ENDED}:
+            lines = [f"{path}: failed with exit code {code}" for path, code in failed.items()]
+            return out.result({"codes": codes}, lines, next(iter(failed.values())))
     pattern = args.runs or (args.workdir and f"{args.workdir}/*")
     if pattern:
         answer = _of_runs(pattern, flops, on, assumed, args)
@@ -70,6 +76,7 @@ def _of_runs(pattern: str, flops: float, on: Any, assumed: list[str], args: Any)
 
 def _check(args: Any) -> None:
     """Raise CommandError without a budget, or if two flags contradict each other."""
+    at_least_one("jaxlm scale", args, "parallel")
     if args.budget is None:
         what, why, fix = "scale needs a budget", "--budget is missing", "jaxlm scale --help"
         raise CommandError(what, where="jaxlm scale", why=why, fix=fix)
@@ -83,8 +90,9 @@ def _check(args: Any) -> None:
         why = "the planned model has the family of the largest run"
         fix = of_runs if args.runs else "--sweep    # trains the runs of a config"
         raise CommandError("finished runs take no other config", where=where, why=why, fix=fix)
-    for flag in ("widths", "steps"):
-        if (value := getattr(args, flag)) and not args.sweep:
+    parallel = args.parallel if args.parallel > 1 else None
+    for flag, value in (("widths", args.widths), ("steps", args.steps), ("parallel", parallel)):
+        if value and not args.sweep:
             where, why = f"--{flag}={value}", f"--{flag} sets the runs of a sweep"
             fix = f"--sweep {where} --workdir=runs/scale"
             raise CommandError(f"--{flag} needs --sweep", where=where, why=why, fix=fix)

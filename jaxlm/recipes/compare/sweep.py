@@ -135,7 +135,7 @@ def members(
                 run = run.changed(dict(prefix))
             made[workdir / name] = Member(path=workdir / name, settings=settings, run=run)
     for member in made.values():
-        _check_same(member, ("model.", "data.") if has_base else ())
+        check_same(member, ("model.", "data.") if has_base else ())
     return list(made.values())
 
 
@@ -148,8 +148,15 @@ def _name(labels: Sequence[str], values: Sequence[str]) -> str:
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def _check_same(member: Member, ignored: tuple[str, ...]) -> None:
-    """Raise ConfigError if the directory contains a run with other settings."""
+def check_same(member: Member, ignored: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError if the directory contains a run with other settings.
+
+    Args:
+      member: the run.
+      ignored: beginnings of the paths of settings that may differ.
+
+    Raises DataError if the stored config is damaged.
+    """
     file = member.path / "config.json"
     if not file.is_file():
         return
@@ -184,6 +191,13 @@ class _Job:
         return text.splitlines()[-SHOWN_LINES:]
 
 
+def ended(path: Path) -> summary.RunSummary | None:
+    """Return the state of a run that finished or diverged; None if it has to be trained."""
+    state = summary.summarize(path) if path.exists() else None
+    is_ended = state and (state.status == "finished" or state.code == summary.DIVERGED)
+    return state if is_ended else None
+
+
 def train_all(
     runs: Sequence[Member],
     file: str,
@@ -210,8 +224,7 @@ def train_all(
     codes: dict[str, int] = {}
     waiting: list[Member] = []
     for member in runs:
-        state = summary.summarize(member.path) if member.path.exists() else None
-        if state and (state.status == "finished" or state.code == summary.DIVERGED):
+        if state := ended(member.path):
             codes[str(member.path)] = state.code or 0
             say(f"{member.path}: {state.status} at step {state.step}, not started again")
         else:

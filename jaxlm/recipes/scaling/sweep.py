@@ -8,16 +8,13 @@ from jaxlm.core import config
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.optim.schedule_config import spans
-from jaxlm.parallel.cluster import ProcessSpec
+from jaxlm.recipes.compare.sweep import Member, Settings, check_same, train_all
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.loss_law import MIN_RUNS, MIN_SIZES
-from jaxlm.recipes.train.api import ResumeOptions, StartOptions
-from jaxlm.recipes.train.run import run_training
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0)  # of the config's width
 STEPS = (0.25, 0.5, 1.0)
-Settings = list[tuple[str, str]]
 
 
 def sweep(
@@ -27,13 +24,14 @@ def sweep(
     *,
     widths: str | None = None,
     steps: str | None = None,
+    parallel: int = 1,
     say: Log = lambda _: None,
-) -> None:
-    """Train each rung, the cheapest first, in `workdir`/NAME; complete rungs are skipped.
+) -> dict[str, int]:
+    """Train each rung, the cheapest first, in `workdir`/NAME; return exit codes by directory.
 
-    Interrupted rungs resume. Each run has its own schedule, which ends with it: losses in the
-    middle of a longer run would be higher, as its learning rate has not decayed yet. Raises
-    JaxlmError as a training run does, and if the ladder is too short for a law.
+    Complete rungs are skipped and interrupted ones resume, as `jaxlm sweep` does. Each run has its
+    own schedule, which ends with it: losses in the middle of a longer run would be higher, as its
+    learning rate has not decayed yet.
 
     Args:
       file: the config.
@@ -41,26 +39,25 @@ def sweep(
       workdir: parent directory of the runs.
       widths: widths with commas between; None for shares of the config's width.
       steps: step counts with commas between; None for shares of the config's steps.
+      parallel: runs at a time.
       `say`: receives log lines.
+
+    Raises:
+      CommandError: if the ladder is too short for a law.
+      ConfigError: if a config of a rung is wrong, or a directory contains another run.
+      Preempted: on SIGINT or SIGTERM, after the runs have saved their state.
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.1 and appendix B.
     """
     base: Run = config.load(Run, file, overrides).value
-    ladder = rungs(base, widths, steps)
-    for number, (name, changed) in enumerate(ladder.items(), 1):
-        settings = [*overrides, *changed, *base.checkpoint.of_run(name)]
-        rung_dir = workdir / name
-        say(f"run {number} of {len(ladder)}: {rung_dir}")
-        flags = [f"--config.{path}={value}" for path, value in settings]
-        options = StartOptions(
-            workdir=rung_dir,
-            arguments=["train", f"--config={file}", *flags, f"--workdir={rung_dir}"],
-            resume=ResumeOptions(),
-            process=ProcessSpec(),
-            quiet=True,
-        )
-        summary = run_training(config.load(Run, file, settings), options)
-        say(f"  {summary['loss_nats']:.4f} nats after {summary['step']} steps")
+    members = []
+    for name, changed in rungs(base, widths, steps).items():
+        settings = [*changed, *base.checkpoint.of_run(name)]
+        run = config.load(Run, file, [*overrides, *settings]).value
+        members.append(Member(path=workdir / name, settings=settings, run=run))
+    for member in members:
+        check_same(member)
+    return train_all(members, file, overrides, parallel=parallel, say=say)
 
 
 def rungs(run: Run, widths: str | None = None, steps: str | None = None) -> dict[str, Settings]:

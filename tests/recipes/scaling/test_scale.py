@@ -336,31 +336,40 @@ def test_a_ladder_too_short_for_a_law_is_refused_before_anything_is_trained(
     assert not (tmp_path / "sweep").exists()
 
 
-def test_an_interrupted_sweep_goes_on_with_the_runs_that_are_left(tmp_path, monkeypatch, capsys):
-    """The second start trains the remaining runs: each rung passes the checks of `jaxlm train`."""
+def test_the_runs_of_a_ladder_are_those_of_a_sweep(tmp_path, monkeypatch, capsys):
+    """They are trained by the code of `jaxlm sweep`, which resumes; a failure has its code."""
     (tmp_path / "texts").mkdir()
     file = harness.write_config(tmp_path / "texts")
-    begun = []
+    started = []
 
-    def trained(loaded, options):
-        begun.append(options.workdir.name)
-        if len(begun) == 3:
-            raise KeyboardInterrupt
-        if not options.workdir.exists():
-            run = loaded.value
-            write_run(options.workdir, run.model.width, run.train.steps)
-        line = shlex.join(options.arguments)
-        assert f"--workdir={options.workdir}" in line
-        assert f"--config.train.steps={loaded.value.train.steps}" in line
-        return {"loss_nats": 1.0, "step": loaded.value.train.steps}
+    def train(members, file_, overrides, *, parallel, say):
+        started.append([member.path.name for member in members])
+        assert (file_, overrides, parallel) == (str(file), [], 2)
+        for member in members:
+            run = member.run
+            assert configs.load(Run, file_, member.settings).value == run
+            if not member.path.exists():
+                write_run(member.path, run.model.width, run.train.steps)
+        return {str(member.path): 74 if len(started) == 1 else 0 for member in members}
 
-    monkeypatch.setattr(sweep, "run_training", trained)
+    monkeypatch.setattr(sweep, "train_all", train)
+    monkeypatch.setattr(sweep, "check_same", lambda member: None)
     words = [f"--config={file}", f"--workdir={tmp_path}/sweep", "--widths=16,24,32", "--steps=6,12"]
-    assert main(["scale", "--budget=1e12", "--sweep", *words]) == 130
-    assert len(list((tmp_path / "sweep").iterdir())) == 2
+    words += ["--budget=1e12", "--sweep", "--parallel=2"]
+    code, answer = scale(capsys, *words)
+    assert (code, set(answer["codes"].values())) == (74, {74})
+    code, answer = scale(capsys, *words)
+    assert (code, len(answer["runs"])) == (0, 6), answer
+    assert started == [[*sweep.rungs(configs.load(Run, file).value, "16,24,32", "6,12")]] * 2
+
+
+def test_a_folder_with_another_ladder_is_refused(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    file = harness.write_config(tmp_path / "texts")
+    words = [f"--config={file}", f"--workdir={tmp_path}/sweep", "--widths=16,24,32", "--steps=6,12"]
+    write_run(tmp_path / "sweep/w16-s6", 16, 6)
     code, answer = scale(capsys, "--budget=1e12", "--sweep", *words)
-    assert (code, len(answer.get("runs", answer))) == (0, 6), answer
-    assert begun[3:] == [*sweep.rungs(configs.load(Run, file).value, "16,24,32", "6,12")]
+    assert (code, answer["error"]["fix"]) == (2, f"--workdir={tmp_path}/sweep-2")
 
 
 @pytest.mark.slow
