@@ -1,11 +1,10 @@
 """The common part of the scripts that compare optimizers, objectives and schedules: runs.
 
-Each is a run of `jaxlm train` in a directory of its own, WORKDIR/ARM/lrRATE-sSTEPS-seedSEED, one
-after the other in this process. A killed comparison resumes: a finished run is read, and an
-unfinished one is resumed.
+Each is a run in a directory of its own, WORKDIR/ARM/lrRATE-sSTEPS-seedSEED, which the code of
+`jaxlm sweep` trains. A killed comparison resumes: a finished run is read, and an unfinished one is
+resumed.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -16,17 +15,17 @@ from typing import Any
 
 import jax
 
-import jaxlm
 from jaxlm.core import config
-from jaxlm.core.errors import ConfigError, Diverged
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.sections import show
 from jaxlm.monitor import sinks
 from jaxlm.parallel import mesh as meshes
 from jaxlm.recipes import setup
+from jaxlm.recipes.compare import comparison, page, summary
+from jaxlm.recipes.compare import sweep as sweeps
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import lr_find
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.training.rundir import read_json
 
 FILE = "configs/quickstart.py"
 # The quickstart made smaller; saved and evaluated once, at its end. Every update is applied without
@@ -76,7 +75,8 @@ class Ended:
 class Sweep:
     """The runs of a comparison, in a folder.
 
-    `settings` are values by path over those of the config.
+    `settings` are values by path over those of the config, `parallel` is the number of runs at a
+    time.
     """
 
     def __init__(
@@ -87,37 +87,43 @@ class Sweep:
         *,
         steps: int,
         say: Callable[[str], None],
-        train: Any = jaxlm.train,
+        parallel: int = 1,
     ):
         self.steps, self.workdir = steps, workdir
-        self._file, self._settings, self._say, self._train = file, settings, say, train
+        self._file, self._settings, self._say, self._parallel = file, settings, say, parallel
 
     def run(self, arm: Arm, settings: Mapping[str, Any] | None = None) -> Run:
         """A run of an arm. Raises ConfigError where it cannot be."""
-        values = self._values(arm, settings or {})
-        pairs = [(path, show(value)) for path, value in values.items()]
-        return config.load(Run, self._file, pairs).value
+        return config.load(Run, self._file, self._pairs(arm, settings or {})).value
 
-    def ended(self, arm: Arm, *, rate: float, steps: int, seed: int) -> Ended:
-        """Trains an arm to its end, or reads what it came to.
+    def ended(self, arm: Arm, *, rate: float, steps: int, seeds: Sequence[int]) -> list[Ended]:
+        """Train an arm to its end with each seed, or read the results.
 
         Raises:
-          ConfigError: where the directory holds another run.
-          JaxlmError: as training does; a run that diverges has ended.
+          ConfigError: a directory holds another run.
+          DataError: a file of a run is damaged.
+          Preempted: on SIGINT or SIGTERM.
+          SystemExit: with the exit code of a run that failed; one that diverged has ended.
         """
-        settings = {"train.steps": steps, "seed": seed} | rated(self.run(arm), rate)
-        run = self.run(arm, settings)
-        place = self.workdir / arm.name / f"lr{rate:g}-s{steps}-seed{seed}"
-        begun, result = time.monotonic(), finished(place, run)
-        if result is None:
-            values = self._values(arm, settings)
-            with contextlib.suppress(Diverged):  # its directory has the record
-                self._train(self._file, workdir=place, settings=values, quiet=True)
-            result = finished(place, run)
-            assert result is not None, place
-            outcome = f"{result.bits:.4f} bits/byte" if math.isfinite(result.bits) else "diverged"
-            self._say(f"  {place}: {outcome}, {time.monotonic() - begun:.0f} s")
-        return result
+        rates = rated(self.run(arm), rate)
+        members = []
+        for seed in seeds:
+            settings = {"train.steps": steps, "seed": seed} | rates
+            members.append(
+                sweeps.Member(
+                    path=self.workdir / arm.name / f"lr{rate:g}-s{steps}-seed{seed}",
+                    settings=self._pairs(arm, settings),
+                    run=self.run(arm, settings),
+                )
+            )
+        for member in members:
+            sweeps.check_same(member, self.workdir)
+        if any(sweeps.ended(member.path) is None for member in members):
+            parallel = self._parallel
+            codes = sweeps.train_all(members, self._file, [], parallel=parallel, say=self._say)
+            if failed := [code for code in codes.values() if code not in sweeps.ENDED]:
+                raise SystemExit(failed[0])
+        return list(map(result, members))
 
     def seconds(self, arms: Sequence[Arm]) -> dict[str, float]:
         """Seconds of an arm's step, its batch read: measured once, and kept in the folder."""
@@ -131,8 +137,9 @@ class Sweep:
             write(file, known)
         return {arm.name: known[arm.name] for arm in arms}
 
-    def _values(self, arm: Arm, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self._settings, **arm.settings, **settings}
+    def _pairs(self, arm: Arm, settings: Mapping[str, Any]) -> sweeps.Settings:
+        values = {**self._settings, **arm.settings, **settings}
+        return [(path, show(value)) for path, value in values.items()]
 
 
 def compare(
@@ -175,11 +182,12 @@ def compare(
             )
     seconds = sweep.seconds(arms) if is_timed else {}
     rows: list[dict[str, Any]] = []
+    compared: list[Path] = []
     for number, arm in enumerate(arms, 1):
         say(f"arm {number} of {len(arms)}: {arm.name}")
 
         def score(rate: float, arm: Arm = arm) -> float:
-            return sweep.ended(arm, rate=rate, steps=sweep.steps, seed=TUNING).bits
+            return sweep.ended(arm, rate=rate, steps=sweep.steps, seeds=[TUNING])[0].bits
 
         rates = tune(score, sweep.run(arm).optim.lr, most)
         rate = best(rates)
@@ -195,16 +203,18 @@ def compare(
             row["step_seconds"] = arm_seconds = seconds[arm.name]
             spans["equal_time"] = affordable(sweep.steps, min(seconds.values()) / arm_seconds)
         for name, steps in spans.items():
-            ended = [
-                sweep.ended(arm, rate=rate, steps=steps, seed=TUNING + seed)
-                for seed in range(1, seeds + 1)
-            ]
+            others = range(TUNING + 1, TUNING + seeds + 1)
+            ended = sweep.ended(arm, rate=rate, steps=steps, seeds=others)
+            compared += [each.place for each in ended if steps == sweep.steps]
             values = [figures(each) for each in ended]
             row[name] = {"steps": steps} | {
                 key: [each[key] for each in values] for key in values[0]
             }
         rows.append(row)
         publish(rows)
+    if len(compared := list(dict.fromkeys(compared))) > 1:
+        written = page.write(comparison.compare(compared), sweep.workdir / "compare.html")
+        say(f"curves and settings of the runs at equal tokens: {written}")
     return rows
 
 
@@ -253,36 +263,18 @@ def rated(run: Run, rate: float) -> dict[str, float]:
     return {path: float(value) for path, _, value in flags}
 
 
-def finished(place: Path, run: Run) -> Ended | None:
-    """Return the result of a finished run, or None.
+def result(member: sweeps.Member) -> Ended:
+    """Return the result of a run that ended.
 
-    Raises:
-      ConfigError: the directory holds another run.
-      DataError: a file of the run is damaged.
+    Raises DataError if a file of the run is damaged.
     """
-    if not (place / "exit.json").is_file():
-        return None
-    file = place / "config.json"
-    known = config.from_json(Run, read_json(place, "config.json"), where=str(file))
-    if changes := config.diff(known, run):
-        raise ConfigError(
-            "the folder holds runs of other settings",
-            where=str(file),
-            why="\n".join(map(str, changes[:4])),
-            fix="--workdir=runs/another",
-        )
-    end = read_json(place, "exit.json")
-    if end["code"] == Diverged.code:
-        return Ended(place, math.inf, 0.0)
-    if (end["code"], end["step"]) != (0, run.train.steps):
-        return None
-    records = sinks.read(place / "metrics.jsonl")
-    last = {record["split"]: record for record in records}
-    followed = setup.ranking_set(run, [split for split in last if split != "train"])
-    assert followed is not None, place
-    bits = last[followed]["bits_per_byte"]
-    slots = run.train.steps * run.tokens_per_step
-    return Ended(place, math.inf if bits is None else bits, last["train"]["tokens"] / slots)
+    state = summary.read(member.path)
+    if state.code == summary.DIVERGED:
+        return Ended(member.path, math.inf, 0.0)
+    last = {record["split"]: record for record in state.records}
+    bits = last[summary.ranking_split(state.config, state.records)]["bits_per_byte"]
+    slots = member.run.train.steps * member.run.tokens_per_step
+    return Ended(member.path, math.inf if bits is None else bits, last["train"]["tokens"] / slots)
 
 
 def step_seconds(runs: Mapping[str, Run]) -> dict[str, float]:

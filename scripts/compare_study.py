@@ -89,7 +89,7 @@ def _run(study: Study, words: Sequence[str]) -> int:
             print(f"{time.monotonic() - begun:7.0f} s  {text}", file=sys.stderr, flush=True)
 
     file, settings = shared.config or FILE, {**SMALL, **dict(shared.overrides)}
-    sweep = Sweep(file, settings, workdir, steps=args.steps, say=say)
+    sweep = Sweep(file, settings, workdir, steps=args.steps, say=say, parallel=args.parallel)
     facts: dict[str, Any] = {
         "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *words]),
         "config": file,
@@ -131,6 +131,7 @@ def _arguments(study: Study, rest: Sequence[str]) -> argparse.Namespace | None:
         "--seeds", type=int, default=3, help="seeds in addition to the one for rates (3)"
     )
     parser.add_argument("--rates", type=int, default=12, help="tried for each at most (12)")
+    parser.add_argument("--parallel", type=int, default=1, help="seeds that train at a time (1)")
     parser.add_argument("--out", type=Path, help="where page, numbers and picture go (--workdir)")
     parser.add_argument("--page", type=Path, help="a page that gets the table too, at its marks")
     parser.add_shared()
@@ -140,7 +141,7 @@ def _arguments(study: Study, rest: Sequence[str]) -> argparse.Namespace | None:
         return None
     if left:
         raise parser.unknown(left, args)
-    for flag in ("steps", "seeds", "rates"):
+    for flag in ("steps", "seeds", "rates", "parallel"):
         if getattr(args, flag) < 1:
             raise CommandError(
                 f"--{flag} is at least 1",

@@ -135,7 +135,7 @@ def members(
                 run = run.changed(dict(prefix))
             made[workdir / name] = Member(path=workdir / name, settings=settings, run=run)
     for member in made.values():
-        check_same(member, ("model.", "data.") if has_base else ())
+        check_same(member, workdir, ("model.", "data.") if has_base else ())
     return list(made.values())
 
 
@@ -148,11 +148,12 @@ def _name(labels: Sequence[str], values: Sequence[str]) -> str:
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def check_same(member: Member, ignored: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError if the directory contains a run with other settings.
+def check_same(member: Member, workdir: Path, ignored: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError if the directory of a run contains one with other settings.
 
     Args:
       member: the run.
+      workdir: directory of all runs, which the fix replaces.
       ignored: beginnings of the paths of settings that may differ.
 
     Raises DataError if the stored config is damaged.
@@ -173,7 +174,7 @@ def check_same(member: Member, ignored: tuple[str, ...] = ()) -> None:
             "the folder contains a run with other settings",
             where=str(member.path),
             why="\n".join(map(str, changes[:4])),
-            fix=f"--workdir={shlex.quote(f'{member.path.parent}-2')}",
+            fix=f"--workdir={shlex.quote(f'{workdir}-2')}",
         )
 
 

@@ -56,7 +56,7 @@ def sweep(
         run = config.load(Run, file, [*overrides, *settings]).value
         members.append(Member(path=workdir / name, settings=settings, run=run))
     for member in members:
-        check_same(member)
+        check_same(member, workdir)
     return train_all(members, file, overrides, parallel=parallel, say=say)
 
 

@@ -353,7 +353,7 @@ def test_the_runs_of_a_ladder_are_those_of_a_sweep(tmp_path, monkeypatch, capsys
         return {str(member.path): 74 if len(started) == 1 else 0 for member in members}
 
     monkeypatch.setattr(sweep, "train_all", train)
-    monkeypatch.setattr(sweep, "check_same", lambda member: None)
+    monkeypatch.setattr(sweep, "check_same", lambda *_: None)
     words = [f"--config={file}", f"--workdir={tmp_path}/sweep", "--widths=16,24,32", "--steps=6,12"]
     words += ["--budget=1e12", "--sweep", "--parallel=2"]
     code, answer = scale(capsys, *words)
