@@ -16,7 +16,7 @@ from jaxlm.corpus.dedup.minhash import recall
 from jaxlm.corpus.document import Counts
 from jaxlm.corpus.filters.blocklists import evaluations
 from jaxlm.corpus.job import FORMAT_VERSION, Job, part_of
-from jaxlm.monitor.report import STYLE
+from jaxlm.monitor.report import CONTENTS, STYLE, with_contents
 
 if TYPE_CHECKING:
     import jinja2
@@ -164,9 +164,11 @@ def page(out: Path, answer: dict[str, Any]) -> str:
 
     samples_of = functools.partial(_samples, out, answer)
     texts = {"note": _too_short(answer), "summary": _summary(answer), "max_reasons": MAX_REASONS}
-    return template("report.html.jinja", autoescape=True).render(
-        answer=answer, samples_of=samples_of, style=markupsafe.Markup(STYLE), **texts
+    texts |= {"style": markupsafe.Markup(STYLE), "contents": markupsafe.Markup(CONTENTS)}
+    rendered = template("report.html.jinja", autoescape=True).render(
+        answer=answer, samples_of=samples_of, **texts
     )
+    return with_contents(rendered)
 
 
 def template(name: str, *, autoescape: bool, finalize: Any = None) -> "jinja2.Template":

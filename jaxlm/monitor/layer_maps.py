@@ -19,6 +19,7 @@ COLUMNS, ROWS = 32, 16  # of a drawing at most; those between are left out
 WIDTH, HEIGHT = 640, 240
 LEFT, RIGHT, TOP, BOTTOM = 40, 12, 6, 24  # space around the cells
 LABELS = 6  # of an axis at most
+FAINTEST = 0.15  # opacity of the lowest value; without a value there is no cell
 _FIGURE = re.compile(r"layers/(\d{1,5})/(\w+)")
 
 
@@ -97,8 +98,9 @@ def render(each: LayerMap) -> str:
             value = each.grid[row, column]
             if math.isfinite(value):
                 share = (value - low) / (high - low) if high > low else 0.5
+                opacity = FAINTEST + (1 - FAINTEST) * share
                 cells.append(
-                    f'<rect x="{x}" y="{y}" width="1" height="1" fill-opacity="{share:.2g}">'
+                    f'<rect x="{x}" y="{y}" width="1" height="1" fill-opacity="{opacity:.2g}">'
                     f"<title>step {each.steps[column]}, layer {each.layers[row]}: "
                     f"{_shown(each, value)}</title></rect>"
                 )
@@ -117,7 +119,8 @@ def render(each: LayerMap) -> str:
         f'<figure class="map"><figcaption>{title} <small>by step</small></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}, by step">'
         f'<svg x="{LEFT}" y="{TOP}" width="{width}" height="{height}" preserveAspectRatio="none" '
-        f'viewBox="0 0 {len(columns)} {len(rows)}">{"".join(cells)}</svg>{"".join(texts)}</svg>'
+        f'viewBox="0 0 {len(columns)} {len(rows)}">{"".join(cells)}</svg>'
+        f'<path class="frame" d="M{LEFT} {TOP}h{width}v{height}h-{width}z"/>{"".join(texts)}</svg>'
         f'<div class="scale">{_shown(each, low)}<i></i>{_shown(each, high)}</div></figure>'
     )
 

@@ -103,7 +103,11 @@ def filled(template: str, **values: Any) -> str:
     templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     style, script = markupsafe.Markup(STYLE), markupsafe.Markup(charts.SCRIPT)
     values |= {"style": style, "script": script, "contents": markupsafe.Markup(CONTENTS)}
-    page = templates.get_template(template).render(**values)
+    return with_contents(templates.get_template(template).render(**values))
+
+
+def with_contents(page: str) -> str:
+    """Return a page with its table of contents in the place of CONTENTS."""
     heads = HEADING.findall(page)
     items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in heads)
     contents = f'<nav aria-label="contents"><ul>{items}</ul></nav>' if heads else ""

@@ -375,9 +375,11 @@ def test_the_page_shows_the_funnel_reasons_and_samples_and_runs_nothing_of_their
     page = Path("out/report.html").read_text()
     parsed = Page(page)
     assert set(parsed.tags) <= set(
-        "html head meta title style body h1 h2 p div table tr th td i details summary pre".split()
+        "html head meta title style body h1 h2 p div table tr th td i details summary pre nav ul li"
+        " a".split()
     )
-    assert not parsed.links
+    assert parsed.links == ["#funnel", "#by-characters", "#reasons", "#kept", "#broken"]
+    assert all(f'id="{link[1:]}"' in page for link in parsed.links)
     assert "\x1b" not in page
     output = "".join(parsed.text)
     for row in answer["funnel"]:

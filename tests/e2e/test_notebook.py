@@ -4,12 +4,14 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from jaxlm.cli.main import main
 from tests.cli.test_exchange import write
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +125,26 @@ def test_a_model_is_looked_into(tmp_path, monkeypatch):
     assert re.search(r"layer \d, head \d: \d+% of its attention", printed)
     assert "layer 1" in printed
     assert pictures(cells) == 3
+
+
+def test_on_a_t4_both_first_notebooks_fit_and_take_at_most_15_minutes(tmp_path, capsys):
+    """The commands of the cells, for a GPU that Colab lends; compiling is not in the plan."""
+    first, own = (
+        "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+        for path in (NOTEBOOK, OWN_TEXT)
+    )
+    (command,) = re.findall(r"-m jaxlm (plan .* --on=t4)", first)
+    assert main([*shlex.split(command), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"]
+    assert plan["hours"][1] < 0.25
+    (minutes,) = re.findall(r'= \("t4", (\d+)\) if shutil.which\("nvidia-smi"\)', own)
+    (command,) = re.findall(r"-m jaxlm (init .*) --out", own)
+    (tmp_path / "a.txt").write_text((ROOT / "README.md").read_text() * 60)
+    words = command.format(data=tmp_path, machine="t4", minutes=minutes)
+    assert main([*shlex.split(words), f"--out={tmp_path}/mine.py", "--json"]) == 0
+    low, high = json.loads(capsys.readouterr().out)["minutes"]
+    assert 0 < low < high <= int(minutes) == 15
 
 
 def test_every_notebook_begins_by_installing_what_its_runtime_needs():

@@ -117,7 +117,7 @@ def test_layers_are_maps_of_what_was_watched(tmp_path):
     page = report.render(tmp_path)
     assert (page.count("<img"), page.count('<figure class="map"')) == (0, 3)
     assert "<title>step 4, layer 1: 0.001</title>" in page
-    assert '<rect x="1" y="1" width="1" height="1" fill-opacity="0.5">' in page
+    assert '<rect x="1" y="1" width="1" height="1" fill-opacity="0.57">' in page
     pixels = matplotlib.image.imread(tmp_path / "plots/layers_grad_norm.png")
     assert len({tuple(pixel) for pixel in pixels.reshape(-1, 4).tolist()}) > 5
 

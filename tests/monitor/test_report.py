@@ -1,14 +1,17 @@
+import html
 import json
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.monitor import plots, report
 
+ROOT = Path(__file__).parents[2]
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
@@ -189,6 +192,96 @@ def test_a_browser_draws_the_charts_and_scrolls_nothing_sideways(run, width, tmp
     (measured,) = re.findall(r"measured (\d+) of (\d+), charts (\d+)", done.stdout)
     assert measured == (str(width), str(width), "2")
     assert re.search(r", step 8, 800 tokens: train 0\.\d+, val 0\.75<", done.stdout)
+
+
+# Ratios of WCAG 2.2: of each text to what is painted below it, 4.5 (1.4.3); of parts of a picture, 3
+# (1.4.11). A map has to differ from the page by its frame and by its strongest cells, and these from
+# the faintest; two neighboring shades of a scale cannot.
+CONTRAST = """<body><p id=out></p>{frames}<script>
+const brush = document.createElement("canvas").getContext("2d", {{ willReadFrequently: true }});
+function channels(color) {{
+  brush.clearRect(0, 0, 1, 1); brush.fillStyle = "#0000"; brush.fillStyle = color;
+  brush.fillRect(0, 0, 1, 1); const [r, g, b, a] = brush.getImageData(0, 0, 1, 1).data;
+  return [r, g, b, a / 255]; }}
+const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3]));
+function ground(element, view) {{
+  if (!element || element.nodeType !== 1) return [255, 255, 255];
+  const below = ground(element.parentNode, view);
+  return over(channels(view.getComputedStyle(element).backgroundColor), below); }}
+const luminance = color => color.slice(0, 3).map(c => c / 255)
+  .map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
+function ratio(a, b) {{
+  const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y);
+  return (high + .05) / (low + .05); }}
+function measured(frame) {{
+  const page = frame.contentDocument, view = frame.contentWindow, faults = [];
+  page.querySelectorAll("details").forEach(each => each.open = true);
+  const style = element => view.getComputedStyle(element);
+  const texts = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
+  let count = 0;
+  while (texts.nextNode()) {{
+    const text = texts.currentNode, element = text.parentElement, range = page.createRange();
+    range.selectNodeContents(text);
+    if (!text.data.trim() || !range.getBoundingClientRect().width) continue;
+    const is_drawn = element.namespaceURI.endsWith("svg");
+    const color = channels(is_drawn ? style(element).fill : style(element).color);
+    const below = ground(element, view), found = ratio(over(color, below), below);
+    count += 1;
+    if (found < 4.5) faults.push([text.data.trim().slice(0, 30), found]); }}
+  let cells = 0;
+  for (const map of page.querySelectorAll("figure.map")) {{
+    const below = ground(map, view), rects = [...map.querySelectorAll("rect")];
+    const painted = rects.map(rect => {{
+      const color = channels(style(rect).fill);
+      return over([...color.slice(0, 3), +style(rect).fillOpacity], below); }});
+    const ratios = painted.map(color => ratio(color, below));
+    const strong = painted[ratios.indexOf(Math.max(...ratios))];
+    const faint = painted[ratios.indexOf(Math.min(...ratios))];
+    const frame_ = channels(style(map.querySelector("path.frame")).stroke);
+    const pairs = {{ strongest: ratio(strong, below), range: ratio(strong, faint),
+      frame: ratio(frame_, below) }};
+    for (const [name, found] of Object.entries(pairs)) if (found < 3) faults.push([name, found]);
+    cells += rects.length; }}
+  return {{ width: page.documentElement.scrollWidth, ground: ground(page.body, view),
+    count, cells, faults }}; }}
+onload = () => {{
+  out.textContent = JSON.stringify([...document.querySelectorAll("iframe")].map(measured)); }};
+</script></body>"""
+WIDTHS = (390, 768, 1280)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_and_maps_have_the_contrast_of_aa_as_a_browser_draws_them(
+    run, theme, tmp_path, monkeypatch
+):
+    tokens = [["a", 0.5], ["b", 1.5], ["c", 3.0], ["d", 5.0], ["e", 7.0]]
+    jsonl(run / "samples.jsonl", [{"step": 8, "prompt": "p", "text": "abcde", "tokens": tokens}])
+    monkeypatch.chdir(tmp_path)
+    words = ["data", "run", "--config=data/clean_stdlib", "--out=cleaned", "--quiet"]
+    words += [f"--config.source={ROOT}/jaxlm/core/*.py", "--config.stages=length"]
+    assert main([*words, "--config.length.least=3000"]) == 0
+    pages = [report.write(run), tmp_path / "cleaned/report.html"]
+    frames = "".join(
+        f'<iframe style="border:0;width:{width}px;height:2000px" src="file://{page}"></iframe>'
+        for page in pages
+        for width in WIDTHS
+    )
+    whole = tmp_path / "whole.html"
+    whole.write_text(CONTRAST.format(frames=frames))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    options += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path}/profile"]
+    options += ["--virtual-time-budget=20000", "--dump-dom"]
+    options += ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else []
+    done = subprocess.run([CHROMIUM, *options, f"file://{whole}"], capture_output=True, text=True)
+    measured = json.loads(html.unescape(re.search(r"<p id=\"out\">(.*?)</p>", done.stdout)[1]))
+    assert [each["faults"] for each in measured] == [[]] * len(frames.split("</iframe>")[1:])
+    assert [each["width"] for each in measured] == [*WIDTHS] * 2
+    assert {min(each["ground"]) > 128 for each in measured} == {theme == "light"}
+    assert [each["cells"] for each in measured] == [16] * 3 + [0] * 3  # two layers, eight steps
+    assert all(each["count"] > 20 for each in measured)
 
 
 def test_it_needs_no_other_file(page, run):
