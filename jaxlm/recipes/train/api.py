@@ -150,7 +150,8 @@ def train(
       config: a name or path as --config takes it, a dict of settings by path (`{"optim.lr": 1e-3}`,
         nested or not), a ConfigDict of `jaxlm.core.config.new`, or a `Run` (`jaxlm.Config`).
       workdir: the run directory; with a run in it, that run is resumed.
-      settings: values by path, such as `{"optim.lr": 1e-3}`, which override those of the config.
+      settings: values by path, such as `{"optim.lr": 1e-3}`, nested or not, which override those of
+        the config.
       train_data: data to train on, in place of `data.train`.
       validation_data: data to evaluate on, in place of `data.validation`.
       callbacks: functions that get each record, and objects of `jaxlm.Callback`.
@@ -169,7 +170,8 @@ def train(
     process = process or cluster.process_spec(os.environ)
     if process.count in (None, 1):  # several processes would find the lock of the first
         lock.check_free(Path(workdir) / "lock")
-    settings, data = settings or {}, {"train": train_data, "validation": validation_data}
+    settings = _flat(settings or {})
+    data = {"train": train_data, "validation": validation_data}
     # Before JAX is imported: a wrong setting is refused at once.
     loaded, settings = _with_data(config, settings, data)
     loaded = _with_current_parts(loaded, Path(workdir))
@@ -292,6 +294,15 @@ def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:
     else:
         raw = _nested(config) if isinstance(config, Mapping) else config.to_dict()
     return configs.loaded_json(Run, raw, "the config that was given", overrides)
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by their whole path."""
+    flat: dict[str, Any] = {}
+    for path, value in settings.items():
+        inner = _flat(value) if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{path}.{name}".removesuffix("."): each for name, each in inner.items()}
+    return flat
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
