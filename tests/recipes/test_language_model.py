@@ -138,14 +138,16 @@ def test_a_dict_is_a_config_nested_or_by_path(run, tmp_path):
         "data.sequence": 32,
         "model.width": 32,
         "model": {"depth": 1, "heads": 2, "kv_heads": 1},
-        "train.steps": 1,
-        "train.batch": 2,
         "sample.prompts": (),
     }
-    assert jaxlm.train(settings, workdir=tmp_path / "run", quiet=True).complete
+    more = {"train": {"steps": 1, "batch": 2}}
+    assert jaxlm.train(settings, settings=more, workdir=tmp_path / "run", quiet=True).complete
     made = jaxlm.load(tmp_path / "run").config
     assert isinstance(made, jaxlm.Config)
     assert (made.model.width, made.model.depth, made.data.sequence) == (32, 1, 32)
+    assert (made.train.steps, made.train.batch) == (1, 2)
+    command = (tmp_path / "run/command.sh").read_text()
+    assert "--config.train.steps=1 --config.train.batch=2" in command
     with pytest.raises(ConfigError, match="witdh"):
         jaxlm.train({"model.witdh": 3}, workdir=tmp_path / "other")
 
