@@ -129,17 +129,17 @@ def test_a_model_is_looked_into(tmp_path, monkeypatch):
 
 def test_on_a_t4_both_first_notebooks_fit_and_take_at_most_15_minutes(tmp_path, capsys):
     """The commands of the cells, for a GPU that Colab lends; compiling is not in the plan."""
-    first, own = (
+    quickstart, own_text = (
         "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
         for path in (NOTEBOOK, OWN_TEXT)
     )
-    (command,) = re.findall(r"-m jaxlm (plan .* --on=t4)", first)
+    (command,) = re.findall(r"-m jaxlm (plan .* --on=t4)", quickstart)
     assert main([*shlex.split(command), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"]
     assert plan["hours"][1] < 0.25
-    (minutes,) = re.findall(r'= \("t4", (\d+)\) if shutil.which\("nvidia-smi"\)', own)
-    (command,) = re.findall(r"-m jaxlm (init .*) --out", own)
+    (minutes,) = re.findall(r'= \("t4", (\d+)\) if shutil.which\("nvidia-smi"\)', own_text)
+    (command,) = re.findall(r"-m jaxlm (init .*) --out", own_text)
     (tmp_path / "a.txt").write_text((ROOT / "README.md").read_text() * 60)
     words = command.format(data=tmp_path, machine="t4", minutes=minutes)
     assert main([*shlex.split(words), f"--out={tmp_path}/mine.py", "--json"]) == 0

@@ -194,8 +194,8 @@ def test_a_browser_draws_the_charts_and_scrolls_nothing_sideways(run, width, tmp
     assert re.search(r", step 8, 800 tokens: train 0\.\d+, val 0\.75<", done.stdout)
 
 
-# Ratios of WCAG 2.2: of each text to what is painted below it, 4.5 (1.4.3); of parts of a picture, 3
-# (1.4.11). A map has to differ from the page by its frame and by its strongest cells, and these from
+# Ratios of WCAG 2.2: of each text to what is painted below it, 4.5 (1.4.3); of parts of a picture,
+# 3 (1.4.11). A map has to differ from the page by its frame and its strongest cells, and these from
 # the faintest; two neighboring shades of a scale cannot.
 CONTRAST = """<body><p id=out></p>{frames}<script>
 const brush = document.createElement("canvas").getContext("2d", {{ willReadFrequently: true }});
