@@ -1,12 +1,14 @@
 """Pretraining, SFT, DPO and GRPO of a small model on sums whose demonstrations are half wrong.
 
-    python scripts/chain.py --out=runs/chain [--seed=0] [--controls]
+    python scripts/chain.py --out=runs/chain [--seeds=0,1,2] [--controls] [--smallest]
 
 Imitation of the demonstrations is right half of the time when it is sampled, and no better however
 long it lasts; a verifier of answers is not bound by them. After each stage the answers to 1,000
 sums that no stage trains on are compared, greedy and sampled. Prompts are held out by the digest of
 their text. --controls trains on from the second stage in other ways: more imitation, a random
-reward, a reward of the form alone, and imitation of samples that the verifier accepts.
+reward, a reward of the form alone, and imitation of samples that the verifier accepts. --smallest
+runs all stages on sums of one digit, too short to learn them. The table that is printed has a row
+for each stage; processor seconds are those of its commands, and of the comparison.
 """
 
 import argparse
@@ -14,16 +16,29 @@ import hashlib
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-HELD_OUT = 1000
-DEMONSTRATIONS = 4000
-LINES = 20_000
-DRAWN = 1500  # prompts from which pairs are drawn
+
+
+class Size(NamedTuple):
+    """Amounts of data, and the steps of stages that are not those of their configs."""
+
+    numbers: int = 100  # that are added
+    held_out: int = 1000  # sums
+    demonstrations: int = 4000
+    lines: int = 20_000
+    drawn: int = 1500  # prompts from which pairs are drawn
+    steps: dict[str, int] = {}
+
+
+FULL = Size()
+SMALLEST = Size(10, 20, 80, 2000, 80, {"pretrain": 150, "sft": 100, "dpo": 5, "grpo": 2})
 SAMPLES = 4
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
 TEMPLATE += "{% endif %}{% endfor %}"
@@ -44,53 +59,66 @@ def main() -> None:
     """Make the data, train the stages and print what each answers."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/chain"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", default="0")
     parser.add_argument("--controls", action="store_true")
+    parser.add_argument("--smallest", action="store_true")
     args = parser.parse_args()
-    chain = Chain(args.out, args.seed)
-    chain.write_data()
-    chain.train("pretrain")
-    chain.train("sft", "pretrain")
-    chain.write_samples("sft")
-    chain.train("dpo", "sft")
-    chain.train("grpo", "dpo")
-    if args.controls:
-        reward = "--config.reward.functions={}"
-        rewards = chain.data / "rewards.py"
-        chain.train("sft", "sft", "more_sft")
-        chain.train("grpo", "sft", "grpo_from_sft")
-        chain.train("grpo", "sft", "random_reward", reward.format(f"{rewards}:chance=1"))
-        chain.train("grpo", "sft", "form_reward", reward.format(f"{rewards}:form=1"))
-        accepted = f"--config.data.train={chain.data}/accepted.jsonl"
-        chain.train("sft", "sft", "accepted_sft", accepted)
-    print(json.dumps(chain.results, indent=1))
+    chains = [
+        Chain(args.out, int(seed), SMALLEST if args.smallest else FULL)
+        for seed in args.seeds.split(",")
+    ]
+    for chain in chains:
+        chain.run(has_controls=args.controls)
+    print(table(chains))
 
 
 class Chain:
     """Stages of one seed, in a folder."""
 
-    def __init__(self, out: Path, seed: int) -> None:
-        self.out, self.seed = out / f"seed{seed}", seed
+    def __init__(self, out: Path, seed: int, size: Size = FULL) -> None:
+        self.out, self.seed, self._size = out / f"seed{seed}", seed, size
         self.data = self.out / "data"
         self.results: dict[str, dict[str, float]] = {}
         self._draw = random.Random(seed)
 
+    def run(self, *, has_controls: bool) -> None:
+        """Make the data and train the stages, and the controls if they are wanted."""
+        self.write_data()
+        self.train("pretrain")
+        self.train("sft", "pretrain")
+        self.write_samples("sft")
+        self.train("dpo", "sft")
+        self.train("grpo", "dpo")
+        if not has_controls:
+            return
+        reward = "--config.reward.functions={}"
+        rewards = self.data / "rewards.py"
+        self.train("sft", "sft", "more_sft")
+        self.train("grpo", "sft", "grpo_from_sft")
+        self.train("grpo", "sft", "random_reward", reward.format(f"{rewards}:chance=1"))
+        self.train("grpo", "sft", "form_reward", reward.format(f"{rewards}:form=1"))
+        accepted = f"--config.data.train={self.data}/accepted.jsonl"
+        self.train("sft", "sft", "accepted_sft", accepted)
+
     def write_data(self) -> None:
         """Write lines, demonstrations, prompts and held-out prompts."""
         self.data.mkdir(parents=True)
-        sums = [(a, b) for a in range(100) for b in range(100)]
+        size = self._size
+        sums = [(a, b) for a in range(size.numbers) for b in range(size.numbers)]
         sums.sort(key=lambda pair: hashlib.sha256(question(*pair).encode()).hexdigest())
-        self._held_out, known = sums[:HELD_OUT], sums[HELD_OUT:]
-        lines = (question(*p) + self._demonstrated(*p) for p in self._draw.choices(known, k=LINES))
+        self._held_out, known = sums[: size.held_out], sums[size.held_out :]
+        lines = (
+            question(*p) + self._demonstrated(*p) for p in self._draw.choices(known, k=size.lines)
+        )
         (self.data / "lines.txt").write_text("".join(f"{line}\n" for line in lines))
-        demonstrations = self._draw.sample(known, DEMONSTRATIONS)
+        demonstrations = self._draw.sample(known, size.demonstrations)
         self._write("sft", [chat(*pair, self._demonstrated(*pair)) for pair in demonstrations])
         self._write("held_out", [chat(*pair, answer(*pair)) for pair in self._held_out])
         self._write("prompts", [prompt(*pair) for pair in known])
         self._write("held_out_prompts", [prompt(*pair) for pair in self._held_out])
         (self.data / "sums.jinja").write_text(TEMPLATE)
         (self.data / "rewards.py").write_text(REWARDS)
-        self._drawn = self._draw.sample(known, DRAWN)
+        self._drawn = self._draw.sample(known, size.drawn)
 
     def _demonstrated(self, a: int, b: int) -> str:
         """Return the sum, which half of the time is wrong by a digit."""
@@ -129,15 +157,15 @@ class Chain:
     def train(self, config: str, start: str = "", name: str = "", *more: str) -> None:
         """Train a stage and compare its answers with the held-out sums."""
         name = name or config
-        run, begun = self.out / name, time.monotonic()
+        run, begun, used = self.out / name, time.monotonic(), processor_seconds()
         words = [f"--config=chain/{config}:{self.data}", f"--workdir={run}", *more]
         words += [f"--init_from={self.out / start}"] if start else []
+        if config in self._size.steps:
+            words.append(f"--config.train.steps={self._size.steps[config]}")
         jaxlm_("train", *words, f"--config.seed={self.seed}")
-        seconds = time.monotonic() - begun
-        self.results[name] = {"seconds": round(seconds, 1)}
-        if config == "pretrain":
-            return
-        self.results[name] |= self._compare(run)
+        shares = {} if config == "pretrain" else self._compare(run)
+        seconds, processor = time.monotonic() - begun, processor_seconds() - used
+        self.results[name] = {"seconds": seconds, "processor": processor} | shares
         print(name, self.results[name], file=sys.stderr)
 
     def _compare(self, run: Path) -> dict[str, float]:
@@ -146,7 +174,7 @@ class Chain:
 
         model, shares = jaxlm.load(run), {}
         prompts = [question(*pair) for pair in self._held_out]
-        seeds = list(range(HELD_OUT))
+        seeds = list(range(len(prompts)))
         for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             written = model.generate(
                 prompts, chat=True, max_tokens=5, temperature=temperature, seed=seeds
@@ -155,9 +183,34 @@ class Chain:
                 text.text == answer(*pair)
                 for text, pair in zip(written, self._held_out, strict=True)
             ]
-            shares[kind] = sum(right) / HELD_OUT
-            shares["ended"] = sum(each.finish_reason == "eos_token" for each in written) / HELD_OUT
+            shares[kind] = sum(right) / len(prompts)
+            ended = sum(each.finish_reason == "eos_token" for each in written)
+            shares["ended"] = ended / len(prompts)
         return shares
+
+
+def table(chains: list[Chain]) -> str:
+    """Return the results of all seeds as a table of Markdown, a row for each stage."""
+    columns = ("greedy", "sampled", "ended", "processor", "seconds")
+    lines = [" | ".join(("", "stage", "seed", *columns, "")), "|---" * 7 + "|"]
+    for name in chains[0].results:
+        for chain in chains:
+            result = chain.results[name]
+            shown = [f"{result[each]:.3g}" if each in result else "" for each in columns]
+            lines.append(" | ".join(("", name, str(chain.seed), *shown, "")))
+    for chain in chains:
+        totals = (sum(each[name] for each in chain.results.values()) for name in columns[3:])
+        processor, seconds = (f"{total:.0f}" for total in totals)
+        lines.append(
+            " | ".join(("", "in all", str(chain.seed), "", "", "", processor, seconds, ""))
+        )
+    return "\n".join(line.strip() for line in lines)
+
+
+def processor_seconds() -> float:
+    """Return the seconds of the processor that this process and its commands have used."""
+    used = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def question(a: int, b: int) -> str:

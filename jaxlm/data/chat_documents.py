@@ -30,7 +30,7 @@ from jaxlm.data.prompts import Prompt
 from jaxlm.data.records import Document, not_a_conversation
 from jaxlm.data.tokenizer import Tokenizer
 
-VERSION = 2  # of ids and weights; cached tokens of another version are made again
+VERSION = 3  # of ids and weights; cached tokens of another version are made again
 BATCH = 256  # conversations that are rendered by one request
 MIN_PROMPT = 2  # ids, as of every document
 PROBED = 1000  # conversations among which a single refused one is tolerated
@@ -303,7 +303,9 @@ class _Result(NamedTuple):
             self.ids.weights,
             side=conversation.side,
             margin=conversation.margin,
-            prompt=None if goal is None else Prompt(conversation.text, *goal),
+            prompt=None
+            if goal is None
+            else Prompt(conversation.text, *goal, is_plain=conversation.is_plain),
         )
 
 

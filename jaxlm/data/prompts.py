@@ -17,11 +17,15 @@ ONE_PROMPT = 'one prompt a line: {"prompt": "34+58=", "answer": "92"}'
 
 
 class Prompt(NamedTuple):
-    """A prompt as a reward function reads it: text, known answer, and anything else."""
+    """A prompt as a reward function reads it: text, known answer, and anything else.
+
+    `is_plain` is of a text that is continued as it is, without a chat template.
+    """
 
     text: str
     answer: str | None
     info: Any
+    is_plain: bool = False
 
 
 def parse(record: Any) -> Conversation:

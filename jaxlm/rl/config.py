@@ -7,12 +7,17 @@ Example:
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Literal
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
+from jaxlm.core import own
 from jaxlm.core.config import setting
+from jaxlm.core.errors import ConfigError
 
 MAX_SLOTS = 256  # of `slots=auto`
+CALCULATOR = "calculator"
+_FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,28 @@ class RLConfig:
         "times that other prompts replace groups without a gradient, with dead_groups=redraw",
         low=1,
     )
+    turns: int = setting(
+        1,
+        "most turns of the model in a sample; after each but the last the tool may answer, whose "
+        "text is not trained on",
+        low=1,
+    )
+    tool: str = setting(
+        "",
+        "text after a turn of the model: calculator, or FILE.py:FUNCTION, which returns a text, or "
+        "None at the end",
+    )
+    tool_sources: tuple[str, ...] = setting(
+        (),
+        "FILE=DIGEST of the file of the tool, which is part of the run's identity",
+        derived_from="tool",
+    )
+    tool_role: Literal["tool", "user"] = setting(
+        "tool", "role of the tool's text in the chat template"
+    )
+    tool_tokens: int = setting(
+        64, "maximum tokens of the tool's text; a longer one is cut", unit="tokens", low=1
+    )
     held_out_samples: int = setting(
         1,
         "samples of each held-out prompt in an evaluation, besides the greedy one: "
@@ -58,10 +85,57 @@ class RLConfig:
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Check that samples of a prompt can differ."""
+        """Check that samples of a prompt can differ, and that the tool exists and is used."""
         if self.temperature == 0:
             why = "at temperature 0 all samples of a prompt are the same"
             yield "temperature", why, "--config.rl.temperature=1"
+        if self.turns > 1 and not self.tool:
+            why = f"nothing answers between {self.turns} turns of the model"
+            yield "tool", why, "--config.rl.tool=calculator\n--config.rl.turns=1"
+        if self.tool and self.turns == 1:
+            why = f"after its only turn nothing calls {self.tool}"
+            yield "turns", why, "--config.rl.turns=2\n--config.rl.tool="
+        match = _FILE.fullmatch(self.tool)
+        if self.tool not in ("", CALCULATOR) and match is None:
+            why = f"there is no tool {self.tool}; it is calculator, or FILE.py:FUNCTION"
+            yield "tool", why, "--config.rl.tool=calculator"
+        elif match is not None and match[1] not in dict(self.recorded_files):
+            try:
+                own.named_file(match[1], self.tool)
+            except ConfigError as error:
+                yield "tool", f"{error.what}: {error.why}", error.fix
+
+    @property
+    def recorded_files(self) -> Iterator[tuple[str, str]]:
+        """The file of the tool with its digest."""
+        for text in self.tool_sources:
+            name, _, digest = text.rpartition("=")
+            yield name, digest
+
+    @staticmethod
+    def files_without_digest(raw: Mapping[str, Any]) -> list[str]:
+        """Return the file of a section of a config.json that has no digest there."""
+        recorded = {str(text).rpartition("=")[0] for text in raw.get("tool_sources") or ()}
+        match = _FILE.fullmatch(str(raw.get("tool") or ""))
+        return [match[1]] if match and match[1] not in recorded else []
+
+    def derived(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """Yield (setting, value, reason): the digest of a file that the user names."""
+        recorded, match = dict(self.recorded_files), _FILE.fullmatch(self.tool)
+        sources: tuple[str, ...] = ()
+        if match is not None:
+            try:
+                name = match[1]
+                digest = recorded.get(name) or own.named_file(name, "rl.tool").digest
+            except ConfigError:  # which `problems` reports
+                return
+            sources = (f"{name}={digest}",)
+        if sources != self.tool_sources:
+            yield "tool_sources", sources, "digest of the file of rl.tool"
+
+    def longest(self, prompts: int, sequence: int) -> int:
+        """Return the most tokens before a turn of the model, for prompts of a most length."""
+        return prompts if self.turns == 1 else sequence - self.max_tokens
 
     def prompts(self, rows: int) -> int:
         """Return the prompts of a rollout, for updates of some rows."""

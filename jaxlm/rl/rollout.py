@@ -47,6 +47,12 @@ class Drawn(NamedTuple):
         return np.ones(len(self.ids), bool) if self.is_drawn is None else self.is_drawn
 
     @property
+    def turns(self) -> int:
+        """The number of turns of the model."""
+        mask = self.mask
+        return 1 + int((~mask[:-1] & mask[1:]).sum())
+
+    @property
     def last_turn(self) -> Int[np.ndarray, "n"]:
         """The ids of the last turn, with the end token."""
         others = np.flatnonzero(~self.mask)

@@ -17,6 +17,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.rl.config import RLConfig
 from jaxlm.rl.rewards import Rewards, Sample, Verdict
 from jaxlm.rl.rollout import Drawn, RolloutSampler, root_key, row_keys
+from jaxlm.rl.turns import Ended, Turns
 
 PASSED = 1.0  # value of the first reward of a sample that passes
 
@@ -28,6 +29,7 @@ class Scored(NamedTuple):
     samples: list[Sample]
     drawn: list[Drawn]
     verdicts: list[Verdict]
+    texts: list[str]  # of all turns
     draw_seconds: float
     score_seconds: float  # after the last sample was drawn
 
@@ -58,6 +60,7 @@ class Scored(NamedTuple):
             joined(self.samples, others.samples),
             joined(self.drawn, others.drawn),
             joined(self.verdicts, others.verdicts),
+            joined(self.texts, others.texts),
             draw_seconds=self.draw_seconds + others.draw_seconds,
             score_seconds=self.score_seconds + others.score_seconds,
         )
@@ -71,6 +74,8 @@ class Scored(NamedTuple):
             "sample_tokens": float(lengths.mean()),
             "unscorable_share": float(np.isnan(rewards).mean()),
         }
+        if any(each.is_drawn is not None for each in self.drawn):
+            figures["turns"] = float(np.mean([each.turns for each in self.drawn]))
         for name in self.verdicts[0].by_name:
             values = [each.by_name[name] for each in self.verdicts]
             known = [value for value in values if value is not None]
@@ -88,6 +93,7 @@ class PromptScorer:
       rewards: the rewards, in their `with` block.
       rows: samples of an update.
       longest: most ids of a prompt.
+      turns: the turns after those of the model, in their `with` block; None for samples of one.
       share: returns the verdicts of the first process in every process; None for one process.
       is_scorer: False in a process whose verdicts are shared by another one.
 
@@ -104,11 +110,12 @@ class PromptScorer:
         *,
         rows: int,
         longest: int,
+        turns: Turns | None = None,
         share: Callable[[Any], Any] | None = None,
         is_scorer: bool = True,
     ):
         self._tokenizer, self._settings, self._rewards = tokenizer, settings, rewards
-        self._share, self._is_scorer = share, is_scorer
+        self._share, self._is_scorer, self._turns = share, is_scorer, turns
 
         def sampler(temperature: float) -> RolloutSampler:
             return RolloutSampler(
@@ -157,9 +164,27 @@ class PromptScorer:
             if self._is_scorer:
                 waiting[number] = self._rewards.begin(sample)
 
+        def ended(number: int, drawn: Drawn) -> Ended:
+            document = repeated[number]
+            sample = self._sample(loader, document, drawn, seeds[number])
+            size = len(ids[document]) + len(drawn.ids)
+            return Ended(sample, size, drawn.turns, loader.shards.prompts[document].is_plain)
+
+        def follow(open_turns: Sequence[tuple[int, Drawn]]) -> list[np.ndarray | None]:
+            assert self._turns is not None
+            ids: Sequence[Any] = ()
+            if self._is_scorer:
+                ids = self._turns.following([ended(*each) for each in open_turns])
+            if self._share is not None:  # a tool that fails may fail in one process alone
+                ids = self._share([each if each is None else each.tolist() for each in ids])
+            return [each if each is None else np.array(each, np.int32) for each in ids]
+
         sampler = self._greedy if is_greedy else self._sampler
         prompts = [ids[document] for document in repeated]
-        drawn = sampler.draw(params, prompts, keys, deliver=deliver)
+        has_turns = self._turns is not None
+        drawn = sampler.draw(
+            params, prompts, keys, follow=follow if has_turns else None, deliver=deliver
+        )
         drawn_at = time.perf_counter()
         faults.point("rollout.score")
         verdicts = [waiting[number]() for number in sorted(waiting)]
@@ -170,6 +195,7 @@ class PromptScorer:
             [samples[number] for number in range(len(repeated))],
             drawn,
             verdicts,
+            [self._text(each.ids) for each in drawn],
             draw_seconds=drawn_at - begun,
             score_seconds=time.perf_counter() - drawn_at,
         )
@@ -194,19 +220,21 @@ class PromptScorer:
         return {"loss_nats": -figures["reward"], "prompts": len(chosen)} | figures
 
     def _sample(self, loader: Loader, document: int, drawn: Drawn, seed: int) -> Sample:
-        ids = drawn.ids[:-1] if drawn.reason == "eos_token" else drawn.ids
+        ids = drawn.last_turn
+        ids = ids[:-1] if drawn.reason == "eos_token" else ids
         prompt = loader.shards.prompts[document]
         return Sample(
             prompt=prompt.text,
-            completion=b"".join(self._tokenizer.table[n] for n in ids.tolist()).decode(
-                "utf-8", "replace"
-            ),
+            completion=self._text(ids),
             answer=prompt.answer,
             info=prompt.info,
             seed=seed,
             reason="eos_token" if drawn.reason == "eos_token" else "length",
-            tokens=len(drawn.ids),
+            tokens=int(drawn.mask.sum()),
         )
+
+    def _text(self, ids: np.ndarray) -> str:
+        return b"".join(self._tokenizer.table[n] for n in ids.tolist()).decode("utf-8", "replace")
 
 
 def prompt_ids(loader: Loader, document: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Call reward functions of a user: the process that `workers` starts.
+"""Call reward functions and tools of a user: the process that `workers` starts.
 
 Runs alone, as `python -P worker.py REQUESTS RESULTS`, with two pipes and without this package. The
 first line has `bytes`, the limit of memory, and `files`, each with its path, content and functions.
@@ -25,6 +25,7 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ARGUMENTS = ("prompt", "completion", "answer", "info", "seed", "reason", "tokens")
 MOST = 300  # characters of an error
+MOST_TEXT = 10_000  # characters of a text
 Function = Callable[..., Any]
 
 
@@ -98,6 +99,10 @@ def _answer(functions: Mapping[str, Function], request: dict[str, Any]) -> dict[
         parameters = inspect.signature(function).parameters
         takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         value = function(**{k: v for k, v in sample.items() if takes_all or k in parameters})
+        if request.get("is_text"):
+            if value is not None and not isinstance(value, str):
+                return {"error": f"it returned {type(value).__name__}, not a text or None"}
+            return {"value": value and value[:MOST_TEXT]}
         if value is None:
             return {"error": "it returned None"}
         if not isinstance(value, numbers.Real) and type(value).__name__ not in ("bool", "bool_"):

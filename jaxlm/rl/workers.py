@@ -81,6 +81,14 @@ class Worker:
 
     def call(self, request: Mapping[str, Any]) -> float:
         """Return the value of a call. Raises Unscorable with the reason if it has none."""
+        return float(self._value(request))
+
+    def text(self, request: Mapping[str, Any]) -> str | None:
+        """Return the text of a call with `is_text`, None if it has none. Raises Unscorable."""
+        value = self._value(request)
+        return value if value is None else str(value)
+
+    def _value(self, request: Mapping[str, Any]) -> Any:
         self.start()
         line = self._exchange(request, self._seconds)
         self._calls += 1
@@ -96,7 +104,7 @@ class Worker:
             self.stop()
         if "error" in answer:
             raise Unscorable(str(answer["error"]))
-        return float(answer["value"])
+        return answer["value"]
 
     def _end(self, line: bytes | None) -> str:
         """Stop the process that gave no answer, and return the reason."""

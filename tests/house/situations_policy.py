@@ -34,6 +34,13 @@ SITUATIONS: dict[str, Situation] = {
         "--config.objective.dead_groups=redraw",
         PROMPTS,
     ),
+    "turns without a tool": Situation(f"{VALIDATE} {SAMPLE} --config.rl.turns=2", PROMPTS),
+    "a tool without a further turn": Situation(
+        f"{VALIDATE} {SAMPLE} --config.rl.tool=calculator", PROMPTS
+    ),
+    "a tool that does not exist": Situation(
+        f"{VALIDATE} {SAMPLE} --config.rl.turns=2 --config.rl.tool=search", PROMPTS
+    ),
     "samples at temperature 0": Situation(
         f"{VALIDATE} {SAMPLE} --config.rl.temperature=0", PROMPTS
     ),
@@ -61,6 +68,8 @@ ELSEWHERE = {
     "test_groups_of_equal_rewards_change_nothing_and_end_the_run",
     "recipes/train/rollouts.py:_stored:1": f"{ANSWERED}::"
     "test_a_run_that_stops_inside_a_rollout_resumes_to_the_same_bits",
+    "rl/turns.py:_probed:1": "tests/rl/test_turns.py::"
+    "test_a_template_without_such_a_turn_is_refused",
     "rl/rollout.py:_check:1": f"{SAMPLED}::test_a_prompt_that_leaves_no_positions_is_refused",
 }
 NOT_YET: set[str] = set()

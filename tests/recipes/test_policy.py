@@ -183,6 +183,29 @@ def test_a_lag_draws_from_earlier_parameters_and_resumes_to_the_same_bits(config
     assert records(tmp_path / "parts", "rollouts.jsonl") == whole
 
 
+def test_turns_of_a_tool_are_read_and_not_trained_on(config, tmp_path):
+    """The model sees the ids of each turn as they were drawn, also in a run that resumes."""
+    tool = tmp_path / "tools.py"
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def short(tokens):\n    return -tokens\n")
+    tool.write_text("def more(completion):\n    return '1+1='\n")
+    flags = [f"--config.rl.tool={tool}:more", "--config.rl.turns=2", "--config.rl.max_tokens=4"]
+    flags += ["--config.data.sequence=24", f"--config.reward.functions={rewards}:short"]
+    assert train(config, tmp_path / "whole", *flags) == 0
+    steps = [each for each in records(tmp_path / "whole") if "tool_calls" in each]
+    assert 1 < steps[0]["turns"] <= 2
+    assert steps[0]["sampler_gap_high_nats"] < 1e-4
+    samples = records(tmp_path / "whole", "rollouts.jsonl")
+    assert any("1+1=" in each["text"] for each in samples)
+    assert all(each["tokens"] <= 8 for each in samples)
+    assert train(config, tmp_path / "parts", *flags, "--stop_at=1") == 0
+    assert train(config, tmp_path / "parts", *flags) == 0
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert records(tmp_path / "parts", name) == records(tmp_path / "whole", name)
+    tool.write_text("def more(completion):\n    return '2+2='\n")
+    assert train(config, tmp_path / "parts", *flags) == 2  # another tool
+
+
 def test_groups_without_a_gradient_are_drawn_again(config, tmp_path):
     """Other prompts replace them, a bounded number of times; a resumed run draws the same."""
     flags = ["--config.objective.dead_groups=redraw", "--config.rl.redraws=2"]

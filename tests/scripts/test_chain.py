@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,7 +40,7 @@ def test_half_of_the_demonstrations_are_wrong_and_no_held_out_sum_is_trained_on(
 
     right = sum(is_right(*each) for each in demonstrations)
     assert 0.45 < right / len(demonstrations) < 0.55
-    assert len(held_out) == chain.HELD_OUT
+    assert len(held_out) == chain.FULL.held_out
     assert all(is_right(*each) for each in held_out)
     hidden = {question for question, _ in held_out}
     lines = {line[:6] for line in (data / "lines.txt").read_text().splitlines()}
@@ -50,3 +53,21 @@ def test_half_of_the_demonstrations_are_wrong_and_no_held_out_sum_is_trained_on(
 def test_the_configs_of_the_chain_load(data, name):
     run = config.load(Run, f"{ROOT}/configs/chain/{name}.py:{data}").value
     assert str(data) in run.data.train[0]
+
+
+@pytest.mark.slow
+def test_the_smallest_chain_runs_to_its_end(tmp_path):
+    """Every stage and control is in the table; what each answers is another matter."""
+    words = [sys.executable, ROOT / "scripts/chain.py", f"--out={tmp_path}", "--smallest"]
+    done = subprocess.run(
+        [*words, "--controls"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    names = [row[0] for row in rows[2:]]
+    controls = ["more_sft", "grpo_from_sft", "random_reward", "form_reward", "accepted_sft"]
+    assert names == ["pretrain", "sft", "dpo", "grpo", *controls, "in all"]
+    assert all(0 <= float(cell) <= 1 for row in rows[3:-1] for cell in row[2:5])

@@ -30,6 +30,7 @@ from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.rl.rewards import Rewards, check_scored, unscored
 from jaxlm.rl.rollout import Drawn, Weighted, as_rows, root_key, row_keys
 from jaxlm.rl.scoring import PromptScorer, Scored, mean, prompt_ids
+from jaxlm.rl.turns import Turns
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Step
 
@@ -83,13 +84,20 @@ class Rollouts(contextlib.ExitStack):
         self._check_answers()
         self._rewards = Rewards(run.reward)
         blueprint, self._decoded = setup.decoding(programs.model)
+        most = max(each.shards.manifest.figures["longest"] for each in sets)
+        longest = run.rl.longest(most, run.data.sequence)
+        self._turns = None
+        if run.rl.turns > 1:
+            template, tokenizer = programs.data.template, programs.data.tokenizer
+            self._turns = Turns(run.rl, run.reward, tokenizer, template, longest)
         self._scorer = PromptScorer(
             blueprint,
             programs.data.tokenizer,
             run.rl,
             self._rewards,
             rows=run.train.batch,
-            longest=max(each.shards.manifest.figures["longest"] for each in sets),
+            longest=longest,
+            turns=self._turns,
             share=context.processes.sharer("rewards"),
             is_scorer=context.processes.peers.is_first,
         )
@@ -115,6 +123,8 @@ class Rollouts(contextlib.ExitStack):
 
     def __enter__(self) -> Self:
         self.enter_context(self._rewards)
+        if self._turns is not None:
+            self.enter_context(self._turns)
         if self._run.rl.lag and self._context.processes.peers.count == 1:
             self._thread = self.enter_context(ThreadPoolExecutor(1, "rollouts"))
         return self
@@ -264,8 +274,12 @@ class Rollouts(contextlib.ExitStack):
         run, objective, terms = self._run, self._objective, self._objective.terms
         faults.point("rollout.draw", step)
         params = self._decoded(self._programs.whole(params))
+        if self._turns is not None:
+            self._turns.figures(1)  # those of an evaluation
         scored = self._scored(number, step, params, range(run.rl.prompts(run.train.batch)))
         figures = scored.figures()
+        if self._turns is not None:
+            figures |= self._turns.figures(len(scored.samples))
         rewards = self._rewards_of(scored)
         if objective.dead_groups == "redraw":
             redrawn = 0
@@ -376,12 +390,12 @@ def _read(path: Path, like: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray
 
 def _records(scored: Scored, used: Sequence[float | None]) -> list[dict[str, Any]]:
     """Return the record of each sample, with its advantage; the digest is of its ids."""
-    columns = scored.documents, scored.samples, scored.drawn, scored.verdicts, used
+    columns = scored.documents, scored.samples, scored.texts, scored.drawn, scored.verdicts, used
     return [
         {
             "document": document,
             "prompt": sample.prompt,
-            "text": sample.completion,
+            "text": text,
             "answer": sample.answer,
             "reward": verdict.total,
             "rewards": verdict.by_name,
@@ -391,7 +405,7 @@ def _records(scored: Scored, used: Sequence[float | None]) -> list[dict[str, Any
             "reason": sample.reason,
             "digest": hashlib.sha256(drawn.ids.astype("<i4").tobytes()).hexdigest()[:16],
         }
-        for document, sample, drawn, verdict, advantage in zip(*columns, strict=True)
+        for document, sample, text, drawn, verdict, advantage in zip(*columns, strict=True)
     ]
 
 

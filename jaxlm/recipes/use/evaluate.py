@@ -1,5 +1,6 @@
 """Evaluate a trained run on its validation sets or on any text."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -36,6 +37,7 @@ from jaxlm.recipes.use import verify as answers
 from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.rl.rewards import Rewards
 from jaxlm.rl.scoring import PromptScorer
+from jaxlm.rl.turns import Turns
 
 
 def evaluate(
@@ -141,14 +143,21 @@ def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dic
 def _rewarded(opened: LoadedRun, loader: Loader) -> dict[str, Any]:
     """Return the figures of samples of prompts, as the run evaluates them."""
     run = opened.run
-    with Rewards(run.reward) as rewards:
+    longest = run.rl.longest(loader.shards.manifest.figures["longest"], run.data.sequence)
+    with contextlib.ExitStack() as stack:
+        rewards, turns = stack.enter_context(Rewards(run.reward)), None
+        if run.rl.turns > 1:
+            template = loader.shards.template
+            turns = Turns(run.rl, run.reward, opened.tokenizer, template, longest)
+            stack.enter_context(turns)
         scorer = PromptScorer(
             opened.model.blueprint,
             opened.tokenizer,
             run.rl,
             rewards,
             rows=run.train.batch,
-            longest=loader.shards.manifest.figures["longest"],
+            longest=longest,
+            turns=turns,
         )
         return scorer.evaluate(opened.params, loader, None, run.seed)
 
