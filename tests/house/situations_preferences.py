@@ -145,6 +145,15 @@ SITUATIONS: dict[str, Situation] = {
     ),
 }
 
-SLOW = {"an adapter that is continued and turned off"}
+# Each trains a model, or several.
+SLOW = {
+    "a collection without prompts",
+    "a judge that is no reward model",
+    "a start from a reward model",
+    "a win rate without a judge",
+    "an adapter that is continued and turned off",
+    "answers that fit in no context",
+    "one answer to compare",
+}
 ELSEWHERE: dict[str, str] = {}
 NOT_YET: set[str] = set()

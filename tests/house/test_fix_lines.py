@@ -722,6 +722,7 @@ NOTHING_NEXT = {"next of train, continued without a config"}
 
 # Each is a run, or several, and another situation reaches the same places.
 SLOW = {
+    "a sweep's runs and a config",
     "a sweep of one run",
     "a sweep without values",
     "a sweep of a list",
