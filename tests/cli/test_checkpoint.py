@@ -161,6 +161,7 @@ def test_a_flipped_bit_ends_verify_with_65_and_names_the_file_and_the_step(broke
     assert main(["checkpoint", "verify", f"--workdir={workdir}", "--step=6"]) == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_its_run_removes_meanwhile_is_not_called_damaged(
     run, tmp_path, capsys, monkeypatch
 ):

@@ -71,6 +71,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SHOWN)
 def test_peek_marks_the_answer_and_the_token_that_ends_it_in_the_template_of_each_family(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -113,6 +114,7 @@ def test_tokenised_folders_are_whole_and_can_be_trained_on(
     assert "digest" in answer(capsys, "data", "check", folder, code=65)["error"]["what"]
 
 
+@pytest.mark.slow
 def test_a_tokenised_mixture_is_the_same_mixture(capsys: pytest.CaptureFixture[str]) -> None:
     sources = "a=texts/0*.txt,b=texts/[1-3]*.txt"
     mixed = [f"--config.data.train={sources}", *SETTINGS[1:]]

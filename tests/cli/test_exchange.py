@@ -90,6 +90,7 @@ def call(capsys, *words):
     return code, json.loads(output.out), output.err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "dtype", "mesh"),
     [
@@ -129,6 +130,7 @@ def test_f7_what_is_exported_is_what_was_imported_bit_for_bit(
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_layers_that_predict_further_tokens_are_left_out_and_counted(capsys, tmp_path):
     source, run = write(tmp_path / "source", "deepseek_v3"), tmp_path / "run"
     stored = load_file(source / "model.safetensors")
@@ -173,6 +175,7 @@ def part_of_a_larger(source, begins):
     return stored, others
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "begins", [("", "language_model."), ("model.", "model.language_model.")], ids=["4", "5"]
 )
@@ -215,6 +218,7 @@ def test_what_is_not_known_of_a_model_that_sees_images_is_refused(capsys, tmp_pa
     assert (code, "unexpected  audio_tower.x" in answer["error"]["why"]) == (65, True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
@@ -260,6 +264,7 @@ def test_an_imported_run_is_evaluated_and_goes_on_from_its_own_tokens(capsys, tm
     assert "the directory already contains a run" in answer["error"]["what"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("point", ["save.files", "save.commit"])
 def test_an_import_that_was_killed_is_no_run_and_the_same_command_makes_it_whole(
     capsys, tmp_path, point
@@ -279,6 +284,7 @@ def test_an_import_that_was_killed_is_no_run_and_the_same_command_makes_it_whole
     assert not (run / "quarantine").exists(), "nothing was committed"
 
 
+@pytest.mark.slow
 def test_weights_without_the_config_that_makes_them_a_run_are_kept_and_imported_again(
     capsys, tmp_path
 ):
@@ -295,6 +301,7 @@ def test_weights_without_the_config_that_makes_them_a_run_are_kept_and_imported_
     assert (code, answer["error"]["what"]) == (2, "the directory already contains a run")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])  # of its own head, and of the embedding
 def test_added_tokens_have_the_mean_of_the_others_and_those_stay_as_they_were(
     capsys, tmp_path, name
@@ -343,6 +350,7 @@ def test_a_vocabulary_that_lacks_the_added_tokens_is_not_exported_beside(capsys,
         assert {(out / name).exists() for name in ("vocab.json", "merges.txt")} == {is_exported}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("token", ["", "a", "<s>"])
 def test_a_token_that_is_there_is_not_added(capsys, tmp_path, token):
     source, run = write(tmp_path / "source"), tmp_path / "run"
@@ -369,6 +377,7 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, begins, adde
     assert (list(tokenizer.before), tokenizer.after) == (first, (257,))
 
 
+@pytest.mark.slow
 def test_a_model_of_several_files_is_read_and_written(capsys, tmp_path):
     source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
     index, tensors = split(source)
@@ -432,6 +441,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_f6_a_damaged_folder_is_refused_with_the_whole_list_and_nothing_is_made(
     capsys, tmp_path, damage
@@ -450,6 +460,7 @@ def test_f6_a_damaged_folder_is_refused_with_the_whole_list_and_nothing_is_made(
     assert not run.exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrong", ["tensors", "index"])
 def test_f6_more_than_an_error_has_room_for_is_listed_all_the_same(capsys, tmp_path, wrong):
     source = write(tmp_path / "source")
@@ -483,6 +494,7 @@ def split(source):
     }, tensors
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -545,6 +557,7 @@ LIES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("lie", LIES)
 def test_s3_a_file_that_lies_about_itself_is_refused(capsys, tmp_path, lie):
     source = write(tmp_path / "source")
@@ -701,6 +714,7 @@ def test_s3_a_cache_of_the_hub_names_its_large_files_by_what_they_must_hold(caps
     assert "compared by sha256: 1 of 4 files; no sha256 is known of config.json" in printed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["climbs", "absolute", "a link"])
 def test_s5_an_index_that_names_a_file_elsewhere_is_refused(capsys, tmp_path, way):
     source, elsewhere = write(tmp_path / "source"), tmp_path / "elsewhere"
@@ -750,6 +764,7 @@ def test_s1_a_folder_of_pickles_is_refused_with_the_way_out(capsys, tmp_path):
     assert "pytorch_model.bin may hold code" in answer["error"]["why"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
@@ -804,6 +819,7 @@ def test_an_export_whose_config_says_something_else_is_not_called_finished(
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_numbers_of_two_dtypes_come_back_whole_whatever_config_json_calls_them(capsys, tmp_path):
     source, run, out = (
         write(tmp_path / "source", dtype="bfloat16"),
@@ -832,6 +848,7 @@ def last_row(array):
     return array
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

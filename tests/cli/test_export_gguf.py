@@ -70,7 +70,7 @@ def numbers(tensor):
     return tensor.data
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tensors_and_settings_are_those_of_llama_cpps_conversion(name, capsys, tmp_path):
     """The reference is a file that the tests write by the definition, tensor by tensor."""
@@ -105,6 +105,7 @@ def test_tensors_and_settings_are_those_of_llama_cpps_conversion(name, capsys, t
     assert len(settings["tokenizer.ggml.tokens"]) == VOCAB
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_matrices_are_rounded_and_vectors_are_not(dtype, capsys, tmp_path):
     family, out = FAMILIES["qwen3_moe"], tmp_path / "model.gguf"
@@ -142,6 +143,7 @@ def test_what_is_imported_again_says_and_computes_the_same(capsys, tmp_path):
     assert answers[0] == pytest.approx(answers[1], rel=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "why"),
     [
@@ -187,6 +189,7 @@ def test_without_the_package_the_extra_is_named(capsys, tmp_path, monkeypatch):
 WIDE = Llama(**SIZES | dict(width=256, depth=4, hidden=256), tied=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "scheme", "storages"),
     [

@@ -90,6 +90,7 @@ def test_a_quantised_file_comes_in_with_its_tokenizer(capsys, tmp_path):
     assert settings["add_bos_token"] is True
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("drop", "change", "expected"),
     [
@@ -132,6 +133,7 @@ def test_a_file_that_does_not_fit_its_settings_is_refused_with_the_whole_list(
     assert not run.exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("harm", "code"),
     [

@@ -65,6 +65,7 @@ def peeked(capsys, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mask", masked.MASK_TOKENS)
 def test_an_imported_encoder_reads_its_own_mask(mask, tmp_path, capsys):
     source = write_model(tmp_path / "source", BERT, ("[CLS]", "[SEP]", mask))
@@ -105,6 +106,7 @@ def of_llama(folder, special):
     return write_model(folder, Llama, special, kv_heads=2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", fim.FIM_TOKENS, ids=lambda form: form[0])
 def test_an_imported_model_infills_between_its_own_marks(form, tmp_path, capsys):
     source = of_llama(tmp_path / "source", ("<s>", "</s>", *form))
@@ -115,6 +117,7 @@ def test_an_imported_model_infills_between_its_own_marks(form, tmp_path, capsys)
     assert places[0] < places[2]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("objective", ["masked", "fim", "span", "blank", "ul2"])
 def test_without_marks_the_two_ways_that_are_shown_both_work(objective, tmp_path, capsys):
     source = of_llama(tmp_path / "source", ("<s>", "</s>"))

@@ -34,6 +34,7 @@ def made(capsys, *flags: str) -> tuple[dict, Run]:
     return answer, config.load(Run, answer["config"], ()).value
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("on", "minutes"), [("t4", 15.0), ("h100x8", 1.0), ("v5e-16", 5.0)])
 def test_the_config_is_the_plan_of_its_settings_and_takes_no_longer(texts, capsys, on, minutes):
     answer, run = made(capsys, f"--on={on}", f"--minutes={minutes}")
@@ -73,6 +74,7 @@ def test_the_memory_of_an_unknown_gpu_is_in_the_command(texts, capsys):
     assert "--out=sub/own-2.py" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_larger_time_gives_a_larger_model(texts, capsys):
     (texts / "texts" / "large.txt").write_text("A large text, of many words. " * 400_000)
     sizes = [

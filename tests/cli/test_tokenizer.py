@@ -28,6 +28,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> di
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("spec", "suffix"),
     [

@@ -113,7 +113,7 @@ def test_every_dimension_divides_and_the_state_fits(name, hardware):
     assert held * devices >= tree.size_bytes(model.blueprint.shapes)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "hardware"), PAIRS)
 def test_the_plan_of_a_layout_fits_and_multiplies_no_row_with_the_weights_of_other_experts(
     name, hardware

@@ -133,6 +133,7 @@ def test_weights_leave_documents_out_until_the_shares_are_right(sources, capsys)
     assert "was taken, for the weights" in Path("out/CARD.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_bytes_are_the_same_with_any_number_of_processes_and_after_a_kill(sources, capsys):
     settings = [*SETTINGS, "--config.held_out=0.2"]
     mix(capsys, *settings)
@@ -158,6 +159,7 @@ def test_the_bytes_are_the_same_with_any_number_of_processes_and_after_a_kill(so
         assert tree(Path("out")) == alone
 
 
+@pytest.mark.slow
 def test_where_corpora_lie_changes_no_byte_of_their_shards(sources, capsys, here):
     mix(capsys, *SETTINGS, "--config.held_out=0.2")
     made = {side: tree(Path(f"out/{side}")) for side in ("train", "validation")}
@@ -210,6 +212,7 @@ def test_a_report_of_another_shape_is_bad_data(sources, capsys):
     assert (error["where"], "funnel" in error["why"]) == (str(path), True)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("setting", "message", "fix"),
     [

@@ -67,6 +67,7 @@ def documents(folder):
     return [shards.tokenizer.decode(shards.read(n, 1, size - 1)) for n, size in enumerate(lengths)]
 
 
+@pytest.mark.slow
 def test_one_command_leads_from_a_raw_crawl_to_mixed_shards_that_train(crawl, capsys, monkeypatch):
     monkeypatch.setenv("JAXLM_CACHE", str(crawl / "cache"))
     answer = made(capsys)
@@ -102,6 +103,7 @@ def test_one_command_leads_from_a_raw_crawl_to_mixed_shards_that_train(crawl, ca
     assert parts["train"]["tokens"] == sum(each["tokens"] for each in sets["train"].values())
 
 
+@pytest.mark.slow
 def test_a_kill_in_tokenising_changes_no_byte(crawl, capsys):
     words = [sys.executable, "-m", "jaxlm", "data", "run", "--config=corpus.py", "--out=out"]
     environment = os.environ | {
@@ -169,6 +171,7 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
     assert answer["shards"]["sets"]["train"]["text"]["documents"] == 6 == len(lines("kept/*.jsonl"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "code", "message", "fix"),
     [

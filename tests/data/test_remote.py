@@ -91,6 +91,7 @@ def test_a_store_is_read_as_files_are_copied_once_and_again_when_it_changes(memo
     assert changed.fingerprint["train"] != data.fingerprint["train"]
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_a_url_and_a_broken_connection_is_tried_again(web, tmp_path, capsys):
     (tmp_path / "served/a.jsonl").write_bytes(rows(0, 200))
     object_stores.Flaky.breaks = 2
@@ -157,6 +158,7 @@ def s3(monkeypatch):
         yield server
 
 
+@pytest.mark.slow
 def test_text_and_shards_are_read_from_a_server_of_s3(s3, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     for name, first in (("a", 0), ("b", 100)):

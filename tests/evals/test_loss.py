@@ -73,6 +73,7 @@ def test_the_record_is_that_of_a_float64_reference():
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("size", "chunk", "microbatches"),
     [(1, None, 1), (7, None, 1), (64, None, 1), (7, 5, 1), (8, 5, 4)],

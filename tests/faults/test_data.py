@@ -95,6 +95,7 @@ def read_by(loader: Loader, hosts: int, start: int, count: int) -> list[Tokens]:
 # E1, E2: who reads what
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["concat", "first_fit"])
 def test_e1_any_number_of_hosts_reads_the_same_batches_row_by_row(
     texts: str, tmp_path: Path, kind: str, record_property: Recorder
@@ -429,6 +430,7 @@ def test_e5_every_harm_to_every_file_of_shards_is_found_and_named(
     read_everything(stored.folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["tokens", "documents"])
 def test_e5_damage_names_the_record_that_could_not_be_read(stored: TokenShards, name: str) -> None:
     path = stored.folder / f"{name}-00002.bin"
@@ -817,6 +819,7 @@ def test_e10_a_cache_whose_making_was_killed_becomes_what_an_unbroken_one_is(
         assert contents(folder) == whole, (seed, folder)
 
 
+@pytest.mark.slow
 def test_e10_a_plan_that_was_harmed_is_made_again(stored: TokenShards, tmp_path: Path) -> None:
     folder = tmp_path / "plan"
     packing.open_plan(stored, SEQUENCE, "concat", 0, folder)

@@ -67,6 +67,7 @@ def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_it
     assert resume.STARTS_FILE in (run / "warnings.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_how_a_start_ended_says_nothing_of_the_next_that_was_killed(config, run):
     assert harness.exit_of(run)["code"] == 0
     code, output = harness.run(harness.words(config, run), "step.before:sigkill@8")
@@ -158,6 +159,7 @@ def spoil(run, step):
 LATE = {"going back": BACK, "around a damaged step": ()}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("flags", LATE.values(), ids=LATE)
 def test_a_start_that_is_refused_for_its_data_leaves_every_step_where_it_was(
@@ -176,6 +178,7 @@ def test_a_start_that_is_refused_for_its_data_leaves_every_step_where_it_was(
     assert moved == ({"10", "12"} if "--force" in flags else {"12"})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_shape_is_refused_whatever_was_allowed_and_all_stays_where_it_was(
     config, finished, tmp_path, capsys
 ):
@@ -216,6 +219,7 @@ def _whole(shape, axes):
     return (axes.index("mlp"), 64) if "mlp" in axes else BLOCKS(shape, axes, 256)
 
 
+@pytest.mark.slow
 def test_f3_a_change_that_was_allowed_is_recorded(config, run):
     words = harness.words(config, run, "--config.optim.lr=1e-4", "--allow_change=optim.lr")
     assert main(words) == 0

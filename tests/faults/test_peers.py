@@ -104,7 +104,7 @@ def test_d2_without_its_coordinator_a_rank_ends(pair, record_property):
     assert done.has_no_orphans()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("point", "rank"),
     [("data.next", 1), ("step.before", 1), ("step.before", 0), ("eval", 1), ("save.begin", 1)],

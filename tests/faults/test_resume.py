@@ -345,7 +345,7 @@ PHASES = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a7_a_sigterm_in_any_phase_saves_and_says_75(
     config, unbroken, tmp_path, monkeypatch, phase, record_property

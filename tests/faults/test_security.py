@@ -138,6 +138,7 @@ def test_s1_the_bombs_are_live(tmp_path):
 FORMS = list(payloads(Path("x")))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_s1_a_pickle_posing_as_a_tokenizer_or_a_shard_file_is_refused_and_not_run(
     form, shards, tmp_path
@@ -171,6 +172,7 @@ def test_s1_a_pickle_posing_as_a_tokenizer_or_a_shard_file_is_refused_and_not_ru
     assert not marker.exists()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_s1_a_pickle_posing_as_a_file_of_a_run_or_a_checkpoint_is_refused_and_not_run(
     form, tiny_run, tmp_path, capsys
@@ -191,6 +193,7 @@ def test_s1_a_pickle_posing_as_a_file_of_a_run_or_a_checkpoint_is_refused_and_no
     assert not marker.exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_s1_a_pickle_posing_as_a_file_of_the_cache_is_refused_or_made_again_and_not_run(
     form, tmp_path, monkeypatch
@@ -371,6 +374,7 @@ def _hear(event: str, arguments: tuple) -> None:
 sys.addaudithook(_hear)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind", ["above", "absolute", "a link", "a link in place of a file", "a link to a folder"]
 )

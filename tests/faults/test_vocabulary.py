@@ -70,6 +70,7 @@ def refused(config, run, capsys, train, validation, tokenizer):
     return capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokenizer", ["bytes", "{folder}/other.json"])
 def test_e7_a_tokenizer_is_told_from_that_of_the_shards_by_its_digest(
     config, shards, tmp_path, capsys, tokenizer
@@ -88,6 +89,7 @@ def test_e7_a_tokenizer_is_told_from_that_of_the_shards_by_its_digest(
     assert f"fix    --config.data.tokenizer={original}/tokenizer\n" in output
 
 
+@pytest.mark.slow
 def test_e7_validation_shards_of_another_tokenizer_are_refused_as_those_for_training_are(
     config, shards, tmp_path, capsys
 ):
@@ -101,6 +103,7 @@ def test_e7_validation_shards_of_another_tokenizer_are_refused_as_those_for_trai
     assert f"the digests are {original} and {other}" in output
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokenizer", ["sentencepiece:512", "bpe:512", "wordpiece:512"])
 def test_e7_a_tokenizer_to_be_trained_is_refused_over_shards_that_have_another(
     config, shards, tmp_path, capsys, tokenizer

@@ -143,6 +143,7 @@ def test_a_row_ends_with_the_end_token_and_the_others_go_on(llama):
     assert len(out[0]) <= 3
 
 
+@pytest.mark.slow
 def test_any_of_several_ends_ends_a_row(llama):
     whole = generate(*llama, PROMPTS, ends=())
     ends = (whole[0][4], whole[1][2])
@@ -153,6 +154,7 @@ def test_any_of_several_ends_ends_a_row(llama):
     assert (len(out[0]) <= 5, len(out[1]) <= 3) == (True, True)
 
 
+@pytest.mark.slow
 def test_ids_that_are_not_allowed_are_never_drawn(llama):
     allowed = jnp.asarray([i % 2 == 0 for i in range(VOCAB)])
     out = generate(*llama, PROMPTS, temperature=2.0, allowed=allowed, ends=())
@@ -229,6 +231,7 @@ def test_a_row_stops_at_its_stop_and_others_go_on(llama):
     assert decode.LENGTH in out.reason
 
 
+@pytest.mark.slow
 def test_no_step_is_made_once_all_rows_have_ended(llama):
     made = []
 

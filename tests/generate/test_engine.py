@@ -207,6 +207,7 @@ def test_a_canceled_request_frees_its_slot_within_one_tick(engine):
     assert joined(deltas[1]) == engine.complete([request(1, max_tokens=12)])[0]
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_a_request_with_the_text_so_far(engine, monkeypatch):
     deltas, clock = [], [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])

@@ -68,6 +68,7 @@ def test_scan_and_unroll_pass_by_the_same_layers(whole):
     assert np.abs(one - whole).max() > 0.01
 
 
+@pytest.mark.slow
 def test_embeddings_are_dropped_at_their_rate_and_the_mean_stays():
     """Seen behind a block that adds nothing."""
     plain = GPT2(vocab=64, width=32, depth=1, heads=2, max_positions=16, dropout=0.0).build()

@@ -227,6 +227,7 @@ def test_a_cache_comes_back_in_its_own_shape_with_every_layer_written(pattern):
     assert all(bool((leaf != 0).all()) for leaf in jax.tree.leaves(written))
 
 
+@pytest.mark.slow
 def test_going_back_keeps_no_copy_of_the_weights():
     """They are arguments already. Few tokens, so that nothing else of the size is kept."""
     graphdef, state = nnx.split(made(16, (PLAIN,)))

@@ -94,6 +94,7 @@ def test_each_micro_batch_drops_its_own_and_the_same_again():
     assert float(jnp.abs(first - dropped(jax.random.split(KEY)[0])).max()) > 0.1
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_other_rows_runs_without_a_pipeline_where_it_must():
     x = jax.random.normal(jax.random.key(1), (3, LENGTH, WIDTH))
     plain, piped = (run(made(plan), x) for plan in (None, Schedule(2, 2, 2)))

@@ -100,11 +100,13 @@ def test_the_loss_is_that_of_the_paper(blueprint, models):
     )
 
 
+@pytest.mark.slow
 def test_chunks_of_logits_change_nothing(blueprint, models):
     whole, chunked = (loss_of(blueprint, *models, chunk=chunk) for chunk in (None, 4))
     np.testing.assert_allclose(float(whole.value), float(chunked.value), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient(blueprint, models):
     student = models[0]
     objective = build(Distill(teacher="runs/a", weight=1.0), LossConfig())

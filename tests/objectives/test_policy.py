@@ -152,6 +152,7 @@ def test_log_probabilities_are_those_of_the_distribution_drawn_from(blueprint, m
     np.testing.assert_allclose(scores.entropy[is_drawn], entropy[is_drawn], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_and_a_chunked_loss_change_no_bit_of_the_meaning(blueprint, models, batch):
     batch = weighted(batch, "token")
     (_, whole), gradient = gradient_of(blueprint, mean="token")(models[0], None, batch)
@@ -196,6 +197,7 @@ def test_a_reference_adds_its_penalty_alone(blueprint, models, batch, kl):
     )
 
 
+@pytest.mark.slow
 def test_rows_of_weight_0_have_no_gradient_and_no_figure(blueprint, models, batch):
     """The loss does not divide by 0: a step whose groups are all dead is not applied."""
     empty = weighted(batch, "token")

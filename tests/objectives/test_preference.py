@@ -176,6 +176,7 @@ def summed(blueprint, params, number, side):
     return scores[jnp.arange(1, len(ids) - 1), ids[2:]].sum()
 
 
+@pytest.mark.slow
 def test_a_cached_reference_is_the_live_one_and_chunks_change_nothing(blueprint, models):
     from jaxlm.objectives.preference import score_answers
 

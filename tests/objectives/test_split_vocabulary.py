@@ -45,7 +45,7 @@ def largest(collectives):
     return max(shape.elements for each in collectives for shape in each.shapes)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("tied", "chunk"), [(True, None), (True, 32), (False, None), (False, 32)], ids=str
 )
@@ -60,6 +60,7 @@ def test_no_logits_and_no_table_cross_the_devices_that_split_the_vocabulary(tied
     assert largest(collectives) == ROWS * LENGTH * WIDTH
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}], ids=str)
 def test_beside_another_split_only_parameters_and_keys_are_gathered(sizes):

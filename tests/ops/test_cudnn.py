@@ -41,7 +41,7 @@ def computed(mask, compute, arrays):
     return out, *grads
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [16, 25])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5, 99])
@@ -58,7 +58,7 @@ def test_the_arguments_of_the_call_mean_the_same_in_float64(
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reach", [None, reach_of(16)], ids=["all", "reach"])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -73,6 +73,7 @@ def test_queries_may_see_what_comes_after_them(window, is_packed, reach):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())
 
 
+@pytest.mark.slow
 def test_operands_are_in_the_compute_dtype():
     arrays = operands(24, 4, 2)
     expected = exact(*arrays, causal=True, window=None, softcap=None, segments=segments_of(24))
@@ -100,6 +101,7 @@ def test_a_few_rows_at_a_time_give_what_all_rows_give(monkeypatch, reach):
             np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_few_rows_at_a_time_keep_no_mask_and_call_the_kernel_once_each_way(monkeypatch):
     """8 rows, 2 at a time: no array has the size of a mask of all rows, and no slot runs twice."""
     monkeypatch.setattr(kernels, "MASK_BYTES", 2 * 2 * 256**2)
@@ -183,6 +185,7 @@ def test_on_a_mesh_of_gpus_each_calls_it_for_its_rows_and_heads(monkeypatch):
         assert call["intermediate_tensor_shape"]["dimensions"] == ["1", "2", "128", "128"]
 
 
+@pytest.mark.slow
 def test_on_a_mesh_each_device_computes_its_rows_and_heads():
     arrays = [jnp.asarray(x, jnp.float32) for x in operands(16, 4, 2)]
     mask = masks.causal(16, jnp.asarray(segments_of(16)))

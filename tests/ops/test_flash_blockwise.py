@@ -42,7 +42,7 @@ def by_blocks(
     return out, *grads
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "causal", "window", "softcap", "is_packed"),
     [
@@ -67,6 +67,7 @@ def test_outputs_and_gradients_are_those_of_float64(
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())
 
 
+@pytest.mark.slow
 def test_values_may_be_of_another_size_than_keys():
     """Outputs of the first features of values do not depend on the other features.
 
@@ -155,6 +156,7 @@ def test_keys_before_the_row_give_what_the_reference_gives(length, window, has_r
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_low_precision_it_is_as_near_to_float64_as_the_reference():
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     terms = dict(causal=True, window=None, softcap=None, segments=None)

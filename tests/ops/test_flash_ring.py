@@ -80,6 +80,7 @@ def test_split_rows_give_what_whole_rows_give(case):
         np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("keys", ["reference", "ring"])
 def test_values_may_be_of_another_size_than_keys(keys, monkeypatch):

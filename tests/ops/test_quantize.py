@@ -116,6 +116,7 @@ def test_zeros_and_extremes_are_kept(format):
         np.testing.assert_allclose(back, rows, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("products", ["int8", "fp8"])
 def test_scales_are_those_of_whole_rows_and_tensors_where_devices_split_them(products):

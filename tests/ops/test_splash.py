@@ -83,6 +83,7 @@ def test_outputs_and_gradients_are_those_of_float64(
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("window", "is_packed"), [(None, False), (40, True)])
 def test_in_low_precision_it_is_as_near_to_float64_as_the_reference(window, is_packed):
@@ -99,6 +100,7 @@ def test_in_low_precision_it_is_as_near_to_float64_as_the_reference(window, is_p
         assert 0 < error <= 1.5 * usual
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "pipe": 2}], ids=["split", "some copies"]

@@ -90,6 +90,7 @@ def test_values_that_are_levels_are_exact(base):
     assert codes.shape == ((32, 6) if base == "nf4" else (64, 6))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("base", BASES)
 def test_the_error_is_bounded_by_half_of_a_gap(base):
     values = weight((256, 40), 2).astype(np.float32)
@@ -113,6 +114,7 @@ def test_the_bits_of_a_weight(base, bits):
     assert stored_bits == pytest.approx(bits, abs=5e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("base", BASES)
 def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(base):
     values = weight((64, 4)).astype(np.float32)
@@ -125,6 +127,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(base):
     assert np.isnan(decoded[16:32, 2]).any()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("base", BASES)
 def test_a_product_has_the_value_and_the_input_gradient_of_the_dequantized_weight(base):
     form, x = WeightFormat(base, 16), jnp.asarray(weight((5, 7, 40), 4), jnp.float32)

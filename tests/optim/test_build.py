@@ -100,6 +100,7 @@ def test_an_arm_keeps_the_bytes_that_it_states(arm):
     )
 
 
+@pytest.mark.slow
 def test_values_are_clipped_before_the_norm():
     ours, start, grads = run(
         dataclasses.replace(AdamW(eps=1.0, weight_decay=0.0), clip_norm=0.5, clip_value=0.3), 1
@@ -145,6 +146,7 @@ def test_moments_lie_where_their_parameters_lie():
     assert adam.mu == adam.nu == AXES
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arm",
     [

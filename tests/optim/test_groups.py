@@ -80,6 +80,7 @@ def moved(config, grads, **options):
     return tree.leaves(optimizer.update(grads, optimizer.init(drawn()), drawn())[0])
 
 
+@pytest.mark.slow
 def test_layers_learn_the_slower_the_earlier_they_are():
     shapes = jax.eval_shape(drawn)
     grads = drawn(1)
@@ -130,7 +131,7 @@ def test_decay_is_scaled_by_path_and_matrices_of_layers_learn_by_their_width():
     }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
 def test_what_is_frozen_has_no_state_and_keeps_every_bit(arm):
     config = arm(freeze=("embedding/*", "stack/0/*"))

@@ -116,6 +116,7 @@ def test_places_are_exchanged_and_tokens_without_a_limit_are_gathered(kind, sent
     assert sorted(kinds) == sent
 
 
+@pytest.mark.slow
 def test_tokens_dealt_over_a_ring_take_the_places_of_their_row():
     config = KINDS["capacity"]
     with jax.set_mesh(grid({"expert": 2, "context": 2})):
@@ -123,6 +124,7 @@ def test_tokens_dealt_over_a_ring_take_the_places_of_their_row():
     assert_same(results(config), zigzag)
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_have_experts_of_their_own():
     """The layer under `vmap` over stages, as the pipeline runs it, forward and backward."""
     moe, _ = moved(lambda key, init: Moe(WIDTH, PLAIN, key=key, init=init))

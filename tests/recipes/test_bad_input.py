@@ -170,7 +170,7 @@ AFTER_DATA = ("group", "groups")  # the model's parameters are known once its vo
 ENVIRONMENTS = {"half a cluster": {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"}}
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_refused_in_seconds_and_harms_nothing(case, place, tmp_path):
     flags, code, output = CASES[case]

@@ -109,6 +109,7 @@ def test_another_model_or_tokenizer_is_refused_with_the_flags_that_do(folder, ca
     assert main(words(folder, "b", flag, *message["fix"].split(), "--stop_at=1")) == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("place", "code", "what"),
     [
@@ -257,6 +258,7 @@ def test_a_vocabulary_of_the_size_of_the_tokenizer_equals_auto(folder):
         assert main([*words(folder, f"from-{one}", *flags), "--stop_at=1"]) == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("verb", ["eval", "generate --prompt=a --max_tokens=2"])
 def test_a_model_of_another_library_as_a_run_is_fixed_by_an_import(
     tmp_path, capsys, verb, monkeypatch

@@ -67,6 +67,7 @@ def test_an_encoder_goes_to_transformers_and_back(trained, tmp_path, capsys):
     assert learnt == "masked"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_an_encoder_cannot_learn_to_go_on_and_is_told_what_can(config, capsys, family):
     flags = [f"--config={config}", *SMALL, f"--config.model.family={family}"]

@@ -61,6 +61,7 @@ def test_a_run_of_before_the_renames_is_evaluated_and_resumed(earlier, capsys):
     assert "regularisation" not in written
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("former", FORMER, ids=lambda former: former[1])
 def test_a_flag_with_a_former_name_sets_the_setting_and_warns(former):
     family, path, text = former

@@ -122,6 +122,7 @@ def test_sources_by_name_are_a_mixture_with_a_held_out_part_of_each():
     assert {"train.web.tokens", "train.talk.tokens"} <= opened.fingerprint.keys()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("data", "kind", "words"),
     [
@@ -147,6 +148,7 @@ def test_data_that_cannot_be_read_is_refused_with_a_fix(train, tmp_path, data, k
     assert left == [], "no partial copy"
 
 
+@pytest.mark.slow
 def test_token_ids_need_a_tokenizer_that_is_named(train):
     with pytest.raises(ConfigError, match="need the tokenizer that made them"):
         train(IDS, settings={"data.tokenizer": "bpe:512", "data.validation": ()})
@@ -182,6 +184,7 @@ def reader(tmp_path, monkeypatch):
     return {**SMALL, "data.train": ["mine.py:lines"]}
 
 
+@pytest.mark.slow
 def test_a_function_of_a_file_is_data_and_is_not_called_by_a_run_that_is_only_read(
     reader, tmp_path, capsys
 ):
@@ -201,6 +204,7 @@ def test_a_function_of_a_file_is_data_and_is_not_called_by_a_run_that_is_only_re
     assert "names code without its digest" in capsys.readouterr().err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("entry", "words"),
     [

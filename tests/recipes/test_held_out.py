@@ -102,6 +102,7 @@ def test_the_header_the_records_and_the_report_say_what_is_held_out(run):
     assert report.count("tail:5%") >= 2, "as a warning, and among the settings"
 
 
+@pytest.mark.slow
 def test_config_says_who_set_what_is_held_out(texts, capsys):
     mine = f"--config.data.train={texts}/*.txt"
     value, origin = shown(capsys, f"--config={QUICKSTART}", mine)
@@ -136,6 +137,7 @@ def test_validation_that_the_user_names_is_used(named, value, texts, capsys):
     assert (values, origin) == (value, words[1])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_resolved_config_takes_other_text_like_the_file_it_came_from(
@@ -225,6 +227,7 @@ def test_a_hold_out_of_less_than_a_row_is_an_error_whose_fix_works(tmp_path, cap
     assert "'--config.data.validation=()'" in output
 
 
+@pytest.mark.slow
 def test_token_shards_are_refused_with_ways_out_of_the_users_own_text(texts, tmp_path, capsys):
     words = [f"--config={QUICKSTART}", *flags(), f"--config.data.train={texts}/*.txt"]
     assert main(["data", "tokenize", *words, f"--out={tmp_path / 'shards'}"]) == 0

@@ -69,6 +69,7 @@ def test_a_score_is_the_log_softmax_of_the_logits(model):
     assert model.score("").nats == []
 
 
+@pytest.mark.slow
 def test_the_last_lens_is_the_output_and_attention_sees_what_was_before(model, monkeypatch):
     inside = model.inspect(TEXT)
     ids = [*model.tokenizer.before, *model.tokenizer.encode(TEXT)]
@@ -131,6 +132,7 @@ def test_what_is_wrong_is_an_error_with_a_fix(model, tmp_path):
         model.generate(TEXT, chat=True)
 
 
+@pytest.mark.slow
 def test_a_dict_is_a_config_nested_or_by_path(run, tmp_path):
     texts = jaxlm.load(run).config.data.train
     settings = {
@@ -160,6 +162,7 @@ def tiny(monkeypatch):
         monkeypatch.setitem(SIZES, name, dataclasses.replace(SIZES[name], **changes))
 
 
+@pytest.mark.slow
 def test_a_published_size_is_named_untrained_and_begins_as_a_run_of_its_seed(tiny, run, tmp_path):
     with pytest.warns(Untrained, match="gpt2 is untrained: its .* parameters are random"):
         model = jaxlm.load("gpt2-124m", seed=3)

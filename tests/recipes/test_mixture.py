@@ -122,6 +122,7 @@ def test_another_mixture_at_a_resume_is_refused_field_by_field(
     assert fix in errors
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("flag", "why", "fix"),
     [
@@ -156,6 +157,7 @@ def test_weights_that_are_no_mixture_are_named_before_anything_is_read(
     assert fix in output
 
 
+@pytest.mark.slow
 def test_the_shares_are_shown_by_stats_and_peek(config, capsys):
     assert main(["data", "stats", f"--config={config}", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]

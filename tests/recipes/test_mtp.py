@@ -77,6 +77,7 @@ def test_the_plan_counts_the_heads(config, run, capsys):
     assert plan["flops_per_token"] > plain["flops_per_token"]
 
 
+@pytest.mark.slow
 def test_peek_shows_what_each_head_predicts(config, capsys):
     """Each segment has the same text; the head k tokens ahead begins k tokens later.
 

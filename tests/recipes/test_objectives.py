@@ -104,6 +104,7 @@ def test_an_evaluation_of_its_own_reads_as_the_run_does(config, tmp_path, capsys
     assert 0 < json.loads(capsys.readouterr().out)["tokens"] < 200
 
 
+@pytest.mark.slow
 def test_a_model_that_fills_gaps_is_not_asked_to_go_on(config, tmp_path, capsys):
     run = tmp_path / "run"
     flags = ["--config.objective.name=masked", "--config.train.steps=1"]

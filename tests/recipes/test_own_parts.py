@@ -165,6 +165,7 @@ def test_a_run_directory_from_elsewhere_runs_no_code(folder, capsys):
         assert "names code without its digest" in capsys.readouterr().err
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -187,6 +188,7 @@ def test_a_part_that_cannot_be_used_is_refused_with_a_fix(folder, name, words):
     assert caught.value.fix
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "default", "words"),
     [

@@ -399,6 +399,7 @@ def test_eval_agrees_with_the_last_evaluation_of_the_run(unbroken, capsys):
     assert sum(answer["sets"]["val"]["reliability"]["count"]) == pytest.approx(last["tokens"])
 
 
+@pytest.mark.slow
 def test_eval_of_any_text_counts_its_bytes(unbroken, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("five six seven")
     words = ["eval", f"--workdir={unbroken}", "--json", f"--text={tmp_path}/*.txt", "--sequence=16"]

@@ -72,6 +72,7 @@ def test_scores_at_use_are_those_of_packed_pairs_in_training(config, reward, pai
     assert sum(scores) / len(scores) == pytest.approx(logged["chosen_score"], rel=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("verb", "flags", "code", "text"),
     [
@@ -88,6 +89,7 @@ def test_what_a_reward_model_cannot_do_is_refused(reward, tmp_path, capfd, verb,
     assert text in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_labels_and_a_start_of_another_objective_are_refused(config, reward, tmp_path, capfd):
     assert train(config, tmp_path / "run", "--config.data.kind=labeled") == 2
     assert "--config.objective.loss=kto" in capfd.readouterr().err

@@ -186,6 +186,7 @@ def test_runs_of_words_are_hashed_each_once():
     assert len(features.of("")) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "code", "what"),
     [

@@ -137,6 +137,7 @@ def test_a_config_of_a_notebook_is_taken_as_it_is():
     assert config.sample.prompts == ("a", "b")
 
 
+@pytest.mark.slow
 def test_the_command_line_calls_the_same_function(tmp_path, monkeypatch):
     from jaxlm.recipes.train import api
 

@@ -64,6 +64,7 @@ def test_figures_of_layers_stand_in_the_first_logged_step_of_each_interval(runs)
     assert runs[1].joinpath("events").is_dir()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("every", "span", "due"),
     [

@@ -55,6 +55,7 @@ def drawn(blueprint, params, keys):
     return sampler(blueprint, 6).draw(params, PROMPTS, keys)
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_slots_and_neighbors(blueprint, params, keys, drawn):
     fewer = sampler(blueprint, 4)
     for one, other in zip(fewer.draw(params, PROMPTS, keys), drawn, strict=True):

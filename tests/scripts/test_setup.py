@@ -269,6 +269,7 @@ def test_a_machine_without_an_accelerator_is_not_told_of_one(machine):
     assert machine.run(f"mention_accelerator '{python}' '{machine.home}/dev'").stdout == ""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("failing", ["", "train", "eval", "generate"])
 def test_the_quickstart_is_its_steps_in_order_and_the_same_again(machine, failing):
     jaxlm = f'echo "jaxlm $*"; [ "$1" != "{failing}" ] || exit 74'
@@ -324,6 +325,7 @@ def started(machine, words):
     return done, re.findall(r"^pytest of (.*?): (.*); XLA_FLAGS=(.*)$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("words", "calls"),
     [

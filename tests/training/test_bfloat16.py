@@ -114,6 +114,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm.name)

@@ -56,6 +56,7 @@ def test_it_doubles_after_so_many_steps_without_one_and_an_overflow_counts_anew(
     assert factors == [8, 8, 4, 4, 4, 8, 8, 8, 16]
 
 
+@pytest.mark.slow
 def test_it_never_grows_past_what_float32_holds_well():
     config = GuardConfig(window=16, sigmas=None, loss_scale=2.0**24, loss_scale_growth=1)
     assert float(judged([1.0], [1.0], config)[-1][1].scale.factor) == 2.0**24
@@ -69,6 +70,7 @@ def test_at_a_scale_of_one_the_gradient_itself_is_bad():
     assert (float(last.scale.factor), int(last.scale.overflows), int(last.skipped)) == (1.0, 3, 2)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():
     ((verdict, state),) = judged([np.nan], [np.nan])
     assert verdict == guard.LOSS_NOT_FINITE + guard.GRAD_NOT_FINITE

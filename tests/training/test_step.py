@@ -235,6 +235,7 @@ def test_micro_batches_give_the_gradient_of_one_batch_leaf_by_leaf():
         assert float(jnp.abs(one - four).max()) <= 1e-6 * float(jnp.abs(one).max()), path
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_float32_weights_and_moments_and_a_loss_near_float32s():
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
@@ -249,6 +250,7 @@ def test_bfloat16_keeps_float32_weights_and_moments_and_a_loss_near_float32s():
     assert abs(losses[0] - losses[1]) < 0.01 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("reduce", "total"), [("float32", 259.0), ("bfloat16", 256.0)])
 def test_micro_batches_are_added_up_in_the_dtype_of_precision_reduce(reduce, total):
@@ -459,6 +461,7 @@ def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
     assert bad == [next(iter(norms))]
 
 
+@pytest.mark.slow
 def test_schedule_free_takes_its_gradient_ahead_of_the_average_that_are_the_parameters():
     """(w - 3)^2 of one number, against the published algorithm."""
     config = ScheduleFree(lr=0.1, weight_decay=0.0, clip_norm=None)
@@ -560,6 +563,7 @@ def test_a_step_leaves_every_dtype_of_the_state_as_it_is(arm, moments):
     assert tree.leaves(after) == tree.leaves(state)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("arm", [Sgd, ScheduleFree])
 def test_the_schedule_follows_the_applied_updates_after_the_optimizer_state_was_reset(arm):

@@ -90,6 +90,7 @@ def test_each_device_holds_the_bytes_of_the_closed_form(zero, sizes):
     assert held(state.opt_state) < 0.6 * tree.size_bytes(state.opt_state)
 
 
+@pytest.mark.slow
 def test_splitting_the_optimizers_state_changes_no_loss():
     seen, _ = split(1, tuple(FSDP.items()))
     np.testing.assert_allclose(seen[:, 0], alone()[:, 0], rtol=1e-5)

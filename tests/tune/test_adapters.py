@@ -322,6 +322,7 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_device(arm, sizes):
         np.testing.assert_allclose(leaf, want, rtol=2e-3, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 def test_dropout_draws_for_each_layer_and_only_with_a_key():
     change = surgery.build(config.Lora(rank=2, dropout=0.5))
     plain, base = plain_model()
@@ -365,6 +366,7 @@ def test_a_place_that_cannot_be_adapted_is_an_error(family, settings, where, fix
     assert (caught.value.where, caught.value.fix) == (where, fix)
 
 
+@pytest.mark.slow
 def test_leaves_of_the_base_can_be_trained_whole():
     plain, base = plain_model()
     every = frozenset(tree.leaves(base))
@@ -377,6 +379,7 @@ def test_leaves_of_the_base_can_be_trained_whole():
         surgery.base_paths(config.Lora(also=("head/*",)), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("arm", ["lora", "bottleneck"])
 def test_the_observer_of_a_pipeline_has_the_adapter(arm):

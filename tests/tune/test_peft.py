@@ -144,6 +144,7 @@ def test_the_folder_has_the_names_shapes_and_settings_of_peft(runs, tmp_path):
     assert settings["feedforward_modules"] == ["down_proj"]
 
 
+@pytest.mark.slow
 def test_virtual_tokens_have_the_layout_and_settings_of_peft(runs, tmp_path, capsys):
     settings, tensors = exported(runs["prefix"], tmp_path / "prefix")
     sizes = ("num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers")
@@ -172,6 +173,7 @@ def test_virtual_tokens_have_the_layout_and_settings_of_peft(runs, tmp_path, cap
     assert "missing     prompt_embeddings" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arm", ["lora", "dora", "ia3", pytest.param("pissa", marks=pytest.mark.slow)]
@@ -281,6 +283,7 @@ def test_an_adapter_of_another_base_is_refused(runs, fused, tmp_path, capsys):
     assert main(["generate", base, f"--adapter={tmp_path}"]) == 66
 
 
+@pytest.mark.slow
 def test_layers_without_an_adapter_get_one_that_changes_nothing(runs, tmp_path, capsys):
     settings, tensors = exported(runs["dora"], tmp_path / "peft")
     first = {key: array for key, array in tensors.items() if "layers.0." in key}
@@ -311,6 +314,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_that_changes_the_function_is_refused_by_name(runs, tmp_path, capsys, name):
     settings, _ = exported(runs["rslora"], tmp_path / "peft")
@@ -349,6 +353,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_does_not_fit_the_base_is_refused(runs, tmp_path, capsys, kind):
     _, tensors = exported(runs["rslora"], tmp_path / "peft")
@@ -379,6 +384,7 @@ def test_files_that_are_missing_or_may_run_code_are_refused(runs, fused, tmp_pat
     assert "there is no adapter_config.json" in capsys.readouterr().err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "text"),
     [

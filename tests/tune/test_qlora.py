@@ -49,6 +49,7 @@ def new_paths(stored, adapted):
     return sorted(set(tree.leaves(adapted.shapes)) - set(tree.leaves(stored.shapes)))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("base", BASES)
@@ -74,6 +75,7 @@ def test_a_new_adapter_is_the_dequantized_base_to_the_bit(base, family):
     assert one != before
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_weights_compute_the_same(family):

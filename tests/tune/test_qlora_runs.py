@@ -127,6 +127,7 @@ def test_a_merge_compares_both_bases(run, tmp_path, capsys, onto):
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_only_a_quantized_base_has_two_to_merge_onto(settings, base, tmp_path, capsys):
     lora = tmp_path / "lora"
     tuned = ("--config.tune.name=lora", "--config.tune.rank=2", f"--init_from={base}")

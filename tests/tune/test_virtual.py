@@ -97,6 +97,7 @@ def test_virtual_tokens_that_stand_for_ids_compute_what_the_ids_do(arm, family):
     assert np.abs(without - expected).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("arm", ["prompt", "prefix"])
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])

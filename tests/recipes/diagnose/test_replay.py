@@ -145,6 +145,7 @@ def test_after_a_rewind_a_step_has_its_new_batch_and_the_old_one_can_be_asked_fo
     assert error["fix"] == "--rewinds=1"
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run/checkpoints/8/digests.json").unlink()
@@ -153,6 +154,7 @@ def test_a_damaged_checkpoint_is_passed_over(run, tmp_path, capsys):
     assert report["is_as_logged"]
 
 
+@pytest.mark.slow
 def test_a_step_behind_a_change_that_no_checkpoint_leads_to_is_refused(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     for step in (4, 8):
@@ -227,6 +229,7 @@ def test_where_the_guard_knows_no_spikes_the_norms_are_taken_all_the_same(config
     assert total(report["layers"]) == pytest.approx(report["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("step", "fix"), [(0, "--step=1"), (-3, "--step=1"), (13, "--step=12")])
 def test_a_step_that_the_run_does_not_have_is_refused(run, capsys, step, fix):
     error = replay(capsys, run, step, code=2)["error"]
@@ -234,6 +237,7 @@ def test_a_step_that_the_run_does_not_have_is_refused(run, capsys, step, fix):
     assert "1 to 12" in error["why"]
 
 
+@pytest.mark.slow
 def test_data_that_has_changed_since_is_refused(run, config, capsys):
     text = Path(config).parent / "007.txt"
     before = text.read_text()

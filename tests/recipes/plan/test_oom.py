@@ -57,6 +57,7 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
     assert "memory per device" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device", "without_plots")
 def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkeypatch, capsys):
     """The third step raises the error of XLA: exit 71, the biggest parts, and fixes."""

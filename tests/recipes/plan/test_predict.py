@@ -627,6 +627,7 @@ def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do(capsys):
     assert "--config.mesh.tensor=" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_compiler_s_account_is_shown_beside_the_plan():
     overrides = [f"--config.{path}={value}" for path, value in (SMALL | {"mesh.data": "2"}).items()]
     done = subprocess.run(

@@ -179,6 +179,7 @@ def test_checkpoints_are_averaged_into_a_run_that_can_be_used(run, tmp_path, cap
     assert main([*words, f"--out={out}"]) == 2, "nothing is overwritten"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_averaged_is_refused(run, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(run, other)

@@ -83,6 +83,7 @@ def test_a_killed_search_continues_with_the_next_layer_and_has_the_same_bytes(
     assert len(calls) == 5  # other facts: no layer is finished
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_outputs_change_less_than_by_rounding_to_nearest(params, method, tmp_path):

@@ -42,6 +42,7 @@ def test_each_request_has_its_own_seed_and_reason(capsys, run):
     np.testing.assert_allclose(values, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_text_is_cut_before_its_stop(capsys, run):
     words = (PROMPTS[0], "--temperature=0", "--repetition_penalty=1.5")
     _, answer = call(capsys, run, *words)
@@ -143,6 +144,7 @@ def recorded(monkeypatch):
     return parts
 
 
+@pytest.mark.slow
 def test_on_a_terminal_text_is_printed_as_it_is_made(capsys, run, monkeypatch):
     words = (PROMPTS[0], "--temperature=0")
     whole = printed(capsys, run, *words)
@@ -152,6 +154,7 @@ def test_on_a_terminal_text_is_printed_as_it_is_made(capsys, run, monkeypatch):
     assert len(parts) > 4
 
 
+@pytest.mark.slow
 def test_an_object_is_not_given_in_parts(capsys):
     code, answer = call(capsys, "/nowhere", "--stream")
     assert code == 2

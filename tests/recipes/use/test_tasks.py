@@ -239,6 +239,7 @@ def test_a_task_in_training_has_the_samples_of_the_command_on_that_step(folder, 
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.slow
 def test_a_score_that_is_not_finite_is_counted_and_named(folder, trained, tmp_path):
     opened = load.load_run(trained, sequence=64)
     task = prepared(opened, folder / "pair.toml")
@@ -250,6 +251,7 @@ def test_a_score_that_is_not_finite_is_counted_and_named(folder, trained, tmp_pa
     assert error.value.code == 79
 
 
+@pytest.mark.slow
 def test_an_item_that_is_too_long_is_refused_or_skipped(folder, run, capsys, tmp_path):
     long = {"a": "a" * 100, "b": "b", "c": "c", "kind": "k"}
     (tmp_path / "items.jsonl").write_text(
@@ -265,6 +267,7 @@ def test_an_item_that_is_too_long_is_refused_or_skipped(folder, run, capsys, tmp
     assert answer["tasks"]["choice"]["items"] == 23
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_score_one_task(folder, run, capsys):
     words = [f"--tasks={folder / 'pair.toml'}", "--sequence=64", "--limit=4"]
     _, answer = call(capsys, run, *words)

@@ -182,6 +182,7 @@ def test_a_run_of_text_has_no_answers(tmp_path, capsys):
         assert (code, what, repeated) == (2, "this run has no answers to verify", 0)
 
 
+@pytest.mark.slow
 def test_a_run_without_conversations_is_asked_others_by_its_template(untrained, tmp_path, capsys):
     """A model that was imported with its template is measured before it is tuned."""
     run = tmp_path / "run"
