@@ -152,6 +152,7 @@ SLOW = {
     "a start from a reward model",
     "a win rate without a judge",
     "an adapter that is continued and turned off",
+    "another collection in the folder",
     "answers that fit in no context",
     "one answer to compare",
 }

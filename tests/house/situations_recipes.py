@@ -217,6 +217,7 @@ SITUATIONS: dict[str, Situation] = {
 # Of these, the ones that take long.
 SLOW = {
     "a resumed run that diverges",
+    "a vocabulary too small",
     "too large for a chip of no table",
     "too large for the memory",
     "lr-find into a file",

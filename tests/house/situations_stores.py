@@ -267,7 +267,10 @@ DEVICES = "tests/house/test_fix_lines_of_devices.py::test"
 
 # Of these, the ones that take long.
 SLOW = {
+    "a bench of no size",
+    "a run in use",
     "inspection of a run without checkpoints",
+    "no folder for compiled programs",
     "eval of a run without checkpoints",
     "parameters of another dtype in the workdir",
     "another optimizer in the workdir",
