@@ -1,5 +1,6 @@
 """The notebooks of colab/, executed from top to bottom on small models."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -157,14 +158,69 @@ def test_every_notebook_begins_by_installing_what_its_runtime_needs():
     assert len(set(firsts)) == 1
 
 
+SHELL = re.compile(r"^(\s*)[!%].*", re.MULTILINE)  # lines that are no Python
+
+
+def form(text):
+    """Return a pattern of the output of an f-string: its words, and numbers of its precision."""
+    parts = []
+    for part in text.values:
+        if isinstance(part, ast.Constant):
+            parts.append(re.escape(part.value))
+            continue
+        spec = part.format_spec.values[0].value if part.format_spec else ""
+        digits = re.fullmatch(r"\+?\.(\d)f", spec)
+        parts.append(rf"[+-]?\d+\.\d{{{digits[1]}}}" if digits else r"[\s\S]*?")
+    return "".join(parts)
+
+
+def expected_outputs(source):
+    """Return patterns of the text that a cell prints, and the kinds of output that it has."""
+    tree = ast.parse(SHELL.sub(r"\1pass", source))
+    prints = [node for node in ast.walk(tree) if getattr(node, "func", None)]
+    prints = [node for node in prints if getattr(node.func, "id", "") == "print"]
+    patterns = [form(arg) for node in prints for arg in node.args if isinstance(arg, ast.JoinedStr)]
+    kinds = {"stream"} if prints or SHELL.search(source) else set()
+    last = tree.body[-1]
+    is_value = isinstance(last, ast.Expr) and not source.rstrip().endswith(";")
+    if is_value and last.value not in prints:
+        kinds.add("execute_result")
+    if "plt." in source:
+        kinds.add("display_data")
+    return patterns, kinds
+
+
+def test_the_outputs_that_a_cell_has_to_have_are_read_from_its_source():
+    source = 'x = 1\nfor a in "ab":\n    print(f"{a}: {x:+.2f} (nats)", x)\nx'
+    patterns, kinds = expected_outputs(source)
+    assert kinds == {"stream", "execute_result"}
+    assert re.fullmatch(patterns[0], "a: -0.25 (nats)")
+    assert not re.search(patterns[0], "a: 0.251 (nats)")
+    assert expected_outputs("!ls\nplt.legend();")[1] == {"stream", "display_data"}
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS), ids=lambda path: path.stem)
+def test_a_notebook_has_the_outputs_of_its_cells(path):
+    code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    repeat = f"python scripts/docs/notebooks.py {path.stem}"
+    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)], repeat
+    for cell in code:
+        patterns, kinds = expected_outputs(cell.source)
+        present = {output.output_type for output in cell.outputs}
+        assert kinds <= present, (cell.source, present)
+        assert "error" not in present
+        for pattern in patterns:
+            assert re.search(pattern, outputs(cell)[0]), (pattern, cell.outputs)
+
+
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS), ids=lambda path: path.stem)
 def test_what_a_notebook_printed_is_of_its_present_cells(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    if any(cell.outputs for cell in code):
-        repeat = f"python scripts/docs/notebooks.py {path.stem}"
-        assert notebook.metadata.get("executed") == notebooks.digest(notebook), repeat
+    assert any(cell.outputs for cell in code)
+    repeat = f"python scripts/docs/notebooks.py {path.stem}"
+    assert notebook.metadata.get("executed") == notebooks.digest(notebook), repeat
     text = path.read_text()
     assert len(text) < LARGEST_BYTES
     assert not re.search(r"/(root|home|tmp)/", text)

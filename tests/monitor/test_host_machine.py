@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -25,6 +26,24 @@ def test_products_of_bfloat16_are_faster_where_there_is_a_unit_for_them(
     chip = host_machine.this_machine(2, assumed).chip
     assert chip.flops["bfloat16"] == pytest.approx(times * chip.flops["float32"])
     assert (f"up to {times} times as fast" in " ".join(assumed)) == (times > 1)
+
+
+def test_products_on_one_core_count_where_other_programs_delay_those_on_all(monkeypatch):
+    seconds = iter([1.0, 1e-3, 1e-2])  # all cores, one core, copies
+    monkeypatch.setattr(host_machine, "_least_seconds", lambda *_: next(seconds))
+    flops, copied = host_machine._measured.__wrapped__()
+    assert flops == pytest.approx(2 * 64 * 64**3 / 1e-3)
+    assert copied == pytest.approx(2 * 32 * 2**20 / 1e-2)
+
+
+def test_a_slow_call_is_measured_once():
+    calls = []
+
+    def call():
+        calls.append(time.sleep(0.04 if calls else 0))
+
+    assert 0.04 <= host_machine._least_seconds(call) < 1
+    assert len(calls) == 2
 
 
 def test_a_machine_that_shows_no_flags_has_no_such_unit(tmp_path, monkeypatch):
