@@ -8,16 +8,17 @@ the fastest settings that fit. The exit code is 0 even if the run does not fit: 
 names what fits: other settings, else more of the chips, else a smaller model.
 """
 
+import math
 import shlex
 from typing import Any
 
 from jaxlm.cli.arguments import Parser, add_flag, needed_config
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
-from jaxlm.core.errors import CommandError
+from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.monitor import chips, formatting, host_machine
 from jaxlm.monitor.chips import MEMORY, Machine, machine
-from jaxlm.parallel.config import format_mesh
+from jaxlm.parallel.config import AXES, format_mesh
 
 
 def add_arguments(parser: Parser) -> None:
@@ -45,7 +46,14 @@ def run(args: Any, out: Output) -> int:
         chosen = (result.best or result.smallest).run
         names = ("settings", "flags", "tried", "fitting")
         answer["fit"] = {name: getattr(result, name) for name in names}
-    forecast = predict.forecast(chosen, on, assumed)
+    try:
+        forecast = predict.forecast(chosen, on, assumed)
+    except ConfigError as error:
+        sizes = [getattr(chosen.mesh, axis) for axis in AXES]
+        needed = math.prod(size for size in sizes if size != "auto")
+        if args.on == "cpu" and needed > args.devices:
+            error.fix = f"--on=h100x{needed}    # other devices than this machine's\n{error.fix}"
+        raise
     answer |= forecast.record(args.price) | {"sharding": forecast.sharding()}
     if not forecast.fits:
         nearest = search.nearest(loaded.value, on)

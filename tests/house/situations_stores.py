@@ -245,6 +245,7 @@ SITUATIONS: dict[str, Situation] = {
     "qk_clip of normed heads": Situation(
         f"train {CONFIG} {CLIP} --config.model.family=qwen3 --config.model.head_dim=8"
     ),
+    "a plan for more devices than there are": Situation("plan --config=c.py --config.mesh.fsdp=2"),
     "dropout and keys in a ring": Situation(
         "plan --config=c.py --on=cpu --devices=2 --config.mesh.context=2 "
         "--config.mesh.context_keys=ring --config.regularization.attention_dropout=0.1"
