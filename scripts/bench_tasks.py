@@ -6,7 +6,7 @@ A GPT-2 of 124M parameters with random weights, float32. Both sides score the sa
 turns; `--peer` is a Python with torch, transformers and lm-eval. Examples are in the items, so that
 both read the same ids: the log-likelihoods of all choices and the picks are compared as well.
 Models are loaded, and jaxlm's programs compiled, before they are timed. lm-eval has its fastest of
-several batch sizes.
+several batch sizes. Both run on one core.
 """
 
 import argparse
@@ -167,6 +167,8 @@ def main() -> None:
         return
     sys.path.insert(0, str(ROOT))
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # One core for both: waiting threads of a busy machine would count as processor time.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         written(folder / "items.jsonl", args.items)

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import chat_templates
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Bytes, Tokenizer
+from jaxlm.evals import samples
 from jaxlm.evals.tasks import answers, config, items, made, packing, requests, results
 from jaxlm.evals.tasks.requests import Prompter, Request
 from jaxlm.generate.sampler import Continuation
@@ -149,6 +151,55 @@ def test_the_extracted_part_of_an_answer_is_compared(extract, match, text, metri
     kind = config.Answer(context="", answer="", extract=extract, match=match)
     answer = Continuation("", [7], text, None, "length")
     assert answers.judged(kind, answer, "seven")["metrics"] == metrics
+
+
+def test_drawn_answers_give_unbiased_estimates_of_pass_at_k():
+    kind = config.Answer(context="", answer="", samples=12)
+    texts = ["7"] * 3 + ["8"] * 9
+    greedy, *drawn = (Continuation("", [7], text, None, "length") for text in ["8", *texts])
+    line = answers.judged(kind, greedy, "7", drawn=drawn)
+    assert line["metrics"] == {
+        "exact_match": 0.0,
+        "pass_at_1": pytest.approx(3 / 12),
+        "pass_at_10": 1.0,  # 9 wrong ones are fewer than 10
+        "pass_at_12": 1.0,
+    }
+    assert [each["right"] for each in line["drawn"]] == [True] * 3 + [False] * 9
+    programs = answers.judged(kind, greedy, "7", ("x = ", "assert x == 7"), drawn[2:4])
+    assert [each["outcome"] for each in programs["drawn"]] == ["passed", "AssertionError"]
+    assert programs["metrics"]["pass_at_2"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [("samples = -1", "must be from 0 to 1000"), ("temperature = 0", "must be positive")],
+)
+def test_wrong_settings_of_drawn_answers_are_refused(line, why):
+    text = 'kind = "answer"\nitems = "a.jsonl"\ncontext = "a"\nanswer = "b"\n'
+    assert config.parsed(f"{text}temperature = 2", Path("a.toml")).kind.temperature == 2.0
+    with pytest.raises(DataError) as error:
+        config.parsed(text + line, Path("a.toml"))
+    assert why in error.value.why
+
+
+def test_memory_holds_no_texts_of_items_and_samples(tmp_path):
+    peaks = []
+    for count in (200, 2000):
+        records = [{"key": f"k{n}", "text": f"{n} {'word ' * 400}"} for n in range(count)]
+        text = 'kind = "text"\nitems = "q.jsonl"\nid = "{{ key }}"'
+        task = task_in(tmp_path, text, records=records)
+        del records
+        tracemalloc.start()
+        every = items.StoredItems(task, task.file)
+        items.digest(every)
+        with samples.SampleFile(tmp_path / f"{count}.jsonl") as file:
+            for item in every:
+                shared = {"id": item.id, "group": item.id, "weight": 1.0}
+                file.append([{**shared, "text": item.gold, "metrics": {"bits_per_byte": 1.0}}])
+            assert results.summary(file.each())["items"] == count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 100 * 1800  # bytes; the texts have 3.6 million
 
 
 def test_an_end_token_is_in_front_of_a_text_only_if_nothing_else_is():

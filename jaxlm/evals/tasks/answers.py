@@ -1,20 +1,22 @@
-"""Generated answers: greedy continuations of prompts, the part that counts, and the comparison.
+"""Generated answers: greedy and drawn ones, the part that counts, and the comparison.
 
 Example:
   >>> extracted("so the answer is 7.", r"answer is (\\d+)"), extracted("7", r"answer is (\\d+)")
   ('7', None)
 """
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from jaxlm.core import random
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.evals import code, metrics, verify
+from jaxlm.evals import code, metrics, statistics, verify
 from jaxlm.evals.tasks.config import Answer
 from jaxlm.evals.tasks.requests import Request
 from jaxlm.generate.config import GenerateConfig
@@ -23,10 +25,11 @@ from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
 
 ROWS = 16  # of a device in a pass
+PASS_AT = (1, 10, 100)  # besides the number of drawn answers
 
 
 class Writer:
-    """Greedy continuations of the prompts of a task, whose passes depend on its items alone.
+    """Continuations of the prompts of a task, whose passes depend on its items alone.
 
     Use it under the mesh.
 
@@ -35,31 +38,63 @@ class Writer:
       blueprint: the model.
       mesh: mesh of the parameters.
       tokenizer: the tokenizer, of a chat or of the run.
+      seed: seed of drawn answers.
     """
 
-    def __init__(self, kind: Answer, blueprint: Blueprint, mesh: Mesh, tokenizer: Tokenizer):
-        settings = GenerateConfig(
-            prompts=(), max_tokens=kind.max_tokens, temperature=0.0, stop=kind.stop
-        )
-        self._sampler = Sampler(settings, blueprint, tokenizer)
+    def __init__(
+        self, kind: Answer, blueprint: Blueprint, mesh: Mesh, tokenizer: Tokenizer, seed: int
+    ):
+        def sampler(temperature: float) -> Sampler:
+            settings = GenerateConfig(
+                prompts=(), max_tokens=kind.max_tokens, temperature=temperature, stop=kind.stop
+            )
+            return Sampler(settings, blueprint, tokenizer)
+
+        self._greedy = sampler(0.0)
+        self._drawing = sampler(kind.temperature) if kind.samples else None
+        self._samples, self._seed = kind.samples, seed
         self._rows = ROWS * rules.split(mesh, "batch")
         self._filler = [tokenizer.eos]
 
     def write(self, params: Any, prompts: Sequence[Request]) -> list[Continuation]:
+        """Return the greedy continuation of each prompt."""
+        key = random.key(0, "sample")  # greedy answers do not depend on it
+        return self._continued(self._greedy, params, prompts, [key] * len(prompts))
+
+    def draw(
+        self, params: Any, prompts: Sequence[Request], names: Sequence[str]
+    ) -> list[list[Continuation]]:
+        """Return the drawn continuations of each prompt: functions of the seed and its name."""
+        if self._drawing is None:
+            return [[] for _ in prompts]
+        count = self._samples
+        seeds = [seed_of(self._seed, name, n) for name in names for n in range(count)]
+        keys = [random.key(seed, "sample") for seed in seeds]
+        repeated = [each for each in prompts for _ in range(count)]
+        drawn = self._continued(self._drawing, params, repeated, keys)
+        return [drawn[first : first + count] for first in range(0, len(drawn), count)]
+
+    def _continued(
+        self, sampler: Sampler, params: Any, prompts: Sequence[Request], keys: Sequence[Array]
+    ) -> list[Continuation]:
         """Return the continuation of each prompt; prompts of similar length share a pass."""
         lengths = [len(each.ids) for each in prompts]
         order = np.argsort(lengths, kind="stable").tolist()
-        key = random.key(0, "sample")  # greedy answers do not depend on it
         written: dict[int, Continuation] = {}
         for first in range(0, len(order), self._rows):
             part = order[first : first + self._rows]
-            rows: list[Sequence[int]] = [prompts[index].ids for index in part]
-            rows += [self._filler] * (self._rows - len(part))
-            answers = self._sampler.continue_rows(
-                params, rows, [key] * self._rows, least=max(lengths)
-            )
+            spare = self._rows - len(part)
+            rows = [*(prompts[index].ids for index in part), *[self._filler] * spare]
+            row_keys = [*(keys[index] for index in part), *[keys[0]] * spare]
+            answers = sampler.continue_rows(params, rows, row_keys, least=max(lengths))
             written |= dict(zip(part, answers, strict=False))  # without those of fillers
         return [written[index] for index in range(len(prompts))]
+
+
+def seed_of(seed: int, name: str, sample: int) -> int:
+    """Return the seed of a drawn answer, as that of `jaxlm generate`."""
+    digest = hashlib.sha256(f"{seed}/{name}/{sample}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def extracted(text: str, pattern: str) -> str | None:
@@ -91,7 +126,11 @@ def occurring(text: str, listed: Sequence[str]) -> list[str]:
 
 
 def judged(
-    kind: Answer, answer: Continuation, reference: str, program: tuple[str, str] = ("", "")
+    kind: Answer,
+    answer: Continuation,
+    reference: str,
+    program: tuple[str, str] = ("", ""),
+    drawn: Sequence[Continuation] = (),
 ) -> dict[str, Any]:
     """Return the fields of a sample: metrics, and the text from which they were computed.
 
@@ -99,18 +138,40 @@ def judged(
     matches, and `listed_words` if a listed word or phrase occurs, in any case. With a `program`,
     the source before and after the answer, it is run: `passed` is 1 if it ended without an
     exception.
+
+    Args:
+      kind: the kind of the task.
+      answer: the greedy answer.
+      reference: the right answer.
+      program: source before and after the answer; empty if no program is run.
+      drawn: further answers. `pass_at_k` is the unbiased estimate from all of them.
     """
-    part = extracted(answer.text, kind.extract)
     expected = extracted(reference, kind.extract)
     expected = reference if expected is None else expected
-    is_right = part is not None and verify.is_match(kind.match, part, expected)
-    fields: dict[str, Any] = {}
+
+    def checked(text: str) -> tuple[str | None, dict[str, Any], bool]:
+        """Return the extracted part, the outcome of the program, and if the answer is right."""
+        part = extracted(text, kind.extract)
+        if program[1]:
+            outcome = code.outcome(f"{program[0]}{part or ''}\n{program[1]}\n")
+            return part, {"outcome": outcome}, outcome == code.PASSED
+        return part, {}, part is not None and verify.is_match(kind.match, part, expected)
+
+    part, fields, is_right = checked(answer.text)
     values: dict[str, float] = {}
     if program[1]:
-        start, end = program
-        fields["outcome"] = code.outcome(f"{start}{part or ''}\n{end}\n")
-        values["passed"] = float(fields["outcome"] == code.PASSED)
+        values["passed"] = float(is_right)
+        is_right = part is not None and verify.is_match(kind.match, part, expected)
     values["exact_match"] = float(is_right)
+    if drawn:
+        fields["drawn"] = []
+        for each in drawn:
+            _, outcome, is_right = checked(each.text)
+            fields["drawn"].append({"text": each.text, "right": is_right, **outcome})
+        right = np.array([sum(each["right"] for each in fields["drawn"])])
+        count = len(drawn)
+        for k in [*(k for k in PASS_AT if k < count), count]:
+            values[f"pass_at_{k}"] = statistics.pass_at_k(right, count, k)
     if kind.extract:
         values["extracted"] = float(part is not None)
     values |= {name: metrics.score(name, part or "", expected) for name in kind.metrics}

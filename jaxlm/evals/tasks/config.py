@@ -8,6 +8,7 @@ Example:
 """
 
 import dataclasses
+import math
 import re
 import tomllib
 import types
@@ -22,6 +23,7 @@ from jaxlm.evals.tasks import lm_eval_yaml, made
 
 Form = Literal["cloze", "letters"]
 TEMPLATES = ("id", "group", "subset")  # of every kind
+MAX_SAMPLES = 1000  # of an item
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -79,7 +81,9 @@ class Answer(Prompted):
     compared; by default the whole text. `match` is that of `jaxlm eval --verify`. `metrics` are
     further ones of `jaxlm.evals.metrics`. `refusals` are regular expressions of refused answers,
     and `listed` are words and phrases that are looked for in answers. If there is a `program_end`,
-    `program_start`, the answer and `program_end` are run as a Python program.
+    `program_start`, the answer and `program_end` are run as a Python program. `samples` further
+    answers are drawn at `temperature`, for pass@k: the probability that one of k is right, or
+    passes.
     """
 
     name: ClassVar[str] = "answer"
@@ -93,6 +97,8 @@ class Answer(Prompted):
     listed: tuple[str, ...] = ()
     program_start: str = ""
     program_end: str = ""
+    samples: int = 0
+    temperature: float = 1.0
 
     def templates(self) -> dict[str, str]:
         """Return the templates of an item by name."""
@@ -245,6 +251,10 @@ def _task(raw: dict[str, Any], path: Path) -> Task:
 def _check_answer(kind: Answer, path: Path) -> None:
     if kind.max_tokens < 1:
         raise invalid(path, f"max_tokens is {kind.max_tokens}, and must be at least 1")
+    if not 0 <= kind.samples <= MAX_SAMPLES:
+        raise invalid(path, f"samples is {kind.samples}, and must be from 0 to {MAX_SAMPLES}")
+    if not 0 < kind.temperature < math.inf:
+        raise invalid(path, f"temperature is {kind.temperature}, and must be positive")
     for name, patterns in (("extract", (kind.extract,)), ("refusals", kind.refusals)):
         try:
             list(map(re.compile, patterns))
@@ -277,6 +287,8 @@ def _built(kind: type, values: dict[str, Any], path: Path) -> Any:
                 raise invalid(path, f"{field.name} is {value!r:.60}, and must be one of {choices}")
             continue
         allowed = {typing.get_origin(each) or each for each in _members(hint)}
+        if allowed == {float} and type(value) is int:
+            values[field.name] = value = float(value)
         if field.name not in ("path", "kind") and type(value) not in allowed:
             expected = " or ".join(sorted(_TYPES[each] for each in allowed))
             raise invalid(path, f"{field.name} is {value!r:.60}, and must be {expected}")
@@ -288,7 +300,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-_TYPES = {str: "text", int: "an integer", tuple: "a list of texts"}
+_TYPES = {str: "text", int: "an integer", float: "a number", tuple: "a list of texts"}
 
 
 def invalid(path: Path, why: str) -> DataError:

@@ -323,7 +323,8 @@ class PreparedTask:
         """Return the programs that score the task's rows with a model, or write its answers."""
         tokenizers, kind = self._tokenizers, self.task.kind
         if isinstance(kind, Answer):
-            return Writer(kind, blueprint, self._mesh, tokenizers.chat or tokenizers.text)
+            tokenizer = tokenizers.chat or tokenizers.text
+            return Writer(kind, blueprint, self._mesh, tokenizer, self._settings.seed)
         pad = tokenizers.text.pad
         return Scorer(blueprint.merge, self._mesh, self.shape, pad, is_shared=self.is_shared)
 
@@ -333,11 +334,15 @@ class PreparedTask:
         if isinstance(scorer, Writer):
             kind = self.task.kind
             assert isinstance(kind, Answer)
-            texts = scorer.write(params, [question.requests[0] for question in asked])
-            return [
-                results.written(one, answers.judged(kind, text, one.item.gold, one.item.program))
-                for one, text in zip(asked, texts, strict=True)
-            ]
+            prompts = [question.requests[0] for question in asked]
+            texts = scorer.write(params, prompts)
+            drawn = scorer.draw(params, prompts, [question.item.id for question in asked])
+            written = []
+            for question, *texts_of in zip(asked, texts, drawn, strict=True):
+                item = question.item
+                fields = answers.judged(kind, texts_of[0], item.gold, item.program, texts_of[1])
+                written.append(results.written(question, fields))
+            return written
         read = [self._read(question) for question in asked]
         nats = iter(scorer.nats(params, [one for each in read for one in each]))
         scores = [[next(nats) for _ in each] for each in read]

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+import time
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core.errors import Diverged
 from jaxlm.core.precision import Precision
+from jaxlm.evals.tasks import answers as task_answers
 from jaxlm.evals.tasks import config, scoring
 from jaxlm.evals.tasks.requests import Request
 from jaxlm.models.build import Blueprint
@@ -24,7 +26,7 @@ from tests.faults import harness
 
 TASKS = {
     "choice": 'context = "{{ a }}"\nchoices = ["{{ b }}", "{{ c }}"]\nanswer = "0"',
-    "answer": 'context = "{{ a }}"\nanswer = "{{ b }}"\nmax_tokens = 5\nstop = ["e"]',
+    "answer": 'context = "{{ a }}"\nanswer = "{{ b }}"\nmax_tokens = 5\nstop = ["e"]\nsamples = 2',
     "pair": 'good = "{{ a }} {{ b }}"\nbad = "{{ a }} {{ c }}"\nsubset = "{{ kind }}"',
     "text": 'text = "{{ a }} {{ a }} {{ b }}"\ngroup = "{{ kind }}"',
 }
@@ -127,6 +129,16 @@ def test_answers_are_those_of_generate(folder, run, capsys):
     assert [[answers[n][name] for name in fields] for n in (0, 22)] == [
         [each[name] for name in fields] for each in generated
     ]
+    for number in (0, 22):
+        drawn = [each["text"] for each in answers[number]["drawn"]]
+        assert set(answers[number]["metrics"]) == {"exact_match", "pass_at_1", "pass_at_2"}
+        for sample, text in enumerate(drawn):
+            seed = task_answers.seed_of(0, answers[number]["id"], sample)
+            words_of_generate = [prompts[number > 0], "--max_tokens=5", "--stop=e", "--json"]
+            flags = ["--temperature=1", f"--seed={seed}"]
+            assert main(["generate", f"--workdir={run}", *words_of_generate, *flags]) == 0
+            (generated,) = json.loads(capsys.readouterr().out)["samples"]
+            assert text == generated["text"]
 
 
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
@@ -204,6 +216,43 @@ def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
     assert digests[0] == digests[1]
     with open(f"{scored(*on_four, tmp_path / 'four')}/samples.jsonl", "rb") as file:
         assert file.read() == whole
+
+
+@pytest.mark.slow  # the command is started 31 times
+def test_a_task_killed_at_30_random_points_ends_with_the_same_bytes(folder, run, tmp_path, capsys):
+    draw, lines = random.Random(0), (folder / "items.jsonl").read_text().splitlines()
+    (tmp_path / "items.jsonl").write_text("".join(f"{line}\n" for line in lines * 300))
+    shutil.copy(folder / "choice.toml", tmp_path)
+    words = ["eval", f"--workdir={run}", f"--tasks={tmp_path / 'choice.toml'}", "--sequence=64"]
+    assert harness.run(words)[0] == 0
+    (expected,) = (run / "evals").glob("*/samples.jsonl")
+    whole = expected.read_bytes()
+    assert len(whole.splitlines()) == 23 * 300
+    shutil.rmtree(run / "evals")
+    kept, begun = [0], 0
+    for _ in range(30):
+        process = harness.start(words)
+        deadline = time.monotonic() + 300
+        # The kill is at a random point after the process wrote more, or before it did.
+        wait = draw.choice((0.0, draw.uniform(0, 3)))
+        while process.poll() is None and time.monotonic() < deadline:
+            size = expected.stat().st_size if expected.exists() else 0
+            if size > kept[-1] or not wait:
+                break
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.3) if wait else draw.uniform(0, 5))
+        begun += process.poll() is None
+        process.kill()
+        process.communicate()
+        kept.append(expected.stat().st_size if expected.exists() else 0)
+        assert not expected.exists() or whole.startswith(expected.read_bytes())
+        if kept[-1] == len(whole):  # it was finished: cut it anywhere
+            with open(expected, "r+b") as file:
+                kept.append(draw.randrange(len(whole)))
+                file.truncate(kept[-1])
+    assert begun > 20
+    assert harness.run(words)[0] == 0
+    assert expected.read_bytes() == whole
 
 
 @pytest.mark.slow
