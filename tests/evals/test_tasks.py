@@ -25,7 +25,7 @@ id = "{{ key }}"
 group = "{{ text }}"
 context = "Q: {{ q }}\\nA:"
 choices = "options"
-answer = "options.index(right)"
+answer = "right if right is number else options.index(right)"
 """
 RECORDS = [
     {
@@ -115,6 +115,22 @@ def test_scoring_begins_at_the_token_with_the_first_byte_of_the_answer(
     assert b"".join(tokenizer.table[i] for i in request.ids[request.begin :]) == scored
     assert request.spans_border == spans
     assert request.ids[0] == tokenizer.before[0]
+
+
+def test_every_item_whose_border_is_inside_a_token_is_counted(tmp_path):
+    text = CHOICE.replace("delimiter", "#").replace("A:", "A")
+    task = task_in(tmp_path, f'delimiter = ": "\n{text}')
+    questions = Prompter(task, Merging(), []).questions(items.read(task, task.file))
+    task = task_in(tmp_path)
+    crossing = Prompter(task, Merging(), []).questions(items.read(task, task.file))
+    for each, expected in ((questions, 0), (crossing, len(RECORDS))):
+        lines = [results.sample(task, question, [1.0, 2.0, 3.0], []) for question in each]
+        assert results.summary(lines)["spans_border"] == expected
+    # The token of the border is scored, and so is all of every choice.
+    for question in crossing:
+        for choice, request in zip(question.choices, question.requests, strict=True):
+            scored = b"".join(Merging().table[i] for i in request.ids[request.begin :])
+            assert scored.decode() == f": {choice}"
 
 
 def test_a_chat_makes_the_context_a_turn_and_scores_the_whole_answer(tmp_path):
@@ -220,6 +236,8 @@ def test_an_end_token_is_in_front_of_a_text_only_if_nothing_else_is():
         ({"q": "a" * (items.MAX_BYTES + 1)}, "at most 1,048,576"),
         ({"q": "a\ud800"}, "lone surrogate"),
         ({"options": ["it is 0"]}, "2 to 26"),
+        ({"right": 7}, "must be an index below 3 or a choice"),
+        ({"right": -1}, "must be an index below 3 or a choice"),
     ],
 )
 def test_an_item_that_makes_no_question_is_named_by_its_line(change, why, tmp_path):

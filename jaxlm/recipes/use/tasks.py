@@ -338,9 +338,9 @@ class PreparedTask:
             texts = scorer.write(params, prompts)
             drawn = scorer.draw(params, prompts, [question.item.id for question in asked])
             written = []
-            for question, *texts_of in zip(asked, texts, drawn, strict=True):
+            for question, greedy, others in zip(asked, texts, drawn, strict=True):
                 item = question.item
-                fields = answers.judged(kind, texts_of[0], item.gold, item.program, texts_of[1])
+                fields = answers.judged(kind, greedy, item.gold, item.program, others)
                 written.append(results.written(question, fields))
             return written
         read = [self._read(question) for question in asked]

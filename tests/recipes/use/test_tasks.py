@@ -1,6 +1,7 @@
 """`jaxlm eval --tasks` through the front door: scores, results on disk, and resuming."""
 
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -13,12 +14,15 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.core.errors import Diverged
+from jaxlm.core.errors import ConfigError, Diverged
 from jaxlm.core.precision import Precision
 from jaxlm.evals.tasks import answers as task_answers
 from jaxlm.evals.tasks import config, scoring
 from jaxlm.evals.tasks.requests import Request
 from jaxlm.models.build import Blueprint
+from jaxlm.models.families.t5 import T5
+from jaxlm.monitor import sinks
+from jaxlm.objectives.config import Masked
 from jaxlm.recipes.use import load, tasks
 from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings, Tokenizers
 from jaxlm.training.lock import Lock
@@ -314,6 +318,65 @@ def test_an_item_that_is_too_long_is_refused_or_skipped(folder, run, capsys, tmp
     code, answer = call(capsys, run, *words, "--too_long=skip")
     assert (code, answer["tasks"]["choice"]["left_out"]) == (0, {"too long": 1})
     assert answer["tasks"]["choice"]["items"] == 23
+
+
+def test_a_full_disk_is_named_and_the_command_continues_later(folder, run, capsys, monkeypatch):
+    words = [f"--tasks={folder / 'pair.toml'}", "--sequence=64"]
+    _, answer = call(capsys, run, *words)
+    whole = samples(answer["tasks"]["pair"])
+    shutil.rmtree(run / "evals")
+
+    class Full:
+        """A file on a disk with room for 100 bytes."""
+
+        def __init__(self, file):
+            self._file, self._room = file, 100
+
+        def write(self, data):
+            if not self._room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self._room -= (written := self._file.write(data[: self._room]))
+            return written
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+    real = sinks.AppendFile.__init__
+
+    def opened(self, path, **options):
+        real(self, path, **options)
+        self._file = Full(self._file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sinks.AppendFile, "__init__", opened)
+        code, failed = call(capsys, run, *words)
+    assert (code, failed["error"]["where"][-13:]) == (74, "samples.jsonl")
+    (torn,) = (run / "evals").glob("*/samples.jsonl")
+    assert torn.read_bytes() == whole[:100]
+    code, answer = call(capsys, run, *words)
+    assert (code, samples(answer["tasks"]["pair"])) == (0, whole)
+
+
+@pytest.mark.slow
+def test_another_version_of_a_task_has_a_folder_of_its_own(folder, run, capsys, tmp_path):
+    folders = []
+    for version in (1, 2, 1):
+        text = (
+            (folder / "pair.toml").read_text().replace("items.jsonl", str(folder / "items.jsonl"))
+        )
+        (tmp_path / "pair.toml").write_text(f"version = {version}\n{text}")
+        _, answer = call(capsys, run, f"--tasks={tmp_path / 'pair.toml'}", "--sequence=64")
+        folders.append(answer["tasks"]["pair"]["folder"])
+    assert folders[0] == folders[2] != folders[1]
+
+
+@pytest.mark.parametrize("change", [{"objective": Masked()}, {"model": T5()}])
+def test_models_that_do_not_predict_each_token_are_refused(trained, change, monkeypatch):
+    run = dataclasses.replace(load.read_config(trained), **change)
+    monkeypatch.setattr(load, "read_config", lambda _: run)
+    with pytest.raises(ConfigError, match="cannot be scored on tasks") as error:
+        tasks.check_causal(trained)
+    assert f"{run.model.family} does not predict each token" in error.value.why
 
 
 @pytest.mark.slow
