@@ -233,7 +233,7 @@ def test_a_task_killed_at_30_random_points_ends_with_the_same_bytes(folder, run,
     whole = expected.read_bytes()
     assert len(whole.splitlines()) == 23 * 300
     shutil.rmtree(run / "evals")
-    kept, begun = [0], 0
+    sizes, begun = [0], 0
     for _ in range(30):
         process = harness.start(words)
         deadline = time.monotonic() + 300
@@ -241,19 +241,19 @@ def test_a_task_killed_at_30_random_points_ends_with_the_same_bytes(folder, run,
         wait = draw.choice((0.0, draw.uniform(0, 3)))
         while process.poll() is None and time.monotonic() < deadline:
             size = expected.stat().st_size if expected.exists() else 0
-            if size > kept[-1] or not wait:
+            if size > sizes[-1] or not wait:
                 break
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.3) if wait else draw.uniform(0, 5))
         begun += process.poll() is None
         process.kill()
         process.communicate()
-        kept.append(expected.stat().st_size if expected.exists() else 0)
+        sizes.append(expected.stat().st_size if expected.exists() else 0)
         assert not expected.exists() or whole.startswith(expected.read_bytes())
-        if kept[-1] == len(whole):  # it was finished: cut it anywhere
+        if sizes[-1] == len(whole):  # it was finished: cut it anywhere
             with open(expected, "r+b") as file:
-                kept.append(draw.randrange(len(whole)))
-                file.truncate(kept[-1])
+                sizes.append(draw.randrange(len(whole)))
+                file.truncate(sizes[-1])
     assert begun > 20
     assert harness.run(words)[0] == 0
     assert expected.read_bytes() == whole
