@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import charts, formatting, layer_maps, sinks, task_results
+from jaxlm.monitor import charts, formatting, layer_maps, reward_report, sinks, task_results
 from jaxlm.monitor.charts import Chart, Series
 from jaxlm.monitor.plots import PLOTS
 from jaxlm.monitor.sinks import FIGURES, Record, Shape
@@ -78,6 +78,8 @@ def render(run: Path) -> str:
         task_head=task_results.HEAD,
         tasks=task_results.rows(results),
         task_charts=drawn(task_results.curves(results, records)),
+        reward_charts=drawn(reward_report.curves(records)),
+        rewarded=reward_report.samples(run),
         speed=_speed(train),
         advice=batch_advice(records),
         sources=_sources(train),

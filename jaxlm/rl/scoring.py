@@ -70,6 +70,7 @@ class Scored(NamedTuple):
         rewards, lengths = self.rewards, np.array([each.tokens for each in self.samples])
         figures = {
             "reward": mean(rewards),
+            "reward_stderr": _standard_error(rewards, self.documents),
             "ended_share": float(np.mean([each.reason == "eos_token" for each in self.samples])),
             "sample_tokens": float(lengths.mean()),
             "unscorable_share": float(np.isnan(rewards).mean()),
@@ -235,6 +236,13 @@ class PromptScorer:
 
     def _text(self, ids: np.ndarray) -> str:
         return b"".join(self._tokenizer.table[n] for n in ids.tolist()).decode("utf-8", "replace")
+
+
+def _standard_error(rewards: np.ndarray, documents: Sequence[int]) -> float:
+    """Return the standard error of the mean reward, between prompts; 0 of a single one."""
+    groups = [rewards[np.array(documents) == each] for each in dict.fromkeys(documents)]
+    means = [known.mean() for each in groups if len(known := each[~np.isnan(each)])]
+    return float(np.std(means, ddof=1) / len(means) ** 0.5) if len(means) > 1 else 0.0
 
 
 def prompt_ids(loader: Loader, document: int) -> np.ndarray:

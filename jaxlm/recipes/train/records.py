@@ -31,6 +31,7 @@ from jaxlm.recipes.plan import attention_kernels
 from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.checkpointing import Rewind
+from jaxlm.recipes.train.held_out_rewards import HeldOutRewardWarning
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.recipes.use.load import BASE
 from jaxlm.training import guard
@@ -68,6 +69,7 @@ class MetricsLogger:
         self._directory, self._console = context.directory, context.console
         self._dropped_tokens = DroppedTokenWarning(self._console.warn)
         self._chosen = UnlikelierAnswerWarning(self._console.warn, [])
+        self._held_out = HeldOutRewardWarning(self._console.warn, [])
         self._program_bytes = 0  # on a device, of the largest program
         self._open = contextlib.ExitStack()
         self._metrics: Sink = sinks.NullSink()
@@ -92,6 +94,7 @@ class MetricsLogger:
             known = sinks.read(self._directory.path / "metrics.jsonl")
             self._console.remember(known)
             self._chosen = UnlikelierAnswerWarning(self._console.warn, known)
+            self._held_out = HeldOutRewardWarning(self._console.warn, known)
         self._samples = opened("samples.jsonl", through)
         self._spikes = opened("spikes.jsonl", None)
         if self._context.run.objective.samples_answers:
@@ -126,6 +129,7 @@ class MetricsLogger:
         record = {"step": step, "time_unix": time.time(), "split": split} | record
         for sink in self._sinks:
             sink.write(record)
+        self._held_out.check(record)
         return record
 
     def log(self, step: int, values: dict[str, float], measured: dict[str, Any]) -> dict[str, Any]:
