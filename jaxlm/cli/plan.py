@@ -121,6 +121,8 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]
         ("step", _step_time(answer)),
         ("run", _run_time(answer, run.train.steps)),
     ]
+    if drawn := answer.get("rollout"):
+        rows.append(("rollout", _rollout(drawn)))
     if answer["cost"]:
         rows.append(("cost", f"{answer['cost'][0]:,.2f} to {answer['cost'][1]:,.2f}"))
     rows.append(("checkpoint", f"{size(answer['checkpoint_bytes'])} before compression"))
@@ -156,6 +158,18 @@ def _run_time(answer: dict[str, Any], steps: int) -> str:
         return text
     low, high = (formatting.duration(3600 * hours) for hours in answer["hours"])
     return f"{text}: {low} to {high}"
+
+
+def _rollout(drawn: dict[str, Any]) -> str:
+    size = formatting.size
+    updates = f"{drawn['updates']} step{'s' if drawn['updates'] > 1 else ''}"
+    text = f"{drawn['samples']} samples each {updates}, {drawn['slots']} at once"
+    text += f", cache {size(drawn['cache_bytes_per_device'])}"
+    text += f", {size(drawn['bytes_per_device'])} per device"
+    if drawn["draw_seconds"] is None:
+        return text
+    low, high = map(formatting.duration, drawn["draw_seconds"])
+    return f"{text}; drawn in {low} to {high}"
 
 
 def _fitting(nearest: dict[str, Any]) -> str:

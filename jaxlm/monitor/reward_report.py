@@ -25,7 +25,8 @@ def curves(records: Sequence[Record]) -> list[Chart]:
     """Return the charts of the rewards: with its interval, of held-out prompts, and by name."""
     bounds = []
     for record in records:
-        reward, error = record.get("reward"), record.get("reward_stderr")
+        reward: Any = record.get("reward")
+        error: Any = record.get("reward_stderr")
         if sinks.is_number(reward) and sinks.is_number(error):
             ends = {"low": reward - Z * error, "high": reward + Z * error}
             bounds.append({"step": record["step"], "split": record.get("split")} | ends)
@@ -112,12 +113,12 @@ def _ends(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _parsed(content: bytes) -> list[dict[str, Any]]:
     """Return the whole samples in a part of the file; a part of a line is none."""
-    found = []
+    whole = []
     for line in content.splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if not sinks.misshapen(record, SAMPLE):
-            found.append(record)
-    return found
+            whole.append(record)
+    return whole

@@ -16,7 +16,7 @@ def write(path, records):
 
 
 def test_the_report_shows_the_best_the_worst_and_what_changed(tmp_path):
-    """Of a file larger than what is read; texts of a model are no HTML."""
+    """Both ends of a large file are read; texts of a model are no HTML."""
     filler = [sample(2, 99, 0, "x" * 2000) for _ in range(3000)]
     first = [sample(1, 1, 0, "wrong"), sample(1, 1, -1, "worse"), sample(1, 2, 1, "2")]
     last = [sample(3, 1, 1, "<script>alert(1)</script>"), sample(3, 1, None, "lost")]

@@ -26,7 +26,8 @@ from jaxlm.ops.kernels import Target
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
-from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility
+from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility, rollout
+from jaxlm.recipes.plan.rollout import RolloutForecast
 from jaxlm.training.rundir import read_json, split_ref
 from jaxlm.tune import cost
 from jaxlm.tune.config import Full
@@ -71,11 +72,24 @@ class Forecast:
     checkpoint_bytes: float
     assumed: list[str]
     risks: list[str]
+    rollout: RolloutForecast | None = None  # of a run that samples answers
+
+    @property
+    def draw_bytes(self) -> float:
+        """Bytes of a device while a rollout is drawn; with `rl.lag` that is during a step."""
+        if self.rollout is None:
+            return 0.0
+        held = device_memory.held_bytes(self.run, self.decoder, self.sizes)
+        used = sum(held.values()) - held["gradients"]
+        if self.run.rl.lag:
+            used = self.bytes_per_device["total"] + held["parameters"]  # a copy of those
+        return used + self.rollout.cache_bytes + self.rollout.weights_bytes
 
     @property
     def fits(self) -> bool:
         """Return True if the fullest device has the memory."""
-        return max(self.bytes_per_device["total"], self.evaluation_bytes) <= self.memory_bytes
+        used = self.bytes_per_device["total"], self.evaluation_bytes, self.draw_bytes
+        return max(used) <= self.memory_bytes
 
     def record(self, price: float | None = None) -> dict[str, Any]:
         """Return the JSON of `jaxlm plan --json`; `price` is that of a device for an hour."""
@@ -83,7 +97,10 @@ class Forecast:
         tokens = self.run.tokens_per_step
         steps = self.run.train.steps
         model_flops = self.flops_per_token * tokens
-        hours = [steps * seconds / 3600 for seconds in self.seconds]
+        draws = (0.0, 0.0) if self.rollout is None else self.rollout.seconds
+        drawn = [each / self.run.rl.updates for each in draws]
+        pairs = zip(self.seconds, drawn, strict=True)
+        hours = [steps * (seconds + draw) / 3600 for seconds, draw in pairs]
         peak = self.peak_flops * self.machine.devices
         chip = self.machine.chip
         is_timed, is_priced = chip.is_known, chip.is_known and price is not None
@@ -111,7 +128,13 @@ class Forecast:
             "checkpoint_bytes": self.checkpoint_bytes,
             "assumed": self.assumed,
             "risks": self.risks,
-        }
+        } | self._rollout(is_timed=is_timed)
+
+    def _rollout(self, *, is_timed: bool) -> dict[str, Any]:
+        if self.rollout is None:
+            return {}
+        record = self.rollout.record(self.run, is_timed=is_timed)
+        return {"rollout": record | {"bytes_per_device": self.draw_bytes}}
 
     def sharding(self) -> list[dict[str, Any]]:
         """Return the mesh axes that split each parameter."""
@@ -184,6 +207,14 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
                 f"{kernels:,} kernels a step, {each} each, take longer than their products"
             )
         low, high = max(low, least[0]), max(high, least[1])
+    drawn = None
+    if run.objective.samples_answers:
+        launch = (0.0, 0.0) if is_cpu else LAUNCH_SECONDS[target.platform]
+        forward = KERNELS_PER_LAYER / 3 * len(decoder.layers)  # kernels of a pass
+        begun = launch[0] * forward, launch[1] * forward
+        reached_shares = low_share, high_share
+        drawn = rollout.forecast(run, decoder, machine, sizes, held, peak, reached_shares, begun)
+        assumed.append(f"samples of {run.rl.max_tokens} tokens after prompts that fill the row")
     if sent:
         assumed.append("communication overlaps with products in the best case, not in the worst")
     return Forecast(
@@ -205,6 +236,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
             *_evaluation_risk(run, used["total"], evaluation),
             *_risks(run, machine, decoder, sizes),
         ],
+        rollout=drawn,
     )
 
 

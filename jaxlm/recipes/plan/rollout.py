@@ -1,0 +1,74 @@
+"""Predicted memory and time of the rollouts of a run, by arithmetic alone. Free of JAX."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxlm.core.precision_config import ITEM_BYTES
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.cost import model_cost
+from jaxlm.monitor.chips import Machine
+from jaxlm.parallel import logical
+from jaxlm.parallel.logical import Sizes
+from jaxlm.recipes.config import Run
+
+
+class RolloutForecast(NamedTuple):
+    """The plan of drawing a rollout: bytes of a device besides the state, and seconds."""
+
+    slots: int
+    cache_bytes: float
+    weights_bytes: float  # a second copy, in the layout of a token loop
+    seconds: tuple[float, float]
+
+    def record(self, run: Run, *, is_timed: bool) -> dict[str, object]:
+        """Return the JSON of the part `rollout` of a plan."""
+        return {
+            "samples": run.train.batch * run.rl.updates,
+            "updates": run.rl.updates,
+            "slots": self.slots,
+            "cache_bytes_per_device": self.cache_bytes,
+            "weights_bytes_per_device": self.weights_bytes,
+            "draw_seconds": list(self.seconds) if is_timed else None,
+        }
+
+
+def forecast(
+    run: Run,
+    decoder: ModelConfig,
+    machine: Machine,
+    sizes: Sizes,
+    held: Mapping[str, float],
+    peak: float,
+    reached: tuple[float, float],
+    launch: tuple[float, float],
+) -> RolloutForecast:
+    """Return the plan of a rollout whose samples all have `rl.max_tokens` new tokens.
+
+    Prompts fill the rest of a row. Shorter samples take less time: their slots are filled again.
+
+    Args:
+      run: the run.
+      decoder: its model.
+      machine: the devices.
+      sizes: size of each mesh axis.
+      held: bytes per device of the state, from `device_memory.held_bytes`.
+      peak: operations of a device in a second.
+      reached: lowest and highest share of the peak that products reach.
+      launch: least and most seconds of the launches of a pass.
+    """
+    samples, ways = run.train.batch * run.rl.updates, logical.ways(sizes, "batch")
+    slots = math.ceil(run.rl.slots_of(run.train.batch) / ways) * ways
+    item = ITEM_BYTES[run.precision.compute]
+    row = model_cost.cache_bytes(decoder, run.data.sequence, element_bytes=item)
+    cache = row * slots / ways / logical.ways(sizes, "kv_heads")
+    numbers = held["parameters"] / ITEM_BYTES[run.precision.params]
+    weights = numbers * item if machine.chip.name == "cpu" else 0.0
+    new, prompt = run.rl.max_tokens, run.data.sequence - run.rl.max_tokens
+    passes = math.ceil(samples / slots) * new
+    whole = model_cost.flops_per_token(decoder, run.data.sequence, causal=True) / 3  # forward
+    compute = whole * (samples * prompt + passes * slots) / (machine.devices * peak)
+    read = (numbers * item + cache) * passes / machine.chip.memory_speed
+    low = max(compute / reached[1], read) + passes * launch[0]
+    high = compute / reached[0] + read + passes * launch[1]
+    return RolloutForecast(slots, cache, weights, (low, high))
