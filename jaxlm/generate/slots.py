@@ -20,8 +20,9 @@ from jaxlm.generate import decode
 from jaxlm.generate.rows import RowSettings, draw_rows, penalized
 from jaxlm.generate.sampling import History
 from jaxlm.models.decoder import Decoder
-from jaxlm.nn.cache import KVCache, LayerCache
+from jaxlm.nn.cache import KVCache
 
+BLOCK = 128  # least slots of a block of the KV cache
 TOP = 20  # largest number of alternatives whose log-probabilities are returned
 
 
@@ -109,7 +110,8 @@ def build(
     """
     relayout, merged = decode.weight_layout(merge)
     layout = jax.tree.structure(jax.eval_shape(relayout, params))
-    has_reach = backend.name() == "cpu"  # a condition on a device costs more than it saves
+    # A condition on a device costs more than it saves. A chunk is in one block.
+    block = chunk * -(-BLOCK // chunk) if backend.name() == "cpu" else None
 
     def prepare(params: Any) -> list[Array]:
         # A list of arrays: the modules of Flax cost a millisecond to flatten for each program.
@@ -123,7 +125,7 @@ def build(
     def empty(params: Any) -> Slots:
         model: Decoder = merge(params)
         vocab = model.config.vocab
-        cache = model.empty_cache(rows, length, is_int8=is_int8)
+        cache = model.empty_cache(rows, length, is_int8=is_int8, block=block)
         none = jnp.zeros((rows,), jnp.int32)
         history = History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
         keys = jnp.zeros((rows, 2), jnp.uint32)
@@ -154,21 +156,17 @@ def build(
         model: Decoder, state: Slots, slot: Array, ids: Array, start: Array, count: Array
     ) -> tuple[Slots, Array]:
         """Read a chunk into a slot; return the hidden states [1, C, D]."""
-        layers = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), state.cache.layers
-        )
+        layers = _map_layers(lambda cache: cache.row(slot), state.cache.layers)
         index = start + jnp.arange(len(ids), dtype=jnp.int32)
         hidden = model.hidden(
             ids[None],
             positions=jnp.minimum(index, start + count - 1)[None],
-            cache=KVCache(layers, start[None], reach=start + len(ids) if has_reach else None),
+            cache=KVCache(layers, start[None], reach=start + len(ids)),
             count=count[None],
         )
         assert hidden.cache is not None
-        written = jax.tree.map(
-            lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0),
-            state.cache.layers,
-            hidden.cache.layers,
+        written = _map_layers(
+            lambda cache, new: cache.with_row(slot, new), state.cache.layers, hidden.cache.layers
         )
         length = state.cache.length.at[slot].set(start + count)
         return state._replace(cache=KVCache(written, length)), hidden.values
@@ -199,7 +197,7 @@ def build(
         hidden = model.hidden(
             state.token[:, None],
             positions=positions,
-            cache=state.cache,
+            cache=state.cache._replace(reach=jnp.max(jnp.where(active, state.cache.length + 1, 0))),
             count=active.astype(jnp.int32),
         )
         assert hidden.cache is not None
@@ -211,9 +209,7 @@ def build(
             jnp.any(is_scored), lambda: scores_of(raw, token), lambda: no_scores(raw)
         )
         new = state._replace(
-            cache=state.cache._replace(
-                layers=hidden.cache.layers, length=state.cache.length + active
-            ),
+            cache=KVCache(hidden.cache.layers, state.cache.length + active),
             token=jnp.where(active, token, state.token),
             drawn=state.drawn + active,
             history=state.history.extended(token, active),
@@ -221,30 +217,17 @@ def build(
         return new, Drawn(token, jnp.isfinite(jnp.max(raw, axis=-1)), scores)
 
     def save(state: Slots, slot: Array, start: Array) -> Any:
-        def part(cache: LayerCache) -> LayerCache:
-            place = (slot, 0, cache.leading + start, 0)
-            return jax.tree.map(
-                lambda x: jax.lax.dynamic_slice(x, place, (1, x.shape[1], chunk, x.shape[3])), cache
-            )
+        return _map_layers(lambda cache: cache.part(slot, start, chunk), state.cache.layers)
 
-        return _map_layers(part, state.cache.layers)
-
-    def load(state: Slots, slot: Array, start: Array, block: Any) -> Slots:
-        def placed(cache: LayerCache, part: LayerCache) -> LayerCache:
-            place = (slot, 0, cache.leading + start, 0)
-            return jax.tree.map(
-                lambda x, new: jax.lax.dynamic_update_slice(x, new, place), cache, part
-            )
-
-        layers = _map_layers(placed, state.cache.layers, block)
+    def load(state: Slots, slot: Array, start: Array, parts: Any) -> Slots:
+        layers = _map_layers(
+            lambda cache, part: cache.with_part(slot, start, part), state.cache.layers, parts
+        )
         length = state.cache.length.at[slot].set(start + chunk)
         return state._replace(cache=KVCache(layers, length))
 
     def wipe(state: Slots, slot: Array) -> Slots:
-        def cleared(cache: LayerCache) -> LayerCache:
-            return jax.tree.map(lambda x: x.at[slot, :, cache.leading :].set(0), cache)
-
-        layers = _map_layers(cleared, state.cache.layers)
+        layers = _map_layers(lambda cache: cache.cleared(slot), state.cache.layers)
         return state._replace(cache=state.cache._replace(layers=layers))
 
     made = jax.jit(empty)
@@ -261,9 +244,7 @@ def build(
     )
 
 
-def _map_layers(
-    function: Callable[..., LayerCache], *layers: dict[str, tuple[LayerCache, ...]]
-) -> dict[str, tuple[LayerCache, ...]]:
+def _map_layers(function: Callable[..., Any], *layers: dict[str, tuple[Any, ...]]) -> Any:
     """Apply a function to the caches of each layer."""
     return {name: tuple(map(function, *(each[name] for each in layers))) for name in layers[0]}
 

@@ -16,7 +16,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
 from jaxlm.nn import intermediates
 from jaxlm.nn.attention import CrossInputs, LayerInputs, RelativePositions
-from jaxlm.nn.cache import KVCache, LayerCache
+from jaxlm.nn.cache import AnyCache, BlockedCache, KVCache, LayerCache
 from jaxlm.nn.config import BlockConfig, NormConfig
 from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.init import Initializer
@@ -280,28 +280,41 @@ class Backbone(nnx.Module):
         return self
 
     def empty_cache(
-        self, rows: int, slots: int, *, is_int8: bool = False, spare: int = 0
+        self,
+        rows: int,
+        slots: int,
+        *,
+        is_int8: bool = False,
+        spare: int = 0,
+        block: int | None = None,
     ) -> KVCache:
         """Return a KV cache for `rows` sequences of up to `slots` tokens.
 
-        Its dtype is that of activations, or int8. The last `spare` of the tokens written at a time
-        may be written again, see `LayerCache.empty`.
+        Args:
+          rows, slots: number of sequences, and their largest length.
+          is_int8: store int8; the default is the dtype of activations.
+          spare: the last tokens written at a time that may be written again, see
+            `LayerCache.empty`.
+          block: slots of a block; layers without a window, virtual tokens and biases are a
+            `BlockedCache`. By default (None) no layer is.
         """
         config = self.config
         dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.activations
 
-        def empty(block: BlockConfig) -> LayerCache:
-            attention = block.attention
+        def empty(layer: BlockConfig) -> AnyCache:
+            attention = layer.attention
             # Relative biases index all slots in order, so no window is applied to the cache.
             window = None if attention.relative else attention.window
             sizes = attention.cached
-            return LayerCache.empty(rows, slots, sizes, dtype, window, spare, self.leading)
+            whole = LayerCache.empty(rows, slots, sizes, dtype, window, spare, self.leading)
+            is_plain = not (whole.is_ring or self.leading or attention.relative)
+            return BlockedCache.of(whole, block) if block and is_plain else whole
 
-        layers: Caches = {f"prefix/{i}": (empty(block),) for i, block in enumerate(config.prefix)}
+        layers: Caches = {f"prefix/{i}": (empty(layer),) for i, layer in enumerate(config.prefix)}
         repeated, kinds = config.depth - len(config.prefix), len(config.pattern)
-        for kind, block in enumerate(config.pattern[:repeated]):
+        for kind, layer in enumerate(config.pattern[:repeated]):
             count = len(range(kind, repeated, kinds))
-            layers[f"stack/{kind}"] = tuple(empty(block) for _ in range(count))
+            layers[f"stack/{kind}"] = tuple(empty(layer) for _ in range(count))
         return KVCache(layers, jnp.zeros((rows,), jnp.int32))
 
 

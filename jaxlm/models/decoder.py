@@ -135,10 +135,16 @@ class Decoder(Backbone, Unembedder):
         return stream, positions, jnp.zeros_like(positions)
 
     def empty_cache(
-        self, rows: int, slots: int, *, is_int8: bool = False, spare: int = 0
+        self,
+        rows: int,
+        slots: int,
+        *,
+        is_int8: bool = False,
+        spare: int = 0,
+        block: int | None = None,
     ) -> KVCache:
         """Return a KV cache that has read the virtual tokens alone, see `Backbone.empty_cache`."""
-        cache = super().empty_cache(rows, slots, is_int8=is_int8, spare=spare)
+        cache = super().empty_cache(rows, slots, is_int8=is_int8, spare=spare, block=block)
         virtual = self._virtual_rows(rows)
         if virtual is None:
             return cache

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
-from jaxlm.nn.cache import EncoderKV, LayerCache, reaches
+from jaxlm.nn.cache import AnyCache, BlockedCache, EncoderKV, LayerCache, VisibleKV
 from jaxlm.nn.config import AttentionConfig, RelativeBias
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import HeadLinear, Linear, parameter
 from jaxlm.nn.norm import Norm
 from jaxlm.ops import rope
 from jaxlm.ops.attention import attention, attention_figures, attention_weights
+from jaxlm.ops.cached import blocked_attention
 from jaxlm.ops.kernels import Kernel
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
@@ -31,6 +33,9 @@ LATENT = ("batch", "length", "rank")
 # Queries [B, T, N, H], keys [B, S, K, H] and values [B, S, K, U].
 QKV = tuple[Array, Array, Array]
 Projected = tuple[Any, Array, Array]  # the same, or queries, shared key and latent of MLA
+# Operands of the products, and the indices of the keys, of a part of the cache.
+ReadKV = Callable[[VisibleKV], tuple[Array, Array, Array]]
+Finish = Callable[[Array], Array]  # the heads' results from weighted sums of values
 
 
 class CrossInputs(NamedTuple):
@@ -89,11 +94,15 @@ class AttentionBase(nnx.Module):
         x: Float[Array, "B T D"],
         inputs: LayerInputs,
         *,
-        cache: LayerCache | None = None,
+        cache: AnyCache | None = None,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "B T D"], AnyCache | None]:
         """Attend over `x`, or over the cache after `x` is appended to it."""
-        query, keys, values = self._project(x, inputs.positions)
+        projected = self._project(x, inputs.positions)
+        if isinstance(cache, BlockedCache):
+            heads, cache = self._attend_blocks(projected, cache, inputs)
+            return self._out_projection(heads), cache
+        query, keys, values = projected
         mask, is_cached = inputs.mask, cache is not None
         leading = None if self.leading is None else self.leading.rows((keys, values))
         if cache is not None:
@@ -103,33 +112,39 @@ class AttentionBase(nnx.Module):
             pairs = zip(leading, (keys, values), strict=True)
             keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)
         mask = dataclasses.replace(mask, window=self.config.window)
-        if cache is None or not self._is_reach_limited(cache, inputs):
-            heads = self._self_attend((query, keys, values), mask, key, is_cached=is_cached)
-        else:
-            assert inputs.reach is not None
-            heads = self._attend_within(inputs.reach, query, cache, mask)
+        heads = self._self_attend((query, keys, values), mask, key, is_cached=is_cached)
         return self._out_projection(heads), cache
 
-    def _is_reach_limited(self, cache: LayerCache, inputs: LayerInputs) -> bool:
-        """Return True if the keys are the slots of a row from the first on, and some are unused."""
-        is_plain = not (cache.is_ring or cache.leading or inputs.mask.bias is not None)
-        return is_plain and inputs.reach is not None and len(reaches(cache.slots)) > 1
+    def _attend_blocks(
+        self, projected: Projected, cache: BlockedCache, inputs: LayerInputs
+    ) -> tuple[Float[Array, "B T N U"], BlockedCache]:
+        """Append to the cache, and attend over its blocks up to `inputs.reach`."""
+        assert inputs.start is not None
+        query, keys, values = projected
+        cache = cache.written(*self._entries(keys, values), inputs.start)
+        query, operands, finish = self._cached_operands(query)
+        heads = blocked_attention(
+            query,
+            [
+                lambda number=number: operands(cache.visible(number))
+                for number in range(len(cache.blocks))
+            ],
+            cache.starts,
+            jnp.int32(cache.slots) if inputs.reach is None else inputs.reach,
+            dataclasses.replace(inputs.mask, window=self.config.window),
+            self._cache_precision,
+            scale=self.config.score_scale,
+            softcap=self.config.softcap,
+        )
+        return finish(heads), cache
 
-    def _attend_within(
-        self, reach: Int[Array, ""], query: Any, cache: LayerCache, mask: Mask
-    ) -> Float[Array, "B T N U"]:
-        """Attend over the first slots of a cache: the fewest of `reaches` that have `reach`."""
-        sizes = reaches(cache.slots)
+    def _entries(self, keys: Array, values: Array) -> tuple[Array, Array]:
+        """Return what `_project` returned as a cache stores it."""
+        return keys, values
 
-        def attend(size: int) -> Array:
-            # From the cache: XLA would transpose all slots of operands in another layout.
-            keys, values, index = self._first(cache, size)
-            visible = dataclasses.replace(mask, key_index=index)
-            return self._self_attend((query, keys, values), visible, None, is_cached=True)
-
-        branches = [functools.partial(attend, size) for size in sizes]
-        index = jnp.searchsorted(jnp.asarray(sizes), reach)
-        return jax.lax.switch(index, branches)
+    def _cached_operands(self, query: Any) -> tuple[Array, ReadKV, Finish]:
+        """Return queries over cached keys, their operands of a block, and the end of the heads."""
+        return query, lambda block: block, lambda heads: heads
 
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Projected:
         """Return queries, and keys and values as they are cached."""
@@ -160,22 +175,19 @@ class AttentionBase(nnx.Module):
         mask = dataclasses.replace(inputs.mask, key_index=index, leading=cache.leading)
         return cache, keys, values, mask
 
-    def _first(self, cache: LayerCache, size: int) -> tuple[Array, Array, Array]:
-        """Return the keys and values of the first slots as `_append` does, and their indices."""
-        return cache.first(size)
+    @property
+    def _cache_precision(self) -> Precision:
+        # A cache has the dtype of activations. To cast it for every token costs more on CPU
+        # than it saves, and XLA has no batched product of bfloat16 there (jax 0.12).
+        return dataclasses.replace(self.precision, compute=self.precision.activations)
 
     def _attend(
         self, qkv: QKV, mask: Mask, key: Array | None, *, kernel: Kernel, is_cached: bool
     ) -> Float[Array, "B T N U"]:
-        precision = self.precision
-        if is_cached:
-            # A cache has the dtype of activations. To cast it for every token costs more on CPU
-            # than it saves, and XLA has no batched product of bfloat16 there (jax 0.12).
-            precision = dataclasses.replace(precision, compute=precision.activations)
         return attention(
             *qkv,
             mask,
-            precision,
+            self._cache_precision if is_cached else self.precision,
             scale=self.config.score_scale,
             softcap=self.config.softcap,
             dropout=self.config.dropout,
@@ -338,29 +350,44 @@ class LatentAttention(AttentionBase):
         rotated, rotary_key = self._apply_rope(positions, size, rotated, rotary_key)
         return (plain, rotated), rotary_key, latent
 
+    def _entries(self, keys: Array, values: Array) -> tuple[Array, Array]:
+        return keys, values[:, :, None]
+
     def _append(
         self, cache: LayerCache, keys: Array, values: Array, inputs: LayerInputs
     ) -> tuple[LayerCache, Array, Array, Mask]:
-        cache, keys, values, mask = super()._append(cache, keys, values[:, :, None], inputs)
+        cache, keys, values, mask = super()._append(cache, *self._entries(keys, values), inputs)
         return cache, keys, values[:, :, 0], mask
-
-    def _first(self, cache: LayerCache, size: int) -> tuple[Array, Array, Array]:
-        keys, values, index = super()._first(cache, size)
-        return keys, values[:, :, 0], index
 
     def _self_attend(
         self, qkv: Projected, mask: Mask, key: Array | None, *, is_cached: bool
     ) -> Float[Array, "B T N U"]:
-        (plain, rotated), rotary_key, latent = qkv
-        if is_cached and self._is_absorbed(plain.shape[1]):
-            query = jnp.concatenate((self.key.absorb_query(plain), rotated), axis=-1)
-            values = latent[:, :, None]
-            absorbed = query, jnp.concatenate((values, rotary_key), axis=-1), values
+        query, rotary_key, latent = qkv
+        if is_cached and self._is_absorbed(query[0].shape[1]):
+            absorbed = self._absorbed(query), *_shared_head(rotary_key, latent[:, :, None])
             heads = self._attend(absorbed, mask, key, kernel="reference", is_cached=True)
             return self.value.project_heads(heads)
-        query = jnp.concatenate((plain, rotated), axis=-1)
         keys, values = self._keys_values(latent, rotary_key, None if is_cached else "length")
+        query = jnp.concatenate(query, axis=-1)
         return super()._self_attend((query, keys, values), mask, key, is_cached=is_cached)
+
+    def _cached_operands(self, query: Any) -> tuple[Array, ReadKV, Finish]:
+        if self._is_absorbed(query[0].shape[1]):
+
+            def latents(block: VisibleKV) -> tuple[Array, Array, Array]:
+                return (*_shared_head(block.keys, block.values), block.indices)
+
+            return self._absorbed(query), latents, self.value.project_heads
+
+        def operands(block: VisibleKV) -> tuple[Array, Array, Array]:
+            keys, values = self._keys_values(block.values[:, :, 0], block.keys, None)
+            return keys, values, block.indices
+
+        return jnp.concatenate(query, axis=-1), operands, lambda heads: heads
+
+    def _absorbed(self, query: tuple[Array, Array]) -> Float[Array, "B T N R+h"]:
+        plain, rotated = query
+        return jnp.concatenate((self.key.absorb_query(plain), rotated), axis=-1)
 
     def _keys_values(
         self, latent: Float[Array, "B S R"], rotary_key: Float[Array, "B S 1 h"], length: str | None
@@ -381,6 +408,13 @@ class LatentAttention(AttentionBase):
         latent, size = self.latent_config, self.config.head_dim
         plain = size - latent.rotary_dim + latent.value_dim
         return length * (2 * latent.rank - plain) < latent.rank * plain
+
+
+def _shared_head(
+    rotary_key: Float[Array, "B S 1 h"], latent: Float[Array, "B S 1 R"]
+) -> tuple[Float[Array, "B S 1 R+h"], Float[Array, "B S 1 R"]]:
+    """Return keys and values of the one head that absorbed queries read."""
+    return jnp.concatenate((latent, rotary_key), axis=-1), latent
 
 
 class RelativePositions(nnx.Module):

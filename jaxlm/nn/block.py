@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxlm.core.mean import Mean
 from jaxlm.nn import intermediates
 from jaxlm.nn.attention import Attention, CrossAttention, CrossInputs, LatentAttention, LayerInputs
-from jaxlm.nn.cache import EncoderKV, LayerCache
+from jaxlm.nn.cache import AnyCache, EncoderKV
 from jaxlm.nn.config import BlockConfig, MoeConfig, norms_of
 from jaxlm.nn.dropout import dropout
 from jaxlm.nn.init import Initializer
@@ -63,9 +63,9 @@ class Block(nnx.Module):
         inputs: LayerInputs,
         *,
         cross_kv: EncoderKV | None = None,
-        cache: LayerCache | None = None,
+        cache: AnyCache | None = None,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None, dict[str, Mean]]:
+    ) -> tuple[Float[Array, "B T D"], AnyCache | None, dict[str, Mean]]:
         """Return the stream, the cache with the new tokens, and terms of the objective."""
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
         residual, rate, mask = self.config.residual, self.config.dropout, inputs.mask

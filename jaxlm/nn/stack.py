@@ -17,7 +17,7 @@ from jaxlm.core.mean import Mean
 from jaxlm.nn import intermediates
 from jaxlm.nn.attention import CrossAttention, LayerInputs
 from jaxlm.nn.block import Block
-from jaxlm.nn.cache import EncoderKV, LayerCache
+from jaxlm.nn.cache import AnyCache, EncoderKV
 from jaxlm.nn.config import BlockConfig
 from jaxlm.nn.dropout import layer_drop, with_layer_key
 from jaxlm.nn.init import Initializer
@@ -28,7 +28,7 @@ from jaxlm.ops.masks import Mask
 from jaxlm.parallel import pipeline, rules
 from jaxlm.parallel.schedule import Schedule
 
-Caches = dict[str, tuple[LayerCache, ...]]  # by kind: one for each layer of it
+Caches = dict[str, tuple[AnyCache, ...]]  # by kind: one for each layer of it
 Layers = Literal["scan", "unroll"]
 # By kind: parameters, keys and rates of stochastic depth, each with a first axis of layers.
 LayerStates = dict[str, tuple[Any, Array | None, Array | None]]
@@ -78,7 +78,7 @@ class Unstacked(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Caches, dict[str, Mean]]:
         """Run all layers with their caches, as `Stack` does."""
         keys = [None] * len(self.blocks) if key is None else jax.random.split(key, len(self.blocks))
-        written: dict[str, tuple[LayerCache, ...]] = dict.fromkeys(caches, ())
+        written: dict[str, tuple[AnyCache, ...]] = dict.fromkeys(caches, ())
         losses = []
         cross_kv = None if inputs.memory is None else inputs.memory.layers
         for number, (block, block_key) in enumerate(zip(self.blocks, keys, strict=True)):

@@ -15,7 +15,7 @@ from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.core.random import key
 from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Bytes
-from jaxlm.generate import decode, sampling
+from jaxlm.generate import decode, sampling, slots
 from jaxlm.generate.engine import Engine, QueueFull, Request, joined
 from jaxlm.generate.rows import RowSettings, Sampling, draw_rows
 from jaxlm.models.build import Blueprint
@@ -24,7 +24,6 @@ from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mistral import Mistral
 from jaxlm.models.families.t5 import T5
-from jaxlm.nn import cache
 from jaxlm.objectives import loss
 
 TOKENIZER = Bytes()
@@ -48,10 +47,10 @@ def made(family="llama", compute="float32"):
 
 
 def started(family="llama", compute="float32"):
-    """Its chunks read 12, 24 or 48 slots."""
+    """Its KV cache has blocks of 8 slots."""
     sizes = {"rows": 3, "context": CONTEXT, "chunk": 8, "prefix_bytes": 20_000}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "LEAST_REACH", 8)
+        patch.setattr(slots, "BLOCK", 8)
         return Engine(*made(family, compute), TOKENIZER, **sizes)
 
 
