@@ -230,6 +230,7 @@ class Engine:
         self.failure: Exception | None = None
         self._length = -(-context // self.chunk) * self.chunk
         self._tables: dict[tuple[int, ...], np.ndarray] = {}
+        self._end_masks: dict[tuple[int, ...], np.ndarray] = {}
         self._text = np.zeros(self.vocab, bool)
         self._text[: tokenizer.size] = tokenizer.token_bytes > 0
         self._tickets: list[Ticket | None] = [None] * self.rows
@@ -340,11 +341,18 @@ class Engine:
         for request, parts in zip(requests, deltas, strict=True):
             self.submit(request, parts.append)
         while any(not parts or parts[-1].reason is None for parts in deltas):
-            self.tick(chunks=ALL_CHUNKS)
+            self.advance()
         return [joined(parts) for parts in deltas]
 
-    def tick(self, chunks: int = TICK_CHUNKS) -> None:
+    def advance(self) -> None:
+        """Tick as far as one call of the device can: for texts that are not streamed."""
+        self.tick(chunks=ALL_CHUNKS, passes=slots.PASSES)
+
+    def tick(self, chunks: int = TICK_CHUNKS, passes: int = 1) -> None:
         """Admit, read at most some chunks of prompts, draw a token for each row, deliver.
+
+        With more `passes`, draw up to as many tokens in one call of the device, until a slot is
+        free for a request that waits. All prompts should be read then: the others wait.
 
         If a pass raises an exception, all requests in slots end with `error`, and the slots are
         made again; a second exception is raised.
@@ -356,7 +364,7 @@ class Engine:
             for _ in range(chunks):
                 if not self._read_chunk():
                     break
-            self._draw()
+            self._draw(passes)
             self.counters.seconds += time.perf_counter() - begun
         except Exception as error:
             self.counters.failures += 1
@@ -425,6 +433,7 @@ class Engine:
                 seed=np.uint32(request.seed),
                 ids=ids,
                 bias=self._bias(request),
+                ends=self._ends(request),
                 settings=RowSettings.of(request.sampling),
             )
             self._state = self._programs.admit(self._state, np.int32(slot), arrival)
@@ -459,6 +468,15 @@ class Engine:
             for token, value in request.sampling.bias:
                 table[token] += np.float32(value)
         return table
+
+    def _ends(self, request: Request) -> np.ndarray:
+        """Return a mask of the ids that end a row."""
+        mask = self._end_masks.get(request.ends)
+        if mask is None:
+            mask = np.zeros(self.vocab, bool)
+            mask[[*request.ends]] = True
+            self._end_masks[request.ends] = mask
+        return mask
 
     def _read_chunk(self) -> bool:
         """Read a chunk of the prompt that was submitted first; return False if all are read."""
@@ -498,8 +516,8 @@ class Engine:
         self.counters.prompt_tokens += count
         return True
 
-    def _draw(self) -> None:
-        """Draw a token for each row whose prompt is read."""
+    def _draw(self, passes: int) -> None:
+        """Draw up to `passes` tokens for each row whose prompt is read."""
         drawing = [
             (slot, ticket)
             for slot, ticket in enumerate(self._tickets)
@@ -512,25 +530,31 @@ class Engine:
         drawing = [(slot, ticket) for slot, ticket in drawing if ticket.request.max_tokens]
         if not drawing:
             return
-        active, is_scored = np.zeros(self.rows, bool), np.zeros(self.rows, bool)
+        active, is_scored = np.zeros((2, self.rows), bool)
+        left = np.zeros(self.rows, np.int32)
         for slot, ticket in drawing:
             active[slot], is_scored[slot] = True, ticket.request.top is not None
-        self._state, drawn = self._programs.draw(self._ready, self._state, active, is_scored)
-        tokens, is_finite = jax.device_get((drawn.token, drawn.is_finite))
-        scores = jax.device_get(drawn.scores) if is_scored.any() else None
-        self.counters.passes += 1
-        self.counters.drawn_tokens += len(drawing)
-        table = self.tokenizer.table
-        for slot, ticket in drawing:
-            token, top = int(tokens[slot]), ticket.request.top
-            if not is_finite[slot]:
-                self._tickets[slot] = None
-                self._state = self._programs.wipe(self._state, np.int32(slot))
-                ticket.end("error")
-                continue
-            score = None if top is None or scores is None else _score(scores, slot, token, top)
-            if ticket.push(token, table, score):
-                self._tickets[slot] = None
+            left[slot] = ticket.request.max_tokens - len(ticket.ids)
+        limits = left, np.int32(passes), np.bool_(len(self._waiting) > 0)
+        rows = (active, is_scored, *limits)
+        self._state, drawn = self._programs.draw(self._ready, self._state, *rows)
+        scores = drawn.scores if is_scored.any() else None
+        done, is_drawn, tokens, is_finite, scores = jax.device_get((*drawn[:4], scores))
+        self.counters.passes += int(done)
+        self.counters.drawn_tokens += int(is_drawn.sum())
+        for number in range(int(done)):
+            for slot, ticket in drawing:
+                if not is_drawn[number, slot] or self._tickets[slot] is not ticket:
+                    continue  # its text has reached a stop that the device does not know
+                if not is_finite[number, slot]:
+                    self._tickets[slot] = None
+                    self._state = self._programs.wipe(self._state, np.int32(slot))
+                    ticket.end("error")
+                    continue
+                token, top = int(tokens[number, slot]), ticket.request.top
+                score = None if top is None else _score(scores, (number, slot), token, top)
+                if ticket.push(token, self.tokenizer.table, score):
+                    self._tickets[slot] = None
 
 
 def check_supported(blueprint: Blueprint) -> None:
@@ -562,6 +586,7 @@ def joined(parts: Sequence[Delta]) -> Result:
     )
 
 
-def _score(scores: Scores, place: int, token: int, top: int) -> Score:
-    pairs = zip(scores.top_ids[place, :top].tolist(), scores.top[place, :top].tolist(), strict=True)
+def _score(scores: Scores, place: int | tuple[int, int], token: int, top: int) -> Score:
+    ids, values = scores.top_ids[place][:top], scores.top[place][:top]
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return Score(token, float(scores.chosen[place]), tuple(pairs))

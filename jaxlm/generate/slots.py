@@ -23,6 +23,7 @@ from jaxlm.models.decoder import Decoder
 from jaxlm.nn.cache import KVCache
 
 BLOCK = 128  # least slots of a block of the KV cache
+PASSES = 32  # most decode passes of a call
 TOP = 20  # largest number of alternatives whose log-probabilities are returned
 
 
@@ -35,6 +36,7 @@ class Slots(NamedTuple):
     keys: Array  # [B, 2], the words of each key: arrays of keys are slow to pass to a program
     history: History
     bias: Float[Array, "B V"]  # minus infinity for ids that may not be drawn
+    ends: Bool[Array, "B V"]  # ids that end a row
     settings: RowSettings
 
 
@@ -45,6 +47,7 @@ class Arrival(NamedTuple):
     seed: Any
     ids: Any  # [T], the prompt, padded with the vocabulary's size
     bias: Any  # [V]
+    ends: Any  # [V]
     settings: RowSettings
 
 
@@ -57,11 +60,13 @@ class Scores(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Result of a decode pass."""
+    """Results of decode passes; a row that has ended draws no more."""
 
-    token: Int[Array, "B"]
-    is_finite: Bool[Array, "B"]
-    scores: Scores
+    passes: Int[Array, ""]
+    is_drawn: Bool[Array, "P B"]
+    token: Int[Array, "P B"]
+    is_finite: Bool[Array, "P B"]
+    scores: Scores  # [P, B, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +77,8 @@ class Programs:
     `admit(state, slot, arrival)` puts a request into a slot.
     `read(ready, state, slot, ids [C], start, count)` reads a chunk of a prompt.
     `score(...)` does the same and returns `Scores` of the ids `after` the chunk's ids.
-    `draw(ready, state, active, is_scored)` draws a token for each active row.
+    `draw(ready, state, active, is_scored, left, passes, is_awaited)` draws up to `left` tokens for
+    each active row in at most `passes` passes; if a slot `is_awaited`, until one of them has ended.
     `save(state, slot, start)` returns the keys and values of a chunk that a slot has read, and
     `load(state, slot, start, block)` puts them into a slot in place of reading.
     `wipe(state, slot)` clears a slot that has numbers that are not finite.
@@ -129,8 +135,8 @@ def build(
         none = jnp.zeros((rows,), jnp.int32)
         history = History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
         keys = jnp.zeros((rows, 2), jnp.uint32)
-        bias = jnp.zeros((rows, vocab))
-        return Slots(cache, none, none, keys, history, bias, RowSettings.empty(rows))
+        bias, ends = jnp.zeros((rows, vocab)), jnp.zeros((rows, vocab), bool)
+        return Slots(cache, none, none, keys, history, bias, ends, RowSettings.empty(rows))
 
     def admit(state: Slots, slot: Array, arrival: Arrival) -> Slots:
         vocab = state.bias.shape[1]
@@ -149,6 +155,7 @@ def build(
             keys=state.keys.at[slot].set(jax.random.key_data(random.key(arrival.seed, "sample"))),
             history=history,
             bias=state.bias.at[slot].set(arrival.bias),
+            ends=state.ends.at[slot].set(arrival.ends),
             settings=RowSettings(*settings),
         )
 
@@ -189,15 +196,18 @@ def build(
         state, values = _chunk(model, state, slot, ids, start, count)
         return state, scores_of(model.logits(values)[0], after)
 
-    def draw(ready: Any, state: Slots, active: Array, is_scored: Array) -> tuple[Slots, Drawn]:
-        model = model_of(ready)
+    def draw_one(
+        model: Decoder, state: Slots, active: Array, is_scored: Array
+    ) -> tuple[Slots, Array, Array, Scores]:
+        """Draw a token for each active row; return the state, tokens, finiteness and scores."""
         positions = state.cache.length[:, None]
         if model.text_positions is not None:  # of rows that are not active
             positions = jnp.minimum(positions, model.text_positions - 1)
+        reach = jnp.max(jnp.where(active, state.cache.length + 1, 0))
         hidden = model.hidden(
             state.token[:, None],
             positions=positions,
-            cache=state.cache._replace(reach=jnp.max(jnp.where(active, state.cache.length + 1, 0))),
+            cache=state.cache._replace(reach=reach),
             count=active.astype(jnp.int32),
         )
         assert hidden.cache is not None
@@ -214,7 +224,41 @@ def build(
             drawn=state.drawn + active,
             history=state.history.extended(token, active),
         )
-        return new, Drawn(token, jnp.isfinite(jnp.max(raw, axis=-1)), scores)
+        return new, token, jnp.isfinite(jnp.max(raw, axis=-1)), scores
+
+    def draw(
+        ready: Any,
+        state: Slots,
+        active: Array,
+        is_scored: Array,
+        left: Array,
+        passes: Array,
+        is_awaited: Array,
+    ) -> tuple[Slots, Drawn]:
+        model, vocab = model_of(ready), state.bias.shape[1]
+        none = jnp.zeros((PASSES, rows))
+        top = jnp.zeros((PASSES, rows, min(TOP, vocab)))
+        scores = Scores(none, top.astype(jnp.int32), top)
+        ids, off = none.astype(jnp.int32), none.astype(bool)
+
+        def is_on(carry: tuple[Slots, Array, Drawn]) -> Array:
+            _, on, drawn = carry
+            is_freed = is_awaited & jnp.any(active & ~on)
+            return (drawn.passes < passes) & jnp.any(on) & ~is_freed
+
+        def step(carry: tuple[Slots, Array, Drawn]) -> tuple[Slots, Array, Drawn]:
+            state, on, drawn = carry
+            state, token, is_finite, scores = draw_one(model, state, on, is_scored)
+            number = drawn.passes
+            parts = (on, token, is_finite, scores)
+            parts = jax.tree.map(lambda x, new: x.at[number].set(new), drawn[1:], parts)
+            is_end = jnp.take_along_axis(state.ends, token[:, None], axis=1)[:, 0]
+            on = on & ~is_end & is_finite & (number + 1 < left)
+            return state, on, Drawn(number + 1, *parts)
+
+        begun = Drawn(jnp.int32(0), off, ids, off, scores)
+        state, _, drawn = jax.lax.while_loop(is_on, step, (state, active, begun))
+        return state, drawn
 
     def save(state: Slots, slot: Array, start: Array) -> Any:
         return _map_layers(lambda cache: cache.part(slot, start, chunk), state.cache.layers)

@@ -125,10 +125,7 @@ class AttentionBase(nnx.Module):
         query, operands, finish = self._cached_operands(query)
         heads = blocked_attention(
             query,
-            [
-                lambda number=number: operands(cache.visible(number))
-                for number in range(len(cache.blocks))
-            ],
+            lambda number: operands(cache.visible(number)),
             cache.starts,
             jnp.int32(cache.slots) if inputs.reach is None else inputs.reach,
             dataclasses.replace(inputs.mask, window=self.config.window),

@@ -1,6 +1,7 @@
 """Attention over a KV cache in blocks: an online softmax over as many blocks as have tokens."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,14 +12,14 @@ from jaxlm.core.precision import Precision
 from jaxlm.ops.flash import by_head, by_token, product
 from jaxlm.ops.masks import HIDDEN, Mask
 
-# Keys [B, S, K, H], values [B, S, K, U] and indices [1, S] of a block.
-ReadBlock = Callable[[], tuple[Array, Array, Array]]
+# Keys [B, S, K, H], values [B, S, K, U] and indices [1, S] of a block, by its number.
+ReadBlock = Callable[[int], tuple[Array, Array, Array]]
 State = tuple[Array, Array, Array]  # weighted sum of values, peak of the scores, sum of weights
 
 
 def blocked_attention(
     query: Float[Array, "B T N H"],
-    blocks: Sequence[ReadBlock],
+    read: ReadBlock,
     starts: Sequence[int],
     reach: Int[Array, ""],
     mask: Mask,
@@ -35,7 +36,7 @@ def blocked_attention(
 
     Args:
       query: queries.
-      blocks: functions that read the blocks; values of hidden keys must be finite.
+      read: reads a block; values of hidden keys must be finite.
       starts: index of the first key of each block, from 0 on.
       reach: first index that no query of interest sees.
       mask: visibility; each block sets the indices of the keys. Key 0 is visible to all queries.
@@ -45,8 +46,8 @@ def blocked_attention(
     """
     low = precision.compute
 
-    def attend(read: ReadBlock, state: State | None) -> State:
-        key, value, index = read()
+    def attend(number: int, state: State | None) -> State:
+        key, value, index = read(number)
         q_bkgth = by_head((query * scale).astype(low), key)
         k_bksh, v_bksu = (jnp.swapaxes(x, 1, 2).astype(low) for x in (key, value))
         scores_bkgts = product("bkgth,bksh->bkgts", q_bkgth, k_bksh)
@@ -65,10 +66,10 @@ def blocked_attention(
             out, total = state[0] * decay[..., None] + out, state[2] * decay + total
         return out, peak_bkgt, total
 
-    state = attend(blocks[0], None)
-    for start, read in zip(starts[1:], blocks[1:], strict=True):
+    state = attend(0, None)
+    for number, start in enumerate(starts[1:], 1):
         state = jax.lax.cond(
-            start < reach, lambda before, read=read: attend(read, before), lambda x: x, state
+            start < reach, functools.partial(attend, number), lambda before: before, state
         )
     out, _, total = state
     return by_token(out / total[..., None], query)

@@ -85,7 +85,12 @@ def request(seed, **changes):
 
 
 def check_schedules(engine, requests, count):
-    """Require of each request the result that it has alone, in several orders of arrival."""
+    """Require of each request the result that it has alone, in several orders of arrival.
+
+    Alone it has many passes in a call of the device, and one otherwise.
+    """
+    ends = tuple(range(40, 60))
+    requests = [dataclasses.replace(each, ends=ends[: 10 * (each.seed % 3)]) for each in requests]
     alone = [engine.complete([each])[0] for each in requests]
     compiled = engine.counters.compiles
     for schedule in range(count):
@@ -217,6 +222,20 @@ def test_a_deadline_ends_a_request_with_the_text_so_far(engine, monkeypatch):
     engine.tick()
     assert joined(deltas).reason == "deadline"
     assert 0 < len(joined(deltas).ids) < 12
+
+
+def test_a_call_of_many_passes_ends_when_a_slot_is_free_for_a_request_that_waits(engine):
+    greedy = Sampling(temperature=0)
+    lengths, deltas = (2, 9, 9, 3), []
+    for seed, length in enumerate(lengths):
+        asked = Request(ids=(50 + seed,), max_tokens=length, seed=seed, sampling=greedy)
+        engine.submit(asked, deltas.append)
+    before = engine.counters.passes
+    engine.tick(passes=32)
+    assert (engine.counters.passes - before, engine.running, engine.waiting) == (2, 2, 1)
+    engine.tick(passes=32)
+    assert (engine.counters.passes - before, engine.is_idle) == (9, True)
+    assert sum(len(each.ids) for each in deltas) == sum(lengths)
 
 
 def test_a_text_ends_before_its_stop_and_no_delta_has_a_part_of_it(engine):

@@ -291,7 +291,7 @@ def _drawn(
                 prompt, answers = running.popleft()
                 yield prompt, [joined(parts) for parts in answers]
             if running:
-                engine.tick()
+                engine.advance()
                 if engine.failure is not None:
                     raise engine.failure
     finally:
