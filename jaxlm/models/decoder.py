@@ -143,7 +143,10 @@ class Decoder(Backbone, Unembedder):
         spare: int = 0,
         block: int | None = None,
     ) -> KVCache:
-        """Return a KV cache that has read the virtual tokens alone, see `Backbone.empty_cache`."""
+        """Return a KV cache that has read the virtual tokens alone.
+
+        Args: as in `Backbone.empty_cache`.
+        """
         cache = super().empty_cache(rows, slots, is_int8=is_int8, spare=spare, block=block)
         virtual = self._virtual_rows(rows)
         if virtual is None:

@@ -230,15 +230,20 @@ class BlockedCache:
 
     @classmethod
     def of(cls, cache: LayerCache, block: int) -> "BlockedCache":
-        """Return an empty cache as a cache in blocks of `block` slots; the last may be shorter."""
-        starts = tuple(range(0, cache.slots, block))
-        return cls(
-            tuple(
-                jax.tree.map(lambda x, start=start: x[:, :, start : start + block], cache)
-                for start in starts
-            ),
-            starts,
-        )
+        """Return an empty cache in blocks: two of `block` slots, then each as long as all before.
+
+        Each block is compiled apart (a GPT-2 of 12 layers and 4 blocks: 13.6 s of processor for the
+        engine, 7.4 s for one block), so there are few, and at most half of what is read is unused.
+        """
+        starts = [0]
+        while (start := max(2 * starts[-1], block)) < cache.slots:
+            starts.append(start)
+        stops = [*starts[1:], cache.slots]
+        blocks = [
+            jax.tree.map(lambda x, start=start, stop=stop: x[:, :, start:stop], cache)
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+        return cls(tuple(blocks), tuple(starts))
 
     @property
     def slots(self) -> int:

@@ -42,8 +42,8 @@ def test_blocks_give_what_a_whole_cache_gives_however_many_are_read(name, dtype)
         expected, whole = run(x, start, whole, None)
         out, written = run(x, start, blocked, reach)
         for more in (reach + BLOCK, SLOTS):
-            again, _ = run(x, start, blocked, jnp.int32(more))
-            np.testing.assert_array_equal(again, out)
+            repeated, _ = run(x, start, blocked, jnp.int32(more))
+            np.testing.assert_array_equal(repeated, out)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
         start, blocked = start + last - first, written
 
@@ -56,11 +56,11 @@ def test_a_part_that_was_read_is_put_into_another_row():
         part = jax.jit(lambda cache, row, start: cache.part(row, start, 4))(cache, 1, 12)
         np.testing.assert_array_equal(part.keys, full.keys[1:2, :, 12:16])
         moved = jax.jit(lambda cache, part: cache.with_part(2, 4, part))(cache, part)
-        again = moved.part(2, jnp.int32(4), 4)
-        np.testing.assert_array_equal(again.values, part.values)
+        repeated = moved.part(2, jnp.int32(4), 4)
+        np.testing.assert_array_equal(repeated.values, part.values)
         for start in (0, 8, 12, 20):
-            kept, before = (each.part(2, jnp.int32(start), 4) for each in (moved, cache))
-            np.testing.assert_array_equal(kept.keys, before.keys)
+            moved_part, cache_part = (each.part(2, jnp.int32(start), 4) for each in (moved, cache))
+            np.testing.assert_array_equal(moved_part.keys, cache_part.keys)
         cleared = moved.cleared(2)
         assert not np.any(cleared.part(2, jnp.int32(4), 4).values)
         np.testing.assert_array_equal(cleared.part(1, jnp.int32(12), 4).keys, part.keys)
