@@ -286,19 +286,32 @@ class Store:
         restored = self._orbax.restore(self._readable(step), args=expected)
         return abstract._replace(**restored) if hasattr(abstract, "_replace") else restored
 
-    def restore_part(self, step: int, name: str, abstract: Any) -> Any:
-        """Restore one part of the state, such as `params`. Raises DataError as `restore` does."""
+    def restore_part(
+        self, step: int, name: str, abstract: Any, left_out: tuple[str, ...] = ()
+    ) -> Any:
+        """Restore one part of the state, such as `params`. Raises DataError as `check_layout`."""
         expected = {name: abstract}
-        self.check_layout(step, expected)
+        self.check_layout(step, expected, left_out)
         restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
         return self._read(step, expected, restore_args)[name]
 
-    def check_layout(self, step: int, parts: Mapping[str, Any]) -> None:
-        """Raise DataError if parts of a step have other leaves, shapes or dtypes; read no array."""
+    def check_layout(
+        self, step: int, parts: Mapping[str, Any], left_out: tuple[str, ...] = ()
+    ) -> None:
+        """Raise DataError if parts of a step have other leaves, shapes or dtypes; read no array.
+
+        Leaves that are not expected, and whose path in a part begins as one in `left_out`, may be
+        in the step.
+        """
         names = tuple(f"{name}/" for name in parts)
-        saved = self.layout(step).items()
-        saved_parts = {path: layout for path, layout in saved if path.startswith(names)}
-        self._compare(step, _layout(parts), saved_parts)
+        unread = tuple(f"{name}{path}" for name in names for path in left_out)
+        saved, expected = self.layout(step).items(), _layout(parts)
+        saved_parts = {
+            path: layout
+            for path, layout in saved
+            if path.startswith(names) and (path in expected or not path.startswith(unread))
+        }
+        self._compare(step, expected, saved_parts)
 
     def layout(self, step: int) -> dict[str, str]:
         """Return each leaf of a step's state by its path, as "float32[8, 4]"; read no array."""

@@ -31,6 +31,9 @@ class Rollout(NamedTuple):
     log_p: Float[Array, "B T"]  # of the target, in the distribution it was drawn from, nats
     advantages: Float[Array, "B T"]
     counts: Float[Array, "B T"]  # their sum over the batch is the divisor of the loss
+    # Of a model with a value head, when the answers were drawn; None for others.
+    values: Float[Array, "B T"] | None = None  # predicted return, before the target
+    returns: Float[Array, "B T"] | None = None  # to be predicted
 
 
 class Tokens(NamedTuple):

@@ -386,6 +386,14 @@ def with_rollout(batch: Tokens) -> Tokens:
     return batch._replace(rollout=Rollout(*(each.astype(np.float32) for each in columns)))
 
 
+def with_values(batch: Tokens) -> Tokens:
+    """Return a host's batch of samples with values of 0, and returns that are the advantages."""
+    assert batch.rollout is not None
+    advantages = batch.rollout.advantages
+    columns: dict[str, Any] = {"values": np.zeros_like(advantages), "returns": advantages}
+    return batch._replace(rollout=batch.rollout._replace(**columns))
+
+
 def cut_rows(batch: Tokens, length: int) -> Tokens:
     """Cut each row [T] of a host's batch into T / length rows, in order, without losing tokens.
 

@@ -12,7 +12,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.models import backbone
 from jaxlm.models import config as configs
 from jaxlm.models.backbone import Backbone, Execution, Hidden, Unembedder
-from jaxlm.models.heads import Heads, RewardHead
+from jaxlm.models.heads import Heads, ScoreHead
 from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.cache import KVCache
 from jaxlm.nn.dropout import dropout, noise, noise_key
@@ -24,7 +24,8 @@ from jaxlm.parallel.rules import constrain
 class Decoder(Backbone, Unembedder):
     """Embedding, layers, norm, unembedding."""
 
-    reward: RewardHead | None = None  # of a reward model
+    reward: ScoreHead | None = None  # of a reward model
+    value: ScoreHead | None = None  # of PPO
 
     def __init__(self, config: configs.DecoderConfig, execution: Execution, *, key: Array):
         super().__init__(config, execution, key=key)

@@ -1,4 +1,4 @@
-"""Heads of a decoder: multi-token prediction from the stream, and the score of a reward model."""
+"""Heads of a decoder: multi-token prediction from the stream, and scores: a reward, a value."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from jaxlm.nn.linear import Linear, parameter
 from jaxlm.nn.stack import Stack
 from jaxlm.parallel.rules import constrain
 
-REWARD_HEAD = "reward/"  # path prefix of the head of a reward model
+SCORE_HEADS = "reward/", "value/"  # path prefixes of the heads of a reward model, and of PPO
 
 
 class Head(nnx.Module):
@@ -121,7 +121,7 @@ class Heads(nnx.Module):
         return outputs, Mean.merged(*losses)
 
 
-class RewardHead(nnx.Module):
+class ScoreHead(nnx.Module):
     """A score of each slot: w . h, with h the stream after the final norm, and w initially 0."""
 
     def __init__(self, width: int, dtype: jnp.dtype):
@@ -134,6 +134,12 @@ class RewardHead(nnx.Module):
 
 
 def add_reward_head(module: Any, key: Array) -> None:
-    """Add a head to a decoder that was just built, see `Blueprint`."""
+    """Add the head of a reward model to a decoder that was just built, see `Blueprint`."""
     del key
-    module.reward = RewardHead(module.config.width, module.precision.params)
+    module.reward = ScoreHead(module.config.width, module.precision.params)
+
+
+def add_value_head(module: Any, key: Array) -> None:
+    """Add the head of PPO, the expected reward of the rest of an answer, to a new decoder."""
+    del key
+    module.value = ScoreHead(module.config.width, module.precision.params)

@@ -9,6 +9,7 @@ from jaxlm.objectives.config import Architecture, LossConfig
 from jaxlm.objectives.distill import Distillation
 from jaxlm.objectives.objective import Objective
 from jaxlm.objectives.policy import PolicyLearning
+from jaxlm.objectives.ppo import ProximalPolicy
 from jaxlm.objectives.preference import PreferenceLearning
 from jaxlm.objectives.reward import ProcessLearning, RewardLearning
 
@@ -50,7 +51,8 @@ def _class_of(
     | config.Preference
     | config.Reward
     | config.Process
-    | config.Policy,
+    | config.Policy
+    | config.Ppo,
 ) -> type[Objective[Any]]:
     match settings:
         case config.Causal():
@@ -79,3 +81,5 @@ def _class_of(
             return ProcessLearning
         case config.Policy():
             return PolicyLearning
+        case config.Ppo():
+            return ProximalPolicy

@@ -26,6 +26,7 @@ Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo", "reinfor
 MeanOf = Literal["sequence", "token", "constant", "sum"]
 Surrogate = Literal["clip", "weight", "plain"]
 Ratio = Literal["token", "sequence"]
+Truncated = Literal["score", "mask"]
 Kl = Literal["none", "reward_k1", "loss_k3", "loss_k3_weighted"]
 Architecture = Literal["decoder", "encoder", "encoder-decoder"]
 # The way a model trained on an objective reads a prompt; "none": it cannot continue one.
@@ -49,6 +50,7 @@ class ObjectiveFacts:
       has_reward_head: the model has a head of one output, which scores texts.
       labels_steps: the data is answers with a label at the end of each step.
       samples_answers: the data is prompts, whose answers are sampled from the model and rewarded.
+      has_value_head: the model has a head of one output, which predicts rewards.
 
     The settings of an objective in a file of a user have `build(loss, architecture)` too, which
     returns the `Objective`, as `objectives.build` does for the others.
@@ -65,6 +67,7 @@ class ObjectiveFacts:
     has_reward_head: ClassVar[bool] = False
     labels_steps: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
+    has_value_head: ClassVar[bool] = False
     teacher: str | None = None
 
     PARTS: ClassVar = Interface("objective", needs=("build",))
@@ -245,7 +248,10 @@ Divergence = Literal["forward", "reverse", "jsd"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distill(LeftToRight):
-    """Learn the next-token distribution of a frozen teacher: knowledge distillation."""
+    """Learn the next-token distribution of a frozen teacher: knowledge distillation.
+
+    With `sampled` above 0 the texts are answers of the model itself.
+    """
 
     name: Literal["distill"] = "distill"
     teacher: str = setting("", "RUN or RUN@STEP of the frozen teacher, with the same tokenizer")
@@ -264,11 +270,34 @@ class Distill(LeftToRight):
     beta: float = setting(
         0.5, "share of the teacher in the mixture that jsd compares both with", above=0, below=1
     )
+    sampled: float = setting(
+        0.0,
+        "share of the answers that are sampled from the model, the others being those of the data: "
+        "on-policy distillation, of data.kind=prompts; 0 for text as it is",
+        low=0,
+        high=1,
+    )
+
+    dead_groups: ClassVar[str] = "keep"
+    truncated: ClassVar[Truncated] = "score"
+
+    @property
+    def samples_answers(self) -> bool:  # type: ignore[override]
+        """Return whether some answers are sampled from the model."""
+        return self.sampled > 0
+
+    @property
+    def terms(self) -> "PolicyTerms":
+        """Return the mean over tokens; rewards are logged, and not learned."""
+        return PolicyTerms("none", "none", "token", "plain", "token", 0.0, 0.0)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Check that there is a teacher."""
+        """Check that there is a teacher, and that samples are no labels of themselves."""
         if not self.teacher:
             yield "teacher", "distillation needs a trained run", "--config.objective.teacher=RUN"
+        if self.sampled and self.weight < 1:
+            why = "a sample of the model has no labels but itself"
+            yield "weight", why, "--config.objective.weight=1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -338,6 +367,16 @@ class Preference(ObjectiveFacts):
             yield "length", why, "--config.objective.length=auto"
 
 
+START = "start"  # reference: the run that a run begins with
+REFERENCE = (
+    "reference of kl: adapter_off, the base of an adapter; start, the run of --init_from; RUN or "
+    "RUN@STEP"
+)
+TRUNCATED = (
+    "samples cut at rl.max_tokens: score rewards them as they are; mask leaves them out of the loss"
+)
+
+
 class PolicyTerms(NamedTuple):
     """The parts of the loss of an algorithm, see `Policy`."""
 
@@ -366,8 +405,32 @@ ALGORITHMS: dict[Algorithm, PolicyTerms] = {
 }
 
 
+class SamplesAnswers(ObjectiveFacts):
+    """Facts of an objective that learns from samples of the model, near a reference perhaps."""
+
+    kl: Kl
+    reference: str
+
+    keeps_rows = True
+    samples_answers = True
+
+    @property
+    def teacher(self) -> str | None:  # type: ignore[override]
+        """Return start, or the run of the reference; None without one, or if it is the base."""
+        return None if self.kl == "none" or self._is_base else self.reference
+
+    @property
+    def compared_with(self) -> str | None:
+        """Return adapter_off if the reference is the base of an adapter; else None."""
+        return "adapter_off" if self.kl != "none" and self._is_base else None
+
+    @property
+    def _is_base(self) -> bool:
+        return self.reference == "adapter_off"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy(ObjectiveFacts):
+class Policy(SamplesAnswers):
     """Raise the reward of answers that the model samples: policy gradients.
 
     The loss is sum_t w_t L_t / N over the sampled tokens. An algorithm is a name for the settings
@@ -434,23 +497,14 @@ class Policy(ObjectiveFacts):
         "loss_k3_weighted multiplies it by r, whose gradient is that of the divergence at a token",
     )
     beta: float = setting(0.04, "weight of the penalty of kl", above=0)
-    reference: str = setting(
-        "adapter_off", "reference of kl: adapter_off, the base of an adapter; RUN or RUN@STEP"
-    )
-    truncated: Literal["score", "mask"] = setting(
-        "score",
-        "samples cut at rl.max_tokens: score rewards them as they are; mask leaves them out of the "
-        "loss",
-    )
+    reference: str = setting("adapter_off", REFERENCE)
+    truncated: Truncated = setting("score", TRUNCATED)
     dead_groups: Literal["drop", "keep", "redraw"] = setting(
         "drop",
         "samples of a prompt whose rewards are equal: drop leaves them out of the mean; keep "
         "counts them with their loss, which only kl makes other than 0; redraw draws other prompts "
         "instead, at most rl.redraws times, and drops what is left",
     )
-
-    keeps_rows: ClassVar[bool] = True
-    samples_answers: ClassVar[bool] = True
 
     @property
     def terms(self) -> PolicyTerms:
@@ -459,25 +513,67 @@ class Policy(ObjectiveFacts):
         chosen = {name: getattr(self, name) for name in PolicyTerms._fields}
         return default._replace(**{n: v for n, v in chosen.items() if v not in (AUTO, None)})
 
-    @property
-    def teacher(self) -> str | None:  # type: ignore[override]
-        """Return the run of the reference; None without one, or if it is the base."""
-        return None if self.kl == "none" or self._is_base else self.reference
-
-    @property
-    def compared_with(self) -> str | None:
-        """Return adapter_off if the reference is the base of an adapter; else None."""
-        return "adapter_off" if self.kl != "none" and self._is_base else None
-
-    @property
-    def _is_base(self) -> bool:
-        return self.reference == "adapter_off"
-
     def derived(self) -> Iterator[tuple[str, Any, str]]:
         """Yield (setting, value, reason) for the settings that the algorithm determines."""
         for name, value in self.terms._asdict().items():
             if getattr(self, name) in (AUTO, None):
                 yield name, value, f"objective.algorithm = {self.algorithm}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ppo(SamplesAnswers):
+    """Raise the reward of answers that the model samples, against values that it predicts: PPO.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347 (clipped ratios); Schulman et al. 2016,
+    arXiv:1506.02438 (advantages).
+    """
+
+    name: Literal["ppo"] = "ppo"
+    gamma: float = setting(1.0, "discount of the reward by token", above=0, high=1)
+    gae_lambda: float = setting(
+        0.95,
+        "weight of later errors of the value in an advantage: 1, the return less the value; 0, the "
+        "error of one token",
+        low=0,
+        high=1,
+    )
+    scale: Literal["none", "batch"] = setting(
+        "batch", "batch: advantages of a rollout get mean 0 and deviation 1 over its tokens; none"
+    )
+    mean: MeanOf = setting(
+        "token",
+        "sequence: mean over the tokens of a sample, then over samples; token: mean over all "
+        "tokens; constant: sum over tokens over rl.max_tokens, mean over samples; sum: sum over "
+        "tokens, mean over samples",
+    )
+    clip_low: float = setting(0.2, "distance below 1 at which the ratio is clipped", low=0)
+    clip_high: float = setting(0.2, "distance above 1 at which the ratio is clipped", low=0)
+    value_weight: float = setting(0.1, "weight of the loss of the value", above=0)
+    value_clip: float | None = setting(
+        0.2,
+        "distance from the value at drawing beyond which it is clipped; None for no clip",
+        low=0,
+    )
+    value_rate: float = setting(
+        10.0, "learning rate of the value head over that of the other parameters", above=0
+    )
+    kl: Kl = setting(
+        "none",
+        "penalty on the distance from the reference: reward_k1 subtracts the log-ratio of each "
+        "token from its reward; loss_k3 and loss_k3_weighted are those of the objective policy",
+    )
+    beta: float = setting(0.04, "weight of the penalty of kl", above=0)
+    reference: str = setting("adapter_off", REFERENCE)
+    truncated: Truncated = setting("score", TRUNCATED)
+
+    has_value_head: ClassVar[bool] = True
+    dead_groups: ClassVar[str] = "keep"  # the baseline is of no group
+
+    @property
+    def terms(self) -> PolicyTerms:
+        """Return the parts of the loss; the baseline is the value, see `ops.advantage.gae`."""
+        clip = self.clip_low, self.clip_high
+        return PolicyTerms("none", "none", self.mean, "clip", "token", *clip)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -546,6 +642,7 @@ class Mixture:
     has_reward_head: ClassVar[bool] = False
     labels_steps: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
+    has_value_head: ClassVar[bool] = False
     teacher: ClassVar[str | None] = None
     compared_with: ClassVar[str | None] = None
 
@@ -598,7 +695,13 @@ class Mixture:
 
 
 TokenObjective = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP
-Objective = TokenObjective | Mixture | Distill | Preference | Reward | Process | Policy
+Objective = TokenObjective | Mixture | Distill | Preference | Reward | Process | Policy | Ppo
+Sampling = Policy | Ppo | Distill  # objectives that may sample answers
+
+
+def value_rates(objective: Objective) -> tuple[str, ...]:
+    """Return entries of `optim.lr_scale` for the value head, if there is one."""
+    return (f"value/*={objective.value_rate:g}",) if isinstance(objective, Ppo) else ()
 
 
 def mtp_heads(objective: Objective) -> MtpConfig | None:

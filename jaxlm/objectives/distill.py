@@ -34,6 +34,8 @@ class Distillation(Objective[config.Distill]):
     and label smoothing apply to the labels' part. Logits of `loss.chunk` tokens are in memory at a
     time, of both models.
 
+    Samples of the model (`objective.sampled`) have a = 1, and no gradient by way of being drawn.
+
     Metrics: those of next-token prediction, `teacher_kl_nats`, which is of KL(teacher || student)
     for every D, `divergence_nats` of another D, and `teacher_nats`, the teacher's own loss on the
     same tokens.
@@ -48,7 +50,7 @@ class Distillation(Objective[config.Distill]):
         """Return the loss of a batch, see the class."""
         assert teacher is not None  # the run opens it before the first step
         settings, loss = self.settings, self.loss_settings
-        sharded, hidden, parts = read_sharded(model, batch, key)
+        sharded, hidden, parts = read_sharded(model, batch._replace(rollout=None), key)
         taught = teacher.read(sharded, key=None, parts=parts)
         student_logits, teacher_logits = logits_function(model), logits_function(teacher)
 

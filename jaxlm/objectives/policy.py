@@ -1,7 +1,7 @@
 """Policy gradients: raise the probability of sampled answers whose reward is high."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Model
+from jaxlm.models.decoder import Decoder
 from jaxlm.objectives import config
 from jaxlm.objectives.loss import Loss, auxiliary_loss, logits_function, read_sharded
 from jaxlm.objectives.objective import Objective
@@ -20,6 +21,7 @@ from jaxlm.ops.cross_entropy import in_chunks, token_scores
 from jaxlm.parallel import context
 
 HIGH = 0.999  # quantile of the gap to the sampler
+PolicySettings = TypeVar("PolicySettings", bound=config.Policy | config.Ppo, covariant=True)
 
 
 class DrawnScores(NamedTuple):
@@ -27,10 +29,11 @@ class DrawnScores(NamedTuple):
 
     log_p: Float[Array, "B T"]  # of the target, nats
     entropy: Float[Array, "B T"]  # nats
+    value: Float[Array, "B T"] | None = None  # expected return, of a model with a value head
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyLearning(Objective[config.Policy]):
+class PolicyLearning(Objective[PolicySettings]):
     """Minimize sum_t w_t L_t / N over sampled tokens, with `Tokens.weights` w and counts N.
 
     L is a surrogate of `ops.policy`, of the ratio between the model and the distribution that the
@@ -46,21 +49,30 @@ class PolicyLearning(Objective[config.Policy]):
     Args:
       temperature: divisor of the logits that answers are drawn with.
       allowed: mask of ids that are drawn; None for all.
+      is_corrected: `Rollout.log_p` is not the sampler's, and there is no gap to it.
 
     Source: see `config.Policy`.
     """
 
     temperature: float = 1.0
     allowed: Bool[np.ndarray, "V"] | None = dataclasses.field(default=None, compare=False)
+    is_corrected: bool = False
 
     def loss(
         self, model: Model, batch: Tokens, key: Array | None, teacher: Model | None = None
     ) -> Loss:
         """Return the loss of a batch of rollouts, see the class; `teacher` is the reference."""
+        scores, losses = self.score(model, batch, key)
+        objective, metrics = self.policy_loss(scores, batch, teacher)
+        return Loss(objective, metrics | losses, auxiliary_loss(losses, batch))
+
+    def policy_loss(
+        self, scores: DrawnScores, batch: Tokens, teacher: Model | None
+    ) -> tuple[Mean, dict[str, Mean]]:
+        """Return the mean that is minimized and the metrics, from the scores of the model."""
         settings, terms, rollout = self.settings, self.settings.terms, batch.rollout
         assert rollout is not None  # the recipe makes the batch
         is_drawn = batch.weights > 0
-        scores, losses = self.score(model, batch, key)
         log_p = jnp.where(is_drawn, scores.log_p, 0.0)
         log_ratio = jnp.where(is_drawn, log_p - rollout.log_p, 0.0)
         if terms.ratio == "sequence":
@@ -93,18 +105,19 @@ class PolicyLearning(Objective[config.Policy]):
                 is_clipped = policy.is_clipped(ratio, advantages, **limits)
         each = jnp.where(is_drawn, batch.weights * (each + penalty), 0.0)
         objective = Mean(each.sum(), rollout.counts.sum())
-        gap = jnp.where(is_drawn, jnp.abs(log_ratio), jnp.nan)
-        high = jnp.nanquantile(jax.lax.stop_gradient(gap), HIGH)
-        has_any = is_drawn.any().astype(jnp.float32)
         metrics |= {
             "loss_nats": objective,
             "entropy_nats": Mean.of(scores.entropy, is_drawn),
             "clipped_share": Mean.of(is_clipped, is_drawn),
             "drift_nats": Mean.of(policy.k3(rollout.log_p, log_p), is_drawn),
-            "sampler_gap_nats": Mean.of(jnp.abs(log_ratio), is_drawn),
-            "sampler_gap_high_nats": Mean(jnp.where(has_any > 0, high, 0.0), has_any),
         }
-        return Loss(objective, metrics | losses, auxiliary_loss(losses, batch))
+        if not self.is_corrected:
+            gap = jnp.where(is_drawn, jnp.abs(log_ratio), jnp.nan)
+            high = jnp.nanquantile(jax.lax.stop_gradient(gap), HIGH)
+            has_any = is_drawn.any().astype(jnp.float32)
+            metrics["sampler_gap_nats"] = Mean.of(jnp.abs(log_ratio), is_drawn)
+            metrics["sampler_gap_high_nats"] = Mean(jnp.where(has_any > 0, high, 0.0), has_any)
+        return objective, metrics
 
     def score(
         self, model: Model, batch: Tokens, key: Array | None
@@ -124,4 +137,6 @@ class PolicyLearning(Objective[config.Policy]):
 
         tokens = self.loss_settings.chunk
         scores = in_chunks(scored, hidden.values, sharded.targets, tokens=tokens)
+        if isinstance(model, Decoder) and model.value is not None:
+            scores = scores._replace(value=model.value(hidden.values))
         return context.zigzag_unshard(scores, parts), hidden.losses

@@ -1,4 +1,4 @@
-"""Advantages of sampled answers: rewards less a baseline, in units of their deviation.
+"""Advantages of sampled answers: rewards less a baseline, or less values that a model predicts.
 
 Example:
     >>> rewards = np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
@@ -65,6 +65,54 @@ def is_dead(rewards: Float[np.ndarray, "P S"]) -> Bool[np.ndarray, "P"]:
     high = np.where(is_scored, rewards, -np.inf).max(1)
     low = np.where(is_scored, rewards, np.inf).min(1)
     return high <= low
+
+
+def gae(
+    rewards: Float[np.ndarray, "B T"],
+    values: Float[np.ndarray, "B T"],
+    is_drawn: Bool[np.ndarray, "B T"],
+    *,
+    gamma: float,
+    lam: float,
+) -> Float[np.ndarray, "B T"]:
+    """Return the generalized advantage estimate of each drawn token, float64; 0 elsewhere.
+
+        d_t = r_t + gamma V_{t+1} - V_t
+        A_t = d_t + gamma lam A_{t+1}
+
+    t + 1 is the next drawn token of the row; tokens that are not drawn between two are skipped.
+    V and A after the last one are 0: an answer ends there, also if a limit of tokens cut it.
+    With lam = 1 this is the discounted return less the value, and with lam = 0 it is d_t.
+
+    Args:
+      rewards: of each token, given after it was drawn.
+      values: prediction of the rewards from each token on, before it is drawn.
+      is_drawn: the tokens of the answer.
+      gamma: discount by token.
+      lam: weight of later errors.
+
+    Source: Schulman et al. 2016, arXiv:1506.02438, equations 11 and 16.
+    """
+    out = np.zeros(rewards.shape, np.float64)
+    following, advantage = np.zeros((2, len(rewards)))
+    for slot in reversed(range(rewards.shape[1])):
+        here, value = is_drawn[:, slot], values[:, slot].astype(np.float64)
+        error = rewards[:, slot] + gamma * following - value
+        advantage = np.where(here, error + gamma * lam * advantage, advantage)
+        following = np.where(here, value, following)
+        out[:, slot] = np.where(here, advantage, 0.0)
+    return out
+
+
+def whitened(
+    advantages: Float[np.ndarray, "B T"], is_drawn: Bool[np.ndarray, "B T"]
+) -> Float[np.ndarray, "B T"]:
+    """Return the advantages with mean 0 and deviation 1 over the drawn tokens; 0 elsewhere."""
+    known = advantages[is_drawn]
+    if not known.size:
+        return advantages
+    deviation = known.std(ddof=1) if known.size > 1 else 0.0
+    return np.where(is_drawn, (advantages - known.mean()) / (deviation + EPSILON), 0.0)
 
 
 def _mean(

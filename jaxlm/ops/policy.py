@@ -1,4 +1,4 @@
-"""Losses of a policy gradient at each token, and estimates of a KL divergence.
+"""Losses of a policy gradient and of a value at each token, and estimates of a KL divergence.
 
 `ratio` is p / p_old: the probability of the sampled token under the model over that under the
 distribution it was drawn from.
@@ -45,6 +45,24 @@ def weighted(
     Source: MiniMax 2025, arXiv:2506.13585, equation 4 (CISPO).
     """
     return -jax.lax.stop_gradient(jnp.minimum(ratio, 1 + high)) * advantage * log_p
+
+
+def value_error(
+    value: Float[Array, "*N"],
+    old: Float[Array, "*N"],
+    returns: Float[Array, "*N"],
+    *,
+    clip: float | None,
+) -> Float[Array, "*N"]:
+    """Return half the larger of (V - R)^2 and (V' - R)^2, V' within `clip` of the old value.
+
+    Source: Schulman et al. 2016 as in openai/baselines, ppo2/model.py.
+    """
+    error = jnp.square(value - returns)
+    if clip is not None:
+        limited = jnp.clip(value, old - clip, old + clip)
+        error = jnp.maximum(error, jnp.square(limited - returns))
+    return 0.5 * error
 
 
 def sequence_log_ratio(

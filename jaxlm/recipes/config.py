@@ -33,7 +33,16 @@ from jaxlm.models.families.union import (
     TabledFamily,
 )
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
-from jaxlm.objectives.config import Architecture, Causal, LossConfig, Objective, Policy, mtp_heads
+from jaxlm.objectives.config import (
+    START,
+    Architecture,
+    Causal,
+    Distill,
+    LossConfig,
+    Objective,
+    Sampling,
+    mtp_heads,
+)
 from jaxlm.optim import average_config, schedule_config
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.config import AdamW, Optimizer
@@ -249,11 +258,17 @@ class Run:
     def _rollout_problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that prompts have an objective that samples answers, and the other way."""
         objective, rl = self.objective, self.rl
-        if not isinstance(objective, Policy):
+        if not (isinstance(objective, Sampling) and objective.samples_answers):
             if self.data.has_prompts:
                 why = "data.kind = prompts has no answers to learn"
-                yield "objective.name", why, "--config.objective.name=policy"
+                is_taught = isinstance(objective, Distill)
+                sampled = "--config.objective.sampled=1 --config.objective.weight=1"
+                fix = sampled if is_taught else "--config.objective.name=policy"
+                yield "objective.name", why, fix
             return
+        if isinstance(objective, Distill) and rl.correction != "none":
+            why = "distill has no ratio to the probability of a token when it was drawn"
+            yield "rl.correction", why, "--config.rl.correction=none"
         if not self.data.has_prompts:
             why = f"{objective.name} samples answers to prompts"
             fix = "--config.data.kind=prompts --config.data.train=prompts.jsonl"
@@ -272,8 +287,11 @@ class Run:
             yield "reward.functions", why, "--config.reward.functions=number"
         if objective.compared_with == "adapter_off" and isinstance(self.tune, Full):
             why = "tune.name = full has no adapter that could be off"
-            fix = "--config.tune.name=lora\n--config.objective.kl=none"
+            fix = "--config.objective.reference=start\n--config.objective.kl=none"
             yield "objective.reference", why, fix
+        if objective.teacher == START and not isinstance(self.tune, Full):
+            why = "the run of --init_from is the base of the adapter, which needs no second model"
+            yield "objective.reference", why, "--config.objective.reference=adapter_off"
         if self.train.batch_warmup:
             why = "a rollout has a fixed number of samples"
             yield "train.batch_warmup", why, "'--config.train.batch_warmup=()'"

@@ -33,7 +33,7 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals.loss import TokenizerPrefix
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.union import TabledFamily
-from jaxlm.models.heads import add_reward_head
+from jaxlm.models.heads import add_reward_head, add_value_head
 from jaxlm.objectives.build import build as build_objective
 from jaxlm.ops.kernels import Target
 from jaxlm.optim import groups
@@ -184,10 +184,10 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
         schedule=divisibility.schedule(run, mesh.shape),
     )
     quantize, change = surgery.quantization(run.tune), surgery_of(run)
-    has_head = run.objective.has_reward_head
-    plain = build(precision=precision.evaluated, surgery=add_reward_head if has_head else None)
+    head = _head_of(run)
+    plain = build(precision=precision.evaluated, surgery=head)
     stored = blueprint = plain
-    if quantize is not None or has_head:
+    if quantize is not None or head is not None:
         stored = build(precision=precision.evaluated, surgery=quantize)
     if not isinstance(run.tune, Full):
         blueprint = build(precision=precision.evaluated, surgery=change)
@@ -215,15 +215,21 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
     )
 
 
+def _head_of(run: Run) -> surgery.Surgery | None:
+    """Return the function (module, key) that adds the head of a run's objective; None for none."""
+    if run.objective.has_reward_head:
+        return add_reward_head
+    return add_value_head if run.objective.has_value_head else None
+
+
 def surgery_of(
     run: Run, encode: Callable[[str], Sequence[int]] | None = None
 ) -> surgery.Surgery | None:
-    """Return the function (module, key) that adds the adapter and the reward head of a run.
+    """Return the function (module, key) that adds the adapter and the head of a run.
 
     None if it has neither; `encode` is as of `surgery.build`.
     """
-    changes = [surgery.build(run.tune, encode)]
-    changes += [add_reward_head] if run.objective.has_reward_head else []
+    changes = [surgery.build(run.tune, encode), _head_of(run)]
     present = [each for each in changes if each is not None]
 
     def apply(module: nnx.Module, key: jax.Array) -> None:

@@ -22,7 +22,7 @@ _FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLConfig:
-    """Rollouts of the objective policy: train.batch samples for each update, one in a row."""
+    """Rollouts of objectives that sample answers: train.batch samples an update, one in a row."""
 
     samples: int = setting(
         8, "samples of each prompt; a rollout has train.batch * updates / samples prompts", low=1
@@ -36,8 +36,16 @@ class RLConfig:
         high=100,
     )
     updates: int = setting(
-        1, "updates with the samples of a rollout, each with its own part", low=1
+        1, "updates with the samples of a rollout in an epoch, each with its own part", low=1
     )
+    epochs: int = setting(1, "times that each part of a rollout is trained on, in turn", low=1)
+    correction: Literal["none", "tis"] = setting(
+        "none",
+        "tis, truncated importance sampling, scores each rollout again by the program that is "
+        "trained, and weights a token by its probability there over that when it was drawn, at "
+        "most correction_cap; none trusts the log-probabilities of the sampler",
+    )
+    correction_cap: float = setting(2.0, "largest weight of tis", above=0)
     slots: int | Literal["auto"] = setting(
         "auto",
         "samples that are drawn at once, each replaced by the next when it has ended; auto is all "
@@ -136,6 +144,11 @@ class RLConfig:
     def longest(self, prompts: int, sequence: int) -> int:
         """Return the most tokens before a turn of the model, for prompts of a most length."""
         return prompts if self.turns == 1 else sequence - self.max_tokens
+
+    @property
+    def steps(self) -> int:
+        """The updates with the samples of a rollout, over all epochs."""
+        return self.updates * self.epochs
 
     def prompts(self, rows: int) -> int:
         """Return the prompts of a rollout, for updates of some rows."""

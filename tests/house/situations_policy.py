@@ -50,6 +50,29 @@ SITUATIONS: dict[str, Situation] = {
     "a penalty by an adapter that is not there": Situation(
         f"{VALIDATE} {SAMPLE} --config.objective.kl=loss_k3", PROMPTS
     ),
+    "a penalty by the start of an adapter": Situation(
+        f"{VALIDATE} {SAMPLE} --config.objective.kl=loss_k3 --config.objective.reference=start "
+        "--config.tune.name=lora",
+        PROMPTS,
+    ),
+    "a penalty by fresh weights": Situation(
+        f"train {CONFIG} {SAMPLE} --config.objective.kl=loss_k3 --config.objective.reference=start",
+        PROMPTS,
+    ),
+    "samples that are labels of themselves": Situation(
+        f"{VALIDATE} {SAMPLE} --config.objective.name=distill --config.objective.teacher=runs/a "
+        "--config.objective.sampled=0.5",
+        PROMPTS,
+    ),
+    "prompts that a teacher does not answer": Situation(
+        f"{VALIDATE} {SAMPLE} --config.objective.name=distill --config.objective.teacher=runs/a",
+        PROMPTS,
+    ),
+    "a correction of a divergence": Situation(
+        f"{VALIDATE} {SAMPLE} --config.objective.name=distill --config.objective.teacher=runs/a "
+        "--config.objective.sampled=1 --config.objective.weight=1 --config.rl.correction=tis",
+        PROMPTS,
+    ),
     "rollouts of growing batches": Situation(
         f"{VALIDATE} {SAMPLE} --config.train.batch_warmup=2@10%", PROMPTS
     ),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlm.ops import policy
+from jaxlm.ops.advantage import gae
 
 DRAW = np.random.default_rng(0)
 LOG_P, OLD = DRAW.normal(size=(2, 200)) * 0.4 - 1
@@ -91,6 +92,37 @@ def test_a_policy_gradient_is_in_expectation_that_of_the_mean_reward(tables):
     }
     for loss in each.values():
         np.testing.assert_allclose(expected_gradient(table, loss), exact, atol=2e-6)
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.5])
+def test_advantages_over_values_leave_the_policy_gradient_exact(tables, lam):
+    """With lam = 1 any values do; with less, those of the policy, and no other ones."""
+    table, rewards = tables[0], DRAW.normal(size=len(ANSWERS))
+    exact = jax.grad(
+        lambda x: -(jnp.exp(log_p_of(x).sum(1)) * jnp.asarray(rewards, jnp.float32)).sum()
+    )(table)
+    old = log_p_of(table)
+    p = np.exp(np.asarray(old, np.float64).sum(1))
+    answers, last = np.array(ANSWERS), np.zeros((len(ANSWERS), LENGTH))
+    last[:, -1] = rewards
+    true = np.empty_like(last)  # the mean reward of the answers that begin in the same way
+    for row in range(len(ANSWERS)):
+        for slot in range(LENGTH):
+            is_same = (answers[:, :slot] == answers[row, :slot]).all(1)
+            true[row, slot] = (p * rewards)[is_same].sum() / p[is_same].sum()
+    others = np.full_like(true, 2.0)
+    others[:, 1:] = true[:, 1:] + answers[:, :-1] - 1  # of the letter before
+
+    def gradient(values):
+        drawn = np.ones(values.shape, bool)
+        advantages = jnp.asarray(gae(last, values, drawn, gamma=1.0, lam=lam), jnp.float32)
+        return expected_gradient(
+            table, lambda x: policy.clipped(jnp.exp(x - old), advantages, low=0.2, high=0.2)
+        )
+
+    np.testing.assert_allclose(gradient(true), exact, atol=5e-6)
+    is_exact = float(jnp.abs(gradient(others) - exact).max()) < 5e-6
+    assert is_exact == (lam == 1.0)
 
 
 def test_gradients_of_a_divergence_are_as_documented(tables):

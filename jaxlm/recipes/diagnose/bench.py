@@ -15,7 +15,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.data.batch import Tokens
-from jaxlm.data.loader import with_pair, with_rollout, with_steps
+from jaxlm.data.loader import with_pair, with_rollout, with_steps, with_values
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
 from jaxlm.parallel import host
@@ -128,6 +128,8 @@ def _rows(run: Run, vocab: int) -> Tokens:
     batch = Tokens(*fields)
     if run.objective.samples_answers:
         batch = with_rollout(batch)
+    if run.objective.has_value_head:
+        batch = with_values(batch)
     if run.objective.labels_steps:
         batch = with_steps(batch)
     elif run.objective.compares_answers:

@@ -16,7 +16,7 @@ from jaxlm.core.errors import CommandError
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
-from jaxlm.data.loader import with_pair, with_rollout, with_steps
+from jaxlm.data.loader import with_pair, with_rollout, with_steps, with_values
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.ops.kernels import Target
@@ -350,6 +350,8 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
         batch = Tokens(**fields)
         if run.objective.samples_answers:
             batch = with_rollout(batch)
+        if run.objective.has_value_head:
+            batch = with_values(batch)
         if run.objective.labels_steps:
             batch = with_steps(batch)
         elif run.objective.compares_answers:

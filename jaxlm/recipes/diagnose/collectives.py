@@ -255,7 +255,8 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
         "steps": run.objective.labels_steps,
         "rollout": run.objective.samples_answers,
     }
-    fields["rollout"] = Rollout(*(slots(wrote, jnp.float32) for _ in range(3)))
+    columns = 5 if run.objective.has_value_head else 3
+    fields["rollout"] = Rollout(*(slots(wrote, jnp.float32) for _ in range(columns)))
     fields["answers"] = Answers(*(slots(ANSWERS_MULTIPLE, jnp.float32) for _ in range(3)))
     return Tokens(**fields | {name: None for name, is_used in has.items() if not is_used})
 

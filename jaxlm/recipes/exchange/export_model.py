@@ -113,7 +113,8 @@ def export_model(
             if opened.run.tune.virtual_tokens
             else f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
         )
-    opened = _without_capacity(_without_heads(opened, say), say)
+    opened = _without_value_head(_without_heads(opened, say), say)
+    opened = _without_capacity(opened, say)
     if opened.run.precision.qat != "none":
         say(f"left out: precision.qat={opened.run.precision.qat}; the export has weights before it")
         opened = _rebuilt(opened, opened.run.changed({"precision.qat": "none"}))
@@ -185,6 +186,16 @@ def _without_heads(opened: load.LoadedRun, say: Log) -> load.LoadedRun:
     say(f"left out: {len(heads)} heads for later tokens; the format has no names for them")
     run = dataclasses.replace(opened.run, objective=Causal())
     params = {name: part for name, part in opened.params.items() if name != "heads"}
+    return _rebuilt(dataclasses.replace(opened, params=params), run)
+
+
+def _without_value_head(opened: load.LoadedRun, say: Log) -> load.LoadedRun:
+    """Return the model without the head by which PPO predicts rewards."""
+    if not opened.run.objective.has_value_head:
+        return opened
+    say("left out: the value head; it predicts rewards in training, and writes no text")
+    run = dataclasses.replace(opened.run, objective=Causal())
+    params = {name: part for name, part in opened.params.items() if name != "value"}
     return _rebuilt(dataclasses.replace(opened, params=params), run)
 
 

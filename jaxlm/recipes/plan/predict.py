@@ -22,6 +22,7 @@ from jaxlm.models.cost.tensors import tensors
 from jaxlm.monitor import formatting
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.nn.config import MoeConfig
+from jaxlm.objectives.config import START
 from jaxlm.ops.kernels import Target
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
@@ -251,6 +252,8 @@ def _teacher(run: Run, assumed: list[str]) -> Run | None:
     ref = run.objective.teacher
     if ref is None:
         return None
+    if ref == START:
+        return run
     workdir, _ = split_ref(ref)
     if (workdir / "config.json").exists():
         return config.from_json(Run, read_json(workdir, "config.json"), f"{workdir}/config.json")

@@ -29,6 +29,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.monitor import sinks
 from jaxlm.nn.intermediates import Kind
 from jaxlm.objectives.build import build as build_objective
+from jaxlm.objectives.config import value_rates
 from jaxlm.objectives.policy import PolicyLearning
 from jaxlm.optim import average, groups, schedules
 from jaxlm.optim import build as optimizers
@@ -119,7 +120,7 @@ class TrainPrograms:
         self._axes, self._leaf_shapes = model.own(blueprint.axes), model.own(blueprint.shapes)
         self._optim = dataclasses.replace(
             run.optim,
-            lr_scale=(*run.optim.lr_scale, *b_rates(run.tune)),
+            lr_scale=(*run.optim.lr_scale, *b_rates(run.tune), *value_rates(run.objective)),
             freeze=(*run.optim.freeze, *kept_leaves(run.tune)),
         )
         length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": self.pace}
@@ -144,6 +145,7 @@ class TrainPrograms:
                 self.objective,
                 temperature=run.rl.temperature,
                 allowed=allowed_ids(data.tokenizer, blueprint.config.vocab),
+                is_corrected=run.rl.correction != "none",
             )
         largest = run.regularization.qk_clip  # logit
         captured: tuple[Kind, ...] = () if largest is None else ("logits",)
@@ -372,13 +374,17 @@ class TrainPrograms:
         """
 
         def loss(params: Any, batch: Tokens, key: jax.Array) -> Any:
-            taught = None if self.teacher is None else self.teacher.blueprint.merge(teacher)
-            if self.run.objective.compared_with == "adapter_off":
-                taught = self.model.stored.merge(base)
             whole = params if base is None else tree.merge_leaves(base, params)
+            taught = self.taught(teacher, base)
             return self.objective.loss(blueprint.merge(whole), batch, key, taught)
 
         return loss
+
+    def taught(self, teacher: Any = None, base: Any = None) -> Any:
+        """Return the frozen model that the objective reads, of the `extra_inputs`; None if none."""
+        if self.run.objective.compared_with == "adapter_off":
+            return self.model.stored.merge(base)
+        return None if self.teacher is None else self.teacher.blueprint.merge(teacher)
 
     def _answer_sums(self, params: Any, batch: Tokens) -> dict[str, Mean]:
         """Return the metrics of a batch of answers, without dropout; `params` are all."""

@@ -68,7 +68,9 @@ def find(context: RunContext, begun_with: InitSource | None, digest: str, warn: 
             "the base without its adapter is not the model that this run begins with",
             where="objective.reference = adapter_off",
             why=f"the run continues the adapter of {begun_with.adapter}",
-            fix=f"{FLAG}=start    # scores the answers once, with that adapter",
+            fix="--config.objective.kl=none"
+            if context.run.objective.samples_answers
+            else f"{FLAG}=start    # scores the answers once, with that adapter",
         )
     if name in (START, ADAPTER_OFF):
         return Reference(name, begun_with)

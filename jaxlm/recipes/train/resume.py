@@ -25,9 +25,10 @@ from jaxlm.core.problems import DEFAULT, short
 from jaxlm.data import chat_templates, mixture_config, tokenizer_file
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.dataset import Data
-from jaxlm.models.heads import REWARD_HEAD
+from jaxlm.models.heads import SCORE_HEADS
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
+from jaxlm.objectives.config import START
 from jaxlm.optim import average
 from jaxlm.optim.schedule_config import spans
 from jaxlm.recipes import setup
@@ -61,6 +62,7 @@ FREE = (
     *("reward.workers", "reward.tolerance"),
     *("train.pipeline_repeats", "train.offload", "train.patience", "train.control"),
 )
+START_FILE = "start.json"  # of a run directory: the run that its reference is
 NOT_FREE = ("eval.follow",)  # losses of two sets cannot be ranked together
 MODEL_FREE = ("model.dropout", "model.init", "model.init_std")  # weights keep their meaning
 LINES = 4  # of an error, for differences
@@ -139,7 +141,7 @@ def first_state(programs: TrainPrograms, store: Store) -> TrainState:
 def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
     """Return a fresh state with the parameters of another run, in this run's dtypes and shardings.
 
-    A new adapter begins at its base instead, and a new reward head at 0. Raises DataError if the
+    A new adapter begins at its base instead, and a new head of scores at 0. Raises DataError if the
     parameters do not fit the model.
     """
     if programs.base is not None and source.adapter is None:
@@ -151,9 +153,11 @@ def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
     new = [
         path
         for path in tree.leaves(stored)
-        if path.startswith(REWARD_HEAD) and f"params/{path}" not in layout
+        if path.startswith(SCORE_HEADS) and f"params/{path}" not in layout
     ]
-    params = source.store.restore_part(source.step, "params", tree.drop_leaves(stored, new))
+    params = source.store.restore_part(
+        source.step, "params", tree.drop_leaves(stored, new), left_out=SCORE_HEADS
+    )
     params = _cast(tree.merge_leaves(fresh.params, params), target.params)
     if fresh.average is None:
         return fresh._replace(params=params)
@@ -198,6 +202,10 @@ def find_init_source(
             where=f"--init_from={source.workdir}",
             why=f"{run.objective.name} has no use for the head that scores texts",
             fix=f"--config.objective.name={source.run.objective.name} --config.data.kind=pairs",
+        )
+    if source.run.objective.has_value_head and not run.objective.has_value_head:
+        warn(
+            f"left out: the value head of {source.workdir}; {run.objective.name} predicts no value"
         )
     size = tokenizer_file.read(source.workdir / "tokenizer").size
     if changes := model_differences(*(_with_vocabulary(each, size) for each in (source.run, run))):
@@ -346,15 +354,52 @@ def keep_template(template: ChatTemplate, workdir: Path, warn: Log) -> None:
         disk.replace(folder / name, content)
 
 
+def find_start(
+    record: dict[str, Any] | None, source: InitSource | None, warn: Log, verifier: Verifier
+) -> InitSource:
+    """Return the run and step that a run begins with, which is the reference of its objective.
+
+    Raises as `open_run_ref`, and ConfigError if the run begins with fresh weights.
+
+    Args:
+      record: the contents of start.json; None for a new run.
+      source: the run of --init_from; None if the run has begun.
+      warn, verifier: as of `open_run_ref`.
+    """
+    if record is not None:
+        where = "--config.objective.reference"
+        return open_run_ref(f"{record['run']}@{record['step']}", where, warn, verifier)
+    if source is None:
+        raise ConfigError(
+            "the run begins with fresh weights, which are no reference",
+            where="objective.reference = start",
+            why="the distance to a model that writes noise is no use, and --init_from names none",
+            fix="--config.objective.kl=none",
+        )
+    return source
+
+
 def find_teacher(
-    run: Run, data: Data, warn: Log, verifier: Verifier | None = None
+    run: Run,
+    data: Data,
+    warn: Log,
+    verifier: Verifier | None = None,
+    start: InitSource | None = None,
 ) -> InitSource | None:
     """Return the run and step of the frozen model that the objective reads; None without one.
 
     Raises as `open_run_ref`, and ConfigError if its tokenizer differs from that of the data.
+
+    Args:
+      run: the config.
+      data: with the tokenizer.
+      warn, verifier: as of `open_run_ref`.
+      start: the run that this one begins with.
     """
     if run.objective.teacher is None:
         return None
+    if run.objective.teacher == START:
+        return start
     flag = "--config.objective.teacher"
     source = open_run_ref(run.objective.teacher, flag, warn, verifier)
     check_tokenizer(source, data.tokenizer.digest)

@@ -20,13 +20,14 @@ from jaxlm.core import faults
 from jaxlm.core.errors import ConfigError, DataError, Diverged
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Rollout, Tokens
-from jaxlm.data.loader import Loader
+from jaxlm.data.loader import Loader, with_values
 from jaxlm.data.prompts import ONE_PROMPT
-from jaxlm.objectives.config import Policy
+from jaxlm.objectives.config import Distill, Sampling
 from jaxlm.ops.advantage import advantages, is_dead
 from jaxlm.recipes import setup
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
+from jaxlm.recipes.train.rescoring import Rescorer, is_rescored
 from jaxlm.rl.rewards import Rewards, check_scored, unscored
 from jaxlm.rl.rollout import Drawn, Weighted, as_rows, root_key, row_keys
 from jaxlm.rl.scoring import PromptScorer, Scored, mean, prompt_ids
@@ -74,7 +75,7 @@ class Rollouts(contextlib.ExitStack):
     def __init__(self, context: RunContext, programs: TrainPrograms, note: Note):
         super().__init__()
         run = context.run
-        assert isinstance(run.objective, Policy)
+        assert isinstance(run.objective, Sampling)
         self._context, self._programs, self._note, self._run = context, programs, note, run
         self._objective = run.objective
         self._loader = programs.data.train
@@ -101,6 +102,7 @@ class Rollouts(contextlib.ExitStack):
             share=context.processes.sharer("rewards"),
             is_scorer=context.processes.peers.is_first,
         )
+        self._rescorer = Rescorer(programs) if is_rescored(run) else None
         self._params: Any = None
         # Rollouts that are drawn or being drawn, from the one that is trained on.
         self._drawings: dict[int, Future[Drawing]] = {}
@@ -111,14 +113,20 @@ class Rollouts(contextlib.ExitStack):
     def _check_answers(self) -> None:
         """Raise DataError if a reward needs answers, and too many prompts have none."""
         reward, prompts = self._run.reward, self._loader.shards.prompts
-        missing = [each for each in prompts if each.answer is None] if reward.needs_answer else []
+        is_copied = isinstance(self._objective, Distill) and self._objective.sampled < 1
+        needs = bool(reward.needs_answer) or is_copied
+        missing = [each for each in prompts if each.answer is None] if needs else []
         if len(missing) > reward.tolerance * len(prompts):
+            reader = "answers that are not sampled are those of the data"
+            other = "objective.sampled=1"
+            if reward.needs_answer:
+                reader = f"the reward {reward.needs_answer[0]} compares with it"
+                other = "reward.functions=ended"
             raise DataError(
                 f"{len(missing)} of {len(prompts)} prompts have no answer",
                 where=", ".join(self._run.data.train),
-                why=f"the reward {reward.needs_answer[0]} compares with it; "
-                f"the first prompt begins with {missing[0].text[:SHOWN]!r}",
-                fix=f"{ONE_PROMPT}\n--config.reward.functions=ended    # needs no answer",
+                why=f"{reader}; the first prompt begins with {missing[0].text[:SHOWN]!r}",
+                fix=f"{ONE_PROMPT}\n--config.{other}    # needs no answer",
             )
 
     def __enter__(self) -> Self:
@@ -146,13 +154,13 @@ class Rollouts(contextlib.ExitStack):
         The first rollouts of a run, and those after batches that a rewind left out, are drawn from
         the parameters there instead of earlier ones.
         """
-        updates, size = self._run.rl.updates, self._run.train.batch
+        rl, size = self._run.rl, self._run.train.batch
         self._wait()
         self._drawings = self._resumed(start, skips)
-        noted = min(self._drawings, default=None) if start % updates else None
+        noted = min(self._drawings, default=None) if start % rl.steps else None
         for step in itertools.count(start):
             number = loaders.batch_number(step, skips)
-            rollout, part = divmod(number, updates)
+            rollout, part = divmod(number, rl.steps)
             with self._context.processes.watch.phase("data"):
                 if part == 0 or rollout not in self._drawings:
                     self._draw_ahead(rollout, step + 1)
@@ -160,7 +168,7 @@ class Rollouts(contextlib.ExitStack):
             if noted != rollout:
                 noted = rollout
                 self._begin(drawing, step + 1)
-            first = part * size
+            first = part % rl.updates * size
             batch = jax.tree.map(lambda x, low=first: x[low : low + size], drawing.rows)
             yield self._programs.place(batch, number)
 
@@ -169,7 +177,7 @@ class Rollouts(contextlib.ExitStack):
         number = loaders.batch_number(start, skips)
         if not start or number != loaders.batch_number(start - 1, skips) + 1:
             return {}
-        rollout, part = divmod(number, self._run.rl.updates)
+        rollout, part = divmod(number, self._run.rl.steps)
         stop = rollout + self._run.rl.lag + bool(part)
         return {each: _done(self._stored(each, start)) for each in range(rollout, stop)}
 
@@ -182,7 +190,7 @@ class Rollouts(contextlib.ExitStack):
         if self._thread is not None:
             params = jax.tree.map(jnp.copy, params)  # the next step donates its own
         for number in missing:
-            arguments = number, step + (number - rollout) * rl.updates, params
+            arguments = number, step + (number - rollout) * rl.steps, params
             if self._thread is None:
                 self._drawings[number] = _done(self._drawn(*arguments))
             else:
@@ -209,14 +217,14 @@ class Rollouts(contextlib.ExitStack):
         They were drawn from the parameters of earlier steps. Files of rollouts before the oldest
         checkpoint are removed.
         """
-        updates, directory = self._run.rl.updates, self._context.directory
-        current = loaders.batch_number(step, skips) // updates
+        steps, directory = self._run.rl.steps, self._context.directory
+        current = loaders.batch_number(step, skips) // steps
         remaining = [number for number in sorted(self._drawings) if number >= current]
         if not remaining or not directory.is_writer:
             return
         folder = directory.path / FOLDER
         folder.mkdir(exist_ok=True)
-        oldest = min(self._context.store.steps(), default=0) // updates
+        oldest = min(self._context.store.steps(), default=0) // steps
         for file in folder.glob("*.safetensors"):
             if int(file.stem) < oldest:
                 file.unlink()
@@ -236,23 +244,24 @@ class Rollouts(contextlib.ExitStack):
             self._run.rl,
             self._context.processes,
         )
-        blank = _columns(_empty(self._run.train.batch * rl.updates, self._run.data.sequence))
+        rows = _empty(self._run.train.batch * rl.updates, self._run.data.sequence)
+        blank = _columns(with_values(rows) if self._objective.has_value_head else rows)
         stored = _read(path, blank) if processes.peers.is_first else None
         notes = processes.share("rollout", stored and [[], *stored[1][1:]])
         if notes is None:
-            begins = step // rl.updates * rl.updates
+            begins = step // rl.steps * rl.steps
             raise DataError(
                 "the samples that the run was trained on when it was saved are gone",
                 where=str(path),
-                why=f"rl.updates = {rl.updates} steps use a rollout, and rl.lag = {rl.lag} are "
-                f"drawn before; this one is of step {number * rl.updates + 1}",
+                why=f"rl.updates * rl.epochs = {rl.steps} steps use a rollout, and rl.lag = "
+                f"{rl.lag} are drawn before; this one is of step {number * rl.steps + 1}",
                 fix=f"--start_at={0 if rl.lag else begins} --force    # if it is saved\n"
                 "restore the file",
             )
         arrays: dict[str, Any] = stored[0] if stored else blank
         if processes.peers.count > 1:
             arrays = multihost_utils.broadcast_one_to_all(arrays)
-        rollout = Rollout(**{name: arrays.pop(name) for name in Rollout._fields})
+        rollout = Rollout(**{name: arrays.pop(name) for name in Rollout._fields if name in blank})
         _, figures, is_dead = notes
         rows = Tokens(**arrays)._replace(rollout=rollout)
         return Drawing(rows, stored[1][0] if stored else [], figures, is_dead)
@@ -273,10 +282,10 @@ class Rollouts(contextlib.ExitStack):
         """Return a rollout that is trained on from a step."""
         run, objective, terms = self._run, self._objective, self._objective.terms
         faults.point("rollout.draw", step)
-        params = self._decoded(self._programs.whole(params))
+        whole = self._decoded(self._programs.whole(params))
         if self._turns is not None:
             self._turns.figures(1)  # those of an evaluation
-        scored = self._scored(number, step, params, range(run.rl.prompts(run.train.batch)))
+        scored = self._scored(number, step, whole, range(run.rl.prompts(run.train.batch)))
         figures = scored.figures()
         if self._turns is not None:
             figures |= self._turns.figures(len(scored.samples))
@@ -288,7 +297,7 @@ class Rollouts(contextlib.ExitStack):
                 if not groups:
                     break
                 redrawn += len(groups)
-                others = self._scored(number, step, params, groups, attempt)
+                others = self._scored(number, step, whole, groups, attempt)
                 scored = scored.with_groups(groups, others, run.rl.samples)
                 rewards = self._rewards_of(scored)
             figures["redrawn_groups"] = float(redrawn)
@@ -306,10 +315,39 @@ class Rollouts(contextlib.ExitStack):
         }
         pairs = zip(is_left.flat, values.flat, strict=True)
         used = [None if is_out else float(value) for is_out, value in pairs]
+        drawn, trained = scored.drawn, used
+        if isinstance(objective, Distill):
+            used, drawn = self._taught(objective.sampled, number, scored)
+            trained = [1.0] * len(used)
+            figures["sampled_share"] = float(np.mean([each is not None for each in used]))
         prompts = [prompt_ids(self._loader, document) for document in scored.documents]
-        weighted = [Weighted(*each) for each in zip(prompts, scored.drawn, used, strict=True)]
+        weighted = [Weighted(*each) for each in zip(prompts, drawn, trained, strict=True)]
         rows = as_rows(weighted, run.data.sequence, mean=terms.mean, max_tokens=run.rl.max_tokens)
+        if self._rescorer is not None:
+            rows, more = self._rescorer.rescored(rows, params)
+            figures |= more
         return Drawing(rows, _records(scored, used), figures, bool(dead.all()))
+
+    def _taught(
+        self, share: float, number: int, scored: Scored
+    ) -> tuple[list[float | None], list[Drawn]]:
+        """Return 1.0 for each sample of a rollout that is trained on, and all its answers.
+
+        The answer of the data replaces a sample, but for a `share` of them.
+        """
+        tokenizer, most = self._programs.data.tokenizer, self._run.rl.max_tokens
+        draws = np.random.default_rng([self._run.seed, number]).random(len(scored.drawn))
+        answers = [each.answer for each in scored.samples]
+        answered: list[Drawn] = []
+        used: list[float | None] = []
+        for draw, sample, answer in zip(draws, scored.drawn, answers, strict=True):
+            is_own = draw < share or answer is None
+            if not is_own:
+                ids = np.array([*tokenizer.encode(answer or ""), tokenizer.eos][:most], np.int32)
+                sample = Drawn(ids, np.zeros(len(ids), np.float32), "eos_token")
+            answered.append(sample)
+            used.append(1.0 if is_own else None)
+        return used, answered
 
     def _scored(
         self, number: int, step: int, params: Any, groups: Sequence[int], attempt: int = 0

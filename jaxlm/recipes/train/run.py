@@ -16,8 +16,9 @@ Files of `jaxlm/recipes` between `jaxlm train` and the first step, in the order 
 - `recipes/train/checkpointing.py`: saves and rewinds
 - `recipes/train/records.py`: header, metrics, verdict, summary
 
-A preference run also scores answers under its reference (`recipes/train/reference.py`), and one
-with `eval.tasks` scores tasks (`recipes/train/task_scores.py`).
+A preference run also scores answers under its reference (`recipes/train/reference.py`), one with
+`eval.tasks` scores tasks (`recipes/train/task_scores.py`), and one that learns from rewards draws
+rollouts (`recipes/train/rollouts.py`, `recipes/train/rescoring.py`).
 """
 
 import contextlib
@@ -40,6 +41,7 @@ from jaxlm.monitor import environment, trackers
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.formatting import ProgressLines
 from jaxlm.monitor.sinks import Callbacks
+from jaxlm.objectives.config import START
 from jaxlm.parallel import rendezvous
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
@@ -53,7 +55,7 @@ from jaxlm.recipes.train.resume import ResumePoint, StartRecord
 from jaxlm.recipes.train.trainer import Trainer
 from jaxlm.recipes.use.load import InitSource, load_base
 from jaxlm.training.processes import ProcessGroup
-from jaxlm.training.rundir import IMPORTED, RunDir
+from jaxlm.training.rundir import IMPORTED, RunDir, read_json
 from jaxlm.training.signals import Interrupted, StopRequest
 from jaxlm.tune.config import Full
 
@@ -98,8 +100,9 @@ def run_training(
         source = _init_source(context, stop, point, notices.append)
         if context.processes.peers.is_first and context.directory.is_new:
             _keep_log(stack, context)
+        start = _start(context, source, notices.append)
         data = _open_data(context, stop, notices.append)
-        teacher_source = _teacher_source(context, stop, data, notices.append)
+        teacher_source = _teacher_source(context, stop, data, start, notices.append)
         data = resume.with_teacher(data, teacher_source)
         begun_with = None if point.meta else source
         compared = None
@@ -142,6 +145,8 @@ def run_training(
                 if source and base is not None:
                     is_begun = point.meta is not None
                     resume.write_base(context.directory, source, is_begun=is_begun)
+                if start is not None:
+                    context.directory.write_json(resume.START_FILE, start.record())
                 if data.template is not None:
                     resume.keep_template(data.template, context.directory.path, notices.append)
                 _describe(context, loaded, data, model)
@@ -320,14 +325,26 @@ def _check_vocabulary(run: Run, data: Data) -> None:
         )
 
 
+def _start(context: RunContext, source: InitSource | None, warn: Log) -> InitSource | None:
+    """Return the run that this one begins with, if that is the reference of its objective."""
+    if context.run.objective.teacher != START:
+        return None
+    path, is_first = context.directory.path, context.processes.peers.is_first
+    is_begun = is_first and (path / resume.START_FILE).is_file()
+    record = context.processes.share(
+        "start", read_json(path, resume.START_FILE) if is_begun else None
+    )
+    return resume.find_start(record, source, warn, context.store.verifier)
+
+
 def _teacher_source(
-    context: RunContext, stop: StopRequest, data: Data, warn: Log
+    context: RunContext, stop: StopRequest, data: Data, start: InitSource | None, warn: Log
 ) -> InitSource | None:
     """Return the run and step of the frozen model that the objective reads; None without one."""
     if context.run.objective.teacher is None:
         return None
     with _interruptible(stop, context.options, "the teacher was verified"):
-        return resume.find_teacher(context.run, data, warn, context.store.verifier)
+        return resume.find_teacher(context.run, data, warn, context.store.verifier, start)
 
 
 def _version_changes(context: RunContext, warn: Log) -> list[Change]:

@@ -23,7 +23,7 @@ from jaxlm.core.hub import PREFIX
 from jaxlm.core.sections import show
 from jaxlm.data import tokenizer_file
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.models.heads import REWARD_HEAD
+from jaxlm.models.heads import SCORE_HEADS
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
@@ -313,13 +313,13 @@ def load_base(source: InitSource, model: setup.ShardedModel) -> Any:
 
     Each is quantized, or cast, when it is read: no more than one is in memory as it is stored.
     """
-    added = [path for path in tree.leaves(model.plain.shapes) if path.startswith(REWARD_HEAD)]
+    added = [path for path in tree.leaves(model.plain.shapes) if path.startswith(SCORE_HEADS)]
     shapes, layout = (
         tree.drop_leaves(each, added) for each in (model.plain.shapes, model.plain_shardings)
     )
     plain = states.abstract(shapes, layout)
     stored = in_stored_dtypes({"params": plain}, source.store.layout(source.step))["params"]
-    source.store.check_layout(source.step, {"params": stored})
+    source.store.check_layout(source.step, {"params": stored}, left_out=SCORE_HEADS)
     targets = tree.leaves(setup.abstract_base(model))
     quantized = surgery.quantized_weights(model.stored)
     base: dict[str, jax.Array] = {}
