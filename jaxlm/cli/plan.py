@@ -138,7 +138,8 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]
     if "nearest" in answer:
         none = "none: no share of depth, of width or of a row's length fits"
         nearest = answer["nearest"]
-        rows.append(("nearest", none if nearest is None else _fitting(nearest)))
+        texts = [none] if nearest is None else [nearest["flags"], _fitting(nearest)]
+        rows += [("nearest", text) for text in texts]
     rows += [(name, text) for name in ("assumed", "risks") for text in answer[name]]
     return table(rows) + (_sharding(answer["sharding"]) if with_sharding else [])
 
@@ -173,7 +174,7 @@ def _rollout(drawn: dict[str, Any]) -> str:
 
 
 def _fitting(nearest: dict[str, Any]) -> str:
-    text = f"{nearest['flags']}    # {formatting.size(nearest['bytes_per_device'])} per device"
+    text = f"{formatting.size(nearest['bytes_per_device'])} per device"
     if nearest["step_seconds"] is None:
         return text
     low, high = map(formatting.duration, nearest["step_seconds"])

@@ -53,9 +53,16 @@ def test_its_steps_install_the_command_in_an_empty_environment(tmp_path):
     assert not (tmp_path / "source").exists()
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", TEXT, re.MULTILINE)
     (default,) = re.findall(r"^CMD (.*)$", TEXT, re.MULTILINE)
-    for words in (json.loads(default), ["plan", "--config=quickstart", "--on=t4"]):
+    (folder,) = re.findall(r"^WORKDIR (.*)$", TEXT, re.MULTILINE)
+    workspace = tmp_path / folder.removeprefix("/")
+    workspace.mkdir()
+    for name, value in re.findall(r"^ENV (\w+)=(.*)$", TEXT, re.MULTILINE):
+        environment[name] = value.replace(folder, str(workspace))
+    tokenize = ["data", "stats", "--config=quickstart", "--config.data.tokenizer=bytes"]
+    for words in (json.loads(default), ["plan", "--config=quickstart", "--on=t4"], tokenize):
         command = [str(tmp_path / "venv/bin" / json.loads(entry)[0]), *words]
-        subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(command, env=environment, cwd=workspace, check=True, capture_output=True)
+    assert list((workspace / ".cache/jaxlm").iterdir()), "the cache is in the volume"
 
 
 @pytest.mark.slow
