@@ -189,7 +189,7 @@ class LanguageModel:
         *,
         sequence: int | None = None,
         batch: int | None = None,
-        say: Log = lambda _: None,
+        say: Log | None = None,
     ) -> dict[str, Any]:
         """Return loss, perplexity, bits per byte, accuracy and calibration, as `jaxlm eval` does.
 
@@ -197,7 +197,7 @@ class LanguageModel:
           text: globs of the text to evaluate on; () for the validation sets of the run.
           sequence: length of the rows; None for the run's own.
           batch: rows of a step; None for the run's own.
-          `say`: receives log lines.
+          `say`: receives log lines; None for none.
         """
         globs = (text,) if isinstance(text, str) else tuple(text)
         if not globs:
@@ -205,7 +205,7 @@ class LanguageModel:
                 "an untrained model has no validation sets", "evaluate('texts/*.txt')"
             )
         length = evaluate.checked_length(self.loaded, sequence)
-        loaders = evaluate.open_loaders(self.loaded, globs, length, say)
+        loaders = evaluate.open_loaders(self.loaded, globs, length, say or _silent)
         sets = evaluate.measure(self.loaded, loaders, batch or self.config.train.batch)
         return {"step": self.step, "sequence": length} | evaluate.with_first(
             self.loaded, globs, sets
@@ -249,7 +249,7 @@ def load(
     adapter: str | None = None,
     seed: int = 0,
     cpu_devices: int | None = None,
-    say: Log = lambda _: None,
+    say: Log | None = None,
 ) -> LanguageModel:
     """Open a model: call it, generate, score text, evaluate, export.
 
@@ -267,9 +267,9 @@ def load(
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
       seed: seed of the random parameters of a published size.
       cpu_devices: number of devices to split the CPU into.
-      `say`: receives log lines.
+      `say`: receives log lines; None for none.
     """
-    ref = os.fspath(source)
+    ref, say = os.fspath(source), say or _silent
     if not Path(ref).exists() and (size := fresh.size_named(ref)):
         if step is not None or best or weights != "raw" or adapter is not None:
             raise ConfigError(
@@ -305,6 +305,10 @@ def load(
         say=say,
     )
     return LanguageModel(loaded, adapter)
+
+
+def _silent(line: str) -> None:
+    """Write no log line."""
 
 
 def _imported(ref: str, cpu_devices: int | None, say: Log) -> Path:

@@ -53,6 +53,7 @@ def test_importing_jaxlm_is_light_and_shows_what_there_is():
     for function in (jaxlm.train, jaxlm.load):
         described = re.findall(r"^  `?(\w+)`?: ", inspect.getdoc(function), re.MULTILINE)
         assert described == list(inspect.signature(function).parameters)
+        assert " at 0x" not in str(inspect.signature(function))
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = jaxlm.trian
 
