@@ -7,6 +7,9 @@ prompt in both orders (compare:RUN: the mean log p(A) - log p(B)). A line of the
 text or messages, and the answer that some rewards need. The folder has samples.jsonl, from which
 the same command resumes, and kept.jsonl.
 
+With --critique a run criticizes each of its answers by a principle that is drawn, and revises it.
+Then pairs are a revision and its draft, without a judge; a judge scores both.
+
 With --ask two answers are shown to a person, whose choices are saved in ratings.jsonl at each key.
 """
 
@@ -38,6 +41,9 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--temperature", "X", 1.0, "sampling temperature")
     add_flag(parser, "--seed", "N", 0, "random seed of the samples")
     add_flag(parser, "--slots", "N", 16, "answers that are drawn at a time")
+    doc = "file with a principle a line: each answer is criticized by one and revised"
+    add_flag(parser, "--critique", "FILE", str, doc)
+    add_flag(parser, "--rounds", "N", 1, "critiques of each answer")
     parser.add_switch("--chat", "treat prompts as user turns of the run's template")
     parser.add_switch(
         "--ask", "ask in this terminal which of two answers is better, without a judge"
@@ -48,8 +54,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
-    at_least_one("jaxlm collect", args, "samples", "max_tokens", "slots")
-    if not args.prompts or not (args.judge or args.ask):
+    at_least_one("jaxlm collect", args, "samples", "max_tokens", "slots", "rounds")
+    if not args.prompts or not (args.judge or args.ask or args.critique):
         missing = "judge" if args.prompts else "prompts"
         raise CommandError(
             f"a collection needs --{missing}",
@@ -64,8 +70,8 @@ def run(args: Any, out: Output) -> int:
 
     settings = CollectSettings(
         prompts=tuple(args.prompts),
-        judge="" if args.ask else args.judge,
-        samples=2 if args.ask else args.samples,
+        judge="" if args.ask else args.judge or "",
+        samples=(1 if args.critique else 2) if args.ask else args.samples,
         keep=args.keep,
         pairs=args.pairs,
         max_tokens=args.max_tokens,
@@ -73,14 +79,18 @@ def run(args: Any, out: Output) -> int:
         seed=args.seed,
         is_chat=args.chat,
         slots=args.slots,
+        critique=args.critique or "",
+        rounds=args.rounds,
     )
     if args.ask:
         return _ask(workdir, args, settings, out)
     answer = collect(workdir, Path(args.out), settings, say=out.log, **selection(args))
     target = Path(args.out) / KEPT
+    scored = ""
+    if answer["mean_score"] is not None:
+        scored = f", mean score {answer['mean_score']:.4f}, {answer['unscored']} without a score"
     lines = [
-        f"{answer['samples']} samples of {answer['prompts']} prompts, mean score "
-        f"{answer['mean_score']:.4f}, {answer['unscored']} without a score",
+        f"{answer['samples']} samples of {answer['prompts']} prompts{scored}",
         f"kept: {answer['kept']} ({answer['keep']}) in {target}",
     ]
     if answer["left_out"]:

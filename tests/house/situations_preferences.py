@@ -125,6 +125,12 @@ SITUATIONS: dict[str, Situation] = {
     "answers that fit in no context": Situation(
         f"{COLLECT} --prompts=p.txt --judge=ended --out=c --max_tokens=4000", ASK, code=65
     ),
+    "principles that are nowhere": Situation(
+        f"{COLLECT} --prompts=p.txt --critique=r.txt --out=c", ASK, code=66
+    ),
+    "principles that are empty": Situation(
+        f"{COLLECT} --prompts=p.txt --critique=r.txt --out=c", f"{ASK}; touch r.txt", code=65
+    ),
     "another collection in the folder": Situation(
         f"{COLLECT} --prompts=p.txt --judge=ended --out=c --seed=1", COLLECTED
     ),

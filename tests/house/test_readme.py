@@ -113,7 +113,9 @@ def checkout(tmp_path_factory):
     asked = ({"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(4))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
     (folder / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
-    steps = [{"prompt": f"{n}?", "steps": ["a", "b"], "labels": [True, n > 9]} for n in range(100)]
+    steps = [
+        {"prompt": f"{n}?", "steps": ["a", "b"], "labels": [True, n % 2 > 0]} for n in range(100)
+    ]
     (folder / "steps.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
     texts = {"id": "1", "prompt": "1?", "a": "a", "b": "b", "order": "ab", "choice": "a"}
     texts |= {"run_a": "runs/a@1", "run_b": "runs/b@1", "rater": "eve", "seconds": 1.0}

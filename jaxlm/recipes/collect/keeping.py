@@ -20,6 +20,8 @@ Line = Mapping[str, Any]
 
 NO_SCORE = "without a scored answer that ended"
 EQUAL_SCORES = "with equal scores"
+NO_REVISION = "without a revision that ended"
+SAME = "that the revision repeats"
 
 
 def select(
@@ -51,6 +53,35 @@ def select(
         matches = list(_pairs(ended, answers))
         left_out[EQUAL_SCORES] += not matches
         records += matches if pairs == "all" else matches[:1]
+    return records
+
+
+def select_revisions(
+    lines: Sequence[Line], keep: str, left_out: Counter[str]
+) -> list[dict[str, Any]]:
+    """Return the records that are kept of drafts, each followed by its revision.
+
+    `best` is the revision, `pairs` the revision, chosen, and its draft, rejected. A kept revision
+    has ended by itself and differs from the draft.
+
+    Args:
+      lines: lines of samples.jsonl.
+      keep: `all`, `best` or `pairs`.
+      left_out: counts of drafts that are left out, by reason.
+    """
+    if keep == "all":
+        return [dict(each) for each in lines]
+    records = []
+    for draft, revision in zip(lines[::2], lines[1::2], strict=True):
+        if revision["problem"] or revision["reason"] == "length":
+            left_out[NO_REVISION] += 1
+        elif revision["text"].strip() == draft["text"].strip():
+            left_out[SAME] += 1
+        else:
+            answers = {"completion": _turns(revision)}
+            if keep == "pairs":
+                answers = {"chosen": _turns(revision), "rejected": _turns(draft)}
+            records.append({"prompt": draft["prompt"], **answers, "id": draft["id"]})
     return records
 
 

@@ -17,13 +17,16 @@ FIELDS = ("prompt", "answer")  # of a line; the others are `info`
 EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
 
 
+Messages = str | list[dict[str, Any]]
+
+
 class Prompt(NamedTuple):
     """A prompt; `messages` is a text without a chat template.
 
     `info` has the other fields of its line.
     """
 
-    messages: str | list[dict[str, Any]]
+    messages: Messages
     answer: str | None
     info: Any
 
@@ -45,9 +48,12 @@ class Prompt(NamedTuple):
             return self.messages
         return "\n".join(str(each["content"]) for each in self.messages)
 
-    def seed(self, seed: int, sample: int) -> int:
-        """Return the seed of the draws of a sample, from the seed of the collection."""
-        content = json.dumps([seed, self.id, sample])
+    def seed(self, seed: int, sample: int, *place: int | str) -> int:
+        """Return the seed of the draws of a sample, from the seed of the collection.
+
+        `place` is that of further draws: the number of a critique and what is drawn.
+        """
+        content = json.dumps([seed, self.id, sample, *place])
         return int.from_bytes(hashlib.sha256(content.encode()).digest()[:4], "little")
 
 

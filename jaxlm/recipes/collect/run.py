@@ -4,13 +4,15 @@ The folder has `collect.json`, which identifies the collection; `samples.jsonl`,
 command resumes; and, at the end, `kept.jsonl`, which a run trains on.
 """
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import json
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -18,13 +20,12 @@ from jaxlm.checkpoint import object_store
 from jaxlm.core import disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError, cannot_write
-from jaxlm.data.chat_tokenizer import ChatTokenizer
-from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals.samples import SAMPLES, Samples, read
-from jaxlm.generate.engine import Delta, Engine, Request, Result, joined
-from jaxlm.generate.rows import Sampling
+from jaxlm.generate.engine import Result
 from jaxlm.monitor import sinks
-from jaxlm.recipes.collect import judges, keeping, prompts
+from jaxlm.recipes.collect import critique, judges, keeping, prompts
+from jaxlm.recipes.collect.critique import Principles, Revision
+from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder
 from jaxlm.recipes.collect.judges import Answer, Judge
 from jaxlm.recipes.collect.prompts import Prompt
 from jaxlm.recipes.rate.texts import TextPair
@@ -40,6 +41,7 @@ NOT_FINITE = "its logits were not finite"
 
 Keep = Literal["best", "pairs", "all"]
 Pairs = Literal["best", "all"]
+Critic = Callable[[Sequence[tuple[Prompt, int, str]]], list[Revision]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class CollectSettings:
       seed: of the draws.
       is_chat: a prompt that is a text is the message of a user.
       slots: answers that are drawn at a time.
+      critique: file of principles, see `critique.read`; empty for answers without a revision.
+      rounds: critiques of each answer.
     """
 
     prompts: tuple[str, ...]
@@ -69,6 +73,13 @@ class CollectSettings:
     seed: int = 0
     is_chat: bool = False
     slots: int = 16
+    critique: str = ""
+    rounds: int = 1
+
+    @property
+    def lines(self) -> int:
+        """Return the lines of a prompt in samples.jsonl: its samples, or drafts and revisions."""
+        return 2 * self.samples if self.critique else self.samples
 
 
 def collect(
@@ -92,14 +103,18 @@ def collect(
     left_out = Counter[str]()
     asked = prompts.read(settings.prompts, is_chat=settings.is_chat, left_out=left_out)
     judge = judges.build(settings.judge, say)
-    judges.check_samples(judge, settings.samples)
+    judges.check_samples(judge, settings.lines)
     judges.check_answers(judge, settings.judge, asked, settings.prompts)
+    principles = critique.read(Path(settings.critique)) if settings.critique else None
     opened = load.load_run(workdir, say=say, **selection)
     generate.check_generates(opened, is_chat=False)
     facts = _facts(opened, settings, judge, asked, str(selection.get("weights", "raw")))
+    if principles is not None:
+        facts |= {"principles": principles.digest, "rounds": settings.rounds}
     _check_folder(out, facts)
-    ids = _encoded(opened, asked, say)
-    context = min(opened.run.data.sequence, opened.model.blueprint.text_positions or 2**31)
+    encoder = PromptEncoder(opened, say)
+    ids = encoder.ids([each.messages for each in asked])
+    context = _context(opened)
     fitting = [
         each
         for each in zip(asked, ids, strict=True)
@@ -117,8 +132,11 @@ def collect(
             else "shorten the prompts",
         )
     with judge, Samples(out / SAMPLES) as samples:
-        _collect(opened, settings, judge, fitting, samples, say)
-        records = keeping.select(samples.lines, settings.keep, settings.pairs, left_out)
+        _collect(opened, settings, judge, fitting, samples, say, encoder, principles)
+        if principles is not None and not settings.judge:
+            records = keeping.select_revisions(samples.lines, settings.keep, left_out)
+        else:
+            records = keeping.select(samples.lines, settings.keep, settings.pairs, left_out)
         _write(out / KEPT, "".join(map(sinks.line, records)).encode())
         scores = [each["score"] for each in samples.lines if each["score"] is not None]
         return {
@@ -147,6 +165,10 @@ def _text(prompt: str | list[dict[str, Any]]) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
+def _context(opened: LoadedRun) -> int:
+    return min(opened.run.data.sequence, opened.model.blueprint.text_positions or 2**31)
+
+
 def _facts(
     opened: LoadedRun,
     settings: CollectSettings,
@@ -156,7 +178,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Return what determines the samples; `keep` does not."""
     source = InitSource(opened.run, object_store.of_run(opened.workdir), opened.step)
-    free = ("prompts", "keep", "pairs")
+    free = ("prompts", "keep", "pairs", "critique", "rounds")
     drawn = {
         name: value for name, value in dataclasses.asdict(settings).items() if name not in free
     }
@@ -198,19 +220,6 @@ def _write(file: Path, content: bytes) -> None:
         raise cannot_write(file.name, file, error, fix="--out=another/place") from error
 
 
-def _encoded(opened: LoadedRun, asked: Sequence[Prompt], say: Log) -> list[list[int]]:
-    """Return the ids of each prompt: of text, or of messages by the template of the run."""
-    tokenizer: Tokenizer = opened.tokenizer
-    texts = [each.messages for each in asked if isinstance(each.messages, str)]
-    chats = [each.messages for each in asked if not isinstance(each.messages, str)]
-    plain = iter([[*tokenizer.before, *ids] for ids in tokenizer.encode_many(texts)])
-    rendered: Iterator[list[int]] = iter(())
-    if chats:
-        template = generate.template_of(opened.workdir, say=say)
-        rendered = iter(ChatTokenizer(tokenizer, template).encode_chats(chats))
-    return [next(plain if isinstance(each.messages, str) else rendered) for each in asked]
-
-
 def _collect(
     opened: LoadedRun,
     settings: CollectSettings,
@@ -218,110 +227,143 @@ def _collect(
     fitting: Sequence[tuple[Prompt, list[int]]],
     samples: Samples,
     say: Log,
+    encoder: PromptEncoder,
+    principles: Principles | None,
 ) -> None:
     """Draw and score the samples that are not on disk yet, in the order of the prompts."""
-    total, block = len(fitting) * settings.samples, -(-BLOCK // settings.samples)
+    size = settings.lines
+    total, block = len(fitting) * size, -(-BLOCK // size)
     if len(samples.lines) == total:
         return
     say(f"{total:,} samples of {len(fitting):,} prompts, {len(samples.lines):,} on disk")
     # A block that was cut is drawn again as a whole: a judge gives the same bits to the same batch.
-    done = len(samples.lines) // settings.samples // block * block
-    known = samples.lines[done * settings.samples :]
-    with jax.set_mesh(opened.model.mesh):
-        drawn = _drawn(opened, settings, fitting, done)
+    done = len(samples.lines) // size // block * block
+    known = samples.lines[done * size :]
+    longest = max(len(ids) for _, ids in fitting) + settings.max_tokens
+    context = longest if principles is None else _context(opened)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(opened.model.mesh))
+        drawer = stack.enter_context(
+            Drawer(
+                opened,
+                slots=settings.slots,
+                context=context,
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                ends=encoder.ends(prompt.messages for prompt, _ in fitting),
+            )
+        )
+        critic: Critic | None = None
+        if principles is not None:
+            critic = functools.partial(
+                critique.revise,
+                drawer,
+                encoder,
+                principles,
+                seed=settings.seed,
+                rounds=settings.rounds,
+                room=context - settings.max_tokens,
+            )
+        drawn = _drafts(drawer, settings, fitting[done:], block, is_apart=critic is not None)
         while part := list(itertools.islice(drawn, block)):
-            lines = _lines(settings, judge, part)
+            lines = _lines(judge, _samples(settings, part, critic))
             samples.append(lines[len(known) :])
             known = known[len(lines) :]
-            check_scored(
-                [
-                    (each["problem"], _text(each["prompt"]))
-                    for each in samples.lines
-                    if each["problem"]
-                ],
-                total,
-                judges.FAILURES,
-                where=f"--judge={settings.judge}",
-                limit="a collection",
-                fix="correct the prompts and the judge, then write to another folder",
-            )
+            if settings.judge:
+                check_scored(
+                    [(x["problem"], _text(x["prompt"])) for x in samples.lines if x["problem"]],
+                    total,
+                    judges.FAILURES,
+                    where=f"--judge={settings.judge}",
+                    limit="a collection",
+                    fix="correct the prompts and the judge, then write to another folder",
+                )
 
 
-def _drawn(
-    opened: LoadedRun,
+def _drafts(
+    drawer: Drawer,
     settings: CollectSettings,
     asked: Sequence[tuple[Prompt, list[int]]],
-    done: int,
+    block: int,
+    *,
+    is_apart: bool,
 ) -> Iterator[tuple[Prompt, list[Result]]]:
-    """Yield each prompt but the first `done` with its answers; later ones are drawn meanwhile."""
-    tokenizer: Tokenizer = opened.tokenizer
-    ends = tuple(tokenizer.ends)
-    if any(not isinstance(prompt.messages, str) for prompt, _ in asked):
-        template = generate.template_of(opened.workdir)
-        ends = tuple(ChatTokenizer(tokenizer, template).ends)
-    longest = max(len(ids) for _, ids in asked) + settings.max_tokens
-    engine = Engine(
-        opened.model.blueprint,
-        opened.params,
-        tokenizer,
-        rows=settings.slots,
-        context=longest,
-        prefix_bytes=2**28,
-    )
-    sampling = Sampling(temperature=settings.temperature)
-    waiting = deque(asked[done:])
-    running: deque[tuple[Prompt, list[list[Delta]]]] = deque()
-    try:
-        while waiting or running:
-            while waiting and engine.waiting < settings.slots:
-                prompt, ids = waiting.popleft()
-                answers: list[list[Delta]] = [[] for _ in range(settings.samples)]
-                for number, parts in enumerate(answers):
-                    request = Request(
-                        ids=tuple(ids),
-                        max_tokens=settings.max_tokens,
-                        sampling=sampling,
-                        seed=prompt.seed(settings.seed, number),
-                        ends=ends,
-                        top=0,
-                    )
-                    engine.submit(request, parts.append)
-                running.append((prompt, answers))
-            while running and all(parts and parts[-1].reason for parts in running[0][1]):
-                prompt, answers = running.popleft()
-                yield prompt, [joined(parts) for parts in answers]
-            if running:
-                engine.advance()
-                if engine.failure is not None:
-                    raise engine.failure
-    finally:
-        engine.close()
+    """Yield each prompt with its answers; later ones are drawn meanwhile, unless `is_apart`.
+
+    Then the engine is free after each block of prompts, for critiques.
+    """
+    size = block if is_apart else len(asked)
+    for first in range(0, len(asked), size):
+        part = asked[first : first + size]
+        groups = (
+            [(ids, prompt.seed(settings.seed, n)) for n in range(settings.samples)]
+            for prompt, ids in part
+        )
+        for (prompt, _), results in zip(part, drawer.results(groups), strict=True):
+            yield prompt, results
 
 
-def _lines(
-    settings: CollectSettings, judge: Judge, part: Sequence[tuple[Prompt, list[Result]]]
-) -> list[dict[str, Any]]:
-    """Return the lines of samples.jsonl of some prompts."""
-    answers = [
-        Answer(prompt, each.text, each.reason, prompt.seed(settings.seed, number), len(each.ids))
+class _Sample(NamedTuple):
+    """A drawn answer, and the further fields of its line."""
+
+    answer: Answer
+    number: int
+    result: Result | None
+    problem: str = ""
+    more: dict[str, Any] = {}
+
+
+def _samples(
+    settings: CollectSettings,
+    part: Sequence[tuple[Prompt, list[Result]]],
+    critic: Critic | None,
+) -> list[_Sample]:
+    """Return the answers of some prompts; with a critic, each draft and its revision."""
+    drafts = [
+        (prompt, number, result, prompt.seed(settings.seed, number))
         for prompt, results in part
-        for number, each in enumerate(results)
+        for number, result in enumerate(results)
     ]
-    results = [each for _, drawn in part for each in drawn]
-    return [
-        {
+    samples = [_sample(*each) for each in drafts]
+    if critic is None:
+        return samples
+    revisions = critic([(prompt, number, result.text) for prompt, number, result, _ in drafts])
+    both: list[_Sample] = []
+    for (prompt, number, *_), draft, revision in zip(drafts, samples, revisions, strict=True):
+        revised = _sample(prompt, number, revision.result, revision.seed)
+        more = {"role": "revision", "steps": revision.steps}
+        both.append(draft._replace(more={"role": "draft"}))
+        both.append(revised._replace(problem=revised.problem or revision.problem, more=more))
+    return both
+
+
+def _sample(prompt: Prompt, number: int, result: Result | None, seed: int) -> _Sample:
+    if result is None:
+        return _Sample(Answer(prompt, "", "none", seed, 0), number, None)
+    problem = NOT_FINITE if result.reason == "error" else ""
+    answer = Answer(prompt, result.text, result.reason, seed, len(result.ids))
+    return _Sample(answer, number, result, problem)
+
+
+def _lines(judge: Judge, samples: Sequence[_Sample]) -> list[dict[str, Any]]:
+    """Return the lines of samples.jsonl of some answers."""
+    scores = judge.score([each.answer for each in samples])
+    lines = []
+    for each, scored in zip(samples, scores, strict=True):
+        answer, result = each.answer, each.result
+        line = {
             "id": answer.prompt.id,
-            "sample": number % settings.samples,
+            "sample": each.number,
             "seed": answer.seed,
             "prompt": answer.prompt.messages,
             "text": answer.text,
-            "ids": [*result.ids],
-            "log_probabilities": [each.log_probability for each in result.scores],
+            "ids": [] if result is None else [*result.ids],
+            "log_probabilities": []
+            if result is None
+            else [score.log_probability for score in result.scores],
             "reason": answer.reason,
-            "score": None if answer.reason == "error" else scored.score,
-            "problem": NOT_FINITE if answer.reason == "error" else scored.problem,
+            "score": None if each.problem else scored.score,
+            "problem": each.problem or scored.problem,
         }
-        for number, (answer, result, scored) in enumerate(
-            zip(answers, results, judge.score(answers), strict=True)
-        )
-    ]
+        lines.append(line | each.more)
+    return lines

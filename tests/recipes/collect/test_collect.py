@@ -131,6 +131,8 @@ def test_a_judge_that_sees_two_answers_has_no_preference_for_a_place(
         (["--judge=ended", "--max_tokens=300"], 65, "--max_tokens="),
         (["--judge=reward:WRITER"], 2, "--config.objective.name=reward"),
         (["--judge=ended", "--prompts=missing.jsonl"], 66, "echo"),
+        (["--critique=missing.txt"], 66, "echo"),
+        (["--critique=EMPTY"], 65, "echo"),
         (["--judge=number", "--prompts=UNANSWERED"], 65, "--judge=ended"),
         (["--judge=FAILS"], 65, "have no score"),
         ([], 2, "--judge=ended"),
@@ -138,11 +140,13 @@ def test_a_judge_that_sees_two_answers_has_no_preference_for_a_place(
 )
 def test_each_unusable_input_names_its_fix(words, writer, tmp_path, capfd, flags, code, text):
     (tmp_path / "fails.py").write_text("def f(completion, **_):\n    return None\n")
+    (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "unanswered.jsonl").write_text('{"prompt": "1"}\n')
     places = {
         "WRITER": str(writer),
         "UNANSWERED": f"{tmp_path}/unanswered.jsonl",
         "FAILS": f"{tmp_path}/fails.py:f",
+        "EMPTY": f"{tmp_path}/empty.txt",
     }
     for name, place in places.items():
         flags = [each.replace(name, place) for each in flags]
@@ -173,6 +177,78 @@ def test_the_best_answer_has_ended_and_ties_make_no_pair():
     assert left_out["with equal scores"] == 1
     every = select(lines, "pairs", "all", Counter())
     assert len(every) == 3
+
+
+@pytest.fixture(scope="module")
+def principles(words, tmp_path_factory):
+    file = tmp_path_factory.mktemp("principles") / "principles.txt"
+    file.write_text("".join(f"principle {n}\n\n" for n in range(4)))
+    return file
+
+
+def test_a_run_criticizes_and_revises_its_answers_by_drawn_principles(
+    words, writer, principles, tmp_path, capfd
+):
+    command = [*words[:3], f"--critique={principles}", "--samples=2", "--max_tokens=6"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main([*command, f"--out={whole}", "--keep=pairs"]) == 0
+    lines = read(whole)
+    assert [each["role"] for each in lines] == ["draft", "revision"] * 40
+    drawn = {step["principle"] for each in lines[1::2] for step in each["steps"]}
+    assert drawn == {f"principle {n}" for n in range(4)}
+    revised = [each for each in lines[1::2] if not each["problem"]]
+    for each in revised:
+        (step,) = each["steps"]
+        assert step["revision"] == each["text"].strip()
+        assert step["critique"]
+        assert len(each["ids"]) == len(each["log_probabilities"])
+    assert len({each["seed"] for each in lines}) == 80
+    for draft, revision in zip(lines[::2], lines[1::2], strict=True):
+        if revision["problem"]:
+            assert revision["score"] is None
+        else:
+            assert draft["text"].strip()
+    for record in (records := read(whole, "kept.jsonl")):
+        preferred.parse(record, "pairs", ("assistant",))
+    cut.mkdir()
+    (cut / "collect.json").write_bytes((whole / "collect.json").read_bytes())
+    content = (whole / "samples.jsonl").read_bytes()
+    (cut / "samples.jsonl").write_bytes(content[: len(content) // 2])
+    capfd.readouterr()
+    assert main([*command, f"--out={cut}", "--keep=pairs", "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert (cut / "samples.jsonl").read_bytes() == content
+    assert answer["kept"] == len(records)
+    assert answer["kept"] + sum(answer["left_out"].values()) - 1 == 40  # a prompt is repeated
+    principles.write_text("another\n")
+    assert main([*command, f"--out={cut}"]) == 2
+    assert "principles" in capfd.readouterr().err
+
+
+def test_a_judge_scores_drafts_and_revisions(words, writer, principles, tmp_path):
+    command = [*words[:3], f"--critique={principles}", "--samples=1", "--max_tokens=6"]
+    flags = [f"--judge={writer.parent}/judge.py:long", "--keep=pairs", f"--out={tmp_path}/out"]
+    assert main([*command, "--rounds=2", *flags]) == 0
+    lines = read(tmp_path / "out")
+    assert all(each["score"] == len(each["text"]) for each in lines if not each["problem"])
+    assert {len(each["steps"]) for each in lines[1::2] if not each["problem"]} == {2}
+    for record in read(tmp_path / "out", "kept.jsonl"):
+        assert record["chosen_score"] > record["rejected_score"]
+
+
+def test_revisions_are_chosen_over_drafts_that_they_change():
+    from jaxlm.recipes.collect.keeping import select_revisions
+
+    def line(text, problem="", reason="eos_token"):
+        draft = {"id": text, "prompt": "q", "reason": reason, "problem": problem}
+        return [draft | {"text": text, "problem": ""}, draft | {"text": f"{text}!".strip("=!")}]
+
+    lines = [*line("a="), *line("b", "too long"), *line("c", reason="length"), *line("same")]
+    left_out = Counter()
+    (record,) = select_revisions(lines, "pairs", left_out)
+    assert (record["chosen"], record["rejected"]) == ("a", "a=")
+    assert left_out == {"without a revision that ended": 2, "that the revision repeats": 1}
+    assert select_revisions(lines, "best", Counter())[0]["completion"] == "a"
 
 
 def test_a_person_chooses_by_single_keys_that_are_saved_and_taken_back(tmp_path):
