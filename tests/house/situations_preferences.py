@@ -26,9 +26,7 @@ STEPS = "--config.data.train=steps.jsonl --config.data.kind=steps --config.data.
 PREFER = f"{ON} --config.objective.name=preference"
 SCORE = f"{ON} --config.objective.name=reward"
 KTO = f"{LABELED} --config.objective.name=preference --config.objective.loss=kto"
-LORA = "--config.tune.name=lora --config.tune.rank=2"
 SCORED = f"{PAIRS}; {trained('rewarded', SCORE)}"
-TUNED = trained("tuned", f"{LORA} --init_from=runs/a")
 VALIDATE = "config validate --config=c.py"
 COLLECT = "collect --workdir=runs/a --max_tokens=4 --samples=2"
 ASK = "echo one > p.txt"
@@ -92,7 +90,9 @@ SITUATIONS: dict[str, Situation] = {
     "a loss of text of a reward model": Situation(
         "eval --workdir=runs/rewarded --text=t.txt", SCORED
     ),
-    "an export of a reward model": Situation("export --workdir=runs/rewarded --out=out", SCORED),
+    "an export of a reward model": Situation(
+        "export --workdir=runs/rewarded --out=out --to=gguf", SCORED
+    ),
     "a collection without a judge": Situation(f"{COLLECT} --prompts=p.txt --out=c", ASK),
     "a win rate without a judge": Situation(
         "eval --workdir=runs/a --against=runs/a --text=p.txt --max_tokens=4", ASK
@@ -144,11 +144,6 @@ SITUATIONS: dict[str, Situation] = {
         "--config.data.tokenizer=judged/train/tokenizer",
         f"{PAIRS}; {sys.executable} -m jaxlm data tokenize --config=c.py {PREFER} --out=judged >&2",
     ),
-    "an adapter that is continued and turned off": Situation(
-        f"train {CONFIG} {PREFER} {LORA} --init_from=runs/tuned "
-        "--config.objective.reference=adapter_off",
-        f"{PAIRS}; {TUNED}",
-    ),
 }
 
 # Each trains a model, or several.
@@ -157,7 +152,6 @@ SLOW = {
     "a judge that is no reward model",
     "a start from a reward model",
     "a win rate without a judge",
-    "an adapter that is continued and turned off",
     "another collection in the folder",
     "answers that fit in no context",
     "one answer to compare",

@@ -11,6 +11,7 @@ from jaxlm.cli.main import main
 from jaxlm.recipes.use import load
 from tests.cli.test_exchange import write
 from tests.faults import harness
+from tests.recipes.test_preference import SETTINGS
 
 pytestmark = pytest.mark.parity
 TEXT = "def caf\u00e9(x):\n    return '\U0001f600' * x\n"
@@ -79,3 +80,32 @@ def test_an_export_opens_in_transformers_with_the_same_ids_logits_and_text(
     text = model.generate(**prompt, max_new_tokens=9, do_sample=False)[0, len(ids) :].tolist()
     assert sample["ids"] == text
     assert not [record.getMessage() for record in complaints.records]
+
+
+def test_a_reward_model_has_the_same_scores_in_transformers(tmp_path):
+    import torch
+    import transformers
+
+    pairs = [{"prompt": f"{n}", "chosen": f"{n + 1}", "rejected": f"{n - 3}!"} for n in range(60)]
+    text = "".join(json.dumps(each) + "\n" for each in pairs)
+    (tmp_path / "pairs.jsonl").write_text(text)
+    settings = {"data.train": (f"{tmp_path}/pairs.jsonl",), "objective.name": "reward"}
+    config = harness.write_config(tmp_path, SETTINGS | settings | {"optim.lr": 0.01})
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(harness.words(config, run)) == 0
+    assert main(["export", f"--workdir={run}", f"--out={out}", "--quiet"]) == 0
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out).eval()
+    ours = load.load_run(run)
+    ids = np.array([[5, 9, 17, 33, 6]])
+    with torch.no_grad():
+        score = model(torch.tensor(ids)).logits.numpy()
+
+    @jax.jit
+    def scores(params, tokens):
+        module = ours.model.blueprint.merge(params)
+        positions = jax.numpy.arange(tokens.shape[1])[None]
+        return module.reward(module.hidden(tokens, positions=positions).values)
+
+    own = np.asarray(scores(ours.params, jax.numpy.asarray(ids, jax.numpy.int32)))
+    assert score.shape == (1, 1)
+    np.testing.assert_allclose(score[0, 0], own[0, -1], rtol=1e-4, atol=1e-6)

@@ -228,12 +228,33 @@ def test_an_adapter_is_compared_with_its_start(config, base, tmp_path):
         assert one["loss_nats"] == pytest.approx(two["loss_nats"], rel=1e-5)
     first = train_records(live)[0]
     assert first["loss_nats"] == pytest.approx(math.log(2), abs=1e-6)
-    continued = (*lora, f"--init_from={cached}", "--config.train.steps=1")
-    assert train(config, tmp_path / "continued", *continued) == 0
-    first = train_records(tmp_path / "continued")[0]
-    assert first["loss_nats"] == pytest.approx(math.log(2), abs=1e-6)
-    off = (*continued, "--config.objective.reference=adapter_off")
-    assert train(config, tmp_path / "off", *off) == 2
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_continued_is_its_own_reference(config, base, tmp_path, capfd):
+    lora = ("--config.tune.name=lora", "--config.tune.rank=2", "--config.tune.dropout=0")
+    first, off, cached, parts = (tmp_path / name for name in ("first", "off", "cached", "parts"))
+    assert train(config, first, *lora, f"--init_from={base}") == 0
+    continued = (*lora, f"--init_from={first}")
+    live = (*continued, "--config.objective.reference=adapter_off")
+    assert train(config, off, *live) == 0
+    assert train(config, cached, *continued) == 0
+    for split in ("train", "val"):
+        for one, two in zip(train_records(off, split), train_records(cached, split), strict=True):
+            assert one["loss_nats"] == pytest.approx(two["loss_nats"], rel=1e-4)
+    begin = train_records(off)[0]
+    assert begin["loss_nats"] == pytest.approx(math.log(2), abs=1e-6)
+    assert f"adapter of step 4 of {first}, frozen" in (off / "log.txt").read_text()
+    assert train(config, parts, *live, "--stop_at=2") == 0
+    first.rename(tmp_path / "moved")
+    assert train(config, parts, *lora, live[-1]) == 65
+    assert "the adapter that the run began with is gone" in capfd.readouterr().err
+    (tmp_path / "moved").rename(first)
+    assert train(config, parts, *lora, live[-1]) == 0
+    assert losses(parts) == losses(off)
+    capfd.readouterr()
+    assert main(["replay", f"--workdir={off}", "--step=3", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["is_as_logged"]
 
 
 @pytest.mark.slow

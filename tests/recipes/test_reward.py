@@ -77,7 +77,7 @@ def test_scores_at_use_are_those_of_packed_pairs_in_training(config, reward, pai
     ("verb", "flags", "code", "text"),
     [
         ("generate", ["--prompt=1"], 2, "jaxlm eval"),
-        ("export", ["--out=OUT"], 2, "jaxlm eval"),
+        ("export", ["--out=OUT", "--to=gguf"], 2, "--to=hf"),
         ("eval", ["--text=TEXT"], 2, "its own pairs"),
     ],
 )
@@ -87,6 +87,26 @@ def test_what_a_reward_model_cannot_do_is_refused(reward, tmp_path, capfd, verb,
     flags = [each.replace("TEXT", f"{tmp_path}/a.txt") for each in flags]
     assert main([verb, f"--workdir={reward}", *flags]) == code
     assert text in capfd.readouterr().err
+
+
+def test_an_export_is_a_classifier_of_one_label(reward, tmp_path, capfd):
+    import jax
+    import safetensors.numpy
+
+    from jaxlm.recipes.use import load
+
+    out = tmp_path / "out"
+    assert main(["export", f"--workdir={reward}", f"--out={out}", "--json"]) == 0
+    parity = json.loads(capfd.readouterr().out)["parity"]
+    assert parity["is_bit_identical"]
+    attributes = json.loads((out / "config.json").read_text())
+    assert attributes["architectures"] == ["LlamaForSequenceClassification"]
+    assert len(attributes["id2label"]) == 1
+    tensors = safetensors.numpy.load_file(out / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    weight = jax.device_get(load.load_run(reward).params["reward"]["weight"])
+    assert tensors["score.weight"].shape == (1, 16)
+    assert (tensors["score.weight"][0] == weight).all()
 
 
 @pytest.mark.slow

@@ -96,6 +96,9 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
         frozen = resume.load_teacher(run, teacher, model)
         data = reference.with_stored(data, run, workdir)
         engine = TrainPrograms(run, data, model, teacher=frozen, base=base)
+        if run.objective.compared_with == reference.ADAPTER_OFF:
+            began = reference.continued_adapter(workdir, say)
+            engine.adapter = None if began is None else resume.state_from(engine, began).params
         state = (
             resume.restored_state(engine, store, start, resume_options)
             if start
@@ -112,7 +115,8 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
             state, _ = engine.step(state, next(batches), rate(completed), **engine.extra_inputs)
         batch = next(batches)
         full_rows = engine.pace.phase(loader.batch_number(step - 1, rewinds.skips)).rows
-        rows = _rows(engine, engine.spec.point(state), batch, full_rows)
+        point = engine.whole(engine.spec.point(state))
+        rows = _rows(engine, point, batch, full_rows)
         values, layers = _measured(engine, state, batch, rate(step - 1))
         evidence = records.spike_evidence(engine, step, values, layers, rewinds.skips)
     logged = _logged(workdir, evidence, is_newest=known == every)

@@ -28,7 +28,7 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.vocabularies import gguf_tokens
 from jaxlm.data.vocabularies.gguf_tokens import PREFIX
 from jaxlm.models.families.hub import IGNORED_ATTRIBUTES, uncomputed
-from jaxlm.recipes.exchange import import_model
+from jaxlm.recipes.exchange import import_model, reward_head
 from jaxlm.recipes.use.load import LoadedRun
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -56,6 +56,15 @@ class ExportJob:
     say: Log
 
     @functools.cached_property
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of config.json, but those of the tokenizer."""
+        hub = self.family.HUB
+        known = self.family.to_hub() | {"architectures": [hub.architecture]}
+        if self.opened.run.objective.has_reward_head:
+            known |= reward_head.attributes(hub)
+        return known | {"model_type": hub.model_type}
+
+    @functools.cached_property
     def _leaves(self) -> dict[str, jax.Array]:
         return tree.leaves(self.opened.params)
 
@@ -77,7 +86,7 @@ class HFExport:
 
     def __init__(self, job: ExportJob):
         self._job = job
-        self._attributes = _attributes(job.family, job.dtype.name, job.opened)
+        self._attributes = _attributes(job)
 
     def write(self, place: Path) -> int:
         """Write the folder; returns the number of tensor files. Raises OSError, NotWritable."""
@@ -135,16 +144,14 @@ class HFExport:
         write_json(place / "tokenizer_config.json", tokenizer_json.settings(tokenizer))
 
 
-def _attributes(family: Any, dtype: str, opened: LoadedRun) -> dict[str, Any]:
-    tokenizer, attributes = opened.tokenizer, family.to_hub()
+def _attributes(job: ExportJob) -> dict[str, Any]:
+    family, tokenizer, attributes = job.family, job.opened.tokenizer, job.attributes
     pad = attributes.get("pad_token_id", tokenizer.pad)
     if pad != tokenizer.pad and not isinstance(tokenizer, ImportedTokenizer):
         # transformers derives positions from the padding id.
         raise uncomputed(family.HUB, f"padding = {pad}, the tokenizer pads with {tokenizer.pad}")
     return attributes | {
-        "architectures": [family.HUB.architecture],
-        "model_type": family.HUB.model_type,
-        "torch_dtype": dtype,
+        "torch_dtype": job.dtype.name,
         "bos_token_id": tokenizer.before[0] if tokenizer.before else None,
         "eos_token_id": tokenizer.eos,
         "pad_token_id": pad,

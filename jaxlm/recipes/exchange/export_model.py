@@ -27,7 +27,7 @@ from jaxlm.objectives.config import Causal
 from jaxlm.parallel import rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.exchange import export_formats, import_model
+from jaxlm.recipes.exchange import export_formats, import_model, reward_head
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import IMPORTED, read_json
 from jaxlm.tune.config import Quantized
@@ -97,13 +97,9 @@ def export_model(
             why=opened.run.tune.unmerged,
             fix=shlex.join([*words, f"--out={out}", f"--to={to}"]),
         )
-    if opened.run.objective.has_reward_head:
-        raise ConfigError(
-            "a reward model cannot be exported",
-            where=f"objective.name = {opened.run.objective.name}",
-            why="the formats have no name for its head",
-            fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # its accuracy on pairs",
-        )
+    is_reward = opened.run.objective.has_reward_head
+    if is_reward:
+        reward_head.check(opened.run, workdir, to)
     if opened.model.base:
         raise ConfigError(
             f"a {opened.run.tune.name} cannot be merged into its base",
@@ -129,7 +125,7 @@ def export_model(
     job = export_formats.ExportJob(
         opened=opened,
         family=family,
-        tensors=layout(decoder, family.HUB),
+        tensors=(reward_head.tensors if is_reward else layout)(decoder, family.HUB),
         dtype=export_formats.DTYPES[dtype or facts.get("dtype", "float32")],
         scheme=scheme,
         workdir=workdir,
@@ -146,7 +142,7 @@ def export_model(
     report = compare_logits(format_.read(partial), opened, job.dtype, format_.held)
     answer = {
         "out": str(out),
-        "architecture": family.HUB.architecture,
+        "architecture": job.attributes["architectures"][0],
         "step": opened.step,
         "dtype": job.dtype.name,
         "parameters": model_cost.parameters(decoder),
@@ -224,7 +220,7 @@ def compare_logits(
     The export's model is built from its own config.json. The run's parameters are first rounded as
     the format rounds them; the effect of the rounding is reported separately. They are freed leaf
     by leaf as the export is read, so that memory holds one model and one leaf; the run is unusable
-    afterwards. `held` is the rounding of each leaf.
+    afterwards. `held` is the rounding of each leaf. Of a reward model, scores are compared.
     """
     model = opened.model
     family, _ = hub_architecture.read_family(source, lambda _: None)
@@ -233,10 +229,14 @@ def compare_logits(
     tokens, positions = _text(opened)
     is_paired = opened.run.architecture == "encoder-decoder"
 
+    is_reward = opened.run.objective.has_reward_head
+
     def logits(
         blueprint: Blueprint, params: Any, tokens: jax.Array, positions: jax.Array
     ) -> jax.Array:
         merged = blueprint.merge(params)
+        if is_reward:
+            return reward_head.scores(merged, tokens, positions)
         inputs = {"source": tokens} if is_paired else {}
         return merged(tokens, positions=positions, **inputs)
 
@@ -245,6 +245,8 @@ def compare_logits(
     is_identical = []
 
     def rounded(path: str, leaf: jax.Array) -> jax.Array:
+        if path not in held:  # the unembedding of a reward model
+            return leaf
         result = held[path](leaf)
         if isinstance(result, np.ndarray):
             result = jax.device_put(result, leaf.sharding)
@@ -257,11 +259,13 @@ def compare_logits(
         rounded_params = tree.map_with_path(rounded, opened.params)
         rounded_logits = np.asarray(of_run(rounded_params, tokens, positions))
         remaining = tree.leaves(rounded_params)
-        tensors = layout(family.build(), family.HUB)
+        tensors = (reward_head.tensors if is_reward else layout)(family.build(), family.HUB)
         tensors = hub_architecture.in_folder_names(tensors, source, family.HUB)
         read = import_model.leaf_reader(tensors, fetch)
 
         def taken(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+            if path not in held:
+                return remaining[path]
             leaf = read(path, like)
             is_identical.append(np.array_equal(leaf, remaining[path]))
             remaining[path].delete()

@@ -112,6 +112,7 @@ class TrainPrograms:
             )
         self.run, self.data, self.model, self.teacher, self.base = run, data, model, teacher, base
         self.reference = ""  # of a preference run, for its header
+        self.adapter: Any = None  # of the reference, if it is an adapter that the run began with
         # Figures of (parameters, validation set, most prompts), of a run that samples answers.
         self.held_out: Callable[[Any, Loader, int | None], dict[str, Any]] | None = None
         if backend.name() == "cpu":
@@ -233,10 +234,11 @@ class TrainPrograms:
     def extra_inputs(self) -> dict[str, Any]:
         """Inputs of step and observer after state, batch and rate: frozen parameters.
 
-        They are those of a teacher, and those of an adapter's base.
+        They are those of a teacher, of an adapter's base, and of the adapter that it began with.
         """
-        teacher = {} if self.teacher is None else {"teacher": self.teacher.params}
-        return teacher if self.base is None else teacher | {"base": self.base}
+        teacher = None if self.teacher is None else self.teacher.params
+        inputs = {"teacher": teacher, "base": self.base, "adapter": self.adapter}
+        return {name: params for name, params in inputs.items() if params is not None}
 
     def whole(self, params: Any) -> Any:
         """Return parameters of the state with those of the base."""
@@ -315,7 +317,8 @@ class TrainPrograms:
         run = self.run
         size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
         rows = host.host_rows(self.model.mesh, size)
-        eval_step = functools.partial(self.eval_step, self.whole(params))
+        adapter = {} if self.adapter is None else {"adapter": self.adapter}
+        eval_step = functools.partial(self.eval_step, self.whole(params), **adapter)
         results: dict[str, dict[str, Any]] = {}
         for name, loader in self.data.validation.items():
             if self.held_out is not None:
@@ -366,34 +369,38 @@ class TrainPrograms:
         return sizes
 
     def _loss(
-        self, blueprint: Blueprint, teacher: Any = None, base: Any = None
+        self, blueprint: Blueprint, teacher: Any = None, base: Any = None, adapter: Any = None
     ) -> gradients.LossOfParams:
         """Return the function (params, batch, key) -> loss of the objective.
 
-        `teacher` and `base` are the `extra_inputs`.
+        `teacher`, `base` and `adapter` are the `extra_inputs`.
         """
 
         def loss(params: Any, batch: Tokens, key: jax.Array) -> Any:
             whole = params if base is None else tree.merge_leaves(base, params)
-            taught = self.taught(teacher, base)
+            taught = self.taught(teacher, base, adapter)
             return self.objective.loss(blueprint.merge(whole), batch, key, taught)
 
         return loss
 
-    def taught(self, teacher: Any = None, base: Any = None) -> Any:
-        """Return the frozen model that the objective reads, of the `extra_inputs`; None if none."""
+    def taught(self, teacher: Any = None, base: Any = None, adapter: Any = None) -> Any:
+        """Return the frozen model that the objective reads, of the `extra_inputs`; None if none.
+
+        adapter_off is the base, with the adapter that the run began with, if any.
+        """
         if self.run.objective.compared_with == "adapter_off":
-            return self.model.stored.merge(base)
+            if adapter is None:
+                return self.model.stored.merge(base)
+            return self.model.blueprint.merge(tree.merge_leaves(base, adapter))
         return None if self.teacher is None else self.teacher.blueprint.merge(teacher)
 
-    def _answer_sums(self, params: Any, batch: Tokens) -> dict[str, Mean]:
+    def _answer_sums(self, params: Any, batch: Tokens, adapter: Any = None) -> dict[str, Mean]:
         """Return the metrics of a batch of answers, without dropout; `params` are all."""
         taught = None
         if self.run.objective.compared_with == "adapter_off":
-            base = tree.leaves(params)
-            taught = self.model.stored.merge(
-                tree.map_with_path(lambda path, _: base[path], self.model.stored.shapes)
-            )
+            leaves = tree.leaves(params)
+            base = tree.map_with_path(lambda path, _: leaves[path], self.model.stored.shapes)
+            taught = self.taught(None, base, adapter)
         model = self.model.blueprint.merge(params)
 
         def metrics(part: Tokens) -> dict[str, Mean]:

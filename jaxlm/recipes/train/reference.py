@@ -20,9 +20,10 @@ import numpy as np
 import safetensors.numpy
 from jax.experimental import multihost_utils
 
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config, disk
 from jaxlm.core.callbacks import Log
-from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import cache, dataset
 from jaxlm.data.dataset import Data
 from jaxlm.data.loader import Loader
@@ -34,8 +35,9 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.use.load import InitSource, check_plain, open_run_ref
+from jaxlm.recipes.use.load import BASE, InitSource, check_plain, open_run_ref
 from jaxlm.training import state as states
+from jaxlm.training.rundir import read_json
 
 FILE = "reference.safetensors"  # of a run directory
 VERSION = 1  # of the scores; those of another version are computed again
@@ -47,7 +49,8 @@ FLAG = "--config.objective.reference"
 class Reference(NamedTuple):
     """The model that answers are compared with: `start`, `adapter_off` or a run.
 
-    `source` is that run, or the one that a new run begins with; None for fresh weights.
+    `source` is that run, or the one that a new run begins with; None for fresh weights. For
+    `adapter_off` it is the run of the adapter that was continued; None for a new adapter.
     """
 
     name: str
@@ -58,26 +61,49 @@ def find(context: RunContext, begun_with: InitSource | None, digest: str, warn: 
     """Return the reference of a run that has one.
 
     `begun_with` is the run of --init_from, `digest` that of the tokenizer, and `warn` gets lines
-    about damaged steps. Raises as `open_run_ref`, and ConfigError if the reference has another
-    tokenizer or an adapter of its own, or `adapter_off` is not the model that the run begins with.
+    about damaged steps. Raises as `open_run_ref` and `continued_adapter`, and ConfigError if the
+    reference has another tokenizer or an adapter of its own.
     """
     name = context.run.objective.compared_with
     assert name is not None
-    if name == ADAPTER_OFF and begun_with is not None and begun_with.adapter is not None:
-        raise ConfigError(
-            "the base without its adapter is not the model that this run begins with",
-            where="objective.reference = adapter_off",
-            why=f"the run continues the adapter of {begun_with.adapter}",
-            fix="--config.objective.kl=none"
-            if context.run.objective.samples_answers
-            else f"{FLAG}=start    # scores the answers once, with that adapter",
-        )
-    if name in (START, ADAPTER_OFF):
+    if name == ADAPTER_OFF:
+        source = begun_with if begun_with is not None and begun_with.adapter else None
+        if begun_with is None:
+            source = continued_adapter(context.directory.path, warn, context.store.verifier)
+        return Reference(name, source)
+    if name == START:
         return Reference(name, begun_with)
     source = open_run_ref(name, FLAG, warn, context.store.verifier)
     check_plain(source, FLAG, "the reference is loaded without an adapter")
     resume.check_tokenizer(source, digest)
     return Reference(name, source)
+
+
+def continued_adapter(
+    workdir: Path, warn: Log, verifier: Verifier | None = None
+) -> InitSource | None:
+    """Return the adapter that a run in a directory began with; None for a new one.
+
+    Raises DataError if its checkpoint is gone or changed.
+    """
+    file = workdir / BASE
+    record = read_json(workdir, BASE).get("adapter") if file.is_file() else None
+    if record is None:
+        return None
+    name = "{run}@{step}".format_map(record)
+    why = "its sha256 is another one"
+    try:
+        source = open_run_ref(name, FLAG, warn, verifier)
+        if source.digest == record["sha256"]:
+            return dataclasses.replace(source, adapter=source)
+    except InputMissing as error:
+        why = error.what
+    raise DataError(
+        "the adapter that the run began with is gone",
+        where=str(file),
+        why=f"it is compared with {name}: {why}",
+        fix=f"restore {name} from a copy",
+    )
 
 
 def attach(context: RunContext, programs: TrainPrograms, reference: Reference) -> None:
@@ -87,6 +113,10 @@ def attach(context: RunContext, programs: TrainPrograms, reference: Reference) -
     """
     if reference.name == ADAPTER_OFF:
         programs.reference = "the base without the adapter, scored in each step"
+        if reference.source is not None:
+            begun_with = reference.source.trained
+            programs.reference = f"the adapter of {begun_with}, frozen and scored in each step"
+            programs.adapter = resume.state_from(programs, reference.source).params
         return
     directory, sets = context.directory, _sets(programs.data)
     is_first = context.processes.peers.is_first

@@ -70,7 +70,7 @@ class Rescorer:
         if scores.value is not None:
             out["value"] = scores.value
         if self._has_penalty:
-            taught = programs.taught(extra.get("teacher"), base)
+            taught = programs.taught(extra.get("teacher"), base, extra.get("adapter"))
             out["reference"] = objective.score(taught, batch, None)[0].log_p
         return out
 
