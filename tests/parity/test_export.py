@@ -106,6 +106,6 @@ def test_a_reward_model_has_the_same_scores_in_transformers(tmp_path):
         positions = jax.numpy.arange(tokens.shape[1])[None]
         return module.reward(module.hidden(tokens, positions=positions).values)
 
-    own = np.asarray(scores(ours.params, jax.numpy.asarray(ids, jax.numpy.int32)))
+    actual = np.asarray(scores(ours.params, jax.numpy.asarray(ids, jax.numpy.int32)))
     assert score.shape == (1, 1)
-    np.testing.assert_allclose(score[0, 0], own[0, -1], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(score[0, 0], actual[0, -1], rtol=1e-4, atol=1e-6)
