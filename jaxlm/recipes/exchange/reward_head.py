@@ -15,9 +15,9 @@ from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, layout
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.families.hub import Hub
-from jaxlm.models.heads import REWARD_HEAD
 from jaxlm.recipes.config import Run
 
+HEAD = "reward/weight"  # path of the leaf
 CLASSIFIERS = {
     "GPT2LMHeadModel": "GPT2ForSequenceClassification",
     "LlamaForCausalLM": "LlamaForSequenceClassification",
@@ -45,7 +45,7 @@ def check(run: Run, workdir: Path, to: str) -> None:
 def tensors(decoder: ModelConfig, hub: Hub) -> list[HFTensor]:
     """Return the tensors of the classifier: no unembedding, and the head."""
     stream = [each for each in layout(decoder, hub) if not _is_unembedding(each)]
-    head = MappedSlice(f"{REWARD_HEAD}weight", (), (decoder.width,), 1)
+    head = MappedSlice(HEAD, (), (decoder.width,), 1)
     return [*stream, HFTensor("score.weight", "transposed", (head,))]
 
 
