@@ -129,6 +129,7 @@ def test_a_tokenised_mixture_is_the_same_mixture(capsys: pytest.CaptureFixture[s
         assert {what: part[what] for what in known} == {what: after[name][what] for what in known}
 
 
+@pytest.mark.slow
 def test_a_second_tokenize_into_the_same_folder_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -107,12 +107,18 @@ def in_a_config_file(folder, wrong, value, arms):
 
 
 @pytest.mark.parametrize(
-    ("way", "part"), [(on_the_command_line, 1), (in_a_config_json, 4), (in_a_config_file, 4)]
+    ("way", "part"),
+    [
+        (on_the_command_line, 4),
+        (in_a_config_json, 4),
+        (in_a_config_file, 4),
+        pytest.param(on_the_command_line, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_f1_every_setting_misspelt_or_in_the_wrong_section_is_refused_and_the_right_one_named(
     way, part, tmp_path, record_property
 ):
-    """On the command line each slip of each setting; in files every fourth, one of each setting."""
+    """Every fourth slip, one of each setting; the slow set has each slip on the command line."""
     named = 0
     slowest = 0.0
     mistakes = [*misspelt()[::part], *misplaced()]

@@ -25,6 +25,7 @@ def test_e7_a_vocabulary_smaller_than_the_tokenizers_is_refused_with_both_number
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_e7_filling_up_to_a_multiple_is_allowed_and_said(config, tmp_path):
     words = harness.words(config, tmp_path / "run", "--stop_at=1")
     assert main(words) == 0

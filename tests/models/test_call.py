@@ -31,6 +31,7 @@ def test_logits_are_those_of_the_hidden_states_at_positions_from_0(model):
     assert expected.shape == (2, 8, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_positions_of_packed_documents_begin_anew(model):
     segments = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 0]] * 2)
@@ -39,6 +40,7 @@ def test_positions_of_packed_documents_begin_anew(model):
     np.testing.assert_allclose(packed[:, 3:7], model(IDS[:, 3:7]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_a_cache_continues_where_the_last_call_ended(model):
     cache = model.empty_cache(2, 8)

@@ -73,7 +73,7 @@ def x():
     return jax.random.normal(jax.random.key(2), (ROWS, LENGTH, WIDTH))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("residual", WIRINGS)
 def test_every_wiring_is_its_formula(residual, kind, x):
