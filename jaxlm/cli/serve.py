@@ -13,7 +13,7 @@ from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
 
 LEAST = {"slots": 1, "context": 2, "chunk": 1, "max_waiting": 1, "port": 0}
-LEAST |= {"prefix_mib": 0, "drain_seconds": 0}
+LEAST |= {"prefix_mib": 0, "drain_seconds": 0, "stall_seconds": 1}
 LIMITS = ("key_calls", "key_running", "key_tokens")
 LEAST |= dict.fromkeys(LIMITS, 0)
 MAX_PORT = 2**16 - 1
@@ -35,6 +35,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--max_waiting", "TOKENS", 2**17, "tokens of requests that wait for a slot")
     add_flag(parser, "--prefix_mib", "MIB", 256, "memory for beginnings of prompts; 0 keeps none")
     add_flag(parser, "--drain_seconds", "X", 30.0, "time for running requests after a SIGTERM")
+    add_flag(parser, "--stall_seconds", "X", 300.0, "time limit of a pass; then the process ends")
     add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], "auto", "dtype of the KV cache")
     parser.add_run_selection()
     add_flag(parser, *ADAPTER)
@@ -77,6 +78,7 @@ def run(args: Any, out: Output) -> int:
         "max_waiting",
         "prefix_mib",
         "drain_seconds",
+        "stall_seconds",
     )
     options = ServeOptions(
         **{name: getattr(args, name) for name in names},

@@ -193,7 +193,7 @@ class Server:
 
     async def health(self, request: HttpRequest) -> Response:
         """Answer 200 while the process can serve at all."""
-        is_well = not self.bridge.is_failed
+        is_well = not (self.bridge.is_failed or self.bridge.is_stuck)
         return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 500)
 
     async def ready(self, request: HttpRequest) -> Response:

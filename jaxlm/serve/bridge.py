@@ -58,6 +58,8 @@ class Bridge:
         self.engine: Engine | None = None
         self.is_draining = False
         self.is_failed = False
+        self.is_ticking = self.is_stuck = False  # `is_stuck` is set by the watchdog
+        self.tick_number = 0
         self._loop = loop
         self._stop = threading.Event()
         self._outgoing: deque[tuple[Results, Part]] = deque()
@@ -65,7 +67,8 @@ class Bridge:
     @property
     def is_ready(self) -> bool:
         """Return True if requests are accepted."""
-        return self.engine is not None and not self.is_draining and not self.is_failed
+        is_well = not (self.is_failed or self.is_stuck)
+        return self.engine is not None and not self.is_draining and is_well
 
     def submit(self, requests: Sequence[Request]) -> Results:
         """Queue the requests of a call. Raises RefusedRequest if there is no room or no engine."""
@@ -112,7 +115,10 @@ class Bridge:
                         return
                     engine.wait(IDLE_SECONDS)
                     continue
+                self.tick_number += 1
+                self.is_ticking = True
                 engine.tick()
+                self.is_ticking = False
                 if self._outgoing:
                     self._loop.call_soon_threadsafe(self._flush)
         except Exception:

@@ -27,6 +27,7 @@ from jaxlm.recipes.use.load import InitSource, LoadedRun
 from jaxlm.serve.api import Served
 from jaxlm.serve.keys import Keys
 from jaxlm.serve.quotas import KeyLimits
+from jaxlm.serve.watchdog import watch
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
@@ -47,6 +48,7 @@ class ServeOptions:
       chunk: tokens of a prompt that are read in one pass.
       max_waiting: tokens of requests that may wait for a slot.
       prefix_mib: MiB of beginnings of prompts that are kept for later requests; 0 keeps none.
+      stall_seconds: time limit of a tick of the engine, after which the process ends.
       drain_seconds: time in which running requests may end after a SIGTERM.
       kv_cache_dtype: `auto` for the dtype of activations, or `int8`.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
@@ -61,6 +63,7 @@ class ServeOptions:
     chunk: int = 64
     max_waiting: int = 2**17
     prefix_mib: int = 256
+    stall_seconds: float = 300.0
     drain_seconds: float = 30.0
     kv_cache_dtype: str = "auto"
     adapter: str | None = None
@@ -107,7 +110,8 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
                     host, port = listener.getsockname()[:2]
                     place = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
                     say(f"serving {server.served.name}, step {opened.step}, at {place}")
-                    bridge.run()
+                    with watch(bridge, options.stall_seconds, workdir):
+                        bridge.run()
     say("stopped")
     return 0
 

@@ -243,6 +243,8 @@ def test_a_key_beyond_its_limits_answers_429_and_other_keys_are_answered(
     complete(clients[0], max_tokens=60)
     assert refused(clients[0], max_tokens=60)[0] == 429
     limited(running=1)
+    tick = running.engine.tick  # the stream must not end before the other call arrives
+    monkeypatch.setattr(running.engine, "tick", lambda: (time.sleep(0.1), tick()))
     stream = complete(clients[0], max_tokens=100, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     assert refused(clients[0]) == (429, "1")
