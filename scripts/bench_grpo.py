@@ -56,6 +56,17 @@ SIZES = {
         prompt_tokens=16,
         new_tokens=32,
     ),
+    "2M": Size(
+        depth=4,
+        width=192,
+        heads=3,
+        hidden=512,
+        vocab=1024,
+        prompts=16,
+        samples=8,
+        prompt_tokens=16,
+        new_tokens=32,
+    ),
     "tiny": Size(
         depth=1,
         width=16,
