@@ -31,6 +31,7 @@ from jaxlm.cli.main import main as command
 
 BLIMP = """\
 kind = "pair"
+invalid = "skip"    # a few pairs have equal sentences
 items = "blimp.jsonl"
 id = "{{ UID }}/{{ pairID }}"
 group = "{{ UID }}"

@@ -5,7 +5,7 @@ Example:
   >>> (group,) = groups(requests, 16, is_shared=True)
   >>> group.prefix, group.suffixes, group.targets
   ((1, 7), ((8,), (9,)), ((1, 8), (2, 4), (1, 9), (3, 4)))
-  >>> packed([(5, 5), (3, 3), (4, 4), (2, 2)], RowShape(8, 8))
+  >>> packed([(5, 5), (3, 3), (4, 4), (2, 2)], RowShape(8, 8, 2))
   [[0, 1], [2, 3]]
 """
 
@@ -24,14 +24,18 @@ from jaxlm.models.config import ModelConfig
 MIN_SLOTS = 256  # of a row, if the context is as long
 SLOT_MULTIPLE = 128
 TARGET_MULTIPLE = 16
-SPARE_TARGETS = 1.25  # of a row, above the mean of the task
+SPARE = 1.25  # slots and targets, above the mean of the task
+MAX_SLOTS = 1024  # of a row that has no longer group
+ATTENTION_SLOTS = 4096  # of a row whose attention costs as much as its other products
+PACKED_FIRST = 1000  # groups that are packed to choose the length of rows
 
 
 class RowShape(NamedTuple):
-    """Shape of the rows of a task: slots for tokens, and scored targets."""
+    """Shape of the rows of a task: slots for tokens, scored targets, rows of a device in a pass."""
 
     slots: int
     targets: int
+    rows: int
 
 
 class PrefixGroup(NamedTuple):
@@ -58,10 +62,11 @@ class PrefixGroup(NamedTuple):
 
 
 class Sizes:
-    """Totals and maxima over the groups of a task, from which the shape of its rows follows."""
+    """Totals, maxima and first sizes of the groups of a task: the shape of its rows follows."""
 
     def __init__(self) -> None:
         self._totals, self._largest = [0, 0], [0, 0]
+        self._first: list[tuple[int, int]] = []
 
     def add(self, prefix_groups: Iterable[PrefixGroup]) -> int:
         """Count groups; return their slots."""
@@ -69,24 +74,38 @@ class Sizes:
         for group in prefix_groups:
             size = group.size
             slots += size[0]
+            if len(self._first) < PACKED_FIRST:
+                self._first.append(size)
             self._totals = [total + more for total, more in zip(self._totals, size, strict=True)]
             self._largest = list(map(max, self._largest, size))
         return slots
 
-    def shape(self, limit: int, parts: int) -> RowShape:
-        """Return the shape of the rows.
+    def shape(self, limit: int, parts: int, pass_slots: int) -> RowShape:
+        """Return the shape of the rows: of the lengths, that with the least work.
 
         Args:
           limit: length of rows that the model reads.
           parts: devices that share a row; then it has this length.
+          pass_slots: slots of a device in a pass, at most; fewer for a small task.
         """
         longest, most = self._largest
         slots = max(MIN_SLOTS, math.ceil(longest / SLOT_MULTIPLE) * SLOT_MULTIPLE)
-        slots = limit if parts > 1 else min(limit, slots)
+        if parts > 1 or slots >= limit:
+            slots = limit
+        else:
+            last = max(slots, min(limit, MAX_SLOTS))
+            slots = min(range(slots, last + 1, SLOT_MULTIPLE), key=self._work)
         density = self._totals[1] / self._totals[0]
-        targets = max(most, min(slots, math.ceil(SPARE_TARGETS * density * slots)))
+        targets = max(most, min(slots, math.ceil(SPARE * density * slots)))
         unit = TARGET_MULTIPLE * parts
-        return RowShape(slots, math.ceil(targets / unit) * unit)
+        needed = math.ceil(SPARE * self._totals[0] / slots)
+        rows = max(1, min(pass_slots // slots, needed))
+        return RowShape(slots, math.ceil(targets / unit) * unit, rows)
+
+    def _work(self, slots: int) -> float:
+        """Return the work of the first groups in rows of this length, attention included."""
+        rows = packed(self._first, RowShape(slots, 2**31, 1))
+        return len(rows) * slots * (1 + slots / ATTENTION_SLOTS)
 
 
 def is_shareable(model: ModelConfig, limit: int, parts: int) -> bool:

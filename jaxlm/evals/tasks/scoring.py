@@ -25,7 +25,7 @@ from jaxlm.objectives.loss import logits_function, read_sharded
 from jaxlm.ops.cross_entropy import in_chunks, token_scores
 from jaxlm.parallel import context, host, rules
 
-PASS_TOKENS = 2**12  # slots of a device in a pass
+PASS_TOKENS = 2**12  # slots of a device in a pass, at most
 CHUNK = 2**10  # tokens of a device whose logits exist at a time
 BLOCK_TOKENS = 16 * PASS_TOKENS  # of requests that are scored and stored together
 
@@ -54,8 +54,7 @@ class Scorer:
     ):
         self._mesh, self._shape, self._pad, self._is_shared = mesh, shape, pad, is_shared
         self._ways = rules.split(mesh, "batch")
-        self._rows = max(1, PASS_TOKENS // shape.slots)
-        chunk = min(CHUNK, self._rows * shape.targets) * self._ways
+        chunk = min(CHUNK, shape.rows * shape.targets) * self._ways
 
         def step(params: Any, batch: Batch) -> Float[Array, "B C"]:
             model = merge(params)
@@ -85,7 +84,7 @@ class Scorer:
         for each in unique:
             prefix_groups += packing.groups(each, self._shape.slots, is_shared=self._is_shared)
         rows = packing.packed([each.size for each in prefix_groups], self._shape)
-        count = self._rows * self._ways
+        count = self._shape.rows * self._ways
         local = host.host_rows(self._mesh, count)
         sums: dict[int, list[float]] = {}
         pending: tuple[Sequence[Sequence[int]], Array] | None = None

@@ -262,7 +262,7 @@ class PreparedTask:
             TOO_LONG: len(chosen) - len(self._scored),
             INVALID: self._every.left_out,
         }
-        self.shape = totals.shape(length, parts)
+        self.shape = totals.shape(length, parts, scoring.PASS_TOKENS)
         self.blocks = requests.blocks(np.asarray(sizes)[is_scored], scoring.BLOCK_TOKENS)
         self._first_text = tokenizer.decode(self.first.ids)
         definition = {
