@@ -5,8 +5,9 @@
 A GPT-2 of 124M parameters with random weights, float32. Both sides score the same file and take
 turns; `--peer` is a Python with torch, transformers and lm-eval. Examples are in the items, so that
 both read the same ids: the log-likelihoods of all choices and the picks are compared as well.
-Models are loaded, and jaxlm's programs compiled, before they are timed. lm-eval has its fastest of
-several batch sizes. Both run on one core.
+Models are loaded before they are timed. jaxlm's time includes tracing and, with
+JAX_COMPILATION_CACHE_DIR, loading its program. lm-eval has its fastest of several batch sizes. Both
+run on one core.
 """
 
 import argparse

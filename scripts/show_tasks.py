@@ -113,7 +113,7 @@ def show(folder: Path, steps: int, flags: Sequence[str]) -> None:
     shared = ["--config=quickstart", f"--config.eval.every={steps}", *flags]
     every = f"--config.checkpoint.every={steps // PARTS}"
     for run, more in {
-        "a": [f"--config.train.steps={steps}", every],
+        "a": [f"--config.train.steps={steps}", every, f"--config.checkpoint.keep_last={PARTS}"],
         "b": [f"--config.train.steps={steps}", "--config.seed=1"],
         "short": [f"--config.train.steps={steps // PARTS}"],
         "other": ["--config.train.steps=4", "--config.data.train=texts/*.txt"],
