@@ -60,8 +60,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def shown(figures: dict[str, Any]) -> str:
-    """Return a mean with its interval."""
-    return f"{figures['mean']:.3f} ({figures['low']:.3f} to {figures['high']:.3f})"
+    """Return a mean with its interval, which a single group of items does not have."""
+    mean, low, high = (figures[name] for name in ("mean", "low", "high"))
+    return f"{mean:.3f}" if low is None else f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
 def sentences_of_library(count: int) -> list[str]:
