@@ -238,3 +238,22 @@ def test_training_reaches_the_closed_form_optimum_of_three_answers(blueprint, mo
     optimum = np.exp(before + np.log(weights) / beta)
     share = np.exp(policy - np.logaddexp.reduce(policy))
     np.testing.assert_allclose(share, optimum / optimum.sum(), rtol=0.01)
+
+
+def test_no_array_of_tokens_and_vocabulary_is_in_a_step_with_chunks(blueprint, models):
+    """Both forms of it: rows and slots apart, and together."""
+    batch = rows([[0, 1], [2]])
+    slots = batch.tokens.size
+    shapes = [f"[{slots},64]", f"[2,{slots // 2},64]", f"[64,{slots}]"]
+
+    def has_logits(chunk):
+        objective = build(Preference(reference="none", loss="simpo"), LossConfig(chunk=chunk))
+
+        def total(params):
+            return objective.loss(blueprint.merge(params), batch, None).objective.total
+
+        text = jax.jit(jax.grad(total)).lower(models[0]).compile().as_text()
+        return any(shape in text for shape in shapes)
+
+    assert has_logits(None)
+    assert not has_logits(8)
