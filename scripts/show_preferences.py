@@ -6,7 +6,7 @@ A model of 0.1M parameters learns sums by imitation, which ends early. Pairs are
 one that a rule breaks: a digit is replaced. Each loss trains on them from the same start, and its
 answers to sums that no stage trains on are compared: exact match (greedy and sampled), tokens of a
 sampled answer, and KL(run, start) in nats, estimated from the samples. A reward model trains on
-pairs of which a known share is swapped; then the ceiling of its accuracy on such pairs is known.
+pairs, a known share of them swapped, so the ceiling of its accuracy on such pairs is known.
 Best-of-n chooses the answer of the highest score among n samples of the start: the exact match of
 the chosen ones is compared with the score, and with the best that n samples allow.
 """
@@ -92,10 +92,10 @@ def show(folder: Path, seed: int) -> dict[str, Any]:
     for name, settings in LOSSES.items():
         kind = "labeled" if "loss=kto" in settings else "pairs"
         flags = [f"--config.objective.{each}" for each in settings]
-        run = tune(folder, name.replace(", ", "_"), kind, "preference", seed, *flags)
+        run = tune(folder, name.replace(", ", "_"), kind, seed, *flags)
         results[name] = compare(run, base, held_out)
         print(name, results[name], file=sys.stderr, flush=True)
-    reward = tune(folder, "reward", "swapped", "reward", seed)
+    reward = tune(folder, "reward", "swapped", seed)
     results["reward"] = judge(reward, base, held_out, seed)
     return results | {"processor_seconds": round(time.process_time() - begun)}
 
@@ -152,14 +152,15 @@ def train(folder: Path, name: str, seed: int, *flags: str) -> Path:
     return folder / name
 
 
-def tune(folder: Path, name: str, data: str, objective: str, seed: int, *flags: str) -> Path:
+def tune(folder: Path, name: str, data: str, seed: int, *flags: str) -> Path:
     """Train from the start on pairs or labels, and return the folder."""
     kind = "labeled" if data == "labeled" else "pairs"
     more = {"steps": 100, "batch": 32}
     words = [f"--config.train.{key}={value}" for key, value in more.items()]
     words += [f"--config.data.kind={kind}", f"--config.data.train={folder}/{data}.jsonl"]
+    is_reward = name == "reward"
+    objective, rate = ("reward", 1e-3) if is_reward else ("preference", 3e-4)
     words += [f"--config.objective.name={objective}", f"--init_from={folder}/start"]
-    rate = 1e-3 if objective == "reward" else 3e-4
     return train(folder, name, seed, *words, f"--config.optim.lr={rate}", *flags)
 
 
