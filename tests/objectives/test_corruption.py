@@ -31,6 +31,7 @@ from jaxlm.objectives.config import (
     Mixture,
     Objective,
     Policy,
+    Ppo,
     Preference,
     Prefix,
     Process,
@@ -75,7 +76,7 @@ BATCH, SEQUENCE = 8, 96
 
 
 def test_every_objective_is_in_the_table():
-    others = {Preference, Reward, Process, Policy}  # they read answers, not rows of text
+    others = {Preference, Reward, Process, Policy, Ppo}  # they read answers, not rows of text
     assert {type(arm) for arm in ARMS.values()} | others == set(typing.get_args(Objective))
 
 

@@ -207,7 +207,7 @@ def test_every_objective_sums_in_float32(objective):
         settings |= {"data.kind": "pairs", "data.train": "pairs.jsonl", "loss.z_loss": 0}
     if objective == "process":
         settings |= {"data.kind": "steps", "data.train": "steps.jsonl", "loss.z_loss": 0}
-    if objective == "policy":
+    if objective in ("policy", "ppo"):
         settings |= {"data.kind": "prompts", "data.train": "prompts.jsonl", "loss.z_loss": 0}
         settings |= {"reward.functions": "number"}
     assert not forbidden(sums("gpt2", settings))
