@@ -22,10 +22,11 @@ CONTINUED = ROOT / "colab/import_and_continue.ipynb"
 FINETUNED = ROOT / "colab/finetune.ipynb"
 INSIDE = ROOT / "colab/inside_the_model.ipynb"
 PREPARED = ROOT / "colab/prepare_data.ipynb"
+TASKS = ROOT / "colab/tasks.ipynb"
 SPEC = importlib.util.spec_from_file_location("notebooks", ROOT / "scripts/docs/notebooks.py")
 notebooks = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(notebooks)
-NOTEBOOKS = [NOTEBOOK, OWN_TEXT, CONTINUED, FINETUNED, INSIDE, PREPARED]
+NOTEBOOKS = [NOTEBOOK, OWN_TEXT, CONTINUED, FINETUNED, INSIDE, PREPARED, TASKS]
 LARGEST_BYTES = 700_000  # of a stored notebook
 TINY = {
     "train.steps": 2,
@@ -126,6 +127,17 @@ def test_a_model_is_looked_into(tmp_path, monkeypatch):
     assert re.search(r"layer \d, head \d: \d+% of its attention", printed)
     assert "layer 1" in printed
     assert pictures(cells) == 3
+
+
+@pytest.mark.slow
+def test_runs_are_scored_on_tasks_and_compared(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    cells, printed = execute(TASKS, tmp_path, monkeypatch, SETTINGS=TINY)
+    assert pictures(cells) == 1
+    assert re.search(r"modules +accuracy +\d\.\d{4}", printed)
+    assert "made-brackets" in printed
+    assert "json.loads: " in printed
+    assert len(list((tmp_path / "runs").glob("*/evals/*/results.json"))) == 4
 
 
 def test_on_a_t4_both_first_notebooks_fit_and_take_at_most_15_minutes(tmp_path, capsys):
