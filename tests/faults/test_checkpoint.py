@@ -376,6 +376,7 @@ def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
     assert harness.exit_of(left)["code"] == 74
 
 
+@pytest.mark.slow
 def test_b6_the_second_try_succeeds_where_space_came_back(config, unbroken, tmp_path):
     shutil.copytree(unbroken / "half", tmp_path / "run")
     words = harness.words(config, tmp_path / "run", *SELDOM, "--config.checkpoint.keep_last=9")

@@ -310,6 +310,7 @@ def losses(workdir):
     return {(r["split"], r["step"]): float(r["loss_nats"]).hex() for r in records}
 
 
+@pytest.mark.slow
 def test_f5_a_run_is_repeated_from_its_directory_alone_bit_for_bit(
     tiny_run, tmp_path, record_property
 ):

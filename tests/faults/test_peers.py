@@ -277,6 +277,7 @@ def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step_which_they_save(
     assert harness.store(tmp_path).arrays(step)["total"] == total == 4 * step
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("busy", ["in Python", "in the device"])
@@ -611,6 +612,7 @@ def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_pat
     assert not (run / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("refused", [0, 1])
 def test_d7_a_rank_whose_own_command_is_wrong_is_told_to_the_other(front_door, tmp_path, refused):

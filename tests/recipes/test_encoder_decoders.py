@@ -182,6 +182,7 @@ def test_both_sides_are_watched_layer_by_layer_and_regularised(config, tmp_path)
     assert last["layers/encoder/stack/0/attention_entropy"] < np.log(48)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("objective", [SPANS, DENOISERS], ids=["span", "ul2"])
 def test_peek_shows_what_is_read_and_what_is_written(objective, config, capsys):
