@@ -2,6 +2,7 @@
 
     python scripts/same_numbers.py HEAD~1            # that commit against the working tree
     python scripts/same_numbers.py HEAD~1 --only=optim
+    python scripts/same_numbers.py 752c1ed --training  # what both log of training steps
 
 Each objective, each optimizer and eight families train four steps of a tiny model in both trees, by
 the command line. The script prints one line for each case and exits with 1 if any number differs or
@@ -95,6 +96,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit", help="the commit to compare the working tree with")
     parser.add_argument("--only", default="", help="cases whose name begins with this (all)")
+    parser.add_argument(
+        "--training",
+        action="store_true",
+        help="of metrics, compare the figures of training steps that both commits log",
+    )
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.out:
@@ -112,6 +118,9 @@ def main() -> int:
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", base], cwd=ROOT, check=True)
     before, after = results
+    if args.training:
+        for name in before.keys() & after.keys():
+            _keep_training(before[name], after[name])
     different = [name for name in before | after if before.get(name) != after.get(name)]
     # Two trees that fail in the same way have compared no numbers.
     failed = [name for name, result in (after | before).items() if result["code"]]
@@ -123,6 +132,21 @@ def main() -> int:
     same = len((before | after).keys() - {*different, *failed})
     print(f"{same} of {len(before | after)} are the same")
     return 0 if same == len(before | after) else 1
+
+
+def _keep_training(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Leave the rows of training steps, each with the figures that both results have."""
+    if "metrics" not in before or "metrics" not in after:
+        return
+    rows = [
+        [row for row in result["metrics"] if row.get("split") == "train"]
+        for result in (before, after)
+    ]
+    for first, second in zip(*rows, strict=False):
+        for key in first.keys() ^ second.keys():
+            first.pop(key, None)
+            second.pop(key, None)
+    before["metrics"], after["metrics"] = rows
 
 
 def _run(tree: Path, out: Path, only: str) -> dict[str, Any]:
