@@ -106,7 +106,7 @@ def run_jaxlm(out: Path, steps: int) -> dict[str, Any]:
                 "sample": {"prompts": ()},
                 "precision": {"compute": "float32"},
             },
-            init_from=out / "folder",
+            init_from=str(out / "folder"),
             workdir=Path(workdir, "run"),
             callbacks=[Clock()],
         )
