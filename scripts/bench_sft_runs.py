@@ -6,8 +6,8 @@
 --python names an interpreter with torch, transformers and trl. The file has lines of `question` and
 `answer`. Each side reads the same prompts and completions, begins with the same folder of
 transformers (a Llama of 0.8M parameters with a tokenizer trained on the file), and trains in
-float32 with AdamW, clipping and the loss of the completion alone. Both log every ten steps and
-neither evaluates nor saves in the measured steps.
+float32 with AdamW, clipping and the loss of the completion alone. Both log every ten steps, without
+evaluations or checkpoints in the measured steps.
 
 - `jaxlm` runs configs/finetune/sft.py: whole conversations packed into rows.
 - `trl` runs SFTTrainer as it comes: a row for each conversation, padded to the longest of a batch.
