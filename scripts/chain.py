@@ -35,10 +35,19 @@ class Size(NamedTuple):
     lines: int = 20_000
     drawn: int = 1500  # prompts from which pairs are drawn
     steps: dict[str, int] = {}
+    rows: dict[str, int] = {}  # of a batch
 
 
 FULL = Size()
-SMALLEST = Size(10, 20, 80, 2000, 80, {"pretrain": 150, "sft": 100, "dpo": 5, "grpo": 2})
+SMALLEST = Size(
+    10,
+    20,
+    80,
+    2000,
+    80,
+    {"pretrain": 150, "sft": 100, "dpo": 5, "grpo": 2},
+    {"sft": 8, "dpo": 4, "grpo": 32},
+)
 SAMPLES = 4
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
 TEMPLATE += "{% endif %}{% endfor %}"
@@ -162,6 +171,8 @@ class Chain:
         words += [f"--init_from={self.out / start}"] if start else []
         if config in self._size.steps:
             words.append(f"--config.train.steps={self._size.steps[config]}")
+        if config in self._size.rows:
+            words.append(f"--config.train.batch={self._size.rows[config]}")
         jaxlm_("train", *words, f"--config.seed={self.seed}")
         shares = {} if config == "pretrain" else self._compare(run)
         seconds, processor = time.monotonic() - begun, processor_seconds() - used
