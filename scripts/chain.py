@@ -46,7 +46,7 @@ SMALLEST = Size(
     2000,
     80,
     {"pretrain": 150, "sft": 100, "dpo": 5, "grpo": 2},
-    {"sft": 8, "dpo": 4, "grpo": 32},
+    {"sft": 2, "dpo": 4, "grpo": 32},
 )
 SAMPLES = 4
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
