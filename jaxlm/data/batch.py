@@ -44,11 +44,9 @@ class Tokens(NamedTuple):
     counts from 0 in each segment.
 
     `visible_until` is the last slot of the row that each slot attends to, for rows that are partly
-    bidirectional; None for causal rows. `prefix_segments` is a second segment that each slot
-    attends to, a prefix that several texts share; None without any. `block_positions` is the
-    second position, inside a blanked span (GLM); None for objectives without one.
-    `predicts_ahead` multiplies the weights of the multi-token-prediction heads, 1 or 0 for each
-    row; None if every row trains them.
+    bidirectional; None for causal rows. `block_positions` is the second position, inside a blanked
+    span (GLM); None for objectives without one. `predicts_ahead` multiplies the weights of the
+    multi-token-prediction heads, 1 or 0 for each row; None if every row trains them.
 
     `source` [B, S] is the encoder's input of an encoder-decoder; a decoder segment attends to the
     source segment of the same number.
@@ -56,6 +54,9 @@ class Tokens(NamedTuple):
     `answers` are the sides of pairs, or the labels of answers; None for other data. `steps` is 1 in
     the slot of the last token of a right step, -1 of a wrong one, and 0 elsewhere; None for data
     without labels of steps. `rollout` is of answers that the model sampled; None for other data.
+
+    `prefix_segments` is a second segment that each slot attends to, a prefix that several texts
+    share; None without any.
     """
 
     tokens: Int[Array, "B T"]
@@ -64,7 +65,6 @@ class Tokens(NamedTuple):
     segments: Int[Array, "B T"]
     positions: Int[Array, "B T"]
     visible_until: Int[Array, "B T"] | None = None
-    prefix_segments: Int[Array, "B T"] | None = None
     block_positions: Int[Array, "B T"] | None = None
     predicts_ahead: Float[Array, "B T"] | None = None
     source: Int[Array, "B S"] | None = None
@@ -72,6 +72,7 @@ class Tokens(NamedTuple):
     answers: Answers | None = None
     steps: Float[Array, "B T"] | None = None
     rollout: Rollout | None = None
+    prefix_segments: Int[Array, "B T"] | None = None
 
     @property
     def read_count(self) -> Int[Array, ""]:

@@ -40,9 +40,9 @@ def test_a_text_is_continued_as_it_is_and_messages_end_with_the_header_of_an_ans
     ]
     data = opened(tmp_path, records)
     assert data.train.shards.prompts == [
-        Prompt("1+1=", "2", {"level": [1]}),
+        Prompt("1+1=", "2", {"level": [1]}, is_plain=True),
         Prompt("q", "a", None),
-        Prompt("no answer", None, None),
+        Prompt("no answer", None, None, is_plain=True),
     ]
     text, chat, _ = (ids_of(data, n) for n in range(3))
     tokenizer = data.tokenizer

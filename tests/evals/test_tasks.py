@@ -311,7 +311,8 @@ def yaml_task(folder, text):
 
 def test_yaml_of_lm_eval_is_the_task_that_toml_describes(tmp_path):
     task, expected = yaml_task(tmp_path, YAML), task_in(tmp_path)
-    assert task.kind == dataclasses.replace(expected.kind, examples="shots.jsonl")
+    kind = dataclasses.replace(expected.kind, examples="shots.jsonl")
+    assert task.kind == dataclasses.replace(kind, answer="options.index(right)")
     assert (task.name, task.version, task.items) == ("q", 1, "q.jsonl")
     of_task, of_expected = (items.read(each, each.file) for each in (task, expected))
     assert [each.context for each in of_task] == [each.context for each in of_expected]

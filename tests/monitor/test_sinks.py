@@ -128,7 +128,10 @@ class Small(io.FileIO):
 
 
 def test_what_room_was_made_for_follows_the_part_that_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(sinks, "open", lambda path, *_, **__: Small(path, "ab"), raising=False)
+    def opened(path, mode, **_):
+        return Small(path, mode) if "a" in mode else open(path, mode)
+
+    monkeypatch.setattr(sinks, "open", opened, raising=False)
     path = tmp_path / "m.jsonl"
     sink = Jsonl(path, make_room=lambda: monkeypatch.setattr(Small, "space", 1000))
     sink.write(record(1))

@@ -254,6 +254,7 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
         "answers": run.objective.compares_answers and not run.objective.labels_steps,
         "steps": run.objective.labels_steps,
         "rollout": run.objective.samples_answers,
+        "prefix_segments": False,  # of tasks alone
     }
     columns = 5 if run.objective.has_value_head else 3
     fields["rollout"] = Rollout(*(slots(wrote, jnp.float32) for _ in range(columns)))

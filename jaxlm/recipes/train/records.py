@@ -69,7 +69,7 @@ class MetricsLogger:
         self._directory, self._console = context.directory, context.console
         self._dropped_tokens = DroppedTokenWarning(self._console.warn)
         self._chosen = UnlikelierAnswerWarning(self._console.warn, [])
-        self._held_out = HeldOutRewardWarning(self._console.warn, [])
+        self._held_out: HeldOutRewardWarning | None = None  # of runs with rollouts alone
         self._program_bytes = 0  # on a device, of the largest program
         self._open = contextlib.ExitStack()
         self._metrics: Sink = sinks.NullSink()
@@ -90,15 +90,16 @@ class MetricsLogger:
             return self._open.enter_context(contextlib.closing(sink))
 
         self._metrics = opened("metrics.jsonl", through)
+        known: list[dict[str, Any]] = []
         with contextlib.suppress(DataError):  # the report names a damaged line
             known = sinks.read(self._directory.path / "metrics.jsonl")
             self._console.remember(known)
             self._chosen = UnlikelierAnswerWarning(self._console.warn, known)
-            self._held_out = HeldOutRewardWarning(self._console.warn, known)
         self._samples = opened("samples.jsonl", through)
         self._spikes = opened("spikes.jsonl", None)
         if self._context.run.objective.samples_answers:
             self._rollouts = opened(ROLLOUTS, through)
+            self._held_out = HeldOutRewardWarning(self._console.warn, known)
         others = [self._open.enter_context(contextlib.closing(s)) for s in self._trackers(through)]
         self._text_sinks = others
         self._sinks = [self._metrics, self._console, *others, self._context.callbacks]
@@ -129,7 +130,8 @@ class MetricsLogger:
         record = {"step": step, "time_unix": time.time(), "split": split} | record
         for sink in self._sinks:
             sink.write(record)
-        self._held_out.check(record)
+        if self._held_out is not None:
+            self._held_out.check(record)
         return record
 
     def log(self, step: int, values: dict[str, float], measured: dict[str, Any]) -> dict[str, Any]:
