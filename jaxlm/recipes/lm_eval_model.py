@@ -106,9 +106,9 @@ class LmEvalModel(LM):
             prompt, settings = each.args
             if unknown := settings.keys() - set(OF_SAMPLING):
                 raise ConfigError(
-                    f"the task asks for {sorted(unknown)[0]} of its answers",
+                    f"{sorted(unknown)[0]} is no setting of answers",
                     where="generation_kwargs",
-                    why=f"the model knows {', '.join(OF_SAMPLING)}",
+                    why=f"the settings are {', '.join(OF_SAMPLING)}",
                     fix=f"remove {sorted(unknown)[0]} from the generation_kwargs of the task",
                 )
             is_sampled = settings.get("do_sample", settings.get("temperature", 0.0) > 0)

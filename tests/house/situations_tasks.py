@@ -73,7 +73,10 @@ SLOW = {
 }
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
-ELSEWHERE: dict[str, str] = {}
+ELSEWHERE: dict[str, str] = {
+    "recipes/lm_eval_model.py:_scores:1": "tests/parity/test_lm_eval.py::"
+    "test_what_the_model_cannot_do_is_refused_with_a_way_out",
+}
 
 # Places that no test reaches yet.
 NOT_YET: set[str] = set()

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from jaxlm.cli.main import main as jaxlm
+from jaxlm.core.errors import ConfigError
 
 pytestmark = pytest.mark.parity
 
@@ -107,3 +108,21 @@ def test_texts_longer_than_a_row_are_read_in_windows(folder):
     (nats, *_) = [float(item[0][0]) for item in samples(folder, "read")]
     ours = our_samples(folder, "read")
     assert nats == pytest.approx(-ours[0]["nats"], rel=0.05)
+
+
+def test_what_the_model_cannot_do_is_refused_with_a_way_out(folder):
+    # These are only in the environment that compares with other programs.
+    from lm_eval.api.instance import Instance
+
+    from jaxlm.recipes.lm_eval_model import LmEvalModel
+
+    def request(*arguments):
+        return Instance(request_type="", doc={}, arguments=arguments, idx=0)
+
+    model = LmEvalModel(str(folder / "run"), sequence=16)
+    with pytest.raises(ConfigError, match="does not fit a row") as error:
+        model.loglikelihood([request("a" * 20, "b")])
+    assert error.value.fix == f"--model_args=run={folder / 'run'},sequence=21"
+    with pytest.raises(ConfigError, match="top_z is no setting") as error:
+        model.generate_until([request("a", {"top_z": 1})])
+    assert error.value.fix == "remove top_z from the generation_kwargs of the task"

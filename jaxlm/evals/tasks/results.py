@@ -126,7 +126,7 @@ class _Part:
     """Numbers of the lines of a task, or of a subset."""
 
     def __init__(self) -> None:
-        self._values = defaultdict[str, array.array[float]](lambda: array.array("d"))
+        self._values: dict[str, "array.array[float]"] = defaultdict(lambda: array.array("d"))
         self._weights, self._groups = array.array("d"), array.array("Q")
         self._chances, self._confidences = array.array("d"), array.array("d")
         self._spans = 0
