@@ -87,7 +87,7 @@ def cases() -> Iterator[tuple[str, list[str]]]:
         shape = [f"--config.model.{setting}" for setting in settings]
         yield f"family.{name}", [f"--config.model.family={name}", objective, *shape]
     yield "bfloat16", ["--config.precision.params=bfloat16"]
-    yield "accumulated", ["--config.train.accumulate=2", "--config.loss.chunk=32"]
+    yield "accumulated", ["--config.train.microbatches=2", "--config.loss.chunk=32"]
     yield "averaged", ["--config.average.name=ema"]
 
 
