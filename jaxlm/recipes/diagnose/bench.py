@@ -15,13 +15,13 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.data.batch import Tokens
-from jaxlm.data.loader import with_pair, with_rollout, with_steps, with_values
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
 from jaxlm.parallel import host
 from jaxlm.parallel import mesh as meshes
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import divisibility, oom
 from jaxlm.recipes.train import programs
 
@@ -125,13 +125,4 @@ def _rows(run: Run, vocab: int) -> Tokens:
     weights, segments = np.ones(shape, np.float32), np.ones(shape, np.int32)
     slots = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     fields: Any = (ids, np.roll(ids, -1, axis=1), weights, segments, slots)
-    batch = Tokens(*fields)
-    if run.objective.samples_answers:
-        batch = with_rollout(batch)
-    if run.objective.has_value_head:
-        batch = with_values(batch)
-    if run.objective.labels_steps:
-        batch = with_steps(batch)
-    elif run.objective.compares_answers:
-        batch = with_pair(batch)
-    return batch
+    return collectives.with_answers(Tokens(*fields), run)

@@ -16,7 +16,6 @@ from jaxlm.core.errors import CommandError
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
-from jaxlm.data.loader import with_pair, with_rollout, with_steps, with_values
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.ops.kernels import Target
@@ -347,16 +346,7 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
             ends = np.where(is_padding, slots, np.where(is_second, end - 1, middle - 1))
             visible = np.where(noise.random(shape) < 0.5, slots, ends)
             fields["visible_until"] = visible.astype(np.int32)
-        batch = Tokens(**fields)
-        if run.objective.samples_answers:
-            batch = with_rollout(batch)
-        if run.objective.has_value_head:
-            batch = with_values(batch)
-        if run.objective.labels_steps:
-            batch = with_steps(batch)
-        elif run.objective.compares_answers:
-            batch = with_pair(batch)
-        yield batch
+        yield collectives.with_answers(Tokens(**fields), run)
 
 
 def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:

@@ -15,7 +15,7 @@ from jaxlm.core import backend
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Answers, Rollout, Tokens
-from jaxlm.data.loader import ANSWERS_MULTIPLE
+from jaxlm.data.loader import ANSWERS_MULTIPLE, with_pair, with_rollout, with_steps, with_values
 from jaxlm.monitor import chips
 from jaxlm.parallel import hlo, host, mesh
 from jaxlm.parallel.config import format_mesh
@@ -231,6 +231,18 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     with backend.compiling_for(platform), jax.set_mesh(grid):
         batch = abstract_batch(run, grid)
         return engine.step.lower(engine.abstract(), batch, **engine.extra_inputs).compile()
+
+
+def with_answers(batch: Tokens, run: Run) -> Tokens:
+    """Return a host's batch with the fields of answers that the objective of the run has."""
+    objective = run.objective
+    if objective.samples_answers:
+        batch = with_rollout(batch)
+    if objective.has_value_head:
+        batch = with_values(batch)
+    if objective.labels_steps:
+        return with_steps(batch)
+    return with_pair(batch) if objective.compares_answers else batch
 
 
 def abstract_batch(run: Run, grid: Mesh) -> Tokens:
