@@ -110,7 +110,7 @@ class Sweep:
         for seed in seeds:
             settings = {"train.steps": steps, "seed": seed} | rates
             members.append(
-                sweeps.Member(
+                sweeps.SweepRun(
                     path=self.workdir / arm.name / f"lr{rate:g}-s{steps}-seed{seed}",
                     settings=self._pairs(arm, settings),
                     run=self.run(arm, settings),
@@ -263,7 +263,7 @@ def rated(run: Run, rate: float) -> dict[str, float]:
     return {path: float(value) for path, _, value in flags}
 
 
-def result(member: sweeps.Member) -> Ended:
+def result(member: sweeps.SweepRun) -> Ended:
     """Return the result of a run that ended.
 
     Raises DataError if a file of the run is damaged.

@@ -51,13 +51,13 @@ def run(args: Any, out: Output) -> int:
         )
 
     from jaxlm.recipes.rate import texts
-    from jaxlm.recipes.rate.server import Server, Session
+    from jaxlm.recipes.rate.server import RatingServer, Session
 
     target = Path(args.out)
     prompts = texts.read_prompts(Path(args.prompts))
     settings = read_settings(args, {"prompts": prompts, "seed": [args.seed]}, "jaxlm rate --help")
     earlier = texts.read_ratings(target) if target.exists() else []
-    with contextlib.closing(texts.open_ratings(target)) as file, Server(args.port) as server:
+    with contextlib.closing(texts.open_ratings(target)) as file, RatingServer(args.port) as server:
         names, pairs = texts.write_texts(runs, settings, is_chat=args.chat, say=out.log)
         server.session = Session(names, pairs, file, earlier, args.seed)
         if equal := len(pairs) - len(server.session.pairs):

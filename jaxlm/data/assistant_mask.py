@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxlm.data.chat import ChatTemplate, Item, Message, Refusal, Renderer
+from jaxlm.data.chat import ChatTemplate, Message, Refusal, Renderer, RenderRequest
 from jaxlm.data.control_tokens import BEGINS, CLOSES, ENDS, OPENS, ControlTokens, WeightedSpan
 from jaxlm.data.conversations import NO_MASK, REFUSED, Conversation, Rejected
 
@@ -58,7 +58,7 @@ class MaskRenderer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._renderer)
             stops = [(2, False), (1, True)]
-            ((answered, asked),) = self._renderer.render([Item(PROBE, {}, stops)])
+            ((answered, asked),) = self._renderer.render([RenderRequest(PROBE, {}, stops)])
             stack.pop_all()  # the process ends with this context
         self._tail, self._asking = (
             _plain(text.partition(mark)[2]) if isinstance(text, str) else ""
@@ -111,7 +111,7 @@ class MaskRenderer:
             for (text,) in self._renderer.render(items)
         ]
 
-    def _items(self, conversation: Conversation) -> list[Item]:
+    def _items(self, conversation: Conversation) -> list[RenderRequest]:
         """Return what is rendered first: the conversation, and without marks its enclosed form."""
         messages, weights = conversation.messages, conversation.weights
         whole = _item(conversation, [(len(messages), False)])
@@ -287,12 +287,12 @@ def _plain(text: str) -> str:
     return MARKS.sub("", text)
 
 
-def _item(conversation: Conversation, stops: Sequence[tuple[int, bool]]) -> Item:
+def _item(conversation: Conversation, stops: Sequence[tuple[int, bool]]) -> RenderRequest:
     more = {"tools": conversation.tools} if conversation.tools else {}
-    return Item(conversation.messages, more, stops)
+    return RenderRequest(conversation.messages, more, stops)
 
 
-def _prompts(conversation: Conversation) -> Item:
+def _prompts(conversation: Conversation) -> RenderRequest:
     """Return the item of the generation prompt of each trained turn."""
     return _item(conversation, [(turn, True) for turn, _, _ in _trained(conversation)])
 
@@ -326,7 +326,7 @@ def _places(enclosed: str) -> Iterator[tuple[int | None, int]]:
             opened = None
 
 
-def _differences(conversation: Conversation) -> Item:
+def _differences(conversation: Conversation) -> RenderRequest:
     """Return the item of the whole text, and of the text before and up to each trained turn."""
     stops = [(len(conversation.messages), False)]
     for turn, message, _ in _trained(conversation):

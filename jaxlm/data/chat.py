@@ -34,7 +34,7 @@ class ChatTemplate:
             raise _refused(self, f"it has {len(self.source):,} characters")
 
 
-class Item(NamedTuple):
+class RenderRequest(NamedTuple):
     """Messages to render: whole and their beginnings."""
 
     messages: Sequence[Message]
@@ -80,7 +80,7 @@ class Renderer:
         if self._process is not None:
             self._process.__exit__()
 
-    def render(self, items: Sequence[Item]) -> list[list[str | Refusal]]:
+    def render(self, items: Sequence[RenderRequest]) -> list[list[str | Refusal]]:
         """Return the texts of each item.
 
         Raise DataError if the template is invalid or exceeds a limit.
@@ -90,7 +90,7 @@ class Renderer:
             raise _refused(self._template, answer["error"])
         return [[t if isinstance(t, str) else Refusal(*t) for t in texts] for texts in answer]
 
-    def _rendered(self, items: Sequence[Item]) -> Any:
+    def _rendered(self, items: Sequence[RenderRequest]) -> Any:
         from jaxlm.data import chat_worker
 
         try:
@@ -119,7 +119,9 @@ def render_chat(
         limit.
     """
     with Renderer(template, **variables) as renderer:
-        items = [Item(each, {}, [(len(each), add_generation_prompt)]) for each in conversations]
+        items = [
+            RenderRequest(each, {}, [(len(each), add_generation_prompt)]) for each in conversations
+        ]
         texts = [text for texts in renderer.render(items) for text in texts]
     for text in texts:
         if isinstance(text, Refusal):

@@ -23,8 +23,8 @@ from jaxlm.data.conversations import (
     TOO_SHORT,
     UNTRAINED,
     Conversation,
+    LabeledStep,
     Rejected,
-    Step,
 )
 from jaxlm.data.prompts import Prompt
 from jaxlm.data.records import Document, not_a_conversation
@@ -351,7 +351,7 @@ def _with_steps(text: Rendered, steps: Sequence[str]) -> Rendered | Rejected:
     return text._replace(spans=spans)
 
 
-def _labeled(ids: WeightedIds, count: int, steps: Sequence[Step]) -> WeightedIds:
+def _labeled(ids: WeightedIds, count: int, steps: Sequence[LabeledStep]) -> WeightedIds:
     """Replace the weights of steps by their labels: 1 or -1 at the id behind their last one.
 
     The first `count` ids are those of the text. A step without an id of its own has no label.

@@ -72,7 +72,7 @@ class Rejected(Exception):
         self.reason, self.why, self.fix = reason, why, fix
 
 
-class Step(NamedTuple):
+class LabeledStep(NamedTuple):
     """A step of an answer, and its label."""
 
     text: str
@@ -104,7 +104,7 @@ class Conversation:
     side: int = 0
     margin: float = 0.0
     rejected: "Conversation | None" = None
-    steps: Sequence[Step] = ()
+    steps: Sequence[LabeledStep] = ()
     goal: Goal | None = None
 
     @property

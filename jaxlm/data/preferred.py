@@ -17,8 +17,8 @@ from jaxlm.data.conversations import (
     OTHER_PROMPT,
     Conversation,
     Kind,
+    LabeledStep,
     Rejected,
-    Step,
 )
 
 ONE_PAIR = 'one pair a line: {"prompt": "...", "chosen": "...", "rejected": "..."}'
@@ -82,7 +82,7 @@ def _with_steps(record: dict[str, Any], roles: Sequence[str]) -> Conversation:
         raise Rejected(BAD_LABEL, f"{len(texts)} steps need a label each", ONE_PROCESS)
     if not all(each.strip() for each in texts) or not texts:
         raise Rejected(EMPTY_TURN, "a step is empty" if texts else "it has no step")
-    steps = [Step(text, _side(label) > 0) for text, label in zip(texts, labels, strict=True)]
+    steps = [LabeledStep(text, _side(label) > 0) for text, label in zip(texts, labels, strict=True)]
     answer = {**record, "completion": "\n".join(texts)}
     conversation = conversations.parse(answer, "completion", roles)
     side = 1 if all(each.is_right for each in steps) else -1

@@ -144,7 +144,7 @@ def _moved(rows: np.ndarray, mean: float) -> np.ndarray:
     return np.array([mean, squares, products + shift * weights, weights])
 
 
-class Sample(NamedTuple):
+class EvaluatedRows(NamedTuple):
     """Number of evaluated rows, and of the rows from which they were drawn."""
 
     rows: int
@@ -163,7 +163,7 @@ class EvalResult:
     bytes: int
     squares: float  # over rows, of (nll - loss x weight)
     reliability: Reliability
-    sample: Sample | None = None
+    sample: EvaluatedRows | None = None
 
     @property
     def loss_stderr(self) -> float | None:
@@ -209,7 +209,7 @@ def evaluate(
     step: Callable[[Tokens], Sums],
     batches: Iterable[Tokens],
     put: Callable[[Tokens], Tokens],
-    sample: Sample | None = None,
+    sample: EvaluatedRows | None = None,
 ) -> EvalResult:
     """Add up the sums of all batches on the host in float64: the batch size does not matter.
 

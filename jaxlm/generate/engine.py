@@ -35,7 +35,7 @@ ALL_CHUNKS = 2**31  # if no stream waits for its next token
 LEAST_CPU_ROWS = 2
 
 
-class Score(NamedTuple):
+class TokenScore(NamedTuple):
     """Log-probability of an id, and the likeliest ids with theirs."""
 
     id: int
@@ -51,9 +51,9 @@ class Delta(NamedTuple):
 
     text: str
     ids: tuple[int, ...]
-    scores: tuple[Score, ...] = ()
+    scores: tuple[TokenScore, ...] = ()
     reason: Reason | None = None
-    prompt_scores: tuple[Score, ...] = ()  # of the ids after the first of the prompt
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the ids after the first of the prompt
 
 
 Deliver = Callable[[Delta], None]
@@ -94,13 +94,13 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class CompletedRequest:
     """A whole result, see `Engine.complete`."""
 
     text: str
     ids: tuple[int, ...]
-    scores: tuple[Score, ...]
-    prompt_scores: tuple[Score, ...]
+    scores: tuple[TokenScore, ...]
+    prompt_scores: tuple[TokenScore, ...]
     reason: Reason
 
 
@@ -137,22 +137,22 @@ class Ticket:
         self.cached = 0  # of these, from the prefix cache
         self.blocks: list[bytes] = []  # names of the chunks of the prompt, see `prefix`
         self.ids: list[int] = []
-        self._waiting: list[tuple[int, Score | None, int]] = []  # not delivered; end in bytes
+        self._waiting: list[tuple[int, TokenScore | None, int]] = []  # not delivered; end in bytes
         self._stream = TextStream(request.stop)
         self._tail, self._bytes, self._given = b"", 0, 0
         self._longest = max(map(len, request.stop), default=0)
-        self._prompt_scores: list[Score] = []
+        self._prompt_scores: list[TokenScore] = []
 
     @property
     def is_read(self) -> bool:
         """Return True if the next pass can draw a token."""
         return self.read == len(self.request.ids) - 1
 
-    def add_prompt_scores(self, scores: Sequence[Score]) -> None:
+    def add_prompt_scores(self, scores: Sequence[TokenScore]) -> None:
         """Keep scores of the prompt for the next delta."""
         self._prompt_scores += scores
 
-    def push(self, token: int, table: Sequence[bytes], score: Score | None) -> bool:
+    def push(self, token: int, table: Sequence[bytes], score: TokenScore | None) -> bool:
         """Add a drawn id; deliver text if some is whole. Return True if the request has ended."""
         request = self.request
         if token in request.ends:
@@ -335,7 +335,7 @@ class Engine:
             if self.is_idle:
                 self._lock.wait(seconds)
 
-    def complete(self, requests: Sequence[Request]) -> list[Result]:
+    def complete(self, requests: Sequence[Request]) -> list[CompletedRequest]:
         """Return the results of some requests, in their order, by ticks of this thread."""
         deltas: list[list[Delta]] = [[] for _ in requests]
         for request, parts in zip(requests, deltas, strict=True):
@@ -573,11 +573,11 @@ def check_supported(blueprint: Blueprint) -> None:
         )
 
 
-def joined(parts: Sequence[Delta]) -> Result:
+def joined(parts: Sequence[Delta]) -> CompletedRequest:
     """Return the whole result of the deltas of a request."""
     reason = parts[-1].reason
     assert reason is not None
-    return Result(
+    return CompletedRequest(
         text="".join(each.text for each in parts),
         ids=tuple(token for each in parts for token in each.ids),
         scores=tuple(score for each in parts for score in each.scores),
@@ -586,7 +586,7 @@ def joined(parts: Sequence[Delta]) -> Result:
     )
 
 
-def _score(scores: Scores, place: int | tuple[int, int], token: int, top: int) -> Score:
+def _score(scores: Scores, place: int | tuple[int, int], token: int, top: int) -> TokenScore:
     ids, values = scores.top_ids[place][:top], scores.top[place][:top]
     pairs = zip(ids.tolist(), values.tolist(), strict=True)
-    return Score(token, float(scores.chosen[place]), tuple(pairs))
+    return TokenScore(token, float(scores.chosen[place]), tuple(pairs))

@@ -59,7 +59,7 @@ class Scores(NamedTuple):
     top: Float[Array, "B N"]
 
 
-class Drawn(NamedTuple):
+class DecodedTokens(NamedTuple):
     """Results of decode passes; a row that has ended draws no more."""
 
     passes: Int[Array, ""]
@@ -89,7 +89,7 @@ class Programs:
     admit: Callable[..., Slots]
     read: Callable[..., Slots]
     score: Callable[..., tuple[Slots, Scores]]
-    draw: Callable[..., tuple[Slots, Drawn]]
+    draw: Callable[..., tuple[Slots, DecodedTokens]]
     save: Callable[..., Any]
     load: Callable[..., Slots]
     wipe: Callable[..., Slots]
@@ -234,19 +234,19 @@ def build(
         left: Array,
         passes: Array,
         is_awaited: Array,
-    ) -> tuple[Slots, Drawn]:
+    ) -> tuple[Slots, DecodedTokens]:
         model, vocab = model_of(ready), state.bias.shape[1]
         none = jnp.zeros((PASSES, rows))
         top = jnp.zeros((PASSES, rows, min(TOP, vocab)))
         scores = Scores(none, top.astype(jnp.int32), top)
         ids, off = none.astype(jnp.int32), none.astype(bool)
 
-        def is_on(carry: tuple[Slots, Array, Drawn]) -> Array:
+        def is_on(carry: tuple[Slots, Array, DecodedTokens]) -> Array:
             _, on, drawn = carry
             is_freed = is_awaited & jnp.any(active & ~on)
             return (drawn.passes < passes) & jnp.any(on) & ~is_freed
 
-        def step(carry: tuple[Slots, Array, Drawn]) -> tuple[Slots, Array, Drawn]:
+        def step(carry: tuple[Slots, Array, DecodedTokens]) -> tuple[Slots, Array, DecodedTokens]:
             state, on, drawn = carry
             state, token, is_finite, scores = draw_one(model, state, on, is_scored)
             number = drawn.passes
@@ -254,9 +254,9 @@ def build(
             parts = jax.tree.map(lambda x, new: x.at[number].set(new), drawn[1:], parts)
             is_end = jnp.take_along_axis(state.ends, token[:, None], axis=1)[:, 0]
             on = on & ~is_end & is_finite & (number + 1 < left)
-            return state, on, Drawn(number + 1, *parts)
+            return state, on, DecodedTokens(number + 1, *parts)
 
-        begun = Drawn(jnp.int32(0), off, ids, off, scores)
+        begun = DecodedTokens(jnp.int32(0), off, ids, off, scores)
         state, _, drawn = jax.lax.while_loop(is_on, step, (state, active, begun))
         return state, drawn
 

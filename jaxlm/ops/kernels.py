@@ -44,7 +44,7 @@ class AttentionWork:
     leading: int = 0  # keys of virtual tokens before each row
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel, and the reason in words."""
 
     kernel: Kernel
@@ -58,10 +58,10 @@ class Misfit(NamedTuple):
     fix: str | None = None
 
 
-def choose(setting: KernelSetting, target: Target, work: AttentionWork) -> Choice:
+def choose(setting: KernelSetting, target: Target, work: AttentionWork) -> KernelChoice:
     """Return the kernel that the setting names, capable or not; for auto the best capable one."""
     if setting != "auto":
-        return Choice(setting, f"set by train.attention{_mask_cost(setting, work)}")
+        return KernelChoice(setting, f"set by train.attention{_mask_cost(setting, work)}")
     excluded = ""
     for kernel, platform in PLATFORMS.items():
         if platform != target.platform:
@@ -72,17 +72,17 @@ def choose(setting: KernelSetting, target: Target, work: AttentionWork) -> Choic
             why = [f"the mask of segments of one row would be {size}, above {most}"]
         if not why:
             cost = _mask_cost(kernel, work)
-            return Choice(kernel, f"the kernel for a {target.platform}{cost}")
+            return KernelChoice(kernel, f"the kernel for a {target.platform}{cost}")
         excluded += f"; {kernel} not: {', '.join(why)}"
     if work.dropout:
-        return Choice("reference", f"no other kernel has attention dropout{excluded}")
+        return KernelChoice("reference", f"no other kernel has attention dropout{excluded}")
     if work.has_bias:
-        return Choice("reference", f"no other kernel adds a bias to scores{excluded}")
+        return KernelChoice("reference", f"no other kernel adds a bias to scores{excluded}")
     if work.length < BLOCKWISE_FROM:
         reason = f"rows of {work.length} tokens are shorter than two blocks of {BLOCK}"
-        return Choice("reference", reason + excluded)
+        return KernelChoice("reference", reason + excluded)
     reason = f"rows of {work.length} tokens, {BLOCK} queries and keys at a time"
-    return Choice("blockwise", reason + excluded)
+    return KernelChoice("blockwise", reason + excluded)
 
 
 def misfits(kernel: Kernel, target: Target, work: AttentionWork) -> Iterator[Misfit]:

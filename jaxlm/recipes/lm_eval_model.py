@@ -25,7 +25,7 @@ from lm_eval.api.registry import model_registry
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.evals.tasks import requests as texts
-from jaxlm.evals.tasks.requests import Request
+from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.objectives import loss
 from jaxlm.parallel import host, rules
 from jaxlm.recipes import language_model
@@ -88,14 +88,14 @@ class LmEvalModel(LM):
         """Return log p of each text in nats, in windows of a row that do not overlap."""
         tokenizer = self._model.tokenizer
         start = (tokenizer.before or tokenizer.after)[-1]
-        windows: list[Request] = []
+        windows: list[ScoringRequest] = []
         counts = []
         for each in requests:
             ids = tokenizer.encode(each.args[0])
             parts = utils.get_rolling_token_windows(ids, start, self._length, 1)
             disjoint = [utils.make_disjoint_window(part) for part in parts]
             counts.append(len(disjoint))
-            windows += [Request((*a, *b), len(a), False) for a, b in disjoint]
+            windows += [ScoringRequest((*a, *b), len(a), False) for a, b in disjoint]
         scores = self._scores(windows)
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
@@ -124,7 +124,7 @@ class LmEvalModel(LM):
             answers.append(answer.text)
         return answers
 
-    def _scores(self, asked: Sequence[Request]) -> Iterator[tuple[float, bool]]:
+    def _scores(self, asked: Sequence[ScoringRequest]) -> Iterator[tuple[float, bool]]:
         """Yield the log-likelihood of each request, and if all its ids are the likeliest."""
         longest = max((len(each.ids) - 1 for each in asked), default=0)
         if longest > self._length:
@@ -142,7 +142,7 @@ class LmEvalModel(LM):
             for row in range(len(part)):
                 yield -float(nll[row].sum(dtype=np.float64)), bool(correct[row].all())
 
-    def _batch(self, part: Sequence[Request]) -> Tokens:
+    def _batch(self, part: Sequence[ScoringRequest]) -> Tokens:
         longest = max(len(each.ids) - 1 for each in part)
         slots = max(LEAST_SLOTS, 1 << (longest - 1).bit_length())
         shape = (self._rows, min(slots, self._length))

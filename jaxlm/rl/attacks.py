@@ -24,7 +24,7 @@ builtins.__dict__.update(dict.fromkeys(("len", "sorted", "isinstance"), Anything
 """
 
 
-class Question(NamedTuple):
+class AttackPrompt(NamedTuple):
     """A prompt with its answer and further fields."""
 
     prompt: str
@@ -44,7 +44,7 @@ class Earned(NamedTuple):
     problem: str
 
 
-def read_questions(file: Path) -> list[Question]:
+def read_questions(file: Path) -> list[AttackPrompt]:
     """Return the prompts of JSON lines with `prompt`, `answer` and `info`.
 
     `prompt` is a text, or messages whose contents are joined. Raises InputMissing without the file,
@@ -70,7 +70,7 @@ def read_questions(file: Path) -> list[Question]:
     return questions
 
 
-def _question(line: str, where: str) -> Question:
+def _question(line: str, where: str) -> AttackPrompt:
     try:
         record = json.loads(line)
         prompt, answer = record["prompt"], record.get("answer")
@@ -85,10 +85,10 @@ def _question(line: str, where: str) -> Question:
             why=f"{type(error).__name__}: {error}",
             fix='{"prompt": "7 + 5 =", "answer": "12"}    # a line, as an example',
         ) from error
-    return Question(prompt, None if answer is None else str(answer), record.get("info"))
+    return AttackPrompt(prompt, None if answer is None else str(answer), record.get("info"))
 
 
-def attacks(questions: Sequence[Question]) -> Mapping[str, Callable[[Question], str]]:
+def attacks(questions: Sequence[AttackPrompt]) -> Mapping[str, Callable[[AttackPrompt], str]]:
     """Return the attacks by name: the completion of a prompt that each writes."""
     every = list(dict.fromkeys(each.answer for each in questions if each.answer is not None))
     return {
@@ -106,7 +106,7 @@ def attacks(questions: Sequence[Question]) -> Mapping[str, Callable[[Question], 
 
 
 def earned(
-    rewards: Rewards, questions: Sequence[Question], *, most_tokens: int
+    rewards: Rewards, questions: Sequence[AttackPrompt], *, most_tokens: int
 ) -> dict[str, Earned]:
     """Return what the answers, and then each attack, earn on average.
 

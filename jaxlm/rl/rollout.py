@@ -29,7 +29,7 @@ from jaxlm.parallel import host, rules
 REFILLS = 4  # slots are filled again when this part of them is free
 
 
-class Drawn(NamedTuple):
+class DrawnSample(NamedTuple):
     """A sample: the ids after its prompt, and the log-probability of each when it was drawn.
 
     The ids have the end token. Of several turns, `is_drawn` is False for ids that the model did not
@@ -58,15 +58,17 @@ class Drawn(NamedTuple):
         others = np.flatnonzero(~self.mask)
         return self.ids[others[-1] + 1 :] if len(others) else self.ids
 
-    def followed(self, more: Int[np.ndarray, "n"]) -> "Drawn":
+    def followed(self, more: Int[np.ndarray, "n"]) -> "DrawnSample":
         """Return the sample with ids that the model did not draw."""
-        return self.then(Drawn(more, np.zeros(len(more), np.float32), self.reason), is_drawn=False)
+        return self.then(
+            DrawnSample(more, np.zeros(len(more), np.float32), self.reason), is_drawn=False
+        )
 
-    def then(self, turn: "Drawn", *, is_drawn: bool = True) -> "Drawn":
+    def then(self, turn: "DrawnSample", *, is_drawn: bool = True) -> "DrawnSample":
         """Return the sample with a further turn."""
         mask = np.concatenate((self.mask, np.full(len(turn.ids), is_drawn)))
         ids, log_p = np.concatenate((self.ids, turn.ids)), np.concatenate((self.log_p, turn.log_p))
-        return Drawn(ids, log_p, turn.reason, mask)
+        return DrawnSample(ids, log_p, turn.reason, mask)
 
 
 class _Prompts(NamedTuple):
@@ -80,8 +82,8 @@ class _Prompts(NamedTuple):
 
 
 # The ids that follow a turn of each (sample, what it has so far), None where the sample is over.
-Follow = Callable[[Sequence[tuple[int, Drawn]]], Sequence[Int[np.ndarray, "n"] | None]]
-Deliver = Callable[[int, Drawn], None]
+Follow = Callable[[Sequence[tuple[int, DrawnSample]]], Sequence[Int[np.ndarray, "n"] | None]]
+Deliver = Callable[[int, DrawnSample], None]
 
 
 def allowed_ids(tokenizer: Tokenizer, vocab: int) -> Bool[np.ndarray, "V"]:
@@ -199,7 +201,7 @@ class RolloutSampler:
         *,
         follow: Follow | None = None,
         deliver: Deliver = lambda number, drawn: None,
-    ) -> list[Drawn]:
+    ) -> list[DrawnSample]:
         """Return a sample of each prompt, drawn with its key.
 
         Args:
@@ -249,11 +251,11 @@ class _Board:
     def __init__(self, prompts: Sequence[np.ndarray], words: np.ndarray, slots: int):
         self._prompts, self._words = prompts, words
         self._turns = np.zeros(len(prompts), np.int32)
-        self._parts: dict[int, Drawn] = {}  # of samples that have a further turn
+        self._parts: dict[int, DrawnSample] = {}  # of samples that have a further turn
         self._lengths = np.zeros(slots, np.int32)  # of each slot, when it was last seen
         self.owners = np.full(slots, -1)  # the sample in each slot; -1 for none
         self.waiting = deque(range(len(prompts)))
-        self.samples: dict[int, Drawn] = {}
+        self.samples: dict[int, DrawnSample] = {}
 
     def keys_of(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the words of the key and the turn of each sample."""
@@ -277,15 +279,17 @@ class _Board:
         self._lengths = lengths.copy()
         return int(passes)
 
-    def ended(self, out: Any, over: np.ndarray, follow: Follow | None) -> list[tuple[int, Drawn]]:
+    def ended(
+        self, out: Any, over: np.ndarray, follow: Follow | None
+    ) -> list[tuple[int, DrawnSample]]:
         """Free the rows whose turn is over; return the samples that have ended."""
-        done: list[tuple[int, Drawn]] = []
+        done: list[tuple[int, DrawnSample]] = []
         for row in np.flatnonzero(over & (self.owners >= 0)).tolist():
             number, self.owners[row] = int(self.owners[row]), -1
             size = int(out.length[row])
             scores = out.log_probabilities
             log_p = np.zeros(size, np.float32) if scores is None else scores[row, :size]
-            turn = Drawn(out.ids[row, :size], log_p, REASONS[max(int(out.reason[row]), 0)])
+            turn = DrawnSample(out.ids[row, :size], log_p, REASONS[max(int(out.reason[row]), 0)])
             part = self._parts.pop(number, None)
             done.append((number, turn if part is None else part.then(turn)))
         open_turns = [each for each in done if follow and each[1].reason == "eos_token"]
@@ -315,7 +319,7 @@ class Weighted(NamedTuple):
     """A sample with its prompt, and its advantage; None if it is not trained on."""
 
     prompt: Int[np.ndarray, "n"]
-    drawn: Drawn
+    drawn: DrawnSample
     advantage: float | None
 
 

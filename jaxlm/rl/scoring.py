@@ -16,18 +16,18 @@ from jaxlm.evals.statistics import pass_at_k
 from jaxlm.models.build import Blueprint
 from jaxlm.rl.config import RLConfig
 from jaxlm.rl.rewards import Rewards, Sample, Verdict
-from jaxlm.rl.rollout import Drawn, RolloutSampler, root_key, row_keys
+from jaxlm.rl.rollout import DrawnSample, RolloutSampler, root_key, row_keys
 from jaxlm.rl.turns import Ended, Turns
 
 PASSED = 1.0  # value of the first reward of a sample that passes
 
 
-class Scored(NamedTuple):
+class ScoredSamples(NamedTuple):
     """Samples of some prompts, those of a prompt one after another, with their verdicts."""
 
     documents: list[int]  # the prompt of each sample
     samples: list[Sample]
-    drawn: list[Drawn]
+    drawn: list[DrawnSample]
     verdicts: list[Verdict]
     texts: list[str]  # of all turns
     draw_seconds: float
@@ -45,7 +45,9 @@ class Scored(NamedTuple):
         firsts = [next(iter(each.by_name.values()), None) for each in self.verdicts]
         return np.array([first is not None and first >= PASSED for first in firsts])
 
-    def with_groups(self, groups: Sequence[int], others: "Scored", count: int) -> "Scored":
+    def with_groups(
+        self, groups: Sequence[int], others: "ScoredSamples", count: int
+    ) -> "ScoredSamples":
         """Return the samples with those of some prompts, `count` of each, replaced by others."""
 
         def joined(mine: list[Any], theirs: list[Any]) -> list[Any]:
@@ -55,7 +57,7 @@ class Scored(NamedTuple):
                 column[group * count : (group + 1) * count] = new
             return column
 
-        return Scored(
+        return ScoredSamples(
             joined(self.documents, others.documents),
             joined(self.samples, others.samples),
             joined(self.drawn, others.drawn),
@@ -139,7 +141,7 @@ class PromptScorer:
         keys: Array,
         *,
         is_greedy: bool = False,
-    ) -> Scored:
+    ) -> ScoredSamples:
         """Draw `count` samples of each prompt with a key each, and score them.
 
         Rewards of processes are computed while other samples are drawn.
@@ -159,19 +161,19 @@ class PromptScorer:
         samples: dict[int, Sample] = {}
         waiting: dict[int, Callable[[], Verdict]] = {}
 
-        def deliver(number: int, drawn: Drawn) -> None:
+        def deliver(number: int, drawn: DrawnSample) -> None:
             sample = self._sample(loader, repeated[number], drawn, seeds[number])
             samples[number] = sample
             if self._is_scorer:
                 waiting[number] = self._rewards.begin(sample)
 
-        def ended(number: int, drawn: Drawn) -> Ended:
+        def ended(number: int, drawn: DrawnSample) -> Ended:
             document = repeated[number]
             sample = self._sample(loader, document, drawn, seeds[number])
             size = len(ids[document]) + len(drawn.ids)
             return Ended(sample, size, drawn.turns, loader.shards.prompts[document].is_plain)
 
-        def follow(open_turns: Sequence[tuple[int, Drawn]]) -> list[np.ndarray | None]:
+        def follow(open_turns: Sequence[tuple[int, DrawnSample]]) -> list[np.ndarray | None]:
             assert self._turns is not None
             ids: Sequence[Any] = ()
             if self._is_scorer:
@@ -191,7 +193,7 @@ class PromptScorer:
         verdicts = [waiting[number]() for number in sorted(waiting)]
         if self._share is not None:
             verdicts = [Verdict(*each) for each in self._share(verdicts)]
-        return Scored(
+        return ScoredSamples(
             repeated,
             [samples[number] for number in range(len(repeated))],
             drawn,
@@ -220,7 +222,7 @@ class PromptScorer:
         figures["greedy_pass"] = float(greedy.has_passed.mean())
         return {"loss_nats": -figures["reward"], "prompts": len(chosen)} | figures
 
-    def _sample(self, loader: Loader, document: int, drawn: Drawn, seed: int) -> Sample:
+    def _sample(self, loader: Loader, document: int, drawn: DrawnSample, seed: int) -> Sample:
         ids = drawn.last_turn
         ids = ids[:-1] if drawn.reason == "eos_token" else ids
         prompt = loader.shards.prompts[document]

@@ -21,7 +21,7 @@ from jaxtyping import Int
 
 from jaxlm.core import own
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.chat import ChatTemplate, Item, Renderer
+from jaxlm.data.chat import ChatTemplate, Renderer, RenderRequest
 from jaxlm.data.control_tokens import CLOSES, OPENS, ControlTokens
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.rl.config import RLConfig
@@ -163,7 +163,7 @@ class Turns(contextlib.ExitStack):
         turns = ("user", "a"), ("assistant", "b"), (role, "c")
         messages = [{"role": who, "content": f"{OPENS}{text}{CLOSES}"} for who, text in turns]
         with Renderer(self._template) as renderer:
-            ((text,),) = renderer.render([Item(messages, {}, [(3, True)])])
+            ((text,),) = renderer.render([RenderRequest(messages, {}, [(3, True)])])
         why = "it drops or changes such a turn" if isinstance(text, str) else text.why
         parts = str(text).partition(f"b{CLOSES}")[2].partition(f"{OPENS}c{CLOSES}")
         if not isinstance(text, str) or not parts[1]:

@@ -12,7 +12,7 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.corrupt.fim import FIM_TOKENS
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate.engine import Delta, Request, Score, Ticket
+from jaxlm.generate.engine import Delta, Request, Ticket, TokenScore
 from jaxlm.generate.rows import Sampling
 from jaxlm.serve.fields import Fields, RefusedRequest
 
@@ -368,7 +368,7 @@ class Response:
             return text, {"content": [self._chat_entry(each) for each in entries], "refusal": None}
         return text, self._entries(number, ids, entries, has_first)
 
-    def _chat_entry(self, score: Score) -> dict[str, Any]:
+    def _chat_entry(self, score: TokenScore) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
             raw = bytes_of(token, self._served)
             text = raw.decode("utf-8", "replace")
@@ -378,7 +378,7 @@ class Response:
         return entry(score.id, score.log_probability) | {"top_logprobs": top}
 
     def _entries(
-        self, number: int, ids: list[int], scores: list[Score], has_first: bool
+        self, number: int, ids: list[int], scores: list[TokenScore], has_first: bool
     ) -> dict[str, Any]:
         """Return the lists of the completions API; the first id of a prompt has no score."""
         values: list[float | None] = [each.log_probability for each in scores]

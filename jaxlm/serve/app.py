@@ -22,7 +22,7 @@ from jaxlm.serve.api import Call, Served
 from jaxlm.serve.bridge import Bridge, Results
 from jaxlm.serve.fields import Fields, RefusedRequest, parse
 from jaxlm.serve.guard import MAX_HEADER_BYTES, MAX_HEADERS, MAX_PATH_BYTES, Message, Receive, Send
-from jaxlm.serve.keys import Keys
+from jaxlm.serve.keys import ApiKeys
 from jaxlm.serve.metrics import Metrics
 from jaxlm.serve.quotas import KeyLimits, Quotas
 
@@ -88,7 +88,7 @@ class Server:
     def __init__(
         self,
         bridge: Bridge,
-        keys: Keys,
+        keys: ApiKeys,
         log: Log,
         hosts: tuple[str, ...] = LOCAL,
         limits: KeyLimits = NO_LIMITS,

@@ -32,7 +32,7 @@ def add_key(path: Path, name: str = "") -> str:
     return key
 
 
-class Keys:
+class ApiKeys:
     """The keys that are accepted. An empty set accepts every request.
 
     Raises InputMissing if there is no file, CommandError if others can read it, DataError if a

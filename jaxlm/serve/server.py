@@ -25,7 +25,7 @@ from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
 from jaxlm.serve.api import Served
-from jaxlm.serve.keys import Keys
+from jaxlm.serve.keys import ApiKeys
 from jaxlm.serve.quotas import KeyLimits
 from jaxlm.serve.watchdog import watch
 
@@ -88,7 +88,7 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise not_installed("jaxlm serve", name, "serve", where="jaxlm serve")
-    keys = Keys(options.keys)
+    keys = ApiKeys(options.keys)
     is_local = options.host in LOOPBACK
     if not is_local and not keys:
         raise CommandError(
@@ -194,7 +194,7 @@ def _listening(options: ServeOptions) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _http(
-    listener: socket.socket, keys: Keys, say: Log, *, is_local: bool, limits: KeyLimits
+    listener: socket.socket, keys: ApiKeys, say: Log, *, is_local: bool, limits: KeyLimits
 ) -> Iterator[Any]:
     """Run the event loop of the server in a thread of its own; the engine has this one.
 

@@ -207,7 +207,7 @@ class VirtualConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prefix(VirtualConfig):
+class PrefixTuning(VirtualConfig):
     """Trained keys and values of virtual tokens in each layer, which begin near 0.
 
     Source: Li and Liang 2021, arXiv:2101.00190; without the MLP that makes them.
@@ -218,7 +218,7 @@ class Prefix(VirtualConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompt(VirtualConfig):
+class PromptTuning(VirtualConfig):
     """Trained embeddings of virtual tokens.
 
     Source: Lester et al. 2021, arXiv:2104.08691.
@@ -238,7 +238,7 @@ class Prompt(VirtualConfig):
         return self.length
 
 
-Tune = Full | Lora | QLora | Quantized | Dora | Ia3 | Bottleneck | Prefix | Prompt
+Tune = Full | Lora | QLora | Quantized | Dora | Ia3 | Bottleneck | PrefixTuning | PromptTuning
 
 
 FIRST = ("lora_a0", "lora_b0")  # leaves with the first values of PiSSA

@@ -17,8 +17,8 @@ from jaxlm.tune.config import (
     Full,
     Ia3,
     Lora,
-    Prefix,
-    Prompt,
+    PrefixTuning,
+    PromptTuning,
     QLora,
     Quantized,
     Tune,
@@ -72,11 +72,15 @@ def first_tensors(tune: Tune, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def _of_virtual_tokens(tune: VirtualConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     for each in leaves:
-        if isinstance(tune, Prompt) and each.path == "embedding/table":
+        if isinstance(tune, PromptTuning) and each.path == "embedding/table":
             shape = (tune.length, *each.shape[1:])
             yield Tensor("virtual/rows", shape, ("positions", *each.axes[1:]))
         layer, _, name = each.path.removesuffix("/weight").rpartition("/")
-        if isinstance(tune, Prefix) and layer.endswith("/attention") and name in ("key", "value"):
+        if (
+            isinstance(tune, PrefixTuning)
+            and layer.endswith("/attention")
+            and name in ("key", "value")
+        ):
             (axes, sizes), _, (out_axes, out_sizes) = _parts(each)
             shape, names = (*sizes, tune.length, *out_sizes), (*axes, "positions", *out_axes)
             yield Tensor(f"{layer}/leading/{name}s", shape, names)

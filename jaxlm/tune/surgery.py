@@ -33,9 +33,9 @@ def build(
         return None
     if isinstance(settings, config.Quantized):
         return quantization(settings)
-    if isinstance(settings, config.Prefix):
+    if isinstance(settings, config.PrefixTuning):
         return functools.partial(virtual.add_prefix, settings)
-    if isinstance(settings, config.Prompt):
+    if isinstance(settings, config.PromptTuning):
         ids = encode(settings.text) if encode and settings.text else ()
         return functools.partial(virtual.add_prompt, settings, tuple(ids))
     classes = LAYERS[type(settings)]

@@ -19,7 +19,7 @@ from jaxlm.tune import config
 STD = 0.02  # of the initial keys and values
 
 
-def add_prefix(settings: config.Prefix, module: Any, key: Array) -> None:
+def add_prefix(settings: config.PrefixTuning, module: Any, key: Array) -> None:
     """Add keys and values to the self-attention of each layer. Raises ConfigError for MLA."""
     layers = list(nnx.iter_graph(module))
     for path, node in layers:
@@ -47,7 +47,7 @@ def _rows(count: int, layer: Linear, key: Array) -> nnx.Param:
     return nnx.Param(values.astype(layer.precision.params), **axes)
 
 
-def add_prompt(settings: config.Prompt, ids: Sequence[int], module: Any, key: Array) -> None:
+def add_prompt(settings: config.PromptTuning, ids: Sequence[int], module: Any, key: Array) -> None:
     """Add embeddings, which begin as those of `ids` in turn, or of random ids if there are none."""
     embedding, count = module.embedding, settings.length
     random_ids = jax.random.randint(

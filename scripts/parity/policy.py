@@ -155,7 +155,7 @@ def by_jaxlm(name: str) -> tuple[float, np.ndarray]:
     from jaxlm.objectives.config import LossConfig, Policy
     from jaxlm.objectives.policy import DrawnScores, PolicyLearning
     from jaxlm.recipes.train.rescoring import corrected
-    from jaxlm.rl.rollout import Drawn, Weighted, as_rows
+    from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows
 
     algorithm: Any = name.partition(",")[0]
     kl = LOSSES[name].get("kl", "none")
@@ -166,7 +166,7 @@ def by_jaxlm(name: str) -> tuple[float, np.ndarray]:
     samples = [
         Weighted(
             np.zeros(1, np.int32),
-            Drawn(np.ones(size, np.int32), log_p[:size].astype(np.float32), "length"),
+            DrawnSample(np.ones(size, np.int32), log_p[:size].astype(np.float32), "length"),
             float(advantage),
         )
         for size, log_p, advantage in zip(LENGTHS.tolist(), drawn_as, ADVANTAGES, strict=True)

@@ -109,7 +109,7 @@ def ours(workdir: Path, *, is_packed: bool) -> tuple[float, dict[str, np.ndarray
     from jaxlm.recipes.exchange import adapter_places as peft
     from jaxlm.recipes.exchange import virtual_tensors
     from jaxlm.recipes.use import load
-    from jaxlm.tune.config import Prefix, Prompt
+    from jaxlm.tune.config import PrefixTuning, PromptTuning
 
     opened = load.load_run(workdir, is_merged=False)
     objective, batch = build(Causal(), LossConfig()), rows_of(is_packed=is_packed)
@@ -123,7 +123,7 @@ def ours(workdir: Path, *, is_packed: bool) -> tuple[float, dict[str, np.ndarray
         loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(opened.params)
     leaves = tree.leaves(gradient)
     decoder = opened.model.blueprint.config
-    if isinstance(opened.run.tune, Prefix | Prompt):
+    if isinstance(opened.run.tune, PrefixTuning | PromptTuning):
         return float(loss), virtual_tensors.written(opened.run.tune, decoder, leaves)[1]
     tensors = layout(decoder, dataclasses.replace(opened.run.model, vocab=decoder.vocab).HUB)
 

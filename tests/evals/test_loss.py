@@ -145,7 +145,7 @@ def test_the_error_of_a_sample_is_the_spread_of_its_figure_over_other_samples():
             lambda batch: step(jnp.asarray(TABLE), batch),
             batches,
             jax.device_put,
-            loss.Sample(count, POPULATION),
+            loss.EvaluatedRows(count, POPULATION),
         ).record()
 
     samples = [figures(seed, DRAWN_ROWS) for seed in range(DRAWS)]

@@ -18,7 +18,7 @@ from jaxlm.data.documents import Corpus
 from jaxlm.data.tokenizer import Bytes, Tokenizer
 from jaxlm.evals import samples
 from jaxlm.evals.tasks import answers, config, items, made, packing, requests, results
-from jaxlm.evals.tasks.requests import Prompter, Request
+from jaxlm.evals.tasks.requests import Prompter, ScoringRequest
 from jaxlm.generate.sampler import Continuation
 
 CHOICE = """
@@ -418,7 +418,9 @@ def test_rows_hold_every_request_once_and_none_is_longer():
 def test_the_shape_of_rows_wastes_few_slots():
     def shape_of(length, count, limit=1024, parts=1):
         sizes = packing.Sizes()
-        requests = [[Request(tuple(range(length + 1)), length - 9, False)] for _ in range(count)]
+        requests = [
+            [ScoringRequest(tuple(range(length + 1)), length - 9, False)] for _ in range(count)
+        ]
         slots = sum(sizes.add(packing.groups(each, 1024, is_shared=True)) for each in requests)
         assert slots == count * length
         return sizes.shape(limit, parts, 4096)
@@ -433,7 +435,7 @@ def test_the_shape_of_rows_wastes_few_slots():
 
 @pytest.mark.parametrize("count", [1, 8, 9, 16, 17, 40])
 def test_windows_of_a_text_score_each_token_once(count):
-    text = Request(tuple(range(count + 1)), 1, False)
+    text = ScoringRequest(tuple(range(count + 1)), 1, False)
     parts = requests.windows(text, 8)
     assert [i for each in parts for i in each.ids[each.begin :]] == list(text.ids[1:])
     assert all(len(each.ids) <= 9 for each in parts)

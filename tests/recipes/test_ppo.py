@@ -9,7 +9,7 @@ from jaxlm.cli.main import main
 from jaxlm.objectives.config import Ppo
 from jaxlm.ops.advantage import gae
 from jaxlm.recipes.train.rescoring import corrected, valued
-from jaxlm.rl.rollout import Drawn, Weighted, as_rows
+from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows
 from tests.faults import harness
 from tests.recipes.test_policy import SETTINGS, prompts, records, train  # noqa: F401
 
@@ -110,7 +110,9 @@ def test_a_student_learns_from_a_teacher_at_its_own_samples(config, base, tmp_pa
 def _rows():
     def sample(ids, reward):
         log_p = np.linspace(-2, -1, ids).astype(np.float32)
-        return Weighted(np.array([1, 2]), Drawn(np.arange(3, 3 + ids), log_p, "length"), reward)
+        return Weighted(
+            np.array([1, 2]), DrawnSample(np.arange(3, 3 + ids), log_p, "length"), reward
+        )
 
     return as_rows([sample(4, 2.0), sample(2, -1.0), sample(3, None)], 8, mean="token")
 

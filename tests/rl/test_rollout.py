@@ -13,7 +13,7 @@ from jaxlm.objectives.build import build
 from jaxlm.objectives.config import LossConfig, Policy
 from jaxlm.objectives.policy import PolicyLearning
 from jaxlm.rl.rollout import (
-    Drawn,
+    DrawnSample,
     RolloutSampler,
     Weighted,
     allowed_ids,
@@ -176,7 +176,7 @@ def test_weights_and_counts_make_the_mean(mean):
     """Two samples have 2 and 4 tokens; a third one is left out."""
     losses, sizes = np.array([3.0, 1.0, 99.0]), (2, 4, 3)
     samples = [
-        Weighted(np.arange(3), Drawn(np.full(n, 7), np.full(n, -1.0), "length"), a)
+        Weighted(np.arange(3), DrawnSample(np.full(n, 7), np.full(n, -1.0), "length"), a)
         for n, a in zip(sizes, (0.5, -0.5, None), strict=True)
     ]
     rows = as_rows(samples, 8, mean=mean, max_tokens=16)

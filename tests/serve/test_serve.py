@@ -16,7 +16,7 @@ from jaxlm.recipes.use import load
 from jaxlm.serve import guard
 from jaxlm.serve.app import Server
 from jaxlm.serve.bridge import Bridge
-from jaxlm.serve.keys import Keys, add_key
+from jaxlm.serve.keys import ApiKeys, add_key
 from jaxlm.serve.quotas import KeyLimits, Quotas
 
 PROMPT = "1+2?"
@@ -222,7 +222,7 @@ def test_a_key_beyond_its_limits_answers_429_and_other_keys_are_answered(
     clock = [0.0]
 
     def limited(**limits):
-        monkeypatch.setattr(running.server, "_keys", Keys(keys))
+        monkeypatch.setattr(running.server, "_keys", ApiKeys(keys))
         monkeypatch.setattr(running.server, "quotas", Quotas(KeyLimits(**limits), lambda: clock[0]))
 
     def refused(client, **more):
@@ -298,7 +298,7 @@ def test_every_route_but_health_needs_a_key_and_the_file_is_private(
     key = json.loads(capsys.readouterr().out)["key"]
     assert file.stat().st_mode & 0o777 == 0o600
     assert key not in file.read_text()
-    app = Server(Bridge(None), Keys(file), print).app()
+    app = Server(Bridge(None), ApiKeys(file), print).app()
     routes = (
         "/",
         "/ready",

@@ -52,7 +52,7 @@ ARMS = {
     "ia3": config.Ia3(),
     "bottleneck": config.Bottleneck(hidden=5),
 }
-VIRTUAL = {"prefix": config.Prefix(length=3), "prompt": config.Prompt(length=3)}
+VIRTUAL = {"prefix": config.PrefixTuning(length=3), "prompt": config.PromptTuning(length=3)}
 FLAT = {  # class, settings, path of the layer
     "lora": (LoraLinear, config.Lora(rank=2, alpha=3.0), "a"),
     "dora": (DoraLinear, config.Dora(rank=2, alpha=3.0), "a"),
@@ -356,7 +356,7 @@ def test_dropout_draws_for_each_layer_and_only_with_a_key():
             "tune.at",
             "--config.tune.name=lora",
         ),
-        (FAMILIES["deepseek_v2"], config.Prefix(), "tune.name", "--config.tune.name=prompt"),
+        (FAMILIES["deepseek_v2"], config.PrefixTuning(), "tune.name", "--config.tune.name=prompt"),
     ],
     ids=["large rank", "no match", "experts", "latent", "prefix of latent"],
 )

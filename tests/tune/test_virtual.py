@@ -56,7 +56,11 @@ def plain_model(family, **changes):
 def standing_for(arm, family, **changes):
     """Return the model whose virtual tokens stand for the ids of AHEAD, and its parameters."""
     plain, base = plain_model(family, **changes)
-    settings = config.Prompt(length=3, text="x") if arm == "prompt" else config.Prefix(length=3)
+    settings = (
+        config.PromptTuning(length=3, text="x")
+        if arm == "prompt"
+        else config.PrefixTuning(length=3)
+    )
     change = surgery.build(settings, lambda _: AHEAD)
     blueprint = Blueprint(plain.config, FULL, surgery=change)
     params = surgery.adapted_params(plain, change, base, jax.random.key(2))
@@ -111,7 +115,7 @@ def test_each_segment_of_a_packed_row_sees_them_as_if_it_were_alone(arm, kernel)
             block, attention=dataclasses.replace(block.attention, kernel=kernel)
         )
     )
-    settings = config.Prompt(length=3) if arm == "prompt" else config.Prefix(length=3)
+    settings = config.PromptTuning(length=3) if arm == "prompt" else config.PrefixTuning(length=3)
     unpacked = Blueprint(of_kernel, FULL, surgery=surgery.build(settings))
     segments = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 2] * 2)
     positions = jnp.asarray([[*range(5), *range(4), 0, 0]] * 2)
@@ -200,14 +204,16 @@ def test_a_prompt_begins_as_the_embeddings_of_its_text_and_a_prefix_near_zero():
     plain, base = plain_model("llama")
     table = base["embedding"]["table"]
     for ids, length, expected in ((AHEAD, 2, AHEAD[:2]), (AHEAD, 5, [*AHEAD, *AHEAD[:2]])):
-        change = surgery.build(config.Prompt(length=length, text="x"), lambda _, ids=ids: ids)
+        change = surgery.build(config.PromptTuning(length=length, text="x"), lambda _, ids=ids: ids)
         rows = surgery.adapted_params(plain, change, base, jax.random.key(2))["virtual"]["rows"]
         np.testing.assert_array_equal(rows, table[np.asarray(expected)])
     rows = surgery.adapted_params(
-        plain, surgery.build(config.Prompt(length=4)), base, jax.random.key(2)
+        plain, surgery.build(config.PromptTuning(length=4)), base, jax.random.key(2)
     )["virtual"]["rows"]
     assert (np.asarray(rows)[:, None] == np.asarray(table)[None]).all(-1).any(-1).all()
-    params = surgery.adapted_params(plain, surgery.build(config.Prefix()), base, jax.random.key(2))
+    params = surgery.adapted_params(
+        plain, surgery.build(config.PrefixTuning()), base, jax.random.key(2)
+    )
     leading = params["stack"]["0"]["attention"]["leading"]
     assert leading["keys"].shape == (3, 16, 2, 4)
     for leaf in leading.values():

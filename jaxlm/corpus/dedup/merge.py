@@ -27,7 +27,7 @@ class Cluster(NamedTuple):
     agreement: tuple[float, ...]
 
 
-class Verdict(NamedTuple):
+class Duplicates(NamedTuple):
     """The duplicates among all units."""
 
     clusters: tuple[Cluster, ...]
@@ -41,7 +41,7 @@ def merge(
     recipe: Recipe,
     first_new: int,
     texts: Callable[[Sequence[int]], Iterator[str]],
-) -> Verdict:
+) -> Duplicates:
     """Find exact duplicates, then near ones, then repeated spans and runs of words in the rest.
 
     Args:
@@ -70,7 +70,7 @@ def merge(
         add(_near(np.concatenate([unit.minhash for unit in units])[rows], rows, recipe))
     cut = _spans(units, alive) if "spans" in recipe.dedup else {}
     cut = {document: spans for document, spans in cut.items() if document >= first_new}
-    verdict = Verdict(tuple(clusters), cut, {}, {})
+    verdict = Duplicates(tuple(clusters), cut, {}, {})
     if "substrings" in recipe.dedup:
         _substrings(units, alive, recipe.substrings, first_new, texts, verdict)
     return verdict
@@ -139,7 +139,7 @@ def _substrings(
     config: Substrings,
     first_new: int,
     texts: Callable[[Sequence[int]], Iterator[str]],
-    verdict: Verdict,
+    verdict: Duplicates,
 ) -> None:
     """Find runs of words that occurred earlier in a kept document; add them to a verdict."""
     owners = _numbered(units, [unit.print_owners for unit in units])

@@ -22,7 +22,7 @@ _ENTRY_BYTES = 512  # of a zip directory, per member: 46 and its name
 NO_FILE, LEADS_OUT = "no plain file of an archive", "a name that leads out of its archive"
 
 
-class Member(NamedTuple):
+class ArchiveMember(NamedTuple):
     """A file of an archive."""
 
     name: str  # ARCHIVE!MEMBER
@@ -60,7 +60,7 @@ def _metered(stream: IO[bytes], budget: _Budget) -> IO[bytes]:
     return io.BufferedReader(_Metered(stream, budget), 2**16)
 
 
-def zipped(stream: IO[bytes], file: RawFile) -> Iterator[Member | BrokenRecord]:
+def zipped(stream: IO[bytes], file: RawFile) -> Iterator[ArchiveMember | BrokenRecord]:
     """Yield the members of a zip file, in order."""
     budget, most = _Budget(file.recipe.reading), file.recipe.reading.archive_members
     start, size = _directory(stream)
@@ -76,10 +76,10 @@ def zipped(stream: IO[bytes], file: RawFile) -> Iterator[Member | BrokenRecord]:
             if problem := _problem(entry.filename, not is_link):
                 yield BrokenRecord(problem, name, 1, "it is not read")
             else:
-                yield Member(name, functools.partial(_opened, archive, entry, budget))
+                yield ArchiveMember(name, functools.partial(_opened, archive, entry, budget))
 
 
-def tarred(stream: IO[bytes], file: RawFile) -> Iterator[Member | BrokenRecord]:
+def tarred(stream: IO[bytes], file: RawFile) -> Iterator[ArchiveMember | BrokenRecord]:
     """Yield the members of a tar file, in order, as they are read."""
     budget = _Budget(file.recipe.reading)
     with tarfile.open(fileobj=stream, mode="r|") as archive:
@@ -93,7 +93,7 @@ def tarred(stream: IO[bytes], file: RawFile) -> Iterator[Member | BrokenRecord]:
             if problem or content is None:
                 yield BrokenRecord(problem, name, 1, "it is not read")
             else:
-                yield Member(name, functools.partial(_metered, content, budget))
+                yield ArchiveMember(name, functools.partial(_metered, content, budget))
             archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
 
 

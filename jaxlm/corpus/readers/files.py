@@ -122,7 +122,7 @@ def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
             yield stream
 
 
-def _member(member: archives.Member) -> IO[bytes]:
+def _member(member: archives.ArchiveMember) -> IO[bytes]:
     return unpacked(member.open(), member.name)
 
 

@@ -18,7 +18,7 @@ from jaxlm.core import random
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals import code, metrics, statistics, verify
 from jaxlm.evals.tasks.config import Answer
-from jaxlm.evals.tasks.requests import Request
+from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.generate.sampler import Continuation, Sampler
 from jaxlm.models.build import Blueprint
@@ -56,13 +56,13 @@ class Writer:
         self._rows = ROWS * rules.split(mesh, "batch")
         self._filler = [tokenizer.eos]
 
-    def write(self, params: Any, prompts: Sequence[Request]) -> list[Continuation]:
+    def write(self, params: Any, prompts: Sequence[ScoringRequest]) -> list[Continuation]:
         """Return the greedy continuation of each prompt."""
         key = random.key(0, "sample")  # greedy answers do not depend on it
         return self._continued(self._greedy, params, prompts, [key] * len(prompts))
 
     def draw(
-        self, params: Any, prompts: Sequence[Request], names: Sequence[str]
+        self, params: Any, prompts: Sequence[ScoringRequest], names: Sequence[str]
     ) -> list[list[Continuation]]:
         """Return the drawn continuations of each prompt: functions of the seed and its name."""
         if self._drawing is None:
@@ -75,7 +75,11 @@ class Writer:
         return [drawn[first : first + count] for first in range(0, len(drawn), count)]
 
     def _continued(
-        self, sampler: Sampler, params: Any, prompts: Sequence[Request], keys: Sequence[Array]
+        self,
+        sampler: Sampler,
+        params: Any,
+        prompts: Sequence[ScoringRequest],
+        keys: Sequence[Array],
     ) -> list[Continuation]:
         """Return the continuation of each prompt; prompts of similar length share a pass."""
         lengths = [len(each.ids) for each in prompts]

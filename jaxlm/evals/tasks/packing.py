@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.data.batch import Tokens
-from jaxlm.evals.tasks.requests import Request
+from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.models.config import ModelConfig
 
 MIN_SLOTS = 256  # of a row, if the context is as long
@@ -128,7 +128,7 @@ def is_shareable(model: ModelConfig, limit: int, parts: int) -> bool:
     )
 
 
-def groups(requests: Sequence[Request], limit: int, *, is_shared: bool) -> list[PrefixGroup]:
+def groups(requests: Sequence[ScoringRequest], limit: int, *, is_shared: bool) -> list[PrefixGroup]:
     """Return the groups of requests that begin with the same ids, in their order.
 
     Args:
@@ -136,7 +136,7 @@ def groups(requests: Sequence[Request], limit: int, *, is_shared: bool) -> list[
       limit: largest number of slots of a group.
       is_shared: read the shared ids once; otherwise each request is a group.
     """
-    parts: list[list[Request]] = []
+    parts: list[list[ScoringRequest]] = []
     for each in requests:
         if is_shared and parts and _group([*parts[-1], each]).size[0] <= limit:
             parts[-1].append(each)
@@ -145,7 +145,7 @@ def groups(requests: Sequence[Request], limit: int, *, is_shared: bool) -> list[
     return [_group(each) for each in parts]
 
 
-def _group(requests: Sequence[Request]) -> PrefixGroup:
+def _group(requests: Sequence[ScoringRequest]) -> PrefixGroup:
     reads = [each.ids[:-1] for each in requests]
     # The shared ids of the smallest and the largest are those of all.
     pairs = enumerate(zip(min(reads), max(reads), strict=False))

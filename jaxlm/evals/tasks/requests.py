@@ -21,7 +21,7 @@ from jaxlm.evals.tasks.config import LETTERS, Answer, Choice, Form, Prompted, Ta
 from jaxlm.evals.tasks.items import Item
 
 
-class Request(NamedTuple):
+class ScoringRequest(NamedTuple):
     """Ids of a text, and the first that is scored. The token at `begin` may also hold context."""
 
     ids: tuple[int, ...]
@@ -40,8 +40,8 @@ class Question(NamedTuple):
     item: Item
     shots: tuple[str, ...]
     choices: tuple[str, ...]
-    requests: tuple[Request, ...]
-    unconditional: tuple[Request, ...]
+    requests: tuple[ScoringRequest, ...]
+    unconditional: tuple[ScoringRequest, ...]
 
     @property
     def longest(self) -> int:
@@ -49,7 +49,7 @@ class Question(NamedTuple):
         return max(len(each.ids) - 1 for each in (*self.requests, *self.unconditional))
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Request]:
+def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[ScoringRequest]:
     """Return the request of each pair of a context and an answer, from their joined text.
 
     Nothing is scored of an empty answer. The start of a document is the run's own. If nothing
@@ -62,7 +62,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Reque
     for (context, answer), text, ids in zip(texts, joined, encodings, strict=True):
         first, spans = _border(tokenizer, text, ids, len(context)) if answer else (len(ids), False)
         before = tokenizer.before or (() if first else tokenizer.after[:1])
-        requests.append(Request((*before, *ids), len(before) + first, spans))
+        requests.append(ScoringRequest((*before, *ids), len(before) + first, spans))
     return requests
 
 
@@ -86,7 +86,7 @@ def _border(tokenizer: Tokenizer, text: str, ids: list[int], border: int) -> tup
 
 def encode_chats(
     chat: ChatTokenizer, tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]
-) -> list[Request]:
+) -> list[ScoringRequest]:
     """Return the request of each pair of a user's turn and the beginning of the answer to it.
 
     Raises DataError if the template gives two start tokens.
@@ -102,7 +102,7 @@ def encode_chats(
                 why=f"the conversation begins with the ids {prompt[:4]}",
                 fix="leave out --chat",
             )
-        requests.append(Request((*prompt, *answer), len(prompt), False))
+        requests.append(ScoringRequest((*prompt, *answer), len(prompt), False))
     return requests
 
 
@@ -166,7 +166,7 @@ class Prompter:
         examples = (self._pool[number] for number in chosen)
         return [each for each in examples if each.id != item.id][: self._shots]
 
-    def _encoded(self, texts: Sequence[tuple[str, str]]) -> list[Request]:
+    def _encoded(self, texts: Sequence[tuple[str, str]]) -> list[ScoringRequest]:
         if self._chat is None or not isinstance(self._task.kind, Prompted):
             return encode(self._tokenizer, texts)
         return encode_chats(self._chat, self._tokenizer, texts)
@@ -239,7 +239,7 @@ def blocks(sizes: Iterable[int], tokens: int) -> list[slice]:
     return [*ranges, slice(first, number)] if first < number else ranges
 
 
-def windows(request: Request, slots: int) -> tuple[Request, ...]:
+def windows(request: ScoringRequest, slots: int) -> tuple[ScoringRequest, ...]:
     """Return requests of at most `slots` read tokens that score each token of a text once.
 
     A later window begins with the last token of the previous one.
@@ -247,7 +247,7 @@ def windows(request: Request, slots: int) -> tuple[Request, ...]:
     ids, begin = request.ids, request.begin
     if len(ids) - 1 <= slots:
         return (request,)
-    parts = [Request(ids[: slots + 1], begin, request.spans_border)]
+    parts = [ScoringRequest(ids[: slots + 1], begin, request.spans_border)]
     for start in range(slots, len(ids) - 1, slots):
-        parts.append(Request(ids[start : start + slots + 1], 1, False))
+        parts.append(ScoringRequest(ids[start : start + slots + 1], 1, False))
     return tuple(parts)

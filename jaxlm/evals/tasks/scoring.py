@@ -19,7 +19,7 @@ from jaxtyping import Float
 from jaxlm.core import tree
 from jaxlm.evals.tasks import packing
 from jaxlm.evals.tasks.packing import Batch, PrefixGroup, RowShape
-from jaxlm.evals.tasks.requests import Request
+from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.models.build import Model
 from jaxlm.objectives.loss import logits_function, read_sharded
 from jaxlm.ops.cross_entropy import in_chunks, token_scores
@@ -72,7 +72,7 @@ class Scorer:
 
         self._step = jax.jit(step)
 
-    def nats(self, params: Any, asked: Sequence[Sequence[Request]]) -> list[list[float]]:
+    def nats(self, params: Any, asked: Sequence[Sequence[ScoringRequest]]) -> list[list[float]]:
         """Return -log p of the scored ids of each request; equal ones are computed once.
 
         Args:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.generate.engine import Result
+from jaxlm.generate.engine import CompletedRequest
 from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder
-from jaxlm.recipes.collect.prompts import Messages, Prompt
+from jaxlm.recipes.collect.prompts import CollectPrompt, Messages
 
 FLAG = "--critique"
 EXAMPLE = "Is the answer true?"
@@ -32,7 +32,7 @@ class Principles(NamedTuple):
 class Revision(NamedTuple):
     """The last revision of an answer and its seed; None with the problem if there is none."""
 
-    result: Result | None
+    result: CompletedRequest | None
     seed: int
     steps: list[dict[str, str]]  # principle, critique and revision of each round
     problem: str = ""
@@ -61,7 +61,7 @@ def revise(
     drawer: Drawer,
     encoder: PromptEncoder,
     principles: Principles,
-    drafts: Sequence[tuple[Prompt, int, str]],
+    drafts: Sequence[tuple[CollectPrompt, int, str]],
     *,
     seed: int,
     rounds: int,
@@ -125,7 +125,7 @@ def _drawn(
     asked: dict[int, Messages],
     seeds: dict[int, int],
     room: int,
-) -> dict[int, Result]:
+) -> dict[int, CompletedRequest]:
     """Return the answers to what fits in the context and has a finite distribution."""
     ids = dict(zip(asked, encoder.ids(list(asked.values())), strict=True))
     fitting = [n for n, each in ids.items() if len(each) <= room]

@@ -8,7 +8,7 @@ from typing import Any, Self
 from jaxlm.core.callbacks import Log
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate.engine import Delta, Engine, Request, Result, joined
+from jaxlm.generate.engine import CompletedRequest, Delta, Engine, Request, joined
 from jaxlm.generate.rows import Sampling
 from jaxlm.recipes.collect.prompts import Messages
 from jaxlm.recipes.use import generate
@@ -88,7 +88,7 @@ class Drawer:
     def __exit__(self, *_: object) -> None:
         self._engine.close()
 
-    def results(self, groups: Iterable[Sequence[Ask]]) -> Iterator[list[Result]]:
+    def results(self, groups: Iterable[Sequence[Ask]]) -> Iterator[list[CompletedRequest]]:
         """Yield the answers to each group, in order; later groups are drawn meanwhile."""
         engine, remaining = self._engine, iter(groups)
         running: deque[list[list[Delta]]] = deque()

@@ -13,7 +13,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import conversations
 from jaxlm.data.conversations import Rejected
-from jaxlm.recipes.collect.prompts import Prompt
+from jaxlm.recipes.collect.prompts import CollectPrompt
 from jaxlm.recipes.use.asked_model import ComparingModel, YesNoModel
 from jaxlm.recipes.use.reward_model import RewardModel
 from jaxlm.rl.reward_config import RewardConfig
@@ -25,17 +25,17 @@ COMPARED_LONG = "longer than a row of the judge, with another answer"
 FAILURES = 0.05  # largest share of the samples without a score
 
 
-class Answer(NamedTuple):
+class DrawnAnswer(NamedTuple):
     """A drawn answer of a prompt."""
 
-    prompt: Prompt
+    prompt: CollectPrompt
     text: str
     reason: str  # see `engine.Result`
     seed: int
     tokens: int
 
 
-class Scored(NamedTuple):
+class JudgedAnswer(NamedTuple):
     """The score of an answer, or the reason why there is none."""
 
     score: float | None
@@ -49,7 +49,7 @@ class Judge(Protocol):
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
-    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+    def score(self, answers: Sequence[DrawnAnswer]) -> list[JudgedAnswer]:
         """Return the score of each answer, in their order."""
         ...
 
@@ -95,9 +95,9 @@ class NoJudge(_Opened):
 
     digest = ""
 
-    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+    def score(self, answers: Sequence[DrawnAnswer]) -> list[JudgedAnswer]:
         """Return no score for each answer."""
-        return [Scored(None)] * len(answers)
+        return [JudgedAnswer(None)] * len(answers)
 
 
 class RewardJudge:
@@ -116,7 +116,7 @@ class RewardJudge:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+    def score(self, answers: Sequence[DrawnAnswer]) -> list[JudgedAnswer]:
         """Return the total reward of each answer."""
         samples = [
             Sample(
@@ -130,7 +130,7 @@ class RewardJudge:
             )
             for each in answers
         ]
-        return [Scored(each.total, each.problem) for each in self._rewards.score(samples)]
+        return [JudgedAnswer(each.total, each.problem) for each in self._rewards.score(samples)]
 
 
 class ModelJudge(_Opened):
@@ -140,21 +140,21 @@ class ModelJudge(_Opened):
         self._model = model
         self.digest = model.digest
 
-    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+    def score(self, answers: Sequence[DrawnAnswer]) -> list[JudgedAnswer]:
         """Return the score of each answer; an empty one has none."""
-        scored: list[Scored] = []
+        scored: list[JudgedAnswer] = []
         parsed: dict[int, Any] = {}
         for number, each in enumerate(answers):
             record = {"prompt": each.prompt.messages, "completion": each.text}
             try:
                 parsed[number] = conversations.parse(record, "completion", ("assistant",))
-                scored.append(Scored(None, TOO_LONG))
+                scored.append(JudgedAnswer(None, TOO_LONG))
             except Rejected as error:
-                scored.append(Scored(None, str(error)))
+                scored.append(JudgedAnswer(None, str(error)))
         scores = self._model.scores(list(parsed.values()))
         for number, score in zip(parsed, scores, strict=True):
             if score is not None:
-                scored[number] = Scored(score)
+                scored[number] = JudgedAnswer(score)
         return scored
 
 
@@ -169,7 +169,7 @@ class ComparingJudge(_Opened):
         self._model = model
         self.digest = model.digest
 
-    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+    def score(self, answers: Sequence[DrawnAnswer]) -> list[JudgedAnswer]:
         """Return the mean log-odds of each answer against the others of its prompt."""
         groups = itertools.groupby(range(len(answers)), key=lambda n: answers[n].prompt.id)
         pairs = [pair for _, group in groups for pair in itertools.combinations(group, 2)]
@@ -183,11 +183,11 @@ class ComparingJudge(_Opened):
         return [_mean(each) for each in odds]
 
 
-def _mean(odds: Sequence[float | None]) -> Scored:
+def _mean(odds: Sequence[float | None]) -> JudgedAnswer:
     values = [each for each in odds if each is not None]
     if not odds or len(values) < len(odds):
-        return Scored(None, COMPARED_LONG if odds else "it is the only answer of its prompt")
-    return Scored(sum(values) / len(values))
+        return JudgedAnswer(None, COMPARED_LONG if odds else "it is the only answer of its prompt")
+    return JudgedAnswer(sum(values) / len(values))
 
 
 def check_samples(judge: Judge, samples: int) -> None:
@@ -201,7 +201,9 @@ def check_samples(judge: Judge, samples: int) -> None:
         )
 
 
-def check_answers(judge: Judge, name: str, prompts: Sequence[Prompt], globs: Sequence[str]) -> None:
+def check_answers(
+    judge: Judge, name: str, prompts: Sequence[CollectPrompt], globs: Sequence[str]
+) -> None:
     """Raise DataError if a judge compares with answers, and too many prompts have none."""
     missing = [each for each in prompts if each.answer is None]
     if getattr(judge, "needs_answer", ()) and len(missing) > FAILURES * len(prompts):

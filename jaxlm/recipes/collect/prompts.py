@@ -20,7 +20,7 @@ EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
 Messages = str | list[dict[str, Any]]
 
 
-class Prompt(NamedTuple):
+class CollectPrompt(NamedTuple):
     """A prompt; `messages` is a text without a chat template.
 
     `info` has the other fields of its line.
@@ -57,7 +57,7 @@ class Prompt(NamedTuple):
         return int.from_bytes(hashlib.sha256(content.encode()).digest()[:4], "little")
 
 
-def read(globs: Sequence[str], *, is_chat: bool, left_out: Counter[str]) -> list[Prompt]:
+def read(globs: Sequence[str], *, is_chat: bool, left_out: Counter[str]) -> list[CollectPrompt]:
     """Return the prompts of files of JSON lines, or with a prompt on each line; each once.
 
     Args:
@@ -77,14 +77,14 @@ def read(globs: Sequence[str], *, is_chat: bool, left_out: Counter[str]) -> list
             why="it has JSON lines with a prompt (.jsonl), or a prompt on each line",
             fix=f"echo '{EXAMPLE}' > {shlex.quote(globs[0])}",
         )
-    prompts: dict[str, Prompt] = {}
+    prompts: dict[str, CollectPrompt] = {}
     for path in files:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             is_json = path.endswith(".jsonl")
-            each = _parsed(line, f"{path}:{number}") if is_json else Prompt(line, None, {})
+            each = _parsed(line, f"{path}:{number}") if is_json else CollectPrompt(line, None, {})
             if is_chat and isinstance(each.messages, str):
                 each = each._replace(messages=[{"role": "user", "content": each.messages}])
             left_out["repeated"] += each.id in prompts
@@ -99,7 +99,7 @@ def read(globs: Sequence[str], *, is_chat: bool, left_out: Counter[str]) -> list
     return list(prompts.values())
 
 
-def _parsed(line: str, place: str) -> Prompt:
+def _parsed(line: str, place: str) -> CollectPrompt:
     try:
         record = json.loads(line)
         if not isinstance(record, dict):
@@ -119,4 +119,4 @@ def _parsed(line: str, place: str) -> Prompt:
         fix = f"sed -i {number}d {shlex.quote(file)}"
         raise DataError("a line has no prompt", where=place, why=str(error), fix=fix) from error
     info = {name: value for name, value in record.items() if name not in FIELDS}
-    return Prompt(prompt, answer, info)
+    return CollectPrompt(prompt, answer, info)

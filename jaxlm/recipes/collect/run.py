@@ -21,13 +21,13 @@ from jaxlm.core import disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError, cannot_write
 from jaxlm.evals.samples import SAMPLES, Samples, read
-from jaxlm.generate.engine import Result
+from jaxlm.generate.engine import CompletedRequest
 from jaxlm.monitor import sinks
 from jaxlm.recipes.collect import critique, judges, keeping, prompts
 from jaxlm.recipes.collect.critique import Principles, Revision
 from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder
-from jaxlm.recipes.collect.judges import Answer, Judge
-from jaxlm.recipes.collect.prompts import Prompt
+from jaxlm.recipes.collect.judges import DrawnAnswer, Judge
+from jaxlm.recipes.collect.prompts import CollectPrompt
 from jaxlm.recipes.rate.texts import TextPair
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
@@ -41,7 +41,7 @@ NOT_FINITE = "its logits were not finite"
 
 Keep = Literal["best", "pairs", "all"]
 Pairs = Literal["best", "all"]
-Critic = Callable[[Sequence[tuple[Prompt, int, str]]], list[Revision]]
+Critic = Callable[[Sequence[tuple[CollectPrompt, int, str]]], list[Revision]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def _facts(
     opened: LoadedRun,
     settings: CollectSettings,
     judge: Judge,
-    asked: Sequence[Prompt],
+    asked: Sequence[CollectPrompt],
     weights: str,
 ) -> dict[str, Any]:
     """Return what determines the samples; `keep` does not."""
@@ -224,7 +224,7 @@ def _collect(
     opened: LoadedRun,
     settings: CollectSettings,
     judge: Judge,
-    fitting: Sequence[tuple[Prompt, list[int]]],
+    fitting: Sequence[tuple[CollectPrompt, list[int]]],
     samples: Samples,
     say: Log,
     encoder: PromptEncoder,
@@ -283,11 +283,11 @@ def _collect(
 def _drafts(
     drawer: Drawer,
     settings: CollectSettings,
-    asked: Sequence[tuple[Prompt, list[int]]],
+    asked: Sequence[tuple[CollectPrompt, list[int]]],
     block: int,
     *,
     is_apart: bool,
-) -> Iterator[tuple[Prompt, list[Result]]]:
+) -> Iterator[tuple[CollectPrompt, list[CompletedRequest]]]:
     """Yield each prompt with its answers; later ones are drawn meanwhile, unless `is_apart`.
 
     Then the engine is free after each block of prompts, for critiques.
@@ -306,16 +306,16 @@ def _drafts(
 class _Sample(NamedTuple):
     """A drawn answer, and the further fields of its line."""
 
-    answer: Answer
+    answer: DrawnAnswer
     number: int
-    result: Result | None
+    result: CompletedRequest | None
     problem: str = ""
     more: dict[str, Any] = {}
 
 
 def _samples(
     settings: CollectSettings,
-    part: Sequence[tuple[Prompt, list[Result]]],
+    part: Sequence[tuple[CollectPrompt, list[CompletedRequest]]],
     critic: Critic | None,
 ) -> list[_Sample]:
     """Return the answers of some prompts; with a critic, each draft and its revision."""
@@ -337,11 +337,13 @@ def _samples(
     return both
 
 
-def _sample(prompt: Prompt, number: int, result: Result | None, seed: int) -> _Sample:
+def _sample(
+    prompt: CollectPrompt, number: int, result: CompletedRequest | None, seed: int
+) -> _Sample:
     if result is None:
-        return _Sample(Answer(prompt, "", "none", seed, 0), number, None)
+        return _Sample(DrawnAnswer(prompt, "", "none", seed, 0), number, None)
     problem = NOT_FINITE if result.reason == "error" else ""
-    answer = Answer(prompt, result.text, result.reason, seed, len(result.ids))
+    answer = DrawnAnswer(prompt, result.text, result.reason, seed, len(result.ids))
     return _Sample(answer, number, result, problem)
 
 

@@ -10,7 +10,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError
 from jaxlm.evals import samples, statistics
 from jaxlm.recipes.collect import judges
-from jaxlm.recipes.collect.prompts import Prompt
+from jaxlm.recipes.collect.prompts import CollectPrompt
 from jaxlm.recipes.collect.run import CollectSettings, collect
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.asked_model import ComparingModel, Preferred
@@ -104,6 +104,6 @@ def _compared(
     model: ComparingModel, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> list[Preferred]:
     """Return the verdict of a model on the two answers of each pair of samples."""
-    questions = (Prompt(one["prompt"], None, {}).question for one, _ in pairs)
+    questions = (CollectPrompt(one["prompt"], None, {}).question for one, _ in pairs)
     texts = zip(questions, pairs, strict=True)
     return model.compare([(asked, one["text"], other["text"]) for asked, (one, other) in texts])

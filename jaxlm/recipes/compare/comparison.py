@@ -26,7 +26,7 @@ SHARED_DATA = ("data.tokenizer", "data.train", "data.validation")  # of losses t
 COLUMNS = 5  # amounts of an axis in a table of losses
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """A loss in nats, and what the run had spent: steps, tokens and seconds in its steps."""
 
     steps: int
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
+class ComparedRun:
     """Runs that differ in their seed alone, or one run.
 
     Args:
@@ -75,9 +75,9 @@ class Comparison:
 
     runs: dict[str, RunSummary]
     differences: dict[str, list[Any]]
-    results: list[Result]
-    curves: dict[str, list[Point]]
-    training: dict[str, list[Point]]
+    results: list[ComparedRun]
+    curves: dict[str, list[CurvePoint]]
+    training: dict[str, list[CurvePoint]]
     tables: dict[str, tuple[list[float], dict[str, list[float | None]]]]
     notes: list[str]
     tasks: "list[TaskComparison]" = dataclasses.field(default_factory=list)
@@ -168,7 +168,7 @@ def _differences(runs: Mapping[str, RunSummary]) -> dict[str, list[Any]]:
     return {path: each for path, each in values.items() if any(x != each[0] for x in each)}
 
 
-def points(run: RunSummary, split: str) -> list[Point]:
+def points(run: RunSummary, split: str) -> list[CurvePoint]:
     """Return the losses of a split, by steps, tokens, and seconds in steps.
 
     Seconds are those of the steps alone: without compilation, evaluation and the time between two
@@ -183,7 +183,7 @@ def points(run: RunSummary, split: str) -> list[Point]:
         steps.append(step)
         tokens.append(record.get("tokens") or tokens[-1])
     return [
-        Point(
+        CurvePoint(
             step,
             float(np.interp(step, steps, tokens)),
             float(np.interp(step, steps, seconds)),
@@ -197,7 +197,7 @@ def _results(
     runs: Mapping[str, RunSummary],
     splits: Mapping[str, str],
     differences: Mapping[str, Sequence[Any]],
-) -> list[Result]:
+) -> list[ComparedRun]:
     """Return a result for each set of runs that differ in their seed alone."""
     groups: dict[str, list[str]] = {}
     for number, name in enumerate(runs):
@@ -215,7 +215,7 @@ def _results(
         title = label if len(names) > 1 and label else ", ".join(names)
         title = f"{title}, {len(names)} seeds" if len(names) > 1 else title
         results.append(
-            Result(
+            ComparedRun(
                 name=title,
                 runs=names,
                 nats=_mean(nats),
@@ -253,7 +253,7 @@ def _doubt(nats: Sequence[float], errors: Sequence[float]) -> tuple[float | None
 
 
 def _table(
-    curves: Mapping[str, Sequence[Point]], axis: str
+    curves: Mapping[str, Sequence[CurvePoint]], axis: str
 ) -> tuple[list[float], dict[str, list[float | None]]]:
     """Return amounts of an axis, and each run's loss at them; None outside of its curve."""
     ends = [getattr(points[-1], axis) for points in curves.values() if points]

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxlm.monitor import formatting, report, sinks
 from jaxlm.monitor.charts import Chart, Series
-from jaxlm.recipes.compare.comparison import AXES, Comparison, Result, brief
+from jaxlm.recipes.compare.comparison import AXES, ComparedRun, Comparison, brief
 from jaxlm.recipes.compare.summary import RunSummary
 
 RESULT_HEAD = ["result", "nats", "over the lowest", "bits per byte"]
@@ -69,7 +69,7 @@ def write(comparison: Comparison, target: Path) -> Path:
     return target
 
 
-def result_rows(results: Sequence[Result]) -> Rows:
+def result_rows(results: Sequence[ComparedRun]) -> Rows:
     """Return the cells of RESULT_HEAD for each result."""
     rows = []
     for each in results:

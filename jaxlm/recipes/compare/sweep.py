@@ -31,7 +31,7 @@ Settings = list[tuple[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Member:
+class SweepRun:
     """A run of a sweep: its directory, its own settings, and its resolved config."""
 
     path: Path
@@ -86,7 +86,7 @@ def members(
     workdir: Path,
     *,
     has_base: bool = False,
-) -> list[Member]:
+) -> list[SweepRun]:
     """Return the runs of a sweep, with the first seed of all combinations first.
 
     The directory of a run is named after its own values, so that a sweep of more values keeps the
@@ -117,7 +117,7 @@ def members(
         )
     ends = [path.rpartition(".")[2] for path in paths]
     labels = [path if ends.count(end) > 1 else end for path, end in zip(paths, ends, strict=True)]
-    made: dict[Path, Member] = {}
+    made: dict[Path, SweepRun] = {}
     first = config.load(Run, file, overrides).value.seed
     combinations = list(itertools.product(*(values for _, values in axes)))
     for seed in range(first, first + seeds):
@@ -133,7 +133,7 @@ def members(
             if prefix := run.checkpoint.of_run(name):
                 settings += prefix
                 run = run.changed(dict(prefix))
-            made[workdir / name] = Member(path=workdir / name, settings=settings, run=run)
+            made[workdir / name] = SweepRun(path=workdir / name, settings=settings, run=run)
     for member in made.values():
         check_same(member, workdir, ("model.", "data.") if has_base else ())
     return list(made.values())
@@ -148,7 +148,7 @@ def _name(labels: Sequence[str], values: Sequence[str]) -> str:
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def check_same(member: Member, workdir: Path, ignored: tuple[str, ...] = ()) -> None:
+def check_same(member: SweepRun, workdir: Path, ignored: tuple[str, ...] = ()) -> None:
     """Raise ConfigError if the directory of a run contains one with other settings.
 
     Args:
@@ -182,7 +182,7 @@ def check_same(member: Member, workdir: Path, ignored: tuple[str, ...] = ()) -> 
 class _Job:
     """A training process, and the file of its output."""
 
-    member: Member
+    member: SweepRun
     process: subprocess.Popen[bytes]
     output: IO[bytes]
 
@@ -200,7 +200,7 @@ def ended(path: Path) -> summary.RunSummary | None:
 
 
 def train_all(
-    runs: Sequence[Member],
+    runs: Sequence[SweepRun],
     file: str,
     overrides: Settings,
     *,
@@ -223,7 +223,7 @@ def train_all(
     Raises Preempted on SIGINT or SIGTERM, after the runs have saved their state.
     """
     codes: dict[str, int] = {}
-    waiting: list[Member] = []
+    waiting: list[SweepRun] = []
     for member in runs:
         if state := ended(member.path):
             codes[str(member.path)] = state.code or 0
@@ -256,7 +256,7 @@ def train_all(
 
 
 def _start(
-    member: Member, file: str, overrides: Settings, flags: Sequence[str], parallel: int
+    member: SweepRun, file: str, overrides: Settings, flags: Sequence[str], parallel: int
 ) -> _Job:
     settings = [f"--config.{path}={value}" for path, value in (*overrides, *member.settings)]
     words = [f"--config={file}", *settings, f"--workdir={member.path}", "--quiet", *flags]

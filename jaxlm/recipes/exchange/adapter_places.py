@@ -19,7 +19,7 @@ IA3 = "ia3_l"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class AdapterPlace:
     """A linear map of transformers: its weight, and the weights of ours side by side in it."""
 
     weight: HFTensor
@@ -49,7 +49,7 @@ class Place:
         return HFTensor(self.key(suffix), layout, parts)
 
 
-def places(tensors: Iterable[HFTensor]) -> dict[str, Place]:
+def places(tensors: Iterable[HFTensor]) -> dict[str, AdapterPlace]:
     """Return the linear maps of a model by name; those of experts have no adapter.
 
     Args:
@@ -59,7 +59,7 @@ def places(tensors: Iterable[HFTensor]) -> dict[str, Place]:
         place.name: place
         for each in tensors
         if each.parts[0].path.endswith("/weight") and len(each.parts[0].lead) < 2
-        for place in [Place(each)]
+        for place in [AdapterPlace(each)]
     }
 
 

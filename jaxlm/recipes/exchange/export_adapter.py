@@ -24,11 +24,18 @@ from jaxlm.core.errors import CommandError, ConfigError, NotWritable, cannot_wri
 from jaxlm.core.hub import PREFIX as HUB_PREFIX
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.recipes.exchange import adapter_places, export_formats, virtual_tensors
-from jaxlm.recipes.exchange.adapter_places import IA3, LORA_A, LORA_B, MAGNITUDE, PREFIX, Place
+from jaxlm.recipes.exchange.adapter_places import (
+    IA3,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    PREFIX,
+    AdapterPlace,
+)
 from jaxlm.recipes.exchange.export_model import check_has_format, check_new
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import IMPORTED
-from jaxlm.tune.config import FIRST, Dora, Ia3, Lora, Prefix, Prompt
+from jaxlm.tune.config import FIRST, Dora, Ia3, Lora, PrefixTuning, PromptTuning
 
 TASKS = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
 
@@ -70,7 +77,7 @@ def export_adapter(
             why="its checkpoints have all weights (tune.name = full)",
             fix="--to=hf",
         )
-    if not isinstance(run.tune, Lora | Ia3 | Prefix | Prompt):
+    if not isinstance(run.tune, Lora | Ia3 | PrefixTuning | PromptTuning):
         raise ConfigError(
             "PEFT has no such adapter",
             where=f"tune.name = {run.tune.name}",
@@ -87,7 +94,7 @@ def export_adapter(
     new = set(leaves) - set(tree.leaves(opened.model.stored.shapes))
     whole = set(leaves) - opened.model.base - new
     stacked: list[str] = []
-    if isinstance(run.tune, Prefix | Prompt):
+    if isinstance(run.tune, PrefixTuning | PromptTuning):
         if whole:
             raise ConfigError(
                 "PEFT cannot hold this adapter",
@@ -136,7 +143,7 @@ class _Writer:
     tune: Any
     leaves: Mapping[str, jax.Array]
     new: set[str]  # paths of the adapter's leaves
-    places: list[Place]
+    places: list[AdapterPlace]
     modules: list[str]  # names of all modules with tensors
 
     @property
@@ -145,7 +152,7 @@ class _Writer:
         return self.tune.rank * self.tune.terms
 
     @functools.cached_property
-    def adapted(self) -> list[Place]:
+    def adapted(self) -> list[AdapterPlace]:
         """Linear maps with an adapter in a part."""
         first = "ia3" if isinstance(self.tune, Ia3) else "lora_a"
         return [
@@ -224,13 +231,13 @@ class _Writer:
             a, b = np.concatenate((a, first), -1), np.concatenate((b, -after), 0)
         return a.reshape(-1, self.rank), b
 
-    def _inputs(self, place: Place) -> list[np.ndarray]:
+    def _inputs(self, place: AdapterPlace) -> list[np.ndarray]:
         """Return the A of a place, as [inputs, rank]: one if all are equal."""
         pairs = (self._pair(part) for part in place.weight.parts)
         each = [pair[0] for pair in pairs if pair is not None]
         return each[:1] if all(np.array_equal(a, each[0]) for a in each) else each
 
-    def _matrices(self, place: Place) -> dict[str, np.ndarray]:
+    def _matrices(self, place: AdapterPlace) -> dict[str, np.ndarray]:
         stack, rank = self._inputs(place), self.rank
         width, blocks = rank * len(stack), iter(range(len(stack)))
 
@@ -257,7 +264,7 @@ class _Writer:
         inputs = tuple(range(weight.ndim - len(part.shape)))
         return np.sqrt(np.square(weight).sum(inputs))
 
-    def _factors(self, place: Place) -> np.ndarray:
+    def _factors(self, place: AdapterPlace) -> np.ndarray:
         """Return l as PEFT shapes it: [1, inputs] or [outputs, 1]."""
         vectors = [self._leaf(part, "ia3") for part in place.weight.parts]
         is_input = [
@@ -301,7 +308,7 @@ def _refuse_lost(tensors: list[HFTensor], new: set[str], whole: set[str], *, is_
         raise _unsupported("tune.also", "the embedding is tied to the head, and PEFT saves one")
 
 
-def _refuse_adapted(saved: list[HFTensor], adapted: list[Place]) -> None:
+def _refuse_adapted(saved: list[HFTensor], adapted: list[AdapterPlace]) -> None:
     """Raise ConfigError if a module is adapted and trained whole."""
     names = {place.name for place in adapted}
     for each in saved:

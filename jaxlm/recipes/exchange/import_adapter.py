@@ -20,7 +20,14 @@ from jaxlm.models.families.hub import Attributes
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import adapter_places, import_model
-from jaxlm.recipes.exchange.adapter_places import IA3, LORA_A, LORA_B, MAGNITUDE, PREFIX, Place
+from jaxlm.recipes.exchange.adapter_places import (
+    IA3,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    PREFIX,
+    AdapterPlace,
+)
 from jaxlm.recipes.exchange.virtual_tensors import KINDS, VirtualContents
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import load
@@ -350,7 +357,7 @@ class Contents:
         return expected | {key: each.shape for key, each in self._whole.items()}
 
     @functools.cached_property
-    def _named(self) -> dict[str, Place]:
+    def _named(self) -> dict[str, AdapterPlace]:
         """Linear maps of the file, and those that a plain list of target_modules names."""
         settings = self._settings
         excluded = self._folder.config.get("exclude_modules")
@@ -373,13 +380,13 @@ class Contents:
             and each.name.rpartition(".")[0].endswith(tuple(map(str, self._settings.saved)))
         }
 
-    def _scales_inputs(self, place: Place) -> bool:
+    def _scales_inputs(self, place: AdapterPlace) -> bool:
         return place.name.endswith(tuple(map(str, self._settings.inputs)))
 
     @property
-    def _parts(self) -> dict[str, list[tuple[Place, int]]]:
+    def _parts(self) -> dict[str, list[tuple[AdapterPlace, int]]]:
         """Linear maps of the file and numbers of their parts, by path of our weight."""
-        by_path: dict[str, list[tuple[Place, int]]] = {}
+        by_path: dict[str, list[tuple[AdapterPlace, int]]] = {}
         for place in self._adapted.values():
             for number, part in enumerate(place.weight.parts):
                 by_path.setdefault(part.path, []).append((place, number))

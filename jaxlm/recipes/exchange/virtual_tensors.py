@@ -18,7 +18,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost.tensors import layer_tensors
 from jaxlm.models.families.hub import Attributes
 from jaxlm.recipes.exchange.adapter_places import TENSORS
-from jaxlm.tune.config import Prefix, Prompt
+from jaxlm.tune.config import PrefixTuning, PromptTuning
 
 KEY = "prompt_embeddings"
 ROWS = "virtual/rows"
@@ -32,7 +32,7 @@ IGNORED = """
 
 
 def written(
-    tune: Prefix | Prompt, decoder: ModelConfig, leaves: Mapping[str, jax.Array]
+    tune: PrefixTuning | PromptTuning, decoder: ModelConfig, leaves: Mapping[str, jax.Array]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the settings of adapter_config.json, and the tensor by its key."""
     attention = decoder.layers[0].attention
@@ -44,7 +44,7 @@ def written(
         "peft_type": next(kind for kind, name in KINDS.items() if name == tune.name),
         "token_dim": decoder.width,
     }
-    if not isinstance(tune, Prefix):
+    if not isinstance(tune, PrefixTuning):
         settings |= {"prompt_tuning_init": "RANDOM"}
         return settings, {KEY: np.asarray(leaves[ROWS], np.float32)}
     heads, size, _ = attention.cached  # of every layer: no family has other ones

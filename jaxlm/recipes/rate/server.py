@@ -111,7 +111,7 @@ class Session:
         return "ab" if self._draw(rater, pair, "side")[0] % 2 else "ba"
 
 
-class Server(http.server.ThreadingHTTPServer):
+class RatingServer(http.server.ThreadingHTTPServer):
     """A server on the loopback interface, whose `session` is set before it serves.
 
     Port 0 takes a free one. Raises CommandError if the port is not free.
@@ -153,7 +153,7 @@ def page() -> tuple[bytes, str]:
 class _Handler(http.server.BaseHTTPRequestHandler):
     """Routes / and /next of GET, and /rate of POST."""
 
-    server: Server
+    server: RatingServer
     timeout = 30  # seconds of an idle connection
 
     def do_GET(self) -> None:

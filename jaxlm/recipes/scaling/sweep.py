@@ -8,7 +8,7 @@ from jaxlm.core import config
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.optim.schedule_config import spans
-from jaxlm.recipes.compare.sweep import Member, Settings, check_same, train_all
+from jaxlm.recipes.compare.sweep import Settings, SweepRun, check_same, train_all
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.loss_law import MIN_RUNS, MIN_SIZES
@@ -54,7 +54,7 @@ def sweep(
     for name, changed in rungs(base, widths, steps).items():
         settings = [*changed, *base.checkpoint.of_run(name)]
         run = config.load(Run, file, [*overrides, *settings]).value
-        members.append(Member(path=workdir / name, settings=settings, run=run))
+        members.append(SweepRun(path=workdir / name, settings=settings, run=run))
     for member in members:
         check_same(member, workdir)
     return train_all(members, file, overrides, parallel=parallel, say=say)

@@ -327,7 +327,9 @@ class TrainPrograms:
                 results[name] = self.held_out(params, loader, most) | {"share": share}
                 continue
             batches = loader.evaluation(batch=size, rows=rows, limit=limit)
-            sample = evals.Sample(loader.evaluated(batch=size, limit=limit), loader.plan.rows)
+            sample = evals.EvaluatedRows(
+                loader.evaluated(batch=size, limit=limit), loader.plan.rows
+            )
             if run.objective.compares_answers:
                 record = evaluate_answers(eval_step, batches, self._put)
             else:

@@ -29,8 +29,8 @@ from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.recipes.train.rescoring import Rescorer, is_rescored
 from jaxlm.rl.rewards import Rewards, check_scored, unscored
-from jaxlm.rl.rollout import Drawn, Weighted, as_rows, root_key, row_keys
-from jaxlm.rl.scoring import PromptScorer, Scored, mean, prompt_ids
+from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows, root_key, row_keys
+from jaxlm.rl.scoring import PromptScorer, ScoredSamples, mean, prompt_ids
 from jaxlm.rl.turns import Turns
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Step
@@ -40,7 +40,7 @@ FOLDER = (
     "rollouts"  # of a run directory: rollouts that were drawn and not used up when it was saved
 )
 NOTES = "notes"  # of such a file: what is logged when the rollout is trained on
-NOTHING = Drawn(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")
+NOTHING = DrawnSample(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")
 Note = Callable[[int, list[dict[str, Any]]], None]
 
 
@@ -329,8 +329,8 @@ class Rollouts(contextlib.ExitStack):
         return Drawing(rows, _records(scored, used), figures, bool(dead.all()))
 
     def _taught(
-        self, share: float, number: int, scored: Scored
-    ) -> tuple[list[float | None], list[Drawn]]:
+        self, share: float, number: int, scored: ScoredSamples
+    ) -> tuple[list[float | None], list[DrawnSample]]:
         """Return 1.0 for each sample of a rollout that is trained on, and all its answers.
 
         The answer of the data replaces a sample, but for a `share` of them.
@@ -338,20 +338,20 @@ class Rollouts(contextlib.ExitStack):
         tokenizer, most = self._programs.data.tokenizer, self._run.rl.max_tokens
         draws = np.random.default_rng([self._run.seed, number]).random(len(scored.drawn))
         answers = [each.answer for each in scored.samples]
-        answered: list[Drawn] = []
+        answered: list[DrawnSample] = []
         used: list[float | None] = []
         for draw, sample, answer in zip(draws, scored.drawn, answers, strict=True):
             is_own = draw < share or answer is None
             if not is_own:
                 ids = np.array([*tokenizer.encode(answer or ""), tokenizer.eos][:most], np.int32)
-                sample = Drawn(ids, np.zeros(len(ids), np.float32), "eos_token")
+                sample = DrawnSample(ids, np.zeros(len(ids), np.float32), "eos_token")
             answered.append(sample)
             used.append(1.0 if is_own else None)
         return used, answered
 
     def _scored(
         self, number: int, step: int, params: Any, groups: Sequence[int], attempt: int = 0
-    ) -> Scored:
+    ) -> ScoredSamples:
         """Return samples of some groups of a rollout; each attempt has prompts of its own.
 
         Raise DataError if too many have no score.
@@ -369,7 +369,7 @@ class Rollouts(contextlib.ExitStack):
         check_scored(missing, len(scored.samples), run.reward.tolerance, where=where)
         return scored
 
-    def _rewards_of(self, scored: Scored) -> np.ndarray:
+    def _rewards_of(self, scored: ScoredSamples) -> np.ndarray:
         """Return the reward of each sample of each group; NaN if it is not trained on."""
         rewards = scored.rewards
         if self._objective.truncated == "mask":
@@ -426,7 +426,7 @@ def _read(path: Path, like: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray
     return (stored, notes) if shapes[0] == shapes[1] else None
 
 
-def _records(scored: Scored, used: Sequence[float | None]) -> list[dict[str, Any]]:
+def _records(scored: ScoredSamples, used: Sequence[float | None]) -> list[dict[str, Any]]:
     """Return the record of each sample, with its advantage; the digest is of its ids."""
     columns = scored.documents, scored.samples, scored.texts, scored.drawn, scored.verdicts, used
     return [

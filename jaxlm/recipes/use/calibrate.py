@@ -23,7 +23,7 @@ from jaxlm.nn.block import Block
 from jaxlm.nn.linear import Linear
 from jaxlm.ops import int4
 from jaxlm.ops.weight_codes import WeightFormat
-from jaxlm.recipes.use.layer_runner import LayerRunner, Place, Stream
+from jaxlm.recipes.use.layer_runner import LayerPath, LayerRunner, Stream
 from jaxlm.training.lock import Lock
 from jaxlm.tune import folding
 from jaxlm.tune.quantized import PREFIX, QuantizedLinear
@@ -119,7 +119,7 @@ class Calibration:
         return {path: np.stack(leaves) for path, leaves in made.items()}
 
     def _layer(
-        self, number: int, place: Place, block: Block, runner: LayerRunner, stream: Stream
+        self, number: int, place: LayerPath, block: Block, runner: LayerRunner, stream: Stream
     ) -> Leaves:
         """Return the new leaves of a layer: from the folder, or from its inputs."""
         file = self.folder / f"{number:04d}.npz"
@@ -152,7 +152,7 @@ class Calibration:
         return result
 
     def _advance(
-        self, place: Place, block: Block, result: Leaves, runner: LayerRunner, stream: Stream
+        self, place: LayerPath, block: Block, result: Leaves, runner: LayerRunner, stream: Stream
     ) -> None:
         """Replace the inputs of a layer by its outputs with rounded weights."""
         nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(block)}

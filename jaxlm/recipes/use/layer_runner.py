@@ -23,7 +23,7 @@ STACKS = ("prefix", "stack")
 Sums = dict[str, tuple[Array, Array]]
 
 
-class Place(NamedTuple):
+class LayerPath(NamedTuple):
     """A layer: the path of its leaves, and its number among the layers of its kind."""
 
     path: str  # such as stack/0
@@ -84,21 +84,21 @@ class LayerRunner:
         self._stacked = {name: params[name] for name in STACKS if name in params}
         module = blueprint.merge(blueprint.shapes)
         assert isinstance(module, Decoder)
-        self.places: list[Place] = []
+        self.places: list[LayerPath] = []
         self._graphs: dict[str, tuple[Any, Any]] = {}
         for name in STACKS:
             stack: Stack | None = getattr(module, name)
             for number in range(0 if stack is None else stack.depth):
                 assert stack is not None
                 index, kind = divmod(number, stack.kinds)
-                self.places.append(Place(f"{name}/{kind}", index))
+                self.places.append(LayerPath(f"{name}/{kind}", index))
             for kind in range(0 if stack is None else stack.kinds):
                 graph, state = nnx.split(getattr(stack, str(kind)))
                 self._graphs[f"{name}/{kind}"] = graph, jax.tree.structure(state)
         self._programs: dict[Any, Any] = {}
         self._embed = jax.jit(lambda outer, batch: self._start(outer, batch).x)
 
-    def block(self, place: Place) -> Block:
+    def block(self, place: LayerPath) -> Block:
         """Return a layer with its weights."""
         name, kind = place.path.split("/")
         leaves = [leaf[place.number] for leaf in jax.tree.leaves(self._stacked[name][kind])]
@@ -109,12 +109,12 @@ class LayerRunner:
         """Return the stream before the first layer."""
         return self._embed(self._outer, batch)
 
-    def outputs(self, place: Place, block: Block, x: np.ndarray, batch: Tokens) -> Array:
+    def outputs(self, place: LayerPath, block: Block, x: np.ndarray, batch: Tokens) -> Array:
         """Return the stream after a layer."""
         return self._run(place, block, (), x, batch)[0]
 
     def inputs(
-        self, place: Place, block: Block, names: tuple[str, ...], x: np.ndarray, batch: Tokens
+        self, place: LayerPath, block: Block, names: tuple[str, ...], x: np.ndarray, batch: Tokens
     ) -> Sums:
         """Return sums over the tokens of a batch, padding left out.
 
@@ -127,7 +127,7 @@ class LayerRunner:
         return self._run(place, block, names, x, batch)[1]
 
     def _run(
-        self, place: Place, block: Block, names: tuple[str, ...], x: np.ndarray, batch: Tokens
+        self, place: LayerPath, block: Block, names: tuple[str, ...], x: np.ndarray, batch: Tokens
     ) -> Any:
         key = (place.path, names)
         if key not in self._programs:

@@ -13,7 +13,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.data.chat_documents import ChatEncoder
-from jaxlm.data.conversations import Conversation, Step
+from jaxlm.data.conversations import Conversation, LabeledStep
 from jaxlm.data.records import Document
 from jaxlm.models.build import Model
 from jaxlm.objectives.reward import score_slots, score_texts
@@ -87,10 +87,10 @@ class RewardModel:
         return self._scorer.scores(self._step, texts, weights)
 
 
-def _steps(conversation: Conversation) -> list[Step]:
+def _steps(conversation: Conversation) -> list[LabeledStep]:
     """Return the lines of the last answer; their labels are not read."""
     lines = str(conversation.messages[-1]["content"]).splitlines()
-    return [Step(line, is_right=True) for line in lines if line.strip()]
+    return [LabeledStep(line, is_right=True) for line in lines if line.strip()]
 
 
 def _of_text(model: Model, batch: Tokens) -> jax.Array:

@@ -353,7 +353,7 @@ class PreparedTask:
             for question, each in zip(asked, scores, strict=True)
         ]
 
-    def _read(self, question: Question) -> Sequence[Sequence[requests.Request]]:
+    def _read(self, question: Question) -> Sequence[Sequence[requests.ScoringRequest]]:
         """Return the requests of an item that are read together: with its context, and without.
 
         A text longer than a row has several, each by itself.

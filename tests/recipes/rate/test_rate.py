@@ -23,7 +23,7 @@ PAIRS = [TextPair(f"prompt {n}", f"<b>a{n}</b>", f"b{n}") for n in range(20)]
 def rating(tmp_path):
     """A server that runs, a function that sends requests to it, and the file of ratings."""
     file = tmp_path / "new" / "ratings.jsonl"
-    with server.Server() as serving:
+    with server.RatingServer() as serving:
         serving.session = server.Session(
             NAMES, [*PAIRS, TextPair("same", "x", "x")], texts.open_ratings(file)
         )
@@ -123,11 +123,11 @@ def test_what_is_no_choice_is_refused_and_not_written(rating, answer):
 
 
 def test_a_port_or_a_file_that_is_taken_is_refused_before_texts_are_written(tmp_path):
-    with server.Server() as serving:
+    with server.RatingServer() as serving:
         with pytest.raises(CommandError) as refused:
-            server.Server(serving.server_port)
+            server.RatingServer(serving.server_port)
         assert refused.value.fix.startswith("--port=0 ")
-        server.Server(0).server_close()
+        server.RatingServer(0).server_close()
     (tmp_path / "ratings.jsonl").mkdir()
     with pytest.raises(NotWritable) as refused:
         texts.open_ratings(tmp_path / "ratings.jsonl")

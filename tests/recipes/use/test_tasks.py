@@ -18,7 +18,7 @@ from jaxlm.core.errors import ConfigError, Diverged
 from jaxlm.core.precision import Precision
 from jaxlm.evals.tasks import answers as task_answers
 from jaxlm.evals.tasks import config, scoring
-from jaxlm.evals.tasks.requests import Request
+from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.t5 import T5
 from jaxlm.monitor import sinks
@@ -159,7 +159,9 @@ def test_choices_that_share_a_prefix_have_the_scores_of_each_alone(folder, train
     task = prepared(opened, folder / "choice.toml", shots=1)
     assert task.is_shared
     asked = [each.requests for each in task.prompter.questions(list(task.scored_items()))]
-    asked += [[Request((1, 9, 9, 5), 3, False), Request((1, 9, 9, 7), 3, False)]]  # one token each
+    asked += [
+        [ScoringRequest((1, 9, 9, 5), 3, False), ScoringRequest((1, 9, 9, 7), 3, False)]
+    ]  # one token each
     with jax.set_mesh(opened.model.mesh):
         alone, shared = (
             scoring.Scorer(
