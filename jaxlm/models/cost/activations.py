@@ -65,6 +65,16 @@ def saved_bytes(
     return share.tokens * (_per_token(config, block, share, policy) + cross)
 
 
+def mlp_bytes(
+    config: BackboneConfig, block: BlockConfig, share: DeviceShare
+) -> tuple[float, float]:
+    """Return the bytes that an unadapted MLP and its norm store under `none`, and of gradients."""
+    stream = config.width * share.stream_bytes
+    whole = dataclasses.replace(share, read=None)  # a gradient goes through every result
+    stored, gradients = (_hidden(config, block, each, is_dots=False) for each in (share, whole))
+    return share.tokens * (stream + stored), share.tokens * (stream + gradients)
+
+
 def attention_workspace(config: BackboneConfig, share: DeviceShare) -> float:
     """Return the largest attention workspace of a layer, without scores of the reference."""
     return max(_attention_workspace(block, share) for block in config.layers)

@@ -213,9 +213,10 @@ def temporary_bytes(
             name = each.path.rsplit("/", 3)[0]
             by_layer[name] += int(_part(each, sizes, is_split=False) / count)
         dequantized = float(share.compute_bytes * max(by_layer.values()))
+    kept = _kept_weights(run, decoder, sizes, policies)
     sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
     return {
-        "activations": FRAGMENTATION * (saved + max(layer - logits, 0.0)),
+        "activations": FRAGMENTATION * (saved + max(layer - logits, 0.0)) + kept,
         "logits": FRAGMENTATION * logits,
         "accumulators": sums,
         "gathered": gathered,
@@ -269,12 +270,21 @@ def _largest_layer(
 
     Recomputed activations are made first, and gradients are as large as the activations. A LoRA has
     no gradients of large weights: the gradients of results that `dots` stores are used up one by
-    one, and casts of operands have no gradient of their own.
+    one, and casts of operands have no gradient of their own. Without adapters in the MLP nothing
+    keeps its gradients until those of the attention, which come after them.
     """
     saved_of = functools.partial(activations.saved_bytes, stack, block)
     stored = saved_of(share, policy=policy)
     recomputed = saved_of(share, policy="none") - stored
-    if not isinstance(run.tune, Lora):
+    if isinstance(run.tune, Full):
+        return 2 * recomputed + stored
+    is_lora = isinstance(run.tune, Lora)
+    has_mlp = is_lora and share.reads("mlp/gate", "mlp/up", "mlp/down")
+    if policy not in ("none", "dots") and not has_mlp:
+        stored_mlp, mlp = activations.mlp_bytes(stack, block, share)
+        attention = recomputed + stored - stored_mlp
+        return max(recomputed + mlp, 2 * attention)
+    if not is_lora:
         return 2 * recomputed + stored
     is_cast = share.stream_bytes != share.compute_bytes
     bare = dataclasses.replace(share, read=frozenset()) if is_cast else share
@@ -293,6 +303,19 @@ def _adapter_results(
     weights = cost.adapted_weights(run.tune, tensors(decoder))
     layers = sum(each.shape[0] if each.axes[0] in LAYERS else 1 for each in weights)
     return share.tokens * layers * a_token
+
+
+def _kept_weights(run: Run, decoder: ModelConfig, sizes: Sizes, policies: Sequence[str]) -> float:
+    """Return the bytes of the attention's weights as matrices, which a scan stores under `none`."""
+    if run.train.stack != "scan" or isinstance(run.tune, Full | QLora):
+        return 0.0
+    weights = (each for each in tensors(decoder) if each.axes[0] == "layers" and each.is_matrix)
+    numbers = sum(
+        _part(each, sizes, is_split=run.mesh.zero == 3)
+        for each in weights
+        if len(each.shape) > 3 and "experts" not in each.axes  # of several heads
+    )
+    return numbers * ITEM_BYTES[run.precision.compute] * policies.count("none") / len(policies)
 
 
 def _part(tensor: Tensor, sizes: Sizes, *, is_split: bool) -> float:

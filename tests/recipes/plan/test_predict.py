@@ -306,6 +306,7 @@ def test_an_evaluation_of_more_rows_than_a_step_is_a_risk_with_both_sizes():
     assert not any("evaluation" in risk for risk in planned(load(rows)).risks)
 
 
+ATTENTION = {"tune.at": "('*/attention/*',)", "train.remat": "full"}
 # Of width 512 and 6 layers. With one row a layer's dequantized weights show.
 QLORA = [
     {"train.remat": "full", "train.batch": "1"},
@@ -323,6 +324,20 @@ QLORA = [
     {"train.remat": "dots", "precision.compute": "bfloat16"},
     {"train.remat": "dots", "tune.at": "('*/attention/*',)"},
     {"tune.name": "lora", "tune.at": "('*/attention/*',)"},
+    ATTENTION,
+    ATTENTION | {"tune.name": "lora"},
+    ATTENTION | {"tune.name": "lora", "mesh.fsdp": "4"},
+    ATTENTION | {"tune.name": "lora", "precision.compute": "bfloat16"},
+    ATTENTION | {"data.sequence": "1024", "model.max_positions": "1024", "train.batch": "2"},
+    {"tune.name": "lora", "model.width": "1024", "model.hidden": "2816", "train.batch": "2"},
+    {"tune.name": "lora", "mesh.fsdp": "4"},
+    *({"tune.name": arm, "train.remat": "full"} for arm in ("dora", "ia3", "bottleneck")),
+    {
+        "tune.name": "prefix",
+        "train.remat": "full",
+        "data.sequence": "240",
+        "model.max_positions": "256",
+    },
 ]
 
 
