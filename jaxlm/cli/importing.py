@@ -1,7 +1,8 @@
 """Import a Hugging Face or GGUF model: a folder with config.json and safetensors, or a .gguf file.
 
 hf:ORG/NAME is downloaded from the Hugging Face Hub (safetensors, config and tokenizer) into the
-cache of huggingface_hub. --adapter=DIR --init_from=RUN imports an adapter of PEFT for a model.
+cache of huggingface_hub. --adapter=DIR --init_from=RUN imports an adapter of PEFT for a model; one
+of another library is imported first, to WORKDIR-base.
 """
 
 import shlex
@@ -23,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--from", places, str, doc, dest="source")
     doc = "folder of PEFT with the adapter, instead of --from"
     add_flag(parser, "--adapter", "DIR", str, doc)
-    doc = "run with the model that the adapter changes"
+    doc = "the model that the adapter changes: a run, or what --from takes"
     add_flag(parser, "--init_from", "RUN[@STEP]", str, doc)
     doc = "token to append to the vocabulary; its rows start as the mean of the others; repeatable"
     add_flag(parser, "--add_token", "TEXT", [], doc)

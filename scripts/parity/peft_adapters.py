@@ -30,11 +30,13 @@ CASES = [
     ("llama", "rslora"),
     ("llama", "dora"),
     ("llama", "pissa"),
+    ("llama", "dora pissa"),  # read as DoRA; trained here from PiSSA's first values
     ("llama", "ia3"),
     ("gpt2", "lora"),
     ("gpt2", "rslora"),
     ("gpt2", "dora"),
     ("gpt2", "pissa"),
+    ("gpt2", "dora pissa"),
     ("gpt2", "ia3"),
     ("llama", "prefix"),
     ("llama", "prompt"),
@@ -80,7 +82,9 @@ def main() -> int:
     for family, arm in CASES:
         if args.only in (None, f"{family}/{arm}"):
             row = compare(args.peft_python, family, arm, args.out / f"{family}-{arm}")
-            print(f"{family:9} {arm:7}", *(f"{name} {row[name]:<9.2g}" for name in row), flush=True)
+            print(
+                f"{family:9} {arm:10}", *(f"{name} {row[name]:<9.2g}" for name in row), flush=True
+            )
             worst = max(worst, row["in"], row["merged"], row["out"])
     return int(not worst <= TOLERANCE)
 
@@ -125,10 +129,12 @@ def compare(peft_python: str, family: str, arm: str, folder: Path) -> dict[str, 
         tune |= {"name": "lora", "scale": "root"}
     if arm == "pissa":
         tune |= {"name": "lora", "init": "pissa"}
+    if arm == "dora pissa":
+        tune |= {"name": "dora", "init": "pissa"}
     if arm == "ia3":
         tune = {"name": "ia3"}
     if arm in VIRTUAL:
-        tune = {"name": arm, "length": 5}
+        tune = {"name": arm, "length": 5, "also": ["*norm/scale"]}
     (folder / "config.json").write_text(json.dumps({"tune": tune}))
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     call(
@@ -199,6 +205,7 @@ def make(family: str, arm: str, folder: Path) -> None:
     write_tokenizer(folder / "hf")
     if arm in VIRTUAL:
         config = virtual_config(arm)
+        config.modules_to_save = None if OUTSIDE[family] is None else [OUTSIDE[family]]
     elif arm == "ia3":
         targets, inputs = IA3[family]
         config = peft.IA3Config(target_modules=targets, feedforward_modules=inputs)
@@ -207,7 +214,7 @@ def make(family: str, arm: str, folder: Path) -> None:
             r=4,
             lora_alpha=6,
             target_modules=TARGETS[family],
-            use_dora=arm == "dora",
+            use_dora=arm.startswith("dora"),
             use_rslora=arm == "rslora",
             init_lora_weights="pissa" if arm == "pissa" else True,
             modules_to_save=None

@@ -13,7 +13,10 @@ TUNED = trained("tuned", f"{LORA} --init_from=runs/a")
 NECK = trained("neck", "--config.tune.name=bottleneck --config.tune.hidden=2 --init_from=runs/a")
 PREFIX = "--config.tune.name=prefix --config.tune.length=2"
 AHEAD = trained("ahead", f"{PREFIX} --init_from=runs/a")
-WHOLE = trained("whole", f"{PREFIX} --init_from=runs/a --config.tune.also=*norm/scale")
+TIED = "--config.model.tied=True"
+WHOLE = f"{trained('tied', TIED)}; " + trained(
+    "whole", f"{PREFIX} {TIED} --init_from=runs/tied --config.tune.also=embedding/table"
+)
 LATENT = (
     "--config.model.family=deepseek_v2 --config.model.experts=2 --config.model.top_k=1 "
     "--config.model.groups=1 --config.model.top_groups=1 --config.model.hidden=32 "
@@ -197,7 +200,7 @@ SITUATIONS: dict[str, Situation] = {
     "a merge of a bottleneck": Situation("merge --workdir=runs/neck --out=merged", NECK),
     "a merge of a prefix": Situation("merge --workdir=runs/ahead --out=merged", AHEAD),
     "a prefix for transformers": Situation("export --workdir=runs/ahead --out=m", AHEAD),
-    "a prefix and whole leaves for PEFT": Situation(
+    "a prefix and a tied embedding for PEFT": Situation(
         "export --workdir=runs/whole --to=peft --out=m", WHOLE
     ),
     "a prefix of another length": Situation(
@@ -293,7 +296,7 @@ SLOW = {
     "a merge of a bottleneck",
     "a merge of a prefix",
     "a prefix for transformers",
-    "a prefix and whole leaves for PEFT",
+    "a prefix and a tied embedding for PEFT",
     "a prefix of another length",
     "a prefix of latent attention",
     "training of an imported prefix",

@@ -66,7 +66,7 @@ def runs(tmp_path_factory):
         "dora": {"name": "dora", "rank": 2},
         "ia3": {"name": "ia3"},
         "bottleneck": {"name": "bottleneck", "hidden": 4},
-        "prefix": {"name": "prefix", "length": 3},
+        "prefix": {"name": "prefix", "length": 3, "also": ["*norm/scale"]},
         "prompt": {"name": "prompt", "length": 3},
     }
     return runs_of(folder / "base", arms)
@@ -150,7 +150,9 @@ def test_virtual_tokens_have_the_layout_and_settings_of_peft(runs, tmp_path, cap
     sizes = ("num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers")
     assert [settings[name] for name in sizes] == [3, 16, 2, 2]
     assert (settings["peft_type"], settings["task_type"]) == ("PREFIX_TUNING", "CAUSAL_LM")
-    (array,) = tensors.values()
+    array = tensors["prompt_embeddings"]
+    assert "base_model.model.layers.1.input_layernorm.weight" in tensors
+    assert "model.layers.1.input_layernorm" in settings["modules_to_save"]
     for layer, (number, name) in enumerate(itertools.product((0, 1), ("keys", "values"))):
         leaf = leaves(runs["prefix"])[f"stack/0/attention/leading/{name}"][number]
         part = array.reshape(3, 4, 2, 8)[:, layer]
@@ -199,6 +201,18 @@ def test_adapters_of_a_fused_projection_are_stacked(fused, tmp_path, arm, capsys
     before, after = (load.load_run(run).params for run in (fused[arm], tmp_path / "run"))
     for path, leaf in tree.leaves(before).items():
         np.testing.assert_allclose(leaf, tree.leaves(after)[path], atol=1e-6, err_msg=path)
+
+
+@pytest.mark.slow
+def test_the_base_of_an_imported_adapter_may_be_a_folder_of_transformers(fused, tmp_path, capsys):
+    exported(fused["dora"], tmp_path / "peft")
+    run, folder = tmp_path / "run", fused["base"].with_name("hf")
+    assert imported(tmp_path / "peft", folder, run) == 0
+    assert f"importing {folder} to {run}-base" in capsys.readouterr().out
+    assert json.loads((run / "base.json").read_text())["run"] == f"{run}-base"
+    before, after = leaves(fused["dora"]), leaves(run)
+    for path, leaf in before.items():
+        np.testing.assert_allclose(leaf, after[path], atol=1e-6, err_msg=path)
 
 
 @pytest.mark.slow

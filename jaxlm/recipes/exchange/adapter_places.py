@@ -4,13 +4,15 @@ PEFT stores A as [rank, inputs] and B as [outputs, rank], for GPT-2's transposed
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice
+from jaxlm.core.errors import DataError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every key
@@ -61,6 +63,68 @@ def places(tensors: Iterable[HFTensor]) -> dict[str, AdapterPlace]:
         if each.parts[0].path.endswith("/weight") and len(each.parts[0].lead) < 2
         for place in [AdapterPlace(each)]
     }
+
+
+def saved_whole(
+    tensors: Iterable[HFTensor], keys: Collection[str], modules: Iterable[str], prefix: str
+) -> dict[str, HFTensor]:
+    """Return the tensors of modules that a file has whole, by key.
+
+    Args:
+      tensors: those of the base.
+      keys: of the file.
+      modules: ends of the modules' names, `modules_to_save`.
+      prefix: of each key, before the name of a tensor.
+    """
+    ends = tuple(map(str, modules))
+    return {
+        f"{prefix}{each.name}": each
+        for each in tensors
+        if f"{prefix}{each.name}" in keys and each.name.rpartition(".")[0].endswith(ends)
+    }
+
+
+def not_saved(saved: Mapping[str, HFTensor], modules: Iterable[str]) -> list[str]:
+    """Return a line for each of `modules_to_save` that the file has no tensor of."""
+    names = [each.name.rpartition(".")[0] for each in saved.values()]
+    return [
+        f"missing     a module of modules_to_save: {module}"
+        for module in map(str, modules)
+        if not any(name.endswith(module) for name in names)
+    ]
+
+
+def whole_paths(
+    saved: Mapping[str, HFTensor], *, is_tied: bool, folder: Path, fix: str
+) -> list[str]:
+    """Return the paths of the leaves of `saved`. Raises DataError for a tied embedding."""
+    paths = {part.path for each in saved.values() for part in each.parts}
+    if is_tied and "embedding/table" in paths:
+        raise DataError(
+            "the adapter has an embedding of its own",
+            where=str(folder / CONFIG),
+            why="modules_to_save has the embedding, which is tied to the head of the base",
+            fix=fix,
+        )
+    return sorted(paths)
+
+
+def part_of(tensor: HFTensor, number: int, array: np.ndarray) -> np.ndarray:
+    """Return a part of a tensor in the order of our leaf, as float32."""
+    within = tuple(slice(0, size) for size in tensor.parts[number].shape)
+    return tensor.part(number, lambda _, cut: array[cut], within).astype(np.float32)
+
+
+def write_whole(
+    leaves: Mapping[str, np.ndarray],
+    saved: Mapping[str, HFTensor],
+    arrays: Mapping[str, np.ndarray],
+) -> None:
+    """Copy the tensors of a file that are saved whole to the leaves of a model."""
+    for key, each in saved.items():
+        for number, part in enumerate(each.parts):
+            leaf = leaves[part.path]
+            (leaf[part.lead] if part.lead else leaf)[...] = part_of(each, number, arrays[key])
 
 
 def leaf(part: MappedSlice, name: str) -> str:

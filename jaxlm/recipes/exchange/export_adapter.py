@@ -37,6 +37,7 @@ from jaxlm.recipes.use import load
 from jaxlm.training.rundir import IMPORTED
 from jaxlm.tune.config import FIRST, Dora, Ia3, Lora, PrefixTuning, PromptTuning
 
+MERGED = "--to=hf    # with the adapter merged"
 TASKS = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
 
 
@@ -94,30 +95,25 @@ def export_adapter(
     new = set(leaves) - set(tree.leaves(opened.model.stored.shapes))
     whole = set(leaves) - opened.model.base - new
     stacked: list[str] = []
+    saved = [each for each in tensors if any(part.path in whole for part in each.parts)]
     if isinstance(run.tune, PrefixTuning | PromptTuning):
-        if whole:
-            raise ConfigError(
-                "PEFT cannot hold this adapter",
-                where="tune.also",
-                why=f"its folder of virtual tokens has no place for {min(whole)}",
-                fix=f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
-            )
+        generate = f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello"
+        _refuse_lost(tensors, set(), whole, is_tied=decoder.tied, fix=generate)
         settings, arrays = virtual_tensors.written(run.tune, decoder, leaves)
+        prefix = virtual_tensors.PREFIX
     else:
-        _refuse_lost(tensors, new, whole, is_tied=decoder.tied)
+        _refuse_lost(tensors, new, whole, is_tied=decoder.tied, fix=MERGED)
         modules = sorted({each.name.rpartition(".")[0] for each in tensors})
         places = list(adapter_places.places(tensors).values())
         writer = _Writer(run.tune, leaves, new, places, modules)
         settings, arrays = writer.written()
-        stacked = writer.stacked
-        saved = [each for each in tensors if any(part.path in whole for part in each.parts)]
+        stacked, prefix = writer.stacked, PREFIX
         _refuse_adapted(saved, writer.adapted)
-        for each in saved:
-            arrays[f"{PREFIX}{each.name}"] = each.joined(
-                lambda part: adapter_places.at(leaves[part.path], part)
-            )
-        saved_modules = sorted({each.name.rpartition(".")[0] for each in saved})
-        settings["modules_to_save"] = saved_modules or None
+    for each in saved:
+        arrays[f"{prefix}{each.name}"] = each.joined(
+            lambda part: adapter_places.at(leaves[part.path], part)
+        )
+    settings["modules_to_save"] = sorted({each.name.rpartition(".")[0] for each in saved}) or None
     settings |= {
         "base_model_name_or_path": None,
         "inference_mode": True,
@@ -296,16 +292,20 @@ class _Writer:
         return any(fnmatch.fnmatchcase(part.path, pattern) for pattern in self.tune.inputs)
 
 
-def _refuse_lost(tensors: list[HFTensor], new: set[str], whole: set[str], *, is_tied: bool) -> None:
+def _refuse_lost(
+    tensors: list[HFTensor], new: set[str], whole: set[str], *, is_tied: bool, fix: str
+) -> None:
     """Raise ConfigError if a trained leaf has no place in PEFT's folder."""
     named = {part.path.rpartition("/")[0] for each in tensors for part in each.parts}
     paths = {part.path for each in tensors for part in each.parts}
     lost = [path for path in sorted(new) if path.rpartition("/")[0] not in named]
     lost += sorted(whole - paths)
     if lost:
-        raise _unsupported("tune.at", f"it has no name for {', '.join(lost[:3])}")
+        raise _unsupported("tune.at", f"it has no name for {', '.join(lost[:3])}", fix)
     if is_tied and "embedding/table" in whole:
-        raise _unsupported("tune.also", "the embedding is tied to the head, and PEFT saves one")
+        raise _unsupported(
+            "tune.also", "the embedding is tied to the head, and PEFT saves one", fix
+        )
 
 
 def _refuse_adapted(saved: list[HFTensor], adapted: list[AdapterPlace]) -> None:
@@ -316,12 +316,12 @@ def _refuse_adapted(saved: list[HFTensor], adapted: list[AdapterPlace]) -> None:
             raise _unsupported("tune.also", f"{each.name} is of an adapted module")
 
 
-def _unsupported(where: str, why: str) -> ConfigError:
+def _unsupported(where: str, why: str, fix: str = MERGED) -> ConfigError:
     return ConfigError(
         "PEFT cannot hold this adapter",
         where=where,
         why=why,
-        fix="--to=hf    # with the adapter merged",
+        fix=fix,
     )
 
 

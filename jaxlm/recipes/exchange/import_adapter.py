@@ -55,7 +55,7 @@ class AdapterOptions:
 
     adapter: Path  # a folder of PEFT
     workdir: Path
-    init_from: str  # RUN[@STEP] of the base
+    init_from: str  # RUN[@STEP] of the base, or a model of another library
     overrides: Sequence[tuple[str, str]] = ()
     cpu_devices: int | None = None
 
@@ -67,7 +67,8 @@ def import_adapter(options: AdapterOptions, say: Log = lambda _: None) -> dict[s
     as `read_folder`.
     """
     import_model.check_free(options.workdir, "--workdir", "an import")
-    base = load.open_run_ref(options.init_from, "--init_from", say)
+    init_from = resume.as_run(options.init_from, options.workdir, options.cpu_devices, say)
+    base = load.open_run_ref(init_from, "--init_from", say)
     adapter = read_folder(options.adapter, base, overrides=options.overrides, flag="--init_from")
     flags: dict[str, Any] = {"step": base.step, "cpu_devices": options.cpu_devices}
     opened = load.load_run(
@@ -125,10 +126,11 @@ def read_folder(
     decoder = base.run.decoder(
         setup.vocabulary(base.run, tokenizer_file.read(base.workdir / "tokenizer").size)
     )
+    tensors = layout(decoder, base.run.model.HUB)
     contents = (
-        VirtualContents(folder, folder.config, where, decoder)
+        VirtualContents(folder, folder.config, where, decoder, tensors)
         if settings is None
-        else Contents(folder, settings, layout(decoder, base.run.model.HUB))
+        else Contents(folder, settings, tensors)
     )
     contents.check(flag)
     raw = config.to_json(base.run) | {"tune": contents.tune(is_tied=decoder.tied)}
@@ -288,7 +290,7 @@ class Contents:
     def __init__(self, folder: AdapterFolder, settings: Settings, tensors: list[HFTensor]):
         self._folder, self._settings = folder, settings
         self._places = adapter_places.places(tensors)
-        self._tensors = {f"{PREFIX}{each.name}": each for each in tensors}
+        self._tensors = tensors
         self._stored = folder.tensors()
         keys = self._stored.keys()
         self._adapted = {
@@ -322,12 +324,7 @@ class Contents:
                 problems.append(f"shape       {key}: got {list(stored)}, want {list(shape)}")
             if dtype not in DTYPES:
                 problems.append(f"dtype       {key}: got {dtype}, want {', '.join(DTYPES)}")
-        modules = [each.name.rpartition(".")[0] for each in self._whole.values()]
-        problems += [
-            f"missing     a module of modules_to_save: {name}"
-            for name in self._settings.saved
-            if not any(module.endswith(str(name)) for module in modules)
-        ]
+        problems += adapter_places.not_saved(self._whole, self._settings.saved)
         if not self._adapted and not problems:
             problems = ["missing     a key of an adapted layer"]
         if problems:
@@ -373,12 +370,8 @@ class Contents:
     @functools.cached_property
     def _whole(self) -> dict[str, HFTensor]:
         """Tensors of modules that are saved whole, by key."""
-        return {
-            key: each
-            for key, each in self._tensors.items()
-            if key in self._stored
-            and each.name.rpartition(".")[0].endswith(tuple(map(str, self._settings.saved)))
-        }
+        names = self._settings.saved
+        return adapter_places.saved_whole(self._tensors, self._stored.keys(), names, PREFIX)
 
     def _scales_inputs(self, place: AdapterPlace) -> bool:
         return place.name.endswith(tuple(map(str, self._settings.inputs)))
@@ -404,18 +397,16 @@ class Contents:
     def tune(self, *, is_tied: bool) -> dict[str, Any]:
         """Return the tune section of the run's config. Raises DataError for a tied embedding."""
         settings, paths = self._settings, self._parts
-        every = [part.path for each in self._tensors.values() for part in each.parts]
-        whole = {part.path for each in self._whole.values() for part in each.parts}
-        if is_tied and "embedding/table" in whole:
-            raise DataError(
-                "the adapter has an embedding of its own",
-                where=str(self._folder.path / adapter_places.CONFIG),
-                why="modules_to_save has the embedding, which is tied to the head of the base",
-                fix="merge the adapter with PEFT: model.merge_and_unload().save_pretrained(folder)",
-            )
+        every = [part.path for each in self._tensors for part in each.parts]
+        whole = adapter_places.whole_paths(
+            self._whole,
+            is_tied=is_tied,
+            folder=self._folder.path,
+            fix="merge the adapter with PEFT: model.merge_and_unload().save_pretrained(folder)",
+        )
         known: dict[str, Any] = {
             "at": adapter_places.patterns(paths, every),
-            "also": sorted(whole),
+            "also": whole,
         }
         if settings.kind == "IA3":
             inputs = [
@@ -443,9 +434,7 @@ class Contents:
             leaf = leaves[adapter_places.leaf(part, name) if name else part.path]
             return leaf[part.lead] if part.lead else leaf
 
-        for key, each in self._whole.items():
-            for number, part in enumerate(each.parts):
-                of_layer(part)[...] = _part(each, number, self.arrays[key])
+        adapter_places.write_whole(leaves, self._whole, self.arrays)
         for place in self._adapted.values():
             for number, part in enumerate(place.weight.parts):
                 if self._settings.kind == "IA3":
@@ -453,24 +442,20 @@ class Contents:
                     of_layer(part, "ia3")[...] = (
                         factors.reshape(part.shape[: part.ins])
                         if self._scales_inputs(place)
-                        else _part(place.outputs(IA3), number, factors)
+                        else adapter_places.part_of(place.outputs(IA3), number, factors)
                     )
                     continue
                 a = self.arrays[place.key(LORA_A)].T
                 rank = a.shape[1]
-                b = _part(place.outputs(LORA_B, rank), number, self.arrays[place.key(LORA_B)])
+                b = adapter_places.part_of(
+                    place.outputs(LORA_B, rank), number, self.arrays[place.key(LORA_B)]
+                )
                 ratio = np.float32(self._settings.scale(place.name) / tune.factor)
                 of_layer(part, "lora_a")[..., :rank] = a.reshape(*part.shape[: part.ins], rank)
                 of_layer(part, "lora_b")[:rank] = b * ratio
                 if self._settings.is_dora:
                     norms = self.arrays[place.key(MAGNITUDE)]
-                    of_layer(part, "magnitude")[...] = _part(
+                    of_layer(part, "magnitude")[...] = adapter_places.part_of(
                         place.outputs(MAGNITUDE), number, norms
                     )
         return leaves
-
-
-def _part(tensor: HFTensor, number: int, array: np.ndarray) -> np.ndarray:
-    """Return a part of a tensor in the order of our leaf, as float32."""
-    within = tuple(slice(0, size) for size in tensor.parts[number].shape)
-    return tensor.part(number, lambda _, cut: array[cut], within).astype(np.float32)

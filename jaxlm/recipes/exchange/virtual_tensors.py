@@ -6,21 +6,24 @@ of layer 1 and so on, each with its heads in order; the keys are those after nor
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxlm.checkpoint.hub_folder import DTYPES, Folder
+from jaxlm.checkpoint.hub_tensors import HFTensor
 from jaxlm.core.errors import DataError
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost.tensors import layer_tensors
 from jaxlm.models.families.hub import Attributes
+from jaxlm.recipes.exchange import adapter_places
 from jaxlm.recipes.exchange.adapter_places import TENSORS
 from jaxlm.tune.config import PrefixTuning, PromptTuning
 
 KEY = "prompt_embeddings"
+PREFIX = "base_model."  # of the keys of modules that are saved whole
 ROWS = "virtual/rows"
 KINDS = {"PREFIX_TUNING": "prefix", "PROMPT_TUNING": "prompt"}
 # Fields of how the tensor began, or was made while PEFT trained it.
@@ -83,27 +86,43 @@ class VirtualContents:
       settings: its adapter_config.json.
       where: path of that file, for errors.
       decoder: the base.
+      tensors: tensors of the base.
     """
 
     absent = 0  # layers without virtual tokens
 
     def __init__(
-        self, folder: Folder, settings: Mapping[str, Any], where: str, decoder: ModelConfig
+        self,
+        folder: Folder,
+        settings: Mapping[str, Any],
+        where: str,
+        decoder: ModelConfig,
+        tensors: Iterable[HFTensor],
     ):
         fields = Attributes(settings, where, what="an adapter_config.json")
         self.name = fields.choose("peft_type", KINDS, "PREFIX_TUNING")
         self.length: int = fields.get("num_virtual_tokens")
         fields.ignore(*IGNORED, "token_dim", "num_attention_heads", "num_layers")
         fields.expect("num_transformer_submodules", 1, None)
-        fields.expect("modules_to_save", None, [])
+        self._saved = fields.get("modules_to_save", [], kind=list)
         fields.check()
         self._folder, self._decoder = folder, decoder
+        keys = folder.tensors().keys()
+        self._whole = adapter_places.saved_whole(tensors, keys, self._saved, PREFIX)
 
     @functools.cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The tensor by its key."""
+        """Every tensor by key."""
         with self._folder.opened() as fetch:
-            return {KEY: fetch(KEY, tuple(slice(0, size) for size in self._shape))}
+            return {
+                key: fetch(key, tuple(slice(0, size) for size in shape))
+                for key, shape in self._expected.items()
+            }
+
+    @property
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the keys that the file must have."""
+        return {KEY: self._shape} | {key: each.shape for key, each in self._whole.items()}
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -118,16 +137,18 @@ class VirtualContents:
 
         `flag` is the flag that names the base, for the error.
         """
-        stored = self._folder.tensors()
-        problems = [f"unexpected  {key}" for key in sorted(stored.keys() - {KEY})]
-        if KEY not in stored:
-            problems.append(f"missing     {KEY} {list(self._shape)}")
-        else:
-            dtype, shape = stored[KEY]
-            if shape != self._shape:
-                problems.append(f"shape       {KEY}: got {list(shape)}, want {list(self._shape)}")
+        stored, expected = self._folder.tensors(), self._expected
+        problems = [f"unexpected  {key}" for key in sorted(stored.keys() - expected.keys())]
+        for key, want in expected.items():
+            if key not in stored:
+                problems.append(f"missing     {key} {list(want)}")
+                continue
+            dtype, shape = stored[key]
+            if shape != want:
+                problems.append(f"shape       {key}: got {list(shape)}, want {list(want)}")
             if dtype not in DTYPES:
-                problems.append(f"dtype       {KEY}: got {dtype}, want {', '.join(DTYPES)}")
+                problems.append(f"dtype       {key}: got {dtype}, want {', '.join(DTYPES)}")
+        problems += adapter_places.not_saved(self._whole, self._saved)
         if problems:
             raise DataError(
                 f"{len(problems)} tensors of the adapter do not fit the base",
@@ -138,17 +159,23 @@ class VirtualContents:
             )
 
     def tune(self, *, is_tied: bool) -> dict[str, Any]:
-        """Return the tune section of the run's config."""
-        del is_tied
-        return {"name": self.name, "length": self.length}
+        """Return the tune section of the run's config. Raises DataError for a tied embedding."""
+        whole = adapter_places.whole_paths(
+            self._whole,
+            is_tied=is_tied,
+            folder=self._folder.path,
+            fix="train it with PEFT without the embedding in modules_to_save",
+        )
+        return {"name": self.name, "length": self.length, "also": whole}
 
     def leaves(self, initial: Mapping[str, jax.Array], tune: Any) -> dict[str, np.ndarray]:
         """Return the trained leaves."""
         del tune
+        leaves = {path: np.array(leaf, np.float32) for path, leaf in initial.items()}
+        adapter_places.write_whole(leaves, self._whole, self.arrays)
         rows = self.arrays[KEY].astype(np.float32)
         if self.name == "prompt":
-            return {ROWS: rows}
-        leaves = {path: np.zeros(leaf.shape, np.float32) for path, leaf in initial.items()}
+            return leaves | {ROWS: rows}
         first = 0
         for path, row in prefix_leaves(self._decoder):
             leaf = leaves[path] if row is None else leaves[path][row]

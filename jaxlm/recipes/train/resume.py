@@ -233,28 +233,39 @@ def with_imported_source(options: StartOptions) -> StartOptions:
     """
     ref = options.init_from
     assert ref is not None
+    several = options.process.count not in (None, 1)
+
+    def say(text: str) -> None:
+        if not options.quiet:
+            print(text, file=sys.stderr)
+
+    run = as_run(ref, options.workdir, options.cpu_devices, say, is_alone=not several)
+    return dataclasses.replace(options, init_from=run)
+
+
+def as_run(
+    ref: str, workdir: Path, cpu_devices: int | None, say: Log, *, is_alone: bool = True
+) -> str:
+    """Return a run in place of a model of another library, which is imported to WORKDIR-base.
+
+    Raises CommandError if the process is not alone, and else as `import_model`.
+    """
     if not is_model_of_another_library(ref):
-        return options
-    target = options.workdir.with_name(f"{options.workdir.name}-base")
-    if not (target / "config.json").exists():
-        if options.process.count not in (None, 1):
-            words = ["jaxlm", "import", f"--from={ref}", f"--workdir={target}"]
-            raise CommandError(
-                "several processes cannot import a model",
-                where=f"--init_from={ref}",
-                why="one process reads it and writes a run",
-                fix=f"{shlex.join(words)}\n--init_from={target}    # afterwards",
-            )
-
-        def say(text: str) -> None:
-            if not options.quiet:
-                print(text, file=sys.stderr)
-
-        say(f"importing {ref} to {target}")
-        import_model(
-            ImportOptions(source=ref, workdir=target, cpu_devices=options.cpu_devices), say
+        return ref
+    target = workdir.with_name(f"{workdir.name}-base")
+    if (target / "config.json").exists():
+        return str(target)
+    if not is_alone:
+        words = ["jaxlm", "import", f"--from={ref}", f"--workdir={target}"]
+        raise CommandError(
+            "several processes cannot import a model",
+            where=f"--init_from={ref}",
+            why="one process reads it and writes a run",
+            fix=f"{shlex.join(words)}\n--init_from={target}    # afterwards",
         )
-    return dataclasses.replace(options, init_from=str(target))
+    say(f"importing {ref} to {target}")
+    import_model(ImportOptions(source=ref, workdir=target, cpu_devices=cpu_devices), say)
+    return str(target)
 
 
 def with_model_of(loaded: Loaded, ref: str, workdir: Path) -> tuple[Loaded, list[str]]:
