@@ -213,10 +213,10 @@ def temporary_bytes(
             name = each.path.rsplit("/", 3)[0]
             by_layer[name] += int(_part(each, sizes, is_split=False) / count)
         dequantized = float(share.compute_bytes * max(by_layer.values()))
-    kept = _kept_weights(run, decoder, sizes, policies)
+    copies = _copied_weights(run, decoder, sizes, policies)
     sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
     return {
-        "activations": FRAGMENTATION * (saved + max(layer - logits, 0.0)) + kept,
+        "activations": FRAGMENTATION * (saved + max(layer - logits, 0.0)) + copies,
         "logits": FRAGMENTATION * logits,
         "accumulators": sums,
         "gathered": gathered,
@@ -305,7 +305,7 @@ def _adapter_results(
     return share.tokens * layers * a_token
 
 
-def _kept_weights(run: Run, decoder: ModelConfig, sizes: Sizes, policies: Sequence[str]) -> float:
+def _copied_weights(run: Run, decoder: ModelConfig, sizes: Sizes, policies: Sequence[str]) -> float:
     """Return the bytes of the attention's weights as matrices, which a scan stores under `none`."""
     if run.train.stack != "scan" or isinstance(run.tune, Full | QLora):
         return 0.0
