@@ -249,6 +249,13 @@ def as_run(
     """Return a run in place of a model of another library, which is imported to WORKDIR-base.
 
     Raises CommandError if the process is not alone, and else as `import_model`.
+
+    Args:
+      ref: RUN[@STEP], or a model of another library.
+      workdir: the new run directory.
+      cpu_devices: number of devices of a CPU.
+      say: receives log lines.
+      is_alone: if there is one process.
     """
     if not is_model_of_another_library(ref):
         return ref
