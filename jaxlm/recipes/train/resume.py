@@ -254,7 +254,7 @@ def as_run(
       ref: RUN[@STEP], or a model of another library.
       workdir: the new run directory.
       cpu_devices: number of devices of a CPU.
-      say: receives log lines.
+      `say`: receives log lines.
       is_alone: if there is one process.
     """
     if not is_model_of_another_library(ref):
