@@ -84,6 +84,7 @@ def fused(tmp_path_factory):
         "lora": {"name": "lora", "rank": 2},
         "dora": {"name": "dora", "rank": 2, "at": ["*/query/*", "*/down/*"]},
         "pissa": {"name": "lora", "rank": 2, "init": "pissa"},
+        "dora_pissa": {"name": "dora", "rank": 2, "init": "pissa"},
         "ia3": {"name": "ia3"},
     }
     return runs_of(folder / "base", arms)
@@ -177,9 +178,7 @@ def test_virtual_tokens_have_the_layout_and_settings_of_peft(runs, tmp_path, cap
 
 @pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "arm", ["lora", "dora", "ia3", pytest.param("pissa", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("arm", ["lora", "dora", "ia3", "pissa", "dora_pissa"])
 def test_adapters_of_a_fused_projection_are_stacked(fused, tmp_path, arm, capsys):
     settings, tensors = exported(fused[arm], tmp_path / "peft")
     place = "base_model.model.transformer.h.0.attn.c_attn."
