@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from jaxlm.cli.arguments import RUN, Parser
 from jaxlm.cli.output import Output
 from jaxlm.core import sections, shipped
+from jaxlm.monitor import chips
 
 SHELLS = ("bash", "zsh", "fish")
 SETTING = "--config.a.b"  # the flag that stands for all settings in SHARED
@@ -115,6 +116,9 @@ def _values(flag: str, action: argparse.Action) -> str:
         names = shipped.every_name()
         sizes = sections.fields(_run_schema())["model"].named
         return " ".join([".", *names, *sizes])
+    if action.metavar == "MACHINE":
+        gpus = (name for name, chip in chips.CHIPS.items() if not chip.is_tpu)
+        return " ".join(["cpu", *gpus, *chips.SLICES])
     if action.choices:
         return " ".join(map(str, action.choices))
     return "." if any(path in str(action.metavar) for path in PATHS) else "="

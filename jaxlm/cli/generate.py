@@ -93,10 +93,12 @@ def run(args: Any, out: Output) -> int:
     settings = read_settings(args, lists, "jaxlm generate --help")
     from jaxlm.recipes.use.generate import generate
 
-    show = _Stream(settings.prompts, out) if is_streamed else None
+    # A text continues its prompt; an answer begins below the question.
+    joint = "\n" if args.chat else ""
+    show = _Stream([prompt + joint for prompt in settings.prompts], out) if is_streamed else None
     flags = selection(args) | {"is_chat": args.chat, "adapter": args.adapter}
     answer = generate(workdir, settings, say=out.log, on_text=show, **flags)
     if is_streamed:
         return 0
-    texts = (sample["prompt"] + sample["text"] for sample in answer["samples"])
+    texts = (sample["prompt"] + joint + sample["text"] for sample in answer["samples"])
     return out.result(answer, BETWEEN.join(texts))

@@ -30,6 +30,8 @@ LINES = {  # line: completions, of the word after its last = or :
     "jaxlm train --config=tests/cli/test_comp": "tests/cli/test_completion.py ",
     "jaxlm eval --weights ": "ema ,raw ,swa ",
     "jaxlm eval --json --be": "--best ",
+    "jaxlm plan --on=h20": "h20 ,h200 ",
+    "jaxlm init --on=v5e-1": "v5e-128 ,v5e-16 ",
     "jaxlm data run --config.dedup=s": "spans ,substrings ",
     "jaxlm data run --config.optim.l": "",
     "jaxlm compare jaxlm/mon": "jaxlm/monitor/",

@@ -235,3 +235,25 @@ def test_a_published_size_is_the_model_of_a_dict_and_its_settings_may_differ():
     with pytest.raises(ConfigError, match="model = 'gpt2-mediun'") as caught:
         api._loaded({"model": "gpt2-mediun"}, {})
     assert "--config.model=gpt2-medium" in caught.value.fix
+
+
+def test_a_dict_takes_the_texts_that_the_command_line_takes():
+    config = {"data": {"train": "a.jsonl,b"}, "optim.lr": "1e-3", "eval.every": "5%"}
+    run = api._loaded(config, {"data.validation": "c.txt"}).value
+    assert run.data.train == ("a.jsonl", "b")
+    assert run.data.validation == ("c.txt",)
+    assert run.optim.lr == 1e-3
+    assert api._loaded(config, {}).provenance["data.validation"].kind == "default"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"optim.lrr": 0.001}, {"data.text_ky": "content"}, {"train.stepz": 4}],
+)
+def test_the_fix_of_a_call_is_an_argument_of_the_call(wrong, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        jaxlm.train(SMALL, workdir=tmp_path / "run", settings=wrong, quiet=True)
+    assert "--" not in str(caught.value)
+    fixed = eval(f"dict({caught.value.fix})")
+    api._loaded(SMALL, fixed["settings"])
+    assert set(fixed["settings"].values()) == set(wrong.values())

@@ -1,7 +1,8 @@
 """Rows of requests: the ids that requests of one item begin with are read once.
 
 Example:
-  >>> requests = [Request((1, 7, 8, 4), 2, False), Request((1, 7, 9, 4), 2, False)]
+  >>> both = ((1, 7, 8, 4), (1, 7, 9, 4))
+  >>> requests = [ScoringRequest(ids, 2, spans_border=False) for ids in both]
   >>> (group,) = groups(requests, 16, is_shared=True)
   >>> group.prefix, group.suffixes, group.targets
   ((1, 7), ((8,), (9,)), ((1, 8), (2, 4), (1, 9), (3, 4)))

@@ -3,7 +3,7 @@
 Example:
   >>> from jaxlm.data.tokenizer import Bytes
   >>> encode(Bytes(), [("a", " b")])
-  [Request(ids=(1, 137, 72, 138), begin=2, spans_border=False)]
+  [ScoringRequest(ids=(1, 137, 72, 138), begin=2, spans_border=False)]
 """
 
 import itertools

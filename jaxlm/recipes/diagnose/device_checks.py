@@ -36,10 +36,7 @@ def products(size: int) -> Iterator[CheckResult]:
             rates[dtype] = 2 * size**3 / _seconds(functools.partial(product, *operands))
         name = f"device {device.id}"
         numbers = {f"flops_per_second_{dtype}": rate for dtype, rate in rates.items()}
-        shown = [
-            f"{formatting.count(rate, billion='G')}FLOP/s in {dtype}"
-            for dtype, rate in rates.items()
-        ]
+        shown = [f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in rates.items()]
         if wrong:
             text, fix = "; ".join(wrong), "remove the device and have it repaired"
             text = f"{text}: this device computes wrongly"

@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -21,6 +22,7 @@ from jaxlm.core.callbacks import Callback
 from jaxlm.core.config import Loaded, Origin
 from jaxlm.core.disk import check_local
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.python_call import python_errors
 from jaxlm.core.sections import show
 from jaxlm.monitor.sinks import Callbacks, Function
 from jaxlm.parallel import cluster
@@ -164,34 +166,36 @@ def train(
       process: this process among several; by default, from the environment.
       arguments: the words after `jaxlm` for command.sh; by default, made from the arguments.
 
-    Raises JaxlmError for every problem that a user can cause; also what a callback raised.
+    Raises JaxlmError for every problem that a user can cause; also what a callback raised. What
+    its `fix` names of the command line is an argument of this function.
     """
-    check_local(workdir, "workdir")
-    process = process or cluster.process_spec(os.environ)
-    if process.count in (None, 1):  # several processes would find the lock of the first
-        lock.check_free(Path(workdir) / "lock")
-    settings = _flat(settings or {})
-    data = {"train": train_data, "validation": validation_data}
-    # Before JAX is imported: a wrong setting is refused at once.
-    loaded, settings = _with_data(config, settings, data)
-    loaded = _with_current_parts(loaded, Path(workdir))
+    with python_errors() if arguments is None else contextlib.nullcontext():
+        check_local(workdir, "workdir")
+        process = process or cluster.process_spec(os.environ)
+        if process.count in (None, 1):  # several processes would find the lock of the first
+            lock.check_free(Path(workdir) / "lock")
+        settings = _flat(settings or {})
+        data = {"train": train_data, "validation": validation_data}
+        # Before JAX is imported: a wrong setting is refused at once.
+        loaded, settings = _with_data(config, settings, data)
+        loaded = _with_current_parts(loaded, Path(workdir))
 
-    from jaxlm.recipes.train.run import run_training
+        from jaxlm.recipes.train.run import run_training
 
-    options = StartOptions(
-        workdir=Path(workdir),
-        arguments=_words(config, workdir, settings) if arguments is None else [*arguments],
-        resume=resume or ResumeOptions(),
-        process=process,
-        init_from=init_from,
-        stop_at=stop_at,
-        cpu_devices=cpu_devices,
-        quiet=quiet,
-        verbose=verbose,
-    )
-    answer = run_training(loaded, options, Callbacks(callbacks))
-    workdir, step, complete = (answer.pop(name) for name in ("workdir", "step", "complete"))
-    return Result(Path(workdir), step, complete, answer)
+        options = StartOptions(
+            workdir=Path(workdir),
+            arguments=_words(config, workdir, settings) if arguments is None else [*arguments],
+            resume=resume or ResumeOptions(),
+            process=process,
+            init_from=init_from,
+            stop_at=stop_at,
+            cpu_devices=cpu_devices,
+            quiet=quiet,
+            verbose=verbose,
+        )
+        answer = run_training(loaded, options, Callbacks(callbacks))
+        workdir, step, complete = (answer.pop(name) for name in ("workdir", "step", "complete"))
+        return Result(Path(workdir), step, complete, answer)
 
 
 def _with_current_parts(loaded: Loaded, workdir: Path) -> Loaded:
@@ -283,16 +287,18 @@ def _with_data(
 
 
 def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:
+    if isinstance(config, Mapping):  # read like flags on top of the defaults
+        settings = {**_flat(config), **settings}
     texts = {k: own_cell.named(v) if isinstance(v, type) else v for k, v in settings.items()}
     overrides = [(path, show(value)) for path, value in texts.items()]
     if isinstance(config, Loaded):
         return config
     if isinstance(config, str | os.PathLike):
         return configs.load(Run, os.fspath(config), overrides)
-    if isinstance(config, Run):
-        raw = configs.to_json(config)
+    if isinstance(config, Mapping):
+        raw: dict[str, Any] = {}
     else:
-        raw = _nested(config) if isinstance(config, Mapping) else config.to_dict()
+        raw = configs.to_json(config) if isinstance(config, Run) else config.to_dict()
     return configs.loaded_json(Run, raw, "the config that was given", overrides)
 
 
@@ -303,30 +309,6 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         inner = _flat(value) if isinstance(value, Mapping) else {"": value}
         flat |= {f"{path}.{name}".removesuffix("."): each for name, each in inner.items()}
     return flat
-
-
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as config.json has them; names with dots are paths.
-
-    The name of a published section precedes its settings. A class is the name of its file.
-    """
-    raw: dict[str, Any] = {}
-    published = sections.fields(Run)["model"].named
-    for path, value in sorted(settings.items(), key=lambda item: item[0] != "model"):
-        *parents, name = path.split(".")
-        section = raw
-        for each in parents:
-            section = section.setdefault(each, {})
-        inner = _nested(value) if isinstance(value, Mapping) else value
-        if path == "model" and isinstance(value, str) and value in published:
-            inner = configs.to_json(published[value])
-        if isinstance(inner, dict) and isinstance(section.get(name), dict):
-            section[name] |= inner
-        elif isinstance(inner, type):
-            section[name] = own_cell.named(inner)
-        else:
-            section[name] = list(inner) if isinstance(inner, tuple) else inner
-    return raw
 
 
 def _words(config: Any, workdir: Any, settings: Mapping[str, Any]) -> list[str]:

@@ -60,7 +60,7 @@ from jaxlm.training.signals import Interrupted, StopRequest
 from jaxlm.tune.config import Full
 
 OTHER_VALIDATION = (
-    "--config.data.validation=GLOB names other text, '--config.data.validation=()' none"
+    "  --config.data.validation=GLOB names other text, '--config.data.validation=()' none"
 )
 
 
@@ -96,7 +96,7 @@ def run_training(
         notices = [*cautions, *notices, *context.store.notices]
         origin = loaded.provenance["data.validation"]
         held_out = origin.where if origin.kind == "default" else ""  # else the user chose the set
-        notices += [f"validation: {held_out}; {OTHER_VALIDATION}"] if held_out else []
+        notices += [f"validation: {held_out}\n{OTHER_VALIDATION}"] if held_out else []
         source = _init_source(context, stop, point, notices.append)
         if context.processes.peers.is_first and context.directory.is_new:
             _keep_log(stack, context)
