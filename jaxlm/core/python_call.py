@@ -34,7 +34,8 @@ def python_errors() -> Iterator[None]:
 
 def in_python(line: str) -> str:
     """Return a line of flags as arguments of `jaxlm.train`; any other line as it is."""
-    comment = found[0] if (found := COMMENT.search(line)) else ""
+    match = COMMENT.search(line)
+    comment = match[0] if match else ""
     try:
         words = shlex.split(line.removesuffix(comment))
     except ValueError:  # text with one quotation mark
