@@ -180,7 +180,7 @@ def _check_answers(opened: Iterable[AnyShards], config: DataConfig) -> None:
             learns = "--config.data.kind=completion --config.objective.name=causal"
             raise DataError(
                 f"the labels of all {things} are equal",
-                where=str(shards.folder),
+                where=shards.source,
                 why=f"each of {count} {things} has the label "
                 f"{one}, so that the data has no preference",
                 fix=f"name files with labels that are {other} too"
@@ -197,7 +197,7 @@ def _loader(
     packed: packing.Packing = "first_fit" if figures else config.packing  # conversations stay whole
     longest = figures.get("longest_pair", figures.get("longest", 0) - 1)
     if longest > length:
-        where = str(shards.folder)
+        where = shards.source
         why = f"the longest has {longest + 1} tokens, and rows of {length} hold {length + 1}"
         fix = f"--config.data.sequence={longest}"
         raise DataError("a conversation is longer than a row", where=where, why=why, fix=fix)

@@ -181,7 +181,7 @@ class Loader:
         shorter = (manifest.tokens - manifest.documents) // batch if is_cut else 0
         raise DataError(
             "the training data is shorter than one batch",
-            where=str(self.shards.folder),
+            where=self.shards.source,
             why=f"{manifest.tokens} tokens are {rows} row{'s' if rows > 1 else ''} of "
             f"{self.sequence}, a batch takes {batch}",
             fix=f"--config.train.batch={rows}\n"

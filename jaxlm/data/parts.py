@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import hashlib
 import itertools
+import math
 import re
 import shlex
 from collections import Counter
@@ -41,9 +42,13 @@ class SplitSide:
         if self.split == "tail":
             cut = int(len(text) * (1.0 - self.share))
             return text[cut:] if self.held_out else text[:cut]
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-        value = int.from_bytes(digest[:8], "big") / 2**64
-        return text if (value < self.share) == self.held_out else ""
+        return text if (_position(text) < self.share) == self.held_out else ""
+
+
+def _position(text: str) -> float:
+    """Return a number from 0 to 1 by the sha256 of a text."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 _SHARE = re.compile(r"(tail:)?([0-9.]+)%")
@@ -63,6 +68,7 @@ def held_out(entry: str) -> tuple[SplitSide, SplitSide] | None:
 ELSEWHERE = ("held out", "for training")
 TRAIN = "train"
 BEGINNING_BYTES = 2**16  # prefix that distinguishes most files of one size
+SMALL_BYTES = 2**22  # corpora up to this size are read to find a share that holds out no document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +101,17 @@ class Part:
         """Yield the documents of this side; count those of the other."""
         assert self.corpus is not None
         for document in self.corpus.documents(counts):
-            # Conversations with one prompt stay together and whole.
-            chat = document.conversation
-            key = document.text if chat is None else chat.prompt
-            if text := self.selection.take(key):
-                yield document._replace(text=text if chat is None else document.text)
+            if text := self.selection.take(_key(document)):
+                is_text = document.conversation is None
+                yield document._replace(text=text if is_text else document.text)
             else:
                 counts[ELSEWHERE[self.selection.held_out]] += 1
+
+
+def _key(document: Document) -> str:
+    """Return what a document is split by: conversations with one prompt stay together and whole."""
+    chat = document.conversation
+    return document.text if chat is None else chat.prompt
 
 
 def find_parts(
@@ -110,7 +120,8 @@ def find_parts(
     """Return the training sources and validation sets, checked.
 
     Files must exist, their first records must have text, and no file may be in two parts. Remote
-    files are copied by `downloads`, and functions that the entries name are called.
+    files are copied by `downloads`, and functions that the entries name are called. A share of
+    documents that would hold out none of a small corpus holds out one.
 
     Raise InputMissing, DataError, ConfigError if a check fails.
     """
@@ -127,15 +138,21 @@ def find_parts(
         if sides is None:
             validation.append(_part(name, patterns, config, "data.validation", downloads))
             continue
-        for source in train:
+        for number, source in enumerate(train):
             if source.corpus is None:
                 what = "data.validation cannot hold out a share of token shards"
                 where = f"data.validation = {patterns[0]}"
                 why = f"{source.folders[0]} was tokenized as a whole"
                 raise ConfigError(what, where=where, why=why, fix=_other_shards(source.folders))
             set_name = name if len(train) == 1 else f"{name}_{source.source}"
-            validation.append(Part(set_name, source.corpus, sides[1]))
-        train = [dataclasses.replace(source, selection=sides[0]) for source in train]
+            share = _share(sides[0], source.corpus)
+            side, held = (dataclasses.replace(each, share=share) for each in sides)
+            if share != sides[0].share:
+                downloads.log(
+                    f"holding out one document of {source.setting}: {patterns[0]} of them are none"
+                )
+            validation.append(Part(set_name, source.corpus, held))
+            train[number] = dataclasses.replace(source, selection=side)
     for one, other in itertools.combinations(train, 2):
         _refuse_overlap(one, other, "in two sources of the training data")
     for source, part in itertools.product(train, validation):
@@ -146,6 +163,16 @@ def find_parts(
     for corpus, setting in texts:
         probe(corpus, setting, PROBED_BYTES // len(texts))
     return train, validation
+
+
+def _share(side: SplitSide, corpus: Corpus) -> float:
+    """Return the share of a side; if it holds out no document of a small corpus, one of one."""
+    if side.split != "documents" or not side.share or corpus.size > SMALL_BYTES:
+        return side.share
+    positions = {_position(_key(each)) for each in corpus.documents(Counter())}
+    first = min(positions, default=0.0)
+    is_empty = len(positions) > 1 and first >= side.share
+    return math.nextafter(first, 1.0) if is_empty else side.share
 
 
 def _other_shards(folders: tuple[Path, ...]) -> str:

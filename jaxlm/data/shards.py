@@ -52,6 +52,11 @@ class _Numbered(abc.ABC):
         """Number of documents."""
         return self.manifest.documents
 
+    @property
+    @abc.abstractmethod
+    def source(self) -> str:
+        """The files of the documents and the folder of their tokens, for errors."""
+
     def lengths(self, start: int, stop: int) -> np.ndarray:
         """Return the ids in each of the documents `start` to `stop`, including bos and eos; int64.
 
@@ -192,6 +197,16 @@ class TokenShards(_Numbered):
         except Damage as damage:
             raise self._damaged(damage, document, row) from damage
         return self._weights[np.frombuffer(data, np.uint8)]
+
+    @property
+    def source(self) -> str:
+        """The files of the documents and the folder of their tokens, for errors."""
+        try:
+            first, *others = self._files
+        except (ValueError, DataError):  # no names, or damaged
+            return str(self.folder)
+        more = f" and {len(others)} more file{'s' * (len(others) > 1)}" if others else ""
+        return f"{first}{more}, tokenized in {self.folder}"
 
     @functools.cached_property
     def answers(self) -> np.ndarray:
@@ -348,6 +363,11 @@ class JoinedShards(_Numbered):
                 )
         joined = _sum([part.manifest for part in parts])
         super().__init__(first.folder, joined, [part.documents for part in parts])
+
+    @property
+    def source(self) -> str:
+        """Files and folder of the first part, for errors."""
+        return f"{self.parts[0].source}, and {len(self.parts) - 1} more"
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -63,6 +63,18 @@ def test_a_share_of_the_documents_is_held_out_whole_and_nothing_is_lost(
     assert 3 <= len(held_out) <= 25
 
 
+def test_a_share_that_would_hold_out_none_of_a_few_documents_holds_out_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "line {n}|"}}\n' for n in range(6)))
+    config, lines = _config(str(tmp_path / "a.jsonl"), "0.1%"), list[str]()
+    stored = _stored(_open(config, tmp_path, output=lines))
+    train, held_out = (set(part.split(b"|")[:-1]) for part in stored)
+    assert (len(train), len(held_out), len(train | held_out)) == (5, 1, 6)
+    assert any("holding out one document of data.train: 0.1%" in line for line in lines)
+    (tmp_path / "a.jsonl").write_text('{"text": "the same"}\n' * 2)  # copies stay together
+    with pytest.raises(DataError, match="no document"):
+        _open(config, tmp_path)
+
+
 def test_a_tail_of_one_long_text_is_held_out(tmp_path: Path) -> None:
     text = "".join(f"line {n} \u00e9\n" for n in range(500))
     (tmp_path / "a.txt").write_text(text)

@@ -452,7 +452,7 @@ def _check_prompts(loader: Loader) -> None:
     if not loader.shards.prompts:
         raise ConfigError(
             "token shards have no prompts",
-            where=str(loader.shards.folder),
+            where=loader.shards.source,
             why="they were written with another data.kind",
             fix="write the shards again with --config.data.kind=prompts",
         )

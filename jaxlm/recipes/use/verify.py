@@ -122,7 +122,7 @@ class AnswerVerifier:
         if shards.manifest.template != chat_templates.digest(self._template):
             raise DataError(
                 "the conversations have another chat template than the run",
-                where=str(shards.folder),
+                where=shards.source,
                 why=f"the run was trained with {self._template.where}",
                 fix="restore the file that data.template names",
             )
