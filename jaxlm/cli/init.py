@@ -1,6 +1,6 @@
 """Write a first config for your own text, with sizes that the planner predicts for a machine.
 
-jaxlm init --data='texts/*.txt'                        about an hour on this machine's CPU
+jaxlm init --data='texts/*.txt'                        about an hour on this machine
 jaxlm init --data=texts --minutes=15 --on=t4           what a T4 trains in 15 minutes
 jaxlm init --data=texts --params=30M --on=h100         30M parameters, 20 tokens per parameter
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxlm.cli.arguments import Parser, add_flag
 from jaxlm.cli.output import Output, table
-from jaxlm.cli.plan import named_machine
+from jaxlm.cli.plan import named_machine, set_machine
 from jaxlm.core.errors import CommandError, DataError, NotWritable
 from jaxlm.monitor import formatting
 from jaxlm.monitor.chips import MEMORY
@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--data", "GLOB", [], "text to train on, a folder or a glob; repeatable")
     add_flag(parser, "--params", "N", str, "parameters, as 30M (as many as the time allows)")
     add_flag(parser, "--minutes", "N", str, "minutes of training (60; with --params no limit)")
-    add_flag(parser, "--on", "MACHINE", "cpu", "machine, as in `jaxlm plan`")
+    add_flag(parser, "--on", "MACHINE", str, "machine, as in `jaxlm plan` (this one)")
     add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
     add_flag(parser, "--out", "FILE", "my_config.py", "config file to write")
 
@@ -56,6 +56,7 @@ def run(args: Any, out: Output) -> int:
         raise CommandError(what, where=where, why=why, fix="--data='texts/*.txt'")
     minutes = None if args.minutes is None else _minutes(args.minutes)
     patterns = tuple(_pattern(each) for each in args.data)
+    set_machine(args)
 
     from jaxlm.recipes.plan import starter
 

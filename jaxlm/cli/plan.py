@@ -1,8 +1,8 @@
 """Predict memory per device, time, cost and sharding of a run, before it starts.
 
 The prediction is arithmetic, without the accelerator and without JAX: --on=h100x8, h200, rtx4090,
-t4, v5e-16, v5p-128, tpu7x-64, or cpu; for any other GPU --on=NAME --memory=24GB predicts if the run
-fits, without times. --exact compiles the step, for a TPU slice or for this machine's CPU, and shows
+t4, v5e-16, v5p-128, tpu7x-64, or cpu; by default the GPUs of this machine if JAX would use them,
+else its CPU. For any other GPU --on=NAME --memory=24GB predicts if the run fits, without times. --exact compiles the step, for a TPU slice or for this machine's CPU, and shows
 the compiler's memory analysis too. --fit searches meshes, micro-batches, remat and loss chunks for
 the fastest settings that fit. The exit code is 0 even if the run does not fit: the result then
 names what fits: other settings, else more of the chips, else a smaller model.
@@ -22,7 +22,7 @@ from jaxlm.parallel.config import AXES, format_mesh
 
 
 def add_arguments(parser: Parser) -> None:
-    add_flag(parser, "--on", "MACHINE", "cpu", "chip, CHIPxN, TPU slice, or cpu")
+    add_flag(parser, "--on", "MACHINE", str, "chip, CHIPxN, TPU slice, or cpu (this machine)")
     add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
     add_flag(parser, "--devices", "N", 1, "with --on=cpu: number of devices")
     add_flag(parser, "--price", "X", float, "price per device-hour, to compute the cost")
@@ -36,6 +36,9 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.plan import predict, search
 
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
+    if args.on is None and (args.exact or args.devices != 1):  # these are for this CPU
+        args.on = "cpu"
+    set_machine(args)
     _check(args)
     assumed: list[str] = []
     on = named_machine(args, args.devices, assumed)
@@ -71,6 +74,13 @@ def run(args: Any, out: Output) -> int:
         answer["compiled_bytes_per_device"] = held
         answer["fits"] = held["total"] <= forecast.memory_bytes
     return out.result(answer, _text(answer, forecast.run, with_sharding=args.sharding))
+
+
+def set_machine(args: Any) -> None:
+    """Set --on to this machine if it is not given, and --memory if its GPU is unknown."""
+    if args.on is None:
+        args.on, memory = host_machine.used_machine()
+        args.memory = args.memory or memory
 
 
 def named_machine(args: Any, devices: int, assumed: list[str]) -> Machine:

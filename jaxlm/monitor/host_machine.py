@@ -1,10 +1,13 @@
-"""The host machine: measured speed of its CPU, and memory in use. Free of JAX."""
+"""The host machine: accelerators, measured speed of its CPU, and memory in use. Free of JAX."""
 
 import contextlib
+import dataclasses
 import functools
+import importlib.util
 import os
 import re
 import resource
+import subprocess
 import sys
 import timeit
 from collections.abc import Callable, Sequence
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxlm.core import backend
+from jaxlm.monitor import chips
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 
 # Speed of bfloat16 matmuls relative to float32, by instruction set (scripts/LOG.md). With AMX a
@@ -20,6 +24,65 @@ GAINS = {backend.AMX: 3, backend.VECTORS: 2}
 MEASURE_SECONDS = 0.03
 SIDE = 512  # of a product that BLAS computes on all cores
 SMALL_SIDE, SMALL_PRODUCTS = 64, 64  # of products that OpenBLAS computes on one core
+
+
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Accelerators known to the operating system, in use by JAX or not."""
+
+    gpus: tuple[str, ...] = ()
+    driver: str = ""
+    has_tpu: bool = False
+    gpu_memory: str = ""  # of one, as `chips.machine` reads it
+
+    @classmethod
+    def found(cls) -> "Hardware":
+        """Return those of this machine."""
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total",
+            "--format=csv,noheader",
+        ]
+        try:
+            output = subprocess.run(query, capture_output=True, text=True, timeout=20)
+            lines = output.stdout.splitlines() if output.returncode == 0 else []
+        except (OSError, subprocess.TimeoutExpired):
+            lines = []
+        rows = [
+            [part.strip() for part in line.split(",")] for line in lines if line.count(",") == 2
+        ]
+        gpus = tuple(row[0] for row in rows)
+        if not gpus and Path("/dev/nvidia0").exists():
+            gpus = ("an NVIDIA GPU",)
+        has_tpu = Path("/dev/accel0").exists() or (
+            Path("/dev/vfio").exists() and "TPU_ACCELERATOR_TYPE" in os.environ
+        )
+        return cls(gpus, rows[0][1] if rows else "", has_tpu, rows[0][2] if rows else "")
+
+
+def used_machine() -> tuple[str, str | None]:
+    """Return the name of the machine that JAX would use here, and the memory of an unknown GPU.
+
+    Both are arguments of `chips.machine`. Without a GPU, without JAX's plugin for it, or with
+    JAX_PLATFORMS=cpu, the name is `cpu`; a TPU has the name of its slice.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS") or "cuda,tpu"
+    tpu = os.environ.get("TPU_ACCELERATOR_TYPE", "").replace("v5litepod", "v5e")
+    if tpu in chips.SLICES and "tpu" in platforms:
+        return tpu, None
+    has_plugin = any(map(importlib.util.find_spec, CUDA_PLUGINS))
+    is_allowed = re.search("cuda|gpu", platforms) is not None
+    hardware = Hardware.found() if has_plugin and is_allowed else Hardware()
+    if not hardware.gpu_memory:
+        return "cpu", None
+    count = f"x{len(hardware.gpus)}" if len(hardware.gpus) > 1 else ""
+    if chip := chips.of_kind(hardware.gpus[0]):
+        return f"{chip.name}{count}", None
+    name = re.sub(r"[^a-z0-9]+", "-", hardware.gpus[0].lower()).strip("-")
+    return f"{name}{count}", hardware.gpu_memory
 
 
 def this_machine(devices: int, assumed: list[str]) -> Machine:

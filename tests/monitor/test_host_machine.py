@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxlm.core import backend
-from jaxlm.monitor import host_machine
+from jaxlm.monitor import chips, host_machine
 from jaxlm.monitor.host_machine import peak_memory
 
 
@@ -82,3 +82,43 @@ def test_what_a_process_was_started_by_does_not_count():
 
 def test_statistics_without_a_peak_are_no_peak():
     assert peak_memory([Device({"bytes_limit": 3})]).of == "process"
+
+
+@pytest.mark.parametrize(
+    ("rows", "platforms", "machine"),
+    [
+        (("NVIDIA H100 80GB HBM3, 580.1, 81559 MiB",) * 2, None, ("h100x2", None)),
+        (
+            ("NVIDIA GeForce RTX 4060 Ti, 580.1, 8188 MiB",),
+            None,
+            ("nvidia-geforce-rtx-4060-ti", "8188 MiB"),
+        ),
+        (("Tesla T4, 580.1, 15360 MiB",), "cpu", ("cpu", None)),
+        ((), None, ("cpu", None)),
+    ],
+)
+def test_the_machine_of_the_plan_is_the_one_that_jax_would_use(
+    rows, platforms, machine, tmp_path, monkeypatch
+):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    if platforms:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(host_machine, "CUDA_PLUGINS", ("json",))  # as if installed
+    name, memory = host_machine.used_machine()
+    assert (name, memory) == machine
+    if name != "cpu":
+        chips.machine(name, flag="--on", memory=memory)
+    monkeypatch.setattr(host_machine, "CUDA_PLUGINS", ("no_such_plugin",))
+    assert host_machine.used_machine() == ("cpu", None)
+
+
+def test_a_tpu_has_the_name_of_its_slice(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-16")
+    assert host_machine.used_machine() == ("v5e-16", None)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert host_machine.used_machine() == ("cpu", None)

@@ -5,7 +5,6 @@ import dataclasses
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import JaxlmError, installs
 from jaxlm.data import cache
 from jaxlm.monitor import environment, formatting
+from jaxlm.monitor.host_machine import Hardware
 
 # docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of each major version on Linux.
 MIN_DRIVER = {12: 525, 13: 580}
@@ -42,33 +42,6 @@ class CheckResult:
         mark = "" if self.verdict == "ok" else f"{self.verdict.upper()}: "
         fix = "".join(f"\n{'':14}fix: {line}" for line in self.fix.splitlines())
         return f"{self.name:<14}{mark}{self.said}{fix}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """Accelerators known to the operating system, in use by JAX or not."""
-
-    gpus: tuple[str, ...] = ()
-    driver: str = ""
-    has_tpu: bool = False
-
-    @classmethod
-    def found(cls) -> "Hardware":
-        """Return those of this machine."""
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        try:
-            output = subprocess.run(query, capture_output=True, text=True, timeout=20)
-            lines = output.stdout.splitlines() if output.returncode == 0 else []
-        except (OSError, subprocess.TimeoutExpired):
-            lines = []
-        rows = [[part.strip() for part in line.split(",")] for line in lines if "," in line]
-        gpus = tuple(row[0] for row in rows)
-        if not gpus and Path("/dev/nvidia0").exists():
-            gpus = ("an NVIDIA GPU",)
-        has_tpu = Path("/dev/accel0").exists() or (
-            Path("/dev/vfio").exists() and "TPU_ACCELERATOR_TYPE" in os.environ
-        )
-        return cls(gpus, rows[0][1] if rows else "", has_tpu)
 
 
 def examine(folder: Path, say: Log = lambda _: None) -> Iterator[CheckResult]:

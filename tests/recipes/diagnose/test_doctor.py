@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.monitor.host_machine import Hardware
 from jaxlm.recipes.diagnose import device_checks, doctor
-from jaxlm.recipes.diagnose.doctor import Hardware
 
 JAX = {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}
 CUDA13 = JAX | {"jax-cuda13-plugin": "0.12.0", "jax-cuda13-pjrt": "0.12.0"}
@@ -60,7 +60,7 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch):
 def test_a_gpu_that_jax_does_not_use_is_told_with_the_reason(monkeypatch, tmp_path, capsys):
     """Through the command line, with a fake nvidia-smi that reports a GPU."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.65.06'\n")
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.65.06, 143771 MiB'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
