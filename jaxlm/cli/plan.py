@@ -2,10 +2,11 @@
 
 The prediction is arithmetic, without the accelerator and without JAX: --on=h100x8, h200, rtx4090,
 t4, v5e-16, v5p-128, tpu7x-64, or cpu; by default the GPUs of this machine if JAX would use them,
-else its CPU. For any other GPU --on=NAME --memory=24GB predicts if the run fits, without times. --exact compiles the step, for a TPU slice or for this machine's CPU, and shows
-the compiler's memory analysis too. --fit searches meshes, micro-batches, remat and loss chunks for
-the fastest settings that fit. The exit code is 0 even if the run does not fit: the result then
-names what fits: other settings, else more of the chips, else a smaller model.
+else its CPU. For any other GPU --on=NAME --memory=24GB predicts if the run fits, without times.
+--exact compiles the step, for a TPU slice or for this machine's CPU, and shows the compiler's
+memory analysis too. --fit searches meshes, micro-batches, remat and loss chunks for the fastest
+settings that fit. The exit code is 0 even if the run does not fit: the result then names what
+fits: other settings, else more of the chips, else a smaller model.
 """
 
 import math
