@@ -11,6 +11,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core.errors import DataError
 from jaxlm.recipes.train.checkpointing import Rewinds
+from jaxlm.recipes.train.records import skip_notice
 from jaxlm.training.config import GuardConfig
 
 GUARD = GuardConfig(rewind_steps=4, skip=2)
@@ -104,3 +105,16 @@ def test_a_rewind_never_takes_fresh_weights_for_those_that_the_run_began_with(ru
     assert "is damaged" in caught.value.why
     assert rewinds.made == []
     assert store.steps() == [0, 8, 12], "nothing was moved"
+
+
+def test_of_many_steps_that_were_not_applied_only_some_are_printed():
+    values = {"loss_nats": 2.5, "grad_norm": 8.25}
+    lines = [
+        skip_notice(step, "gradient spike", values | {"skipped_total": step})
+        for step in range(1, 101)
+    ]
+    printed = [step for step, line in enumerate(lines, start=1) if line]
+    assert printed == [*range(1, 11), *range(20, 101, 10)]
+    first = "step 1 was not applied: gradient spike (loss 2.5, gradient 8.25); 1 skipped so far"
+    assert lines[0].startswith(first)
+    assert "each 10th is printed" in lines[9]

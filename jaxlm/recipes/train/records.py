@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 PREVIEW_TOKENS = 24  # of a document in a record of spikes.jsonl
 MAX_DOCUMENTS = 256  # in such a record
+PRINTED_SKIPS = 10  # first steps that were not applied and are printed; then each tenth is
 COUNTS = ("skipped_total", "overflows_total")  # metrics that are whole numbers
 # Metrics that are recorded in other forms.
 INTERNAL = ("verdict", "skipped_in_a_row", "tokens_read")
@@ -149,6 +150,8 @@ class MetricsLogger:
     def note_skipped(self, step: int, values: dict[str, float], layers: dict[str, Any]) -> None:
         """Record a step that was not applied, with the documents of its batch, and print it.
 
+        After the first steps only some are printed; spikes.jsonl has all.
+
         A step that overflowed because of the loss scale is only printed: no document causes it, and
         it recurs whenever the scale has grown.
         """
@@ -160,12 +163,8 @@ class MetricsLogger:
             return
         evidence = spike_evidence(self._programs, step, values, layers, self._context.rewinds.skips)
         self._spikes.write({"time_unix": time.time()} | evidence)
-        self._console.warn(
-            f"step {step} was not applied: {evidence['kind']} (loss {values['loss_nats']:.4g},"
-            f" gradient {values['grad_norm']:.4g}); {int(values['skipped_total'])} skipped so far,"
-            " see spikes.jsonl",
-            step=step,
-        )
+        if notice := skip_notice(step, evidence["kind"], values):
+            self._console.warn(notice, step=step)
 
     def note_rewind(self, spent: BudgetSpent, rewind: Rewind) -> None:
         """Print the steps that could not be applied, and the step that the run returns to."""
@@ -297,6 +296,24 @@ class UnlikelierAnswerWarning:
 
     def _is_unlikelier(self) -> bool:
         return len(self._nats) > STEPS_JUDGED and self._mean() > UNLIKELIER * self._nats[0]
+
+
+def skip_notice(step: int, kind: str, values: dict[str, float]) -> str:
+    """Return the line of a step that was not applied; an empty one if it is not printed.
+
+    Args:
+      step: number of the step.
+      kind: reason that it was not applied.
+      values: metrics of the step.
+    """
+    skipped = int(values["skipped_total"])
+    if skipped > PRINTED_SKIPS and skipped % PRINTED_SKIPS:
+        return ""
+    rest = f"; of later ones each {PRINTED_SKIPS}th is printed" if skipped == PRINTED_SKIPS else ""
+    return (
+        f"step {step} was not applied: {kind} (loss {values['loss_nats']:.4g},"
+        f" gradient {values['grad_norm']:.4g}); {skipped} skipped so far, see spikes.jsonl{rest}"
+    )
 
 
 def spike_evidence(
