@@ -428,8 +428,12 @@ def _warnings(run: Path) -> list[str]:
     by_text: dict[str, list[Any]] = {}
     for record in sinks.read(run / "warnings.jsonl", {}):
         by_text.setdefault(str(record.get("text", record)), []).append(record.get("step", "-"))
-    times = {text: f", {len(steps)} times" if steps[1:] else "" for text, steps in by_text.items()}
-    return [f"step {steps[0]}{times[text]}: {text}" for text, steps in by_text.items()]
+    texts = []
+    for text, steps in by_text.items():
+        first, times = f"step {steps[0]}", f", {len(steps)} times" if steps[1:] else ""
+        is_named = text.startswith((f"{first}:", f"{first} ")) and not times
+        texts.append(text if is_named else f"{first}{times}: {text}")
+    return texts
 
 
 def _configuration(run: Path) -> dict[str, Any]:

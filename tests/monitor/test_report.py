@@ -50,7 +50,8 @@ def files(tmp_path):
         tmp_path / "samples.jsonl",
         [{"step": s, "prompt": "a <b>", "text": f"<script>alert({s})</script>"} for s in (4, 8)],
     )
-    jsonl(tmp_path / "warnings.jsonl", [{"step": 3, "text": "2 documents & more were skipped"}])
+    warnings = {3: "2 documents & more were skipped", 5: "step 5 was not applied"}
+    jsonl(tmp_path / "warnings.jsonl", [{"step": s, "text": t} for s, t in warnings.items()])
     for name, value in {
         "config.json": {"seed": 1, "optim": {"name": "adamw", "lr": 3e-4}},
         "provenance.json": {
@@ -309,7 +310,10 @@ def test_the_run_stands_among_the_baselines_in_order(page):
 def test_it_holds_results_warnings_settings_and_who_set_them(page):
     for text in ("0.7500", "2.1170", "optim.lr", "0.0003", "configs/x.py:14", "packages.jax"):
         assert text in page.texts
-    assert "2 documents & more were skipped" in " ".join(page.texts)
+    texts = " ".join(page.texts)
+    assert "step 3: 2 documents & more were skipped" in texts
+    assert "step 5 was not applied" in texts
+    assert "step 5: step 5" not in texts
     assert "ended with code 0: finished" in " ".join(page.texts)
 
 
