@@ -140,6 +140,18 @@ def test_runs_are_scored_on_tasks_and_compared(tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").glob("*/evals/*/results.json"))) == 4
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_badge_opens_the_notebook_in_colab_from_the_address_of_the_repository(path):
+    source = nbformat.read(path, as_version=4).cells[0].source
+    assert source == notebooks.with_badge(source, path.name, notebooks.repository())
+    badged = notebooks.with_badge(source, path.name, "https://github.com/some/where")
+    title, badge, *rest = badged.split("\n")
+    assert badge.endswith(
+        f"(https://colab.research.google.com/github/some/where/blob/main/colab/{path.name})"
+    )
+    assert notebooks.with_badge(badged, path.name, "") == "\n".join([title, *rest])
+
+
 def test_on_a_t4_both_first_notebooks_fit_and_take_at_most_15_minutes(tmp_path, capsys):
     """The commands of the cells, for a GPU that Colab lends; compiling is not in the plan."""
     quickstart, own_text = (
