@@ -180,7 +180,7 @@ def _run_tasks(workdir: Path, args: Any, out: Output) -> int:
 
     switches = {"is_chat": args.chat, "allow_code": args.allow_code}
     settings = TaskSettings(**flags, **_named(args, "seed"), **switches)
-    selected = selection(args) | selection(args, "sequence", "adapter")
+    selected = selection(args) | selection(args, "sequence", "batch", "adapter")
     tasks = args.tasks.split(",")
     training = contamination.training_parts(workdir) if args.against_training else None
     answer = evaluate_tasks(workdir, tasks, settings, say=out.log, **selected)

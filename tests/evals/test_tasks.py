@@ -406,11 +406,11 @@ def test_a_limit_draws_by_ids_and_keeps_the_order(tmp_path):
 def test_rows_hold_every_request_once_and_none_is_longer():
     lengths = [(n * 7919) % 60 + 1 for n in range(200)]
     sizes = [(length, length // 2) for length in lengths]
-    rows = packing.packed(sizes, packing.RowShape(64, 64, 1))
+    rows = packing.packed(sizes, packing.RowShape(64, 64))
     assert sorted(index for row in rows for index in row) == list(range(200))
     assert all(sum(lengths[index] for index in row) <= 64 for row in rows)
     assert len(rows) < 1.1 * sum(lengths) / 64
-    rows = packing.packed(sizes, packing.RowShape(64, 30, 1))
+    rows = packing.packed(sizes, packing.RowShape(64, 30))
     assert sorted(index for row in rows for index in row) == list(range(200))
     assert all(sum(sizes[index][1] for index in row) <= 30 for row in rows)
 
@@ -423,14 +423,14 @@ def test_the_shape_of_rows_wastes_few_slots():
         ]
         slots = sum(sizes.add(packing.groups(each, 1024, is_shared=True)) for each in requests)
         assert slots == count * length
-        return sizes.shape(limit, parts, 4096)
+        return sizes.shape(limit, parts)
 
-    assert shape_of(300, 1000) == (640, 32, 6)  # two in a row: of 384 slots, 84 would be empty
-    assert shape_of(30, 1000) == (512, 224, 8)  # 17 in a row
-    assert shape_of(300, 3) == (384, 16, 3)  # a small task has a small pass
-    assert shape_of(900, 1000) == (1024, 16, 4)
-    assert shape_of(300, 1000, limit=400) == (384, 16, 10)
-    assert shape_of(300, 1000, parts=2) == (1024, 64, 4)
+    assert shape_of(300, 1000) == (1024, 64)  # three in a row
+    assert shape_of(30, 1000) == (512, 256)  # 17 in a row
+    assert shape_of(300, 1) == (512, 32)
+    assert shape_of(900, 1000) == (1024, 32)
+    assert shape_of(300, 1000, limit=400) == (400, 32)
+    assert shape_of(300, 1000, parts=2) == (1024, 64)
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 16, 17, 40])

@@ -6,7 +6,7 @@ Example:
   >>> (group,) = groups(requests, 16, is_shared=True)
   >>> group.prefix, group.suffixes, group.targets
   ((1, 7), ((8,), (9,)), ((1, 8), (2, 4), (1, 9), (3, 4)))
-  >>> packed([(5, 5), (3, 3), (4, 4), (2, 2)], RowShape(8, 8, 2))
+  >>> packed([(5, 5), (3, 3), (4, 4), (2, 2)], RowShape(8, 8))
   [[0, 1], [2, 3]]
 """
 
@@ -23,20 +23,21 @@ from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.models.config import ModelConfig
 
 MIN_SLOTS = 256  # of a row, if the context is as long
-SLOT_MULTIPLE = 128
-TARGET_MULTIPLE = 16
-SPARE = 1.25  # slots and targets, above the mean of the task
+MIN_TARGETS = 32
+SPARE = 1.25  # targets, above the mean of the task
 MAX_SLOTS = 1024  # of a row that has no longer group
 ATTENTION_SLOTS = 4096  # of a row whose attention costs as much as its other products
 PACKED_FIRST = 1000  # groups that are packed to choose the length of rows
 
 
 class RowShape(NamedTuple):
-    """Shape of the rows of a task: slots for tokens, scored targets, rows of a device in a pass."""
+    """Shape of the rows of a task: slots for tokens, and scored targets.
+
+    Both are powers of two, unless the context is none, so that tasks share few compiled programs.
+    """
 
     slots: int
     targets: int
-    rows: int
 
 
 class PrefixGroup(NamedTuple):
@@ -81,32 +82,36 @@ class Sizes:
             self._largest = list(map(max, self._largest, size))
         return slots
 
-    def shape(self, limit: int, parts: int, pass_slots: int) -> RowShape:
+    def shape(self, limit: int, parts: int) -> RowShape:
         """Return the shape of the rows: of the lengths, that with the least work.
 
         Args:
           limit: length of rows that the model reads.
           parts: devices that share a row; then it has this length.
-          pass_slots: slots of a device in a pass, at most; fewer for a small task.
         """
         longest, most = self._largest
-        slots = max(MIN_SLOTS, math.ceil(longest / SLOT_MULTIPLE) * SLOT_MULTIPLE)
+        slots = max(MIN_SLOTS, _power(longest))
         if parts > 1 or slots >= limit:
             slots = limit
         else:
-            last = max(slots, min(limit, MAX_SLOTS))
-            slots = min(range(slots, last + 1, SLOT_MULTIPLE), key=self._work)
+            lengths = [slots]
+            while 2 * lengths[-1] <= min(limit, MAX_SLOTS):
+                lengths.append(2 * lengths[-1])
+            slots = min(lengths, key=self._work)
         density = self._totals[1] / self._totals[0]
-        targets = max(most, min(slots, math.ceil(SPARE * density * slots)))
-        unit = TARGET_MULTIPLE * parts
-        needed = math.ceil(SPARE * self._totals[0] / slots)
-        rows = max(1, min(pass_slots // slots, needed))
-        return RowShape(slots, math.ceil(targets / unit) * unit, rows)
+        needed = max(most, min(slots, math.ceil(SPARE * density * slots)))
+        targets = max(needed, min(slots, max(MIN_TARGETS, _power(needed))))
+        return RowShape(slots, math.ceil(targets / parts) * parts)
 
     def _work(self, slots: int) -> float:
         """Return the work of the first groups in rows of this length, attention included."""
-        rows = packed(self._first, RowShape(slots, 2**31, 1))
+        rows = packed(self._first, RowShape(slots, 2**31))
         return len(rows) * slots * (1 + slots / ATTENTION_SLOTS)
+
+
+def _power(size: int) -> int:
+    """Return the smallest power of two that is not less."""
+    return 1 << (size - 1).bit_length()
 
 
 def is_shareable(model: ModelConfig, limit: int, parts: int) -> bool:
@@ -197,7 +202,6 @@ class Batch(NamedTuple):
 def batch_of(
     prefix_groups: Sequence[PrefixGroup],
     rows: Sequence[Sequence[int]],
-    count: int,
     shape: RowShape,
     *,
     pad: int,
@@ -207,12 +211,12 @@ def batch_of(
 
     Args:
       prefix_groups: the groups.
-      rows: indices of the groups of each row, as `packed` returns them.
-      count: number of rows; those without groups are padding.
+      rows: indices of the groups of each row; a row without any is padding.
       shape: shape of a row.
       pad: id of padding.
       is_shared: groups may have several requests.
     """
+    count = len(rows)
     tokens = np.full((count, shape.slots), pad, np.int32)
     segments, prefixes, positions = np.zeros((3, count, shape.slots), np.int32)
     slots, ids = np.zeros((2, count, shape.targets), np.int32)

@@ -1,11 +1,12 @@
 """Log-likelihoods of requests, in rows whose shape and contents depend on the task alone.
 
-A device computes rows of one shape in every pass. More devices compute more such parts at once, so
-the same part has the same bits on one device and on several.
+A device computes rows one at a time in a program of their shape. So the bits of a row depend
+neither on the number of rows of a pass nor on that of devices.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.lax import dynamic_index_in_dim as dynamic_index
+from jax.lax import dynamic_update_index_in_dim as dynamic_update
 from jax.sharding import Mesh
 from jaxtyping import Float
 
@@ -25,7 +28,7 @@ from jaxlm.objectives.loss import logits_function, read_sharded
 from jaxlm.ops.cross_entropy import in_chunks, token_scores
 from jaxlm.parallel import context, host, rules
 
-PASS_TOKENS = 2**12  # slots of a device in a pass, at most
+PASS_TOKENS = 2**12  # slots of a device in a pass without a batch size
 CHUNK = 2**10  # tokens of a device whose logits exist at a time
 BLOCK_TOKENS = 16 * PASS_TOKENS  # of requests that are scored and stored together
 
@@ -33,68 +36,85 @@ BLOCK_TOKENS = 16 * PASS_TOKENS  # of requests that are scored and stored togeth
 class Scorer:
     """Negative log-likelihoods of requests by a model, in nats.
 
-    Use it under the mesh.
+    One object scores all tasks: a program is compiled for each shape of rows. Use it under the
+    mesh.
 
     Args:
       merge: makes the model of its parameters.
       mesh: mesh of the parameters.
-      shape: shape of a row.
       pad: id of padding.
       is_shared: requests of an item share the ids that they begin with.
+      batch: rows of a pass, rounded up to whole rows of each device; None for those of
+        `PASS_TOKENS`. Scores do not depend on it.
     """
 
     def __init__(
         self,
         merge: Callable[[Any], Model],
         mesh: Mesh,
-        shape: RowShape,
         pad: int,
         *,
         is_shared: bool,
+        batch: int | None = None,
     ):
-        self._mesh, self._shape, self._pad, self._is_shared = mesh, shape, pad, is_shared
-        self._ways = rules.split(mesh, "batch")
-        chunk = min(CHUNK, shape.rows * shape.targets) * self._ways
+        self._mesh, self._pad, self._is_shared, self._batch = mesh, pad, is_shared, batch
+        self._ways = ways = rules.split(mesh, "batch")
 
-        def step(params: Any, batch: Batch) -> Float[Array, "B C"]:
+        def step(params: Any, batch: Batch, used: Array) -> Float[Array, "B C"]:
+            """Return the scores of the first `used` rows of each device."""
             model = merge(params)
-            _, hidden, parts = read_sharded(model, batch.read, None)
-            values = context.zigzag_unshard(hidden.values, parts)
-            # Of the scored slots alone: most slots are those of contexts.
-            values = jax.vmap(lambda row, slots: row[slots])(values, batch.slots)
-            values = rules.constrain(values, "batch", "length", None)
             logits_of = logits_function(model)
+            by_device = jax.tree.map(lambda x: x.reshape(ways, -1, *x.shape[1:]), batch)
 
-            def scored(values: Array, ids: Array) -> Array:
+            def of_targets(values: Array, ids: Array) -> Array:
                 return token_scores(logits_of(values), ids).nll
 
-            return in_chunks(scored, values, batch.ids, tokens=chunk)
+            def score_row(number: Array, scores: Array) -> Array:
+                row = jax.tree.map(lambda x: dynamic_index(x, number, 1, keepdims=False), by_device)
+                _, hidden, parts = read_sharded(model, row.read, None)
+                values = context.zigzag_unshard(hidden.values, parts)
+                # Of the scored slots alone: most slots are those of contexts.
+                values = jax.vmap(lambda each, slots: each[slots])(values, row.slots)
+                values = rules.constrain(values, "batch", "length", None)
+                nll = in_chunks(of_targets, values, row.ids, tokens=CHUNK * ways)
+                return dynamic_update(scores, nll, number, 1)
+
+            empty = rules.constrain(jnp.zeros(by_device.ids.shape), "batch", None, "length")
+            return jax.lax.fori_loop(0, used, score_row, empty).reshape(batch.ids.shape)
 
         self._step = jax.jit(step)
 
-    def nats(self, params: Any, asked: Sequence[Sequence[ScoringRequest]]) -> list[list[float]]:
+    def nats(
+        self, params: Any, asked: Sequence[Sequence[ScoringRequest]], shape: RowShape
+    ) -> list[list[float]]:
         """Return -log p of the scored ids of each request; equal ones are computed once.
 
         Args:
           params: the parameters.
           asked: the requests of items, which are read together.
+          shape: shape of the rows.
         """
         unique = dict.fromkeys(map(tuple, asked))
         prefix_groups: list[PrefixGroup] = []
         for each in unique:
-            prefix_groups += packing.groups(each, self._shape.slots, is_shared=self._is_shared)
-        rows = packing.packed([each.size for each in prefix_groups], self._shape)
-        count = self._shape.rows * self._ways
+            prefix_groups += packing.groups(each, shape.slots, is_shared=self._is_shared)
+        rows = packing.packed([each.size for each in prefix_groups], shape)
+        of_device = math.ceil((self._batch or PASS_TOKENS // shape.slots) / self._ways) or 1
+        count = of_device * self._ways
         local = host.host_rows(self._mesh, count)
         sums: dict[int, list[float]] = {}
         pending: tuple[Sequence[Sequence[int]], Array] | None = None
         for first in range(0, len(rows), count):
             part = rows[first : first + count]
+            used = math.ceil(len(part) / self._ways)
+            # The first row of each device, then the second of each.
+            part += [[] for _ in range(count - len(part))]
+            part = [part[n] for way in range(self._ways) for n in range(way, count, self._ways)]
             batch = packing.batch_of(
-                prefix_groups, part, count, self._shape, pad=self._pad, is_shared=self._is_shared
+                prefix_groups, part, shape, pad=self._pad, is_shared=self._is_shared
             )
             mine = jax.tree.map(lambda each: each[local], batch)
-            scored = self._step(params, host.put(self._mesh, mine))
+            scored = self._step(params, host.put(self._mesh, mine), np.int32(used))
             if pending is not None:
                 sums |= _sums(prefix_groups, *pending)
             pending = part, scored

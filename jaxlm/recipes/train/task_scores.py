@@ -52,7 +52,7 @@ class TaskScores:
         )
         shared = (settings, tokenizers, length, mesh, blueprint.config)
         self._prepared = [PreparedTask(each, *shared) for each in read]
-        self._scorers = [each.scorer(blueprint) for each in self._prepared]
+        self._scorers = tasks.scorers(self._prepared, blueprint)
 
     def _template(self) -> ChatTemplate | None:
         """Return the chat template of the run, None if its tasks are texts."""

@@ -75,6 +75,7 @@ def evaluate_tasks(
     settings: TaskSettings,
     *,
     sequence: int | None = None,
+    batch: int | None = None,
     adapter: str | None = None,
     say: Log = lambda _: None,
     **selection: Any,
@@ -89,6 +90,7 @@ def evaluate_tasks(
       tasks: task files.
       settings: examples, form and limits.
       sequence: length of the rows; None for the run's own.
+      batch: rows of a pass of scored items, see `Scorer`.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model of the run.
       `say`: receives log lines.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
@@ -109,14 +111,22 @@ def evaluate_tasks(
         template = template_of(workdir, adapters.run_of(adapter), say)
     tokenizers = Tokenizers.of(opened.tokenizer, template)
     prepared = [PreparedTask(each, settings, tokenizers, length, mesh, model) for each in read]
-    scored = score_tasks(opened, prepared, workdir, say)
+    if batch and any(isinstance(each.kind, Answer) for each in read):
+        say(f"answers are written in passes of {answers.ROWS} rows a device, whatever the batch")
+    scored = score_tasks(opened, prepared, workdir, say, batch=batch)
     return {"step": opened.step, "sequence": length, "tasks": scored}
 
 
 def score_tasks(
-    opened: load.LoadedRun, prepared: Sequence["PreparedTask"], place: Path, say: Log
+    opened: load.LoadedRun,
+    prepared: Sequence["PreparedTask"],
+    place: Path,
+    say: Log,
+    *,
+    batch: int | None = None,
 ) -> dict[str, Any]:
     """Return the results of each task by name; `place` has the folder `evals`, see `run_task`."""
+    of_tasks = scorers(prepared, opened.model.blueprint, batch)
     with jax.set_mesh(opened.model.mesh):
         model = ScoredModel(
             params=opened.params,
@@ -125,11 +135,26 @@ def score_tasks(
             digest=scoring.weights_digest(opened.params),
         )
         return {
-            each.task.name: run_task(
-                each, each.scorer(opened.model.blueprint), model, place, say=say
-            )
-            for each in prepared
+            each.task.name: run_task(each, scorer, model, place, say=say)
+            for each, scorer in zip(prepared, of_tasks, strict=True)
         }
+
+
+def scorers(
+    prepared: Sequence["PreparedTask"], blueprint: Blueprint, batch: int | None = None
+) -> list[Scorer | Writer]:
+    """Return the scorer of each task of a model, which is the same object, or its writer.
+
+    Args:
+      prepared: the tasks, prepared for one model and one length of rows.
+      blueprint: the model.
+      batch: rows of a pass of scored items, see `Scorer`.
+    """
+    first = prepared[0]
+    shared = Scorer(
+        blueprint.merge, first.mesh, first.pad, is_shared=first.is_shared, batch=batch
+    )
+    return [each.writer(blueprint) or shared for each in prepared]
 
 
 def read_tasks(paths: Sequence[str], flag: str = "--tasks") -> list[Task]:
@@ -225,8 +250,9 @@ class PreparedTask:
         model: ModelConfig,
     ):
         check_code(task, settings)
-        self.task, self._settings, self._mesh = task, settings, mesh
+        self.task, self._settings, self.mesh = task, settings, mesh
         self._tokenizers, tokenizer = tokenizers, tokenizers.text
+        self.pad = tokenizer.pad
         self._every = items.StoredItems(task, task.file)
         chosen = self._every.limited(settings.limit)
         pool = self._pool() if settings.shots else []
@@ -262,7 +288,7 @@ class PreparedTask:
             TOO_LONG: len(chosen) - len(self._scored),
             INVALID: self._every.left_out,
         }
-        self.shape = totals.shape(length, parts, scoring.PASS_TOKENS)
+        self.shape = totals.shape(length, parts)
         self.blocks = requests.blocks(np.asarray(sizes)[is_scored], scoring.BLOCK_TOKENS)
         self._first_text = tokenizer.decode(self.first.ids)
         definition = {
@@ -319,14 +345,13 @@ class PreparedTask:
             fix="--too_long=skip" if len(long) < len(chosen) else f"--sequence={most}",
         )
 
-    def scorer(self, blueprint: Blueprint) -> Scorer | Writer:
-        """Return the programs that score the task's rows with a model, or write its answers."""
+    def writer(self, blueprint: Blueprint) -> Writer | None:
+        """Return the programs that write the task's answers with a model; None without any."""
         tokenizers, kind = self._tokenizers, self.task.kind
-        if isinstance(kind, Answer):
-            tokenizer = tokenizers.chat or tokenizers.text
-            return Writer(kind, blueprint, self._mesh, tokenizer, self._settings.seed)
-        pad = tokenizers.text.pad
-        return Scorer(blueprint.merge, self._mesh, self.shape, pad, is_shared=self.is_shared)
+        if not isinstance(kind, Answer):
+            return None
+        tokenizer = tokenizers.chat or tokenizers.text
+        return Writer(kind, blueprint, self.mesh, tokenizer, self._settings.seed)
 
     def score(self, scorer: Scorer | Writer, params: Any, block: slice) -> list[dict[str, Any]]:
         """Return the samples of a block of items."""
@@ -344,7 +369,8 @@ class PreparedTask:
                 written.append(results.written(question, fields))
             return written
         read = [self._read(question) for question in asked]
-        nats = iter(scorer.nats(params, [one for each in read for one in each]))
+        asked_together = [one for each in read for one in each]
+        nats = iter(scorer.nats(params, asked_together, self.shape))
         scores = [[next(nats) for _ in each] for each in read]
         if isinstance(self.task.kind, Text):  # each window is read by itself
             scores = [[[one for (one,) in each], []] for each in scores]

@@ -165,8 +165,8 @@ def test_choices_that_share_a_prefix_have_the_scores_of_each_alone(folder, train
     with jax.set_mesh(opened.model.mesh):
         alone, shared = (
             scoring.Scorer(
-                blueprint.merge, opened.model.mesh, task.shape, opened.tokenizer.pad, is_shared=each
-            ).nats(opened.params, asked)
+                blueprint.merge, opened.model.mesh, opened.tokenizer.pad, is_shared=each
+            ).nats(opened.params, asked, task.shape)
             for each in (False, True)
         )
     for one, other in zip(alone, shared, strict=True):
@@ -185,7 +185,7 @@ def test_the_batch_of_the_command_changes_no_byte(folder, run, capsys):
     assert written[0] == written[1] == written[2]
 
 
-def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
+def test_samples_do_not_depend_on_devices_or_batches_or_on_where_the_command_was_killed(
     folder, trained, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tasks.scoring, "BLOCK_TOKENS", 300)
@@ -200,9 +200,9 @@ def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
         assert opened.model.mesh.size == devices
         return opened, task, ScoredModel(params=opened.params, precision={}, step=2, digest="d")
 
-    def scored(opened, task, model, workdir):
+    def scored(opened, task, model, workdir, batch=None):
         with jax.set_mesh(opened.model.mesh):
-            scorer = task.scorer(opened.model.blueprint)
+            (scorer,) = tasks.scorers([task], opened.model.blueprint, batch)
             return tasks.run_task(task, scorer, model, workdir)["folder"]
 
     on_four, on_one = opened_on(4), opened_on(1)
@@ -220,8 +220,10 @@ def test_samples_do_not_depend_on_devices_or_on_where_the_command_was_killed(
         with jax.set_mesh(opened.model.mesh):
             digests.append(tasks.scoring.weights_digest(opened.params))
     assert digests[0] == digests[1]
-    with open(f"{scored(*on_four, tmp_path / 'four')}/samples.jsonl", "rb") as file:
-        assert file.read() == whole
+    for place, batch in ((on_four, None), (on_four, 7), (on_one, 1), (on_one, 7), (on_one, 64)):
+        folder_of = scored(*place, tmp_path / f"{place[0].model.mesh.size}.{batch}", batch)
+        with open(f"{folder_of}/samples.jsonl", "rb") as file:
+            assert file.read() == whole
 
 
 @pytest.mark.slow  # the command is started 32 times
@@ -302,7 +304,8 @@ def test_a_score_that_is_not_finite_is_counted_and_named(folder, trained, tmp_pa
     params = jax.tree.map(lambda leaf: leaf * np.float32(math.nan), opened.params)
     model = ScoredModel(params=params, precision={}, step=2, digest="d")
     with jax.set_mesh(opened.model.mesh), pytest.raises(Diverged) as error:
-        tasks.run_task(task, task.scorer(opened.model.blueprint), model, tmp_path)
+        (scorer,) = tasks.scorers([task], opened.model.blueprint)
+        tasks.run_task(task, scorer, model, tmp_path)
     assert "gives 23 items" in error.value.what
     assert error.value.code == 79
 
