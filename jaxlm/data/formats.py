@@ -10,6 +10,7 @@ Example:
 
 import bz2
 import dataclasses
+import functools
 import gzip
 import io
 import itertools
@@ -133,6 +134,7 @@ def rest(stream: IO[bytes], line: bytes, number: int) -> Iterator[bytes]:
             raise TooLarge(f"line {number} has more than {MAX_PASSED:,} bytes")
 
 
+@functools.lru_cache(maxsize=1024)  # it is asked for each record of a file
 def kind_of(name: str) -> str:
     """Return the suffix of the format, without compression: `.jsonl` of `a.jsonl.gz`."""
     path = Path(name.lower())

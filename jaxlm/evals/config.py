@@ -30,6 +30,13 @@ class EvalConfig:
     )
     tasks: tuple[str, ...] = setting((), "task files that are scored during training")
     tasks_every: Span = setting(Span.parse("25%"), "interval between scores of tasks")
+    tasks_limit: int | Literal["auto", "all"] = setting(
+        "auto",
+        "items of each task, drawn by a fixed hash of their ids; auto keeps all passes to 5% of "
+        "the work of the run, with 100 items or more; after a time as interval, auto is all",
+        unit="items",
+        low=1,
+    )
     tasks_shots: int = setting(0, "examples before each item of a task", low=0)
     tasks_form: Literal["cloze", "letters"] = setting(
         "cloze", "choices of tasks as text, or as letters after a list"

@@ -56,6 +56,9 @@ SITUATIONS: dict[str, Situation] = {
     "examples of pairs": Situation(f"{ON_PAIR} --shots=1", PAIR),
     "more examples than items": Situation(f"{ON_CHOICE} --shots=2", CHOICE),
     "an item longer than a row": Situation(ON_CHOICE, LONG),
+    "an item longer than a row in training": Situation(
+        f"train {CONFIG} --config.eval.tasks=choice.toml", LONG, more=SHORT
+    ),
     "programs that are not allowed": Situation(f"eval {RUN} --tasks=code.toml", CODE),
     "damaged samples": Situation(ON_PAIR, f"{SCORED}; sed -i '1s/.*/[/' {SAMPLES}"),
     "samples of other items": Situation(
@@ -66,6 +69,7 @@ SITUATIONS: dict[str, Situation] = {
 # Of these, the ones that take long.
 SLOW = {
     "an encoder trained with tasks",
+    "an item longer than a row in training",
     "damaged samples",
     "programs that are not allowed",
     "samples of other items",

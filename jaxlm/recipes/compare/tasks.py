@@ -121,6 +121,8 @@ class TaskComparison:
             is_better = (difference.mean > 0) != self.is_loss
             return f"B is {'better' if is_better else 'worse'} by {self.amount(difference.mean)}"
         items = f"{difference.items} items"
+        if not self.rises and not self.falls:
+            return f"cannot be distinguished: {items} have equal values"
         if difference.groups < difference.items:
             items += f" in {difference.groups} groups"
         smallest = self.amount(difference.smallest or 0.0)
@@ -128,9 +130,13 @@ class TaskComparison:
 
     def amount(self, value: float) -> str:
         """Return the size of a difference with its unit."""
+        size, digits, unit = 100 * abs(value), 1, "points"
         if self.is_loss:
-            return f"{abs(value):.4f} {self.metric.replace('_', ' ')}"
-        return f"{100 * abs(value):.1f} points"
+            size, digits, unit = abs(value), 4, self.metric.replace("_", " ")
+        half = 0.5 / 10**digits
+        if size < half:
+            return f"less than {half:.{digits + 1}f} {unit}"
+        return f"{size:.{digits}f} {unit}"
 
     def violation(self, requirement: Requirement) -> str | None:
         """Return why the requirement is not met, None if it is.

@@ -541,7 +541,7 @@ class DivergenceAlarm:
 
 BRIEF = {
     *("devices", "model", "data", "run", "plan"),
-    *("tune", "resumed", "changed", "by"),  # of few runs
+    *("tasks", "tune", "resumed", "changed", "by"),  # of few runs
 }
 
 
@@ -596,6 +596,8 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
     if data.validation:
         sets = _validation(trainer)
         facts.append(("validation", f"{sets}; {held_out}" if held_out else sets))
+    if trainer.tasks is not None:
+        facts.append(("tasks", trainer.tasks.describe()))
     if run.objective.name != "causal":
         facts.append(("objective", _objective(trainer)))
     if trainer.programs.reference:

@@ -1,6 +1,8 @@
 """Scores of tasks during training, with the samples that `jaxlm eval --tasks` has of the step."""
 
 import functools
+import math
+import time
 from typing import Any
 
 from jaxlm.core.config import to_json
@@ -16,6 +18,9 @@ from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings, Tok
 from jaxlm.training.state import TrainState
 
 SPLIT = "tasks"  # of the records in metrics.jsonl
+SHARE = 0.04  # of the work of the steps: with the reading of samples and files, 5% of the time
+READ_PER_TRAINED = 3  # the gradient costs two times as much as the loss
+FEWEST = 100  # items of a task
 
 
 class TaskScores:
@@ -48,11 +53,57 @@ class TaskScores:
         tokenizers = Tokenizers.of(programs.data.tokenizer, self._template())
         length, mesh = run.data.sequence, programs.model.mesh
         settings = TaskSettings(
-            shots=run.eval.tasks_shots, form=run.eval.tasks_form, is_chat=run.eval.tasks_chat
+            shots=run.eval.tasks_shots,
+            form=run.eval.tasks_form,
+            limit=FEWEST,
+            is_chat=run.eval.tasks_chat,
         )
         shared = (settings, tokenizers, length, mesh, blueprint.config)
-        self._prepared = [PreparedTask(each, *shared) for each in read]
+        self._passes = self._number_of_passes()
+        self._prepared = []
+        with context.console.timer("reading the tasks"):
+            for each in read:
+                probe = PreparedTask(each, *shared, length_flag="--config.data.sequence")
+                self._prepared.append(self._limited(probe, len(read)))
         self._scorers = tasks.scorers(self._prepared, blueprint)
+
+    def _number_of_passes(self) -> int | None:
+        """Return how often the tasks are scored; None if the interval is a time."""
+        run = self._context.run
+        if run.eval.tasks_every.unit == "second":
+            return None
+        steps = run.eval.tasks_every.steps(run.train.steps, run.pace)
+        return math.ceil(run.train.steps / steps) if steps else 1
+
+    def _limited(self, probe: PreparedTask, tasks: int) -> PreparedTask:
+        """Return a task with the items of `eval.tasks_limit`.
+
+        Args:
+          probe: the task with a few items, whose mean length is that of all.
+          tasks: number of tasks, which share the work.
+        """
+        limit = self._context.run.eval.tasks_limit
+        if limit == "auto" and self._passes is not None:
+            budget = SHARE * self._work() / (self._passes * tasks)
+            limit = affordable(budget, probe.tokens / len(probe))
+        is_partial = isinstance(limit, int) and limit < probe.available
+        return probe.limited(limit if is_partial else None)
+
+    def _work(self) -> float:
+        """Return the work of the training steps, in tokens that are read without gradients."""
+        run = self._context.run
+        return READ_PER_TRAINED * run.pace.tokens(run.train.steps)
+
+    def describe(self) -> str:
+        """Return the items of each task, and the work of the passes as a share of the training."""
+        parts = [
+            f"{each.task.name} {len(each)} of {each.available} items" for each in self._prepared
+        ]
+        text = ", ".join(parts)
+        if self._passes is None:
+            return f"{text}, every {self._context.run.eval.tasks_every}"
+        share = self._passes * sum(each.tokens for each in self._prepared) / self._work()
+        return f"{text}; passes {self._passes}, about {share:.1%} of the work of the steps"
 
     def _template(self) -> ChatTemplate | None:
         """Return the chat template of the run, None if its tasks are texts."""
@@ -70,11 +121,11 @@ class TaskScores:
         return template
 
     def score(self, state: TrainState, step: int) -> dict[str, Any]:
-        """Return the record of metrics.jsonl: means and intervals of all tasks.
+        """Return the record of metrics.jsonl: means and intervals of all tasks, and the seconds.
 
         It is empty in a process that does not write. Raises Diverged if a score is not finite.
         """
-        context = self._context
+        context, begun = self._context, time.monotonic()
         params = self._decoded(self._programs.whole(state.params))
         model = ScoredModel(
             params=params,
@@ -96,4 +147,14 @@ class TaskScores:
                 path = f"task.{prepared.task.name}.{name}"
                 record[path] = figures["mean"]
                 record |= {f"{path}_{end}": figures[end] for end in ("low", "high")}
-        return record
+        return record | {"seconds": time.monotonic() - begun} if record else record
+
+
+def affordable(budget: float, item: float) -> int:
+    """Return the number of items of a pass.
+
+    Args:
+      budget: tokens that the pass reads.
+      item: tokens of an item.
+    """
+    return max(FEWEST, int(budget / item) if item else 0)

@@ -68,7 +68,7 @@ class Trainer(TrainLoop):
         if run.objective.samples_answers:
             self.rollouts = Rollouts(context, programs, self._logger.note_rollout)
             programs.held_out = self.rollouts.evaluate
-        self._tasks = TaskScores(context, programs) if context.run.eval.tasks else None
+        self.tasks = TaskScores(context, programs) if context.run.eval.tasks else None
         self.alarm = self._new_alarm()
         self._trace = Trace(  # one for each process
             run.profile,
@@ -203,7 +203,7 @@ class Trainer(TrainLoop):
 
     def is_task_due(self, step: int) -> bool:
         """Return whether tasks are scored after a step."""
-        return self._tasks is not None and self._task_cadence.is_due(step)
+        return self.tasks is not None and self._task_cadence.is_due(step)
 
     def is_save_due(self, step: int) -> bool:
         """Return whether a checkpoint is saved after a step, also to retry a failed save."""
@@ -310,9 +310,9 @@ class Trainer(TrainLoop):
 
     def score_tasks(self, state: TrainState, step: int) -> None:
         """Score the tasks of the config, and record their means and intervals."""
-        assert self._tasks is not None
-        with self._clock.pause("eval"), self.context.processes.watch.phase("eval"):
-            self._logger.write(step, SPLIT, self._tasks.score(state, step))
+        assert self.tasks is not None
+        with self._clock.pause("tasks"), self.context.processes.watch.phase("eval"):
+            self._logger.write(step, SPLIT, self.tasks.score(state, step))
 
     def save(self, state: TrainState, step: int, loss_nats: float | None) -> None:
         """Flush all records, then save a checkpoint in the background."""

@@ -44,6 +44,7 @@ TOO_LONG = "too long"
 INVALID = "not valid"
 ENCODED_AT_ONCE = 1000  # items
 SHOWN = 3  # items in an error
+SEQUENCE = "--sequence"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,6 +234,13 @@ class PreparedTask:
       length: tokens of a row that the model reads.
       mesh: mesh of the parameters.
       model: the model, with the attention kernels of its layers.
+      stored: the items of the task, if they were read before.
+      length_flag: flag that sets the length of rows, for errors.
+
+    Attributes:
+      shape: shape of the rows.
+      tokens: tokens that the model reads, and three for each that it may write, which costs as
+        much as one of training.
 
     Raises:
       DataError: if an item is not valid.
@@ -248,12 +256,15 @@ class PreparedTask:
         length: int,
         mesh: Mesh,
         model: ModelConfig,
+        stored: items.StoredItems | None = None,
+        *,
+        length_flag: str = SEQUENCE,
     ):
         check_code(task, settings)
         self.task, self._settings, self.mesh = task, settings, mesh
         self._tokenizers, tokenizer = tokenizers, tokenizers.text
         self.pad = tokenizer.pad
-        self._every = items.StoredItems(task, task.file)
+        self._every = items.StoredItems(task, task.file) if stored is None else stored
         chosen = self._every.limited(settings.limit)
         pool = self._pool() if settings.shots else []
         self.prompter = Prompter(
@@ -267,10 +278,11 @@ class PreparedTask:
         )
         parts = rules.split(mesh, "length")
         self.is_shared = packing.is_shareable(model, length, parts)
-        self._length = length
+        self._length, self._model, self._length_flag = length, model, length_flag
         sizes, longest = array.array("q"), array.array("q")  # of a few numbers an item
         totals = packing.Sizes()
         more = task.kind.max_tokens if isinstance(task.kind, Answer) else 0
+        drawn = task.kind.samples if isinstance(task.kind, Answer) else 0
         for first in range(0, len(chosen), ENCODED_AT_ONCE):
             part = chosen[first : first + ENCODED_AT_ONCE]
             asked = self.prompter.questions([self._every[n] for n in part])
@@ -288,6 +300,7 @@ class PreparedTask:
             TOO_LONG: len(chosen) - len(self._scored),
             INVALID: self._every.left_out,
         }
+        self.tokens = sum(sizes) + 3 * more * (1 + drawn) * len(self)
         self.shape = totals.shape(length, parts)
         self.blocks = requests.blocks(np.asarray(sizes)[is_scored], scoring.BLOCK_TOKENS)
         self._first_text = tokenizer.decode(self.first.ids)
@@ -305,6 +318,17 @@ class PreparedTask:
     def __len__(self) -> int:
         """Return the number of scored items."""
         return len(self._scored)
+
+    @property
+    def available(self) -> int:
+        """Number of items that the task has."""
+        return len(self._every)
+
+    def limited(self, limit: int | None) -> "PreparedTask":
+        """Return the task with another limit of items."""
+        settings = dataclasses.replace(self._settings, limit=limit)
+        shared = (self._tokenizers, self._length, self.mesh, self._model, self._every)
+        return PreparedTask(self.task, settings, *shared, length_flag=self._length_flag)
 
     def scored_items(self, part: slice = slice(None)) -> Iterator[items.Item]:
         """Yield the scored items, or a part of them."""
@@ -338,11 +362,12 @@ class PreparedTask:
         if not len(long) or (self._settings.too_long == "skip" and len(long) < len(chosen)):
             return
         most = longest.max()
+        is_option = self._length_flag == SEQUENCE and len(long) < len(chosen)
         raise ConfigError(
             f"{len(long)} of {len(chosen)} items of {self.task.name} do not fit a row",
             where=f"{self.task.file}, {', '.join(self._every[n].id for n in long[:SHOWN])}",
             why=f"rows have {self._length} tokens, the longest item {most}; texts are not cut",
-            fix="--too_long=skip" if len(long) < len(chosen) else f"--sequence={most}",
+            fix="--too_long=skip" if is_option else f"{self._length_flag}={most}",
         )
 
     def writer(self, blueprint: Blueprint) -> Writer | None:

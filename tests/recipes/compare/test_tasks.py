@@ -89,6 +89,17 @@ def test_other_mistakes_cannot_be_told_apart_and_a_real_difference_can(tmp_path,
     assert worse["verdict"] == f"B is worse by {gain:.1f} points"
 
 
+def test_no_difference_and_a_tiny_one_have_words_of_their_own(tmp_path, capsys):
+    values = np.arange(40) % 2
+    for name, each in (("a", values), ("same", values), ("tiny", values - 2e-4)):
+        write(tmp_path / name, each, weights=name)
+    names = (tmp_path / name for name in ("a", "same", "tiny"))
+    same, tiny = compared(capsys, *names, f"--out={tmp_path / 'page.html'}")["tasks"]
+    assert same["verdict"] == "cannot be distinguished: 40 items have equal values"
+    assert tiny["verdict"] == "B is worse by less than 0.05 points"
+    assert tiny["difference"]["mean"] == pytest.approx(-2e-4)
+
+
 def test_a_requirement_is_met_only_if_the_interval_excludes_a_loss(tmp_path, capsys, answers):
     for name, each in zip(("first", "other", "better"), answers, strict=True):
         write(tmp_path / name, each, weights=name)

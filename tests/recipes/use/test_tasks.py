@@ -23,6 +23,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.families.t5 import T5
 from jaxlm.monitor import sinks
 from jaxlm.objectives.config import Masked
+from jaxlm.recipes.train.task_scores import affordable
 from jaxlm.recipes.use import load, tasks
 from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings, Tokenizers
 from jaxlm.training.lock import Lock
@@ -264,31 +265,45 @@ def test_a_task_killed_at_30_random_points_ends_with_the_same_bytes(folder, run,
     assert expected.read_bytes() == whole
 
 
+def test_the_items_of_a_pass_in_training_follow_from_its_work():
+    assert affordable(20_000, 25.0) == 800
+    assert affordable(20_000, 2000.0) == affordable(20_000, 0.0) == 100
+
+
 @pytest.mark.slow
 def test_a_task_in_training_has_the_samples_of_the_command_on_that_step(folder, tmp_path, capsys):
     file = str(folder / "choice.toml")
     settings = {
         "train.steps": 2,
+        "data.sequence": 96,
         "eval.tasks": (file,),
         "eval.tasks_shots": 1,
+        "eval.tasks_limit": 7,
         "eval.tasks_form": "letters",
         "eval.tasks_every": "50%",
         "checkpoint.every": 1,
     }
     (tmp_path / "texts").mkdir()
+    short = harness.write_config(tmp_path / "texts", settings | {"data.sequence": 32})
+    capsys.readouterr()
+    words = harness.words(short, tmp_path / "short")
+    assert main([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["fix"] == "--config.data.sequence=84"
     written = harness.write_config(tmp_path / "texts", settings)
     run = tmp_path / "run"
     assert main(harness.words(written, run)) == 0
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scored = [each for each in records if each["split"] == "tasks"]
     assert [each["step"] for each in scored] == [1, 2]
+    assert all(each["seconds"] > 0 for each in scored)
+    assert "choice 7 of 23 items; passes 2, about" in (run / "log.txt").read_text()
     before = {path: path.read_bytes() for path in (run / "evals").glob("*/*.jsonl")}
     assert len(before) == 2
     for path in before:
         path.unlink()
     for record in scored:
         words = [f"--tasks={file}", f"--step={record['step']}", "--shots=1", "--form=letters"]
-        _, answer = call(capsys, run, *words)
+        _, answer = call(capsys, run, *words, "--limit=7")
         accuracy = answer["tasks"]["choice"]["metrics"]["accuracy"]
         names = {"mean": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
         assert {each: record[f"task.choice.{name}"] for each, name in names.items()} == {
