@@ -86,8 +86,9 @@ class TaskScores:
         if limit == "auto" and self._passes is not None:
             budget = SHARE * self._work() / (self._passes * tasks)
             limit = affordable(budget, probe.tokens / len(probe))
-        is_partial = isinstance(limit, int) and limit < probe.available
-        return probe.limited(limit if is_partial else None)
+        if isinstance(limit, int) and limit < probe.available:
+            return probe.limited(limit)
+        return probe.limited(None)
 
     def _work(self) -> float:
         """Return the work of the training steps, in tokens that are read without gradients."""

@@ -152,9 +152,7 @@ def scorers(
       batch: rows of a pass of scored items, see `Scorer`.
     """
     first = prepared[0]
-    shared = Scorer(
-        blueprint.merge, first.mesh, first.pad, is_shared=first.is_shared, batch=batch
-    )
+    shared = Scorer(blueprint.merge, first.mesh, first.pad, is_shared=first.is_shared, batch=batch)
     return [each.writer(blueprint) or shared for each in prepared]
 
 
