@@ -1,7 +1,7 @@
 """Log-likelihoods of requests, in rows whose shape and contents depend on the task alone.
 
-A device computes rows one at a time in a program of their shape. So the bits of a row depend
-neither on the number of rows of a pass nor on that of devices.
+A device computes rows one at a time in a program of their shape. So the bits of a row do
+not depend on the number of rows of a pass, or on that of devices.
 """
 
 import hashlib
