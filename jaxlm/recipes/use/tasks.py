@@ -113,7 +113,7 @@ def evaluate_tasks(
     tokenizers = Tokenizers.of(opened.tokenizer, template)
     prepared = [PreparedTask(each, settings, tokenizers, length, mesh, model) for each in read]
     if batch and any(isinstance(each.kind, Answer) for each in read):
-        say(f"answers are written in passes of {answers.ROWS} rows a device, whatever the batch")
+        say(f"answers are written in passes of {answers.ROWS} rows a device, for any --batch")
     scored = score_tasks(opened, prepared, workdir, say, batch=batch)
     return {"step": opened.step, "sequence": length, "tasks": scored}
 
@@ -126,7 +126,15 @@ def score_tasks(
     *,
     batch: int | None = None,
 ) -> dict[str, Any]:
-    """Return the results of each task by name; `place` has the folder `evals`, see `run_task`."""
+    """Return the results of each task by name.
+
+    Args:
+      opened: the run.
+      prepared: the tasks.
+      place: directory whose folder `evals` has the results, see `run_task`.
+      `say`: receives log lines.
+      batch: rows of a pass of scored items, see `Scorer`.
+    """
     of_tasks = scorers(prepared, opened.model.blueprint, batch)
     with jax.set_mesh(opened.model.mesh):
         model = ScoredModel(
