@@ -21,6 +21,7 @@ def get_config():
     c.optim.lr = 1e-6
     c.optim.weight_decay = 0.0
     c.schedule.warmup = "10%"
+    c.precision.compute = "auto"
     c.train.steps = 500
     c.train.batch = 16
     c.loss.chunk = 2048

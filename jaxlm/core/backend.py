@@ -5,8 +5,10 @@ import contextvars
 import ctypes
 import functools
 import platform as host
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 CPUINFO = Path("/proc/cpuinfo")
 AMX, VECTORS = "amx_bf16", "avx512_bf16"  # bfloat16 products in tiles, and in vectors
@@ -42,6 +44,22 @@ def _shown(path: Path) -> frozenset[str]:
     with contextlib.suppress(OSError):
         return frozenset({AMX, VECTORS}.intersection(path.read_text().split()))
     return frozenset()
+
+
+def fastest_dtype() -> Literal["float32", "bfloat16", "float16"]:
+    """Return the dtype of matrix operands that this backend has units for: bfloat16 if it can.
+
+    A GPU has units for bfloat16 from compute capability 8.0 on, and for float16 from 7.0 on (CUDA C
+    Programming Guide, section 17.2); every GPU of AMD that JAX supports has both. Starts JAX.
+    """
+    import jax
+
+    if name() == "cpu":
+        return "bfloat16" if cpu_units() else "float32"
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    if name() == "gpu" and re.fullmatch(r"\d+\.\d+", capability) and float(capability) < 8:
+        return "float16" if float(capability) >= 7 else "float32"
+    return "bfloat16"
 
 
 def keep_freed_memory() -> bool:

@@ -9,6 +9,7 @@ from jaxlm.core.config import setting
 Float = Literal["float32", "bfloat16", "float16"]
 Products = Literal["compute", "int8", "fp8"]
 Qat = Literal["none", "w8a8", "w4a8", "int4"]
+Compute = Literal["auto", "float32", "bfloat16", "float16"]
 ITEM_BYTES: dict[Float, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -26,10 +27,11 @@ class PrecisionConfig:
         "dtype of the optimizer's state between updates, except state in a format of the "
         "optimizer's own; bfloat16 is rounded stochastically",
     )
-    compute: Float = setting(
+    compute: Compute = setting(
         "float32",
         "dtype of matrix operands and activations; accumulation, softmax, norms and loss stay "
-        "float32; with float16 the loss is scaled (guard.loss_scale)",
+        "float32; with float16 the loss is scaled (guard.loss_scale); auto is bfloat16, else "
+        "float16, if the machine on which the run begins has units for it, and float32 otherwise",
     )
     reduce: Float = setting("float32", "dtype in which gradients are summed over micro-batches")
     products: Products = setting(
@@ -44,6 +46,12 @@ class PrecisionConfig:
         "`jaxlm quantize` with this scheme, also in evaluations; gradients pass the rounding; "
         "experts, router, latent per-head projections and logits are not rounded",
     )
+
+    @property
+    def compute_dtype(self) -> Float:
+        """The value of `compute`, which must not be auto any more: see `Run.with_compute`."""
+        assert self.compute != "auto", "choose a dtype first"
+        return self.compute
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield a problem if two settings round the same products."""

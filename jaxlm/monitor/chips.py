@@ -74,6 +74,14 @@ def of_kind(device_kind: str) -> Chip | None:
     return _OF_KIND.get(device_kind)
 
 
+def fastest_dtype(chip: Chip) -> Literal["float32", "bfloat16", "float16"]:
+    """Return the dtype that `precision.compute=auto` is on a chip, as `backend.fastest_dtype`."""
+    if "bfloat16" not in chip.flops:
+        return "float16" if "float16" in chip.flops else "float32"
+    is_slow = chip.name == "cpu" and chip.flops["bfloat16"] <= chip.flops["float32"]
+    return "float32" if is_slow else "bfloat16"
+
+
 def peak_flops(device_kind: str, devices: int = 1) -> float | None:
     """Return the bfloat16 (else float16) peak of `devices`; None if unknown, as for a CPU."""
     chip = of_kind(device_kind)

@@ -18,7 +18,7 @@ from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.config import Span, setting
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import nearest_word
-from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.core.precision_config import Float, PrecisionConfig
 from jaxlm.data import mixture_config
 from jaxlm.data.config import DataConfig
 from jaxlm.evals.config import EvalConfig
@@ -392,6 +392,13 @@ class Run:
             raw[section][name] = value
         run: Run = config.loaded_json(Run, raw, "config.json").value
         return run
+
+    def with_compute(self, dtype: Float) -> "Run":
+        """Return the run with `dtype` as `precision.compute` if that is auto."""
+        if self.precision.compute != "auto":
+            return self
+        precision = dataclasses.replace(self.precision, compute=dtype)
+        return dataclasses.replace(self, precision=precision)
 
     def decoder(self, vocab: int) -> ModelConfig:
         """Return the model with a vocabulary of `vocab` ids, and with the objective's additions.

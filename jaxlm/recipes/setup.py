@@ -165,12 +165,19 @@ class ShardedModel:
         return tree.drop_leaves(leaves, self.base)
 
 
+def with_compute(run: Run) -> Run:
+    """Return the run with the dtype that `precision.compute=auto` is on this process's devices."""
+    is_auto = run.precision.compute == "auto"
+    return run.with_compute(backend.fastest_dtype()) if is_auto else run
+
+
 def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
     """Build the model of `run` with a vocabulary of `vocab` ids, sharded on `mesh`.
 
     Raises ConfigError if a dimension does not divide by its mesh axes, or the configured kernel
     does not support the attention of this model on this mesh.
     """
+    run = with_compute(run)
     precision = Precision.of(run.precision)
     decoder = run.decoder(vocab)
     hardware = target(mesh)

@@ -1,6 +1,7 @@
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,28 @@ def test_activations_and_products_are_those_of_the_platform_that_a_program_is_fo
     assert product() == (jnp.float32, True), "on a CPU rows are merged, and sums stay as they are"
     with backend.compiling_for("tpu"):
         assert product() == (jnp.bfloat16, False)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "units", "dtype"),
+    [
+        ("cpu", None, {backend.VECTORS}, "bfloat16"),
+        ("cpu", None, set(), "float32"),
+        ("tpu", None, set(), "bfloat16"),
+        ("gpu", "9.0", set(), "bfloat16"),
+        ("gpu", "7.5", set(), "float16"),
+        ("gpu", "6.1", set(), "float32"),
+        ("gpu", "gfx942", set(), "bfloat16"),
+    ],
+)
+def test_the_fastest_dtype_is_one_that_the_platform_has_units_for(
+    platform, capability, units, dtype, monkeypatch
+):
+    device = SimpleNamespace(compute_capability=capability) if capability else SimpleNamespace()
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    monkeypatch.setattr(backend, "cpu_units", lambda: frozenset(units))
+    with backend.compiling_for(platform):
+        assert backend.fastest_dtype() == dtype
 
 
 FREED = """

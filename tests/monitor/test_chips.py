@@ -1,9 +1,12 @@
 import shlex
+from types import SimpleNamespace
 
+import jax
 import pytest
 
+from jaxlm.core import backend
 from jaxlm.core.errors import CommandError
-from jaxlm.monitor.chips import CHIPS, SLICES, machine, peak_flops, tpu_slice
+from jaxlm.monitor.chips import CHIPS, SLICES, fastest_dtype, machine, peak_flops, tpu_slice
 
 
 def test_peaks_add_over_devices():
@@ -130,3 +133,11 @@ def test_an_unknown_slice_is_answered_with_one_of_that_chip(name, meant):
     fix = caught.value.fix.removeprefix("--topology=")
     assert tpu_slice(fix, flag="--topology").topology
     assert meant in (None, fix)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_the_dtype_of_the_plan_is_that_of_the_run(chip, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: [chip_device])
+    chip_device = SimpleNamespace(compute_capability=str(chip.capability or "gfx942"))
+    with backend.compiling_for("tpu" if chip.is_tpu else "gpu"):
+        assert fastest_dtype(chip) == backend.fastest_dtype()

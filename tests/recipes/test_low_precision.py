@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core import backend
 from tests.faults import harness
 
 FLOAT16 = "--config.precision.compute=float16"
@@ -149,3 +150,15 @@ def test_the_quickstarts_model_learns_in_low_precision_as_in_bfloat16(tmp_path, 
     for name in ("float16", "int8", "fp8"):
         assert abs(ends[name] / ends["bfloat16"] - 1) < 0.01, name
         assert gaps[name].mean() < 0.01, name
+
+
+def test_auto_is_chosen_when_the_run_begins_and_resumes_on_another_machine(
+    config, tmp_path, monkeypatch, one_device
+):
+    auto = ("--config.precision.compute=auto", "--config.train.steps=4")
+    for units, stop in ((set(), 2), ({backend.VECTORS}, 4)):
+        monkeypatch.setattr(backend, "cpu_units", lambda units=units: frozenset(units))
+        trained(config, tmp_path / "auto", *auto, f"--stop_at={stop}")
+        settings = json.loads((tmp_path / "auto/config.json").read_text())
+        assert settings["precision"]["compute"] == "float32"
+        assert harness.records(tmp_path / "auto")[-1]["step"] == stop

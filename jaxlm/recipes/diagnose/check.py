@@ -204,6 +204,7 @@ def check(
     it; and nothing is sent unexpectedly. Raises ConfigError if the config's own sizes do not fit
     its own mesh, and CommandError if JAX has started with too few devices.
     """
+    run = run.with_compute("float32")  # if auto: to compare sums, not their rounding
     check_real(run)
     small = reduced_run(run, steps, devices)
     count = math.prod(small.mesh.values())

@@ -81,6 +81,7 @@ def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict
             fix=f"--out={options.out}-2",
         )
     setup.start(options.cpu_devices)
+    run = setup.with_compute(run)
     mesh = setup.build_mesh_for(run)
     data = setup.open_data(run, say=say, warn=say)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)

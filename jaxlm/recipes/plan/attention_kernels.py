@@ -124,7 +124,7 @@ def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> AttentionWork:
         length=run.data.sequence + run.tune.virtual_tokens,
         leading=run.tune.virtual_tokens,
         head_dim=max(attention.head_dim, attention.value_dim),
-        compute=run.precision.compute,
+        compute=run.precision.compute_dtype,
         softcap=attention.softcap,
         dropout=attention.dropout,
         has_bias=attention.relative is not None,
@@ -149,6 +149,6 @@ def _keys(run: Run, attention: AttentionConfig, sizes: Sizes) -> context_keys.Ke
         kv_heads=max(attention.kv_heads // tensor, 1),
         head_dim=attention.head_dim,
         value_dim=attention.value_dim,
-        itemsize=ITEM_BYTES[run.precision.compute],
+        itemsize=ITEM_BYTES[run.precision.compute_dtype],
         dropout=attention.dropout,
     )

@@ -102,7 +102,7 @@ def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Dev
     length = run.data.sequence + run.tune.virtual_rows
     keys = run.data.sequence + run.tune.virtual_tokens
     kernels = {block.attention.kernel for block in decoder.layers}
-    compute = ITEM_BYTES[run.precision.compute]
+    compute = ITEM_BYTES[run.precision.compute_dtype]
     return DeviceShare(
         rows=attention_kernels.rows_per_device(run, sizes),
         length=length // logical.ways(sizes, "length"),
@@ -315,7 +315,9 @@ def _copied_weights(run: Run, decoder: ModelConfig, sizes: Sizes, policies: Sequ
         for each in weights
         if len(each.shape) > 3 and "experts" not in each.axes  # of several heads
     )
-    return numbers * ITEM_BYTES[run.precision.compute] * policies.count("none") / len(policies)
+    return (
+        numbers * ITEM_BYTES[run.precision.compute_dtype] * policies.count("none") / len(policies)
+    )
 
 
 def _part(tensor: Tensor, sizes: Sizes, *, is_split: bool) -> float:

@@ -19,7 +19,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost import comm_cost, model_cost
 from jaxlm.models.cost.activations import DeviceShare
 from jaxlm.models.cost.tensors import tensors
-from jaxlm.monitor import formatting
+from jaxlm.monitor import chips, formatting
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.nn.config import MoeConfig
 from jaxlm.objectives.config import START
@@ -149,6 +149,9 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     compute its attention there.
     """
     assumed = [] if assumed is None else list(assumed)
+    requested, run = run, run.with_compute(chips.fastest_dtype(machine.chip))
+    if run is not requested:
+        assumed.append(f"precision.compute=auto is {run.precision.compute} on {machine.chip.name}")
     divisibility.check(run, machine.devices)
     sizes = run.mesh.sizes(machine.devices)
     vocab = vocabulary(run, sizes, assumed)
@@ -174,7 +177,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         used["update"] = max(_written(run, held) - coming, 0.0)
     used["total"] = sum(used.values())
     evaluation = device_memory.evaluation_bytes(run, decoder, share, held, targets)
-    peak = peak_flops(run.precision.compute, machine.chip, assumed)
+    peak = peak_flops(run.precision.compute_dtype, machine.chip, assumed)
     length = run.data.sequence
     model_flops = model_cost.flops_per_token(decoder, length, causal=True, targets=targets)
     hardware = _hardware_flops(run, decoder, share) + teacher_flops
@@ -219,7 +222,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     if sent:
         assumed.append("communication overlaps with products in the best case, not in the worst")
     return Forecast(
-        run=run,
+        run=requested,
         machine=machine,
         sizes=sizes,
         decoder=decoder,
@@ -441,7 +444,7 @@ def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: st
             widest = max(decoder.width, mlp.hidden // logical.ways(sizes, "mlp"))
             copies: float = model_cost.experts_per_device(mlp, sizes)
             copies *= model_cost.expert_rows(mlp, length, sizes)
-            size = rows * length * copies * widest * ITEM_BYTES[run.precision.compute]
+            size = rows * length * copies * widest * ITEM_BYTES[run.precision.compute_dtype]
             cost_of[mlp] = multiple, size
     for mlp, (multiple, size) in cost_of.items():
         if multiple > 1:

@@ -59,7 +59,7 @@ def forecast(
     """
     samples, ways = run.train.batch * run.rl.updates, logical.ways(sizes, "batch")
     slots = math.ceil(run.rl.slots_of(run.train.batch) / ways) * ways
-    item = ITEM_BYTES[run.precision.compute]
+    item = ITEM_BYTES[run.precision.compute_dtype]
     row = model_cost.cache_bytes(decoder, run.data.sequence, element_bytes=item)
     cache = row * slots / ways / logical.ways(sizes, "kv_heads")
     numbers = held["parameters"] / ITEM_BYTES[run.precision.params]

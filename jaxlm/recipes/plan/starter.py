@@ -191,8 +191,6 @@ def _fitted(run: Run, machine: Machine) -> Forecast | None:
 
 def _base_settings(request: StarterRequest, parameters: float, tokenizer: str) -> dict[str, Any]:
     """Return the settings that depend on the size and machine alone."""
-    flops = request.machine.chip.flops
-    compute = next((each for each in ("bfloat16", "float16") if each in flops), "float32")
     sequence = next(length for limit, length in ROWS if parameters <= limit)
     return {
         "data.train": request.data,
@@ -205,7 +203,7 @@ def _base_settings(request: StarterRequest, parameters: float, tokenizer: str) -
         "model.heads": 8,
         "model.kv_heads": 4,
         "model.tied": parameters < 1e9,
-        "precision.compute": compute,
+        "precision.compute": "auto",
         "optim.name": "adamw",
         # Kaplan et al. 2020, arXiv:2001.08361, equation D.1.
         "optim.lr": float(f"{max(1e-4, 0.003239 - 0.0001395 * math.log(parameters)):.1e}"),
@@ -220,7 +218,7 @@ def _base_settings(request: StarterRequest, parameters: float, tokenizer: str) -
 REASONS = {
     "data.train": "The text. 5% of it is held out: data.validation has its default, tail:5%.",
     "model.family": "Size: {parameters} parameters.",
-    "precision.compute": "The fastest dtype of this machine; parameters are float32.",
+    "precision.compute": "The fastest dtype of the machine; parameters are float32.",
     "optim.name": "The rate falls with the size (arXiv:2001.08361, equation D.1).",
     "train.batch": "{tokens} tokens in {steps} steps: {epochs} times the text.",
     "eval.every": "An evaluation and a checkpoint at every tenth of the run.",

@@ -123,7 +123,8 @@ def answer(
         risks.append(f"the size is outside its own range: {why}")
     machine = None
     if on is not None:
-        dtype = "bfloat16" if run is None else run.precision.compute
+        fastest = chips.fastest_dtype(on.chip)
+        dtype = "bfloat16" if run is None else run.with_compute(fastest).precision.compute_dtype
         machine = _spend(on, flops, best.parameters, dtype, lines, risks)
     published = {
         name: dataclasses.asdict(law) | law.optimum(flops, table)._asdict()

@@ -534,6 +534,15 @@ def load_resume_record(
     return meta, check(config.from_json(Run, meta["config"]), run, options, step)
 
 
+def saved_run(store: Store, options: ResumeOptions, rewinds: Rewinds) -> Run | None:
+    """Return the config of the checkpoint that a run resumes from; None for a new run."""
+    latest = peek_latest(store, options, rewinds)
+    if latest is None:
+        return None
+    saved: Run = config.from_json(Run, store.record(latest).meta["config"])
+    return saved
+
+
 def is_complete(meta: dict[str, Any] | None, run: Run, changes: list[Change]) -> bool:
     """Return whether no step is left to train."""
     if meta is None:

@@ -83,6 +83,8 @@ def run_training(
         _check_cheaply(run, options)
     with contextlib.ExitStack() as stack:
         context = _open(stack, loaded, options, callbacks or Callbacks())
+        context, loaded = _with_compute(context, loaded)
+        run = context.run
         stop = stack.enter_context(context.processes.stop)
         point = _resume_point(context, stop)
         is_imported = (options.workdir / IMPORTED).exists()
@@ -227,6 +229,23 @@ def _open(
         rewinds=rewinds,
         callbacks=callbacks,
     )
+
+
+def _with_compute(context: RunContext, loaded: Loaded) -> tuple[RunContext, Loaded]:
+    """Replace `precision.compute=auto` by the dtype of the run, or for a new run of its devices.
+
+    JAX may not start before the processes are joined, so this is not part of the config's checks.
+    """
+    run, is_first = context.run, context.processes.peers.is_first
+    if run.precision.compute != "auto":
+        return context, loaded
+    chosen = None
+    if is_first:
+        saved = resume.saved_run(context.store, context.options.resume, context.rewinds)
+        chosen = saved.precision.compute if saved else setup.with_compute(run).precision.compute
+    run = run.with_compute(context.processes.share("precision.compute", chosen))
+    context.console.say(f"precision.compute: auto is {run.precision.compute} in this run")
+    return dataclasses.replace(context, run=run), dataclasses.replace(loaded, value=run)
 
 
 def _resume_point(context: RunContext, stop: StopRequest) -> ResumePoint:
