@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import json
 import math
+import random
 import textwrap
 import tracemalloc
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import chat_templates
+from jaxlm.data import chat_templates, sandbox
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.documents import Corpus
 from jaxlm.data.tokenizer import Bytes, Tokenizer
@@ -240,6 +241,7 @@ def test_an_end_token_is_in_front_of_a_text_only_if_nothing_else_is():
         ({"q": "a\ud800"}, "lone surrogate"),
         ({"options": ["it is 0"]}, "2 to 26"),
         ({"right": 7}, "must be an index below 3 or a choice"),
+        ({"right": 3}, "must be an index below 3 or a choice"),
         ({"right": -1}, "must be an index below 3 or a choice"),
     ],
 )
@@ -259,6 +261,33 @@ def test_items_that_make_no_question_are_left_out_and_counted_if_the_task_says_s
     task = task_in(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records[:1])
     with pytest.raises(DataError, match="all 1 records make no question"):
         items.read(task, task.file)
+
+
+def test_an_empty_reference_and_two_equal_texts_make_no_question(tmp_path):
+    written = 'kind = "answer"\nitems = "q.jsonl"\ncontext = "{{ q }}"\nanswer = "{{ right }}"'
+    pair = 'kind = "pair"\nitems = "q.jsonl"\ngood = "{{ q }}"\nbad = "what is 0"'
+    for text, why in ((written, "is empty"), (pair, "two choices are equal")):
+        task = task_in(tmp_path, text, records=[RECORDS[0] | {"right": ""}])
+        with pytest.raises(DataError, match="an item of a task is not valid") as error:
+            items.read(task, task.file)
+        assert why in error.value.why
+        assert 'invalid = "skip"' in error.value.fix
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10**10 }}",
+    ],
+)
+def test_a_template_without_end_is_stopped_at_its_limits(template, tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "SECONDS", 1)
+    task = task_in(tmp_path, CHOICE.replace("{{ q }}", template, 1))
+    with pytest.raises(DataError) as error:
+        items.read(task, task.file)
+    whole = f"{error.value.what} {error.value.why}"
+    assert "cannot be rendered" in whole or "the template context fails" in whole
 
 
 @pytest.mark.parametrize(
@@ -439,6 +468,24 @@ def test_windows_of_a_text_score_each_token_once(count):
     parts = requests.windows(text, 8)
     assert [i for each in parts for i in each.ids[each.begin :]] == list(text.ids[1:])
     assert all(len(each.ids) <= 9 for each in parts)
+
+
+def test_the_pick_of_each_normalization_is_that_of_its_formula(tmp_path):
+    options = ["\u00fc\u00fc\u00fc", "it is 0", "x"]  # 6 bytes, 3 characters, 4 tokens
+    task = task_in(tmp_path, records=[RECORDS[0] | {"options": options}])
+    (question,) = Prompter(task, Merging(), []).questions(items.read(task, task.file))
+    tokens = [each.tokens for each in question.requests]
+    draw = random.Random(0)
+    for _ in range(40):
+        nats, alone = ([draw.uniform(1, 9) for _ in options] for _ in range(2))
+        picks = results.sample(task, question, nats, alone)["picks"]
+        scores = {
+            "accuracy": nats,
+            "accuracy_bytes": [nats[n] / len(options[n].encode()) for n in range(3)],
+            "accuracy_tokens": [nats[n] / tokens[n] for n in range(3)],
+            "accuracy_pmi": [nats[n] - alone[n] for n in range(3)],
+        }
+        assert picks == {name: scores[name].index(min(scores[name])) for name in scores}
 
 
 def test_choices_are_picked_by_every_normalization(tmp_path):

@@ -121,12 +121,12 @@ class TaskComparison:
             is_better = (difference.mean > 0) != self.is_loss
             return f"B is {'better' if is_better else 'worse'} by {self.amount(difference.mean)}"
         items = f"{difference.items} items"
-        if not self.rises and not self.falls:
-            return f"cannot be distinguished: {items} have equal values"
         if difference.groups < difference.items:
             items += f" in {difference.groups} groups"
-        smallest = self.amount(difference.smallest or 0.0)
-        return f"cannot be distinguished: {items} see a difference of {smallest}"
+        facts = [] if self.rises or self.falls else ["have equal values"]
+        if difference.smallest:
+            facts.append(f"see a difference of {self.amount(difference.smallest)}")
+        return f"cannot be distinguished: {items} {' and '.join(facts)}"
 
     def amount(self, value: float) -> str:
         """Return the size of a difference with its unit."""

@@ -50,6 +50,10 @@ def write(
 @pytest.fixture
 def answers():
     """Answers of a run to 400 items, and of two others: one with other mistakes, one better."""
+    return drawn_answers()
+
+
+def drawn_answers():
     rng = np.random.default_rng(0)
     first = rng.random(400) < 0.5
     flip = rng.random(400) < 0.12
@@ -89,13 +93,26 @@ def test_other_mistakes_cannot_be_told_apart_and_a_real_difference_can(tmp_path,
     assert worse["verdict"] == f"B is worse by {gain:.1f} points"
 
 
+def test_items_are_paired_by_id_in_any_order(tmp_path, capsys, answers):
+    write(tmp_path / "a", answers[0])
+    second = write(tmp_path / "b", answers[0])
+    lines = (second / "samples.jsonl").read_text().splitlines()
+    (second / "samples.jsonl").write_text("\n".join(lines[::-1]) + "\n")
+    (each,) = compared(capsys, tmp_path / "a", tmp_path / "b", f"--out={tmp_path / 'p.html'}")[
+        "tasks"
+    ]
+    assert (each["rises"], each["falls"]) == ([], [])
+
+
 def test_no_difference_and_a_tiny_one_have_words_of_their_own(tmp_path, capsys):
     values = np.arange(40) % 2
     for name, each in (("a", values), ("same", values), ("tiny", values - 2e-4)):
         write(tmp_path / name, each, weights=name)
     names = (tmp_path / name for name in ("a", "same", "tiny"))
     same, tiny = compared(capsys, *names, f"--out={tmp_path / 'page.html'}")["tasks"]
-    assert same["verdict"] == "cannot be distinguished: 40 items have equal values"
+    assert same["verdict"] == (
+        "cannot be distinguished: 40 items have equal values and see a difference of 15.0 points"
+    )
     assert tiny["verdict"] == "B is worse by less than 0.05 points"
     assert tiny["difference"]["mean"] == pytest.approx(-2e-4)
 

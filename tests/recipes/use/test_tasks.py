@@ -17,7 +17,7 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import ConfigError, Diverged
 from jaxlm.core.precision import Precision
 from jaxlm.evals.tasks import answers as task_answers
-from jaxlm.evals.tasks import config, scoring
+from jaxlm.evals.tasks import config, packing, scoring
 from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.t5 import T5
@@ -28,6 +28,7 @@ from jaxlm.recipes.use import load, tasks
 from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings, Tokenizers
 from jaxlm.training.lock import Lock
 from tests.faults import harness
+from tests.mutation import mutate
 
 TASKS = {
     "choice": 'context = "{{ a }}"\nchoices = ["{{ b }}", "{{ c }}"]\nanswer = "0"',
@@ -54,7 +55,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(folder, one_device, without_plots):
-    config = harness.write_config(folder, {"train.steps": 2, "model.dropout": 0.0})
+    # The bytes have fewer ids than the vocabulary: the rest is padding.
+    settings = {"train.steps": 2, "model.dropout": 0.0, "model.vocab": 320}
+    config = harness.write_config(folder, settings)
     assert main(harness.words(config, folder / "run")) == 0
     return folder / "run"
 
@@ -173,6 +176,67 @@ def test_choices_that_share_a_prefix_have_the_scores_of_each_alone(folder, train
     for one, other in zip(alone, shared, strict=True):
         np.testing.assert_allclose(other, one, rtol=2e-6)
     assert max(map(len, shared)) == 2
+
+
+def compare_with_logits(folder, trained):
+    """Compare scores of packed items with the logits of each choice alone, in float64."""
+    opened = load.load_run(trained, sequence=64)
+    blueprint = opened.model.blueprint
+    task = prepared(opened, folder / "choice.toml")
+    assert opened.tokenizer.size < blueprint.config.vocab == 320
+    asked = [each.requests for each in task.prompter.questions(list(task.scored_items()))[:6]]
+    logits_of = jax.jit(lambda params, ids: blueprint.merge(params)(ids))
+    with jax.set_mesh(opened.model.mesh):
+        (scorer,) = tasks.scorers([task], blueprint)
+        scored = scorer.nats(opened.params, asked, task.shape)
+        for each, nats in zip(asked, scored, strict=True):
+            rows = np.zeros((len(each), 64), np.int32)
+            for row, request in zip(rows, each, strict=True):
+                row[: len(request.ids)] = request.ids
+            logits = np.asarray(logits_of(opened.params, rows), np.float64)
+            for row, request, found in zip(logits, each, nats, strict=True):
+                total = 0.0
+                for place in range(request.begin, len(request.ids)):
+                    z = row[place - 1]
+                    total += math.log(np.exp(z - z.max()).sum()) + z.max() - z[request.ids[place]]
+                assert found == pytest.approx(total, abs=1e-4)
+
+
+def test_scores_are_those_of_the_logits_over_the_padded_vocabulary(folder, trained):
+    compare_with_logits(folder, trained)
+
+
+# Name: the object, its function, the text that changes, and the text of the fault.
+MUTANTS = {
+    "a slot of the choice early": (packing, "_group", "first + n - common", "first + n - common - 1"),
+    "positions begin anew after the context": (
+        *(packing, "batch_of", "start = before if number else 0", "start = 0"),
+    ),
+    "choices do not see their context": (
+        *(packing, "batch_of", "prefix = segment + 1", "prefix = 0"),
+    ),
+    "choices see the context of another item": (
+        *(packing, "batch_of", "prefix = segment + 1", "prefix = 1"),
+    ),
+    "targets of the first item of a row": (
+        *(packing, "batch_of", "slots[row, here] = first + places", "slots[row, here] = places"),
+    ),
+    "sums of the first item of a row": (packing, "sums", "nll[first + n]", "nll[n]"),
+    "scores of the items in another order": (
+        *(scoring.Scorer, "nats", "in range(len(prefix_groups)) for", "in reversed(range("
+          "len(prefix_groups))) for"),
+    ),
+    "the target is the token that is read": (
+        *(packing, "_group", "request.ids[request.begin :]", "request.ids[request.begin - 1 : -1]"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_seeded_fault_of_the_rows_is_caught(name, folder, trained, monkeypatch):
+    mutate(monkeypatch, *MUTANTS[name])
+    with pytest.raises(AssertionError):
+        compare_with_logits(folder, trained)
 
 
 def test_the_batch_of_the_command_changes_no_byte(folder, run, capsys):
