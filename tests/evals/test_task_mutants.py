@@ -1,4 +1,4 @@
-"""Seeded faults of tasks, each of which a named test must catch.
+"""Seeded faults of tasks: each is caught by a named test.
 
 Those of the packing of rows are in tests/recipes/use/test_tasks.py, with a model.
 """

@@ -194,12 +194,12 @@ def compare_with_logits(folder, trained):
             for row, request in zip(rows, each, strict=True):
                 row[: len(request.ids)] = request.ids
             logits = np.asarray(logits_of(opened.params, rows), np.float64)
-            for row, request, found in zip(logits, each, nats, strict=True):
+            for row, request, score in zip(logits, each, nats, strict=True):
                 total = 0.0
                 for place in range(request.begin, len(request.ids)):
                     z = row[place - 1]
                     total += math.log(np.exp(z - z.max()).sum()) + z.max() - z[request.ids[place]]
-                assert found == pytest.approx(total, abs=1e-4)
+                assert score == pytest.approx(total, abs=1e-4)
 
 
 def test_scores_are_those_of_the_logits_over_the_padded_vocabulary(folder, trained):
@@ -208,8 +208,10 @@ def test_scores_are_those_of_the_logits_over_the_padded_vocabulary(folder, train
 
 # Name: the object, its function, the text that changes, and the text of the fault.
 MUTANTS = {
-    "a slot of the choice early": (packing, "_group", "first + n - common", "first + n - common - 1"),
-    "positions begin anew after the context": (
+    "a slot of the choice early": (
+        *(packing, "_group", "first + n - common", "first + n - common - 1"),
+    ),
+    "positions after the context begin at 0": (
         *(packing, "batch_of", "start = before if number else 0", "start = 0"),
     ),
     "choices do not see their context": (
