@@ -36,8 +36,11 @@ def is_folder(name: str) -> bool:
 def find(name: str) -> Path | None:
     """Return the file of a shipped config; None if no config has the name.
 
-    Hyphens equal underscores.
+    Hyphens equal underscores. The path of the file in a checkout, `configs/finetune/lora.py`, is a
+    name too, so that a command of the manual works wherever jaxlm is installed.
     """
+    if name.startswith("configs/") and name.endswith(".py"):
+        name = name.removeprefix("configs/").removesuffix(".py")
     known = {each.replace("-", "_"): FOLDER / f"{each}.py" for each in every_name()}
     return known.get(name.replace("-", "_"))
 

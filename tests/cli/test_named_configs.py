@@ -58,6 +58,17 @@ def test_a_name_takes_the_argument_of_the_file(empty, capsys):
     assert asked(capsys, "config", "show", first)["config"]["model"]["width"] == 4096
 
 
+@pytest.mark.parametrize("name", ["llama_8b:8gpu", "finetune/lora"])
+def test_the_path_in_a_checkout_is_a_name_too(empty, name):
+    file, colon, argument = name.partition(":")
+    path, chat = f"configs/{file}.py{colon}{argument}", [("data.train", "chat.jsonl")]
+    assert config.load(Run, path, chat) == config.load(Run, name, chat)
+    (empty / "configs").mkdir()
+    text = (ROOT / "configs/quickstart.py").read_text()
+    (empty / "configs/llama_8b.py").write_text(text)  # a file of that name comes first
+    assert config.load(Run, "configs/llama_8b.py").value.model.family == "qwen3"
+
+
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-0.6b", "gpt2", "llama3_8b"])
 def test_a_published_size_is_the_default_config_with_that_model(empty, capsys, name):
     shown = asked(capsys, "config", "show", f"--config={name}", "--config.model.dropout=0.1")
@@ -84,7 +95,6 @@ def test_a_file_of_the_working_directory_comes_first(empty):
         ("finetune/lorra", "--config=finetune/lora"),
         ("lama3-8b", "--config=llama3-8b"),
         ("mine", "--config=mine.py"),
-        ("configs/llama_8b.py:8gpu", "--config=llama_8b:8gpu"),
         ("llama_1b.py", "--config=llama_1b"),
         ("zzzzzz", "--config=quickstart"),
     ],
