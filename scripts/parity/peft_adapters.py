@@ -134,7 +134,7 @@ def compare(peft_python: str, family: str, arm: str, folder: Path) -> dict[str, 
     if arm == "ia3":
         tune = {"name": "ia3"}
     if arm in VIRTUAL:
-        tune = {"name": arm, "length": 5, "also": ["*norm/*"]}
+        tune = {"name": arm, "length": 5, "also": ["*norm/scale"]}
     (folder / "config.json").write_text(json.dumps({"tune": tune}))
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     call(

@@ -86,6 +86,7 @@ def fused(tmp_path_factory):
         "pissa": {"name": "lora", "rank": 2, "init": "pissa"},
         "dora_pissa": {"name": "dora", "rank": 2, "init": "pissa"},
         "ia3": {"name": "ia3"},
+        "norms": {"name": "lora", "rank": 2, "at": ["*/down/*"], "also": ["*_norm/scale"]},
     }
     return runs_of(folder / "base", arms)
 
@@ -200,6 +201,17 @@ def test_adapters_of_a_fused_projection_are_stacked(fused, tmp_path, arm, capsys
     before, after = (load.load_run(run).params for run in (fused[arm], tmp_path / "run"))
     for path, leaf in tree.leaves(before).items():
         np.testing.assert_allclose(leaf, tree.leaves(after)[path], atol=1e-6, err_msg=path)
+
+
+@pytest.mark.slow
+def test_a_module_trained_in_part_is_saved_whole(fused, tmp_path):
+    _, tensors = exported(fused["norms"], tmp_path / "peft")
+    base = tree.leaves(load.load_run(fused["base"]).params)
+    for layer, name in itertools.product((0, 1), ("1", "2")):
+        norm = f"base_model.model.transformer.h.{layer}.ln_{name}"
+        leaf = f"stack/0/{'attention' if name == '1' else 'mlp'}_norm"
+        np.testing.assert_array_equal(tensors[f"{norm}.bias"], base[f"{leaf}/bias"][layer])
+        assert np.any(tensors[f"{norm}.weight"] != base[f"{leaf}/scale"][layer])
 
 
 @pytest.mark.slow

@@ -95,7 +95,10 @@ def export_adapter(
     new = set(leaves) - set(tree.leaves(opened.model.stored.shapes))
     whole = set(leaves) - opened.model.base - new
     stacked: list[str] = []
-    saved = [each for each in tensors if any(part.path in whole for part in each.parts)]
+    trained = [each for each in tensors if any(part.path in whole for part in each.parts)]
+    # PEFT replaces a module whole: its other tensors, as the bias of a norm, are those of the base.
+    modules_to_save = {_module(each) for each in trained}
+    saved = [each for each in tensors if _module(each) in modules_to_save]
     if isinstance(run.tune, PrefixTuning | PromptTuning):
         generate = f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello"
         _refuse_lost(tensors, set(), whole, is_tied=decoder.tied, fix=generate)
@@ -103,7 +106,7 @@ def export_adapter(
         prefix = virtual_tensors.PREFIX
     else:
         _refuse_lost(tensors, new, whole, is_tied=decoder.tied, fix=MERGED)
-        modules = sorted({each.name.rpartition(".")[0] for each in tensors})
+        modules = sorted(set(map(_module, tensors)))
         places = list(adapter_places.places(tensors).values())
         writer = _Writer(run.tune, leaves, new, places, modules)
         settings, arrays = writer.written()
@@ -113,7 +116,7 @@ def export_adapter(
         arrays[f"{prefix}{each.name}"] = each.joined(
             lambda part: adapter_places.at(leaves[part.path], part)
         )
-    settings["modules_to_save"] = sorted({each.name.rpartition(".")[0] for each in saved}) or None
+    settings["modules_to_save"] = sorted(modules_to_save) or None
     settings |= {
         "base_model_name_or_path": None,
         "inference_mode": True,
@@ -130,6 +133,11 @@ def export_adapter(
         "tensors": len(arrays),
         "stacked": stacked,
     }
+
+
+def _module(tensor: HFTensor) -> str:
+    """Return the name of the module that has the tensor."""
+    return tensor.name.rpartition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +320,7 @@ def _refuse_adapted(saved: list[HFTensor], adapted: list[AdapterPlace]) -> None:
     """Raise ConfigError if a module is adapted and trained whole."""
     names = {place.name for place in adapted}
     for each in saved:
-        if each.name.rpartition(".")[0] in names:
+        if _module(each) in names:
             raise _unsupported("tune.also", f"{each.name} is of an adapted module")
 
 
