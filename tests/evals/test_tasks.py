@@ -148,6 +148,11 @@ def test_a_chat_makes_the_context_a_turn_and_scores_the_whole_answer(tmp_path):
     prompt = tuple(chat.encode("Q: what is 0\nA:"))
     assert [each.ids[: each.begin] for each in question.requests] == [prompt] * 3
     assert text_of(question.requests[1])[1] == "it is 0"
+    # Examples with their answers are in the turn, and there the delimiter is.
+    (question,) = Prompter(task, tokenizer, every, shots=1, chat=chat).questions(every[:1])
+    number = question.shots[0][1:]
+    prompt = f"Q: what is {number}\nA: it is {number}\n\nQ: what is 0\nA:"
+    assert list(question.requests[1].ids) == [*chat.encode(prompt), *tokenizer.encode("it is 0")]
     twice = dataclasses.replace(template, source="{{ bos_token }}" + template.source)
     with pytest.raises(DataError, match="two start tokens"):
         requests.encode_chats(ChatTokenizer(tokenizer, twice), tokenizer, [("a", "b")])

@@ -1,10 +1,13 @@
 """lm-evaluation-harness with a run: the results are those of `jaxlm eval --tasks`."""
 
+import inspect
 import json
 import subprocess
 import sys
+import textwrap
 
 import pytest
+import yaml
 
 from jaxlm.cli.main import main as jaxlm
 from jaxlm.core.errors import ConfigError
@@ -126,3 +129,66 @@ def test_what_the_model_cannot_do_is_refused_with_a_way_out(folder):
     with pytest.raises(ConfigError, match="top_z is no setting") as error:
         model.generate_until([request("a", {"top_z": 1})])
     assert error.value.fix == "remove top_z from the generation_kwargs of the task"
+
+
+def test_prompts_of_a_chat_are_those_of_apply_chat_template(folder):
+    import torch
+    import transformers
+    from lm_eval.api.task import ConfigurableTask
+
+    words = inspect.getsource(textwrap).split()
+    talk = [
+        [
+            {"role": "user", "content": f"{' '.join(words[at : at + 40])} ="},
+            {"role": "assistant", "content": f"{at} {words[at]}"},
+        ]
+        for at in range(0, len(words), 40)
+    ]
+    lines = [json.dumps({"messages": each}) + "\n" for each in talk]
+    (folder / "talk.jsonl").write_text("".join(lines))
+    flags = ["model.width=32", "model.depth=2", "model.heads=2", "data.sequence=256"]
+    flags += ["train.batch=8", "train.steps=2", "data.tokenizer=sentencepiece:512"]
+    flags += ["eval.batches=1", "precision.compute=float32", "data.kind=chat"]
+    flags += [f"data.train={folder / 'talk.jsonl'}", "data.validation=25%", "sample.prompts=()"]
+    run = folder / "chat"
+    words = ["--config=quickstart", f"--workdir={run}", "--quiet"]
+    assert jaxlm(["train", *words, *(f"--config.{flag}" for flag in flags)]) == 0
+    assert jaxlm(["export", f"--workdir={run}", f"--out={folder / 'hf'}", "--to=hf"]) == 0
+    names = [f"--workdir={run}", f"--tasks={folder / 'facts.yaml'}", "--quiet", "--chat"]
+    assert jaxlm(["eval", *names, "--shots=1"]) == 0
+    (file,) = (run / "evals").glob("*/samples.jsonl")
+    ours = [json.loads(line) for line in file.read_text().splitlines()]
+    first = json.loads((file.parent / "results.json").read_text())["first_request"]
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+    items = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
+
+    def templated(messages, *, add_generation_prompt=True):
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    config = yaml.safe_load((folder / "facts.yaml").read_text())
+    for number, (item, line) in enumerate(zip(items, ours, strict=True)):
+        # lm-eval draws other examples: here it has that of `jaxlm eval` alone.
+        (shot,) = line["shots"]
+        examples = {"sampler": "first_n", "samples": [items[int(shot) - 1]]}
+        task = ConfigurableTask(config=config | {"num_fewshot": 1, "fewshot_config": examples})
+        shared = {"apply_chat_template": True, "chat_template": templated}
+        context = task.fewshot_context(item, 1, fewshot_as_multiturn=False, **shared)
+        for request, nats in zip(
+            task.construct_requests(item, context, metadata=("facts", 0, 1), **shared),
+            line["nats"],
+            strict=True,
+        ):
+            _, answer = request.args
+            ids = tokenizer.encode(context + answer, add_special_tokens=False)
+            begin = len(tokenizer.encode(context, add_special_tokens=False))
+            if not number and request.args[1] == str(item["choices"][0]):
+                assert ids == first["ids"]
+                assert begin == first["begin"]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            total = sum(float(logits[at - 1, ids[at]]) for at in range(begin, len(ids)))
+            assert -nats == pytest.approx(total, abs=1e-4)

@@ -139,6 +139,9 @@ class Prompter:
         every = self._asked([*items, *itertools.chain.from_iterable(shots)])
         asked, solved = every[: len(items)], iter(every[len(items) :])
         texts: list[list[tuple[str, str]]] = []
+        if isinstance(self._task.kind, Prompted) and self._chat is None:  # else a turn begins
+            between = self._task.kind.delimiter
+            asked = [(context, [between + each for each in answers]) for context, answers in asked]
         for (context, answers), examples in zip(asked, shots, strict=True):
             if isinstance(self._task.kind, Prompted):
                 context = self._joined(context, examples, [next(solved) for _ in examples])
@@ -176,18 +179,17 @@ class Prompter:
         return tuple(LETTERS[: len(item.choices)]) if self._form == "letters" else item.choices
 
     def _asked(self, items: Sequence[Item]) -> list[tuple[str, list[str]]]:
-        """Return the context of each item, without examples, and its answers."""
+        """Return the context of each item, without examples, and its answers without delimiter."""
         kind = self._task.kind
         if not isinstance(kind, Prompted):
             return [("", list(item.choices)) for item in items]
-        delimiter = "" if self._chat is not None else kind.delimiter
         if not isinstance(kind, Choice):
-            return [(item.context, [delimiter + item.gold]) for item in items]
+            return [(item.context, [item.gold]) for item in items]
         contexts = [item.context for item in items]
         if self._form == "letters":
             contexts = self._lettered(kind, items)
         return [
-            (context, [delimiter + each for each in self._shown(item)])
+            (context, list(self._shown(item)))
             for item, context in zip(items, contexts, strict=True)
         ]
 
@@ -214,7 +216,7 @@ class Prompter:
         kind = self._task.kind
         assert isinstance(kind, Prompted)
         solved = [
-            text + answers[item.answer]
+            text + kind.delimiter + answers[item.answer]
             for item, (text, answers) in zip(examples, texts, strict=True)
         ]
         return kind.preamble + kind.between.join([*solved, context])
