@@ -102,14 +102,11 @@ OF_CPU = ("0.8M",)
 OF_GPU = ("gpt2-124M@2048", "gpt2-124M@8192", "llama-1B@2048", "llama-1B@8192")
 
 
-def run_of(size: Size, precision: str, overrides: Sequence[tuple[str, str]] = ()) -> Run:
-    """jaxlm's settings. Free of JAX.
+def settings_of(size: Size, precision: str) -> dict[str, Any]:
+    """Return jaxlm's settings of a size, by path, with a constant learning rate.
 
     No remat, and all logits at once: `jaxlm plan --on=h200` gives every size of a GPU 25 to 56 GiB
     so, and more seconds a step with either.
-
-    Raises:
-      ConfigError: where an override is wrong.
     """
     settings: dict[str, Any] = {
         "model.family": size.family,
@@ -140,7 +137,16 @@ def run_of(size: Size, precision: str, overrides: Sequence[tuple[str, str]] = ()
     }
     if size.family == "llama":
         settings["model.rope_theta"] = size.rope_theta
-    pairs = [(path, str(value)) for path, value in settings.items()]
+    return settings
+
+
+def run_of(size: Size, precision: str, overrides: Sequence[tuple[str, str]] = ()) -> Run:
+    """Return jaxlm's run of a size. Free of JAX.
+
+    Raises:
+      ConfigError: where an override is wrong.
+    """
+    pairs = [(path, str(value)) for path, value in settings_of(size, precision).items()]
     return config.load(Run, None, [*pairs, *overrides]).value
 
 

@@ -64,6 +64,7 @@ def test_gradients_pass_the_rounding(scheme):
     np.testing.assert_allclose(weight_grad, x.T @ grad, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["w4a8", "int4"])
 def test_a_model_that_is_trained_with_rounding_has_the_bits_of_the_stored_one(scheme):

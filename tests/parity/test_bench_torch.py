@@ -219,3 +219,32 @@ def test_the_steps_of_jaxlm_are_traced(tmp_path):
     assert done.stdout.startswith("llama-tiny: 2 steps, ")
     assert "% matmul" in done.stdout
     assert list((tmp_path / "llama-tiny").rglob("*.trace.json.gz"))
+
+
+@pytest.mark.timeout(600)
+def test_whole_runs_of_both_sides_are_timed_on_the_same_text(tmp_path):
+    """Both commands of scripts/bench_runs.py train, log, save and end."""
+    text, out = tmp_path / "text.txt", tmp_path / "out.json"
+    text.write_text(SCRIPT.read_text() * 4)
+    words = [f"--text={text}", "--size=gpt2-tiny", "--steps=30", "--rounds=1", f"--out={out}"]
+    arms = ["jaxlm float32", "torch eager float32"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(SCRIPT.with_name("bench_runs.py")),
+            *words,
+            f"--arms={','.join(arms)}",
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(out.read_text())
+    assert list(answer["arms"]) == arms
+    for figures in answer["arms"].values():
+        assert figures["command"]["rounds"] == figures["loop"]["rounds"] == 1
+        assert 0 < figures["command"]["median"] < figures["loop"]["median"]
+        assert 3 < figures["loss_nats"] < math.log(128)
+    assert {each["verdict"] for each in answer["verdicts"]} == {"undecided"}
+    assert done.stdout.startswith("| arm |")

@@ -120,6 +120,7 @@ def test_json_says_it(diverged, config, capsys):
         assert harness.exit_of(run) == before
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_warned_of_nothing_and_is_what_it_was(healthy):
     assert not warned(healthy)
     assert not any("worse_than" in record for record in harness.records(healthy))

@@ -47,6 +47,7 @@ def trained(config, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_learns_what_was_cut_out_and_writes(trained, capsys):
     records = harness.records(trained)
     first, *_, last = (r for r in records if r["split"] == "train")

@@ -43,6 +43,7 @@ def trained(config, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_an_encoder_learns_what_is_hidden_and_does_not_go_on(trained, capsys):
     records = harness.records(trained)
     first, *_, last = (r["loss_nats"] for r in records if r["split"] == "train")

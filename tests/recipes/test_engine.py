@@ -82,6 +82,7 @@ def held(values):
     return sum(shard.data.nbytes for shard in shards if shard.device == first)
 
 
+@pytest.mark.slow
 def test_the_bytes_that_the_header_shows_are_those_of_the_live_arrays():
     """Gradients exist inside of a step alone: a program that ends with them shows their layout.
 

@@ -186,6 +186,7 @@ def test_each_expert_is_a_matrix_of_its_own_to_the_optimizer(optim):
     )
 
 
+@pytest.mark.slow
 def test_a_bias_moves_by_one_step_against_the_load():
     _, _, params = on_one_device(CAPACITY)
     steps = np.asarray(params["stack/0/mlp/bias"]) / CAPACITY.balance_bias

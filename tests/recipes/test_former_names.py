@@ -44,6 +44,7 @@ def earlier(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_run_of_before_the_renames_is_evaluated_and_resumed(earlier, capsys):
     assert json.loads((earlier / "config.json").read_text())["model"]["pairs"] == "halves"
     assert main(["eval", "--workdir=run", "--json"]) == 0

@@ -213,6 +213,7 @@ def test_of_several_sources_the_end_of_each_is_a_set_of_its_own(texts, tmp_path)
     assert read["train"] == TEXT[:cut] + TEXT[:cut].upper()
 
 
+@pytest.mark.slow
 def test_a_hold_out_of_less_than_a_row_is_an_error_whose_fix_works(tmp_path, capsys):
     (tmp_path / "short.txt").write_text(TEXT[:400])
     mine = f"--config.data.train={tmp_path}/*.txt"

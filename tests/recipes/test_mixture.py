@@ -78,6 +78,7 @@ def test_what_was_read_of_each_source_is_in_metrics_log_and_report(unbroken):
     assert f"<td>books</td><td class=number>{last['sources/books/rows']}</td>" in page
 
 
+@pytest.mark.slow
 def test_e2_a_mixture_that_was_stopped_twice_reads_on_as_if_it_had_not_been(
     config, unbroken, tmp_path
 ):

@@ -44,6 +44,7 @@ def answer(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_next_token_is_what_is_compared_and_the_others_are_told(run, capsys):
     rows = [r for r in harness.records(run) if r["split"] == "train"]
     assert all(r["ahead_2_nats"] > 0 and r["ahead_3_nats"] > 0 for r in rows)

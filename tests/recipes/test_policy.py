@@ -163,6 +163,7 @@ def test_the_first_ratio_is_1_at_each_temperature_and_for_adapters(
     assert max(known) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_lag_draws_from_earlier_parameters_and_resumes_to_the_same_bits(config, base, tmp_path):
     """Rollout 1 is drawn from the first parameters, as in a run that does not learn."""
     reward = "--config.reward.functions=length:2"
@@ -183,6 +184,7 @@ def test_a_lag_draws_from_earlier_parameters_and_resumes_to_the_same_bits(config
     assert records(tmp_path / "parts", "rollouts.jsonl") == whole
 
 
+@pytest.mark.slow
 def test_turns_of_a_tool_are_read_and_not_trained_on(config, tmp_path):
     """The model sees the ids of each turn as they were drawn, also in a run that resumes."""
     tool = tmp_path / "tools.py"
@@ -206,6 +208,7 @@ def test_turns_of_a_tool_are_read_and_not_trained_on(config, tmp_path):
     assert train(config, tmp_path / "parts", *flags) == 2  # another tool
 
 
+@pytest.mark.slow
 def test_groups_without_a_gradient_are_drawn_again(config, tmp_path):
     """Other prompts replace them, a bounded number of times; a resumed run draws the same."""
     flags = ["--config.objective.dead_groups=redraw", "--config.rl.redraws=2"]

@@ -32,6 +32,7 @@ def base(config, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_ppo_learns_values_and_resumes_inside_of_an_epoch_to_the_same_bits(config, base, tmp_path):
     steps = [each for each in records(base) if each["split"] == "train"]
     assert [each["step"] for each in steps if "reward" in each] == [1, 3]  # two epochs of each

@@ -362,6 +362,7 @@ def test_more_steps_need_a_word_where_the_schedule_is_a_share_of_the_end(
     assert [r["step"] for r in records(tmp_path / "run") if r["split"] == "train"] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_the_run_for_good(config, tmp_path, capsys):
     flags = ("--config.train.patience=1", "--config.eval.every=1", "--config.optim.lr=1e-12")
     assert train(config, tmp_path / "run", *flags) == 0

@@ -35,6 +35,7 @@ def process(config, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_process_reward_model_begins_at_ln_2_learns_and_resumes(config, process, tmp_path):
     first, *_, last = train_records(process)
     assert first["loss_nats"] == pytest.approx(math.log(2), abs=1e-7)

@@ -56,6 +56,7 @@ def test_the_followed_set_ranks_checkpoints_and_is_named(config, tmp_path, capsy
     assert went_on.loss_nats == harness.records(tmp_path / "run")[-2]["loss_nats"]
 
 
+@pytest.mark.slow
 def test_like_is_ranked_with_like_and_what_is_of_a_part_says_so(config, tmp_path):
     """The last evaluation is of the whole set, the others of two batches: those rank.
 

@@ -70,6 +70,7 @@ def test_tokens_over_speed_and_pauses_are_the_time_that_elapsed(rows):
         assert sum(parts) == pytest.approx(row["pause_seconds"])
 
 
+@pytest.mark.few(1)
 def test_elapsed_seconds_are_those_of_the_clock_on_the_wall(rows):
     wall = rows[-1]["time_unix"] - rows[0]["time_unix"]
     # A line is written up to one step after the step that it is of.

@@ -24,6 +24,7 @@ def config(tmp_path_factory):
     return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
 
 
+@pytest.mark.slow
 def test_a_run_tells_its_callbacks_what_it_writes_and_ends_where_one_asks_or_fails(
     config, tmp_path
 ):

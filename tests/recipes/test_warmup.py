@@ -61,6 +61,7 @@ def test_each_stage_is_said_compiled_once_and_counted(unbroken):
     assert each[2] < each[4] == pytest.approx(each[7]), "longer rows attend to more"
 
 
+@pytest.mark.slow
 def test_going_on_from_inside_a_stage_changes_no_bit(config, unbroken, tmp_path):
     """From step 3 of a copy of the run, over the beginning of the last stage.
 

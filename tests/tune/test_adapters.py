@@ -158,7 +158,7 @@ def test_merged_weights_compute_the_same(arm, family):
     assert merged == pytest.approx(unmerged, rel=2e-6)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("arm", [*ARMS, *VIRTUAL])
 def test_the_leaves_in_closed_form_are_those_of_the_model(arm, family):

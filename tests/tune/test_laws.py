@@ -109,6 +109,7 @@ def test_a_batch_of_weight_0_changes_no_bit_and_is_not_an_update():
     assert int(step(after, batch())[1]["verdict"]) == 0
 
 
+@pytest.mark.slow
 def test_micro_batches_of_uneven_weights_give_one_update():
     rows = batch(rows=4)
     scale = jnp.array([[1.0], [0.01], [0.0], [0.3]])

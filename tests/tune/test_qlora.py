@@ -90,6 +90,7 @@ def test_merged_weights_compute_the_same(family):
     assert merged == pytest.approx(unmerged, rel=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("base", BASES)

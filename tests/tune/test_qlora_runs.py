@@ -78,6 +78,7 @@ def test_a_base_of_another_dtype_is_cast_when_it_is_read(settings, base, tmp_pat
     } == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_sampled_and_exported_with_its_adapter(run, tmp_path, capsys):
     last = [each for each in harness.records(run) if each["split"] == "val"][-1]
     evaluated = answer(capsys, "eval", f"--workdir={run}")["loss_nats"]
@@ -138,6 +139,7 @@ def test_only_a_quantized_base_has_two_to_merge_onto(settings, base, tmp_path, c
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_one_tensor_is_in_memory_as_it_is_stored(settings, base, tmp_path, monkeypatch):
     """Bytes that are alive at each read are those of the quantized base so far."""
     alive, sizes = [], {}

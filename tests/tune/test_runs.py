@@ -84,6 +84,7 @@ def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(run, base):
     assert written < 12 * numbers + 10_000 * len(leaves) + 100_000, "two moments, names, digests"
 
 
+@pytest.mark.few(1)
 def test_training_lowers_the_loss_from_that_of_the_base(run, base, capsys):
     records = harness.records(run)
     first, *_ = (each for each in records if each["split"] == "val")

@@ -155,6 +155,7 @@ def test_decoding_gives_the_logits_of_the_forward_pass(arm, family, is_relaid):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("arm", ["prompt", "prefix"])
 def test_a_window_does_not_hide_them_in_training_or_decoding(arm):

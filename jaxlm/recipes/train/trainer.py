@@ -390,13 +390,15 @@ class Evaluator:
         self.ranking_set = setup.ranking_set(run, programs.data.validation)
         self.has_samples = bool(run.sample.prompts) and run.objective.prompts != "none"
         blueprint, self._decoded = setup.decoding(programs.model)
-        self._sampler = Sampler(
-            dataclasses.replace(run.sample.request, seed=(run.seed,)),
-            blueprint,
-            programs.data.tokenizer,
-            both_ways=run.objective.prompts == "both ways",
-            is_scored=True,
-        )
+        self._sampler = None
+        if self.has_samples:
+            self._sampler = Sampler(
+                dataclasses.replace(run.sample.request, seed=(run.seed,)),
+                blueprint,
+                programs.data.tokenizer,
+                both_ways=run.objective.prompts == "both ways",
+                is_scored=True,
+            )
 
     def evaluate(
         self,
@@ -431,6 +433,7 @@ class Evaluator:
 
     def sample(self, state: TrainState, step: int) -> None:
         """Write a continuation of each prompt."""
+        assert self._sampler is not None  # else no samples are due
         params = self._decoded(self._programs.whole(state.params))
         self._logger.note_samples(step, self._sampler.write(params))
 

@@ -186,6 +186,7 @@ def principles(words, tmp_path_factory):
     return file
 
 
+@pytest.mark.slow
 def test_a_run_criticizes_and_revises_its_answers_by_drawn_principles(
     words, writer, principles, tmp_path, capfd
 ):
@@ -291,6 +292,7 @@ def test_a_person_is_asked_in_a_terminal_alone(words, tmp_path, capfd):
     assert "in a terminal" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_win_rate_has_an_interval_and_a_run_ties_with_itself(writer, words, reward, capfd):
     prompts = words[2].replace("--prompts", "--text")
     command = ["eval", f"--workdir={writer}", prompts, "--max_tokens=8", "--json"]

@@ -11,6 +11,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import bench
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_bench_measures_and_compares(tmp_path, capsys):
     words = ["bench", "--sizes=0.8M", "--seconds=0.1", "--config.model.depth=1"]

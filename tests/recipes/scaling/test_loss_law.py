@@ -103,6 +103,7 @@ def test_one_run_that_went_wrong_does_not_move_the_law():
     assert best.parameters == pytest.approx(expected.parameters, rel=0.1)
 
 
+@pytest.mark.slow
 def test_runs_drawn_again_spread_as_new_runs_would():
     """The interval of 80% contains the truth in about 80% of 30 sets of runs."""
     expected = np.log(KNOWN.optimum(1e20).parameters)

@@ -56,6 +56,7 @@ def calibration(params, folder, method="gptq", batches=None, facts=None, said=No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_killed_search_continues_with_the_next_layer_and_has_the_same_bytes(

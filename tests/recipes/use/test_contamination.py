@@ -52,6 +52,7 @@ def call(capsys, folder, run, *words, code=0):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_items_of_the_text_are_named_and_scored_apart(folder, capsys):
     words = (f"--tasks={folder / 'task.toml'}", "--against_training")
     answer = call(capsys, folder, "run", *words)

@@ -138,6 +138,7 @@ def paste(capsys, words, part=0):
     return code, error["what"], call(capsys, *more)
 
 
+@pytest.mark.slow
 def test_a_limit_that_no_prompt_leaves_is_refused(config, folder, capsys):
     run = folder / "gpt2"
     flags = [
@@ -158,6 +159,7 @@ def test_a_limit_that_no_prompt_leaves_is_refused(config, folder, capsys):
     assert repeated == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_verified_has_a_fix_to_paste(untrained, folder, capsys):
     words = [f"--workdir={untrained}", "--max_tokens=2"]
     code, what, (repeated, _) = paste(capsys, [*words, "--samples=2"])
@@ -174,6 +176,7 @@ def test_what_cannot_be_verified_has_a_fix_to_paste(untrained, folder, capsys):
     assert (code, result["error"]["what"]) == (65, "no conversation has an answer")
 
 
+@pytest.mark.slow
 def test_a_run_of_text_has_no_answers(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(harness.words(harness.write_config(tmp_path), run, "--config.train.steps=2")) == 0
