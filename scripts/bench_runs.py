@@ -102,14 +102,14 @@ def table(answer: Mapping[str, Any]) -> str:
         "| arm | tokens/s of the command (quartiles) | of its loop (quartiles) | last loss |",
         "|---|---|---|---|",
     ]
-    for arm, found in answer["arms"].items():
-        if found["error"]:
-            lines.append(f"| {arm} | {found['error']} | - | - |")
+    for arm, measured in answer["arms"].items():
+        if measured["error"]:
+            lines.append(f"| {arm} | {measured['error']} | - | - |")
             continue
         speeds = [
-            "{median:,.0f} ({low:,.0f} to {high:,.0f})".format(**found[name]) for name in FIGURES
+            "{median:,.0f} ({low:,.0f} to {high:,.0f})".format(**measured[name]) for name in FIGURES
         ]
-        lines.append(f"| {arm} | {' | '.join(speeds)} | {found['loss_nats']:.3f} |")
+        lines.append(f"| {arm} | {' | '.join(speeds)} | {measured['loss_nats']:.3f} |")
     lines.append("")
     lines += [
         f"jaxlm over the best of PyTorch in {each['precision']}, {each['figure']}: "
@@ -123,14 +123,14 @@ def table(answer: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def verdicts(found: Mapping[str, Mapping[str, Measured]]) -> list[dict[str, Any]]:
+def verdicts(measured: Mapping[str, Mapping[str, Measured]]) -> list[dict[str, Any]]:
     """Return the ratio and the verdict in each precision and over both, for both figures."""
     answers = []
     for name, lows in (*((low, (low,)) for low in PRECISIONS), ("the better of each", PRECISIONS)):
         for figure in FIGURES:
             known = {
                 arm: of[figure]
-                for arm, of in found.items()
+                for arm, of in measured.items()
                 if of[figure].speeds and arm.rpartition(" ")[2] in lows
             }
             ours = [of for arm, of in known.items() if arm.startswith("jaxlm")]
@@ -161,7 +161,7 @@ def main() -> int:
     if wrong := [arm for arm in arms if arm not in ARMS]:
         parser.error(f"there is no {wrong[0]!r}; arms are {', '.join(ARMS)}")
     deadline = time.monotonic() + 60 * args.minutes
-    found = {arm: {name: Measured() for name in FIGURES} for arm in arms}
+    measured = {arm: {name: Measured() for name in FIGURES} for arm in arms}
     facts: dict[str, dict[str, Any]] = {arm: {"error": None, "loss_nats": None} for arm in arms}
     answer: dict[str, Any] = {"size": args.size, "steps": args.steps, "before": machine_facts()}
     for turn in range(args.rounds + 1):  # the first one compiles
@@ -176,10 +176,10 @@ def main() -> int:
             facts[arm]["loss_nats"] = figures["loss_nats"]
             if turn:
                 for name in FIGURES:
-                    found[arm][name].speeds.append(figures[name])
+                    measured[arm][name].speeds.append(figures[name])
         answer |= {
-            "arms": {arm: facts[arm] | _figures(found[arm]) for arm in arms},
-            "verdicts": verdicts(found),
+            "arms": {arm: facts[arm] | _figures(measured[arm]) for arm in arms},
+            "verdicts": verdicts(measured),
             "after": machine_facts(),
         }
         if args.out:  # after an early end, the measurements stay
@@ -188,7 +188,7 @@ def main() -> int:
     return int(any(each["error"] for each in facts.values()))
 
 
-def _figures(found: Mapping[str, Measured]) -> dict[str, Any]:
+def _figures(measured: Mapping[str, Measured]) -> dict[str, Any]:
     return {
         name: {
             "median": of.median,
@@ -196,7 +196,7 @@ def _figures(found: Mapping[str, Measured]) -> dict[str, Any]:
             "high": of.quartiles[1],
             "rounds": len(of.speeds),
         }
-        for name, of in found.items()
+        for name, of in measured.items()
     }
 
 
