@@ -1,13 +1,14 @@
-"""Tables of tasks: a curve with intervals, comparisons of runs, batches, and contamination.
+"""Tables of tasks: a curve with intervals, comparisons, batches, contamination, lm-eval, faults.
 
-    python scripts/show_tasks.py --blimp=blimp.jsonl.gz --steps=200 --limit=2000
+    python scripts/show_tasks.py --blimp=blimp.jsonl.gz --steps=200 --limit=2000 --peer=PYTHON
 
 Other flags, such as `--config.model.depth=2`, are those of all trainings.
 BLiMP's file is one that the user has: JSON lines with `sentence_good`, `sentence_bad`, `UID`,
 `pairID` and `field`. Runs of the quickstart are trained in a temporary folder: two that differ in
 the seed, one that ends at a quarter of the steps, and one on other text (the sentences of BLiMP's
 file that are not scored). Items from the library are the first sentences of documentation in its
-files.
+files. PYTHON has torch, transformers, accelerate and lm-eval; without it the tables beside lm-eval,
+of scores and of speed (`bench_tasks.py`), are left out. The faults are those of the tests.
 """
 
 import argparse
@@ -18,6 +19,9 @@ import io
 import json
 import os
 import random
+import re
+import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -25,10 +29,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxlm.cli.main import main as command
 
+ROOT = Path(__file__).resolve().parents[1]
 BLIMP = """\
 kind = "pair"
 invalid = "skip"    # a few pairs have equal sentences
@@ -40,7 +45,20 @@ good = "{{ sentence_good }}"
 bad = "{{ sentence_bad }}"
 """
 LIBRARY = 'kind = "text"\nitems = "library.jsonl"\n'
+PAIRS = """\
+task: pairs
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: ""
+target_delimiter: ""
+doc_to_choice: "{{ [sentence_good, sentence_bad] }}"
+doc_to_target: 0
+"""
 PARTS = 4  # checkpoints of the curve
+SHARED_ITEMS = 200  # with lm-eval
+FAULTS = ("tests/evals/test_task_mutants.py", "tests/recipes/use/test_tasks.py", "-k=seeded")
 
 
 def jaxlm(*words: str) -> dict[str, Any]:
@@ -87,6 +105,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--limit", type=int, default=2000, help="items of BLiMP")
     parser.add_argument("--items", type=int, default=200, help="items from the library")
+    parser.add_argument("--peer", help="Python with torch, transformers, accelerate and lm-eval")
+    parser.add_argument("--speed_items", type=int, default=60, help="items of the table of speed")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -107,6 +127,10 @@ def main() -> None:
         (folder / "library.toml").write_text(LIBRARY)
         os.chdir(folder)
         show(folder, args.steps, flags)
+        if args.peer:
+            show_peer(folder, args.peer)
+            show_speed(args.peer, args.speed_items)
+    show_faults()
 
 
 def show(folder: Path, steps: int, flags: Sequence[str]) -> None:
@@ -117,10 +141,13 @@ def show(folder: Path, steps: int, flags: Sequence[str]) -> None:
         "a": [f"--config.train.steps={steps}", every, f"--config.checkpoint.keep_last={PARTS}"],
         "b": [f"--config.train.steps={steps}", "--config.seed=1"],
         "short": [f"--config.train.steps={steps // PARTS}"],
-        "other": ["--config.train.steps=4", "--config.data.train=texts/*.txt"],
+        "other": [
+            *("--config.train.steps=4", "--config.data.train=texts/*.txt"),
+            "--config.precision.compute=float32",  # that of lm-eval
+        ],
     }.items():
         jaxlm("train", *shared, *more, f"--workdir={run}")
-    task = "--tasks=blimp.toml"
+    task, library = "--tasks=blimp.toml", "--tasks=library.toml"
     columns: dict[int, dict[str, Any]] = {}
     for step in range(steps // PARTS, steps + 1, steps // PARTS):
         answer = jaxlm("eval", "--workdir=a", task, f"--step={step}")
@@ -134,19 +161,25 @@ def show(folder: Path, steps: int, flags: Sequence[str]) -> None:
     rows = []
     for run in ("b", "short"):
         jaxlm("eval", f"--workdir={run}", task)
+        if run == "short":
+            jaxlm("eval", "--workdir=a", library)
+            jaxlm("eval", f"--workdir={run}", library)
         for each in jaxlm("compare", "a", run)["tasks"]:
             interval = f"{each['difference']['low']:+.3f} to {each['difference']['high']:+.3f}"
-            values = each["a"]["mean"], each["b"]["mean"], each["difference"]["p_value"]
-            rows.append([f"a, {run}", *(f"{value:.3f}" for value in values), interval])
-            rows[-1].append(each["verdict"])
-    table(["runs", "A", "B", "p", "difference", "in words"], rows)
+            values = [f"{each[side]['mean']:.3f}" for side in ("a", "b")]
+            names = [f"a, {run}", f"{each['task']}, {each['metric']}"]
+            doubt = [f"{each['difference']['p_value']:.2g}", interval]
+            rows.append([*names, *values, *doubt, each["verdict"]])
+    table(["runs", "task", "A", "B", "p", "difference", "in words"], rows)
 
-    jaxlm("eval", "--workdir=a", "--tasks=library.toml", "--batch=64")
-    (file,) = folder.glob("a/evals/library.*/samples.jsonl")
-    content = file.read_bytes()
-    file.unlink()
-    jaxlm("eval", "--workdir=a", "--tasks=library.toml", "--batch=1")
-    print(f"\nbatch 1 and 64 give the same bytes: {file.read_bytes() == content}")
+    contents = []
+    for stored in folder.glob("short/evals/library.*"):
+        shutil.rmtree(stored)
+    for batch in (64, 1):
+        result = jaxlm("eval", "--workdir=short", library, f"--batch={batch}")["tasks"]["library"]
+        contents.append(Path(result["folder"], "samples.jsonl").read_bytes())
+        shutil.rmtree(result["folder"])
+    print(f"\nbatch 1 and 64 give the same bytes: {contents[0] == contents[1]}")
 
     rows = []
     for run in ("a", "other"):
@@ -159,6 +192,61 @@ def show(folder: Path, steps: int, flags: Sequence[str]) -> None:
         rows.append([run, *(each["items"] for each in sides), *scores])
     head = ["run", "items in its training text", "others", "bits per byte of these", "of others"]
     table(head, rows)
+
+
+def show_peer(folder: Path, peer: str) -> None:
+    """Print the table of the same items in lm-eval with transformers, on an exported run."""
+    lines = (folder / "blimp.jsonl").read_text().splitlines()
+    valid = [line for line in lines if len({*sentences(line)}) == 2][:SHARED_ITEMS]
+    (folder / "pairs.jsonl").write_text("\n".join(valid) + "\n")
+    (folder / "pairs.yaml").write_text(PAIRS.replace("FILE", str(folder / "pairs.jsonl")))
+    jaxlm("export", "--workdir=other", "--to=hf", "--out=hf")
+    answer = jaxlm("eval", "--workdir=other", "--tasks=pairs.yaml")["tasks"]["pairs"]
+    words = [peer, "-m", "lm_eval", "run", "--model", "hf", "--model_args"]
+    words += ["pretrained=hf,dtype=float32", "--tasks", "pairs", "--include_path", ".", "--device"]
+    words += ["cpu", "--log_samples", "--output_path", "out"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    subprocess.run(words, check=True, stdout=sys.stderr, env={**os.environ, **offline})
+    (file,) = folder.glob("out/**/samples_pairs_*.jsonl")
+    rows = sorted(map(json.loads, file.read_text().splitlines()), key=lambda row: row["doc_id"])
+    theirs = [[-float(choice[0][0]) for choice in row["resps"]] for row in rows]
+    written = Path(answer["folder"], "samples.jsonl").read_text().splitlines()
+    ours = [json.loads(line)["nats"] for line in written]
+    pairs = list(zip(ours, theirs, strict=True))
+    largest = max(abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True))
+    picks = sum(x.index(min(x)) != y.index(min(y)) for x, y in pairs)
+    accuracies = [f"{sum(x[0] <= x[1] for x in each) / len(each):.4f}" for each in (ours, theirs)]
+    head = ["items in both", "largest difference of a log-likelihood, nats", "other picks"]
+    values = [len(pairs), f"{largest:.1e}", picks, *accuracies]
+    table([*head, "accuracy", "of lm-eval"], [values])
+
+
+def sentences(line: str) -> tuple[str, str]:
+    """Return both sentences of a line of BLiMP."""
+    record = json.loads(line)
+    return record["sentence_good"], record["sentence_bad"]
+
+
+def show_speed(peer: str, items: int) -> None:
+    """Print the table of processor time beside lm-eval."""
+    words = ["scripts/bench_tasks.py", f"--peer={peer}", f"--items={items}"]
+    done = subprocess.run(
+        [sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    figures = json.loads(done.stdout[done.stdout.index('{\n "items"') :])
+    names = ("items", "jaxlm_seconds", "lm_eval_seconds", "lm_eval_batch", "ratio")
+    table(["command", *names, "ratios"], [
+        [f"`python {words[0]} --items={items}`", *(f"{figures[name]:.4g}" for name in names),
+         ", ".join(f"{ratio:.2f}" for ratio in figures["ratios"])]
+    ])  # fmt: skip
+
+
+def show_faults() -> None:
+    """Print the table of seeded faults, each with whether a test caught it."""
+    words = [sys.executable, "-m", "pytest", "-v", "--no-header", "-p", "no:cacheprovider", *FAULTS]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    results = re.findall(r"\[(.+)\] (PASSED|FAILED|ERROR)", done.stdout)
+    table(["seeded fault", "caught"], [[name, end == "PASSED"] for name, end in results])
 
 
 if __name__ == "__main__":
