@@ -7,7 +7,7 @@ BLiMP's file is one that the user has: JSON lines with `sentence_good`, `sentenc
 `pairID` and `field`. Runs of the quickstart are trained in a temporary folder: two that differ in
 the seed, one that ends at a quarter of the steps, and one on other text (the sentences of BLiMP's
 file that are not scored). Items from the library are the first sentences of documentation in its
-files. PYTHON has torch, transformers, accelerate and lm-eval; without it the tables beside lm-eval,
+files. PYTHON has torch, transformers, accelerate and lm-eval; without it the tables of lm-eval,
 of scores and of speed (`bench_tasks.py`), are left out. The faults are those of the tests.
 """
 
@@ -228,7 +228,7 @@ def sentences(line: str) -> tuple[str, str]:
 
 
 def show_speed(peer: str, items: int) -> None:
-    """Print the table of processor time beside lm-eval."""
+    """Print the table of processor time against lm-eval."""
     words = ["scripts/bench_tasks.py", f"--peer={peer}", f"--items={items}"]
     done = subprocess.run(
         [sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
