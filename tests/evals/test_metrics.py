@@ -8,6 +8,7 @@ import pytest
 import sacrebleu
 
 from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.corpus.filters.linear import Features, LinearClassifier
 from jaxlm.evals import calibration, metrics
 from jaxlm.evals.metrics import METRICS, corpus_score, normalized, score
 from jaxlm.evals.tasks import answers, config, results
@@ -117,6 +118,36 @@ def test_a_task_names_further_metrics_refusals_and_listed_words():
     references = [["the big cat"] * 3]
     expected = sacrebleu.corpus_bleu(["the big cat", "", "the cat. Foolish bad apple"], references)
     assert summary["corpus"]["bleu"]["score"] == pytest.approx(expected.score)
+
+
+def test_answers_of_a_label_of_a_trained_classifier_are_counted(tmp_path):
+    features = Features(buckets=64, run=1)
+    weights = np.zeros((64, 2), np.float32)
+    weights[features.of("awful"), 1] = 9.0
+    bias = np.array([1.0, 0.0], np.float32)
+    (tmp_path / "rude").mkdir()
+    LinearClassifier(("kind", "rude"), features, weights, bias).write(tmp_path / "rude", {})
+    more = 'classifier = "rude"\nlabel = "rude"\n'
+    task = config.parsed(f"{TASK}{more}", tmp_path / "t.toml")
+    texts = ["how nice", "awful", "awful awful"]
+    lines = [
+        answers.judged(
+            task.kind,
+            Continuation("", [7], text, None, "length"),
+            "x",
+            classifier=task.classifier(),
+        )
+        for text in texts
+    ]
+    assert [line["metrics"]["classified"] for line in lines] == [0.0, 1.0, 1.0]
+    assert lines[0]["probability"] < 0.5 < lines[1]["probability"]
+    for text, why in (
+        ('label = "rude"\n', "classifier and label need each other"),
+        (more.replace('label = "rude"', 'label = "mean"'), "must be one of kind, rude"),
+    ):
+        with pytest.raises(DataError) as refused:
+            config.parsed(f"{TASK}{text}", tmp_path / "t.toml").classifier()
+        assert why in refused.value.why
 
 
 def test_a_metric_that_is_none_or_lacks_its_package_is_refused_with_the_task(monkeypatch):

@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxlm.core import random
+from jaxlm.corpus.filters.linear import LinearClassifier
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals import code, metrics, statistics, verify
 from jaxlm.evals.tasks.config import Answer
@@ -135,11 +136,13 @@ def judged(
     reference: str,
     program: tuple[str, str] = ("", ""),
     drawn: Sequence[Continuation] = (),
+    classifier: tuple[LinearClassifier, int] | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a sample: metrics, and the text from which they were computed.
 
     `extracted` is 1 if the answer has the part that is compared, `refused` if a pattern of refusals
-    matches, and `listed_words` if a listed word or phrase occurs, in any case. With a `program`,
+    matches, `listed_words` if a listed word or phrase occurs, in any case, and `classified` if the
+    likeliest label is that of the task; the sample has its probability. With a `program`,
     the source before and after the answer, it is run: `passed` is 1 if it ended without an
     exception.
 
@@ -149,6 +152,7 @@ def judged(
       reference: the right answer.
       program: source before and after the answer; empty if no program is run.
       drawn: further answers. `pass_at_k` is the unbiased estimate from all of them.
+      classifier: classifier of answers and the index of its label, see `Task.classifier`.
     """
     expected = extracted(reference, kind.extract)
     expected = reference if expected is None else expected
@@ -184,6 +188,10 @@ def judged(
     if kind.listed:
         fields["listed"] = occurring(answer.text, kind.listed)
         values["listed_words"] = float(bool(fields["listed"]))
+    if classifier is not None:
+        probabilities = classifier[0].probabilities(answer.text)
+        fields["probability"] = float(probabilities[classifier[1]])
+        values["classified"] = float(probabilities.argmax() == classifier[1])
     return fields | {
         "metrics": values,
         "weight": 1.0,

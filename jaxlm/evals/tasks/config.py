@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, not_installed
 from jaxlm.core.nearest import nearest_word
+from jaxlm.corpus.filters.linear import LinearClassifier
 from jaxlm.evals.metrics import METRICS, needs_sacrebleu
 from jaxlm.evals.tasks import lm_eval_yaml, made
 
@@ -80,7 +81,8 @@ class Answer(Prompted):
     after `max_tokens`. `extract` is a regular expression whose last match, or its first group, is
     compared; by default the whole text. `match` is that of `jaxlm eval --verify`. `metrics` are
     further ones of `jaxlm.evals.metrics`. `refusals` are regular expressions of refused answers,
-    and `listed` are words and phrases that are looked for in answers. If there is a `program_end`,
+    and `listed` are words and phrases that are looked for in answers. `classifier` is the folder of
+    a classifier, relative to the file, and `label` one of its labels. If there is a `program_end`,
     `program_start`, the answer and `program_end` are run as a Python program. `samples` further
     answers are drawn at `temperature`, for pass@k: the probability that one of k is right, or
     passes.
@@ -95,6 +97,8 @@ class Answer(Prompted):
     metrics: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
+    classifier: str = ""
+    label: str = ""
     program_start: str = ""
     program_end: str = ""
     samples: int = 0
@@ -166,6 +170,20 @@ class Task:
         """Name of the program that makes the items; None for items of a file."""
         is_made = self.items.startswith(made.PREFIX)
         return self.items.removeprefix(made.PREFIX) if is_made else None
+
+    def classifier(self) -> tuple[LinearClassifier, int] | None:
+        """Return the classifier of the answers and the index of its label; None without one.
+
+        Raises InputMissing if the folder has none, DataError if it is damaged or lacks the label.
+        """
+        if not isinstance(self.kind, Answer) or not self.kind.classifier:
+            return None
+        where = f"{self.path}, classifier"
+        model = LinearClassifier.read(self.path.parent / self.kind.classifier, where)
+        if self.kind.label not in model.labels:
+            labels = ", ".join(model.labels)
+            raise invalid(self.path, f"label is {self.kind.label!r}, and must be one of {labels}")
+        return model, model.labels.index(self.kind.label)
 
     def templates(self) -> dict[str, str]:
         """Return all templates of an item by name."""
@@ -260,6 +278,8 @@ def _check_answer(kind: Answer, path: Path) -> None:
             list(map(re.compile, patterns))
         except re.error as error:
             raise invalid(path, f"{name} has no regular expression: {error}") from error
+    if bool(kind.classifier) != bool(kind.label):
+        raise invalid(path, "classifier and label need each other")
     if unknown := [name for name in kind.metrics if name not in METRICS]:
         raise invalid(path, f"metrics has {unknown[0]!r}, and must be of {', '.join(METRICS)}")
     if needs_sacrebleu(kind.metrics):

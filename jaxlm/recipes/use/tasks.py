@@ -270,6 +270,7 @@ class PreparedTask:
         self.task, self._settings, self.mesh = task, settings, mesh
         self._tokenizers, tokenizer = tokenizers, tokenizers.text
         self.pad = tokenizer.pad
+        self._classifier = task.classifier()
         self._every = items.StoredItems(task, task.file) if stored is None else stored
         chosen = self._every.limited(settings.limit)
         pool = self._pool() if settings.shots else []
@@ -319,6 +320,9 @@ class PreparedTask:
             "template": tokenizers.template,
             "rows": [*self.shape, self.is_shared],
         }
+        if self._classifier is not None:
+            weights = self._classifier[0].weights.tobytes()
+            definition["classifier"] = hashlib.sha256(weights).hexdigest()
         self.definition = json.loads(json.dumps(definition))
 
     def __len__(self) -> int:
@@ -396,7 +400,9 @@ class PreparedTask:
             written = []
             for question, greedy, others in zip(asked, texts, drawn, strict=True):
                 item = question.item
-                fields = answers.judged(kind, greedy, item.gold, item.program, others)
+                fields = answers.judged(
+                    kind, greedy, item.gold, item.program, others, self._classifier
+                )
                 written.append(results.written(question, fields))
             return written
         read = [self._read(question) for question in asked]

@@ -206,6 +206,27 @@ def test_scores_are_those_of_the_logits_over_the_padded_vocabulary(folder, train
     compare_with_logits(folder, trained)
 
 
+def test_logits_are_those_of_scored_tokens_alone(folder, trained, monkeypatch):
+    opened = load.load_run(trained, sequence=64)
+    task = prepared(opened, folder / "choice.toml")
+    asked = [each.requests for each in task.prompter.questions(list(task.scored_items()))]
+    traced = []
+
+    def recorded(step):
+        def run(*arguments):
+            traced.append(str(jax.make_jaxpr(step)(*arguments)))
+            return step(*arguments)
+
+        return run
+
+    with jax.set_mesh(opened.model.mesh):
+        (scorer,) = tasks.scorers([task], opened.model.blueprint)
+        monkeypatch.setattr(scorer, "_step", recorded(scorer._step))
+        scorer.nats(opened.params, asked[:4], packing.RowShape(64, 24))
+    assert "64,320]" not in traced[0]  # of all slots
+    assert "24,320]" in traced[0]
+
+
 # Name: the object, its function, the text that changes, and the text of the fault.
 MUTANTS = {
     "a slot of the choice early": (
