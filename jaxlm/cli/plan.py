@@ -5,8 +5,10 @@ t4, v5e-16, v5p-128, tpu7x-64, or cpu; by default the GPUs of this machine if JA
 else its CPU. For any other GPU --on=NAME --memory=24GB predicts if the run fits, without times.
 --exact compiles the step, for a TPU slice or for this machine's CPU, and shows the compiler's
 memory analysis too. --fit searches meshes, micro-batches, remat and loss chunks for the fastest
-settings that fit. The exit code is 0 even if the run does not fit: the result then names what
-fits: other settings, else more of the chips, else a smaller model.
+settings that fit. --serve plans `jaxlm serve` instead: its memory, the slots of a context that fit,
+and the tokens per second that the memory's speed allows. The exit code is 0 even if the run does
+not fit: the result then names what fits: other settings, else more of the chips, else a smaller
+model.
 """
 
 import math
@@ -21,12 +23,19 @@ from jaxlm.monitor import chips, formatting, host_machine
 from jaxlm.monitor.chips import MEMORY, Machine, machine
 from jaxlm.parallel.config import AXES, format_mesh
 
+SLOTS = 8  # of a server, as of `jaxlm serve`
+LEAST = {"slots": 1, "context": 2}
+
 
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--on", "MACHINE", str, "chip, CHIPxN, TPU slice, or cpu (this machine)")
     add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
     add_flag(parser, "--devices", "N", 1, "with --on=cpu: number of devices")
     add_flag(parser, "--price", "X", float, "price per device-hour, to compute the cost")
+    parser.add_switch("--serve", "plan a server, not a training run")
+    add_flag(parser, "--slots", "N", int, "with --serve: requests that run at once (8)")
+    add_flag(parser, "--context", "TOKENS", int, "with --serve: largest request (the run's rows)")
+    add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], str, "with --serve: dtype of its cache")
     parser.add_switch("--fit", "search for the fastest settings that fit")
     parser.add_switch("--exact", "compile the step and compare")
     parser.add_switch("--sharding", "print the sharding of each parameter")
@@ -43,6 +52,18 @@ def run(args: Any, out: Output) -> int:
     _check(args)
     assumed: list[str] = []
     on = named_machine(args, args.devices, assumed)
+    if args.serve:
+        from jaxlm.recipes.plan.serving import forecast_serving
+
+        plan = forecast_serving(
+            loaded.value,
+            on,
+            slots=args.slots or SLOTS,
+            context=args.context,
+            is_int8=args.kv_cache_dtype == "int8",
+            assumed=assumed,
+        )
+        return out.result(plan.record(), _serving_text(plan.record()))
     chosen = loaded.value
     answer: dict[str, Any] = {}
     if args.fit:
@@ -97,6 +118,22 @@ def _check(args: Any) -> None:
         what, where = f"a price of {args.price:g} is not allowed", f"--price={args.price:g}"
         why = "--price must be a positive price per device-hour"
         raise CommandError(what, where=where, why=why, fix="jaxlm plan --help")
+    training = [name for name in ("fit", "exact", "sharding", "price") if getattr(args, name)]
+    serving = [name for name in ("slots", "context", "kv_cache_dtype") if getattr(args, name)]
+    if args.serve and training:
+        what, where = f"--{training[0]} is for a training run", f"--serve --{training[0]}"
+        why = "--serve plans a server, whose settings are --slots and --context"
+        fix = f"jaxlm plan --config={shlex.quote(args.config)} --on={args.on} --serve"
+        raise CommandError(what, where=where, why=why, fix=fix)
+    if serving and not args.serve:
+        what, where = f"--{serving[0]} is for a server", f"--{serving[0]}"
+        why = "without --serve the plan is of a training run"
+        raise CommandError(what, where=where, why=why, fix=f"--serve {_flag_of(args, serving[0])}")
+    for name in ("slots", "context"):
+        if (value := getattr(args, name)) is not None and value < LEAST[name]:
+            what, where = f"--{name} is too small", f"--{name}={value}"
+            why = f"it must be at least {LEAST[name]}"
+            raise CommandError(what, where=where, why=why, fix=f"--{name}={LEAST[name]}")
     if args.devices < 1 or (args.devices > 1 and args.on != "cpu"):
         is_gpu = args.on in chips.CHIPS and not chips.CHIPS[args.on].is_tpu
         what = "the name of the machine contains the number of devices"
@@ -113,6 +150,34 @@ def _check(args: Any) -> None:
         why = "the compiler of TPUs needs no TPU, that of GPUs needs the GPU"
         fix = f"jaxlm plan --config={shlex.quote(args.config)} --on={args.on}"
         raise CommandError(what, where=f"--exact --on={args.on}", why=why, fix=fix)
+
+
+def _flag_of(args: Any, name: str) -> str:
+    return f"--{name}={getattr(args, name)}"
+
+
+def _serving_text(answer: dict[str, Any]) -> list[str]:
+    size = formatting.size
+    verdict = "fits" if answer["fits"] else "DOES NOT FIT"
+    slots, most = answer["slots"], answer["most_slots"]
+    parts = f"weights {size(answer['weights_bytes'])} · {slots} x {size(answer['slot_bytes'])}"
+    speed = "unknown: no figures for this chip"
+    if answer["tokens_per_second"]:
+        slow, fast = map(formatting.count, answer["tokens_per_second"])
+        low, high = map(formatting.duration, answer["pass_seconds"])
+        speed = f"at most {slow} to {fast} tokens/s, {low} to {high} per token of a request"
+    rows = [
+        ("on", answer["on"]),
+        ("slots", f"{slots:,} of {answer['context']:,} tokens"),
+        ("memory", f"{size(answer['total_bytes'])} of {size(answer['memory_bytes'])}: {verdict}"),
+        ("memory", parts),
+        ("at most", f"{most:,} slots of this context"),
+        ("speed", speed),
+        *(("assumed", text) for text in answer["assumed"]),
+    ]
+    flags = f"--slots={min(slots, most)} --context={answer['context']}"
+    rows.append(("next", f"jaxlm serve --workdir=RUN {flags}" if most else "a smaller model"))
+    return table(rows)
 
 
 def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]:

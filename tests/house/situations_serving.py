@@ -17,6 +17,10 @@ SITUATIONS = {
     ),
     "a key without a file": Situation("serve --add_key", code=2),
     "limits of keys without a file": Situation("serve --key_calls=5", code=2),
+    "a training plan of a server": Situation("plan --config=c.py --serve --fit", code=2),
+    "slots of no server": Situation("plan --config=c.py --slots=4", code=2),
+    "a plan of no slots": Situation("plan --config=c.py --serve --slots=0", code=2),
+    "a server on eight devices": Situation("plan --config=c.py --serve --on=h100x8", code=2),
     "a key in no folder": Situation("serve --add_key --keys=no/such/keys.txt", code=73),
 }
 

@@ -60,7 +60,9 @@ def forecast(
     samples, ways = run.train.batch * run.rl.updates, logical.ways(sizes, "batch")
     slots = math.ceil(run.rl.slots_of(run.train.batch) / ways) * ways
     item = ITEM_BYTES[run.precision.compute_dtype]
-    row = model_cost.cache_bytes(decoder, run.data.sequence, element_bytes=item)
+    # A CPU keeps activations in float32 in every dtype, and so the cache.
+    cached = ITEM_BYTES["float32"] if machine.chip.name == "cpu" else item
+    row = model_cost.cache_bytes(decoder, run.data.sequence, element_bytes=cached)
     cache = row * slots / ways / logical.ways(sizes, "kv_heads")
     numbers = held["parameters"] / ITEM_BYTES[run.precision.params]
     weights = numbers * item if machine.chip.name == "cpu" else 0.0
