@@ -3,8 +3,8 @@
 Example:
   >>> from jaxlm.core import config
   >>> from jaxlm.monitor.chips import machine
-  >>> run = config.load(Run, None, [("model", "llama3-8b"), ("precision.compute", "bfloat16")]).value
-  >>> plan = forecast_serving(run, machine("h100", flag="--on"), slots=8, context=4096)
+  >>> run = config.load(Run, None, [("model", "llama3-8b")]).value
+  >>> plan = forecast_serving(run, machine("h200", flag="--on"), slots=8, context=4096)
   >>> plan.fits, plan.most_slots > 8
   (True, True)
 """
