@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -293,12 +294,19 @@ def _current_overrides(schema: type, overrides: Overrides) -> list[tuple[str, st
     return result
 
 
-def _arms_first(schema: type, overrides: Overrides) -> list[tuple[str, str]]:
-    """Sort overrides: sections and names of arms first, outer before inner, then the others."""
+@functools.cache
+def _labels(schema: type) -> frozenset[str]:
+    """Return the paths of published sections, and of the settings that name an arm."""
     every = sections.settings(schema, {}, every_arm=True)
     labels = {path for path, known in every.items() if known.named}
     for path, known in every.items():
         labels |= {sections.join(path, name) for arm in known.arms if (name := sections.tag(arm))}
+    return frozenset(labels)
+
+
+def _arms_first(schema: type, overrides: Overrides) -> list[tuple[str, str]]:
+    """Sort overrides: sections and names of arms first, outer before inner, then the others."""
+    labels = _labels(schema)
 
     def order(pair: tuple[str, str]) -> tuple[bool, int]:
         is_label = pair[0] in labels

@@ -82,7 +82,7 @@ class Setting:
     former_values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     names_code: bool = False
 
-    @property
+    @functools.cached_property
     def arms(self) -> tuple[type, ...]:
         """Sections that the field may hold; empty for a plain value."""
         return arms(self.kind)
@@ -197,6 +197,8 @@ def chosen(sections: tuple[type, ...], raw: Any, default: Any) -> type | None:
 
 def settings(schema: type, raw: dict[str, Any], *, every_arm: bool = False) -> dict[str, Setting]:
     """Return settings and sections by dotted path, for the arms that `raw` names or for all."""
+    if every_arm:
+        return dict(_every_setting(schema))
     result: dict[str, Setting] = {}
 
     def visit(section: type, inner: Any, path: str) -> None:
@@ -204,11 +206,26 @@ def settings(schema: type, raw: dict[str, Any], *, every_arm: bool = False) -> d
             inner_path = join(path, name)
             result.setdefault(inner_path, known)
             below = inner.get(name, {}) if isinstance(inner, dict) else {}
-            picked = chosen(known.arms, below, known.default) if known.arms else None
-            for arm in known.arms if every_arm else (picked,) if picked else ():
-                visit(arm, below, inner_path)
+            if known.arms and (picked := chosen(known.arms, below, known.default)):
+                visit(picked, below, inner_path)
 
     visit(schema, raw, "")
+    return result
+
+
+@functools.cache
+def _every_setting(schema: type) -> dict[str, Setting]:
+    """Return the settings of all arms; a path of several arms has the setting of the first."""
+    result: dict[str, Setting] = {}
+
+    def visit(section: type, path: str) -> None:
+        for name, known in fields(section).items():
+            inner_path = join(path, name)
+            result.setdefault(inner_path, known)
+            for arm in known.arms:
+                visit(arm, inner_path)
+
+    visit(schema, "")
     return result
 
 
