@@ -175,6 +175,7 @@ def part_of_a_larger(source, begins):
     return stored, others
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "begins", [("", "language_model."), ("model.", "model.language_model.")], ids=["4", "5"]

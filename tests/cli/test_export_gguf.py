@@ -125,6 +125,7 @@ def test_matrices_are_rounded_and_vectors_are_not(dtype, capsys, tmp_path):
     assert settings["general.file_type"] == {"bfloat16": 32, "float16": 1}[dtype]
 
 
+@pytest.mark.slow
 def test_what_is_imported_again_says_and_computes_the_same(capsys, tmp_path):
     run, out, second = (
         imported(tmp_path, capsys, FAMILIES["gemma2"]),

@@ -93,6 +93,7 @@ def test_the_parts_of_a_file_are_its_records(large, capsys):
     assert differ <= {"files", "speed"}
 
 
+@pytest.mark.few(1)
 def test_parts_are_the_same_in_several_processes_and_after_a_kill(large, capsys):
     run(capsys, *CUT)
     whole = tree(Path("out"))

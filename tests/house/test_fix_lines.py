@@ -757,6 +757,12 @@ SLOW = {
     "too little text held out",
     "a run that diverges",
     "a run that is not a number",
+    "a loss of text of a reward model",
+    "a penalty by fresh weights",
+    "a verb like none",
+    "an imported model without text",
+    "a collection without a judge",
+    "a teacher of another vocabulary",
 }
 
 

@@ -77,6 +77,16 @@ SHORTER = {
 }
 
 
+# Commands that take long. Their verbs and objectives have fast tests of their own.
+SLOW = "|".join(
+    (
+        r"--cpu_devices|^jaxlm (check|bench|lr-find|sweep) |workdir=runs/c ",
+        r"config=rl/ppo|config=preference/(process|reward)|qlora|--method=gptq",
+    )
+)
+FIRST_RUN = "jaxlm train --config=quickstart --workdir=runs/a --stop_at=20"  # many read it
+
+
 def shortened(command: str) -> str:
     """The command with what TINY, TUNED, REINFORCED and SHORTER add to it."""
     words = shlex.split(command)
@@ -147,11 +157,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def marked(name: str, command: str):
-    """The command of a page as a test.
-
-    Those that take long and need nothing of the others are slow: their verbs have fast tests of
-    their own.
-    """
+    """The command of a page as a test; those that take long are slow."""
     marks = []
     if "--topology" in command:
         marks.append(
@@ -160,7 +166,7 @@ def marked(name: str, command: str):
                 reason="scripts/test --slow has libtpu in another environment",
             )
         )
-    if re.search(r"--cpu_devices|^jaxlm (check|bench|lr-find|sweep) |workdir=runs/c ", command):
+    if re.search(SLOW, command):
         marks.append(pytest.mark.slow)
     return pytest.param(command, marks=marks, id=f"{name}: {command}")
 
@@ -176,6 +182,9 @@ def test_a_command_of_the_manual_runs(checkout, command, request, monkeypatch, c
     words = shlex.split(shortened(command))
     is_slow = request.node.get_closest_marker("slow") is not None
     needs_shell = set("|>;&<*?$") & set(re.sub(r"'[^']*'", "", command))
+    if is_slow and "=runs/a" in command and not (checkout / "runs/a").exists():
+        done = run(shortened(FIRST_RUN), checkout)
+        assert done.returncode == 0, done.stdout + done.stderr
     if is_slow or words[0] != "jaxlm" or words[1] == "launch" or needs_shell:
         done = run(shortened(command), checkout)
         assert done.returncode == 0, done.stdout + done.stderr

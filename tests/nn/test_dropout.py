@@ -46,6 +46,7 @@ def whole():
     return np.asarray(run(made(3, (PLAIN,))))
 
 
+@pytest.mark.slow
 def test_a_layer_that_every_row_passes_by_might_as_well_not_be_there(whole):
     key = jax.random.key(3)
     without = dropping((1e-9, 1e-9, 1 - 1e-6))

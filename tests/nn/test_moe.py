@@ -148,6 +148,7 @@ def test_outputs_means_and_gradients_are_those_of_numpy(name):
     )
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_bias_says_which_experts_are_chosen_too_often():
     config = dataclasses.replace(SOFTMAX, bias_rate=0.01)
     moe, _ = built(config)

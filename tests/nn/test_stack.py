@@ -90,6 +90,7 @@ def test_scan_and_unroll_drop_the_same_with_the_same_key(pattern, scanned):
     assert_same(scanned, loss_and_gradients(made(*pattern, layers="unroll")))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("depth", "layers", "remat"),

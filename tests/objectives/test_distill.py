@@ -127,6 +127,7 @@ def test_the_divergence_has_no_gradient_for_the_teacher_and_is_never_negative():
     assert np.isfinite(divergence(100 * teacher, -100 * student, 1.0)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["reverse", "jsd"])
 def test_other_divergences_are_those_of_a_float64_reference(blueprint, models, kind):

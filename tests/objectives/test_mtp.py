@@ -125,6 +125,7 @@ def expected(blueprint, params, rows):
     return sums
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("factors", [None, (1, 0)], ids=["all rows", "one row of a mixture"])
 def test_each_depth_is_that_of_a_float64_reference(built, factors):

@@ -96,6 +96,7 @@ def test_a_step_of_it_is_replayed_from_where_it_began(folder, capsys):
     assert (code, report["from_step"], report["is_as_logged"]) == (0, 0, True)
 
 
+@pytest.mark.slow
 def test_another_model_or_tokenizer_is_refused_with_the_flags_that_do(folder, capsys):
     flag = f"--init_from={folder / 'a'}"
     code, message = error(capsys, *words(folder, "b", flag, "--config.model.width=48"))

@@ -40,6 +40,7 @@ def rates(run):
     return [r["learning_rate"] for r in harness.records(run) if r["split"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_change_is_followed_from_the_next_update_on_said_and_written_down(run):
     assert rates(run)[1:] == pytest.approx([LR] * 3 + [1e-3] * 4)
     assert harness.records(run, "control.jsonl") == [{"step": 4, "lr": 1e-3}]

@@ -131,6 +131,7 @@ def test_a_healthy_run_is_warned_of_nothing_and_is_what_it_was(healthy):
     assert harness.exit_of(healthy)["cause"] == "finished"
 
 
+@pytest.mark.slow
 def test_stop_ends_the_run_with_79_and_keeps_what_was_saved_before(config, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(harness.words(config, run, HUGE, STOP)) == 79

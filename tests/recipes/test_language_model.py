@@ -217,7 +217,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore::jaxlm.recipes.use.fresh.Untrained")
 @pytest.mark.parametrize("part", [1, 2, 3, 4])
 def test_the_programs_of_the_page_run_in_order(part, tiny, tmp_path, monkeypatch, capsys):

@@ -224,6 +224,7 @@ def test_groups_without_a_gradient_are_drawn_again(config, tmp_path):
         assert records(tmp_path / "parts", name) == records(tmp_path / "whole", name)
 
 
+@pytest.mark.slow
 def test_groups_of_equal_rewards_change_nothing_and_end_the_run(config, tmp_path, capsys):
     """No step is applied, and the error names what could give them a gradient."""
     flags = ["--config.reward.functions=exact", "--config.rl.updates=1"]

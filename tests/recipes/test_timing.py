@@ -58,6 +58,7 @@ def intervals(rows):
     return list(itertools.pairwise([begin, *rows]))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_tokens_over_speed_and_pauses_are_the_time_that_elapsed(rows):
     seconds = 0.0

@@ -11,7 +11,7 @@ changed_tests = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(changed_tests)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changed", "included", "excluded"),
     [

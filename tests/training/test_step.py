@@ -205,6 +205,7 @@ def test_the_losses_go_down_so_that_the_comparison_means_something(alone):
     assert len(set(alone[:, 0])) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("parts", [2, 8])
 def test_uneven_micro_batches_are_one_batch(parts):

@@ -120,6 +120,7 @@ def test_scan_unrolling_and_remat_give_the_same_gradients():
             np.testing.assert_allclose(leaf, expected[path], rtol=1e-4, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_lora_on_the_dequantized_base():
     plain, stored, adapted, params = models()
     new = new_paths(stored, adapted)
@@ -169,6 +170,7 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_device(base, sizes):
         np.testing.assert_allclose(leaf, want, rtol=2e-3, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("layers", ["scan", "unroll"])
 @pytest.mark.parametrize("remat", ["none", "full"])

@@ -95,6 +95,7 @@ def test_training_lowers_the_loss_from_that_of_the_base(run, base, capsys):
     assert last["loss_nats"] < first["loss_nats"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_a_run_is_evaluated_continued_and_exported_with_its_adapter(run, tmp_path, capsys):
     last = [each for each in harness.records(run) if each["split"] == "val"][-1]

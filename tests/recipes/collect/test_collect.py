@@ -103,6 +103,7 @@ def test_models_judge_by_the_ids_of_their_training(words, writer, reward, tmp_pa
         assert all(each["text"] for each in lines if each["score"] is not None)
 
 
+@pytest.mark.slow
 def test_a_judge_that_sees_two_answers_has_no_preference_for_a_place(
     words, writer, tmp_path, capfd
 ):

@@ -36,6 +36,7 @@ def test_a_machine_that_computes_is_found_well(capsys, tmp_path):
     assert not list(tmp_path.iterdir()), "what was written is gone"
 
 
+@pytest.mark.slow
 def test_a_device_that_computes_wrongly_is_found(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(device_checks.jnp, "matmul", lambda x, y: (x @ y).at[3, 5].add(1e3))
     assert main(["doctor", f"--workdir={tmp_path}"]) == 1

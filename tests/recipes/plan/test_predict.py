@@ -362,6 +362,7 @@ def test_the_bytes_of_an_adapters_step_are_those_of_the_compiler_within_a_tenth(
 EXPERTS = {"model.family": "mixtral", "model.experts": "8", "train.stack": "unroll"}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("settings", "most"), [({}, 8.0), ({"model.capacity": "1.25"}, 1.25)], ids=["dropless", "1.25"]
@@ -548,7 +549,7 @@ def test_the_fastest_that_fits_is_found_and_fits(capsys):
     assert pasted["bytes_per_device"] == plan["bytes_per_device"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("config", "words", "flags"),
     [

@@ -72,6 +72,7 @@ def test_a_fit_finds_the_constants_that_runs_were_made_with():
     assert best.loss_nats == pytest.approx(expected.loss_nats, rel=0.005)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scatter", [5e-4, 3e-3])
 def test_no_other_search_finds_a_lower_minimum(scatter):
     """SciPy's L-BFGS, from four starts, on the objective written down again."""

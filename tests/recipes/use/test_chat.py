@@ -86,6 +86,7 @@ def test_generate_answers_a_user_turn(tmp_path, capsys):
     assert spoken["samples"][0]["ids"] == plain["samples"][0]["ids"] != []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 def test_an_answer_ends_with_any_of_the_tokens_that_the_model_names(tmp_path, capsys, where):
     """Gemma and Phi-3 end a turn and a document with different tokens; both have no text."""

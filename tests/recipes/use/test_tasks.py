@@ -262,6 +262,7 @@ def test_a_seeded_fault_of_the_rows_is_caught(name, folder, trained, monkeypatch
         compare_with_logits(folder, trained)
 
 
+@pytest.mark.slow
 def test_the_batch_of_the_command_changes_no_byte(folder, run, capsys):
     written = []
     for batch in (1, 7, 64):
