@@ -120,7 +120,9 @@ SITUATIONS = {
     # configs
     "no such config": Situation("config validate --config=d.py"),
     "no shipped config of the name": Situation("config validate --config=quickstrat"),
-    "a shipped config misspelt as a file": Situation("config validate --config=configs/llama-1bb.py"),
+    "a shipped config misspelt as a file": Situation(
+        "config validate --config=configs/llama-1bb.py"
+    ),
     "a recipe as the config of a run": Situation("train --config=r.py --workdir=new"),
     "a model of transformers as a run": Situation(
         "eval --workdir=exported --text=texts/*.txt --sequence=32"
