@@ -37,6 +37,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--drain_seconds", "X", 30.0, "time for running requests after a SIGTERM")
     add_flag(parser, "--stall_seconds", "X", 300.0, "time limit of a pass; then the process ends")
     add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], "auto", "dtype of the KV cache")
+    add_flag(parser, "--price", "X", float, "price per device-hour, to compute the cost of tokens")
     parser.add_run_selection()
     add_flag(parser, *ADAPTER)
 
@@ -47,6 +48,9 @@ def run(args: Any, out: Output) -> int:
         if value is not None and value < least:
             what, why = f"--{name} is too small", f"it must be at least {least}"
             raise CommandError(what, where=f"--{name}={value}", why=why, fix="jaxlm serve --help")
+    if args.price is not None and not args.price > 0:
+        what, why = f"a price of {args.price:g} is not allowed", "it must be above 0"
+        raise CommandError(what, where=f"--price={args.price:g}", why=why, fix="jaxlm serve --help")
     if args.port > MAX_PORT:
         what, why = "there is no such port", f"the largest one is {MAX_PORT}"
         raise CommandError(what, where=f"--port={args.port}", why=why, fix="jaxlm serve --help")
@@ -86,5 +90,6 @@ def run(args: Any, out: Output) -> int:
         limits=KeyLimits(calls=args.key_calls, running=args.key_running, tokens=args.key_tokens),
         kv_cache_dtype=args.kv_cache_dtype,
         adapter=args.adapter,
+        price=args.price,
     )
     return serve(workdir, options, out.log, **selection(args))

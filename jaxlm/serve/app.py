@@ -83,6 +83,7 @@ class Server:
       log: receives a line for each call.
       hosts: accepted names of the Host header; an empty tuple accepts all.
       limits: limits of each key.
+      price: price of the device for an hour, for a metric of cost; None has none.
     """
 
     def __init__(
@@ -92,10 +93,11 @@ class Server:
         log: Log,
         hosts: tuple[str, ...] = LOCAL,
         limits: KeyLimits = NO_LIMITS,
+        price: float | None = None,
     ):
         self.served: Served | None = None
         self.quotas = Quotas(limits)
-        self.bridge, self.metrics = bridge, Metrics(bridge)
+        self.bridge, self.metrics = bridge, Metrics(bridge, price)
         self._keys, self._log, self._hosts = keys, log, hosts
 
     def app(self) -> guard.App:

@@ -7,16 +7,30 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from jaxlm.generate.engine import Counters
 from jaxlm.serve.bridge import Bridge
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
+def cost_per_million(counters: Counters, price: float) -> float | None:
+    """Return the cost of a million tokens, of prompts and drawn, while the device computes.
+
+    Args:
+      counters: totals of the engine.
+      price: price of the device for an hour; the result has its currency.
+
+    Returns None before the first token.
+    """
+    tokens = counters.prompt_tokens + counters.cached_tokens + counters.drawn_tokens
+    return 1e6 * price * counters.seconds / 3600 / tokens if tokens else None
+
+
 class _EngineMetrics(Collector):
     """Numbers that the engine has."""
 
-    def __init__(self, bridge: Bridge):
-        self._bridge = bridge
+    def __init__(self, bridge: Bridge, price: float | None):
+        self._bridge, self._price = bridge, price
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         engine = self._bridge.engine
@@ -44,6 +58,10 @@ class _EngineMetrics(Collector):
             "device_seconds": ("seconds of passes", counters.seconds),
             "failed_passes": ("passes that raised an exception", counters.failures),
         }
+        if self._price is not None:
+            cost = cost_per_million(counters, self._price)
+            doc = "price of a million tokens, of prompts and drawn, in device seconds"
+            gauges["cost_per_million_tokens"] = doc, cost or 0.0
         for name, (doc, value) in gauges.items():
             yield GaugeMetricFamily(f"jaxlm:{name}", doc, value=value)
         for name, (doc, value) in totals.items():
@@ -53,9 +71,9 @@ class _EngineMetrics(Collector):
 class Metrics:
     """Counters and histograms of requests."""
 
-    def __init__(self, bridge: Bridge):
+    def __init__(self, bridge: Bridge, price: float | None = None):
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineMetrics(bridge))
+        self._registry.register(_EngineMetrics(bridge, price))
 
         def counter(name: str, doc: str, *labels: str) -> Counter:
             return Counter(f"jaxlm:{name}", doc, labels, registry=self._registry)

@@ -20,7 +20,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
-from jaxlm.generate.engine import Engine
+from jaxlm.generate.engine import Counters, Engine
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
@@ -52,6 +52,7 @@ class ServeOptions:
       drain_seconds: time in which running requests may end after a SIGTERM.
       kv_cache_dtype: `auto` for the dtype of activations, or `int8`.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
+      price: price of the device for an hour, for the cost of tokens; None prints no cost.
     """
 
     host: str = "127.0.0.1"
@@ -67,6 +68,7 @@ class ServeOptions:
     drain_seconds: float = 30.0
     kv_cache_dtype: str = "auto"
     adapter: str | None = None
+    price: float | None = None
 
 
 def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> int:
@@ -99,7 +101,7 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
         )
     load.read_config(workdir)
     with _listening(options) as listener:
-        web = _http(listener, keys, say, is_local=is_local, limits=options.limits)
+        web = _http(listener, keys, say, options, is_local=is_local)
         with web as (bridge, server):
             with _signals(bridge, options.drain_seconds, say):
                 opened = open_run(workdir, options, say, **selection)
@@ -112,8 +114,18 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
                     say(f"serving {server.served.name}, step {opened.step}, at {place}")
                     with watch(bridge, options.stall_seconds, workdir):
                         bridge.run()
-    say("stopped")
+    say(f"stopped{_cost(engine.counters, options.price)}")
     return 0
+
+
+def _cost(counters: Counters, price: float | None) -> str:
+    """Return the cost of the tokens since the start, for the last line; empty without a price."""
+    from jaxlm.serve.metrics import cost_per_million
+
+    cost = None if price is None else cost_per_million(counters, price)
+    if cost is None:
+        return ""
+    return f"; {counters.seconds:.1f} s of the device, {cost:.4g} per million tokens"
 
 
 def open_run(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> LoadedRun:
@@ -194,7 +206,7 @@ def _listening(options: ServeOptions) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _http(
-    listener: socket.socket, keys: ApiKeys, say: Log, *, is_local: bool, limits: KeyLimits
+    listener: socket.socket, keys: ApiKeys, say: Log, options: ServeOptions, *, is_local: bool
 ) -> Iterator[Any]:
     """Run the event loop of the server in a thread of its own; the engine has this one.
 
@@ -202,8 +214,8 @@ def _http(
       listener: the open port.
       keys: accepted keys.
       `say`: receives log lines.
+      options: limits of each key, and the price.
       is_local: accept this machine's names alone as Host header.
-      limits: limits of each key.
     """
     import uvicorn
 
@@ -213,7 +225,8 @@ def _http(
 
     loop = asyncio.new_event_loop()
     bridge = Bridge(loop)
-    server = Server(bridge, keys, say, LOCAL if is_local else (), limits)
+    hosts = LOCAL if is_local else ()
+    server = Server(bridge, keys, say, hosts, options.limits, options.price)
     config = uvicorn.Config(
         server.app(),  # type: ignore[arg-type]
         http=GuardedProtocol,

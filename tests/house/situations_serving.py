@@ -6,6 +6,7 @@ SERVE = f"serve {RUN}"
 
 SITUATIONS = {
     "a server without slots": Situation(f"{SERVE} --slots=0", code=2),
+    "a server at no price": Situation(f"{SERVE} --price=0", code=2),
     "a server on no port": Situation(f"{SERVE} --port=70000", code=2),
     "a server for others without keys": Situation(f"{SERVE} --host=0.0.0.0", code=2),
     "a server without its keys": Situation(f"{SERVE} --keys=keys.txt", code=66),

@@ -1,5 +1,6 @@
 """A server of a tiny run, in a thread of this process."""
 
+import re
 import threading
 import time
 import urllib.error
@@ -96,7 +97,8 @@ class Running:
 @pytest.fixture(scope="module")
 def running(trained):
     with pytest.MonkeyPatch.context() as patch:
-        server = Running(trained, patch)
+        server = Running(trained, patch, price=2.0)
         yield server
         server.close()
         assert server.code == 0
+        assert re.fullmatch(r"stopped; [\d.]+ s of the device, \S+ per million tokens", server.lines[-1])
