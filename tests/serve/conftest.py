@@ -101,4 +101,6 @@ def running(trained):
         yield server
         server.close()
         assert server.code == 0
-        assert re.fullmatch(r"stopped; [\d.]+ s of the device, \S+ per million tokens", server.lines[-1])
+        assert re.fullmatch(
+            r"stopped; [\d.]+ s of the device, \S+ per million tokens", server.lines[-1]
+        )

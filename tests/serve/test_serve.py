@@ -278,7 +278,7 @@ def test_tokens_text_models_and_metrics(running, client):
     assert "jaxlm:num_requests_running 0.0" in metrics
     counters = running.engine.counters
     tokens = counters.prompt_tokens + counters.cached_tokens + counters.drawn_tokens
-    cost = float(re.search(r"jaxlm:cost_per_million_tokens (\S+)", metrics)[1])
+    cost = float(re.search(r"^jaxlm:cost_per_million_tokens (\S+)$", metrics, re.M)[1])
     assert cost == pytest.approx(2.0 * counters.seconds / 3600 / tokens * 1e6, rel=0.05)
     assert 8 <= running.engine.counters.drawn_tokens - drawn <= 9
     assert running.get("/nothing")[0] == 404
