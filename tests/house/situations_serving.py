@@ -21,6 +21,12 @@ SITUATIONS = {
     "a training plan of a server": Situation("plan --config=c.py --serve --fit", code=2),
     "slots of no server": Situation("plan --config=c.py --slots=4", code=2),
     "a plan of no slots": Situation("plan --config=c.py --serve --slots=0", code=2),
+    "a server of an encoder-decoder": Situation(
+        "plan --config=e.py --serve",
+        'printf \'def get_config():\\n    return {"model": {"family": "t5"}, '
+        '"objective": {"name": "span"}}\\n\' > e.py',
+        code=2,
+    ),
     "a server on eight devices": Situation("plan --config=c.py --serve --on=h100x8", code=2),
     "a key in no folder": Situation("serve --add_key --keys=no/such/keys.txt", code=73),
 }
