@@ -66,8 +66,9 @@ class Hardware:
 def used_machine() -> tuple[str, str | None]:
     """Return the name of the machine that JAX would use here, and the memory of an unknown GPU.
 
-    Both are arguments of `chips.machine`. Without a GPU, without JAX's plugin for it, or with
-    JAX_PLATFORMS=cpu, the name is `cpu`; a TPU has the name of its slice.
+    Both are arguments of `chips.machine`. Without a GPU that CUDA_VISIBLE_DEVICES shows, without
+    JAX's plugin for it, or with JAX_PLATFORMS=cpu, the name is `cpu`; a TPU has the name of its
+    slice.
     """
     platforms = os.environ.get("JAX_PLATFORMS") or "cuda,tpu"
     tpu = os.environ.get("TPU_ACCELERATOR_TYPE", "").replace("v5litepod", "v5e")
@@ -76,12 +77,15 @@ def used_machine() -> tuple[str, str | None]:
     has_plugin = any(map(importlib.util.find_spec, CUDA_PLUGINS))
     is_allowed = re.search("cuda|gpu", platforms) is not None
     hardware = Hardware.found() if has_plugin and is_allowed else Hardware()
-    if not hardware.gpu_memory:
+    gpus = hardware.gpus
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = gpus[: len([each for each in visible.split(",") if each.strip()])]
+    if not gpus or not hardware.gpu_memory:
         return "cpu", None
-    count = f"x{len(hardware.gpus)}" if len(hardware.gpus) > 1 else ""
-    if chip := chips.of_kind(hardware.gpus[0]):
+    count = f"x{len(gpus)}" if len(gpus) > 1 else ""
+    if chip := chips.of_kind(gpus[0]):
         return f"{chip.name}{count}", None
-    name = re.sub(r"[^a-z0-9]+", "-", hardware.gpus[0].lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower()).strip("-")
     return f"{name}{count}", hardware.gpu_memory
 
 

@@ -104,6 +104,7 @@ def test_the_machine_of_the_plan_is_the_one_that_jax_would_use(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("JAX_PLATFORMS")
     if platforms:
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
@@ -112,6 +113,10 @@ def test_the_machine_of_the_plan_is_the_one_that_jax_would_use(
     assert (name, memory) == machine
     if name != "cpu":
         chips.machine(name, flag="--on", memory=memory)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert host_machine.used_machine() == (name.removesuffix("x2"), memory)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert host_machine.used_machine() == ("cpu", None)
     monkeypatch.setattr(host_machine, "CUDA_PLUGINS", ("no_such_plugin",))
     assert host_machine.used_machine() == ("cpu", None)
 
