@@ -11,7 +11,8 @@ from jax import Array, lax
 from jaxlm.core import tree
 from jaxlm.optim.config import Muon
 from jaxlm.optim.moments import inputs
-from jaxlm.parallel.logical import STACKED
+from jaxlm.optim.work_split import WorkSplit, work_split
+from jaxlm.parallel.logical import STACKED, LogicalAxes
 
 # Jordan's coefficients: steep at zero; singular values end in about [0.7, 1.2].
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -81,35 +82,53 @@ def scale_by_muon(config: Muon, axes: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def orthogonal(x: Array, axes: tuple[str | None, ...], steps: int, dtype: str) -> Array:
+def orthogonal(x: Array, axes: LogicalAxes, steps: int, dtype: str) -> Array:
     """Return NS of each layer's matrix, scaled by sqrt(max(1, outs / ins)).
 
-    x is the parameter of a stack or of one layer, with inputs and outputs in any number of
-    dimensions with the logical axes `axes`; the matrix products are computed in `dtype`.
+    On a mesh `fsdp` and `tensor` divide the work: each takes whole matrices where it divides the
+    stack, else columns of every matrix. So most matrices cross the mesh twice, not in each step.
+
+    Args:
+      x: the parameter of a stack or of one layer, with inputs and outputs in any number of
+        dimensions.
+      axes: its logical axes.
+      steps: iterations.
+      dtype: of the matrix products.
     """
-    layers = x.shape[: len(axes) - sum(axis not in STACKED for axis in axes)]
+    depth = sum(axis in STACKED for axis in axes)
     ins = math.prod(x.shape[dim] for dim in inputs(axes))
-    matrix = x.reshape(math.prod(layers), ins, -1)
-    outs = matrix.shape[2]
-    return (newton_schulz(matrix, steps, dtype) * math.sqrt(max(1.0, outs / ins))).reshape(x.shape)
+    matrix = x.reshape(*x.shape[:depth], ins, -1)
+    outs = matrix.shape[-1]
+    if is_tall := ins > outs:
+        matrix = jnp.swapaxes(matrix, -1, -2)
+    y = newton_schulz(matrix, steps, dtype, work_split(matrix.shape, axes[:depth]))
+    if is_tall:
+        y = jnp.swapaxes(y, -1, -2)
+    return (y * math.sqrt(max(1.0, outs / ins))).reshape(x.shape)
 
 
-def newton_schulz(x: Array, steps: int, dtype: str) -> Array:
-    """Return approximately the nearest orthogonal matrix of each matrix in x, [B, M, N].
+def newton_schulz(x: Array, steps: int, dtype: str, split: WorkSplit | None = None) -> Array:
+    """Return approximately the nearest orthogonal matrix of each matrix in x, [..., M, N], M <= N.
 
-    Its singular values are near 1. The matrix products are computed in `dtype`.
+    Its singular values are near 1. The matrix products are computed in `dtype`, on the devices of
+    `split`.
     """
-    if x.shape[1] > x.shape[2]:
-        return jnp.swapaxes(newton_schulz(jnp.swapaxes(x, 1, 2), steps, dtype), 1, 2)
     a, b, c = QUINTIC
+    stack = tuple(range(x.ndim - 2))
 
     def product(left: Array, right: Array, side: int) -> Array:
-        dims = (((2,), (side,)), ((0,), (0,)))
+        dims = (((x.ndim - 1,), (x.ndim - side,)), (stack, stack))
         return lax.dot_general(left, right, dims, preferred_element_type=jnp.float32).astype(dtype)
 
-    size = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True))
+    def place(y: Array, **dims: bool) -> Array:
+        return split.constrain(y, **dims) if split else y
+
+    x = place(x, columns=True)
+    size = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
     y = (x / (size + 1e-7)).astype(dtype)
     for _ in range(steps):
-        gram = product(y, y, 2)
-        y = a * y + product(b * gram + c * product(gram, gram, 1), y, 1)
+        gram = place(product(y, y, 1))
+        rows = place(gram, rows=True)
+        polynomial = place(place(b * rows + c * product(rows, gram, 2), rows=True))
+        y = place(a * y + product(polynomial, y, 2), columns=True)
     return y.astype(x.dtype)

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxlm.core import tree
 from jaxlm.optim.config import Soap
 from jaxlm.optim.moments import sides
+from jaxlm.optim.work_split import WorkSplit, work_split
 
 
 class Bases(NamedTuple):
@@ -85,17 +86,19 @@ def scale_by_soap(config: Soap, axes: Any) -> optax.GradientTransformation:
                 v = config.b2 * v + (1 - config.b2) * jnp.square(grad)
                 return adam(m, v, count), m, v, bases
             layers, ins, outs = matrix
-            shape = (*layers, ins, outs)
-            g = grad.astype(jnp.float32).reshape(shape)
+            leaf_shape, shape = grad.shape, (*layers, ins, outs)
+            split = work_split(shape, names[path][: len(layers)])
+            bases = _placed(bases, split)
+            grad, m, v = (_placed(x.reshape(shape), split) for x in (grad, m, v))
+            g = grad.astype(jnp.float32)
             # The first gradient only initializes the bases.
             b1, b2 = (jnp.where(count == 1, 1.0, decay) for decay in (config.b1, config.b2))
             m = b1 * m + (1 - b1) * grad
-            squared = jnp.square(_rotated(bases, g, is_inverse=False))
-            v = b2 * v + (1 - b2) * squared.reshape(grad.shape)
-            rotated = _rotated(bases, m.reshape(shape), is_inverse=False)
-            u = adam(rotated, v.reshape(shape), jnp.maximum(count - 1, 1))
-            u = _rotated(bases, u, is_inverse=True)
-            return u.reshape(grad.shape), m, v, _accumulated(bases, g, config.b2)
+            v = b2 * v + (1 - b2) * jnp.square(_rotated(bases, g, is_inverse=False))
+            u = adam(_rotated(bases, m, is_inverse=False), v, jnp.maximum(count - 1, 1))
+            u = _placed(_rotated(bases, u, is_inverse=True), split)
+            bases = _placed(_accumulated(bases, g, config.b2), split)
+            return *(x.reshape(leaf_shape) for x in (u, m, v)), bases
 
         def adam(m: Array, v: Array, updates: Array) -> Array:
             t = updates.astype(jnp.float32)
@@ -112,6 +115,11 @@ def scale_by_soap(config: Soap, axes: Any) -> optax.GradientTransformation:
         return directions, SoapState(count, first, second, bases)
 
     return optax.GradientTransformation(init, update)
+
+
+def _placed(arrays: Any, split: WorkSplit | None) -> Any:
+    """Constrain whole matrices to the devices that compute with them."""
+    return jax.tree.map(split.constrain, arrays) if split else arrays
 
 
 def _rotated(bases: Bases, x: Array, *, is_inverse: bool) -> Array:

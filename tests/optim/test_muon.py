@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from jaxlm.core import tree
 from jaxlm.optim import build as optim
 from jaxlm.optim import moments, muon
 from jaxlm.optim.config import Muon
-from jaxlm.parallel import mesh, rules
+from jaxlm.optim.work_split import WorkSplit, work_split
+from jaxlm.parallel import hlo, mesh, rules
 from jaxlm.parallel.config import MeshConfig
 
 AXES = {
@@ -94,7 +96,38 @@ def test_each_device_multiplies_its_part_of_newton_schulz(ways):
     products, shares = (Counter(DOT.findall(each.as_text())) for each in (alone, parts))
     assert products == {"2,64,64": 10, "2,64,256": 5}
     assert shares.total() == 15
-    assert not products.keys() & shares.keys()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("sizes", "stack", "stacked", "columns"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, (6,), (("pipe", "fsdp"),), ("tensor",)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, (3,), (("pipe",),), ("fsdp", "tensor")),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, (8,), (("pipe", "fsdp", "tensor"),), ()),
+        ({"expert": 2, "fsdp": 4}, (2, 8), (("pipe", "tensor"), ("expert", "fsdp")), ()),
+        ({"pipe": 2, "tensor": 4}, (6,), (("pipe", "fsdp"),), ("tensor",)),
+    ],
+    ids=str,
+)
+def test_matrices_are_divided_over_the_mesh_and_nothing_is_sent_over_data(
+    sizes, stack, stacked, columns
+):
+    stack_axes = ("layers", "experts")[: len(stack)]
+    axes = (*stack_axes, "mlp" if len(stack) == 1 else None, "embed")
+    x = np.random.default_rng(5).normal(size=(*stack, 24, 8)).astype(np.float32)
+    expected = muon.orthogonal(jnp.asarray(x), axes, 5, "float32")
+    grid = mesh.build(MeshConfig(**{"data": 1, **sizes}), jax.devices()[:8])
+    place = NamedSharding(grid, rules.spec(axes))
+    with jax.set_mesh(grid):
+        split = work_split((*stack, 8, 24), stack_axes)
+        assert split == WorkSplit(stacked, columns)
+        run = jax.jit(lambda x: muon.orthogonal(x, axes, 5, "float32"), out_shardings=place)
+        compiled = run.lower(jax.device_put(x, place)).compile()
+        np.testing.assert_allclose(compiled(jax.device_put(x, place)), expected, atol=2e-5)
+    sent = hlo.read_collectives(compiled.as_text())
+    crossed = {axis for each in sent for axis in each.axes(grid.shape)}
+    assert crossed <= {"fsdp", "tensor"}
 
 
 def test_only_matrices_of_blocks_are_orthogonalized_and_they_need_no_second_moment():

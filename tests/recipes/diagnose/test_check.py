@@ -267,7 +267,8 @@ def test_matrices_that_their_own_axis_does_not_split_are_found(
             "--config.model.capacity=1.25",
         ),
         ("--config.model.family=gpt2", "--config.model.vocab=50304"),
-        ("--config.optim.name=muon",),
+        ("--config.optim.name=muon", "--config.mesh.data=2"),
+        ("--config.optim.name=soap", "--config.mesh.data=2"),
         (
             "--config.mesh.pipe=2",
             "--config.mesh.fsdp=1",
