@@ -201,9 +201,10 @@ class DataConfig:
         if not self.has_chats:
             return
         others = {self.of(name).kind for name in (*self.sources, *self.validation_sets)}
-        if others & {*PREFERENCES, "prompts"} and (others != {self.kind} or len(self.sources) > 1):
-            why = "prompts, and answers that were compared or judged, are one source of one kind"
-            entries = ",".join(entry.partition("=")[2] or entry for entry in self.train)
+        if others & {*PREFERENCES, "prompts"} and others != {self.kind}:
+            why = "prompts, and answers that were compared or judged, are mixed with no other kind"
+            same = [e for e in self.train if self.of(e.partition("=")[0]).kind == self.kind]
+            entries = ",".join(same or self.train)
             yield "train", why, f"--config.data.train={entries} '--config.data.kinds=()'"
         if self.train == ("stdlib:train",):
             why = f"stdlib:train is text, and data.kind is {self.kind}"

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jaxlm.core.callbacks import Log, OnProgress
@@ -94,7 +94,7 @@ def open_data(
     opener = _Opener(encoder, chat, digests, warn)
     opened = {part.source: opener.shards(part) for part in train_parts}
     _check_changes(opened.values(), changes)
-    _check_answers(opened.values(), config)
+    _check_answers([*opened.values()], config)
     sources = {}
     for name, shards in opened.items():
         sources[name] = _loader(shards, config, root, seed, changes.train)
@@ -106,7 +106,8 @@ def open_data(
         train = dataclasses.replace(train, max_lost=config.max_dropped)
     refuse_shared_prompts(train_parts, validation_parts, digests)
     held_out = {part.name: opener.shards(part) for part in validation_parts}
-    _check_answers(held_out.values(), config)
+    if held_out:
+        _check_answers([*held_out.values()], config)
     template = train.shards.template
     fingerprint: dict[str, str | int] = {
         "tokenizer": encoder.digest,
@@ -154,10 +155,10 @@ def _check_changes(opened: Iterable[AnyShards], changes: RowChanges) -> None:
         )
 
 
-def _check_answers(opened: Iterable[AnyShards], config: DataConfig) -> None:
+def _check_answers(opened: Sequence[AnyShards], config: DataConfig) -> None:
     """Raise ConfigError if token shards have judged answers and the config does not, or inverse.
 
-    Raise DataError if all labels are of one kind.
+    Raise DataError if the labels of all shards together are of one kind.
     """
     for shards in opened:
         manifests = [part.manifest for part in getattr(shards, "parts", (shards,))]
@@ -170,22 +171,23 @@ def _check_answers(opened: Iterable[AnyShards], config: DataConfig) -> None:
                 why=f"the ids of {shards.folder} have {'' if kind else 'no '}judgments of answers",
                 fix=f"--config.data.kind={kind or 'chat'}\nwrite the shards again",
             )
-        figures = shards.manifest.figures
-        is_step = config.answers == "steps"
-        good, bad = ("right", "wrong") if is_step else ("chosen", "rejected")
-        if config.answers and not (figures.get(good) and figures.get(bad)):
-            one, other = ("true", "false") if figures.get(good) else ("false", "true")
-            things = "steps" if is_step else "answers"
-            count = figures["trained_tokens"] if is_step else shards.documents
-            learns = "--config.data.kind=completion --config.objective.name=causal"
-            raise DataError(
-                f"the labels of all {things} are equal",
-                where=shards.source,
-                why=f"each of {count} {things} has the label "
-                f"{one}, so that the data has no preference",
-                fix=f"name files with labels that are {other} too"
-                + ("" if is_step else f"\n{learns}    # learns them all"),
-            )
+    is_step = config.answers == "steps"
+    good, bad = ("right", "wrong") if is_step else ("chosen", "rejected")
+    figures = Counter[str]()
+    for shards in opened:
+        figures.update(shards.manifest.figures)
+    if config.answers and not (figures[good] and figures[bad]):
+        one, other = ("true", "false") if figures[good] else ("false", "true")
+        things = "steps" if is_step else "answers"
+        count = figures["trained_tokens"] if is_step else sum(each.documents for each in opened)
+        learns = "--config.data.kind=completion --config.objective.name=causal"
+        raise DataError(
+            f"the labels of all {things} are equal",
+            where="; ".join(shards.source for shards in opened),
+            why=f"each of {count} {things} has the label {one}, so that the data has no preference",
+            fix=f"name files with labels that are {other} too"
+            + ("" if is_step else f"\n{learns}    # learns them all"),
+        )
 
 
 def _loader(

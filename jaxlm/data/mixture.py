@@ -182,6 +182,11 @@ class JoinedPlan(PackingPlan):
         """Number of rows."""
         return self.first[-1]
 
+    @property
+    def most_pieces(self) -> int:
+        """Largest number of pieces of a row."""
+        return max(plan.most_pieces for plan in self._plans)
+
     def part(self, row: int) -> int:
         """Return the number of a row's shard set."""
         return bisect.bisect_right(self.first, row) - 1

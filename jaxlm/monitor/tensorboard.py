@@ -8,6 +8,7 @@ elapsed time, is in metrics.jsonl alone.
 """
 
 import importlib.util
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,9 +50,10 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def write(self, record: Record) -> None:
-        """Write the figures of a record."""
+        """Write the figures of a record that are finite; a curve has a gap at the others."""
         for tag, value in scalars(record).items():
-            self._writer.add_scalar(tag, value, record["step"], walltime=record["time_unix"])
+            if math.isfinite(value):
+                self._writer.add_scalar(tag, value, record["step"], walltime=record["time_unix"])
 
     def describe(self, settings: Mapping[str, Any], sets: Sequence[str]) -> None:
         """Write the settings as hyperparameters, to compare runs by their losses on `sets`."""

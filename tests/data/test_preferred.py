@@ -1,5 +1,6 @@
 """Pairs and labels become rows of whole pairs; what cannot be used is counted by reason."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -155,6 +156,48 @@ def test_labels_of_one_kind_are_no_preference(tmp_path):
     data = opened(tmp_path, [record | {"label": x} for x in (True, False)], kind="labeled")
     batch = next(data.train.evaluation(batch=1))
     assert sorted(batch.answers.sides[0, :3].tolist()) == [-1, 0, 1]
+
+
+def test_sources_of_pairs_are_mixed_and_each_answer_keeps_its_score(tmp_path):
+    files = {
+        name: write(
+            tmp_path / f"{name}.jsonl",
+            [{"prompt": f"{name}{n}", "chosen": "a", "rejected": name * 9} for n in range(count)],
+        )
+        for name, count in (("x", 20), ("y", 10))
+    }
+    config = DataConfig(
+        train=tuple(f"{name}={path}" for name, path in files.items()),
+        kind="pairs", validation=("20%",), tokenizer="bytes", sequence=64,
+    )  # fmt: skip
+    data = dataset.open_data(config, seed=0, root=tmp_path / "cache", rows=100)
+    assert sorted(data.validation) == ["val_x", "val_y"]
+    scores = np.arange(data.train.shards.documents, dtype=np.float32) + 1
+    loader = dataclasses.replace(data.train, reference=scores)
+    read = loader.at(0, batch=40, rows=slice(0, 40))
+    expected = [
+        [scores[document] for document in loader.plan.pieces(key.row)["document"]]
+        for key in loader.keys(0, 40)
+    ]
+    seen = [
+        row[: len(of)].tolist() for row, of in zip(read.answers.reference, expected, strict=True)
+    ]
+    assert seen == expected
+    assert {data.train.source(key) for key in loader.keys(0, 40)} == {"x", "y"}
+
+
+def test_sources_with_labels_of_one_kind_each_are_a_preference(tmp_path):
+    files = [
+        write(tmp_path / f"{label}.jsonl", [{"prompt": "q", "completion": "a", "label": label}] * 9)
+        for label in (True, False)
+    ]
+    config = DataConfig(
+        train=tuple(f"{name}={path}" for name, path in zip("ab", files, strict=True)),
+        kind="labeled", validation=(), tokenizer="bytes", sequence=64,
+    )  # fmt: skip
+    data = dataset.open_data(config, seed=0, root=tmp_path / "cache", rows=100)
+    sides = data.train.at(0, batch=8, rows=slice(0, 8)).answers.sides
+    assert {-1.0, 1.0} <= set(sides.ravel().tolist())
 
 
 def test_shards_of_pairs_are_read_as_pairs_alone(tmp_path):

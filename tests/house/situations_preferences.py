@@ -72,9 +72,10 @@ SITUATIONS: dict[str, Situation] = {
     "a term that preferences lack": Situation(
         f"{VALIDATE} {PREFER} --config.loss.z_loss=0.1", PAIRS
     ),
-    "two sources of pairs": Situation(
-        f"{VALIDATE} {PREFER} --config.data.train=a=pairs.jsonl,b=more.jsonl",
-        f'{PAIRS}; sed \'s/"a"/"c"/\' pairs.jsonl > more.jsonl',
+    "pairs in a mixture with text": Situation(
+        f"{VALIDATE} {PREFER} --config.data.train=a=pairs.jsonl,b=texts/*.txt "
+        "--config.data.kinds=b=text",
+        PAIRS,
     ),
     "labels that are read as pairs": Situation(
         f"data stats --config=c.py {PREFER} --config.objective.loss=kto "

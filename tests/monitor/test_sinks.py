@@ -144,6 +144,7 @@ def test_tensorboard_gets_figures_in_groups_samples_as_text_and_settings(tmp_pat
     sink = TensorBoard(tmp_path / "events")
     sink.write(record(1, np.float32(2.5)) | {"mfu": None, "elapsed_seconds": 3.0})
     sink.write({"step": 1, "time_unix": 1.0, "split": "train", "peak_bytes": 2**29, "a/b": 2})
+    sink.write({"step": 1, "time_unix": 1.0, "split": "train", "c": math.nan})  # a gap
     sink.write(record(1, 2.25, split="val") | {"perplexity": 9.5})
     sink.sample(1, "a *b*\nc", " d")
     sink.describe({"optim.lr": 0.5, "data.train": ("x",)}, ["val"])

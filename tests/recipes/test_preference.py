@@ -93,6 +93,22 @@ def test_an_evaluation_has_the_figures_of_the_training(base, capsys):
     assert "preferred" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_mixture_of_pairs_begins_at_ln_2_and_resumes_to_the_same_bits(pairs, tmp_path):
+    lines = pairs.read_text().splitlines(keepends=True)
+    for name, part in (("x", lines[:40]), ("y", lines[40:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    sources = tuple(f"{name}={tmp_path}/{name}.jsonl" for name in "xy")
+    config = harness.write_config(tmp_path, SETTINGS | {"data.train": sources})
+    assert train(config, tmp_path / "whole") == 0
+    first, *_ = train_records(tmp_path / "whole")
+    assert first["loss_nats"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["margin"] == pytest.approx(0, abs=1e-5)
+    assert train(config, tmp_path / "stopped", "--stop_at=2") == 0
+    assert train(config, tmp_path / "stopped") == 0
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
 def scores_of(workdir, name):
     return safetensors.numpy.load_file(workdir / "reference.safetensors")[name]
 
