@@ -66,7 +66,14 @@ def projection_parameters(config: ModelConfig) -> int:
     )
 
 
-def flops_per_token(config: ModelConfig, sequence: int, *, causal: bool, targets: int = 0) -> float:
+def flops_per_token(
+    config: ModelConfig,
+    sequence: int,
+    *,
+    causal: bool,
+    targets: int = 0,
+    has_logits: bool = True,
+) -> float:
     """Return the model FLOPs of training per token of a row of `sequence` tokens.
 
     6 x (parameters that multiply) + 6 N (H + U) S for each layer of N heads with keys of size H and
@@ -76,7 +83,7 @@ def flops_per_token(config: ModelConfig, sequence: int, *, causal: bool, targets
 
     An encoder-decoder reads rows of `sequence` and writes rows of `targets`; all FLOPs are per
     token of the source. The decoder's matrices multiply the targets, except those of cross
-    attention's keys and values.
+    attention's keys and values. Without `has_logits`, as in a reward model, no decoder unembeds.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
@@ -87,7 +94,8 @@ def flops_per_token(config: ModelConfig, sequence: int, *, causal: bool, targets
         window, is_encoder = block.attention.window, isinstance(config, EncoderConfig)
         keys = _keys_around(window, sequence) if is_encoder else _keys(window, sequence, causal)
         attention += _score_flops(block.attention) * keys
-    return 6 * matmul_parameters(config) + attention
+    multiplied = matmul_parameters(config) - (0 if has_logits else config.vocab * config.width)
+    return 6 * multiplied + attention
 
 
 def routed_parameters(block: BlockConfig, width: int) -> int:

@@ -188,7 +188,7 @@ def temporary_bytes(
     tokens = min(run.loss.chunk or predicted, predicted)
     # With their exponentials or gradients; unchunked logits of each further head are saved.
     heads = 0 if run.loss.chunk else len(decoder.heads)
-    logits = (2 + heads) * 4 * tokens * share.local_size(decoder.vocab, "vocab")
+    logits = (2 + heads) * 4 * tokens * _outputs(run, decoder, share)
     repeated = [each for each in tensors(decoder) if each.axes[0] == "layers"]
     gathered = groups = 0.0
     if sizes["fsdp"] > 1 and run.mesh.zero == 3:
@@ -258,7 +258,7 @@ def evaluation_bytes(
             one = activations.saved_bytes(stack, block, stack_share, policy="none")
             layer = max(layer, one + workspace)
     tokens = min(run.loss.chunk or stack_share.tokens, stack_share.tokens)
-    logits = 4 * tokens * share.local_size(decoder.vocab, "vocab")
+    logits = 4 * tokens * _outputs(run, decoder, share)
     state = sum(size for name, size in held.items() if name != "gradients")
     return state + FRAGMENTATION * max(layer, logits)
 
@@ -335,3 +335,8 @@ def _mesh_axes(axis: str | None, sizes: Sizes, *, is_split: bool) -> list[str]:
     return [
         name for name in logical.mesh_axes(axis) if sizes[name] > 1 and (is_split or name != "fsdp")
     ]
+
+
+def _outputs(run: Run, decoder: ModelConfig, share: DeviceShare) -> float:
+    """Return the number of outputs of a token on a device: logits, or one score."""
+    return 1 if run.objective.has_reward_head else share.local_size(decoder.vocab, "vocab")

@@ -171,6 +171,11 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         used["teacher"] = device_memory.teacher_bytes(run, teacher, taught, share, sizes)
         whole = model_cost.flops_per_token(taught, run.data.sequence, causal=True)
         teacher_flops = whole / 3  # forward only
+    if run.objective.compared_with == "adapter_off":
+        teacher_flops = model_cost.flops_per_token(decoder, run.data.sequence, causal=True) / 3
+    elif run.objective.compared_with:
+        once = "a forward pass over the data before the first step"
+        assumed.append(f"the reference {run.objective.compared_with} is not in the times: {once}")
     if is_cpu:
         # Activations are freed before the update: the larger of the two counts.
         coming = held["gradients"] + sum(used.values()) - sum(held.values())
@@ -179,7 +184,10 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     evaluation = device_memory.evaluation_bytes(run, decoder, share, held, targets)
     peak = peak_flops(run.precision.compute_dtype, machine.chip, assumed)
     length = run.data.sequence
-    model_flops = model_cost.flops_per_token(decoder, length, causal=True, targets=targets)
+    has_logits = not run.objective.has_reward_head
+    model_flops = model_cost.flops_per_token(
+        decoder, length, causal=True, targets=targets, has_logits=has_logits
+    )
     hardware = _hardware_flops(run, decoder, share) + teacher_flops
     hardware *= run.tokens_per_step
     sent = _sent(run, decoder, sizes, share)
@@ -304,14 +312,19 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     multiply rows that are empty, or those of other experts (`models.cost.model_cost`).
     """
     sequence, targets = run.data.sequence, decoder_tokens(run)
-    once = model_cost.flops_per_token(decoder, sequence, causal=True, targets=targets)
+    has_logits = not run.objective.has_reward_head
+    once = model_cost.flops_per_token(
+        decoder, sequence, causal=True, targets=targets, has_logits=has_logits
+    )
     once *= 1 + run.tune.virtual_rows / sequence
     predicted = targets / sequence if targets else 1.0
-    unembedding = (1 + len(decoder.heads)) * decoder.vocab * decoder.width * predicted
+    table = (1 + len(decoder.heads)) * decoder.vocab * decoder.width * predicted
+    unembedding = table if has_logits else 0.0
     head = 2 * unembedding
     layers = once / 3 - head
     policies = run.train.remat.split("/")
     parameters = model_cost.matmul_parameters_per_token(decoder, sequence, targets)
+    parameters -= table - unembedding
     recomputed = {"none": 0.0, "dots": layers - 2 * (parameters - unembedding)}
     extra = sum(recomputed.get(policy, layers) for policy in policies) / len(policies)
     whole = once + extra + (head if run.loss.chunk else 0.0)

@@ -473,6 +473,7 @@ def _flops_per_token(programs: TrainPrograms, length: int) -> tuple[float, float
         programs.model.blueprint.config,
         length,
         targets=programs.targets,
+        has_logits=not programs.run.objective.has_reward_head,
     )
     return flops(causal=True), flops(causal=False)
 

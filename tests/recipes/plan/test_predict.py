@@ -203,6 +203,21 @@ NEVER_SEEN = [
     ("u", PAIRED | {"model.gated": "True", "model.tied": "False", "train.remat": "full"}),
     ("u", PAIRED | {"precision.compute": "bfloat16", "train.microbatches": "2"}),
 ]
+PAIRS = {"data.kind": "pairs", "data.train": "pairs.jsonl", "objective.name": "preference"}
+REWARD = PAIRS | {"objective.name": "reward"}
+STEPS = PAIRS | {"data.kind": "steps", "objective.name": "process"}
+CHOSEN_LATER = [
+    ("q", PAIRS),
+    ("q", PAIRS | {"loss.chunk": "256"}),
+    ("m", PAIRS | {"mesh.fsdp": "2", "mesh.tensor": "2", "train.remat": "full"}),
+    ("w", PAIRS | {"loss.chunk": "512", "objective.loss": "orpo"}),
+    ("m", PAIRS | {"tune.name": "lora", "objective.reference": "adapter_off", "loss.chunk": "512"}),
+    ("q", REWARD),
+    ("m", REWARD | {"train.remat": "full"}),
+    ("q", STEPS),
+    ("b", REWARD | {"train.remat": "full"}),
+    ("z", STEPS | {"train.remat": "full"}),
+]
 FAST = (("q", {"train.remat": "full"}), ("e", {"train.remat": "full"}))
 FIELDS = ("family", "vocab", "depth", "width", "heads", "kv_heads", "hidden", "sequence", "batch")
 MODELS = {
@@ -250,7 +265,7 @@ def sized(name, settings):
             id=f"{case[0]} {' '.join(map('='.join, case[1].items()))}",
             marks=() if case in FAST else pytest.mark.slow,
         )
-        for case in itertools.chain(CHOSEN_ON, NEVER_SEEN)
+        for case in itertools.chain(CHOSEN_ON, NEVER_SEEN, CHOSEN_LATER)
     ],
 )
 def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, settings):
@@ -296,6 +311,29 @@ def test_an_evaluation_has_the_memory_that_the_plan_names_and_no_more_than_a_ste
     assert forecast.evaluation_bytes <= step["total"]
     compiled = programs.compiled_memory(collectives.compile_step(run, grid))
     assert exact <= compiled["total"]
+
+
+def test_a_reference_costs_a_pass_of_each_step_or_one_before_them():
+    adapter = PAIRS | {"tune.name": "lora"}
+    cached, live = (
+        planned(load(adapter | {"objective.reference": each})) for each in ("start", "adapter_off")
+    )
+    forward = model_cost.flops_per_token(cached.decoder, 64, causal=True) / 3
+    assert live.hardware_flops - cached.hardware_flops == pytest.approx(
+        forward * live.run.tokens_per_step, rel=1e-9
+    )
+    assert any("reference start is not in the times" in line for line in cached.assumed)
+
+
+def test_a_text_that_is_scored_has_no_logits():
+    rows = {"model.vocab": "49152", "train.remat": "none"}
+    scored, predicted = planned(load(rows | REWARD)), planned(load(rows))
+    table = 49152 * scored.decoder.width
+    assert predicted.flops_per_token - scored.flops_per_token == 6 * table
+    assert predicted.hardware_flops - scored.hardware_flops == pytest.approx(
+        6 * table * scored.run.tokens_per_step, rel=1e-6
+    )
+    assert scored.bytes_per_device["logits"] < 1e-3 * predicted.bytes_per_device["logits"]
 
 
 def test_an_evaluation_of_more_rows_than_a_step_is_a_risk_with_both_sizes():
