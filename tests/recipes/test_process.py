@@ -74,3 +74,28 @@ def test_steps_have_their_own_objective(config, tmp_path, capfd):
     assert "--config.objective.name=process" in capfd.readouterr().err
     assert train(config, tmp_path / "run", "--config.data.kind=pairs") == 2
     assert "--config.data.kind=steps" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [("context=2", "fsdp=2"), ("data=2", "tensor=2")], ids=str)
+def test_meshes_and_microbatches_agree(config, tmp_path, mesh):
+    heads = "--config.model.kv_heads=2"
+    flags = ["--cpu_devices=4", heads, "--config.train.microbatches=2"]
+    flags += [f"--config.mesh.{axis}" for axis in mesh]
+    assert train(config, tmp_path / "one", heads) == 0
+    code, text = harness.run(harness.words(config, tmp_path / "run", *flags))
+    assert code == 0, text
+    pairs = zip(train_records(tmp_path / "run"), train_records(tmp_path / "one"), strict=True)
+    for one, other in pairs:
+        for name in ("loss_nats", "right_score", "wrong_score", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=2e-5, abs=1e-7), name
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_resumes_to_the_same_bits(config, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(config, whole) == 0
+    code, text = harness.run(harness.words(config, killed), "step.before:sigkill@4")
+    assert code == -9, text
+    assert train(config, killed) == 0
+    assert losses(killed) == losses(whole)

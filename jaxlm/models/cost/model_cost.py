@@ -77,13 +77,20 @@ def flops_per_token(
     """Return the model FLOPs of training per token of a row of `sequence` tokens.
 
     6 x (parameters that multiply) + 6 N (H + U) S for each layer of N heads with keys of size H and
-    values of size U (with a latent, U differs from H). S is the number of keys per token: the mean
-    over a causal row, (T + 1) / 2, or with `causal=False` all T, as in PaLM's MFU; always T in an
-    encoder, and less in a window. Backward counts twice forward; recomputation does not count.
+    values of size U (with a latent, U differs from H). S is the number of keys per token, less in a
+    window. Backward counts twice forward; recomputation does not count.
 
     An encoder-decoder reads rows of `sequence` and writes rows of `targets`; all FLOPs are per
     token of the source. The decoder's matrices multiply the targets, except those of cross
-    attention's keys and values. Without `has_logits`, as in a reward model, no decoder unembeds.
+    attention's keys and values.
+
+    Args:
+      config: the model.
+      sequence: tokens T of a row.
+      causal: S is the mean over a causal row, (T + 1) / 2, and not all T as in PaLM's MFU. In an
+        encoder it is T.
+      targets: tokens of a row of a decoder that has an encoder.
+      has_logits: false for a model that scores texts, which does not unembed.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
