@@ -7,6 +7,10 @@ prompt in both orders (compare:RUN: the mean log p(A) - log p(B)). A line of the
 text or messages, and the answer that some rewards need. The folder has samples.jsonl, from which
 the same command resumes, and kept.jsonl.
 
+With --truth a second judge scores the samples, and a table and a page show the truth of the best of
+n answers by --judge, for n up to --samples: a judge that is over-optimized chooses worse answers
+from more.
+
 With --critique a run criticizes each of its answers by a principle that is drawn, and revises it.
 Then pairs are a revision and its draft, without a judge; a judge scores both.
 
@@ -17,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.cli.arguments import Parser, add_flag, at_least_one, needed_run, selection
-from jaxlm.cli.output import Output
+from jaxlm.cli.output import Output, columns
 from jaxlm.core.errors import CommandError
 
 RATINGS = "ratings.jsonl"
@@ -31,6 +35,8 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--prompts", "GLOB", [], doc)
     doc = "number, FILE.py:FUNCTION or another reward, reward:RUN, judge:RUN or compare:RUN"
     add_flag(parser, "--judge", "JUDGE", str, doc)
+    doc = "a second judge, of what is true: how far the best of n by --judge can be trusted"
+    add_flag(parser, "--truth", "JUDGE", str, doc)
     add_flag(parser, "--samples", "N", 8, "answers to each prompt")
     doc = "the best answer of each prompt, pairs of answers, or all samples"
     add_flag(parser, "--keep", ["best", "pairs", "all"], "best", doc)
@@ -66,11 +72,21 @@ def run(args: Any, out: Output) -> int:
             else "--prompts=prompts.jsonl",
         )
 
-    from jaxlm.recipes.collect.run import KEPT, CollectSettings, collect
+    from jaxlm.evals.best_of_n import BestOfN
+    from jaxlm.recipes.collect import over_optimization
+    from jaxlm.recipes.collect.run import KEPT, REPORT, CollectSettings, collect
 
+    if args.truth and (args.critique or args.ask):
+        raise CommandError(
+            "no judge chooses the best of n answers whose truth is scored",
+            where=f"--truth={args.truth}",
+            why=f"with --{'ask' if args.ask else 'critique'} there are two answers to a prompt",
+            fix="leave out --truth",
+        )
     settings = CollectSettings(
         prompts=tuple(args.prompts),
         judge="" if args.ask else args.judge or "",
+        truth=args.truth or "",
         samples=(1 if args.critique else 2) if args.ask else args.samples,
         keep=args.keep,
         pairs=args.pairs,
@@ -93,6 +109,12 @@ def run(args: Any, out: Output) -> int:
         f"{answer['samples']} samples of {answer['prompts']} prompts{scored}",
         f"kept: {answer['kept']} ({answer['keep']}) in {target}",
     ]
+    if answer["best_of_n"]:
+        best = [BestOfN(**each) for each in answer["best_of_n"]]
+        cells = [over_optimization.COLUMNS, *over_optimization.rows(best)]
+        lines += columns(cells)
+        lines += filter(None, [over_optimization.warning(best)])
+        lines.append(f"page  {Path(args.out) / REPORT}")
     if answer["left_out"]:
         reasons = (f"{number} {reason}" for reason, number in answer["left_out"].items())
         lines.append(f"left out: {', '.join(reasons)}")

@@ -99,7 +99,7 @@ function draw(figure) {
       while (side && taken.some((each) => Math.abs(each - at) < 12)) at -= 4;
       parts.push(`<circle class="best" cx="${x(xs[i])}" cy="${y(series.y[i])}" r="6"/>`,
         `<text class="best" text-anchor="${side ? "end" : "start"}" x="${x(xs[i]) + (side ? -10 : 10)}" y="${
-          at}">best: ${+series.y[i].toPrecision(5)} at step ${series.x[0][i]}</text>`);
+          at}">best: ${+series.y[i].toPrecision(5)} at ${data.axis} ${series.x[0][i]}</text>`);
     }
   });
   parts.push(...labels, `<path class="cursor" d=""/>`);
@@ -125,7 +125,7 @@ function hover(figure, event) {
   const rows = figure.chart.series.map((series, i) =>
     series.thin ? "" : `<b class="s${series.color}">${escaped(series.name)}</b> ${
       +series.shown[near[i]].toPrecision(5)}`).filter(Boolean);
-  output.innerHTML = `step ${step}${state.axis ? `, ${amount(value)}${
+  output.innerHTML = `${figure.chart.axis} ${step}${state.axis ? `, ${amount(value)}${
     state.axis === 1 ? " tokens" : ""}` : ""}: ${rows.join(", ")}`;
   output.hidden = false;
   figure.querySelector(".cursor").setAttribute("d", `M${x(value).toFixed(1)} ${top}V${height - bottom}`);

@@ -51,6 +51,7 @@ class Chart(NamedTuple):
       is_log: the values have a logarithmic scale.
       levels: horizontal lines, such as those of coders without a model.
       mark: index of the series whose lowest point is marked; None for none.
+      axis: what the first number of a point counts.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Chart(NamedTuple):
     is_log: bool = False
     levels: Sequence[tuple[str, float]] = ()
     mark: int | None = None
+    axis: str = "step"
 
 
 def costs(records: Sequence[Record]) -> list[tuple[int, float, float]]:
@@ -111,6 +113,7 @@ def render(chart: Chart) -> str:
     is_log = chart.is_log and min(values, default=0) > 0
     data = {
         "unit": chart.unit,
+        "axis": chart.axis,
         "log": is_log,
         "mark": chart.mark,
         "levels": [[name, _rounded(value)] for name, value in chart.levels],
@@ -214,7 +217,7 @@ def _svg(chart: Chart, series: Sequence[Series], *, is_log: bool) -> str:
                 for p in each.points
             )
             parts.append("".join(dots))
-    label = html.escape(f"{chart.title}, {chart.unit}, by step")
+    label = html.escape(f"{chart.title}, {chart.unit}, by {chart.axis}")
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     return f'<svg {size} role="img" aria-label="{label}">{"".join(parts + labels)}</svg>'
 

@@ -94,6 +94,9 @@ SITUATIONS: dict[str, Situation] = {
     "an export of a reward model": Situation(
         "export --workdir=runs/rewarded --out=out --to=gguf", SCORED
     ),
+    "a truth without a judge": Situation(
+        f"{COLLECT} --prompts=p.txt --ask --truth=ended --out=c", ASK
+    ),
     "a collection without a judge": Situation(f"{COLLECT} --prompts=p.txt --out=c", ASK),
     "a win rate without a judge": Situation(
         "eval --workdir=runs/a --against=runs/a --text=p.txt --max_tokens=4", ASK

@@ -19,7 +19,7 @@ from jaxlm.recipes.use.reward_model import RewardModel
 from jaxlm.rl.reward_config import RewardConfig
 from jaxlm.rl.rewards import Rewards, Sample
 
-FLAG = "--judge"
+FLAG, TRUTH_FLAG = "--judge", "--truth"
 TOO_LONG = "longer than a row of the judge"
 COMPARED_LONG = "longer than a row of the judge, with another answer"
 FAILURES = 0.05  # largest share of the samples without a score
@@ -54,8 +54,8 @@ class Judge(Protocol):
         ...
 
 
-def build(name: str, say: Log) -> Judge:
-    """Return the judge of --judge: reward:RUN, judge:RUN, compare:RUN, or a reward.
+def build(name: str, say: Log, flag: str = FLAG) -> Judge:
+    """Return the judge of a flag: reward:RUN, judge:RUN, compare:RUN, or a reward.
 
     An empty name is the judge that gives no scores.
 
@@ -68,14 +68,14 @@ def build(name: str, say: Log) -> Judge:
         return NoJudge()
     kind, _, ref = name.partition(":")
     if kind in ("reward", "judge"):
-        model = (RewardModel if kind == "reward" else YesNoModel)(ref, FLAG, say)
+        model = (RewardModel if kind == "reward" else YesNoModel)(ref, flag, say)
         return ModelJudge(model)
     if kind == "compare":
-        return ComparingJudge(ComparingModel(ref, FLAG, say))
+        return ComparingJudge(ComparingModel(ref, flag, say))
     settings = RewardConfig(functions=(name,))
     for _, why, fix in settings.problems():
-        meant = fix.replace("--config.reward.functions=", f"{FLAG}=").removesuffix("=1")
-        raise CommandError("there is no such judge", where=f"{FLAG}={name}", why=why, fix=meant)
+        meant = fix.replace("--config.reward.functions=", f"{flag}=").removesuffix("=1")
+        raise CommandError("there is no such judge", where=f"{flag}={name}", why=why, fix=meant)
     derived: dict[str, Any] = {setting: value for setting, value, _ in settings.derived()}
     return RewardJudge(dataclasses.replace(settings, **derived))
 
@@ -202,14 +202,26 @@ def check_samples(judge: Judge, samples: int) -> None:
 
 
 def check_answers(
-    judge: Judge, name: str, prompts: Sequence[CollectPrompt], globs: Sequence[str]
+    judge: Judge,
+    name: str,
+    prompts: Sequence[CollectPrompt],
+    globs: Sequence[str],
+    flag: str = FLAG,
 ) -> None:
-    """Raise DataError if a judge compares with answers, and too many prompts have none."""
+    """Raise DataError if a judge compares with answers, and too many prompts have none.
+
+    Args:
+      judge: the judge.
+      name: value of its flag.
+      prompts: the prompts.
+      globs: their files.
+      flag: the flag.
+    """
     missing = [each for each in prompts if each.answer is None]
     if getattr(judge, "needs_answer", ()) and len(missing) > FAILURES * len(prompts):
         raise DataError(
             f"{len(missing)} of {len(prompts)} prompts have no answer",
             where=f"--prompts={globs[0]}",
             why=f"{name} compares with the field answer of a line",
-            fix=f"{FLAG}=ended    # needs no answer",
+            fix=f"{flag}=ended    # needs no answer",
         )

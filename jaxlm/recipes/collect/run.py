@@ -23,17 +23,17 @@ from jaxlm.core.errors import CommandError, DataError, cannot_write
 from jaxlm.evals.samples import SAMPLES, Samples, read
 from jaxlm.generate.engine import CompletedRequest
 from jaxlm.monitor import sinks
-from jaxlm.recipes.collect import critique, judges, keeping, prompts
+from jaxlm.recipes.collect import critique, judges, keeping, over_optimization, prompts
 from jaxlm.recipes.collect.critique import Principles, Revision
 from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder
-from jaxlm.recipes.collect.judges import DrawnAnswer, Judge
+from jaxlm.recipes.collect.judges import TRUTH_FLAG, DrawnAnswer, Judge
 from jaxlm.recipes.collect.prompts import CollectPrompt
 from jaxlm.recipes.rate.texts import TextPair
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
 from jaxlm.rl.rewards import check_scored
 
-FACTS, KEPT = "collect.json", "kept.jsonl"
+FACTS, KEPT, REPORT = "collect.json", "kept.jsonl", "best_of_n.html"
 VERSION = 1  # of samples.jsonl
 BLOCK = 64  # samples that are scored and written at a time, at least
 TOO_LONG = "longer than the context"
@@ -51,6 +51,7 @@ class CollectSettings:
     Args:
       prompts: globs of files of prompts, see `prompts.read`.
       judge: see `judges.build`.
+      truth: a judge of what is true, for the table and the page of best of n; empty for none.
       samples: answers to each prompt.
       keep: `all` samples, the `best` answer of each prompt, or `pairs` of answers.
       pairs: the best and the worst answer of a prompt, or `all` pairs of different scores.
@@ -65,6 +66,7 @@ class CollectSettings:
 
     prompts: tuple[str, ...]
     judge: str
+    truth: str = ""
     samples: int = 8
     keep: Keep = "best"
     pairs: Pairs = "best"
@@ -105,6 +107,8 @@ def collect(
     judge = judges.build(settings.judge, say)
     judges.check_samples(judge, settings.lines)
     judges.check_answers(judge, settings.judge, asked, settings.prompts)
+    truth = judges.build(settings.truth, say, TRUTH_FLAG)
+    judges.check_answers(truth, settings.truth, asked, settings.prompts, TRUTH_FLAG)
     principles = critique.read(Path(settings.critique)) if settings.critique else None
     opened = load.load_run(workdir, say=say, **selection)
     generate.check_generates(opened, is_chat=False)
@@ -139,6 +143,11 @@ def collect(
             records = keeping.select(samples.lines, settings.keep, settings.pairs, left_out)
         _write(out / KEPT, "".join(map(sinks.line, records)).encode())
         scores = [each["score"] for each in samples.lines if each["score"] is not None]
+        best = []
+        if settings.truth:
+            best = over_optimization.measure(truth, settings.truth, fitting, samples.lines)
+            page = over_optimization.page(best, settings.judge, settings.truth)
+            _write(out / REPORT, page.encode())
         return {
             "out": str(out),
             "step": opened.step,
@@ -148,6 +157,7 @@ def collect(
             "mean_score": sum(scores) / len(scores) if scores else None,
             "keep": settings.keep,
             "kept": len(records),
+            "best_of_n": [each._asdict() for each in best],
             "left_out": {reason: number for reason, number in left_out.items() if number},
         }
 
@@ -178,7 +188,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Return what determines the samples; `keep` does not."""
     source = InitSource(opened.run, object_store.of_run(opened.workdir), opened.step)
-    free = ("prompts", "keep", "pairs", "critique", "rounds")
+    free = ("prompts", "truth", "keep", "pairs", "critique", "rounds")
     drawn = {
         name: value for name, value in dataclasses.asdict(settings).items() if name not in free
     }

@@ -1,8 +1,10 @@
 """Collections: samples with scores, what is kept, resuming, and judges that fail."""
 
+import itertools
 import json
 import os
 import pty
+import shutil
 from collections import Counter
 
 import pytest
@@ -91,6 +93,35 @@ def test_a_collection_that_was_cut_resumes_to_the_same_bytes(
     assert json.loads(capfd.readouterr().out)["kept"] == 80
     assert main([*command, "--seed=1"]) == 2
     assert f"--out={out}-2" in capfd.readouterr().err
+
+
+def test_the_truth_of_the_best_of_n_is_a_table_and_a_page(
+    words, writer, collected, tmp_path, capfd
+):
+    out = tmp_path / "out"
+    shutil.copytree(collected, out)
+    (tmp_path / "truth.py").write_text("def short(completion, **_):\n    return -len(completion)\n")
+    judge, truth = f"--judge={writer.parent}/judge.py:long", f"--truth={tmp_path}/truth.py:short"
+    command = [*words, judge, truth, f"--out={out}"]
+    assert main([*command, "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    best = answer["best_of_n"]
+    assert [each["samples"] for each in best] == [1, 2, 4]
+    lengths = [
+        max(len(each["text"]) for each in group)
+        for _, group in itertools.groupby(read(out), key=lambda each: each["id"])
+    ]
+    assert best[-1]["score"] == pytest.approx(sum(lengths) / 20)
+    for each in best:
+        assert each["truth"] == pytest.approx(-each["score"])
+    assert (out / "samples.jsonl").read_bytes() == (collected / "samples.jsonl").read_bytes()
+    page = (out / "best_of_n.html").read_text()
+    assert "over-optimized: the truth is highest for n = 1" in page
+    assert page.count("<svg") == 2
+    assert main(command) == 0
+    assert "over-optimized" in capfd.readouterr().out
+    assert main([*words, truth, "--ask", f"--out={out}"]) == 2
+    assert "leave out --truth" in capfd.readouterr().err
 
 
 @pytest.mark.slow
