@@ -50,6 +50,8 @@ class PolicyLearning(Objective[PolicySettings]):
       temperature: divisor of the logits that answers are drawn with.
       allowed: mask of ids that are drawn; None for all.
       is_corrected: `Rollout.log_p` is not the sampler's, and there is no gap to it.
+      most: largest number of sampled tokens of a row; the logits of others are not computed. None
+        computes all.
 
     Source: see `config.Policy`.
     """
@@ -57,6 +59,7 @@ class PolicyLearning(Objective[PolicySettings]):
     temperature: float = 1.0
     allowed: Bool[np.ndarray, "V"] | None = dataclasses.field(default=None, compare=False)
     is_corrected: bool = False
+    most: int | None = None
 
     def loss(
         self, model: Model, batch: Tokens, key: Array | None, teacher: Model | None = None
@@ -122,7 +125,10 @@ class PolicyLearning(Objective[PolicySettings]):
     def score(
         self, model: Model, batch: Tokens, key: Array | None
     ) -> tuple[DrawnScores, dict[str, Mean]]:
-        """Return the scores of each target, and the means that layers give; see `loss.score`."""
+        """Return the scores of each target, and the means that layers give; see `loss.score`.
+
+        With `most`, scores of targets that were not sampled are 0, except for values.
+        """
         sharded, hidden, parts = read_sharded(model, batch._replace(rollout=None), key)
         logits_of = logits_function(model)
 
@@ -135,8 +141,16 @@ class PolicyLearning(Objective[PolicySettings]):
             entropy = -jnp.where(p > 0, p * jnp.log(jnp.maximum(p, 1e-37)), 0.0).sum(-1)
             return DrawnScores(-token_scores(logits, targets).nll, entropy)
 
-        tokens = self.loss_settings.chunk
-        scores = in_chunks(scored, hidden.values, sharded.targets, tokens=tokens)
+        values, targets, places = hidden.values, sharded.targets, None
+        # A row that is split over devices keeps its slots.
+        if self.most and self.most < targets.shape[1] and context.context_size() == 1:
+            places = jnp.argsort(sharded.weights == 0, axis=1, stable=True)[:, : self.most]
+            values = jnp.take_along_axis(values, places[..., None], axis=1)
+            targets = jnp.take_along_axis(targets, places, axis=1)
+        scores = in_chunks(scored, values, targets, tokens=self.loss_settings.chunk)
+        if places is not None:
+            rows, zeros = jnp.arange(len(targets))[:, None], jnp.zeros(sharded.targets.shape)
+            scores = jax.tree.map(lambda x: zeros.at[rows, places].set(x), scores)
         if isinstance(model, Decoder) and model.value is not None:
             scores = scores._replace(value=model.value(hidden.values))
         return context.zigzag_unshard(scores, parts), hidden.losses

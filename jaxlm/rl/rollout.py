@@ -323,26 +323,40 @@ class Weighted(NamedTuple):
     advantage: float | None
 
 
+def empty_last(samples: Sequence[Weighted], microbatches: int) -> list[Weighted]:
+    """Return the samples of an update, those without an advantage in its last micro-batches.
+
+    Each part of the rows that a device has fills the same micro-batches: row r of an update is in
+    micro-batch r mod `microbatches`, see `parallel.pipeline.split_microbatches`.
+    """
+    if microbatches == 1:
+        return [*samples]
+    places = sorted(range(len(samples)), key=lambda row: row % microbatches)
+    ranked = sorted(samples, key=lambda each: each.advantage is None)
+    placed = dict(zip(places, ranked, strict=True))
+    return [placed[row] for row in range(len(samples))]
+
+
 def as_rows(
     samples: Sequence[Weighted], length: int, *, mean: MeanOf = "sum", max_tokens: int = 1
 ) -> Tokens:
     """Return rows of `length` slots with one sample each, NumPy arrays.
 
     The weights of sampled tokens and the counts make sum_t w_t L_t / N the mean that `mean` names,
-    see `objectives.config.Policy`. A sample without an advantage has weight 0 and is not counted.
+    see `objectives.config.Policy`. A sample without an advantage is an empty row.
     """
     shape = (len(samples), length)
     tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
     weights, log_p, advantages, counts = (np.zeros(shape, np.float32) for _ in range(4))
     for row, (prompt, drawn, advantage) in enumerate(samples):
+        if advantage is None:
+            continue
         ids = np.concatenate((prompt, drawn.ids))
         size, first = len(ids) - 1, len(prompt) - 1
         tokens[row, :size], targets[row, :size] = ids[:-1], ids[1:]
         segments[row, :size], positions[row, :size] = 1, np.arange(size)
         here = (row, slice(first, size))
         log_p[here] = drawn.log_p
-        if advantage is None:
-            continue
         mask = drawn.mask
         advantages[here] = advantage * mask
         divisor = {"sequence": mask.sum(), "constant": max_tokens}.get(mean, 1)

@@ -47,6 +47,9 @@ def build_gradient(
     weight over its number of tokens, both known before the first micro-batch, and then divided
     likewise. Gradients are summed in the dtypes of `reduce_dtype_grads`.
 
+    Micro-batches of a rollout without a token are not computed, if layers have no auxiliary losses
+    and record nothing.
+
     In float16 the differentiated quantity is the sum times scale / tokens of the micro-batch, about
     the mean times the scale: one scale fits batches of any size. The gradient is divided by it in
     float32.
@@ -88,15 +91,23 @@ def build_gradient(
         parts = jax.tree.map(lambda x: pipeline.split_microbatches(x, microbatches), batch)
         keys = jax.random.split(key, microbatches)
 
-        def add(carry: Any, part: tuple[Tokens, Array]) -> tuple[Any, None]:
-            grads, (loss, captured) = gradient(params, *part, scale, share)
-            sums, (losses, before) = carry
-            grads, loss = jax.tree.map(jnp.add, (sums, losses), (grads, loss))
-            return (grads, (loss, before + captured)), None
-
         first = jax.tree.map(lambda x: x[0], parts)
         shapes = jax.eval_shape(gradient, params, first, key, scale, share)
         grads, (part, captured) = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        is_skippable = batch.rollout is not None and part.added is None
+        is_skippable = is_skippable and not jax.tree.leaves(captured)
+
+        def add(carry: Any, part: tuple[Tokens, Array]) -> tuple[Any, None]:
+            def added() -> Any:
+                grads, (loss, captured) = gradient(params, *part, scale, share)
+                sums, (losses, before) = carry
+                grads, loss = jax.tree.map(jnp.add, (sums, losses), (grads, loss))
+                return grads, (loss, before + captured)
+
+            if not is_skippable:
+                return added(), None
+            return jax.lax.cond((part[0].segments > 0).any(), added, lambda: carry), None
+
         captured = captured._replace(peaks=jax.tree.map(lambda x: x - jnp.inf, captured.peaks))
         return jax.lax.scan(add, (constrained(grads), (part, captured)), (parts, keys))[0]
 

@@ -1,5 +1,6 @@
 """Policy gradients: loss, gradient and figures of each algorithm against float64 formulas."""
 
+import dataclasses
 import functools
 
 import jax
@@ -208,3 +209,32 @@ def test_rows_of_weight_0_have_no_gradient_and_no_figure(blueprint, models, batc
     assert float(part.objective.weight) == 0
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
     assert np.isnan(float(part.metrics["entropy_nats"].figure))
+
+
+def test_logits_of_tokens_that_were_not_sampled_are_not_computed(blueprint, models, batch):
+    """The loss, its gradient and the figures are those with the logits of all tokens."""
+    whole = objective()
+    few = dataclasses.replace(whole, most=5)  # of 12; the longest sample has 9
+    with pytest.raises(AssertionError):
+        compared(few, whole, blueprint, models, batch)
+    compared(dataclasses.replace(whole, most=9), whole, blueprint, models, batch)
+    shapes = str(jax.make_jaxpr(lambda p: few.score(blueprint.merge(p), batch, None)[0])(models[1]))
+    assert f"[{ROWS},5,{VOCAB}]" in shapes
+    assert f"[{ROWS},{SLOTS},{VOCAB}]" not in shapes
+
+
+def compared(one, other, blueprint, models, batch):
+    """Assert that two objectives have the same loss, gradient and figures."""
+
+    rows = weighted(batch, "token")
+
+    def loss(chosen, params):
+        found = chosen.loss(blueprint.merge(params), rows, None)
+        return found.objective.value, {name: each.value for name, each in found.metrics.items()}
+
+    results = [
+        jax.jit(jax.value_and_grad(functools.partial(loss, each), has_aux=True))(models[1])
+        for each in (one, other)
+    ]
+    for mine, theirs in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)

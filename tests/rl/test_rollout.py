@@ -18,6 +18,7 @@ from jaxlm.rl.rollout import (
     Weighted,
     allowed_ids,
     as_rows,
+    empty_last,
     root_key,
     row_keys,
 )
@@ -191,3 +192,19 @@ def test_weights_and_counts_make_the_mean(mean):
     assert (rows.targets[rows.weights > 0] == 7).all()
     assert rows.tokens[0, :5].tolist() == [0, 1, 2, 7, 0]  # the last id is a target alone
     assert rows.rollout.advantages[1].tolist() == [0, 0, -0.5, -0.5, -0.5, -0.5, 0, 0]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_samples_without_an_advantage_are_in_the_last_micro_batches(devices):
+    """Of 12 rows in 3 micro-batches; a device has a half of each of them."""
+    used = {0, 3, 5, 7, 10}
+    samples = [
+        Weighted(np.array([n]), DrawnSample(np.zeros(0), np.zeros(0), "length"), advantage)
+        for n, advantage in ((n, 1.0 if n in used else None) for n in range(12))
+    ]
+    assert [int(each.prompt[0]) for each in empty_last(samples, 1)] == list(range(12))
+    placed = empty_last(samples, 3)
+    assert sorted(int(each.prompt[0]) for each in placed) == list(range(12))
+    is_used = np.array([each.advantage is not None for each in placed])
+    parts = is_used.reshape(devices, -1, 3)  # as `split_microbatches` splits the rows of a device
+    assert parts.sum((0, 1)).tolist() == [4, 1, 0]

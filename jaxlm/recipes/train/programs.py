@@ -147,6 +147,7 @@ class TrainPrograms:
                 temperature=run.rl.temperature,
                 allowed=allowed_ids(data.tokenizer, blueprint.config.vocab),
                 is_corrected=run.rl.correction != "none",
+                most=run.rl.turns * run.rl.max_tokens,
             )
         largest = run.regularization.qk_clip  # logit
         captured: tuple[Kind, ...] = () if largest is None else ("logits",)

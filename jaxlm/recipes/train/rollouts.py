@@ -29,7 +29,7 @@ from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.recipes.train.rescoring import Rescorer, is_rescored
 from jaxlm.rl.rewards import Rewards, check_scored, unscored
-from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows, root_key, row_keys
+from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows, empty_last, root_key, row_keys
 from jaxlm.rl.scoring import PromptScorer, ScoredSamples, mean, prompt_ids
 from jaxlm.rl.turns import Turns
 from jaxlm.training.state import TrainState
@@ -321,7 +321,9 @@ class Rollouts(contextlib.ExitStack):
             trained = [1.0] * len(used)
             figures["sampled_share"] = float(np.mean([each is not None for each in used]))
         prompts = [prompt_ids(self._loader, document) for document in scored.documents]
-        weighted = [Weighted(*each) for each in zip(prompts, drawn, trained, strict=True)]
+        samples = [Weighted(*each) for each in zip(prompts, drawn, trained, strict=True)]
+        updates = [samples[n : n + run.train.batch] for n in range(0, len(samples), run.train.batch)]
+        weighted = [each for u in updates for each in empty_last(u, run.train.microbatches)]
         rows = as_rows(weighted, run.data.sequence, mean=terms.mean, max_tokens=run.rl.max_tokens)
         if self._rescorer is not None:
             rows, more = self._rescorer.rescored(rows, params)

@@ -1,0 +1,45 @@
+"""Micro-batches of rollouts: those without a token cost nothing and change nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.mean import Mean
+from jaxlm.core.precision import Precision
+from jaxlm.data.batch import Rollout, Tokens
+from jaxlm.objectives.loss import Loss
+from jaxlm.training import gradient
+from jaxlm.training.gradient import GradientSpec
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def batch(is_rollout):
+    """Eight rows, of which the first one of each four and the second of the first have tokens."""
+    segments = np.zeros((8, 3), np.int32)
+    segments[[0, 1, 4]] = 1
+    tokens = np.arange(24, dtype=np.int32).reshape(8, 3) * segments
+    weights = segments.astype(np.float32)
+    rollout = Rollout(weights, weights, weights) if is_rollout else None
+    return Tokens(tokens, tokens, weights, segments, tokens)._replace(rollout=rollout)
+
+
+@pytest.mark.parametrize("is_rollout", [True, False])
+def test_a_micro_batch_of_a_rollout_without_tokens_is_not_computed(is_rollout):
+    """The loss of such a part is NaN here, so that it would show."""
+
+    def loss(params, part, key):
+        total = params["w"] * (part.weights * part.tokens).sum()
+        total = total + jnp.where((part.segments > 0).any(), 0.0, jnp.nan)
+        mean = Mean(total, part.weights.sum())
+        return Loss(mean, {"loss_nats": mean}, None)
+
+    spec = GradientSpec(loss=loss, precision=Precision.float32(), microbatches=4)
+    inputs = {"w": jnp.float32(2)}, batch(is_rollout), jax.random.key(0), jnp.float32(1)
+    grads, part, _ = jax.jit(gradient.build_gradient(spec))(*inputs)
+    tokens = inputs[1].tokens
+    expected = tokens.sum() / 9 if is_rollout else np.nan
+    np.testing.assert_allclose(part.objective.value, 2 * expected)
+    if is_rollout:
+        np.testing.assert_allclose(grads["w"], expected)
