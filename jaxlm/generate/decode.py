@@ -93,7 +93,8 @@ class Decoding:
     """Three functions that continue prompts; the same tokens come for any split into calls.
 
     `prepare(params)` returns the weights in the layout of a token loop, for the other functions.
-    `start(ready, prompts [B, P], lengths [B], keys [B])` prefills and draws the first token.
+    `start(ready, prompts [B, P], lengths [B], keys [B])` prefills and draws the first token. With a
+    further `sources` [B], row b continues the prompt of that number, which is read once for all.
     `decode_until(ready, state, keys, until)` draws until each row ended or has `until` tokens;
     the state may be donated. With a further `ended` it returns once that many rows have ended.
 
@@ -101,7 +102,7 @@ class Decoding:
     """
 
     prepare: Callable[[Any], Any]
-    start: Callable[[Any, Array, Array, Array], DecodeState]
+    start: Callable[..., DecodeState]
     decode_until: Callable[..., DecodeState]
     max_tokens: int
 
@@ -179,9 +180,10 @@ def build(
     """
     prepare, model_of = weight_layout(merge)
 
-    def start(ready: Any, prompts: Array, lengths: Array, keys: Array) -> DecodeState:
-        model = model_of(ready)
-        rows = prompts.shape[0]
+    def start(
+        ready: Any, prompts: Array, lengths: Array, keys: Array, sources: Array | None = None
+    ) -> DecodeState:
+        model, rows = model_of(ready), len(keys)
         hidden = prefill(
             model,
             prompts,
@@ -192,6 +194,10 @@ def build(
             spare=lookup,
         )
         assert hidden.cache is not None
+        values, cache = hidden.values, hidden.cache
+        if sources is not None:
+            inputs = (values, cache, prompts, lengths)
+            values, cache, prompts, lengths = jax.tree.map(lambda x: x[sources], inputs)
         empty, history = jnp.full((rows, max_tokens), pad, jnp.int32), None
         if penalties.is_active:  # prompts that an encoder read do not count
             counted = jnp.zeros_like(lengths) if isinstance(model, EncoderDecoder) else lengths
@@ -205,9 +211,9 @@ def build(
             stop_state=None if stops is None else jnp.zeros((rows,), stops.dtype),
             history=history,
             tokens=RowTokens.of(prompts, lengths, max_tokens) if lookup else None,
-            cache=hidden.cache,
+            cache=cache,
         )
-        return pick(model.logits(hidden.values)[:, 0], begun, keys, begun.reason < 0)
+        return pick(model.logits(values)[:, 0], begun, keys, begun.reason < 0)
 
     def decode_until(
         ready: Any, state: DecodeState, keys: Array, until: Array, ended: Array | None = None

@@ -74,8 +74,9 @@ class DrawnSample(NamedTuple):
 class _Prompts(NamedTuple):
     """Prompts of some slots; `words` are those of the keys of samples."""
 
-    ids: Int[Array, "A P"]
-    lengths: Int[Array, "A"]
+    ids: Int[Array, "N P"]
+    lengths: Int[Array, "N"]
+    sources: Int[Array, "A"]  # the prompt of each slot
     words: Int[Array, "A 2"]
     turns: Int[Array, "A"]
     is_used: Bool[Array, "A"]
@@ -118,14 +119,22 @@ def root_key(seed: int, name: str = "rollout") -> Array:
 class RolloutSampler:
     """Draws samples, `slots` at a time. A slot whose sample has ended gets the next prompt.
 
+    The program is that of `jaxlm generate` (`generate.decode`), and draws the ids that the engine
+    of the server draws by the same keys. The engine is another loop for another promise: a request
+    has the same bits whenever it comes, so prompts are read one at a time, on one device, and its
+    scores are those of the model. A rollout has all its prompts at the start, reads many at once,
+    splits them over a mesh, and keeps the log-probabilities of the distribution it draws from.
+
     Slots are filled when a quarter of them are free. The tokens of a sample are those of any other
     number of slots, up to rounding. The programs compile once. Use it under the mesh of the
-    parameters; a mesh that splits batches splits the slots.
+    parameters; a mesh that splits batches splits the slots. On one device a prompt is read once for
+    its samples that begin together.
 
     Args:
       blueprint: the model, a decoder.
       tokenizer: its tokenizer.
       slots: samples that are drawn at once; rounded up to what the mesh divides.
+      samples: usual number of samples of a prompt, which are drawn one after another.
       longest: most ids of a prompt, those of earlier turns included.
       max_tokens: maximum new ids of a turn.
       temperature: divisor of the logits; 0 draws the likeliest ids, without log-probabilities.
@@ -143,9 +152,12 @@ class RolloutSampler:
         longest: int,
         max_tokens: int,
         temperature: float,
+        samples: int = 1,
     ):
         _check(blueprint, longest, max_tokens)
-        ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
+        mesh = jax.sharding.get_abstract_mesh()
+        ways = rules.split(mesh, "batch")
+        self._samples = samples if mesh.size <= 1 else 1  # else prompts would change devices
         self.slots, self._longest = -(-slots // ways) * ways, longest
         self._refilled = -(-max(self.slots // REFILLS, 1) // ways) * ways
         self._max_tokens, self._pad = max_tokens, tokenizer.pad
@@ -169,7 +181,9 @@ class RolloutSampler:
     def _started(self, ready: Any, prompts: _Prompts) -> DecodeState:
         """Return the state of some rows after their first tokens; rows without a sample ended."""
         keys = turn_keys(prompts.words, prompts.turns)
-        state = self._decoding.start(ready, prompts.ids, prompts.lengths, keys)
+        is_shared = len(prompts.ids) < len(prompts.sources)
+        sources = prompts.sources if is_shared else None
+        state = self._decoding.start(ready, prompts.ids, prompts.lengths, keys, sources)
         return state._replace(reason=jnp.where(prompts.is_used, state.reason, decode.END))
 
     def _refill(
@@ -234,14 +248,24 @@ class RolloutSampler:
         """Put the next samples into free rows; return their prompts and rows, `size` of each."""
         rows = np.flatnonzero(board.owners < 0)[:size]
         chosen = board.fill(rows)
-        ids = np.full((size, self._longest), self._pad, np.int32)
-        lengths = np.ones(size, np.int32)  # of a row without a sample
-        for row, number in enumerate(chosen):
-            prompt = board.prompt(number)
+        prompts = [board.prompt(number) for number in chosen]
+        distinct = {prompt.tobytes(): prompt for prompt in prompts}
+        # The prompts of samples that begin together, whose first and last prompt may be incomplete.
+        most = min(size, -(-(size - 1) // self._samples) + 1)
+        is_shared = most < size and len(distinct) <= most
+        read = [*distinct.values()] if is_shared else prompts
+        ids = np.full((most if is_shared else size, self._longest), self._pad, np.int32)
+        lengths = np.ones(len(ids), np.int32)  # of a row without a sample
+        for row, prompt in enumerate(read):
             ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        sources = np.arange(size, dtype=np.int32)
+        if is_shared:
+            number_of = {name: number for number, name in enumerate(distinct)}
+            sources = np.zeros(size, np.int32)
+            sources[: len(prompts)] = [number_of[prompt.tobytes()] for prompt in prompts]
         numbers, places = np.full(size, -1), np.full(size, self.slots, np.int32)
         numbers[: len(chosen)], places[: len(chosen)] = chosen, rows[: len(chosen)]
-        inputs: Any = ids, lengths, *board.keys_of(numbers), numbers >= 0
+        inputs: Any = ids, lengths, sources, *board.keys_of(numbers), numbers >= 0
         return _Prompts(*inputs), places
 
 

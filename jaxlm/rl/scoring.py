@@ -128,6 +128,7 @@ class PromptScorer:
                 longest=longest,
                 max_tokens=settings.max_tokens,
                 temperature=temperature,
+                samples=settings.samples,
             )
 
         self._sampler, self._greedy = sampler(settings.temperature), sampler(0.0)

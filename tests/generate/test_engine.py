@@ -25,6 +25,7 @@ from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mistral import Mistral
 from jaxlm.models.families.t5 import T5
 from jaxlm.objectives import loss
+from jaxlm.rl.rollout import RolloutSampler
 
 TOKENIZER = Bytes()
 SIZES = {"vocab": TOKENIZER.size, "width": 32, "depth": 2, "heads": 4}
@@ -149,6 +150,30 @@ def test_the_same_seed_gives_the_text_of_jaxlm_generate(engine):
             for seed, ids in enumerate(prompts)
         ]
         assert [list(each.ids) for each in engine.complete(requests)] == expected.tolist()
+
+
+def test_the_engine_draws_the_samples_of_a_rollout(engine):
+    """The same key gives the same ids: both draw from one distribution by one rule of keys."""
+    numbers, size = range(6), 10
+    requests = [
+        Request(
+            ids=tuple(range(60, 65 + number)),
+            max_tokens=size,
+            sampling=Sampling(temperature=1.3),
+            seed=number,
+            ends=tuple(TOKENIZER.ends),
+        )
+        for number in numbers
+    ]
+    blueprint, params = made()
+    sampler = RolloutSampler(
+        blueprint, TOKENIZER, slots=4, longest=12, max_tokens=size, temperature=1.3
+    )
+    prompts = [np.array(each.ids, np.int32) for each in requests]
+    drawn = sampler.draw(params, prompts, jnp.stack([key(n, "sample") for n in numbers]))
+    for one, other in zip(engine.complete(requests), drawn, strict=True):
+        ended = other.reason == "eos_token"
+        assert (one.ids, one.reason) == (tuple(other.ids[: -1 if ended else None]), other.reason)
 
 
 def test_scores_are_those_of_the_evaluation_step(engine):

@@ -138,6 +138,19 @@ def test_a_mesh_draws_the_samples_of_one_device(config, base, tmp_path, axes):
 
 
 @pytest.mark.slow
+def test_micro_batches_learn_the_same_where_some_have_no_sample_with_a_gradient(
+    config, base, tmp_path
+):
+    assert train(config, tmp_path / "a", "--config.train.microbatches=4") == 0
+    steps = [[r for r in records(each) if r["split"] == "train"] for each in (tmp_path / "a", base)]
+    assert any(each.get("dead_groups", 0) > 0 for each in steps[0])
+    for one, other in zip(*steps, strict=True):
+        assert one.get("reward") == other.get("reward")
+        for name in ("loss_nats", "grad_norm", "entropy_nats"):
+            assert one[name] == pytest.approx(other[name], abs=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0.6", "1", "1.3"])
 @pytest.mark.parametrize(
     "tune",

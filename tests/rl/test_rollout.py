@@ -7,6 +7,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
 from jaxlm.data.tokenizer import Bytes, Characters
+from jaxlm.generate import decode
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.build import build
@@ -66,6 +67,22 @@ def test_a_sample_does_not_depend_on_slots_and_neighbors(blueprint, params, keys
     shuffled = fewer.draw(params, [PROMPTS[n] for n in order], keys[order])
     for place, one in zip(order, shuffled, strict=True):
         np.testing.assert_array_equal(one.ids, drawn[place].ids)
+
+
+def test_a_prompt_is_read_once_for_its_samples(blueprint, params, monkeypatch):
+    """Also in slots that are filled again; the samples are those of a prompt for each row."""
+    prompts, keys = [each for each in PROMPTS for _ in range(4)], row_keys(root_key(3), 0, 6, 4)
+    options = {"slots": 8, "longest": 5, "max_tokens": MOST, "temperature": 1.0}
+    alone = RolloutSampler(blueprint, TOKENIZER, **options).draw(params, prompts, keys)
+    rows, prefill = [], decode.prefill
+    monkeypatch.setattr(
+        decode, "prefill", lambda *args, **more: rows.append(len(args[1])) or prefill(*args, **more)
+    )
+    shared = RolloutSampler(blueprint, TOKENIZER, **options, samples=4)
+    for one, other in zip(shared.draw(params, prompts, keys), alone, strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+        np.testing.assert_allclose(one.log_p, other.log_p, atol=1e-5)
+    assert set(rows) == {3, 2}  # of 8 slots, and of the 2 that are filled again
 
 
 @pytest.fixture(scope="module")
