@@ -322,8 +322,9 @@ class Rollouts(contextlib.ExitStack):
             figures["sampled_share"] = float(np.mean([each is not None for each in used]))
         prompts = [prompt_ids(self._loader, document) for document in scored.documents]
         samples = [Weighted(*each) for each in zip(prompts, drawn, trained, strict=True)]
-        updates = [samples[n : n + run.train.batch] for n in range(0, len(samples), run.train.batch)]
-        weighted = [each for u in updates for each in empty_last(u, run.train.microbatches)]
+        weighted, size = [], run.train.batch
+        for first in range(0, len(samples), size):
+            weighted += empty_last(samples[first : first + size], run.train.microbatches)
         rows = as_rows(weighted, run.data.sequence, mean=terms.mean, max_tokens=run.rl.max_tokens)
         if self._rescorer is not None:
             rows, more = self._rescorer.rescored(rows, params)
