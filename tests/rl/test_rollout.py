@@ -213,7 +213,7 @@ def test_weights_and_counts_make_the_mean(mean):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_samples_without_an_advantage_are_in_the_last_micro_batches(devices):
-    """Twelve rows are in three micro-batches, of which each device has its own part."""
+    """Twelve rows are in three micro-batches, and each device has a part of every one."""
     used = {0, 3, 5, 7, 10}
     samples = [
         Weighted(np.array([n]), DrawnSample(np.zeros(0), np.zeros(0), "length"), advantage)
