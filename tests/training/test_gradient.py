@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def batch(is_rollout):
-    """Eight rows, of which the first one of each four and the second of the first have tokens."""
+    """Eight rows in four micro-batches; the last two of these have no tokens."""
     segments = np.zeros((8, 3), np.int32)
     segments[[0, 1, 4]] = 1
     tokens = np.arange(24, dtype=np.int32).reshape(8, 3) * segments
@@ -27,7 +27,7 @@ def batch(is_rollout):
 
 @pytest.mark.parametrize("is_rollout", [True, False])
 def test_a_micro_batch_of_a_rollout_without_tokens_is_not_computed(is_rollout):
-    """The loss of such a part is NaN here, so that it would show."""
+    """The loss of a part without tokens is NaN in this test."""
 
     def loss(params, part, key):
         total = params["w"] * (part.weights * part.tokens).sum()
