@@ -4,6 +4,7 @@ import hashlib
 
 import jax
 from jax import Array
+from jaxtyping import Int
 
 
 def key(seed: int, name: str, step: int | Array = 0) -> Array:
@@ -23,3 +24,13 @@ def stream(root: Array, name: str) -> Array:
     """Return the key of stream `name`: `root` folded with 4 bytes of the name's sha256."""
     digest = hashlib.sha256(name.encode()).digest()
     return jax.random.fold_in(root, int.from_bytes(digest[:4], "big"))
+
+
+@jax.jit
+def draw_keys(root: Array, prompts: Int[Array, "N"], samples: Int[Array, "N"]) -> Array:
+    """Return the key of each draw: `root` folded with the number of its prompt, then of its sample.
+
+    A draw has the same key whatever else is drawn. `prompts` and `samples` are 0 to 2**32 - 1.
+    """
+    fold = jax.vmap(jax.random.fold_in, (None, 0))
+    return jax.vmap(jax.random.fold_in)(fold(root, prompts), samples)

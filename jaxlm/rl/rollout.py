@@ -96,13 +96,9 @@ def allowed_ids(tokenizer: Tokenizer, vocab: int) -> Bool[np.ndarray, "V"]:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def row_keys(root: Array, number: Array, prompts: int, samples: int) -> Array:
     """Return the keys of the samples of a rollout, those of a prompt one after another."""
-    key = jax.random.fold_in(root, number)
-
-    def keys(prompt: Array) -> Array:
-        mine = jax.random.fold_in(key, prompt)
-        return jax.vmap(lambda sample: jax.random.fold_in(mine, sample))(jnp.arange(samples))
-
-    return jax.vmap(keys)(jnp.arange(prompts)).reshape(-1)
+    of_prompts = jnp.repeat(jnp.arange(prompts), samples)
+    of_samples = jnp.tile(jnp.arange(samples), prompts)
+    return random.draw_keys(jax.random.fold_in(root, number), of_prompts, of_samples)
 
 
 def turn_keys(words: Int[Array, "B 2"], turns: Int[Array, "B"]) -> Array:

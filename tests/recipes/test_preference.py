@@ -207,6 +207,21 @@ def test_each_unusable_input_names_its_fix(config, pairs, tmp_path, capfd, flags
     assert text in capfd.readouterr().err
 
 
+def test_a_reference_of_another_tokenizer_is_refused(config, base, tmp_path, capfd):
+    other = tmp_path / "other"
+    other.symlink_to(base)  # not the start, whose name would be the same as that of the run
+    records = [
+        {"prompt": f"{n**5}", "chosen": f"{n**7}", "rejected": f"{n**6}!"} for n in range(2, 99)
+    ]
+    text = "".join(json.dumps(each) + "\n" for each in records)
+    (tmp_path / "pairs.jsonl").write_text(text)
+    flags = [f"--config.objective.reference={other}", "--config.data.tokenizer=bpe:512"]
+    flags += [f"--config.data.train={tmp_path}/pairs.jsonl"]
+    assert train(config, tmp_path / "run", *flags) == 2
+    assert f"--config.data.tokenizer={other}/tokenizer" in capfd.readouterr().err
+    assert not harness.records(tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_microbatches_agree(config, base, tmp_path):
     first = train_records(base)[0]

@@ -152,6 +152,10 @@ def test_samples_of_a_prompt_and_of_rollouts_have_keys_of_their_own():
     # Those of a prompt do not change with the number of samples or prompts.
     more = jax.random.key_data(row_keys(root_key(0), 0, 4, 3)).reshape(4, 3, -1)
     np.testing.assert_array_equal(more[:3, :2].reshape(6, -1), numbers[0])
+    last = root_key(0)
+    for place in (1, 2, 1):  # rollout, prompt and sample
+        last = jax.random.fold_in(last, place)
+    np.testing.assert_array_equal(jax.random.key_data(last), numbers[1][-1])
 
 
 def test_log_probabilities_are_those_that_the_objective_divides_by(blueprint, params, drawn):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.generate.engine import CompletedRequest
+from jaxlm.recipes.collect import prompts
 from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder
 from jaxlm.recipes.collect.prompts import CollectPrompt, Messages
 
@@ -82,23 +83,25 @@ def revise(
     """
     state = [Revision(None, 0, [], "" if text.strip() else NO_DRAFT) for *_, text in drafts]
     answers = [text for *_, text in drafts]
+    draws = [(prompt, sample) for prompt, sample, _ in drafts]
+
+    def seeds_of(name: str, number: int) -> dict[int, int]:
+        return dict(enumerate(prompts.seeds(draws, seed, f"{name} {number}")))
+
     for number in range(rounds):
         live = [n for n, each in enumerate(state) if not each.problem]
-        places = {n: (*drafts[n][:2], number) for n in live}
         chosen = {
-            n: principles.texts[
-                prompt.seed(seed, sample, number, "principle") % len(principles.texts)
-            ]
-            for n, (prompt, sample, _) in places.items()
+            n: principles.texts[each % len(principles.texts)]
+            for n, each in seeds_of("principle", number).items()
         }
         asked: dict[int, Messages] = {
             n: _asking(drafts[n][0].messages, answers[n], CRITIQUE.format(principle=chosen[n]))
             for n in live
         }
-        seeds = {n: prompt.seed(seed, s, k, "critique") for n, (prompt, s, k) in places.items()}
+        seeds = seeds_of("critique", number)
         critiques = _drawn(drawer, encoder, asked, seeds, room)
         asked = {n: _asking(asked[n], each.text, REVISION) for n, each in critiques.items()}
-        seeds = {n: prompt.seed(seed, s, k, "revision") for n, (prompt, s, k) in places.items()}
+        seeds = seeds_of("revision", number)
         revisions = _drawn(drawer, encoder, asked, seeds, room)
         for n in live:
             if n not in revisions or not revisions[n].text.strip():

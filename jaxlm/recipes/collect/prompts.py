@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from jaxlm.core import random
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import conversations
 from jaxlm.data.conversations import Rejected
@@ -48,13 +52,25 @@ class CollectPrompt(NamedTuple):
             return self.messages
         return "\n".join(str(each["content"]) for each in self.messages)
 
-    def seed(self, seed: int, sample: int, *place: int | str) -> int:
-        """Return the seed of the draws of a sample, from the seed of the collection.
 
-        `place` is that of further draws: the number of a critique and what is drawn.
-        """
-        content = json.dumps([seed, self.id, sample, *place])
-        return int.from_bytes(hashlib.sha256(content.encode()).digest()[:4], "little")
+def seeds(
+    draws: Sequence[tuple[CollectPrompt, int]], seed: int, name: str = "collect"
+) -> list[int]:
+    """Return the seed of each draw, by the rule of rollouts, see `random.draw_keys`.
+
+    The number of a prompt is from its id, so that other prompts and their order change no draw.
+
+    Args:
+      draws: prompt and number of the sample of each.
+      seed: of the collection.
+      name: stream of what is drawn; those of a critique differ from those of the answer.
+    """
+    if not draws:
+        return []
+    numbers = np.array([int(prompt.id[:8], 16) for prompt, _ in draws], np.uint32)
+    samples = np.array([sample for _, sample in draws], np.uint32)
+    keys = random.draw_keys(random.stream(jax.random.key(seed), name), numbers, samples)
+    return jax.vmap(jax.random.bits)(keys).tolist()
 
 
 def read(globs: Sequence[str], *, is_chat: bool, left_out: Counter[str]) -> list[CollectPrompt]:

@@ -34,7 +34,7 @@ from jaxlm.recipes.use.load import InitSource, LoadedRun
 from jaxlm.rl.rewards import check_scored
 
 FACTS, KEPT, REPORT = "collect.json", "kept.jsonl", "best_of_n.html"
-VERSION = 1  # of samples.jsonl
+VERSION = 2  # of samples.jsonl and of the rule of its seeds
 BLOCK = 64  # samples that are scored and written at a time, at least
 TOO_LONG = "longer than the context"
 NOT_FINITE = "its logits were not finite"
@@ -276,7 +276,7 @@ def _collect(
             )
         drawn = _drafts(drawer, settings, fitting[done:], block, is_apart=critic is not None)
         while part := list(itertools.islice(drawn, block)):
-            lines = _lines(judge, _samples(settings, part, critic))
+            lines = _lines(judge, _samples(part, critic))
             samples.append(lines[len(known) :])
             known = known[len(lines) :]
             if settings.judge:
@@ -290,6 +290,14 @@ def _collect(
                 )
 
 
+class _Drawn(NamedTuple):
+    """A prompt with the seed and the result of each of its samples."""
+
+    prompt: CollectPrompt
+    seeds: Sequence[int]
+    results: list[CompletedRequest]
+
+
 def _drafts(
     drawer: Drawer,
     settings: CollectSettings,
@@ -297,7 +305,7 @@ def _drafts(
     block: int,
     *,
     is_apart: bool,
-) -> Iterator[tuple[CollectPrompt, list[CompletedRequest]]]:
+) -> Iterator[_Drawn]:
     """Yield each prompt with its answers; later ones are drawn meanwhile, unless `is_apart`.
 
     Then the engine is free after each block of prompts, for critiques.
@@ -305,12 +313,13 @@ def _drafts(
     size = block if is_apart else len(asked)
     for first in range(0, len(asked), size):
         part = asked[first : first + size]
-        groups = (
-            [(ids, prompt.seed(settings.seed, n)) for n in range(settings.samples)]
-            for prompt, ids in part
-        )
-        for (prompt, _), results in zip(part, drawer.results(groups), strict=True):
-            yield prompt, results
+        numbers = range(settings.samples)
+        drawn = prompts.seeds([(prompt, n) for prompt, _ in part for n in numbers], settings.seed)
+        seeds = [drawn[n : n + len(numbers)] for n in range(0, len(drawn), len(numbers))]
+        groups = ([(ids, seed) for seed in own] for (_, ids), own in zip(part, seeds, strict=True))
+        answers = drawer.results(groups)
+        for (prompt, _), own, results in zip(part, seeds, answers, strict=True):
+            yield _Drawn(prompt, own, results)
 
 
 class _Sample(NamedTuple):
@@ -324,15 +333,14 @@ class _Sample(NamedTuple):
 
 
 def _samples(
-    settings: CollectSettings,
-    part: Sequence[tuple[CollectPrompt, list[CompletedRequest]]],
+    part: Sequence[_Drawn],
     critic: Critic | None,
 ) -> list[_Sample]:
     """Return the answers of some prompts; with a critic, each draft and its revision."""
     drafts = [
-        (prompt, number, result, prompt.seed(settings.seed, number))
-        for prompt, results in part
-        for number, result in enumerate(results)
+        (prompt, number, result, seed)
+        for prompt, seeds, results in part
+        for number, (seed, result) in enumerate(zip(seeds, results, strict=True))
     ]
     samples = [_sample(*each) for each in drafts]
     if critic is None:

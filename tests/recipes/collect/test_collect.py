@@ -7,6 +7,7 @@ import pty
 import shutil
 from collections import Counter
 
+import jax
 import pytest
 
 from jaxlm.cli.main import main
@@ -209,6 +210,23 @@ def test_the_best_answer_has_ended_and_ties_make_no_pair():
     assert left_out["with equal scores"] == 1
     every = select(lines, "pairs", "all", Counter())
     assert len(every) == 3
+
+
+def test_the_seed_of_a_draw_is_by_the_rule_of_rollouts_and_of_its_own_prompt():
+    from jaxlm.recipes.collect.prompts import CollectPrompt, seeds
+    from jaxlm.rl.rollout import root_key
+
+    asked = [CollectPrompt(text, None, {}) for text in "abc"]
+    draws = [(prompt, sample) for prompt in asked for sample in range(2)]
+    drawn = seeds(draws, 3)
+    key = root_key(3, "collect")
+    for place in (int(asked[1].id[:8], 16), 1):
+        key = jax.random.fold_in(key, place)
+    assert drawn[3] == int(jax.random.bits(key))
+    assert seeds(draws[::-1][:4], 3) == drawn[:1:-1]
+    others = [seeds(draws, 3, "critique 0"), seeds(draws, 4)]
+    assert len({*drawn, *others[0], *others[1]}) == 18
+    assert seeds([], 3) == []
 
 
 @pytest.fixture(scope="module")
