@@ -30,7 +30,7 @@ def stream(root: Array, name: str) -> Array:
 def draw_keys(root: Array, prompts: Int[Array, "N"], samples: Int[Array, "N"]) -> Array:
     """Return the key of each draw: `root` folded with the number of its prompt, then of its sample.
 
-    A draw has the same key whatever else is drawn. `prompts` and `samples` are 0 to 2**32 - 1.
+    Other draws do not change the key of a draw. `prompts` and `samples` are 0 to 2**32 - 1.
     """
     fold = jax.vmap(jax.random.fold_in, (None, 0))
     return jax.vmap(jax.random.fold_in)(fold(root, prompts), samples)
