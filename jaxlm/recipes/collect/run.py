@@ -316,10 +316,12 @@ def _drafts(
         numbers = range(settings.samples)
         drawn = prompts.seeds([(prompt, n) for prompt, _ in part for n in numbers], settings.seed)
         seeds = [drawn[n : n + len(numbers)] for n in range(0, len(drawn), len(numbers))]
-        groups = ([(ids, seed) for seed in own] for (_, ids), own in zip(part, seeds, strict=True))
+        groups = (
+            [(ids, seed) for seed in each] for (_, ids), each in zip(part, seeds, strict=True)
+        )
         answers = drawer.results(groups)
-        for (prompt, _), own, results in zip(part, seeds, answers, strict=True):
-            yield _Drawn(prompt, own, results)
+        for (prompt, _), each, results in zip(part, seeds, answers, strict=True):
+            yield _Drawn(prompt, each, results)
 
 
 class _Sample(NamedTuple):
