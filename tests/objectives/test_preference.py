@@ -15,7 +15,8 @@ from jaxlm.data.batch import Answers, Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.build import build
-from jaxlm.objectives.config import LossConfig, Preference
+from jaxlm.objectives.config import Causal, LossConfig, Preference
+from jaxlm.objectives.preference import score_answers
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -178,8 +179,6 @@ def summed(blueprint, params, number, side):
 
 @pytest.mark.slow
 def test_a_cached_reference_is_the_live_one_and_chunks_change_nothing(blueprint, models):
-    from jaxlm.objectives.preference import score_answers
-
     batch = rows([[0, 1], [2]])
     scored, _ = jax.jit(lambda p: score_answers(blueprint.merge(p), batch, None, None))(models[1])
     cached = batch._replace(answers=batch.answers._replace(reference=scored.log_p))
@@ -257,3 +256,17 @@ def test_no_array_of_tokens_and_vocabulary_is_in_a_step_with_chunks(blueprint, m
 
     assert has_logits(None)
     assert not has_logits(8)
+
+
+def test_a_pass_of_the_reference_computes_no_more_than_an_evaluation_of_text(blueprint, models):
+    """Tokens outnumber what is summed for each answer, as in rows of a usual length."""
+    batch = rows([[0, 1], [2]], answers=4)
+    text = build(Causal(), LossConfig())
+
+    def flops(function):
+        compiled = jax.jit(lambda params: function(blueprint.merge(params))).lower(models[0])
+        return compiled.compile().cost_analysis()["flops"]
+
+    evaluated = flops(lambda model: text.loss(model, batch._replace(answers=None), None))
+    scored = flops(lambda model: score_answers(model, batch, None, None)[0].log_p)
+    assert 0 < scored <= 1.02 * evaluated

@@ -1,6 +1,7 @@
 """Draws of answers by one engine, and the ids of what they answer."""
 
 import functools
+import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
@@ -44,6 +45,16 @@ class PromptEncoder:
         return ChatTokenizer(self._opened.tokenizer, template)
 
 
+def chunk_of(lengths: Sequence[int]) -> int:
+    """Return the ids of a prompt that are read at a time: the median prompt, from 16 to 64.
+
+    The last id is read with the answer. A longer chunk of short prompts is mostly padding, and costs
+    as much as some tokens of an answer.
+    """
+    size = 1 << max(int(statistics.median(lengths)) - 2, 0).bit_length()
+    return min(max(size, 16), 64)
+
+
 class Drawer:
     """An engine that draws answers, in a `with` block, under the mesh of the run.
 
@@ -51,6 +62,7 @@ class Drawer:
       opened: the run.
       slots: answers that are drawn at a time.
       context: most tokens of ids and answer.
+      chunk: ids that are read at a time, see `chunk_of`.
       max_tokens: most tokens of an answer.
       temperature: of the draws.
       ends: ids that end an answer.
@@ -62,6 +74,7 @@ class Drawer:
         *,
         slots: int,
         context: int,
+        chunk: int,
         max_tokens: int,
         temperature: float,
         ends: tuple[int, ...],
@@ -80,6 +93,7 @@ class Drawer:
             rows=slots,
             context=context,
             prefix_bytes=2**28,
+            chunk=chunk,
         )
 
     def __enter__(self) -> Self:

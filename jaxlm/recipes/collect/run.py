@@ -25,7 +25,7 @@ from jaxlm.generate.engine import CompletedRequest
 from jaxlm.monitor import sinks
 from jaxlm.recipes.collect import critique, judges, keeping, over_optimization, prompts
 from jaxlm.recipes.collect.critique import Principles, Revision
-from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder
+from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder, chunk_of
 from jaxlm.recipes.collect.judges import TRUTH_FLAG, DrawnAnswer, Judge
 from jaxlm.recipes.collect.prompts import CollectPrompt
 from jaxlm.recipes.rate.texts import TextPair
@@ -258,6 +258,7 @@ def _collect(
                 opened,
                 slots=settings.slots,
                 context=context,
+                chunk=chunk_of([len(ids) for _, ids in fitting]),
                 max_tokens=settings.max_tokens,
                 temperature=settings.temperature,
                 ends=encoder.ends(prompt.messages for prompt, _ in fitting),
