@@ -48,8 +48,8 @@ class PromptEncoder:
 def chunk_of(lengths: Sequence[int]) -> int:
     """Return the ids of a prompt that are read at a time: the median prompt, from 16 to 64.
 
-    The last id is read with the answer. A longer chunk of short prompts is mostly padding, and costs
-    as much as some tokens of an answer.
+    The last id is read with the answer. A longer chunk of short prompts is mostly padding, which
+    costs as much as some tokens of an answer.
     """
     size = 1 << max(int(statistics.median(lengths)) - 2, 0).bit_length()
     return min(max(size, 16), 64)
