@@ -5,8 +5,8 @@
 The model has random weights, so that nearly all answers have `--max_tokens`. `generate` continues
 one batch of `--slots` prompts by a sampler that has compiled. `collect` draws as many answers at a
 time to prompts with 8 samples each, scores them by a reward and writes them. Its figure is that of
-further prompts: seconds of `--prompts` minus those of an eighth of them, so that neither the load
-of the run nor compilation counts. Seconds are those of the processor, or with `--time=wall` those
+further prompts: seconds of `--prompts` minus those of an eighth of them, so that the load of
+the run and compilation do not count. Seconds are those of the processor, or with `--time=wall` those
 of the clock.
 """
 
@@ -115,9 +115,8 @@ def main() -> None:
             )
     ratios = sorted(one / other for one, other in rates)
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    print(
-        f"collect over generate: {statistics.median(ratios):.2f} (quartiles {low:.2f} to {high:.2f})"
-    )
+    quartiles = f"quartiles {low:.2f} to {high:.2f}"
+    print(f"collect over generate: {statistics.median(ratios):.2f} ({quartiles})")
 
 
 if __name__ == "__main__":
