@@ -6,8 +6,8 @@ The model has random weights, so that nearly all answers have `--max_tokens`. `g
 one batch of `--slots` prompts by a sampler that has compiled. `collect` draws as many answers at a
 time to prompts with 8 samples each, scores them by a reward and writes them. Its figure is that of
 further prompts: seconds of `--prompts` minus those of an eighth of them, so that the load of
-the run and compilation do not count. Seconds are those of the processor, or with `--time=wall` those
-of the clock.
+the run and compilation do not count. Seconds are those of the processor, or of the clock with
+`--time=wall`.
 """
 
 import argparse
