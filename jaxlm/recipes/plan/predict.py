@@ -173,9 +173,6 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         teacher_flops = whole / 3  # forward only
     if run.objective.compared_with == "adapter_off":
         teacher_flops = model_cost.flops_per_token(decoder, run.data.sequence, causal=True) / 3
-    elif run.objective.compared_with:
-        once = "a forward pass over the data before the first step"
-        assumed.append(f"the reference {run.objective.compared_with} is not in the times: {once}")
     if is_cpu:
         # Activations are freed before the update: the larger of the two counts.
         coming = held["gradients"] + sum(used.values()) - sum(held.values())
@@ -219,6 +216,14 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
                 f"{kernels:,} kernels a step, {each} each, take longer than their products"
             )
         low, high = max(low, least[0]), max(high, least[1])
+    if run.objective.compared_with not in (None, "adapter_off"):
+        once = "a forward pass over the data before the first step"
+        if machine.chip.is_known:
+            forward = model_cost.flops_per_token(decoder, length, causal=True, targets=targets) / 3
+            scored = 1e6 * forward / (machine.devices * peak)
+            span = (formatting.duration(scored / each) for each in (high_share, low_share))
+            once += f", {' to '.join(span)} per million tokens"
+        assumed.append(f"the reference {run.objective.compared_with} is not in the times: {once}")
     drawn = None
     if run.objective.samples_answers:
         launch = (0.0, 0.0) if is_cpu else LAUNCH_SECONDS[target.platform]
