@@ -270,3 +270,19 @@ def test_a_pass_of_the_reference_computes_no_more_than_an_evaluation_of_text(blu
     evaluated = flops(lambda model: text.loss(model, batch._replace(answers=None), None))
     scored = flops(lambda model: score_answers(model, batch, None, None)[0].log_p)
     assert 0 < scored <= 1.02 * evaluated
+
+
+def test_a_step_with_cached_scores_computes_what_a_step_of_text_does(blueprint, models):
+    batch = rows([[0, 1], [2]], answers=4)
+    batch = batch._replace(
+        answers=batch.answers._replace(reference=jnp.zeros_like(batch.answers.sides))
+    )
+
+    def flops(objective, batch):
+        def total(params):
+            return objective.loss(blueprint.merge(params), batch, None).objective.total
+
+        return jax.jit(jax.grad(total)).lower(models[0]).compile().cost_analysis()["flops"]
+
+    text = flops(build(Causal(), LossConfig()), batch._replace(answers=None))
+    assert 0 < flops(build(Preference(), LossConfig()), batch) <= 1.05 * text
