@@ -7,7 +7,9 @@ tokens, 8 of each of 64 prompts (size 12M), rewards them by a verifier, and make
 AdamW in float32. Both sides train as their users do: `jaxlm.train` with the objective policy, and
 `GRPOTrainer.train` with the generation of transformers. Each has its own process, and all live
 together; the time of an iteration is the CPU time of its process, so that other work on the machine
-does not count. The first two iterations of a side, with its compilation, are left out. TRL's side
+does not count. The first two iterations of a side, with its compilation, are left out. Samples
+of groups with equal rewards have no gradient, and jaxlm leaves their micro-batches out, so that its
+iterations are not equally long. TRL's side
 is trl_grpo_arm.py.
 """
 
@@ -123,6 +125,7 @@ def train_jaxlm(size: Size, folder: Path) -> None:
         "rl.max_tokens": size.new_tokens,
         "reward.functions": ["regex:[a-p]=1"],
         "train.batch": size.prompts * size.samples,
+        "train.microbatches": 4,  # as in the config rl/grpo
         "train.steps": 1000,
         "loss.chunk": 2048,
         "log.every": 1,
