@@ -24,8 +24,9 @@ are scored before the measured steps:
 - `trl` runs DPOTrainer with `precompute_ref_log_probs`.
 
 The figure is tokens of conversations per second, without padding, from the end of step WARM to the
-end of the run. Batches have about as many such tokens on all sides, and a pair has as many on each. With `--time=cpu` (the default)
-a second is one of the processor, so that other work on the machine does not count.
+end of the run. Batches have about as many such tokens on all sides, and a pair has as many on each.
+With `--time=cpu` (the default) a second is one of the processor, so that other work on the machine
+does not count.
 """
 
 import argparse
@@ -179,14 +180,14 @@ def run_trl(out: Path, task: str, side: str, steps: int) -> dict[str, Any]:
     rows = [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
     configs: dict[str, Any] = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}
     trainers: dict[str, Any] = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}
-    own = {"sft": {"packing": side == "trl packed"}, "dpo": {"precompute_ref_log_probs": True}}
+    more = {"sft": {"packing": side == "trl packed"}, "dpo": {"precompute_ref_log_probs": True}}
     with tempfile.TemporaryDirectory() as folder:
         settings = configs[task](
             output_dir=folder,
             max_steps=steps,
             per_device_train_batch_size=ROWS[task][side],
             max_length=LENGTH[task],
-            **own[task],
+            **more[task],
             learning_rate=2e-5,
             weight_decay=0.0,
             max_grad_norm=1.0,
