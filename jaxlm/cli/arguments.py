@@ -215,6 +215,13 @@ def at_least_one(verb: str, args: Any, *names: str) -> None:
             raise CommandError(what, where=verb, why=why, fix=f"{verb} --help")
 
 
+def check_seed(verb: str, seed: int | None) -> None:
+    """Raise CommandError if --seed has no key of its own: JAX reads its lowest 32 bits."""
+    if seed is not None and not 0 <= seed < 2**32:
+        what, why = f"--seed={seed} is out of range", "--seed must be 0 to 4294967295"
+        raise CommandError(what, where=verb, why=why, fix=f"--seed={seed % 2**32}")
+
+
 def read_share(text: str, most: float, flag: str, verb: str) -> float:
     """Parse a share such as 10% or 0.1. Raises CommandError if it is not in (0, most]."""
     try:

@@ -20,7 +20,7 @@ With --ask two answers are shown to a person, whose choices are saved in ratings
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, at_least_one, needed_run, selection
+from jaxlm.cli.arguments import Parser, add_flag, at_least_one, check_seed, needed_run, selection
 from jaxlm.cli.output import Output, columns
 from jaxlm.core.errors import CommandError
 
@@ -61,6 +61,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
     at_least_one("jaxlm collect", args, "samples", "max_tokens", "slots", "rounds")
+    check_seed("jaxlm collect", args.seed)
     if not args.prompts or not (args.judge or args.ask or args.critique):
         missing = "judge" if args.prompts else "prompts"
         raise CommandError(

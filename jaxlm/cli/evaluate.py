@@ -18,7 +18,15 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, at_least_one, needed_run, selection
+from jaxlm.cli.arguments import (
+    ADAPTER,
+    Parser,
+    add_flag,
+    at_least_one,
+    check_seed,
+    needed_run,
+    selection,
+)
 from jaxlm.cli.output import Output, columns
 from jaxlm.core.errors import CommandError
 
@@ -91,6 +99,7 @@ def run(args: Any, out: Output) -> int:
         )
     drawn = _named(args, *VERIFYING)
     at_least_one("jaxlm eval", args, *(name for name in drawn if name != "seed"))
+    check_seed("jaxlm eval", args.seed)
     if drawn and args.verify is None:
         name, value = next(iter(drawn.items()))
         raise CommandError(

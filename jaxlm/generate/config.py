@@ -92,13 +92,16 @@ class GenerateConfig:
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Yield invalid settings: number of seeds, stops, and what beam search cannot do."""
+        """Yield invalid settings: seeds, stops, and what beam search cannot do."""
         if len(self.seed) not in (1, len(self.prompts)):
             why = (
                 f"{len(self.seed)} seeds for {len(self.prompts)} prompts: "
                 "give one, or one for each prompt"
             )
             yield "seed", why, "--seed=0"
+        if far := [seed for seed in self.seed if not 0 <= seed < 2**32]:
+            why = f"{far[0]}; seeds are 0 to 4294967295"
+            yield "seed", why, " ".join(f"--seed={seed % 2**32}" for seed in self.seed)
         if "" in self.stop:
             yield "stop", "an empty string matches before every text", "jaxlm generate --help"
         if (size := sum(len(text.encode()) for text in self.stop)) > STOP_BYTES:

@@ -104,7 +104,10 @@ class Run:
     }
 
     seed: int = setting(
-        0, "seed of all random numbers: weights, data order, dropout, samples", low=0
+        0,
+        "seed of all random numbers: weights, data order, dropout, samples",
+        low=0,
+        high=2**32 - 1,
     )
     model: Family = setting(Llama(), "model family and size", named=SIZES)
     data: DataConfig = setting(DataConfig(), "input files and their processing")

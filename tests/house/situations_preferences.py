@@ -94,6 +94,12 @@ SITUATIONS: dict[str, Situation] = {
     "an export of a reward model": Situation(
         "export --workdir=runs/rewarded --out=out --to=gguf", SCORED
     ),
+    "a seed that is too large": Situation(
+        f"{COLLECT} --prompts=p.txt --judge=ended --out=c --seed=4294967296", ASK
+    ),
+    "a seed of a text that is too large": Situation(
+        "generate --workdir=runs/a --prompt=a --max_tokens=2 --seed=4294967297"
+    ),
     "a truth without a judge": Situation(
         f"{COLLECT} --prompts=p.txt --ask --truth=ended --out=c", ASK
     ),
