@@ -19,15 +19,18 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import prefix, slots
 from jaxlm.generate.decode import supports_prompt_lookup
+from jaxlm.generate.grammar import Grammar
 from jaxlm.generate.prefix import PrefixCache
-from jaxlm.generate.rows import RowSettings, Sampling
+from jaxlm.generate.rows import ALL, RowSettings, Sampling
 from jaxlm.generate.slots import Arrival, Programs, Scores
 from jaxlm.generate.text_stream import TextStream
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import EncoderDecoderConfig
 from jaxlm.parallel import rules
 
-Reason = Literal["length", "eos_token", "stop_sequence", "cancelled", "deadline", "error"]
+Reason = Literal[
+    "length", "eos_token", "stop_sequence", "cancelled", "deadline", "grammar", "error"
+]
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event of a compilation
 TICK_CHUNKS = 2  # between two tokens of a stream
 ALL_CHUNKS = 2**31  # if no stream waits for its next token
@@ -74,6 +77,8 @@ class Request:
       is_prompt_scored: return scores of the prompt too, if `top` is not None.
       deadline: seconds after submission at which the request ends with what it has.
       salt: requests of other salts share no beginnings of prompts.
+      grammar: limits the ids that are drawn; the text ends as soon as nothing can follow. If the
+        grammar reaches a limit, the reason is `grammar`.
     """
 
     ids: tuple[int, ...]
@@ -86,6 +91,7 @@ class Request:
     is_prompt_scored: bool = False
     deadline: float | None = None
     salt: str = ""
+    grammar: Grammar | None = None
 
     @property
     def size(self) -> int:
@@ -142,6 +148,7 @@ class Ticket:
         self._tail, self._bytes, self._given = b"", 0, 0
         self._longest = max(map(len, request.stop), default=0)
         self._prompt_scores: list[TokenScore] = []
+        self.matcher = None if request.grammar is None else request.grammar.start()
 
     @property
     def is_read(self) -> bool:
@@ -154,7 +161,10 @@ class Ticket:
 
     def push(self, token: int, table: Sequence[bytes], score: TokenScore | None) -> bool:
         """Add a drawn id; deliver text if some is whole. Return True if the request has ended."""
-        request = self.request
+        request, matcher = self.request, self.matcher
+        if matcher is not None and not matcher.accept(token):
+            self.end("grammar")
+            return True
         if token in request.ends:
             self.end("eos_token")
             return True
@@ -165,10 +175,12 @@ class Ticket:
         self._tail = seen[-(self._longest - 1) :] if self._longest > 1 else b""
         self._bytes += len(more)
         self._waiting.append((token, score, self._bytes))
-        is_last = is_stopped or len(self.ids) == request.max_tokens
+        is_complete = matcher is not None and matcher.is_complete
+        is_last = is_stopped or is_complete or len(self.ids) == request.max_tokens
         text = self._stream.push(more, is_ended=is_last)
         if is_last:
-            self._send(text, "stop_sequence" if is_stopped else "length")
+            reason: Reason = "eos_token" if is_complete else "length"
+            self._send(text, "stop_sequence" if is_stopped else reason)
         elif text:
             self._send(text, None)
         return is_last
@@ -352,7 +364,8 @@ class Engine:
         """Admit, read at most some chunks of prompts, draw a token for each row, deliver.
 
         With more `passes`, draw up to as many tokens in one call of the device, until a slot is
-        free for a request that waits. All prompts should be read then: the others wait.
+        free for a request that waits. All prompts should be read then: the others wait. While a
+        row has a grammar there is one pass: the grammar needs each token before the next.
 
         If a pass raises an exception, all requests in slots end with `error`, and the slots are
         made again; a second exception is raised.
@@ -532,11 +545,15 @@ class Engine:
             return
         active, is_scored = np.zeros((2, self.rows), bool)
         left = np.zeros(self.rows, np.int32)
+        allowed = np.full((self.rows, -(-self.vocab // 32)), ALL)
         for slot, ticket in drawing:
             active[slot], is_scored[slot] = True, ticket.request.top is not None
             left[slot] = ticket.request.max_tokens - len(ticket.ids)
+            if ticket.matcher is not None:
+                allowed[slot] = ticket.matcher.mask()
+                passes = 1
         limits = left, np.int32(passes), np.bool_(len(self._waiting) > 0)
-        rows = (active, is_scored, *limits)
+        rows = (active, is_scored, allowed, *limits)
         self._state, drawn = self._programs.draw(self._ready, self._state, *rows)
         scores = drawn.scores if is_scored.any() else None
         done, is_drawn, tokens, is_finite, scores = jax.device_get((*drawn[:4], scores))

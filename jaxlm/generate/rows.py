@@ -11,9 +11,11 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxlm.generate.sampling import EXCLUDED, History
+
+ALL = np.uint32(2**32 - 1)  # a word of 32 ids that are allowed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,20 @@ def penalized(
 
     is_changed = (repetition != 1) | (presence != 0) | (frequency != 0)
     return jax.lax.cond(jnp.any(is_changed & active[:, None]), changed, lambda: logits)
+
+
+def limited(logits: Float[Array, "B V"], allowed: UInt32[Array, "B W"]) -> Float[Array, "B V"]:
+    """Return the logits with minus infinity for ids that a row does not allow.
+
+    Bit i % 32 of word i // 32 is set if id i is allowed.
+    """
+
+    def changed() -> Array:
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
+        bits = allowed[:, ids // 32] & (jnp.uint32(1) << ids % 32)[None]
+        return jnp.where(bits > 0, logits, EXCLUDED)
+
+    return jax.lax.cond(jnp.any(allowed != ALL), changed, lambda: logits)
 
 
 def draw_rows(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlm.core import backend, random
 from jaxlm.generate import decode
-from jaxlm.generate.rows import RowSettings, draw_rows, penalized
+from jaxlm.generate.rows import RowSettings, draw_rows, limited, penalized
 from jaxlm.generate.sampling import History
 from jaxlm.models.decoder import Decoder
 from jaxlm.nn.cache import KVCache
@@ -77,8 +77,9 @@ class Programs:
     `admit(state, slot, arrival)` puts a request into a slot.
     `read(ready, state, slot, ids [C], start, count)` reads a chunk of a prompt.
     `score(...)` does the same and returns `Scores` of the ids `after` the chunk's ids.
-    `draw(ready, state, active, is_scored, left, passes, is_awaited)` draws up to `left` tokens for
-    each active row in at most `passes` passes; if a slot `is_awaited`, until one of them has ended.
+    `draw(ready, state, active, is_scored, allowed, left, passes, is_awaited)` draws up to `left`
+    tokens for each active row in at most `passes` passes; if a slot `is_awaited`, until one of them
+    has ended. `allowed` has a bit for each id of a row that may be drawn, see `rows.limited`.
     `save(state, slot, start)` returns the keys and values of a chunk that a slot has read, and
     `load(state, slot, start, block)` puts them into a slot in place of reading.
     `wipe(state, slot)` clears a slot that has numbers that are not finite.
@@ -197,9 +198,17 @@ def build(
         return state, scores_of(model.logits(values)[0], after)
 
     def draw_one(
-        model: Decoder, state: Slots, active: Array, is_scored: Array
+        model: Decoder, state: Slots, active: Array, is_scored: Array, allowed: Array
     ) -> tuple[Slots, Array, Array, Scores]:
-        """Draw a token for each active row; return the state, tokens, finiteness and scores."""
+        """Draw a token for each active row; return the state, tokens, finiteness and scores.
+
+        Args:
+          model: the model.
+          state: the slots.
+          active: rows that draw.
+          is_scored: rows whose scores are returned.
+          allowed: ids that each row may draw, see `rows.limited`.
+        """
         positions = state.cache.length[:, None]
         if model.text_positions is not None:  # of rows that are not active
             positions = jnp.minimum(positions, model.text_positions - 1)
@@ -213,6 +222,7 @@ def build(
         assert hidden.cache is not None
         raw = model.logits(hidden.values)[:, 0]
         logits = penalized(raw, state.history, state.settings, active) + state.bias
+        logits = limited(logits, allowed)
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.keys), state.drawn)
         token = draw_rows(logits, keys, state.settings, active)
         scores = jax.lax.cond(
@@ -231,6 +241,7 @@ def build(
         state: Slots,
         active: Array,
         is_scored: Array,
+        allowed: Array,
         left: Array,
         passes: Array,
         is_awaited: Array,
@@ -248,7 +259,7 @@ def build(
 
         def step(carry: tuple[Slots, Array, DecodedTokens]) -> tuple[Slots, Array, DecodedTokens]:
             state, on, drawn = carry
-            state, token, is_finite, scores = draw_one(model, state, on, is_scored)
+            state, token, is_finite, scores = draw_one(model, state, on, is_scored, allowed)
             number = drawn.passes
             parts = (on, token, is_finite, scores)
             parts = jax.tree.map(lambda x, new: x.at[number].set(new), drawn[1:], parts)

@@ -13,6 +13,7 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.corrupt.fim import FIM_TOKENS
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.engine import Delta, Request, Ticket, TokenScore
+from jaxlm.generate.grammar import Grammar, GrammarCompiler, GrammarRefused, GrammarSource, Kind
 from jaxlm.generate.rows import Sampling
 from jaxlm.serve.fields import Fields, RefusedRequest
 
@@ -23,6 +24,14 @@ MAX_MESSAGES = 1024
 MAX_TOP = 20
 # Fields of OpenAI that change no text.
 IGNORED = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+# Fields of `structured_outputs`, as in vLLM, and the kind of grammar of each.
+GRAMMARS: dict[str, Kind] = {
+    "json": "json",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "lark",
+}
+ANY_OBJECT = GrammarSource("json", '{"type":"object"}')
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "deadline": "length"}
 
 
@@ -39,6 +48,7 @@ class Served:
       is_infilling: the model was trained to fill in the middle.
       vocab: number of ids of the model.
       context: largest number of tokens of a request.
+      grammars: compiles the grammars of requests.
     """
 
     name: str
@@ -49,6 +59,7 @@ class Served:
     is_infilling: bool
     vocab: int
     context: int
+    grammars: GrammarCompiler
 
     @functools.cached_property
     def names(self) -> dict[int, str]:
@@ -89,7 +100,7 @@ def completion(fields: Fields, served: Served) -> Call:
     if max_tokens == 0 and not is_echoed:
         raise RefusedRequest(422, "max_tokens=0 writes nothing without echo", "max_tokens")
     ends = served.tokenizer.ends
-    return _call(fields, rows, max_tokens, top, ends, is_echoed=is_echoed, is_chat=False)
+    return _call(fields, served, rows, max_tokens, top, ends, is_echoed=is_echoed, is_chat=False)
 
 
 def chat_completion(fields: Fields, served: Served) -> Call:
@@ -98,9 +109,6 @@ def chat_completion(fields: Fields, served: Served) -> Call:
     if served.chat is None:
         raise RefusedRequest(400, "this run has no chat template; /v1/completions continues text")
     ids = tuple(served.chat.encode_chats([_messages(fields)])[0])
-    form = fields.value("response_format", {"type": "text"})
-    if form != {"type": "text"}:
-        raise RefusedRequest(400, "only response_format of type text exists", "response_format")
     room = served.context - len(ids)
     longer = fields.integer("max_tokens", None, low=1)
     max_tokens = fields.integer("max_completion_tokens", longer or max(room, 1), low=1)
@@ -110,11 +118,13 @@ def chat_completion(fields: Fields, served: Served) -> Call:
             raise RefusedRequest(422, "top_logprobs needs logprobs: true", "top_logprobs")
         top = None
     _check_room([ids], max_tokens, served)
-    return _call(fields, [ids], max_tokens, top, served.chat.ends, is_echoed=False, is_chat=True)
+    ends = served.chat.ends
+    return _call(fields, served, [ids], max_tokens, top, ends, is_echoed=False, is_chat=True)
 
 
 def _call(
     fields: Fields,
+    served: Served,
     rows: Sequence[tuple[int, ...]],
     max_tokens: int,
     top: int | None,
@@ -139,7 +149,12 @@ def _call(
     has_usage = options.switch("include_usage")
     options.check_all_used(())
     deadline = fields.number("timeout", 600.0, low=0, high=86400.0, above=True)
-    ends = () if fields.switch("ignore_eos") else ends
+    grammar = _grammar(fields, served, ends)
+    if fields.switch("ignore_eos"):
+        if grammar is not None:
+            message = "a text with a grammar ends with an end token"
+            raise RefusedRequest(422, message, "ignore_eos")
+        ends = ()
     sampling = Sampling(
         temperature=fields.number("temperature", 1.0, low=0, high=100),
         top_k=fields.integer("top_k", None, low=1),
@@ -161,12 +176,78 @@ def _call(
             top=top,
             is_prompt_scored=is_echoed and top is not None,
             deadline=deadline,
+            grammar=grammar,
         )
         for ids in rows
         for copy in range(copies)
     )
     fields.check_all_used(IGNORED)
     return Call(requests, is_chat, is_streamed, has_usage, is_echoed, top is not None, copies)
+
+
+def _grammar(fields: Fields, served: Served, ends: tuple[int, ...]) -> Grammar | None:
+    """Return the grammar of the text; None without one."""
+    sources = {
+        "response_format": _response_format(fields),
+        "structured_outputs": _structured_outputs(fields),
+    }
+    named = [(name, source) for name, source in sources.items() if source is not None]
+    if not named:
+        return None
+    if len(named) > 1:
+        message = "response_format and structured_outputs are two grammars of one text"
+        raise RefusedRequest(422, message, "structured_outputs")
+    (field, source), *_ = named
+    try:
+        return served.grammars.compile(source, ends)
+    except GrammarRefused as error:
+        raise RefusedRequest(400, f"the grammar is refused: {error}", field) from None
+
+
+def _response_format(fields: Fields) -> GrammarSource | None:
+    form = fields.inner("response_format")
+    kind = form.text("type")
+    if kind not in (None, "text", "json_object", "json_schema"):
+        message = "the type of response_format is text, json_object or json_schema"
+        raise RefusedRequest(422, message, "response_format")
+    inner = form.inner("json_schema")
+    form.check_all_used(())
+    if kind != "json_schema":
+        return ANY_OBJECT if kind == "json_object" else None
+    schema = inner.value("schema")
+    inner.check_all_used(("name", "description", "strict"))
+    if not isinstance(schema, dict):
+        raise RefusedRequest(422, "json_schema needs an object schema", "response_format")
+    return GrammarSource("json", json.dumps(schema))
+
+
+def _structured_outputs(fields: Fields) -> GrammarSource | None:
+    form = fields.inner("structured_outputs")
+    values = {name: form.value(name) for name in GRAMMARS}
+    if form.switch("json_object"):
+        values["json_object"] = True
+    form.check_all_used(())
+    named = [name for name, value in values.items() if value is not None]
+    if len(named) > 1:
+        message = f"structured_outputs has {named[0]} and {named[1]}; it takes one of them"
+        raise RefusedRequest(422, message, "structured_outputs")
+    if not named:
+        return None
+    (name,) = named
+    if name == "json_object":
+        return ANY_OBJECT
+    value = values[name]
+    if name == "json" and isinstance(value, dict):
+        value = json.dumps(value)
+    if name == "choice":
+        choices = Fields({name: value}).texts(name)
+        if not all(choices) or not choices:
+            message = "choice must be a list of texts that are not empty"
+            raise RefusedRequest(422, message, "structured_outputs")
+        value = json.dumps(choices)
+    if not isinstance(value, str):
+        raise RefusedRequest(422, f"{name} must be a text", "structured_outputs")
+    return GrammarSource(GRAMMARS[name], value)
 
 
 def _check_model(fields: Fields, served: Served) -> None:

@@ -29,6 +29,12 @@ from jaxlm.serve.quotas import KeyLimits, Quotas
 OPEN = ("/health",)  # routes without keys
 SECURITY = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 NO_LIMITS = KeyLimits()
+# Errors of requests that the engine has ended, by reason.
+FAILURES: dict[str, RefusedRequest] = {
+    "error": RefusedRequest(500, "the model's numbers are not finite, or its pass failed"),
+    "grammar": RefusedRequest(400, "the grammar became too complex while its text was drawn"),
+    "cancelled": RefusedRequest(503, "the server is stopping", retry_after="5"),
+}
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -242,10 +248,9 @@ class Server:
                 deltas[number].append(delta)
         reasons = [parts[-1].reason for parts in deltas]
         self.metrics.finish(response.usage, reasons, time.monotonic() - begun)
-        if "error" in reasons:
-            raise RefusedRequest(500, "the model's numbers are not finite, or its pass failed")
-        if "cancelled" in reasons:
-            raise RefusedRequest(503, "the server is stopping", retry_after="5")
+        for reason, failure in FAILURES.items():
+            if reason in reasons:
+                raise failure
         return JSONResponse(response.whole(deltas), headers=SECURITY)
 
     def _submitted(self, request: HttpRequest, call: Call) -> Results:
@@ -272,11 +277,8 @@ class Server:
             now = time.monotonic()
             self.metrics.observe_delta(now - (last or begun), is_first=last is None)
             last = now
-            if delta.reason in ("error", "cancelled"):
-                status = 500 if delta.reason == "error" else 503
-                yield api.event(
-                    RefusedRequest(status, f"the request ended: {delta.reason}").as_json()
-                )
+            if delta.reason in FAILURES:
+                yield api.event(FAILURES[delta.reason].as_json())
                 results.cancel()
             else:
                 yield response.chunk(number, delta)

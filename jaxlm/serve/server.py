@@ -21,6 +21,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.generate.engine import Counters, Engine
+from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
@@ -30,7 +31,7 @@ from jaxlm.serve.quotas import KeyLimits
 from jaxlm.serve.watchdog import watch
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 CLOSE_SECONDS = 5  # for open responses after the engine has ended
 
 
@@ -112,7 +113,7 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
                     host, port = listener.getsockname()[:2]
                     place = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
                     say(f"serving {server.served.name}, step {opened.step}, at {place}")
-                    with watch(bridge, options.stall_seconds, workdir):
+                    with server.served.grammars, watch(bridge, options.stall_seconds, workdir):
                         bridge.run()
     say(f"stopped{_cost(engine.counters, options.price)}")
     return 0
@@ -184,6 +185,7 @@ def describe(opened: LoadedRun, engine: Engine, say: Log) -> Served:
         is_infilling=opened.run.objective.name == "fim",
         vocab=engine.vocab,
         context=engine.context,
+        grammars=GrammarCompiler(opened.tokenizer, engine.vocab),
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Bytes
+from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.serve import api
 from jaxlm.serve.fields import Fields, RefusedRequest, parse
 
@@ -38,6 +39,7 @@ VALID = {
     "timeout": 5,
     "ignore_eos": False,
     "response_format": {"type": "text"},
+    "structured_outputs": {"regex": "[ab]+"},
     "user": "me",
 }
 VALUES = [
@@ -47,10 +49,17 @@ VALUES = [
     *({"role": "user"}, [{"role": 1, "content": 2}], [{"role": "user", "content": None}]),
     [{"role": "user", "content": [{"type": "image_url"}]}],
     [{"role": "user", "content": "a", "tool": 1}],
+    *(
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}},
+    ),
+    *({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
+    *({"json": {}}, {"json": "{"}, {"choice": ["a"]}, {"choice": [""]}, {"grammar": "x"}),
+    *({"regex": "["}, {"regex": 1}, {"json_object": 1}, {"regex": "a", "json": {}}),
 ]
 # Fields that one of the two routes alone has, or reads otherwise.
 OTHERS = {
-    api.completion: {"messages", "top_logprobs", "response_format"},
+    api.completion: {"messages", "top_logprobs"},
     api.chat_completion: {"prompt", "echo", "suffix", "logprobs", "top_logprobs"},
 }
 
@@ -59,16 +68,18 @@ OTHERS = {
 def served():
     tokenizer = Bytes()
     template = ChatTemplate(TEMPLATE, {}, is_trusted=True)
-    return api.Served(
-        name="run",
-        digest="0" * 64,
-        step=1,
-        tokenizer=tokenizer,
-        chat=ChatTokenizer(tokenizer, template),
-        is_infilling=True,
-        vocab=tokenizer.size,
-        context=64,
-    )
+    with GrammarCompiler(tokenizer, tokenizer.size) as grammars:
+        yield api.Served(
+            name="run",
+            digest="0" * 64,
+            step=1,
+            tokenizer=tokenizer,
+            chat=ChatTokenizer(tokenizer, template),
+            is_infilling=True,
+            vocab=tokenizer.size,
+            context=64,
+            grammars=grammars,
+        )
 
 
 def outcome(body, served, read):
