@@ -22,6 +22,7 @@ from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.generate.engine import Counters, Engine
 from jaxlm.generate.grammar import GrammarCompiler
+from jaxlm.recipes.plan import oom
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
@@ -145,7 +146,10 @@ def open_run(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -
 
 
 def build_engine(opened: LoadedRun, options: ServeOptions) -> Engine:
-    """Return the engine with all programs compiled. Raises ConfigError for a context too long."""
+    """Return the engine with all programs compiled.
+
+    Raises ConfigError for a context too long, OutOfMemory with slots and a context that fit.
+    """
     limit = opened.model.blueprint.text_positions
     context = options.context or min(opened.run.data.sequence, limit or 2**31)
     if limit is not None and context > limit:
@@ -155,17 +159,26 @@ def build_engine(opened: LoadedRun, options: ServeOptions) -> Engine:
             why=f"the model has {limit} positions for text",
             fix=f"at most {limit} for --context",
         )
-    return Engine(
-        opened.model.blueprint,
-        opened.params,
-        opened.tokenizer,
-        rows=options.slots,
+    is_int8, prefix_bytes = options.kv_cache_dtype == "int8", options.prefix_mib * 2**20
+    with oom.explain_serving_oom(
+        opened.run,
+        opened.model.blueprint.config,
+        slots=options.slots,
         context=context,
-        chunk=options.chunk,
-        is_int8=options.kv_cache_dtype == "int8",
-        max_waiting=options.max_waiting,
-        prefix_bytes=options.prefix_mib * 2**20,
-    )
+        is_int8=is_int8,
+        kept_bytes=prefix_bytes,
+    ):
+        return Engine(
+            opened.model.blueprint,
+            opened.params,
+            opened.tokenizer,
+            rows=options.slots,
+            context=context,
+            chunk=options.chunk,
+            is_int8=is_int8,
+            max_waiting=options.max_waiting,
+            prefix_bytes=prefix_bytes,
+        )
 
 
 def describe(opened: LoadedRun, engine: Engine, say: Log) -> Served:

@@ -111,7 +111,7 @@ def test_a_program_starts_no_process_and_connects_to_nothing(isolate):
 
 
 @pytest.mark.skipif(not code.namespaces(), reason="namespaces are not permitted")
-def test_a_program_sees_its_own_files_and_keeps_none(tmp_path):
+def test_v19_a_program_sees_its_own_files_and_keeps_none(tmp_path):
     (tmp_path / "secret").write_text("key")
     program = (
         "import os, json, hashlib, re, decimal\n"
@@ -145,7 +145,7 @@ def test_processes_that_a_program_started_end_with_it(tmp_path):
 
 
 @pytest.mark.skipif(not code.namespaces(), reason="namespaces are not permitted")
-def test_there_is_no_network():
+def test_v19_there_is_no_network():
     program = "import socket\nsocket.create_connection(('127.0.0.1', {}), timeout=2)\n"
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -159,7 +159,7 @@ def test_no_descriptor_is_left_open():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_task_with_tests_runs_its_answers_only_if_that_is_allowed(tmp_path):
+def test_v19_a_task_with_tests_runs_its_answers_only_if_that_is_allowed(tmp_path):
     file = tmp_path / "add.toml"
     file.write_text(
         'kind = "answer"\nitems = "add.jsonl"\ncontext = "{{ prompt }}"\nanswer = "{{ body }}"\n'

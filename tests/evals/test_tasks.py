@@ -368,7 +368,7 @@ def test_yaml_of_lm_eval_is_the_task_that_toml_describes(tmp_path):
         ("q.jsonl", "3", "not a file for each split"),
     ],
 )
-def test_yaml_with_code_or_a_set_of_the_hub_is_refused(old, new, why, tmp_path):
+def test_v18_yaml_with_code_or_a_set_of_the_hub_is_refused(old, new, why, tmp_path):
     with pytest.raises(DataError) as error:
         yaml_task(tmp_path, YAML.replace(old, new, 1))
     assert why in error.value.why

@@ -1,4 +1,4 @@
-"""Line H1: a test of the bar catches each bug that is seeded here; else the bar has a hole."""
+"""Lines H1 and V32: a test catches each bug that is seeded here; else the bar has a hole."""
 
 import dataclasses
 import os
@@ -107,6 +107,62 @@ BUGS = {
     ),
 }
 
+ENGINE, SERVE = "tests/generate/test_engine.py", "tests/serve/test_serve.py"
+PAIRED = "tests/evals/test_statistics.py"
+SERVING_BUGS = {
+    "a canceled request does not end": Bug(
+        "generate/engine.py",
+        "self._tickets[slot] = None\n                ticket.end(early)",
+        "self._tickets[slot] = None",
+        f"{ENGINE}::test_v22_a_canceled_request_frees_its_slot_within_one_tick",
+    ),
+    "a kept prompt is not named after all its ids": Bug(
+        "generate/prefix.py",
+        "hashlib.sha256(name + whole[start : start + chunk].tobytes())",
+        "hashlib.sha256(whole[start : start + chunk].tobytes())",
+        f"{ENGINE}::test_a_prompt_that_begins_as_an_earlier_one_has_the_same_bits_and_is_read_from_"
+        "there",
+    ),
+    "a prompt is read from one chunk too far": Bug(
+        "generate/engine.py",
+        "            inputs = np.int32(slot), np.int32(ticket.read), block",
+        "            inputs = np.int32(slot), np.int32(ticket.read + self.chunk), block",
+        f"{ENGINE}::test_a_prompt_that_begins_as_an_earlier_one_has_the_same_bits_and_is_read_from_"
+        "there",
+    ),
+    "usage counts the end token": Bug(
+        "generate/engine.py",
+        '        if token in request.ends:\n            self.end("eos_token")',
+        "        if token in request.ends:\n            self.ids.append(token)\n"
+        '            self._waiting.append((token, score, self._bytes))\n            self.end("eos_token")',
+        f"{SERVE}::test_usage_has_no_end_token",
+    ),
+    "all choices have one seed": Bug(
+        "serve/api.py",
+        "seed=(seed + copy) % 2**32",
+        "seed=seed % 2**32",
+        f"{SERVE}::test_choices_have_seeds_of_their_own_and_a_stop_ends_a_text",
+    ),
+    "a grammar at its limit looks whole": Bug(
+        "generate/grammar.py",
+        "return not self._state.is_error() and self._state.consume_token(token)",
+        "return self._state.consume_token(token)",
+        "tests/generate/test_grammar.py::test_a_grammar_at_its_limit_does_not_look_whole",
+    ),
+    "runs are not compared item by item": Bug(
+        "evals/statistics.py",
+        "_checked(second_n - first_n, weights",
+        "_checked(second_n - first_n[::-1], weights",
+        f"{PAIRED}::test_tests_equal_those_of_scipy",
+    ),
+    "scores of a prompt are off by one": Bug(
+        "generate/engine.py",
+        "after[:count] = request.ids[start + 1 : start + 1 + count]",
+        "after[:count] = request.ids[start : start + count]",
+        f"{SERVE}::test_echo_has_the_scores_of_the_prompt_and_they_do_not_depend_on_the_cut",
+    ),
+}
+
 
 def copy(folder: Path) -> Path:
     for name in ("jaxlm", "tests", "configs"):
@@ -121,24 +177,33 @@ def outcome(folder: Path, test: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
-def test_h1_a_seeded_bug_is_caught(name, tmp_path, record_property):
-    bug = BUGS[name]
-    folder = copy(tmp_path)
-    place = folder / "jaxlm" / bug.file
+def require_caught(bug: Bug, folder: Path) -> None:
+    place = copy(folder) / "jaxlm" / bug.file
     text = place.read_text()
     assert bug.right in text, "the place has changed: seed the bug again"
     place.write_text(text.replace(bug.right, bug.wrong))
     done = outcome(folder, bug.test)
     assert done.returncode == 1, done.stdout[-3000:]
     assert len(re.findall(r"^1 failed", done.stdout, re.MULTILINE)) == 1
-    record_property("table", f"H1: {name}: caught by {bug.test.partition('::')[2]}")
 
 
-def test_h1_there_are_twelve_bugs_and_each_has_its_place():
-    assert len(BUGS) == 12
-    for bug in BUGS.values():
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_h1_a_seeded_bug_is_caught(name, tmp_path, record_property):
+    require_caught(BUGS[name], tmp_path)
+    record_property("table", f"H1: {name}: caught by {BUGS[name].test.partition('::')[2]}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVING_BUGS)
+def test_v32_a_seeded_bug_of_serving_is_caught(name, tmp_path, record_property):
+    require_caught(SERVING_BUGS[name], tmp_path)
+    record_property("table", f"V32: {name}: caught by {SERVING_BUGS[name].test.partition('::')[2]}")
+
+
+def test_h1_v32_there_are_twenty_bugs_and_each_has_its_place():
+    assert (len(BUGS), len(SERVING_BUGS)) == (12, 8)
+    for bug in (BUGS | SERVING_BUGS).values():
         assert bug.right in (ROOT / "jaxlm" / bug.file).read_text(), bug.file
         file, _, test = bug.test.partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), bug.test
@@ -148,7 +213,7 @@ def test_h1_there_are_twelve_bugs_and_each_has_its_place():
 def test_h1_without_a_bug_these_tests_pass(tmp_path):
     """Else the bugs above would be caught by any other failure."""
     folder = copy(tmp_path)
-    tests = {bug.test for bug in BUGS.values()}
+    tests = {bug.test for bug in (BUGS | SERVING_BUGS).values()}
     passed = 0
     for test in sorted(tests):
         done = outcome(folder, test)

@@ -219,7 +219,7 @@ def test_rows_are_drawn_as_by_one_setting_for_all():
         assert drawn.tolist() == [int(each) for each in expected]
 
 
-def test_a_canceled_request_frees_its_slot_within_one_tick(engine):
+def test_v22_a_canceled_request_frees_its_slot_within_one_tick(engine):
     deltas = [[] for _ in range(4)]
     tickets = [
         engine.submit(request(seed, max_tokens=12), each.append) for seed, each in enumerate(deltas)
@@ -278,7 +278,7 @@ def test_a_text_ends_before_its_stop_and_no_delta_has_a_part_of_it(engine):
     assert all(each.text for each in deltas[:-1])
 
 
-def test_a_row_that_is_not_finite_ends_alone_and_its_slot_is_clean(engine):
+def test_v26_a_row_that_is_not_finite_ends_alone_and_its_slot_is_clean(engine):
     requests = [request(seed, max_tokens=6) for seed in range(3)]
     expected = engine.complete(requests)
     deltas = [[] for _ in requests]
@@ -298,7 +298,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_its_slot_is_clean(engine):
     assert engine.complete(requests) == expected
 
 
-def test_a_failed_pass_ends_what_runs_and_a_second_one_is_raised(engine, monkeypatch):
+def test_v26_a_failed_pass_ends_what_runs_and_a_second_one_is_raised(engine, monkeypatch):
     def fail(*_):
         raise RuntimeError("the pass failed")
 

@@ -10,20 +10,21 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 SOAK = TESTS.parent / "scripts/soak"
-LINES = {"a": 14, "b": 17, "c": 12, "d": 11, "e": 12, "f": 9, "s": 15, "h": 9}
+LINES = {"a": 14, "b": 17, "c": 12, "d": 11, "e": 12, "f": 9, "s": 15, "h": 9, "v": 32}
 # These may be slow tests, or need what few machines have. All others are part of every run of the
 # tests.
 NIGHTLY = set("a1 a4 a5 a10 a12 a13 a14 b5 b13 b15 c8 c9 c10 c12 d8 d9 d10 d11 e9 h1 h5".split())
+NIGHTLY |= set("v20 v21 v23 v24 v31".split())
 SOAKED = {"h3": "--repeat", "s13": "--fuzz", "h9": "--minutes"}  # as long as one likes
 SLOW_ANYWAY = {
     "h7": "a ratio of two times, within 3 %, needs an idle machine; scripts/test --slow does it",
 }
 LATER = {f"pytest.mark.{name}" for name in ("slow", "gpu", "trackers", "atheris")}
 EXPLAINED = TESTS / "faults/README.md"
-ROW = re.compile(r"^\| ([A-HS]\d{1,2}) \| (.+) \| (every|slow|gpu) \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([A-HSV]\d{1,2}) \| (.+) \| (every|slow|gpu) \| (.+) \|$", re.MULTILINE)
 WAITING = {
     "b16": "a checkpoint of the previous release: there is none yet; b17 checks the version",
-    "s9": "there is no server yet, so s13 has no chat requests to damage",
+    "s9": "the lines of v are what a server must hold",
 }
 
 
@@ -31,7 +32,7 @@ def ids_of(name: str) -> set[str]:
     """The ids at the start of a test's name: test_f3_e3_unsafe_fields... -> f3, e3."""
     ids = set()
     for part in name.removeprefix("test_").split("_"):
-        if not re.fullmatch(r"[a-hs]\d{1,2}", part):
+        if not re.fullmatch(r"[a-hsv]\d{1,2}", part):
             break
         ids.add(part)
     return ids

@@ -100,7 +100,7 @@ def outcome(body, served, read):
     return call
 
 
-def test_bodies_of_any_form_are_a_call_or_a_refusal(served):
+def test_v3_v7_bodies_of_any_form_are_a_call_or_a_refusal(served):
     draw = random.Random(0)
     calls = 0
     for _ in range(1000):
@@ -117,7 +117,7 @@ def test_bodies_of_any_form_are_a_call_or_a_refusal(served):
     assert calls > 20
 
 
-def test_special_tokens_that_a_user_writes_stay_text(served):
+def test_v7_special_tokens_that_a_user_writes_stay_text(served):
     body = json.dumps({"messages": [{"role": "user", "content": "<|eos|>"}]}).encode()
     call = outcome(body, served, api.chat_completion)
     assert 2 not in call.requests[0].ids

@@ -89,6 +89,13 @@ def test_choices_have_seeds_of_their_own_and_a_stop_ends_a_text(client):
     assert (cut.text, cut.finish_reason) == (whole[: whole.index(stop)], "stop")
 
 
+def test_usage_has_no_end_token(client, running):
+    eos = running.engine.tokenizer.eos
+    ended = complete(client, logit_bias={str(eos): 100}, logprobs=1)
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
+    assert (ended.usage.completion_tokens, ended.choices[0].logprobs.tokens) == (0, [])
+
+
 def test_a_chat_is_answered_by_the_template_of_the_run(client):
     messages = [{"role": "user", "content": "Sure? \u20ac"}]
     whole = client.chat.completions.create(
@@ -137,7 +144,7 @@ def test_a_canceled_stream_frees_its_slot(client, running):
         ({"extra_body": {"seed": True}}, 422, "seed is true or false, not an integer"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_refused_with_its_field(client, more, status, words):
+def test_v2_v3_a_wrong_request_is_refused_with_its_field(client, more, status, words):
     body = {"model": "run", "prompt": PROMPT, "max_tokens": 4} | more
     with pytest.raises(openai.APIStatusError) as refused:
         client.completions.create(**body)
@@ -178,13 +185,13 @@ def posted(body, *headers, length=None):
         (b"[]", 400),
     ],
 )
-def test_a_body_that_is_no_plain_json_object_is_refused(running, body, status):
+def test_v7_a_body_that_is_no_plain_json_object_is_refused(running, body, status):
     answer = exchange(running, posted(body))
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-def test_limits_of_the_transport(running):
+def test_v1_v5_v8_limits_of_the_transport(running):
     assert b" 413 " in exchange(running, posted(b"", length=3 * 2**20))[:20]
     many = [f"X-{number}: a" for number in range(70)]
     assert b" 431 " in exchange(running, posted(b"{}", *many))[:20]
@@ -198,7 +205,7 @@ def test_limits_of_the_transport(running):
     assert b" 415 " in exchange(running, form)[:20]
 
 
-def test_half_a_header_and_half_a_body_are_closed_by_a_deadline(running, monkeypatch):
+def test_v6_half_a_header_and_half_a_body_are_closed_by_a_deadline(running, monkeypatch):
     monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
     with pytest.raises((ConnectionResetError, AssertionError)):
@@ -206,7 +213,7 @@ def test_half_a_header_and_half_a_body_are_closed_by_a_deadline(running, monkeyp
     assert b" 408 " in exchange(running, posted(b"{", length=100))[:20]
 
 
-def test_a_full_queue_answers_429_and_when_to_come_back(client, running, monkeypatch):
+def test_v4_a_full_queue_answers_429_and_when_to_come_back(client, running, monkeypatch):
     monkeypatch.setattr(running.engine, "max_waiting", 1)
     with pytest.raises(openai.RateLimitError) as refused:
         complete(client, n=60, max_tokens=100, extra_body={"ignore_eos": True})
@@ -284,7 +291,7 @@ def test_tokens_text_models_and_metrics(running, client):
     assert running.get("/nothing")[0] == 404
 
 
-def test_the_page_runs_its_own_script_alone_and_inserts_text_as_text(running):
+def test_v11_v14_the_page_runs_its_own_script_alone_and_inserts_text_as_text(running):
     with urllib.request.urlopen(running.root + "/") as answer:
         policy, text = answer.headers["content-security-policy"], answer.read().decode()
     script = text.partition("<script>")[2].partition("</script>")[0]
@@ -295,7 +302,7 @@ def test_the_page_runs_its_own_script_alone_and_inserts_text_as_text(running):
     assert [each for each in refused if each in text] == []
 
 
-def test_every_route_but_health_needs_a_key_and_the_file_is_private(
+def test_v9_v10_every_route_but_health_needs_a_key_and_the_file_is_private(
     running, trained, tmp_path, capsys
 ):
     file = tmp_path / "keys"

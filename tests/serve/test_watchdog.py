@@ -47,7 +47,7 @@ def bridge():
     loop.close()
 
 
-def test_a_pass_that_does_not_end_is_not_ready_before_the_process_ends(bridge):
+def test_v27_a_pass_that_does_not_end_is_not_ready_before_the_process_ends(bridge):
     errors, states, ended = [], [], threading.Event()
 
     def on_stall(error):
@@ -77,7 +77,7 @@ def test_passes_that_end_are_never_stuck(bridge):
     assert errors == []
 
 
-def test_the_exit_code_is_that_of_a_stall(monkeypatch, capfd):
+def test_v27_the_exit_code_is_that_of_a_stall(monkeypatch, capfd):
     codes = []
     monkeypatch.setattr("os._exit", codes.append)
     watchdog.end_process(Stalled("a pass", where="here", why="it waits", fix="start it again"))

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -15,6 +15,7 @@ from jaxlm.monitor.chips import Machine
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility, predict, search
 from jaxlm.recipes.plan.predict import Forecast
+from jaxlm.recipes.plan.serving import ServingForecast, forecast_serving
 
 GIB = 2**30
 # Settings that shrink a step with nearly the same result; tried alone, then in pairs.
@@ -32,8 +33,12 @@ def forecast_here(run: Run, decoder: ModelConfig) -> Forecast | None:
     """Return the forecast on this process's devices; None for a chip that is in no table."""
     assumed: list[str] = []
     on = _machine(assumed)
-    settled = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=decoder.vocab))
-    return None if on is None else predict.forecast(settled, on, assumed)
+    return None if on is None else predict.forecast(_settled(run, decoder), on, assumed)
+
+
+def _settled(run: Run, decoder: ModelConfig) -> Run:
+    """Return the run with the vocabulary of its model."""
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=decoder.vocab))
 
 
 def _machine(assumed: list[str]) -> Machine | None:
@@ -58,6 +63,84 @@ def check(run: Run, forecast: Forecast | None, needed: float) -> None:
     available = memory_limit(run)
     if available is not None and needed > available:
         raise oom_error(forecast, needed, available, when="checked before the first step")
+
+
+@contextlib.contextmanager
+def explain_serving_oom(
+    run: Run, decoder: ModelConfig, *, slots: int, context: int, is_int8: bool, kept_bytes: int
+) -> Iterator[None]:
+    """Raise OutOfMemory, with slots and a context that fit, if a server does not fit the device.
+
+    The plan is checked first, then what the device reports inside. A server on a mesh of several
+    devices has no plan.
+
+    Args:
+      run: the run.
+      decoder: its model.
+      slots: requests that run at once.
+      context: largest number of tokens of a request.
+      is_int8: the KV cache is stored in int8.
+      kept_bytes: bytes of kept beginnings of prompts.
+    """
+    on, available = _machine([]), memory_limit(run)
+    if on is None or on.devices > 1 or available is None:
+        yield
+        return
+    room = available - kept_bytes
+    settled = _settled(run, decoder)
+
+    def plan(slots: int, context: int) -> ServingForecast:
+        return forecast_serving(settled, on, slots=slots, context=context, is_int8=is_int8)
+
+    wanted = plan(slots, context)
+    if wanted.total_bytes > room:
+        raise _serving_error(wanted, plan, room, kept_bytes, "checked before the server starts")
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reported = 0.9 * wanted.total_bytes  # less than planned was available
+        raise _serving_error(
+            wanted, plan, reported, kept_bytes, "reported by the device"
+        ) from error
+
+
+def _serving_error(
+    wanted: ServingForecast,
+    plan: Callable[[int, int], ServingForecast],
+    room: float,
+    kept_bytes: int,
+    when: str,
+) -> OutOfMemory:
+    """Return the error of a server beyond the memory; each line of its fix fits alone.
+
+    Args:
+      wanted: the plan of the server.
+      plan: makes the plan of other slots and another context.
+      room: available bytes, without the kept ones.
+      kept_bytes: bytes of kept beginnings of prompts.
+      when: the moment at which it was seen.
+    """
+    show = formatting.size
+    fixes = []
+    most = int((room - wanted.weights_bytes) // wanted.slot_bytes)
+    if most >= 1:
+        fixes.append(f"--slots={most}")
+    shorter = wanted.context // 2
+    while shorter >= 2 and plan(wanted.slots, shorter).total_bytes > room:
+        shorter //= 2
+    if shorter >= 2:
+        fixes.append(f"--context={shorter}    # with {wanted.slots} slots")
+    if kept_bytes and wanted.total_bytes <= room + kept_bytes:
+        fixes.append("--prefix_mib=0")
+    return OutOfMemory(
+        f"a server of {wanted.slots} slots of {wanted.context} tokens does not fit the memory",
+        where=when,
+        why=f"weights {show(wanted.weights_bytes)} · {show(wanted.slot_bytes)} a slot · kept "
+        f"prompts {show(kept_bytes)}; {show(room + kept_bytes)} is available",
+        fix="\n".join(fixes) or "a smaller model",
+    )
 
 
 @contextlib.contextmanager

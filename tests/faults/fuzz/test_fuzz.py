@@ -403,7 +403,7 @@ def fuzz(kind: str, folder: Path, minutes: float, seed: int) -> tuple[Counter[in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_s13_a_damaged_file_gives_the_typed_error_or_works(
+def test_s13_v20_a_damaged_file_gives_the_typed_error_or_works(
     kind: str, folder: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """In a process of its own, whose end would be seen and whose memory is its own.

@@ -317,7 +317,9 @@ def test_samples_do_not_depend_on_devices_or_batches_or_on_where_the_command_was
 
 @pytest.mark.slow  # the command is started 32 times
 @pytest.mark.timeout(3600)
-def test_a_task_killed_at_30_random_points_ends_with_the_same_bytes(folder, run, tmp_path, capsys):
+def test_v31_a_task_killed_at_30_random_points_ends_with_the_same_bytes(
+    folder, run, tmp_path, capsys
+):
     draw, lines = random.Random(0), (folder / "items.jsonl").read_text().splitlines()
     (tmp_path / "items.jsonl").write_text("".join(f"{line}\n" for line in lines * 300))
     shutil.copy(folder / "choice.toml", tmp_path)
