@@ -134,7 +134,8 @@ SERVING_BUGS = {
         "generate/engine.py",
         '        if token in request.ends:\n            self.end("eos_token")',
         "        if token in request.ends:\n            self.ids.append(token)\n"
-        '            self._waiting.append((token, score, self._bytes))\n            self.end("eos_token")',
+        "            self._waiting.append((token, score, self._bytes))\n"
+        '            self.end("eos_token")',
         f"{SERVE}::test_usage_has_no_end_token",
     ),
     "all choices have one seed": Bug(

@@ -12,6 +12,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+import jaxlm
 from jaxlm.cli.main import main
 from jaxlm.recipes.use import load
 from jaxlm.serve import guard
@@ -65,13 +66,14 @@ def test_a_text_is_that_of_jaxlm_generate(client, trained):
     assert got.choices[0].text == expected.text
 
 
-def test_echo_has_the_scores_of_the_prompt_and_they_do_not_depend_on_the_cut(client):
+def test_echo_has_the_scores_of_the_prompt_and_they_do_not_depend_on_the_cut(client, trained):
     both = complete(client, "3+4?5", echo=True, logprobs=2, max_tokens=0).choices[0]
     assert both.text == "3+4?5"
     scores = both.logprobs
     assert scores.tokens == ["<|bos|>", *"3+4?5"]
     assert scores.token_logprobs[0] is None
-    assert all(value < 0 for value in scores.token_logprobs[1:])
+    expected = [-nats for nats in jaxlm.load(trained).score("3+4?5").nats]
+    assert scores.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
     assert scores.text_offset == [0, 0, 1, 2, 3, 4]
     assert all(len(each) == 2 for each in scores.top_logprobs[1:])
     ids = [1, *(b"3+4?5"[place] + 40 for place in range(5))]

@@ -92,22 +92,22 @@ def explain_serving_oom(
     def plan(slots: int, context: int) -> ServingForecast:
         return forecast_serving(settled, on, slots=slots, context=context, is_int8=is_int8)
 
-    wanted = plan(slots, context)
-    if wanted.total_bytes > room:
-        raise _serving_error(wanted, plan, room, kept_bytes, "checked before the server starts")
+    forecast = plan(slots, context)
+    if forecast.total_bytes > room:
+        raise _serving_error(forecast, plan, room, kept_bytes, "checked before the server starts")
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        reported = 0.9 * wanted.total_bytes  # less than planned was available
+        reported = 0.9 * forecast.total_bytes  # less than planned was available
         raise _serving_error(
-            wanted, plan, reported, kept_bytes, "reported by the device"
+            forecast, plan, reported, kept_bytes, "reported by the device"
         ) from error
 
 
 def _serving_error(
-    wanted: ServingForecast,
+    forecast: ServingForecast,
     plan: Callable[[int, int], ServingForecast],
     room: float,
     kept_bytes: int,
@@ -116,7 +116,7 @@ def _serving_error(
     """Return the error of a server beyond the memory; each line of its fix fits alone.
 
     Args:
-      wanted: the plan of the server.
+      forecast: the plan of the server.
       plan: makes the plan of other slots and another context.
       room: available bytes, without the kept ones.
       kept_bytes: bytes of kept beginnings of prompts.
@@ -124,20 +124,20 @@ def _serving_error(
     """
     show = formatting.size
     fixes = []
-    most = int((room - wanted.weights_bytes) // wanted.slot_bytes)
+    most = int((room - forecast.weights_bytes) // forecast.slot_bytes)
     if most >= 1:
         fixes.append(f"--slots={most}")
-    shorter = wanted.context // 2
-    while shorter >= 2 and plan(wanted.slots, shorter).total_bytes > room:
+    shorter = forecast.context // 2
+    while shorter >= 2 and plan(forecast.slots, shorter).total_bytes > room:
         shorter //= 2
     if shorter >= 2:
-        fixes.append(f"--context={shorter}    # with {wanted.slots} slots")
-    if kept_bytes and wanted.total_bytes <= room + kept_bytes:
+        fixes.append(f"--context={shorter}    # with {forecast.slots} slots")
+    if kept_bytes and forecast.total_bytes <= room + kept_bytes:
         fixes.append("--prefix_mib=0")
     return OutOfMemory(
-        f"a server of {wanted.slots} slots of {wanted.context} tokens does not fit the memory",
+        f"a server of {forecast.slots} slots of {forecast.context} tokens does not fit the memory",
         where=when,
-        why=f"weights {show(wanted.weights_bytes)} · {show(wanted.slot_bytes)} a slot · kept "
+        why=f"weights {show(forecast.weights_bytes)} · {show(forecast.slot_bytes)} a slot · kept "
         f"prompts {show(kept_bytes)}; {show(room + kept_bytes)} is available",
         fix="\n".join(fixes) or "a smaller model",
     )
