@@ -36,6 +36,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
     "Train": {
         "train": ("train", "train a model; the same workdir resumes"),
         "launch": ("launch", "train with several processes and restart them"),
+        "teach": ("teach", "store a teacher's likeliest ids on the training data, to distil from"),
         "sweep": ("sweep", "train all combinations of settings and compare the runs"),
     },
     "Use a run": {

@@ -36,6 +36,18 @@ class Rollout(NamedTuple):
     returns: Float[Array, "B T"] | None = None  # to be predicted
 
 
+class TeacherTop(NamedTuple):
+    """The likeliest next ids of a frozen teacher; 0 in slots of padding.
+
+    Probabilities are those at the temperature of the distillation.
+    """
+
+    ids: Int[Array, "B T K"]
+    log_p: Float[Array, "B T K"]  # of these ids, nats
+    tail: Float[Array, "B T"]  # of all other ids together, nats
+    nll: Float[Array, "B T"]  # of the target, at temperature 1, nats
+
+
 class Tokens(NamedTuple):
     """Rows of packed documents and everything that a token-level loss needs.
 
@@ -55,6 +67,8 @@ class Tokens(NamedTuple):
     the slot of the last token of a right step, -1 of a wrong one, and 0 elsewhere; None for data
     without labels of steps. `rollout` is of answers that the model sampled; None for other data.
 
+    `teacher` has the stored distributions of a teacher; None without them.
+
     `prefix_segments` is a second segment that each slot attends to, a prefix that several texts
     share; None without any.
     """
@@ -73,6 +87,7 @@ class Tokens(NamedTuple):
     steps: Float[Array, "B T"] | None = None
     rollout: Rollout | None = None
     prefix_segments: Int[Array, "B T"] | None = None
+    teacher: TeacherTop | None = None
 
     @property
     def read_count(self) -> Int[Array, ""]:

@@ -13,10 +13,11 @@ import numpy as np
 from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.data.batch import Answers, Rollout, Tokens
+from jaxlm.data.batch import Answers, Rollout, TeacherTop, Tokens
 from jaxlm.data.corrupt.rows import RowChange, RowKey
 from jaxlm.data.packing import PackingPlan
 from jaxlm.data.shards import AnyShards, DamagedShard
+from jaxlm.data.teacher import COLUMNS, StoredTeacher
 
 # (document, first id that cannot be read, number of ids), and the error.
 LostPiece = tuple[tuple[int, int, int], DamagedShard]
@@ -51,6 +52,8 @@ class Loader:
     corruption: RowChange | None = None  # the objective's change of each row, by row and epoch
     # Log-probability of each document under a reference, float32, for data of judged answers.
     reference: np.ndarray | None = None
+    # Distributions of a teacher behind each id, for distillation without the teacher.
+    teacher: StoredTeacher | None = None
 
     @property
     def predicts_all(self) -> bool:
@@ -207,6 +210,7 @@ class Loader:
         tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
         weights = np.zeros(shape, np.float32)
         lost: list[tuple[int, int]] = []  # row and number of a piece that could not be read
+        taught = None if self.teacher is None else np.zeros(shape, self.teacher.dtype)
         for row, key in enumerate(keys):
             slot = 0
             for segment, (document, start, length) in enumerate(
@@ -218,6 +222,9 @@ class Loader:
                     ids = self.shards.read(document, start, start + length + 1)
                     tokens[here], targets[here] = ids[:-1], ids[1:]
                     weights[here] = self.shards.weights(document, start + 1, start + length + 1)
+                    if taught is not None:
+                        assert self.teacher is not None
+                        taught[here] = self.teacher.read(self.shards, document, start, length)
                 except DamagedShard:
                     if self.max_lost is None:
                         raise
@@ -225,6 +232,9 @@ class Loader:
                 slot += length
         # NumPy arrays until the batch is placed on devices, unlike everywhere else.
         batch = Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
+        if taught is not None:
+            columns: Any = taught["ids"].astype(np.int32), *(taught[n] for n in COLUMNS)
+            batch = batch._replace(teacher=TeacherTop(*columns))
         if self.shards.manifest.answers == "steps":
             steps: Any = weights
             batch = batch._replace(steps=steps, weights=np.abs(weights))  # type: ignore[arg-type]
@@ -408,7 +418,20 @@ def cut_rows(batch: Tokens, length: int) -> Tokens:
     positions = np.where(is_first & (segments > 0), positions - positions[:, :1], positions)
     segments = np.where(segments > 0, segments - first + 1, 0).astype(np.int32)
     fields = tokens, targets, weights, segments, positions.astype(np.int32)
-    return Tokens(*fields)  # type: ignore[arg-type]
+    rows = Tokens(*fields)  # type: ignore[arg-type]
+    if batch.teacher is None:
+        return rows
+    cut: Any = (x.reshape(-1, length, *x.shape[2:]) for x in batch.teacher)
+    return rows._replace(teacher=TeacherTop(*cut))
+
+
+def with_teacher_top(batch: Tokens, top: int) -> Tokens:
+    """Return a host's batch with a teacher whose `top` likeliest ids are the first ones."""
+    shape = batch.tokens.shape
+    ids = np.broadcast_to(np.arange(top, dtype=np.int32), (*shape, top))
+    log_p = np.full(ids.shape, -np.log(top + 1), np.float16)
+    columns: Any = ids, log_p, log_p[..., 0], log_p[..., 0]
+    return batch._replace(teacher=TeacherTop(*columns))
 
 
 def skip_damaged(

@@ -198,6 +198,22 @@ class TokenShards(_Numbered):
             raise self._damaged(damage, document, row) from damage
         return self._weights[np.frombuffer(data, np.uint8)]
 
+    def place(self, document: int) -> tuple["TokenShards", int, int]:
+        """Return the folder of a document, the number of its shard, and of its first id there.
+
+        Raise Damaged if the index of documents differs from what was written.
+        """
+        shard, row = self._locate(document)
+        try:
+            return self, shard, self._first_id(shard, row)
+        except Damage as damage:
+            raise self._damaged(damage, document, row) from damage
+
+    @property
+    def folders(self) -> tuple["TokenShards", ...]:
+        """The folders that hold the documents: this one."""
+        return (self,)
+
     @property
     def source(self) -> str:
         """The files of the documents and the folder of their tokens, for errors."""
@@ -363,6 +379,16 @@ class JoinedShards(_Numbered):
                 )
         joined = _sum([part.manifest for part in parts])
         super().__init__(first.folder, joined, [part.documents for part in parts])
+
+    def place(self, document: int) -> tuple[TokenShards, int, int]:
+        """Return the place of a document, like `TokenShards.place`."""
+        part, inner = self._locate(document)
+        return self.parts[part].place(inner)
+
+    @property
+    def folders(self) -> tuple[TokenShards, ...]:
+        """The folders that hold the documents."""
+        return self.parts
 
     @property
     def source(self) -> str:

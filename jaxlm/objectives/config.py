@@ -255,6 +255,9 @@ class Distill(LeftToRight):
 
     name: Literal["distill"] = "distill"
     teacher: str = setting("", "RUN or RUN@STEP of the frozen teacher, with the same tokenizer")
+    stored: str = setting(
+        "", "folder of `jaxlm teach` with the teacher's likeliest ids, in place of a teacher"
+    )
     weight: float = setting(
         0.5, "weight of the divergence from the teacher; the labels have the rest", above=0, high=1
     )
@@ -292,9 +295,16 @@ class Distill(LeftToRight):
         return PolicyTerms("none", "none", "token", "plain", "token", 0.0, 0.0)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Check that there is a teacher, and that samples are no labels of themselves."""
-        if not self.teacher:
+        """Check that there is one teacher, and that samples are no labels of themselves."""
+        if not (self.teacher or self.stored):
             yield "teacher", "distillation needs a trained run", "--config.objective.teacher=RUN"
+        if self.teacher and self.stored:
+            why = "objective.stored has its distributions already"
+            yield "teacher", why, "--config.objective.teacher=\n--config.objective.stored="
+        if self.sampled and self.stored:
+            why = "objective.stored has no distributions of texts that are sampled later"
+            fix = "--config.objective.sampled=0"
+            yield "stored", why, fix
         if self.sampled and self.weight < 1:
             why = "a sample of the model has no labels but itself"
             yield "weight", why, "--config.objective.weight=1"

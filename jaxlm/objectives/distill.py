@@ -1,14 +1,15 @@
 """Knowledge distillation: learn the next-token distribution of a frozen run."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxlm.core.mean import Mean
-from jaxlm.data.batch import Tokens
+from jaxlm.data.batch import TeacherTop, Tokens
+from jaxlm.data.teacher import LEAST
 from jaxlm.models.build import Model
 from jaxlm.objectives import config
 from jaxlm.objectives.loss import Loss, auxiliary_loss, logits_function, read_sharded, weighted
@@ -34,6 +35,9 @@ class Distillation(Objective[config.Distill]):
     and label smoothing apply to the labels' part. Logits of `loss.chunk` tokens are in memory at a
     time, of both models.
 
+    Stored distributions (`objective.stored`) have the likeliest ids of the teacher, and one
+    probability of all others together: D is that of the same parts of the student, see `parts_of`.
+
     Samples of the model (`objective.sampled`) have a = 1, and no gradient by way of being drawn.
 
     Metrics: those of next-token prediction, `teacher_kl_nats`, which is of KL(teacher || student)
@@ -48,27 +52,38 @@ class Distillation(Objective[config.Distill]):
         self, model: Model, batch: Tokens, key: Array | None, teacher: Model | None = None
     ) -> Loss:
         """Return the loss of a batch, see the class."""
-        assert teacher is not None  # the run opens it before the first step
         settings, loss = self.settings, self.loss_settings
-        sharded, hidden, parts = read_sharded(model, batch._replace(rollout=None), key)
-        taught = teacher.read(sharded, key=None, parts=parts)
-        student_logits, teacher_logits = logits_function(model), logits_function(teacher)
+        read = batch._replace(rollout=None, teacher=None)
+        sharded, hidden, parts = read_sharded(model, read, key)
+        student_logits = logits_function(model)
+        taught: Any
+        if batch.teacher is not None:
+            taught = context.zigzag_shard(batch.teacher, parts)
+        else:
+            assert teacher is not None  # the run opens it before the first step
+            teacher_logits = logits_function(teacher)
+            taught = jax.lax.stop_gradient(teacher.read(sharded, key=None, parts=parts).values)
 
-        def scored(values: tuple[Array, Array], targets: Array) -> DistillScores:
+        def scored(values: tuple[Array, Any], targets: Array) -> DistillScores:
             with jax.named_scope("unembed"):
                 logits = student_logits(values[0])
-                fixed = jax.lax.stop_gradient(teacher_logits(values[1]))
-                pair = fixed, logits, settings.temperature
+                if isinstance(values[1], TeacherTop):
+                    pair = (*parts_of(values[1], logits, settings.temperature), 1.0)
+                    teacher_nll = values[1].nll.astype(jnp.float32)
+                else:
+                    fixed = jax.lax.stop_gradient(teacher_logits(values[1]))
+                    pair = fixed, logits, settings.temperature
+                    teacher_nll = token_scores(fixed, targets).nll
                 kl = divergence(*pair)
                 is_forward = settings.divergence == "forward"
                 return DistillScores(
                     token_scores(logits, targets, loss.label_smoothing),
                     kl if is_forward else divergence(*pair, settings.divergence, settings.beta),
                     jax.lax.stop_gradient(kl),
-                    token_scores(fixed, targets).nll,
+                    teacher_nll,
                 )
 
-        both = (hidden.values, jax.lax.stop_gradient(taught.values))
+        both = (hidden.values, taught)
         scores = in_chunks(scored, both, sharded.targets, tokens=loss.chunk)
         scores = context.zigzag_unshard(scores, parts)
         labels, metrics = weighted(scores.student, batch.weights, loss)
@@ -84,6 +99,38 @@ class Distillation(Objective[config.Distill]):
             metrics | hidden.losses,
             auxiliary_loss(hidden.losses, batch),
         )
+
+
+def top_of(logits: Array, targets: Array, top: int, temperature: float) -> TeacherTop:
+    """Return the likeliest ids of a teacher, float32.
+
+    Args:
+      logits: [B, T, V].
+      targets: [B, T], ids whose loss is kept too.
+      top: number of ids.
+      temperature: divisor of the logits.
+    """
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+    values, ids = jax.lax.top_k(log_p, top)
+    return TeacherTop(ids, values, _rest(log_p, ids), token_scores(logits, targets).nll)
+
+
+def parts_of(teacher: TeacherTop, logits: Array, temperature: float) -> tuple[Array, Array]:
+    """Return log-probabilities of teacher and student, of each stored id and all others.
+
+    They are [B, T, K + 1]. Those of the teacher were rounded, and do not sum to 1.
+    """
+    log_q = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+    chosen = jnp.take_along_axis(log_q, teacher.ids, -1)
+    student = jnp.concatenate((chosen, _rest(log_q, teacher.ids)[..., None]), -1)
+    stored = jnp.concatenate((teacher.log_p, teacher.tail[..., None]), -1)
+    return stored.astype(jnp.float32), student
+
+
+def _rest(log_p: Array, ids: Array) -> Array:
+    """Return the log-probability of all ids but some; about `LEAST` if there is no other."""
+    others = jnp.put_along_axis(log_p, ids, LEAST, axis=-1, inplace=False)
+    return jax.nn.logsumexp(others, axis=-1).clip(LEAST)
 
 
 def divergence(

@@ -97,7 +97,7 @@ def in_chunks(
     *,
     tokens: int | None,
 ) -> Scores:
-    """Map `function(hidden, targets)`, a tree of [B, T], over chunks of about `tokens` tokens.
+    """Map `function(hidden, targets)`, a tree of [B, T, ...], over chunks of about `tokens` tokens.
 
     `hidden` is an array [B, T, D] or a tree of such arrays.
 
@@ -126,8 +126,10 @@ def in_chunks(
         return constrain(x, None, "batch", "length", *none)
 
     def join(x: Array) -> Array:
-        x = jnp.moveaxis(x.reshape(chunks, rows, parts, size), 0, 2)
-        return x.reshape(rows, parts, -1)[:, :, :local].reshape(rows, length)
+        rest = x.shape[3:]
+        x = jnp.moveaxis(x.reshape(chunks, rows, parts, size, *rest), 0, 2)
+        x = x.reshape(rows, parts, chunks * size, *rest)[:, :, :local]
+        return x.reshape(rows, length, *rest)
 
     recomputed = jax.checkpoint(function, prevent_cse=False)
     scores = jax.lax.map(lambda part: recomputed(*part), jax.tree.map(split, (hidden, targets)))

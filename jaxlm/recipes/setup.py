@@ -29,12 +29,14 @@ from jaxlm.core.precision import Precision
 from jaxlm.data import cache, dataset
 from jaxlm.data.config import HELD_OUT, TOKENIZER_FILES, DataConfig
 from jaxlm.data.dataset import Data
+from jaxlm.data.teacher import StoredTeacher
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals.loss import TokenizerPrefix
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.union import TabledFamily
 from jaxlm.models.heads import add_reward_head, add_value_head
 from jaxlm.objectives.build import build as build_objective
+from jaxlm.objectives.config import Distill
 from jaxlm.ops.kernels import Target
 from jaxlm.optim import groups
 from jaxlm.parallel import mesh as meshes
@@ -378,7 +380,7 @@ def open_data(
         if copy is not None and copy.is_file():
             warn(f"data.tokenizer: {data.tokenizer} is gone; its copy {copy} is read")
             data = dataclasses.replace(data, tokenizer=str(copy))
-    return dataset.open_data(
+    opened = dataset.open_data(
         data,
         seed=run.seed,
         prepare=build_objective(run.objective, run.loss, run.architecture).prepare,
@@ -388,6 +390,27 @@ def open_data(
         log=say,
         warn=warn,
         progress=progress,
+    )
+    return with_stored_teacher(run, opened)
+
+
+def with_stored_teacher(run: Run, data: Data) -> Data:
+    """Return the data with the stored distributions of a teacher, if the objective has them.
+
+    Raises:
+      InputMissing: if there is no such folder.
+      ConfigError: if they are of another tokenizer, vocabulary, temperature or text.
+      DataError: if they are damaged.
+    """
+    if not (isinstance(run.objective, Distill) and run.objective.stored):
+        return data
+    stored = StoredTeacher.open(Path(run.objective.stored))
+    digest, vocab = data.tokenizer.digest, vocabulary(run, data.tokenizer.size)
+    stored.check(data.train.shards, digest, vocab, run.objective.temperature)
+    return dataclasses.replace(
+        data,
+        train=dataclasses.replace(data.train, teacher=stored),
+        fingerprint=data.fingerprint | {"teacher": stored.digest},
     )
 
 

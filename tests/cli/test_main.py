@@ -180,6 +180,7 @@ LEAST = [
     "scale --budget=1e20",
     "serve",
     "sweep",
+    "teach --out=O",
     "tokenizer compare bytes",
     "tokenizer show F",
     "tokenizer train --out=O",
@@ -204,7 +205,7 @@ def test_a_misspelt_setting_is_refused_by_every_verb(words, capsys, tmp_path):
         "data run": ["--config=configs/data/clean_stdlib.py"],
         "train": ["--config=configs/quickstart.py", f"--workdir={tmp_path}/run"],
     }
-    for verb in ("check", "lr-find", "plan"):
+    for verb in ("check", "lr-find", "plan", "teach"):
         needing[verb] = ["--config=configs/quickstart.py"]
     more = needing.get(
         " ".join(itertools.takewhile(lambda word: word[0] != "-", words.split())), []

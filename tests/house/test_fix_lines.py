@@ -38,6 +38,7 @@ from tests.house import (
     situations_serving,
     situations_stores,
     situations_tasks,
+    situations_teaching,
     situations_texts,
     situations_tuning,
 )
@@ -712,6 +713,7 @@ MORE = (
     situations_serving,
     situations_stores,
     situations_tasks,
+    situations_teaching,
     situations_texts,
     situations_tuning,
 )

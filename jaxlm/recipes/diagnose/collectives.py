@@ -14,9 +14,18 @@ from jax.sharding import Mesh
 from jaxlm.core import backend
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError
-from jaxlm.data.batch import Answers, Rollout, Tokens
-from jaxlm.data.loader import ANSWERS_MULTIPLE, with_pair, with_rollout, with_steps, with_values
+from jaxlm.data.batch import Answers, Rollout, TeacherTop, Tokens
+from jaxlm.data.loader import (
+    ANSWERS_MULTIPLE,
+    with_pair,
+    with_rollout,
+    with_steps,
+    with_teacher_top,
+    with_values,
+)
+from jaxlm.data.teacher import most_ids
 from jaxlm.monitor import chips
+from jaxlm.objectives.config import Distill
 from jaxlm.parallel import hlo, host, mesh
 from jaxlm.parallel.config import format_mesh
 from jaxlm.parallel.hlo import Collective, HloResult, Shape
@@ -242,6 +251,8 @@ def with_answers(batch: Tokens, run: Run) -> Tokens:
         batch = with_values(batch)
     if objective.labels_steps:
         return with_steps(batch)
+    if isinstance(objective, Distill) and objective.stored:
+        return with_teacher_top(batch, most_ids(vocabulary(run)))
     return with_pair(batch) if objective.compares_answers else batch
 
 
@@ -257,6 +268,7 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
     fields |= dict.fromkeys(("weights", "predicts_ahead", "steps"), slots(wrote, jnp.float32))
     fields |= dict.fromkeys(("source", "source_segments"), slots(read))
     is_paired = run.architecture == "encoder-decoder"
+    is_stored = isinstance(run.objective, Distill) and bool(run.objective.stored)
     has = {
         "visible_until": run.objective.bidirectional,
         "source": is_paired,
@@ -267,9 +279,15 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
         "steps": run.objective.labels_steps,
         "rollout": run.objective.samples_answers,
         "prefix_segments": False,  # of tasks alone
+        "teacher": is_stored,
     }
     columns = 5 if run.objective.has_value_head else 3
     fields["rollout"] = Rollout(*(slots(wrote, jnp.float32) for _ in range(columns)))
+    shape, half = (run.train.batch, wrote, most_ids(vocabulary(run))), slots(wrote, jnp.float16)
+    top: Any = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float16)
+    ]
+    fields["teacher"] = TeacherTop(top[0], top[1], half, half)
     fields["answers"] = Answers(*(slots(ANSWERS_MULTIPLE, jnp.float32) for _ in range(3)))
     return Tokens(**fields | {name: None for name, is_used in has.items() if not is_used})
 

@@ -266,7 +266,7 @@ def _kernels(run: Run, decoder: ModelConfig) -> int:
 def _teacher(run: Run, assumed: list[str]) -> Run | None:
     """Return the run of the teacher, or None; if it is not here, assume one as large as `run`."""
     ref = run.objective.teacher
-    if ref is None:
+    if not ref:
         return None
     if ref == START:
         return run

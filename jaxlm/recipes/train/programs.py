@@ -96,7 +96,7 @@ class TrainPrograms:
         teacher: Teacher | None = None,
         base: Any = None,
     ):
-        if run.objective.teacher is not None and teacher is None:
+        if run.objective.teacher and teacher is None:
             raise ConfigError(
                 f"this command does not open the teacher of the objective {run.objective.name}",
                 where="objective.teacher",
@@ -457,7 +457,7 @@ def without_data(run: Run, mesh: Mesh, vocab: int) -> TrainPrograms:
     """
     model = setup.build_sharded_model(run, vocab, mesh)
     teacher = None
-    if run.objective.teacher is not None:
+    if run.objective.teacher:
         teacher = Teacher(model.blueprint, setup.abstract_params(model))
     tokenizer = SimpleNamespace(token_bytes=np.ones(vocab, np.int32), lead="", encode=None, ends=())
     data: Any = SimpleNamespace(tokenizer=tokenizer)

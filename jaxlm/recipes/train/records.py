@@ -619,8 +619,11 @@ def _objective(trainer: "Trainer") -> str:
     corruption = trainer.programs.data.train.corruption
     room = corruption.reserved_slots if corruption else 0
     parts: list[str] = [run.objective.name]
-    if run.objective.teacher is not None:
+    if run.objective.teacher:
         parts.append(f"teacher {run.objective.teacher}")
+    if (stored := trainer.programs.data.train.teacher) is not None:
+        facts = stored.facts
+        parts.append(f"the {facts.top} likeliest ids of step {facts.step} of {facts.run}")
     if room:
         length = run.data.sequence - room
         parts.append(f"rows have {length} tokens of text, and {room} slots for added tokens")

@@ -414,7 +414,7 @@ def find_teacher(
       warn, verifier: as of `open_run_ref`.
       start: the run that this one begins with.
     """
-    if run.objective.teacher is None:
+    if not run.objective.teacher:
         return None
     if run.objective.teacher == START:
         return start
@@ -439,7 +439,7 @@ def load_teacher(run: Run, source: InitSource | None, model: ShardedModel) -> Te
     if source is None:
         return None
     vocab = model.blueprint.config.vocab
-    size = setup.vocabulary(source.run, tokenizer_file.read(source.workdir / "tokenizer").size)
+    size = vocabulary_of(source)
     if size != vocab:
         raise ConfigError(
             "the vocabulary of the model differs from that of its teacher",
@@ -447,7 +447,17 @@ def load_teacher(run: Run, source: InitSource | None, model: ShardedModel) -> Te
             why=f"the model has {vocab} ids and the teacher {size}",
             fix=f"--config.model.vocab={size}",
         )
-    taught = setup.build_sharded_model(setup.taught_run(source.run, run), vocab, model.mesh)
+    return frozen_model(run, source, vocab, model.mesh)
+
+
+def vocabulary_of(source: InitSource) -> int:
+    """Return the number of ids of the model of another run."""
+    return setup.vocabulary(source.run, tokenizer_file.read(source.workdir / "tokenizer").size)
+
+
+def frozen_model(run: Run, source: InitSource, vocab: int, mesh: Mesh) -> Teacher:
+    """Return the model of another run on a mesh, laid out as `run` is, see `setup.taught_run`."""
+    taught = setup.build_sharded_model(setup.taught_run(source.run, run), vocab, mesh)
     params = source.store.restore_part(source.step, "params", setup.abstract_params(taught))
     return Teacher(taught.blueprint, params)
 

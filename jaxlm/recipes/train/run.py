@@ -360,7 +360,7 @@ def _teacher_source(
     context: RunContext, stop: StopRequest, data: Data, start: InitSource | None, warn: Log
 ) -> InitSource | None:
     """Return the run and step of the frozen model that the objective reads; None without one."""
-    if context.run.objective.teacher is None:
+    if not context.run.objective.teacher:
         return None
     with _interruptible(stop, context.options, "the teacher was verified"):
         return resume.find_teacher(context.run, data, warn, context.store.verifier, start)
