@@ -13,12 +13,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Bool
 
 from jaxlm.core import backend
+from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import prefix, slots
 from jaxlm.generate.decode import supports_prompt_lookup
+from jaxlm.generate.draft import Draft, DraftBalance
 from jaxlm.generate.grammar import Grammar
 from jaxlm.generate.prefix import PrefixCache
 from jaxlm.generate.rows import ALL, RowSettings, Sampling
@@ -34,6 +37,7 @@ Reason = Literal[
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event of a compilation
 TICK_CHUNKS = 2  # between two tokens of a stream
 ALL_CHUNKS = 2**31  # if no stream waits for its next token
+MEASURED_PASSES = 8  # to compare the time of passes with guesses and without
 # A product of one row takes six times as long as one of two on a CPU with bfloat16 (jax 0.12).
 LEAST_CPU_ROWS = 2
 
@@ -126,6 +130,8 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of prompts, not read again
     drawn_tokens: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0  # of these, those that equal what the model drew
     passes: int = 0
     chunks: int = 0
     seconds: float = 0.0  # on the device
@@ -215,6 +221,10 @@ class Engine:
       max_waiting: tokens of requests that may wait for a slot.
       prefix_bytes: bytes of beginnings of prompts that are kept for later requests; a model whose
         layers have windows keeps none.
+      draft: guesses tokens that each pass verifies; no text depends on it. It is turned off for
+        good, with a log line, once it costs more time than it saves. The last bits of
+        log-probabilities are those of another program then.
+      `say`: receives log lines.
 
     Raises:
       ConfigError: if the engine does not support the model or its mesh.
@@ -232,6 +242,8 @@ class Engine:
         is_int8: bool = False,
         max_waiting: int = 2**20,
         prefix_bytes: int = 0,
+        draft: Draft | None = None,
+        say: Log = lambda _: None,
     ):
         check_supported(blueprint)
         self.tokenizer, self.context, self.max_waiting = tokenizer, context, max_waiting
@@ -256,14 +268,19 @@ class Engine:
             length=self._length,
             chunk=self.chunk,
             is_int8=is_int8,
+            draft=draft,
         )
+        self.draft, self.is_drafting, self._say = draft, draft is not None, say
         self._ready = self._programs.prepare(params)
         self._state = self._programs.empty()
         layers = [each for caches in self._state.cache.layers.values() for each in caches]
         self._has_prefixes = prefix_bytes > 0 and not any(each.is_ring for each in layers)
         self.prefixes = PrefixCache(prefix_bytes)
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
+        self._balance = DraftBalance(0.0)
         self._warm_up()
+        if draft is not None:
+            self._balance = DraftBalance(self._pass_ratio())
         self.counters = Counters()
 
     def _count_compile(self, event: str, duration_secs: float, **more: str | int) -> None:
@@ -287,6 +304,32 @@ class Engine:
                 block = self._programs.save(self._state, np.int32(0), np.int32(0))
                 self._state = self._programs.load(self._state, np.int32(0), np.int32(0), block)
         self.prefixes.clear()
+        if self.is_drafting:
+            self.is_drafting = False
+            self.complete([Request(ids=ids, max_tokens=1, top=1), Request(ids=ids, max_tokens=1)])
+            self.is_drafting = True
+
+    def _pass_ratio(self) -> float:
+        """Return the time of a pass that verifies guesses over that of a pass without."""
+        seconds = []
+        for program, more in (
+            (self._programs.draw, ()),
+            (self._programs.draw_guessed, (np.zeros(self.rows, bool),)),
+        ):
+            assert program is not None
+            on, off = np.ones(self.rows, bool), np.zeros(self.rows, bool)
+            allowed = np.full((self.rows, -(-self.vocab // 32)), ALL)
+            left = np.full(self.rows, 2**30, np.int32)
+            inputs = (on, off, allowed, left, np.int32(MEASURED_PASSES), np.bool_(False), *more)
+            times = []
+            for _ in range(3):
+                begun = time.perf_counter()
+                self._state, drawn = program(self._ready, self._state, *inputs)
+                jax.block_until_ready(drawn.passes)
+                times.append(time.perf_counter() - begun)
+                self._state = self._programs.empty()
+            seconds.append(min(times))
+        return seconds[1] / seconds[0]
 
     @property
     def waiting_tokens(self) -> int:
@@ -445,6 +488,7 @@ class Engine:
                 token=np.int32(request.ids[-1]),
                 seed=np.uint32(request.seed),
                 ids=ids,
+                count=np.int32(len(request.ids)),
                 bias=self._bias(request),
                 ends=self._ends(request),
                 settings=RowSettings.of(request.sampling),
@@ -543,23 +587,33 @@ class Engine:
         drawing = [(slot, ticket) for slot, ticket in drawing if ticket.request.max_tokens]
         if not drawing:
             return
-        active, is_scored = np.zeros((2, self.rows), bool)
+        active, is_scored, is_guessed = np.zeros((3, self.rows), bool)
         left = np.zeros(self.rows, np.int32)
         allowed = np.full((self.rows, -(-self.vocab // 32)), ALL)
         for slot, ticket in drawing:
             active[slot], is_scored[slot] = True, ticket.request.top is not None
             left[slot] = ticket.request.max_tokens - len(ticket.ids)
+            is_guessed[slot] = ticket.matcher is None  # the mask is that of one token
             if ticket.matcher is not None:
                 allowed[slot] = ticket.matcher.mask()
                 passes = 1
         limits = left, np.int32(passes), np.bool_(len(self._waiting) > 0)
         rows = (active, is_scored, allowed, *limits)
-        self._state, drawn = self._programs.draw(self._ready, self._state, *rows)
+        guesses = 0
+        if self.draft is not None and self.is_drafting:
+            assert self._programs.draw_guessed is not None
+            guesses = self.draft.guesses
+            inputs = (self._ready, self._state, *rows, is_guessed)
+            self._state, drawn = self._programs.draw_guessed(*inputs)
+        else:
+            self._state, drawn = self._programs.draw(self._ready, self._state, *rows)
         scores = drawn.scores if is_scored.any() else None
         done, is_drawn, tokens, is_finite, scores = jax.device_get((*drawn[:4], scores))
         self.counters.passes += int(done)
         self.counters.drawn_tokens += int(is_drawn.sum())
-        for number in range(int(done)):
+        if guesses:
+            self._count_guesses(is_drawn, is_guessed, guesses)
+        for number in range(int(done) * (1 + guesses)):
             for slot, ticket in drawing:
                 if not is_drawn[number, slot] or self._tickets[slot] is not ticket:
                     continue  # its text has reached a stop that the device does not know
@@ -572,6 +626,18 @@ class Engine:
                 score = None if top is None else _score(scores, (number, slot), token, top)
                 if ticket.push(token, self.tokenizer.table, score):
                     self._tickets[slot] = None
+
+    def _count_guesses(
+        self, is_drawn: Bool[np.ndarray, "N B"], is_guessed: Bool[np.ndarray, "B"], guesses: int
+    ) -> None:
+        """Count guesses, and turn the draft off if it does not pay."""
+        first = is_drawn[:: 1 + guesses]
+        accepted = int(is_drawn.sum() - first.sum())
+        self.counters.guessed_tokens += guesses * int((first & is_guessed).sum())
+        self.counters.accepted_tokens += accepted
+        if not self._balance.pays(int(first.sum()), accepted):
+            self.is_drafting = False
+            self._say(self._balance.loss)
 
 
 def check_supported(blueprint: Blueprint) -> None:

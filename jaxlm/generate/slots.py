@@ -8,6 +8,7 @@ time of arrival.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlm.core import backend, random
 from jaxlm.generate import decode
+from jaxlm.generate.draft import Draft
 from jaxlm.generate.rows import RowSettings, draw_rows, limited, penalized
 from jaxlm.generate.sampling import History
 from jaxlm.models.decoder import Decoder
@@ -38,6 +40,7 @@ class Slots(NamedTuple):
     bias: Float[Array, "B V"]  # minus infinity for ids that may not be drawn
     ends: Bool[Array, "B V"]  # ids that end a row
     settings: RowSettings
+    draft: Any = None  # the state of the draft, if there is one
 
 
 class Arrival(NamedTuple):
@@ -46,6 +49,7 @@ class Arrival(NamedTuple):
     token: Any  # the last id of the prompt
     seed: Any
     ids: Any  # [T], the prompt, padded with the vocabulary's size
+    count: Any  # ids of the prompt
     bias: Any  # [V]
     ends: Any  # [V]
     settings: RowSettings
@@ -60,13 +64,16 @@ class Scores(NamedTuple):
 
 
 class DecodedTokens(NamedTuple):
-    """Results of decode passes; a row that has ended draws no more."""
+    """Results of decode passes; a row that has ended draws no more.
+
+    Each pass has 1 + G places: the next token of each row, and G guesses.
+    """
 
     passes: Int[Array, ""]
-    is_drawn: Bool[Array, "P B"]
-    token: Int[Array, "P B"]
-    is_finite: Bool[Array, "P B"]
-    scores: Scores  # [P, B, ...]
+    is_drawn: Bool[Array, "P*G+P B"]
+    token: Int[Array, "P*G+P B"]
+    is_finite: Bool[Array, "P*G+P B"]
+    scores: Scores  # [P*G+P, B, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +87,8 @@ class Programs:
     `draw(ready, state, active, is_scored, allowed, left, passes, is_awaited)` draws up to `left`
     tokens for each active row in at most `passes` passes; if a slot `is_awaited`, until one of them
     has ended. `allowed` has a bit for each id of a row that may be drawn, see `rows.limited`.
+    `draw_guessed(...)` does the same with the guesses of the draft; None without a draft. Rows of
+    `is_guessed`, its last argument, may take guesses.
     `save(state, slot, start)` returns the keys and values of a chunk that a slot has read, and
     `load(state, slot, start, block)` puts them into a slot in place of reading.
     `wipe(state, slot)` clears a slot that has numbers that are not finite.
@@ -91,6 +100,7 @@ class Programs:
     read: Callable[..., Slots]
     score: Callable[..., tuple[Slots, Scores]]
     draw: Callable[..., tuple[Slots, DecodedTokens]]
+    draw_guessed: Callable[..., tuple[Slots, DecodedTokens]] | None
     save: Callable[..., Any]
     load: Callable[..., Slots]
     wipe: Callable[..., Slots]
@@ -104,6 +114,7 @@ def build(
     length: int,
     chunk: int,
     is_int8: bool = False,
+    draft: Draft | None = None,
 ) -> Programs:
     """Return the programs for `rows` slots of `length` tokens, jitted.
 
@@ -114,7 +125,9 @@ def build(
       length: tokens of a slot, a multiple of `chunk`.
       chunk: tokens of a prompt that are read at once.
       is_int8: store the KV cache in int8.
+      draft: guesses tokens.
     """
+    spare = draft.guesses if draft is not None else 0
     relayout, merged = decode.weight_layout(merge)
     layout = jax.tree.structure(jax.eval_shape(relayout, params))
     # A condition on a device costs more than it saves. A chunk is in one block.
@@ -132,12 +145,15 @@ def build(
     def empty(params: Any) -> Slots:
         model: Decoder = merge(params)
         vocab = model.config.vocab
-        cache = model.empty_cache(rows, length, is_int8=is_int8, block=block)
+        slots = length + -spare % chunk  # with `spare`, whole chunks
+        cache = model.empty_cache(rows, slots, is_int8=is_int8, spare=spare, block=block)
         none = jnp.zeros((rows,), jnp.int32)
         history = History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
         keys = jnp.zeros((rows, 2), jnp.uint32)
         bias, ends = jnp.zeros((rows, vocab)), jnp.zeros((rows, vocab), bool)
-        return Slots(cache, none, none, keys, history, bias, ends, RowSettings.empty(rows))
+        settings = RowSettings.empty(rows)
+        begun = draft.empty(rows, length) if draft is not None else None
+        return Slots(cache, none, none, keys, history, bias, ends, settings, begun)
 
     def admit(state: Slots, slot: Array, arrival: Arrival) -> Slots:
         vocab = state.bias.shape[1]
@@ -158,6 +174,7 @@ def build(
             bias=state.bias.at[slot].set(arrival.bias),
             ends=state.ends.at[slot].set(arrival.ends),
             settings=RowSettings(*settings),
+            draft=draft and draft.admit(state.draft, slot, arrival),
         )
 
     def _chunk(
@@ -197,30 +214,37 @@ def build(
         state, values = _chunk(model, state, slot, ids, start, count)
         return state, scores_of(model.logits(values)[0], after)
 
+    def read_next(
+        model: Decoder, state: Slots, active: Array, tokens: Array
+    ) -> tuple[KVCache, Array]:
+        """Read the next tokens [B, T] of active rows; return the cache and logits [B, T, V]."""
+        count = tokens.shape[1]
+        ahead = jnp.arange(count, dtype=jnp.int32)[None]
+        positions = state.cache.length[:, None] + ahead
+        if model.text_positions is not None:  # of guesses, and of rows that are not active
+            positions = jnp.minimum(positions, model.text_positions - 1)
+        reach = jnp.max(jnp.where(active, state.cache.length + count, 0))
+        hidden = model.hidden(
+            tokens,
+            positions=positions,
+            cache=state.cache._replace(reach=reach),
+            count=count * active.astype(jnp.int32),
+        )
+        assert hidden.cache is not None
+        return KVCache(hidden.cache.layers, state.cache.length), model.logits(hidden.values)
+
     def draw_one(
-        model: Decoder, state: Slots, active: Array, is_scored: Array, allowed: Array
+        raw: Array, state: Slots, active: Array, is_scored: Array, allowed: Array
     ) -> tuple[Slots, Array, Array, Scores]:
         """Draw a token for each active row; return the state, tokens, finiteness and scores.
 
         Args:
-          model: the model.
+          raw: logits of the model [B, V].
           state: the slots.
           active: rows that draw.
           is_scored: rows whose scores are returned.
           allowed: ids that each row may draw, see `rows.limited`.
         """
-        positions = state.cache.length[:, None]
-        if model.text_positions is not None:  # of rows that are not active
-            positions = jnp.minimum(positions, model.text_positions - 1)
-        reach = jnp.max(jnp.where(active, state.cache.length + 1, 0))
-        hidden = model.hidden(
-            state.token[:, None],
-            positions=positions,
-            cache=state.cache._replace(reach=reach),
-            count=active.astype(jnp.int32),
-        )
-        assert hidden.cache is not None
-        raw = model.logits(hidden.values)[:, 0]
         logits = penalized(raw, state.history, state.settings, active) + state.bias
         logits = limited(logits, allowed)
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.keys), state.drawn)
@@ -229,14 +253,16 @@ def build(
             jnp.any(is_scored), lambda: scores_of(raw, token), lambda: no_scores(raw)
         )
         new = state._replace(
-            cache=KVCache(hidden.cache.layers, state.cache.length + active),
+            cache=state.cache._replace(length=state.cache.length + active),
             token=jnp.where(active, token, state.token),
             drawn=state.drawn + active,
             history=state.history.extended(token, active),
+            draft=draft and draft.extended(state.draft, token, active),
         )
         return new, token, jnp.isfinite(jnp.max(raw, axis=-1)), scores
 
-    def draw(
+    def drawn_with(
+        guesses: int,
         ready: Any,
         state: Slots,
         active: Array,
@@ -245,12 +271,14 @@ def build(
         left: Array,
         passes: Array,
         is_awaited: Array,
+        is_guessed: Any = False,
     ) -> tuple[Slots, DecodedTokens]:
-        model, vocab = model_of(ready), state.bias.shape[1]
-        none = jnp.zeros((PASSES, rows))
-        top = jnp.zeros((PASSES, rows, min(TOP, vocab)))
+        model, vocab, places = model_of(ready), state.bias.shape[1], 1 + guesses
+        none = jnp.zeros((PASSES * places, rows))
+        top = jnp.zeros((PASSES * places, rows, min(TOP, vocab)))
         scores = Scores(none, top.astype(jnp.int32), top)
         ids, off = none.astype(jnp.int32), none.astype(bool)
+        before = state.drawn
 
         def is_on(carry: tuple[Slots, Array, DecodedTokens]) -> Array:
             _, on, drawn = carry
@@ -259,13 +287,31 @@ def build(
 
         def step(carry: tuple[Slots, Array, DecodedTokens]) -> tuple[Slots, Array, DecodedTokens]:
             state, on, drawn = carry
-            state, token, is_finite, scores = draw_one(model, state, on, is_scored, allowed)
-            number = drawn.passes
-            parts = (on, token, is_finite, scores)
-            parts = jax.tree.map(lambda x, new: x.at[number].set(new), drawn[1:], parts)
-            is_end = jnp.take_along_axis(state.ends, token[:, None], axis=1)[:, 0]
-            on = on & ~is_end & is_finite & (number + 1 < left)
-            return state, on, DecodedTokens(number + 1, *parts)
+            tokens = state.token[:, None]
+            if draft is not None and guesses:
+                guessed = jnp.clip(draft.guess(state.draft), 0, vocab - 1)
+                tokens = jnp.concatenate((tokens, guessed), axis=1)
+            cache, raw = read_next(model, state, on, tokens)
+            first = drawn.passes * places
+
+            def pick(place: Array | int, carry: Any) -> Any:
+                state, live, on, arrays = carry
+                if guesses:  # that at `place` was read, and must equal what the model drew
+                    stands = is_guessed & (state.token == tokens[:, place])
+                    live = live & on & ((place == 0) | stands)
+                state, token, is_finite, scores = draw_one(
+                    raw[:, place], state, live, is_scored, allowed
+                )
+                parts, number = (live, token, is_finite, scores), first + place
+                arrays = jax.tree.map(lambda x, new: x.at[number].set(new), arrays, parts)
+                is_end = jnp.take_along_axis(state.ends, token[:, None], axis=1)[:, 0]
+                is_last = is_end | ~is_finite | (state.drawn - before >= left)
+                return state, live, on & ~(live & is_last), arrays
+
+            picked = (state._replace(cache=cache), on, on, drawn[1:])
+            picked = jax.lax.fori_loop(0, places, pick, picked) if guesses else pick(0, picked)
+            state, _, on, arrays = picked
+            return state, on, DecodedTokens(drawn.passes + 1, *arrays)
 
         begun = DecodedTokens(jnp.int32(0), off, ids, off, scores)
         state, _, drawn = jax.lax.while_loop(is_on, step, (state, active, begun))
@@ -292,7 +338,10 @@ def build(
         admit=jax.jit(admit, donate_argnums=0),
         read=jax.jit(read, donate_argnums=1),
         score=jax.jit(score, donate_argnums=1),
-        draw=jax.jit(draw, donate_argnums=1),
+        draw=jax.jit(functools.partial(drawn_with, 0), donate_argnums=1),
+        draw_guessed=jax.jit(functools.partial(drawn_with, spare), donate_argnums=1)
+        if draft is not None
+        else None,
         save=jax.jit(save),
         load=jax.jit(load, donate_argnums=0),
         wipe=jax.jit(wipe, donate_argnums=0),

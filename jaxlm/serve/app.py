@@ -202,7 +202,14 @@ class Server:
     async def health(self, request: HttpRequest) -> Response:
         """Answer 200 while the process can serve at all."""
         is_well = not (self.bridge.is_failed or self.bridge.is_stuck)
-        return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 500)
+        answer: dict[str, Any] = {"status": "ok" if is_well else "failed"}
+        engine = self.bridge.engine
+        if engine is not None and engine.draft is not None:
+            counters = engine.counters
+            share = counters.accepted_tokens / max(counters.guessed_tokens, 1)
+            facts = {"is_on": engine.is_drafting, "accepted": round(share, 4)}
+            answer["draft"] = {"name": engine.draft.name} | facts
+        return JSONResponse(answer, 200 if is_well else 500)
 
     async def ready(self, request: HttpRequest) -> Response:
         """Answer 200 if requests are accepted."""

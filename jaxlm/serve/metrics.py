@@ -55,6 +55,8 @@ class _EngineMetrics(Collector):
                 "tokens of prompts that were not read again",
                 counters.cached_tokens,
             ),
+            "spec_decode_num_draft_tokens": ("guessed tokens", counters.guessed_tokens),
+            "spec_decode_num_accepted_tokens": ("guesses that stood", counters.accepted_tokens),
             "device_seconds": ("seconds of passes", counters.seconds),
             "failed_passes": ("passes that raised an exception", counters.failures),
         }

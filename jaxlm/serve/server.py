@@ -20,6 +20,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
+from jaxlm.generate.draft import Lookup
 from jaxlm.generate.engine import Counters, Engine
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.recipes.plan import oom
@@ -55,6 +56,7 @@ class ServeOptions:
       kv_cache_dtype: `auto` for the dtype of activations, or `int8`.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
       price: price of the device for an hour, for the cost of tokens; None prints no cost.
+      draft: `lookup` guesses tokens from the text so far; None guesses none.
     """
 
     host: str = "127.0.0.1"
@@ -71,6 +73,7 @@ class ServeOptions:
     kv_cache_dtype: str = "auto"
     adapter: str | None = None
     price: float | None = None
+    draft: str | None = None
 
 
 def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> int:
@@ -108,7 +111,7 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
             with _signals(bridge, options.drain_seconds, say):
                 opened = open_run(workdir, options, say, **selection)
                 with jax.set_mesh(opened.model.mesh):
-                    engine = build_engine(opened, options)
+                    engine = build_engine(opened, options, say)
                     bridge.engine = engine
                     server.served = describe(opened, engine, say)
                     host, port = listener.getsockname()[:2]
@@ -145,7 +148,7 @@ def open_run(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -
     return opened
 
 
-def build_engine(opened: LoadedRun, options: ServeOptions) -> Engine:
+def build_engine(opened: LoadedRun, options: ServeOptions, say: Log) -> Engine:
     """Return the engine with all programs compiled.
 
     Raises ConfigError for a context too long, OutOfMemory with slots and a context that fit.
@@ -178,6 +181,8 @@ def build_engine(opened: LoadedRun, options: ServeOptions) -> Engine:
             is_int8=is_int8,
             max_waiting=options.max_waiting,
             prefix_bytes=prefix_bytes,
+            draft=Lookup() if options.draft == "lookup" else None,
+            say=say,
         )
 
 

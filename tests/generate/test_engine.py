@@ -47,9 +47,9 @@ def made(family="llama", compute="float32"):
     return blueprint, jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
 
 
-def started(family="llama", compute="float32"):
+def started(family="llama", compute="float32", **more):
     """Its KV cache has blocks of 8 slots."""
-    sizes = {"rows": 3, "context": CONTEXT, "chunk": 8, "prefix_bytes": 20_000}
+    sizes = {"rows": 3, "context": CONTEXT, "chunk": 8, "prefix_bytes": 20_000, **more}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "BLOCK", 8)
         return Engine(*made(family, compute), TOKENIZER, **sizes)

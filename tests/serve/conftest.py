@@ -39,8 +39,8 @@ class Running:
         made = []
         inner = servers.build_engine
 
-        def build(opened, chosen):
-            made.append(inner(opened, chosen))
+        def build(opened, chosen, say):
+            made.append(inner(opened, chosen, say))
             return made[0]
 
         bridges, apps = [], []
