@@ -148,7 +148,7 @@ def open_run(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -
     return opened
 
 
-def build_engine(opened: LoadedRun, options: ServeOptions, say: Log) -> Engine:
+def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: None) -> Engine:
     """Return the engine with all programs compiled.
 
     Raises ConfigError for a context too long, OutOfMemory with slots and a context that fit.
