@@ -246,7 +246,11 @@ def _rollout(drawn: dict[str, Any]) -> str:
     if drawn["draw_seconds"] is None:
         return text
     low, high = map(formatting.duration, drawn["draw_seconds"])
-    return f"{text}; drawn in {low} to {high}"
+    text += f"; drawn in {low} to {high}"
+    if not any(drawn["score_seconds"]):
+        return text
+    low, high = map(formatting.duration, drawn["score_seconds"])
+    return f"{text}, scored in {low} to {high}"
 
 
 def _fitting(nearest: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Prompts without an answer, whose answers are sampled from the model and rewarded."""
 
 import json
+import math
 from typing import Any, NamedTuple
 
 from jaxlm.data import conversations
@@ -70,5 +71,7 @@ def _answer(answer: Any) -> str | None:
     if answer is None or isinstance(answer, str):
         return answer
     if isinstance(answer, int | float) and not isinstance(answer, bool):
-        return str(answer)
+        if math.isfinite(answer):
+            return str(answer)
+        raise Rejected(OTHER_FORM, f"answer is {answer}", ONE_PROMPT)
     raise Rejected(OTHER_FORM, f"answer is a {type(answer).__name__}", ONE_PROMPT)

@@ -459,6 +459,11 @@ class Run:
         return "encoder" if isinstance(self.model, EncoderFamily) else "decoder"
 
     @property
+    def rescores_rollouts(self) -> bool:
+        """True if rollouts need scores of the trained program, apart from those of the sampler."""
+        return self.objective.has_value_head or self.rl.correction != "none"
+
+    @property
     def tokens_per_step(self) -> int:
         """Token slots of the global batch, after its warm-up."""
         return self.train.batch * self.data.sequence

@@ -16,8 +16,23 @@ from jaxlm.core.config import setting
 from jaxlm.core.errors import ConfigError
 
 MAX_SLOTS = 256  # of `slots=auto`
+REFILLS = 4  # slots are filled again when this part of them is free
 CALCULATOR = "calculator"
 _FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")
+
+
+def refilled(slots: int, ways: int) -> int:
+    """Return the slots that are filled together, if a mesh splits them into `ways` parts."""
+    return -(-max(slots // REFILLS, 1) // ways) * ways
+
+
+def prompt_rows(size: int, samples: int) -> int:
+    """Return the rows in which the prompts of `size` samples that begin together are read.
+
+    The `samples` of a prompt begin one after another: some of those of the first prompt may have
+    begun before, and some of the last prompt's may wait.
+    """
+    return min(size, -(-(size - 1) // samples) + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

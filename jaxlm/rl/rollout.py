@@ -25,8 +25,7 @@ from jaxlm.generate.sampler import REASONS
 from jaxlm.models.build import Blueprint
 from jaxlm.objectives.config import MeanOf
 from jaxlm.parallel import host, rules
-
-REFILLS = 4  # slots are filled again when this part of them is free
+from jaxlm.rl.config import prompt_rows, refilled
 
 
 class DrawnSample(NamedTuple):
@@ -122,9 +121,9 @@ class RolloutSampler:
     splits them over a mesh, and keeps the log-probabilities of the distribution it draws from.
 
     Slots are filled when a quarter of them are free. The tokens of a sample are those of any other
-    number of slots, up to rounding. The programs compile once. Use it under the mesh of the
-    parameters; a mesh that splits batches splits the slots. On one device a prompt is read once for
-    its samples that begin together.
+    number of slots, up to rounding. Use it under the mesh of the parameters; a mesh that splits
+    batches splits the slots. On one device a prompt is read once for its samples that begin
+    together; the program that reads prompts then compiles twice, as those of further turns differ.
 
     Args:
       blueprint: the model, a decoder.
@@ -155,7 +154,7 @@ class RolloutSampler:
         ways = rules.split(mesh, "batch")
         self._samples = samples if mesh.size <= 1 else 1  # else prompts would change devices
         self.slots, self._longest = -(-slots // ways) * ways, longest
-        self._refilled = -(-max(self.slots // REFILLS, 1) // ways) * ways
+        self._refilled = refilled(self.slots, ways)
         self._max_tokens, self._pad = max_tokens, tokenizer.pad
         self.passes = 0  # of the model, for a token of each slot
         self._decoding = decode.build(
@@ -246,8 +245,7 @@ class RolloutSampler:
         chosen = board.fill(rows)
         prompts = [board.prompt(number) for number in chosen]
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
-        # The prompts of samples that begin together, whose first and last prompt may be incomplete.
-        most = min(size, -(-(size - 1) // self._samples) + 1)
+        most = prompt_rows(size, self._samples)
         is_shared = most < size and len(distinct) <= most
         read = [*distinct.values()] if is_shared else prompts
         ids = np.full((most if is_shared else size, self._longest), self._pad, np.int32)

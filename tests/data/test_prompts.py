@@ -1,6 +1,7 @@
 """Prompts become rows without a loss, each with its answer for a reward."""
 
 import json
+import math
 
 import pytest
 
@@ -68,6 +69,16 @@ def test_prompts_that_leave_no_slots_for_an_answer_are_left_out_and_counted(tmp_
     assert lines == ["left out of train: 1 longer than a row, 1 with an empty turn"]
 
 
+def test_a_prompt_that_is_read_twice_is_two_prompts(tmp_path):
+    """Each has its own group of samples, and may have its own answer."""
+    lines = []
+    records = [{"prompt": "1+1=", "answer": answer} for answer in ("2", "2", "two")]
+    shards = opened(tmp_path, records, lines).train.shards
+    assert [each.answer for each in shards.prompts] == ["2", "2", "two"]
+    assert shards.documents == 3
+    assert lines == []
+
+
 def test_another_answer_is_other_data(tmp_path):
     """A run does not resume on it unless it is allowed."""
     one, other = (
@@ -87,6 +98,8 @@ def test_another_answer_is_other_data(tmp_path):
         ({"prompt": []}, "no list of messages"),
         ({"prompt": 3}, "no list of messages"),
         ({"prompt": "q", "answer": True}, "answer is a bool"),
+        ({"prompt": "q", "answer": math.nan}, "answer is nan"),
+        ({"prompt": "q", "answer": -math.inf}, "answer is -inf"),
         ({"prompt": [ASKED, {"role": "assistant", "content": "a"}]}, "the last turn"),
         ({"prompt": [{"role": "user", "content": " "}]}, "has no text"),
     ],

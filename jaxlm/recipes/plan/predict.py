@@ -185,6 +185,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     model_flops = model_cost.flops_per_token(
         decoder, length, causal=True, targets=targets, has_logits=has_logits
     )
+    model_flops -= 6 * (1 - _sampled_share(run)) * decoder.vocab * decoder.width
     hardware = _hardware_flops(run, decoder, share) + teacher_flops
     hardware *= run.tokens_per_step
     sent = _sent(run, decoder, sizes, share)
@@ -310,6 +311,13 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     return vocab
 
 
+def _sampled_share(run: Run) -> float:
+    """Return the share of the tokens of a row that have logits: those of samples of a policy."""
+    if not run.objective.samples_answers:
+        return 1.0
+    return min(1.0, run.rl.turns * run.rl.max_tokens / run.data.sequence)
+
+
 def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float:
     """Return the FLOPs per token of all products, recomputation included.
 
@@ -321,8 +329,9 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     once = model_cost.flops_per_token(
         decoder, sequence, causal=True, targets=targets, has_logits=has_logits
     )
+    once -= 6 * (1 - _sampled_share(run)) * decoder.vocab * decoder.width
     once *= 1 + run.tune.virtual_rows / sequence
-    predicted = targets / sequence if targets else 1.0
+    predicted = targets / sequence if targets else _sampled_share(run)
     table = (1 + len(decoder.heads)) * decoder.vocab * decoder.width * predicted
     unembedding = table if has_logits else 0.0
     head = 2 * unembedding

@@ -11,15 +11,23 @@ from jaxlm.monitor.chips import Machine
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import Run
+from jaxlm.rl import config as rl
 
 
 class RolloutForecast(NamedTuple):
-    """The plan of drawing a rollout: bytes of a device besides the state, and seconds."""
+    """The plan of a rollout: bytes of a device besides the state, and seconds."""
 
     slots: int
     cache_bytes: float
     weights_bytes: float  # a second copy, in the layout of a token loop
-    seconds: tuple[float, float]
+    draw_seconds: tuple[float, float]
+    score_seconds: tuple[float, float]  # of the trained program over the samples; 0 without
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Lowest and highest seconds of a rollout."""
+        low, high = map(sum, zip(self.draw_seconds, self.score_seconds, strict=True))
+        return low, high
 
     def record(self, run: Run, *, is_timed: bool) -> dict[str, object]:
         """Return the JSON of the part `rollout` of a plan."""
@@ -29,7 +37,8 @@ class RolloutForecast(NamedTuple):
             "slots": self.slots,
             "cache_bytes_per_device": self.cache_bytes,
             "weights_bytes_per_device": self.weights_bytes,
-            "draw_seconds": list(self.seconds) if is_timed else None,
+            "draw_seconds": list(self.draw_seconds) if is_timed else None,
+            "score_seconds": list(self.score_seconds) if is_timed else None,
         }
 
 
@@ -66,11 +75,26 @@ def forecast(
     cache = row * slots / ways / logical.ways(sizes, "kv_heads")
     numbers = held["parameters"] / ITEM_BYTES[run.precision.params]
     weights = numbers * item if machine.chip.name == "cpu" else 0.0
-    new, prompt = run.rl.max_tokens, run.data.sequence - run.rl.max_tokens
+    length, new = run.data.sequence, run.rl.max_tokens
+    prompt = length - new
     passes = math.ceil(samples / slots) * new
-    whole = model_cost.flops_per_token(decoder, run.data.sequence, causal=True) / 3  # forward
-    compute = whole * (samples * prompt + passes * slots) / (machine.devices * peak)
+    rows = _prompt_rows(run, samples, slots, ways) if machine.devices == 1 else samples
+    # Forward passes: a prompt has the logits of its last token.
+    whole = model_cost.flops_per_token(decoder, length, causal=True) / 3
+    hidden = model_cost.flops_per_token(decoder, length, causal=True, has_logits=False) / 3
+    compute = (hidden * rows * prompt + whole * passes * slots) / (machine.devices * peak)
     read = (numbers * item + cache) * passes / machine.chip.memory_speed
     low = max(compute / reached[1], read) + passes * launch[0]
     high = compute / reached[0] + read + passes * launch[1]
-    return RolloutForecast(slots, cache, weights, (low, high))
+    scored = (hidden * prompt + whole * new) * samples / (machine.devices * peak)
+    scored *= run.rescores_rollouts
+    score = scored / reached[1], scored / reached[0]
+    return RolloutForecast(slots, cache, weights, (low, high), score)
+
+
+def _prompt_rows(run: Run, samples: int, slots: int, ways: int) -> int:
+    """Return the rows of prompts that are read if all samples end at the same length."""
+    size = rl.refilled(slots, ways)
+    refills = math.ceil(max(samples - slots, 0) / size)
+    each = run.rl.samples
+    return rl.prompt_rows(slots, each) + refills * rl.prompt_rows(size, each)

@@ -11,14 +11,8 @@ from jaxlm.objectives.config import Ppo
 from jaxlm.objectives.policy import HIGH, PolicyLearning
 from jaxlm.ops.advantage import gae, whitened
 from jaxlm.parallel import host
-from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training import state as states
-
-
-def is_rescored(run: Run) -> bool:
-    """Return whether the rollouts of a run need scores besides those of the sampler."""
-    return run.objective.has_value_head or run.rl.correction != "none"
 
 
 class Rescorer:

@@ -27,7 +27,7 @@ from jaxlm.ops.advantage import advantages, is_dead
 from jaxlm.recipes import setup
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
-from jaxlm.recipes.train.rescoring import Rescorer, is_rescored
+from jaxlm.recipes.train.rescoring import Rescorer
 from jaxlm.rl.rewards import Rewards, check_scored, unscored
 from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows, empty_last, root_key, row_keys
 from jaxlm.rl.scoring import PromptScorer, ScoredSamples, mean, prompt_ids
@@ -102,7 +102,7 @@ class Rollouts(contextlib.ExitStack):
             share=context.processes.sharer("rewards"),
             is_scorer=context.processes.peers.is_first,
         )
-        self._rescorer = Rescorer(programs) if is_rescored(run) else None
+        self._rescorer = Rescorer(programs) if run.rescores_rollouts else None
         self._params: Any = None
         # Rollouts that are drawn or being drawn, from the one that is trained on.
         self._drawings: dict[int, Future[Drawing]] = {}
