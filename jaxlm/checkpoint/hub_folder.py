@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from jaxlm.checkpoint.hub_tensors import HFTensor, Slices
+from jaxlm.checkpoint.hub_tensors import Slices
 from jaxlm.core.errors import DataError, InputMissing, NotWritable
 from jaxlm.monitor import sinks
 
@@ -19,6 +19,7 @@ MAX_JSON_BYTES = 64 * 2**20  # bytes; the largest published index has a tenth of
 MAX_HEADER_BYTES = 100 * 2**20  # bytes, the limit of the library
 SHARD_BYTES = 4 * 2**30  # largest file written, unless one tensor is larger
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+RAW = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}  # without a dtype in the library for NumPy
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -102,7 +103,9 @@ class Folder:
             handles: dict[str, Any] = {}
 
             def fetch(name: str, within: Slices) -> np.ndarray:
-                file, *_ = self._files[name]
+                file, dtype, shape = self._files[name]
+                if dtype in RAW:
+                    return _raw(self._inside(file), name, RAW[dtype], shape)[within]
                 if file not in handles:
                     opened = safe_open(str(self._inside(file)), framework="numpy")
                     handles[file] = stack.enter_context(opened)
@@ -200,6 +203,14 @@ class Folder:
             raise ValueError(f"its header claims {size:,} bytes")
 
 
+def _raw(path: Path, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a tensor of a file whose header the library has checked."""
+    with path.open("rb") as file:
+        size = struct.unpack("<Q", file.read(8))[0]
+        first, _ = json.loads(file.read(size))[name]["data_offsets"]
+    return np.memmap(path, dtype, "r", offset=8 + size + first, shape=shape)
+
+
 def parsed_object(content: bytes, where: str) -> dict[str, Any]:
     """Return the object in a JSON file. Raises DataError if the file holds none."""
     try:
@@ -219,8 +230,8 @@ def damaged(what: str, where: Path | str, why: str, part: str = "folder") -> Dat
 
 def write_tensors(
     folder: Path,
-    tensors: Sequence[HFTensor],
-    array: Callable[[HFTensor], np.ndarray],
+    tensors: Sequence[Any],
+    array: Callable[[Any], np.ndarray],
     dtype: np.dtype,
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -231,7 +242,8 @@ def write_tensors(
     memory at a time.
 
     Args:
-      folder, tensors: folder to write to, and the tensors of the model.
+      folder, tensors: folder to write to, and the tensors of the model: each has a name, a shape
+        and a `file_dtype`, as `HFTensor` has.
       array: returns the numbers of a tensor.
       dtype: dtype of the tensors that need not be exact.
       shard_bytes: largest file, unless one tensor is larger.
@@ -240,7 +252,7 @@ def write_tensors(
     """
     from safetensors.numpy import save_file
 
-    def size(tensor: HFTensor) -> int:
+    def size(tensor: Any) -> int:
         return int(np.prod(tensor.shape)) * tensor.file_dtype(dtype).itemsize
 
     groups = list(_groups(tensors, size, shard_bytes))
@@ -268,9 +280,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _groups(
-    tensors: Iterable[HFTensor], bytes_of: Callable[[HFTensor], int], shard_bytes: int
-) -> Iterator[list[HFTensor]]:
-    group, total = [], 0  # type: list[HFTensor], int
+    tensors: Iterable[Any], bytes_of: Callable[[Any], int], shard_bytes: int
+) -> Iterator[list[Any]]:
+    group, total = [], 0  # type: list[Any], int
     for each in tensors:
         size = bytes_of(each)
         if group and total + size > shard_bytes:

@@ -88,7 +88,9 @@ SITUATIONS: dict[str, Situation] = {
     "quantized weights that are quantized": Situation(
         "quantize --workdir=runs/codes --scheme=int4 --out=q", CODES
     ),
-    "quantized weights that are exported": Situation("export --workdir=runs/codes --out=m", CODES),
+    "quantized weights that are exported": Situation(
+        "export --workdir=runs/codes --out=m.gguf", CODES
+    ),
     "quantized weights that are averaged": Situation(
         "average --workdir=runs/codes --steps=0 --with=runs/a --out=mean", CODES
     ),

@@ -16,8 +16,9 @@ from jaxlm.checkpoint import gguf_config, hub_architecture, hub_digests
 from jaxlm.checkpoint.gguf_file import library
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.gguf_writer import GGUFPlan, Scheme
-from jaxlm.checkpoint.hub_folder import Folder, write_json, write_tensors
+from jaxlm.checkpoint.hub_folder import ModelSource, write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
+from jaxlm.checkpoint.quantized_folder import KEY
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
@@ -28,8 +29,9 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.vocabularies import gguf_tokens
 from jaxlm.data.vocabularies.gguf_tokens import PREFIX
 from jaxlm.models.families.hub import IGNORED_ATTRIBUTES, uncomputed
-from jaxlm.recipes.exchange import import_model, reward_head
+from jaxlm.recipes.exchange import import_model, quantized_tensors, reward_head
 from jaxlm.recipes.use.load import LoadedRun
+from jaxlm.tune import surgery
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[Dtype, np.dtype] = {
@@ -65,6 +67,11 @@ class ExportJob:
         return known | {"model_type": hub.model_type}
 
     @functools.cached_property
+    def layers(self) -> quantized_tensors.Layers:
+        """The quantized layers, by the paths of their weights."""
+        return surgery.quantized_weights(self.opened.model.blueprint)
+
+    @functools.cached_property
     def _leaves(self) -> dict[str, jax.Array]:
         return tree.leaves(self.opened.params)
 
@@ -87,6 +94,10 @@ class HFExport:
     def __init__(self, job: ExportJob):
         self._job = job
         self._attributes = _attributes(job)
+        self._tensors: list[Any] = list(job.tensors)
+        if job.layers:
+            self._tensors, settings = quantized_tensors.file_tensors(job.tensors, job.layers)
+            self._attributes |= {KEY: settings}
 
     def write(self, place: Path) -> int:
         """Write the folder; returns the number of tensor files. Raises OSError, NotWritable."""
@@ -95,19 +106,28 @@ class HFExport:
         place.mkdir(parents=True)
         write_json(place / "config.json", self._attributes)
         self._write_companions(place)
-        files = write_tensors(place, job.tensors, job.array, job.dtype, shard_bytes=job.shard_bytes)
+        size = job.shard_bytes
+        files = write_tensors(place, self._tensors, self._array, job.dtype, shard_bytes=size)
         return len(set(files.values()))
 
-    def read(self, place: Path) -> Folder:
+    def _array(self, tensor: Any) -> np.ndarray:
+        is_made = isinstance(tensor, quantized_tensors.FileTensor)
+        return tensor.make(self._job.array) if is_made else self._job.array(tensor)
+
+    def read(self, place: Path) -> ModelSource:
         """Open the written folder."""
-        return Folder(place)
+        return quantized_tensors.open_exported(place)
 
     @property
     def held(self) -> ExportedParams:
         """Return the rounding of each leaf; some leaves are float32 in every folder."""
+        tensors = quantized_tensors.leaf_tensors(self._job.tensors, self._job.layers)
+        plain = {part.path for each in self._job.tensors for part in each.parts}
         return {
             part.path: round_to_dtype(each.file_dtype(self._job.dtype))
-            for each in self._job.tensors
+            if part.path in plain
+            else lambda leaf: leaf
+            for each in tensors
             for part in each.parts
         }
 

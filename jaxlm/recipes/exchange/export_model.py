@@ -27,9 +27,15 @@ from jaxlm.objectives.config import Causal
 from jaxlm.parallel import rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.exchange import export_formats, import_model, reward_head
+from jaxlm.recipes.exchange import (
+    export_formats,
+    import_model,
+    quantized_tensors,
+    reward_head,
+)
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import IMPORTED, read_json
+from jaxlm.tune import surgery
 from jaxlm.tune.config import Quantized
 
 ExportFormat = export_formats.HFExport | export_formats.GGUFExport
@@ -89,14 +95,7 @@ def export_model(
     opened = load.load_run(workdir, say=say, **selection)
     check_has_format(opened.run)
     if isinstance(opened.run.tune, Quantized):
-        base = read_json(workdir, load.BASE)
-        words = ["jaxlm", "export", f"--workdir={base['run']}", f"--step={base['step']}"]
-        raise ConfigError(
-            "a quantized run cannot be exported",
-            where=f"tune.name = {opened.run.tune.name}",
-            why=opened.run.tune.unmerged,
-            fix=shlex.join([*words, f"--out={out}", f"--to={to}"]),
-        )
+        _check_stored(opened, out, to)
     is_reward = opened.run.objective.has_reward_head
     if is_reward:
         reward_head.check(opened.run, workdir, to)
@@ -165,6 +164,32 @@ def check_new(out: Path) -> None:
         what = f"the {'folder' if out.is_dir() else 'file'} already exists"
         fix = f"--out={out.with_stem(f'{out.stem}-2')}"
         raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
+
+
+def _check_stored(opened: load.LoadedRun, out: Path, to: To) -> None:
+    """Raise ConfigError if the format has no tensors for the codes of a quantized run."""
+    tune = opened.run.tune
+    assert isinstance(tune, Quantized)
+    base = read_json(opened.workdir, load.BASE) if (opened.workdir / load.BASE).is_file() else None
+    try:
+        if to != "hf":
+            raise ConfigError("", where="", why=f"{to} has blocks of its own, see --scheme", fix="")
+        decoder = opened.model.blueprint.config
+        tensors = layout(decoder, type(opened.run.model).HUB)
+        layers = surgery.quantized_weights(opened.model.blueprint)
+        quantized_tensors.leaf_tensors(tensors, layers)
+        quantized_tensors.file_tensors(tensors, layers)
+    except ConfigError as error:
+        words = ["jaxlm", "export", f"--out={out}", f"--to={to}"]
+        plain = [f"--workdir={base['run']}", f"--step={base['step']}"] if base else []
+        raise ConfigError(
+            "the quantized run cannot be exported",
+            where=f"tune.base = {tune.base}",
+            why=error.why,
+            fix=shlex.join([*words[:2], *plain, *words[2:]])
+            if base
+            else f"jaxlm generate --workdir={shlex.quote(str(opened.workdir))} --prompt=Hello",
+        ) from error
 
 
 def check_scheme(to: str, scheme: str | None) -> None:
@@ -260,6 +285,8 @@ def compare_logits(
         rounded_logits = np.asarray(of_run(rounded_params, tokens, positions))
         remaining = tree.leaves(rounded_params)
         tensors = (reward_head.tensors if is_reward else layout)(family.build(), family.HUB)
+        layers = surgery.quantized_weights(model.blueprint)
+        tensors = quantized_tensors.leaf_tensors(tensors, layers)
         tensors = hub_architecture.in_folder_names(tensors, source, family.HUB)
         read = import_model.leaf_reader(tensors, fetch)
 

@@ -15,10 +15,11 @@ from jaxlm.checkpoint.hub_download import fetch_model
 from jaxlm.checkpoint.hub_folder import Folder, ModelSource
 from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor, Reader, Slices, layout
 from jaxlm.checkpoint.hub_tokenizer_files import SENTENCEPIECE, read_tokenizer
+from jaxlm.checkpoint.quantized_folder import QuantizedFolder, open_quantized
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
 from jaxlm.core.callbacks import Log, OnProgress
-from jaxlm.core.errors import CommandError, DataError
+from jaxlm.core.errors import CommandError, ConfigError, DataError
 from jaxlm.core.hub import PREFIX
 from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer_file import MAX_FILE_BYTES
@@ -30,8 +31,10 @@ from jaxlm.parallel import host
 from jaxlm.parallel import mesh as meshes
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.exchange import quantized_tensors
 from jaxlm.training.loop import Progress
 from jaxlm.training.rundir import IMPORTED, RunDir
+from jaxlm.tune import surgery
 
 FOLDER = "hub"  # of an imported run: unchanged files that came with the weights
 # Files of a tokenizer that tokenizer.json contains too.
@@ -140,18 +143,33 @@ def import_model(
     hub = run.model.HUB
     theirs = dataclasses.replace(decoder, vocab=rows)
     tensors = hub_architecture.in_folder_names(layout(theirs, hub), folder, hub)
+    tune, why = quantized_tensors.kept_format(folder, tensors)
     ignored = hub_architecture.compare(tensors, folder, hub, is_tied=decoder.tied)
     _verify(folder, say)
     setup.start(options.cpu_devices)
     mesh = meshes.build(run.mesh)
     assembled = setup.build_sharded_model(run, decoder.vocab, mesh)
+    if tune is not None:
+        try:
+            stored = dataclasses.replace(run, tune=tune)
+            assembled = setup.build_sharded_model(stored, decoder.vocab, mesh)
+            run = stored
+        except ConfigError as error:  # experts, or a head
+            tune, why = None, error.why
+    if isinstance(folder, QuantizedFolder):
+        count = f"{len(folder.matrices)} matrices of {folder.method}"
+        say(f"{count}: the same codes" if tune else f"{count}: dequantized, as {why}")
+        if folder.rounds_inputs and (tune is None or tune.base != "w8a8"):
+            say("its products round their inputs in other programs; here they do not")
+    layers = surgery.quantized_weights(assembled.blueprint)
+    read = quantized_tensors.leaf_tensors(tensors, layers)
     with RunDir(options.workdir) as directory:
         with folder.opened() as fetch:
             head = hub_architecture.namer(folder, hub)(hub.head_name)
             if decoder.tied and head in ignored:
                 hub_architecture.check_tied_head(head, tensors, folder, fetch)
             mean_from = known if options.add_tokens else None
-            params = load(tensors, fetch, setup.abstract_params(assembled), mean_from=mean_from)
+            params = load(read, fetch, setup.abstract_params(assembled), mean_from=mean_from)
         answer: dict[str, Any] = {
             "workdir": str(options.workdir),
             "family": run.model.family,
@@ -178,9 +196,11 @@ def _open_source(source: Path | str, say: Log, show: OnProgress) -> tuple[ModelS
     if str(source).startswith(PREFIX):
         check = hub_architecture.family_of
         download = fetch_model(str(source), COMPANION_FILES, check=check, say=say, show=show)
-        return Folder(download.path), download.origin
+        return open_quantized(Folder(download.path)), download.origin
     path = Path(source)
-    return Gguf(path) if path.suffix == ".gguf" else Folder(path), path.name
+    if path.suffix == ".gguf":
+        return Gguf(path), path.name
+    return open_quantized(Folder(path)), path.name
 
 
 def _verify(folder: ModelSource, say: Log) -> None:

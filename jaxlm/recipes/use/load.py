@@ -287,6 +287,8 @@ def plain_fix(source: InitSource, flag: str = "--init_from") -> str:
     """
     if not source.run.tune.unmerged:
         return merge_command(source.workdir)
+    if not (source.workdir / BASE).is_file():
+        return f"{flag}=runs/base    # the model that it was quantized from"
     record = read_json(source.workdir, BASE)
     step = f"@{record['step']}" if flag == "--init_from" else ""
     return shlex.quote(f"{flag}={record['run']}{step}")

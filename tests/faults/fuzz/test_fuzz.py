@@ -27,7 +27,7 @@ import pytest
 from etils import epath
 from safetensors.numpy import save
 
-from jaxlm.checkpoint import hub_architecture, hub_tokenizer_files
+from jaxlm.checkpoint import hub_architecture, hub_tokenizer_files, quantized_folder
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_folder import Folder, ModelSource
@@ -199,6 +199,39 @@ def of_safetensors(folder: Path, content: bytes) -> None:
     fetch_all(model_of(folder, {"model.safetensors": content}))
 
 
+def of_codes(folder: Path, content: bytes) -> None:
+    """Dequantizes every matrix of a folder of GPTQ."""
+    described = {"config.json": json.dumps({"quantization_config": GPTQ}).encode()}
+    opened = model_of(folder, described | {"model.safetensors": content})
+    fetch_all(quantized_folder.open_quantized(opened))
+
+
+def of_code_settings(folder: Path, content: bytes) -> None:
+    """Dequantizes every matrix of a folder of compressed-tensors, as its settings say."""
+    files = {"config.json": content, "model.safetensors": save(packed_codes())}
+    fetch_all(quantized_folder.open_quantized(model_of(folder, files)))
+
+
+def gptq_codes() -> dict[str, np.ndarray]:
+    """A matrix of GPTQ, of 16 inputs and 8 outputs."""
+    return {
+        "a.qweight": np.arange(16, dtype=np.int32).reshape(2, 8),
+        "a.qzeros": np.arange(2, dtype=np.int32).reshape(2, 1),
+        "a.scales": np.ones((2, 8), np.float16),
+        "a.g_idx": np.arange(16, dtype=np.int32) // 8,
+    }
+
+
+def packed_codes() -> dict[str, np.ndarray]:
+    """A matrix of compressed-tensors, of 16 inputs and 8 outputs."""
+    return {
+        "a.weight_packed": np.arange(16, dtype=np.int32).reshape(8, 2),
+        "a.weight_scale": np.ones((8, 2), np.float32),
+        "a.weight_zero_point": np.arange(2, dtype=np.int32).reshape(1, 2),
+        "a.weight_shape": np.array([8, 16], np.int64),
+    }
+
+
 def of_gguf(folder: Path, content: bytes) -> None:
     """Open a model of one file, build its model, use its tokenizer, and read every tensor."""
     (folder / "model.gguf").write_bytes(content)
@@ -272,6 +305,20 @@ def model_of(folder: Path, files: dict[str, bytes]) -> Folder:
     return Folder(place)
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "strategy": "group", "group_size": 8, "symmetric": False},
+            "input_activations": None,
+        }
+    },
+    "sparsity_config": {"format": "dense"},
+}
 RANKS = test_byte_pairs.trained("low lower lowest low low aab aab", 8)
 TEMPLATE = """{% for message in messages %}{% if message['role'] == 'user' and loop.first %}
 <|{{ message.role }}|> {{ message['content'] | trim }}{{ '\n' * 2 }}
@@ -305,6 +352,10 @@ def sound(kind: str, folder: Path) -> Any:
             content = json.dumps(byte_pairs(normalizer={"type": "NFC"}))
             ids = {"before": [], "after": [1], "ends": [1]}
             return {"kind": "imported", **ids, "content": content}
+        case "codes of gptq":
+            return save(gptq_codes())
+        case "settings of codes":
+            return {"quantization_config": COMPRESSED}
         case "safetensors":
             return save({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.int8)})
         case "index":
@@ -358,6 +409,8 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
     "chat template": of_template,
     "gguf": of_gguf,
     "safetensors": of_safetensors,
+    "codes of gptq": of_codes,
+    "settings of codes": of_code_settings,
     "index": of_index,
     "attributes": of_attributes,
     "record": of_record,

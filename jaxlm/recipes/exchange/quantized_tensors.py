@@ -1,0 +1,212 @@
+"""Codes of a quantized run as tensors of a folder of compressed-tensors, and back."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from jaxlm.checkpoint.hub_folder import Folder, ModelSource
+from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice
+from jaxlm.checkpoint.quantized_folder import (
+    CODES,
+    SCALE,
+    ZERO,
+    QuantizedFolder,
+    open_quantized,
+    packed,
+)
+from jaxlm.core.errors import ConfigError
+from jaxlm.tune.config import PROJECTIONS, Quantized
+from jaxlm.tune.quantized import QuantizedLinear
+
+# The name of each format, and its settings of weights in config.json.
+SCHEMES = {
+    "int8": ("pack-quantized", {"num_bits": 8, "type": "int", "symmetric": True}),
+    "w8a8": ("int-quantized", {"num_bits": 8, "type": "int", "symmetric": True}),
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "symmetric": True}),
+    "int4_zero": ("pack-quantized", {"num_bits": 4, "type": "int", "symmetric": False}),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "symmetric": True}),
+}
+UNSUPPORTED = "no format of compressed-tensors has"
+Layers = Mapping[str, QuantizedLinear]  # by the paths of their weights
+Array = Callable[[HFTensor], np.ndarray]
+
+
+def open_exported(place: Path) -> ModelSource:
+    """Open a folder that was just written."""
+    return open_quantized(Folder(place))
+
+
+def leaf_tensors(tensors: Sequence[HFTensor], layers: Layers) -> list[HFTensor]:
+    """Return the tensors with codes, scales and zeros, NAME_codes and so on, for each quantized.
+
+    Raises ConfigError if some but not all matrices of one tensor are quantized.
+    """
+    result = []
+    for each in tensors:
+        quantized = [part.path in layers for part in each.parts]
+        if not any(quantized):
+            result.append(each)
+            continue
+        if not all(quantized):
+            paths = [part.path for part in each.parts]
+            plain = paths[quantized.index(False)]
+            why = f"{each.name} joins {', '.join(paths)}, and {plain} is not quantized"
+            raise _refused(layers, why)
+        format = layers[each.parts[0].path].format
+        for leaf in (CODES, SCALE, *((ZERO,) if format.base == "int4_zero" else ())):
+            parts = tuple(_leaf_part(part, layers[part.path], leaf) for part in each.parts)
+            result.append(dataclasses.replace(each, name=f"{each.name}_{leaf}", parts=parts))
+    return result
+
+
+def _leaf_part(part: MappedSlice, layer: QuantizedLinear, leaf: str) -> MappedSlice:
+    inputs, format = part.sizes[0], layer.format
+    if leaf != CODES:
+        rows = 1 if format.block == "all" else -(-inputs // format.block)
+    else:
+        rows = -(-inputs // 2) if format.base in ("int4", "int4_zero") else inputs
+    return MappedSlice(f"{part.path}_{leaf}", part.lead, (rows, *part.shape[part.ins :]), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileTensor:
+    """A tensor of the folder, and how it is made."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[Array], np.ndarray]
+
+    def file_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Return the dtype in the file, whatever that of other tensors is."""
+        del dtype
+        return self.dtype
+
+
+def file_tensors(
+    plain: Sequence[HFTensor], layers: Layers
+) -> tuple[list[HFTensor | FileTensor], dict[str, Any]]:
+    """Return the tensors of the folder, and `quantization_config` of its config.json.
+
+    Args:
+      plain: the tensors of the model if nothing were quantized.
+      layers: the quantized layers.
+
+    Raises ConfigError if no format of compressed-tensors has the same numbers.
+    """
+    format = next(iter(layers.values())).format
+    if format.base not in SCHEMES:
+        raise _refused(layers, f"{UNSUPPORTED} {format.base}")
+    result: list[HFTensor | FileTensor] = []
+    ignored = ["lm_head"]
+    for each in plain:
+        if each.parts[0].path not in layers:
+            result.append(each)
+            if each.parts[0].ins and each.layout != "same" and each.name.endswith(".weight"):
+                ignored.append(each.name.removesuffix(".weight"))
+            continue
+        inputs = each.parts[0].sizes[0]
+        if each.layout == "same":
+            raise _refused(layers, f"{each.name} is [inputs, outputs], {UNSUPPORTED} such matrices")
+        if format.block != "all" and inputs % format.block:
+            why = f"blocks of {format.block} do not divide the {inputs} inputs of {each.name}"
+            raise _refused(layers, why)
+        leaves = {each.name.rpartition("_")[2]: each for each in leaf_tensors([each], layers)}
+        result += _of_matrix(each, leaves, format.base)
+    name, weights = SCHEMES[format.base]
+    is_whole = format.block == "all"
+    strategy = {"strategy": "channel" if is_whole else "group"}
+    size = {"group_size": None if is_whole else format.block}
+    activations = None
+    if format.base == "w8a8":
+        activations = weights | {"strategy": "token", "dynamic": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights | strategy | size | {"dynamic": False},
+        "input_activations": activations,
+        "output_activations": None,
+        "format": name,
+    }
+    return result, {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(dict.fromkeys(ignored)),
+        "kv_cache_scheme": None,
+    }
+
+
+def _of_matrix(plain: HFTensor, leaves: Mapping[str, HFTensor], base: str) -> Iterator[FileTensor]:
+    """Yield the tensors of one quantized matrix."""
+    outs, inputs = plain.shape
+    int32, codes, scales = np.dtype(np.int32), leaves[CODES], leaves[SCALE]
+    if base in ("w8a8", "fp8"):
+        dtype = np.dtype(np.int8 if base == "w8a8" else ml_dtypes.float8_e4m3fn)
+        yield FileTensor(plain.name, (outs, inputs), dtype, lambda array: array(codes))
+    else:
+        bits = 8 if base == "int8" else 4
+        shape = outs, -(-inputs * bits // 32)
+
+        def words(array: Array) -> np.ndarray:
+            if base == "int8":
+                return packed(array(codes).view(np.uint8) ^ 128, 8)
+            pairs = array(codes)  # two codes a byte, in the order of a word
+            return packed(pairs, 8)
+
+        yield FileTensor(f"{plain.name}_packed", shape, int32, words)
+        size = np.array([outs, inputs], np.int64)
+        yield FileTensor(f"{plain.name}_shape", (2,), size.dtype, lambda array: size)
+    yield FileTensor(
+        f"{plain.name}_scale", scales.shape, np.dtype(np.float32), lambda array: array(scales)
+    )
+    if base == "int4_zero":
+        zeros = leaves[ZERO]
+        shape = -(-outs // 8), zeros.shape[1]
+        yield FileTensor(
+            f"{plain.name}_zero_point", shape, int32, lambda array: packed(array(zeros).T, 4).T
+        )
+
+
+def kept_format(source: ModelSource, tensors: Sequence[HFTensor]) -> tuple[Quantized | None, str]:
+    """Return the settings of a run with the same codes; None, and why, if none has them.
+
+    Args:
+      source: the folder.
+      tensors: the tensors of the model, under the folder's names.
+    """
+    if not isinstance(source, QuantizedFolder):
+        return None, ""
+    matrices = source.matrices
+    kinds = {(each.base, each.block) for each in matrices.values()}
+    (base, block), *others = kinds
+    if others:
+        return None, "its matrices have several formats"
+    if base is None:
+        return None, "no stored format of jaxlm has its numbers"
+    paths: dict[str, list[bool]] = {}
+    for each in tensors:
+        for part in each.parts:
+            paths.setdefault(part.path, []).append(each.name in matrices)
+    quantized = sorted(path for path, of in paths.items() if any(of))
+    if not all(all(paths[path]) for path in quantized):
+        return None, "a matrix is quantized in some layers, and not in others"
+    linear = {part.path for each in tensors for part in each.parts if part.ins}
+    usual = {path for path in linear if any(fnmatch.fnmatchcase(path, at) for at in PROJECTIONS)}
+    at = PROJECTIONS if usual == set(quantized) else tuple(quantized)
+    return Quantized(base=cast(Any, base), block=cast(Any, block), at=at), ""
+
+
+def _refused(layers: Layers, why: str) -> ConfigError:
+    base = next(iter(layers.values())).format.base
+    return ConfigError(
+        "the quantized run cannot be written as compressed-tensors",
+        where=f"tune.base = {base}",
+        why=why,
+        fix="",
+    )
