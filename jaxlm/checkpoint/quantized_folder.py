@@ -101,7 +101,7 @@ class QuantizedFolder:
         self.config = {name: value for name, value in folder.config.items() if name != KEY}
         self._folder = folder
         stored = folder.tensors()
-        settings = Settings(folder.config[KEY], folder.path)
+        settings = QuantSettings(folder.config[KEY], folder.path)
         method = settings.choice("quant_method", METHODS)
         with folder.opened() as fetch:
             self.matrices = {
@@ -122,22 +122,28 @@ class QuantizedFolder:
             self._tensors[name] = "F32", each.shape
 
     def has(self, name: str) -> bool:
+        """Return True if the file exists."""
         return self._folder.has(name)
 
     def read(self, name: str, largest: int) -> bytes:
+        """Read a file. Raises InputMissing, or DataError."""
         return self._folder.read(name, largest)
 
     def read_json(self, name: str) -> dict[str, Any]:
+        """Read a JSON object; config.json is without its quantization."""
         return self.config if name == "config.json" else self._folder.read_json(name)
 
     def files(self, others: Sequence[str]) -> list[Path]:
+        """Return the paths of all files that an import reads."""
         return self._folder.files(others)
 
     def tensors(self) -> Header:
+        """Return dtype and shape of every tensor; a quantized matrix is float32."""
         return dict(self._tensors)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Fetch]:
+        """Open the weights; yield a function that reads a slice of a tensor."""
         with self._folder.opened() as fetch:
             last: tuple[str, np.ndarray] = ("", np.empty(0))
 
@@ -159,14 +165,14 @@ class QuantizedFolder:
 
 
 def open_quantized(folder: Folder) -> Folder | QuantizedFolder:
-    """Return the folder, with its matrices dequantized if its config.json says they are codes."""
+    """Return the folder, with its matrices dequantized if its config.json has settings of codes."""
     settings = folder.config.get(KEY)
     if settings is None or (isinstance(settings, dict) and settings.get("quant_method") == "fp8"):
         return folder  # float8 in blocks is a matter of the model's family
     return QuantizedFolder(folder)
 
 
-class Settings:
+class QuantSettings:
     """The settings of a quantization, each checked when it is read."""
 
     def __init__(self, raw: Any, path: Path):
@@ -189,9 +195,9 @@ class Settings:
             raise self.refused(name, value, f"known are {', '.join(map(str, known))}")
         return value
 
-    def part(self, name: str) -> "Settings":
+    def part(self, name: str) -> "QuantSettings":
         """Return the settings in an object."""
-        return Settings(self.get(name, dict, {}), self.path)
+        return QuantSettings(self.get(name, dict, {}), self.path)
 
     def is_empty(self, *names: str) -> None:
         """Raise DataError if one of the settings has a value."""
@@ -248,9 +254,11 @@ class Layer:
         return scales
 
     def has(self, end: str) -> bool:
+        """Return True if the module has the tensor."""
         return f"{self.name}.{end}" in self.stored
 
     def names(self, *ends: str) -> tuple[str, ...]:
+        """Return the names of those tensors that the module has."""
         return tuple(f"{self.name}.{end}" for end in ends if self.has(end))
 
     def wrong(self, end: str, why: str) -> DataError:
@@ -258,7 +266,7 @@ class Layer:
         return damaged("a quantized matrix is damaged", f"{self.path}: {self.name}.{end}", why)
 
 
-def _layers(settings: Settings, stored: Header, *ends: str) -> Iterator[Layer]:
+def _layers(settings: QuantSettings, stored: Header, *ends: str) -> Iterator[Layer]:
     """Yield the modules that have a tensor with one of these ends."""
     names = (name.rpartition(".") for name in stored)
     for name in dict.fromkeys(stem for stem, _, end in names if end in ends):
@@ -269,13 +277,13 @@ def _groups(inputs: int, size: int) -> np.ndarray:
     return np.arange(inputs) // size
 
 
-def _group_size(settings: Settings, value: int) -> int:
+def _group_size(settings: QuantSettings, value: int) -> int:
     if value != -1 and not 0 < value <= 2**24:
         raise settings.refused("group_size", value, "it must be positive, or -1 for all inputs")
     return value
 
 
-def _compressed(settings: Settings, stored: Header, fetch: Fetch) -> Iterator[Matrix]:
+def _compressed(settings: QuantSettings, stored: Header, fetch: Fetch) -> Iterator[Matrix]:
     """Yield the matrices of the format of compressed-tensors."""
     settings.choice("quantization_status", ("compressed",))
     settings.is_empty("transform_config", "kv_cache_scheme")
@@ -290,7 +298,7 @@ def _compressed(settings: Settings, stored: Header, fetch: Fetch) -> Iterator[Ma
     ):
         why = "it must have groups, and all of them the same format"
         raise settings.refused("config_groups", sorted(groups), why)
-    group = Settings(first, settings.path)
+    group = QuantSettings(first, settings.path)
     weights = group.part("weights")
     top = settings.choice("format", FORMATS)
     format = group.choice("format", FORMATS, top) if first.get("format") else top
@@ -411,7 +419,7 @@ def _order(layer: Layer, end: str, inputs: int, count: int, fetch: Fetch) -> np.
     return order
 
 
-def _gptq(settings: Settings, stored: Header, fetch: Fetch) -> Iterator[Matrix]:
+def _gptq(settings: QuantSettings, stored: Header, fetch: Fetch) -> Iterator[Matrix]:
     """Yield the matrices of GPTQ's format: eight codes of 4 bits in a word, along the inputs."""
     bits = settings.choice("bits", (4, 8))
     size = _group_size(settings, settings.get("group_size", int))
@@ -465,7 +473,7 @@ class _GPTQReader:
         return zeros.astype(dtype) + np.array(self.is_first, dtype)
 
 
-def _awq(settings: Settings, stored: Header, fetch: Fetch) -> Iterator[Matrix]:
+def _awq(settings: QuantSettings, stored: Header, fetch: Fetch) -> Iterator[Matrix]:
     """Yield the matrices of AWQ's format: eight codes of 4 bits in a word, along the outputs."""
     settings.choice("bits", (4,))
     size = _group_size(settings, settings.get("group_size", int))
@@ -508,7 +516,7 @@ class _AWQReader:
         return Parts(codes.reshape(-1, outs), scales, zeros.reshape(-1, outs), groups)
 
 
-METHODS: dict[str, Callable[[Settings, Header, Fetch], Iterator[Matrix]]] = {
+METHODS: dict[str, Callable[[QuantSettings, Header, Fetch], Iterator[Matrix]]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,

@@ -30,7 +30,16 @@ def rows(matrix, bits, order=tuple(range(8))):
 
 
 def quantized(folder, method, *, bits=4, version="gptq", is_ordered=False, size=SIZE):
-    """Write a folder of the method; returns the numbers of its matrices in float64, [O, I]."""
+    """Write a folder of the method; returns the numbers of its matrices in float64, [O, I].
+
+    Args:
+      folder: the new folder.
+      method: gptq or awq.
+      bits: of a code.
+      version: of GPTQ.
+      is_ordered: if the groups of GPTQ's inputs are in a random order.
+      size: inputs of a group.
+    """
     write(folder)
     stored, numbers = load_file(folder / "model.safetensors"), {}
     draw = np.random.default_rng(7)

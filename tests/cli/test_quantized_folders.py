@@ -109,7 +109,7 @@ def stored_numbers(run, path, row):
 def test_a_quantized_run_is_exported_and_imported_with_the_same_bits(
     plain, scheme, format, tmp_path, capsys
 ):
-    run, out, back, again = (tmp_path / name for name in ("run", "out", "back", "again"))
+    run, out, back, other = (tmp_path / name for name in ("run", "out", "back", "second"))
     words = f"quantize --workdir={plain}/run --out={run} --text={plain}/text.txt --scheme={scheme}"
     assert main([*words.split(), "--allow=loss:100%", "--quiet"]) == 0
     capsys.readouterr()
@@ -139,8 +139,8 @@ def test_a_quantized_run_is_exported_and_imported_with_the_same_bits(
     for name, array in first.items():
         assert array.dtype == second[name].dtype
         np.testing.assert_array_equal(array.view(np.uint8), second[name].view(np.uint8))
-    assert call(capsys, "export", f"--workdir={back}", f"--out={again}")[0] == 0
-    assert (out / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert call(capsys, "export", f"--workdir={back}", f"--out={other}")[0] == 0
+    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
 FOLDERS = {
@@ -190,7 +190,7 @@ def removed(array):
 
 
 def with_nan(array):
-    """Return scales of which one is not a number."""
+    """Return the scales with one that is not a number."""
     return np.where(np.arange(array.size).reshape(array.shape) == 3, np.nan, array)
 
 

@@ -83,7 +83,7 @@ class FileTensor:
     make: Callable[[Array], np.ndarray]
 
     def file_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Return the dtype in the file, whatever that of other tensors is."""
+        """Return the dtype in the file, which does not depend on that of other tensors."""
         del dtype
         return self.dtype
 

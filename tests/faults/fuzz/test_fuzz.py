@@ -207,7 +207,7 @@ def of_codes(folder: Path, content: bytes) -> None:
 
 
 def of_code_settings(folder: Path, content: bytes) -> None:
-    """Dequantizes every matrix of a folder of compressed-tensors, as its settings say."""
+    """Dequantizes every matrix of a folder of compressed-tensors, by its settings."""
     files = {"config.json": content, "model.safetensors": save(packed_codes())}
     fetch_all(quantized_folder.open_quantized(model_of(folder, files)))
 
