@@ -273,7 +273,10 @@ class Engine:
         self.draft, self.is_drafting, self._say = draft, draft is not None, say
         self._ready = self._programs.prepare(params)
         self._state = self._programs.empty()
-        layers = [each for caches in self._state.cache.layers.values() for each in caches]
+        named = [self._state.cache.layers]
+        if draft is not None:
+            named.append(draft.caches(self._state.draft))
+        layers = [each for layers in named for caches in layers.values() for each in caches]
         self._has_prefixes = prefix_bytes > 0 and not any(each.is_ring for each in layers)
         self.prefixes = PrefixCache(prefix_bytes)
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlm.core import backend, random
 from jaxlm.generate import decode
 from jaxlm.generate.draft import Draft
+from jaxlm.generate.reading import map_layers, read_chunk, read_next
 from jaxlm.generate.rows import RowSettings, draw_rows, limited, penalized
 from jaxlm.generate.sampling import History
 from jaxlm.models.decoder import Decoder
@@ -137,8 +138,8 @@ def build(
         # A list of arrays: the modules of Flax cost a millisecond to flatten for each program.
         return jax.tree.leaves(relayout(params))
 
-    def model_of(ready: list[Array]) -> Decoder:
-        model = merged(jax.tree.unflatten(layout, ready))
+    def model_of(ready: tuple[list[Array], list[Array]]) -> Decoder:
+        model = merged(jax.tree.unflatten(layout, ready[0]))
         assert isinstance(model, Decoder)
         return model
 
@@ -152,7 +153,7 @@ def build(
         keys = jnp.zeros((rows, 2), jnp.uint32)
         bias, ends = jnp.zeros((rows, vocab)), jnp.zeros((rows, vocab), bool)
         settings = RowSettings.empty(rows)
-        begun = draft.empty(rows, length) if draft is not None else None
+        begun = draft.empty(rows, length, chunk, block) if draft is not None else None
         return Slots(cache, none, none, keys, history, bias, ends, settings, begun)
 
     def admit(state: Slots, slot: Array, arrival: Arrival) -> Slots:
@@ -178,28 +179,19 @@ def build(
         )
 
     def _chunk(
-        model: Decoder, state: Slots, slot: Array, ids: Array, start: Array, count: Array
+        ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
     ) -> tuple[Slots, Array]:
         """Read a chunk into a slot; return the hidden states [1, C, D]."""
-        layers = _map_layers(lambda cache: cache.row(slot), state.cache.layers)
-        index = start + jnp.arange(len(ids), dtype=jnp.int32)
-        hidden = model.hidden(
-            ids[None],
-            positions=jnp.minimum(index, start + count - 1)[None],
-            cache=KVCache(layers, start[None], reach=start + len(ids)),
-            count=count[None],
-        )
-        assert hidden.cache is not None
-        written = _map_layers(
-            lambda cache, new: cache.with_row(slot, new), state.cache.layers, hidden.cache.layers
-        )
-        length = state.cache.length.at[slot].set(start + count)
-        return state._replace(cache=KVCache(written, length)), hidden.values
+        model, inputs = model_of(ready), (slot, ids, start, count)
+        if draft is not None:
+            state = state._replace(draft=draft.read(ready[1], state, *inputs))
+        cache, values = read_chunk(model, state.cache, *inputs)
+        return state._replace(cache=cache), values
 
     def read(
         ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
     ) -> Slots:
-        return _chunk(model_of(ready), state, slot, ids, start, count)[0]
+        return _chunk(ready, state, slot, ids, start, count)[0]
 
     def score(
         ready: Any,
@@ -210,28 +202,8 @@ def build(
         count: Array,
         after: Array,
     ) -> tuple[Slots, Scores]:
-        model = model_of(ready)
-        state, values = _chunk(model, state, slot, ids, start, count)
-        return state, scores_of(model.logits(values)[0], after)
-
-    def read_next(
-        model: Decoder, state: Slots, active: Array, tokens: Array
-    ) -> tuple[KVCache, Array]:
-        """Read the next tokens [B, T] of active rows; return the cache and logits [B, T, V]."""
-        count = tokens.shape[1]
-        ahead = jnp.arange(count, dtype=jnp.int32)[None]
-        positions = state.cache.length[:, None] + ahead
-        if model.text_positions is not None:  # of guesses, and of rows that are not active
-            positions = jnp.minimum(positions, model.text_positions - 1)
-        reach = jnp.max(jnp.where(active, state.cache.length + count, 0))
-        hidden = model.hidden(
-            tokens,
-            positions=positions,
-            cache=state.cache._replace(reach=reach),
-            count=count * active.astype(jnp.int32),
-        )
-        assert hidden.cache is not None
-        return KVCache(hidden.cache.layers, state.cache.length), model.logits(hidden.values)
+        state, values = _chunk(ready, state, slot, ids, start, count)
+        return state, scores_of(model_of(ready).logits(values)[0], after)
 
     def draw_one(
         raw: Array, state: Slots, active: Array, is_scored: Array, allowed: Array
@@ -289,9 +261,10 @@ def build(
             state, on, drawn = carry
             tokens = state.token[:, None]
             if draft is not None and guesses:
-                guessed = jnp.clip(draft.guess(state.draft), 0, vocab - 1)
-                tokens = jnp.concatenate((tokens, guessed), axis=1)
-            cache, raw = read_next(model, state, on, tokens)
+                guessed, drafted = draft.guess(ready[1], state, on)
+                tokens = jnp.concatenate((tokens, jnp.clip(guessed, 0, vocab - 1)), axis=1)
+                state = state._replace(draft=drafted)
+            cache, raw = read_next(model, state.cache, on, tokens)
             first = drawn.passes * places
 
             def pick(place: Array | int, carry: Any) -> Any:
@@ -317,23 +290,37 @@ def build(
         state, _, drawn = jax.lax.while_loop(is_on, step, (state, active, begun))
         return state, drawn
 
+    def kept(state: Slots) -> dict[str, tuple[Any, ...]]:
+        """Return the caches whose parts are prefixes: those of the model and of the draft."""
+        drafted = {} if draft is None else draft.caches(state.draft)
+        return {**state.cache.layers, **{f"draft {name}": each for name, each in drafted.items()}}
+
+    def with_kept(state: Slots, layers: dict[str, tuple[Any, ...]]) -> Slots:
+        mine = {name: layers[name] for name in state.cache.layers}
+        state = state._replace(cache=state.cache._replace(layers=mine))
+        if draft is None:
+            return state
+        drafted = {name: layers[f"draft {name}"] for name in draft.caches(state.draft)}
+        return state._replace(draft=draft.with_caches(state.draft, drafted))
+
     def save(state: Slots, slot: Array, start: Array) -> Any:
-        return _map_layers(lambda cache: cache.part(slot, start, chunk), state.cache.layers)
+        return map_layers(lambda cache: cache.part(slot, start, chunk), kept(state))
 
     def load(state: Slots, slot: Array, start: Array, parts: Any) -> Slots:
-        layers = _map_layers(
-            lambda cache, part: cache.with_part(slot, start, part), state.cache.layers, parts
+        layers = map_layers(
+            lambda cache, part: cache.with_part(slot, start, part), kept(state), parts
         )
+        state = with_kept(state, layers)
         length = state.cache.length.at[slot].set(start + chunk)
-        return state._replace(cache=KVCache(layers, length))
+        return state._replace(cache=state.cache._replace(length=length))
 
     def wipe(state: Slots, slot: Array) -> Slots:
-        layers = _map_layers(lambda cache: cache.cleared(slot), state.cache.layers)
-        return state._replace(cache=state.cache._replace(layers=layers))
+        return with_kept(state, map_layers(lambda cache: cache.cleared(slot), kept(state)))
 
     made = jax.jit(empty)
+    prepared = jax.jit(prepare) if decode.needs_relayout() else prepare
     return Programs(
-        prepare=jax.jit(prepare) if decode.needs_relayout() else prepare,
+        prepare=lambda params: (prepared(params), draft.weights() if draft is not None else []),
         empty=lambda: made(params),
         admit=jax.jit(admit, donate_argnums=0),
         read=jax.jit(read, donate_argnums=1),
@@ -346,11 +333,6 @@ def build(
         load=jax.jit(load, donate_argnums=0),
         wipe=jax.jit(wipe, donate_argnums=0),
     )
-
-
-def _map_layers(function: Callable[..., Any], *layers: dict[str, tuple[Any, ...]]) -> Any:
-    """Apply a function to the caches of each layer."""
-    return {name: tuple(map(function, *(each[name] for each in layers))) for name in layers[0]}
 
 
 def scores_of(logits: Float[Array, "B V"], ids: Int[Array, "B"]) -> Scores:

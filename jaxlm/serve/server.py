@@ -20,8 +20,8 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
-from jaxlm.generate.draft import Lookup
-from jaxlm.generate.engine import Counters, Engine
+from jaxlm.generate.draft import Draft, DraftModel, Lookup
+from jaxlm.generate.engine import Counters, Engine, check_supported
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.recipes.plan import oom
 from jaxlm.recipes.use import adapter as adapters
@@ -56,7 +56,8 @@ class ServeOptions:
       kv_cache_dtype: `auto` for the dtype of activations, or `int8`.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
       price: price of the device for an hour, for the cost of tokens; None prints no cost.
-      draft: `lookup` guesses tokens from the text so far; None guesses none.
+      draft: `lookup` guesses tokens from the text so far, a run those that it draws itself; None
+        guesses none.
     """
 
     host: str = "127.0.0.1"
@@ -162,6 +163,7 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
             why=f"the model has {limit} positions for text",
             fix=f"at most {limit} for --context",
         )
+    draft = open_draft(opened, options, context, say)
     is_int8, prefix_bytes = options.kv_cache_dtype == "int8", options.prefix_mib * 2**20
     with oom.explain_serving_oom(
         opened.run,
@@ -181,9 +183,37 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
             is_int8=is_int8,
             max_waiting=options.max_waiting,
             prefix_bytes=prefix_bytes,
-            draft=Lookup() if options.draft == "lookup" else None,
+            draft=draft,
             say=say,
         )
+
+
+def open_draft(opened: LoadedRun, options: ServeOptions, context: int, say: Log) -> Draft | None:
+    """Return what guesses tokens.
+
+    Raises ConfigError if the draft run has other ids, or fewer positions than the context.
+    """
+    if options.draft is None:
+        return None
+    if options.draft == "lookup":
+        return Lookup()
+    smaller = load.load_run(Path(options.draft), say=say)
+    generate.check_generates(smaller, is_chat=False)
+    check_supported(smaller.model.blueprint)
+    positions = smaller.model.blueprint.text_positions
+    mine, its = (each.model.blueprint.config.vocab for each in (opened, smaller))
+    if smaller.tokenizer.digest != opened.tokenizer.digest or mine != its:
+        why = f"its tokenizer or its number of ids, {its}, is not that of the run, {mine}"
+    elif positions is not None and positions < context:
+        why = f"it has {positions} positions for text, and a request up to {context} tokens"
+    else:
+        return DraftModel(smaller.model.blueprint, smaller.params)
+    raise ConfigError(
+        "this run cannot guess tokens of the other",
+        where=f"--draft={options.draft}",
+        why=why,
+        fix="--draft=lookup    # needs no run",
+    )
 
 
 def describe(opened: LoadedRun, engine: Engine, say: Log) -> Served:

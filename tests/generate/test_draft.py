@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlm.generate import draft
-from jaxlm.generate.draft import DraftBalance, Lookup
+from jaxlm.generate.draft import DraftBalance, DraftModel, Lookup
 from jaxlm.generate.engine import joined
 from jaxlm.generate.grammar import GrammarCompiler, GrammarSource
 from jaxlm.generate.rows import Sampling
@@ -17,6 +17,7 @@ from tests.generate.test_engine import (
     FAMILIES,
     TOKENIZER,
     check_schedules,
+    made,
     request,
     started,
 )
@@ -30,6 +31,13 @@ def engine_with(*args, **more):
 @pytest.fixture(scope="module")
 def engine():
     with engine_with(draft=Lookup(3)) as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def drafted():
+    """An engine whose draft is the model itself."""
+    with engine_with(draft=DraftModel(*made(), guesses=3)) as built:
         yield built
 
 
@@ -142,7 +150,30 @@ def test_the_balance_compares_tokens_with_time(monkeypatch):
 
 def test_guesses_of_a_row_are_its_own():
     lookup = Lookup(3)
-    state = lookup.empty(2, 8)
+    state = lookup.empty(2, 8, 4, None)
     one = jnp.array([5, 6, 7, 5, 6, 9, 9, 9])
     state = state._replace(ids=jnp.stack([one, one[::-1]]), length=jnp.array([5, 1]))
-    assert lookup.guess(state)[0].tolist() == [7, 5, 6]
+    assert state.guess(lookup.guesses)[0].tolist() == [7, 5, 6]
+
+
+def test_texts_are_those_without_a_draft_run_and_one_like_the_model_is_right(drafted, plain):
+    before = dataclasses.replace(drafted.counters)
+    check_texts(drafted, plain, [request(seed, top=3) for seed in range(16)])
+    guessed = drafted.counters.guessed_tokens - before.guessed_tokens
+    accepted = drafted.counters.accepted_tokens - before.accepted_tokens
+    drawn = drafted.counters.drawn_tokens - before.drawn_tokens
+    assert guessed == 3 * (drawn - accepted)
+    assert accepted > drawn / 2
+    check_schedules(drafted, [request(seed) for seed in range(6)], 6)
+    before = drafted.counters.passes
+    asked = request(4, max_tokens=17, ends=(), sampling=Sampling(temperature=1.0))
+    assert drafted.complete([asked])[0].ids == plain.complete([asked])[0].ids
+    assert drafted.counters.passes - before == 5  # of four tokens, and one
+
+
+@pytest.mark.slow
+def test_texts_do_not_depend_on_a_draft_of_another_model(plain):
+    with engine_with(draft=DraftModel(*made("mistral"), guesses=3)) as built:
+        check_texts(built, plain, [request(seed, top=3) for seed in range(24)])
+        check_schedules(built, [request(seed) for seed in range(12)], 60)
+        assert built.counters.accepted_tokens < built.counters.guessed_tokens

@@ -37,6 +37,9 @@ SLOW: set[str] = set()
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {
     # Its fix, pasted, serves until it is interrupted.
+    "serve/server.py:open_draft:1": "tests/serve/test_drafts.py::"
+    "test_a_draft_run_with_another_tokenizer_is_refused",
+    # Its fix, pasted, serves until it is interrupted.
     "serve/server.py:_listening:1": "tests/serve/test_serve.py::"
     "test_v9_v10_every_route_but_health_needs_a_key_and_the_file_is_private",
     # Its fix, pasted, takes nearly all memory.

@@ -1,10 +1,16 @@
 """A server with a draft: the same texts, and its guesses are counted."""
 
+import dataclasses
 import json
 
 import openai
 import pytest
 
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer import Characters
+from jaxlm.recipes.use import load
+from jaxlm.serve import server
+from jaxlm.serve.server import ServeOptions
 from tests.serve.conftest import Running
 
 BIAS = {str(ord(each) + 40): 100 for each in "ab"}
@@ -19,7 +25,7 @@ def served_text(running):
 
 def test_a_draft_changes_no_text_and_its_guesses_are_counted(trained):
     texts, facts = [], []
-    for draft in ("lookup", None):
+    for draft in ("lookup", str(trained), None):
         with pytest.MonkeyPatch.context() as patch:
             running = Running(trained, patch, draft=draft)
             try:
@@ -31,9 +37,23 @@ def test_a_draft_changes_no_text_and_its_guesses_are_counted(trained):
             assert f"{name} {counters.accepted_tokens:.1f}" in metrics
             texts.append(text)
             facts.append((json.loads(health).get("draft"), counters))
-    assert texts[0] == texts[1]
-    (shown, counted), (none, uncounted) = facts
-    assert counted.accepted_tokens > 0
-    share = round(counted.accepted_tokens / counted.guessed_tokens, 4)
-    assert shown == {"name": "lookup", "is_on": True, "accepted": share}
+    assert len(set(texts)) == 1
+    for name, (shown, counted) in zip(("lookup", "run"), facts[:2], strict=True):
+        assert counted.accepted_tokens > 0
+        share = round(counted.accepted_tokens / counted.guessed_tokens, 4)
+        assert shown == {"name": name, "is_on": True, "accepted": share}
+    none, uncounted = facts[2]
     assert (none, uncounted.guessed_tokens) == (None, 0)
+
+
+def test_a_draft_run_with_another_tokenizer_is_refused(trained, monkeypatch):
+    opened, made = load.load_run(trained), []
+    monkeypatch.setattr(server, "Engine", lambda *args, draft, **more: made.append(draft))
+    server.build_engine(opened, ServeOptions(draft=str(trained)))
+    assert made[0].name == "run"
+    other = dataclasses.replace(opened, tokenizer=Characters("abc"))
+    with pytest.raises(ConfigError, match="cannot guess tokens") as refused:
+        server.build_engine(other, ServeOptions(draft=str(trained)))
+    assert refused.value.fix.split("    ")[0] == "--draft=lookup"
+    server.build_engine(other, ServeOptions(draft="lookup"))
+    assert [each.name for each in made] == ["run", "lookup"]
