@@ -50,6 +50,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "average": ("average", "average checkpoints into a new run"),
         "merge": ("merge", "merge an adapter into its base, a new run"),
         "quantize": ("quantize", "quantize a run's weights, a new run, and what that changed"),
+        "prune": ("prune", "keep some layers of a run, a new run, and what each layer is worth"),
         "report": ("report", "draw the plots and write report.html again"),
         "checkpoint": ("checkpoint", "list, inspect, compare and verify checkpoints"),
         "replay": ("replay", "replay one step and show its data"),

@@ -172,6 +172,7 @@ LEAST = [
     "lr-find",
     "merge --out=O",
     "plan",
+    "prune --out=O --keep=0",
     "rate",
     "replay --step=1",
     "report",

@@ -12,6 +12,13 @@ TAUGHT = f"{sys.executable} -m jaxlm teach {RUN} --config=c.py --out=taught --qu
 STORED = "--config.objective.name=distill --config.objective.stored=taught"
 TEACH = f"teach {RUN} --config=c.py --out=new"
 ENCODER = trained("encoder", f"--config.model.family=bert {SMALL} --config.objective.name=masked")
+CODES = (
+    f"{sys.executable} -m jaxlm quantize --workdir=runs/a --scheme=int8 --out=runs/codes "
+    f"--allow=loss:50% --quiet >&2"
+)
+KINDS = trained(
+    "kinds", "--config.model.family=gemma2 --config.model.depth=2 --config.model.window=8"
+)
 
 
 def not_finite(patch):
@@ -71,6 +78,15 @@ SITUATIONS: dict[str, Situation] = {
     "a teacher that is not finite": Situation(TEACH, prepare=not_finite),
     "a teacher and a full disk": Situation(TEACH, prepare=full_disk),
     "a teacher and little space": Situation(TEACH, prepare=little_space),
+    "kept layers that are words": Situation(f"prune {RUN} --out=new --keep=some"),
+    "a kept layer that is none": Situation(f"prune {RUN} --out=new --keep=0,9"),
+    "layers of an encoder": Situation("prune --workdir=runs/encoder --out=new --keep=0", ENCODER),
+    "layers of quantized weights": Situation(
+        "prune --workdir=runs/codes --out=new --keep=0", CODES
+    ),
+    "layers of kinds that do not repeat": Situation(
+        "prune --workdir=runs/kinds --out=new --keep=1", KINDS
+    ),
     "next of teach": Situation(TEACH, code=0),
 }
 
@@ -81,6 +97,8 @@ SLOW = {
     "a stored teacher of another temperature",
     "a stored teacher of another text",
     "a teacher that is an encoder",
+    "layers of an encoder",
+    "layers of quantized weights",
     "a folder of another pass",
     "next of teach",
 }

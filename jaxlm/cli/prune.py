@@ -1,0 +1,41 @@
+"""Keep some layers of a run: a smaller run to distil into, and what each layer is worth.
+
+The harm of a layer is what the loss of the validation set rises by without it. The new run has the
+kept layers and all other weights as they are: its loss is high until it is trained, with
+`--init_from` and mostly with the whole run as its teacher.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jaxlm.cli.arguments import Parser, add_flag, at_least_one, needed_run, selection
+from jaxlm.cli.output import Output, columns
+
+
+def add_arguments(parser: Parser) -> None:
+    add_flag(parser, "--out", "DIR", str, "new run directory", required=True)
+    doc = "layers from 0, as 0,2,4; even:N, N at even distances; harm:N, the N of most harm"
+    add_flag(parser, "--keep", "LAYERS", str, doc, required=True)
+    add_flag(parser, "--batches", "N", 16, "batches of the validation set for each loss")
+    parser.add_run_selection()
+
+
+def run(args: Any, out: Output) -> int:
+    workdir, target = Path(needed_run(args)), Path(args.out)
+    at_least_one("jaxlm prune", args, "batches")
+
+    from jaxlm.recipes.use.prune import PruneOptions, prune
+
+    options = PruneOptions(workdir=workdir, out=target, keep=args.keep, batches=args.batches)
+    answer = prune(options, out.log, **selection(args))
+    cells = [
+        [str(number), f"{nats:+.4f}", "kept" if number in answer["kept"] else ""]
+        for number, nats in enumerate(answer["harm_nats"])
+    ]
+    losses = answer["loss_nats"]
+    lines = [
+        *columns([["layer", "harm, nats", ""], *cells]),
+        f"{target}: {len(answer['kept'])} layers, {answer['parameters']:,} parameters; "
+        f"{losses['before']:.4f} nats with all layers, {losses['after']:.4f} with these",
+    ]
+    return out.result(answer, lines)
