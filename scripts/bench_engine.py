@@ -4,7 +4,8 @@
 
 A GPT-2 of 110M random parameters and 8 prompts of 64 tokens. `equal` draws as many tokens for each
 prompt; `geometric` has more prompts, whose answers have geometric lengths: batches of 8 wait for
-their longest answer, and the engine refills a slot at once.
+their longest answer, and the engine refills a slot at once. `grammar` is the engine with the same
+lengths as `equal`, in a string of JSON: it draws one token in a call of the device.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import decode, sampling
 from jaxlm.generate.engine import Engine, Request
+from jaxlm.generate.grammar import Grammar, GrammarCompiler, GrammarSource
 from jaxlm.generate.rows import Sampling
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.gpt2 import GPT2
@@ -69,14 +71,39 @@ def batches(
     return run
 
 
-def refilled(engine: Engine, prompts: np.ndarray, lengths: np.ndarray, temperature: float) -> Arm:
-    """The engine, with a request for each prompt."""
+class Words(Bytes):
+    """Ids of bytes, and of words of letters up to a size of the vocabulary."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        random = np.random.default_rng(0)
+        letters = random.integers(97, 123, (size - len(self.table), 6), np.uint8)
+        self.table = [*self.table, *(bytes(row[: 2 + row[5] % 5]) for row in letters)]
+
+
+def refilled(
+    engine: Engine,
+    prompts: np.ndarray,
+    lengths: np.ndarray,
+    temperature: float,
+    grammar: Grammar | None = None,
+) -> Arm:
+    """The engine, with a request for each prompt.
+
+    Args:
+      engine: the engine.
+      prompts: ids of the prompts.
+      lengths: number of new tokens of each.
+      temperature: divisor of the logits.
+      grammar: limits the ids of each.
+    """
     requests = [
         Request(
             ids=tuple(ids.tolist()),
             max_tokens=int(length),
             seed=number,
             sampling=Sampling(temperature=temperature),
+            grammar=grammar,
         )
         for number, (ids, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
@@ -115,12 +142,18 @@ def main() -> None:
         "equal": np.full((ROWS,), args.new),
         "geometric": np.minimum(random.geometric(1 / args.new, args.requests), room),
     }
-    engine = Engine(blueprint, params, Bytes(), rows=ROWS, context=args.context)
+    tokenizer = Words(args.vocab)
+    engine = Engine(blueprint, params, tokenizer, rows=ROWS, context=args.context)
+    schema = json.dumps({"type": "string", "minLength": 100 * args.context})
+    with GrammarCompiler(tokenizer, args.vocab) as compiler:
+        grammar = compiler.compile(GrammarSource("json", schema), tokenizer.ends)
     arms: dict[str, Arm] = {}
     for name, each in lengths.items():
         prompts = random.integers(3, args.vocab, (len(each), args.prompt), np.int32)
         arms[f"{name}, batches"] = batches(blueprint, params, prompts, each, args.temperature)
         arms[f"{name}, engine"] = refilled(engine, prompts, each, args.temperature)
+        if name == "equal":
+            arms["equal, grammar"] = refilled(engine, prompts, each, args.temperature, grammar)
     for run in arms.values():
         run()
     rates: dict[str, list[float]] = {name: [] for name in arms}
@@ -139,6 +172,8 @@ def main() -> None:
     for name in lengths:
         pairs = zip(rates[f"{name}, engine"], rates[f"{name}, batches"], strict=True)
         medians[f"{name}, ratio"] = statistics.median(ours / batch for ours, batch in pairs)
+    pairs = zip(rates["equal, grammar"], rates["equal, engine"], strict=True)
+    medians["grammar over engine"] = statistics.median(one / other for one, other in pairs)
     print(json.dumps(medians))
 
 

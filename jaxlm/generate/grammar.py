@@ -32,6 +32,9 @@ COMPILE_SECONDS = 5.0
 # thread has the usual 8 MiB (llguidance 1.9); 64 KiB of text need less than 64.
 STACK_BYTES = 64 * 2**20
 MAX_ITEMS, MAX_STEP_ITEMS = 50_000, 4_000  # of a grammar, and of the work for one id
+# Work on expressions, at first and for one id: with ten times as much, the first mask of
+# `(a{1000}){1000}` takes a second, in which no other request gets a token.
+FUEL, STEP_FUEL = 100_000, 10_000
 KEPT = 64  # compiled grammars, for requests with the same one
 # Without a bound, a small model writes white space until its last token.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -59,8 +62,8 @@ class GrammarSource:
 class Matcher:
     """The state of a grammar after the ids of a text."""
 
-    def __init__(self, state: Any):
-        self._state = state
+    def __init__(self, state: Any, vocab: int):
+        self._state, self._words = state, -(-vocab // 32)
 
     def mask(self) -> np.ndarray:
         """Return the ids that may follow, as bits of uint32 words [ceil(V / 32)], lowest first.
@@ -68,7 +71,8 @@ class Matcher:
         End ids are among them if the text so far is whole, and alone if the grammar has reached a
         limit: `accept` refuses them then.
         """
-        return np.frombuffer(self._state.compute_bitmask(), np.uint32)
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint32)  # of the tokenizer's ids
+        return np.pad(bits, (0, max(0, self._words - len(bits))))[: self._words]
 
     def accept(self, token: int) -> bool:
         """Add an id; return False if it is not allowed, or if the grammar has reached a limit."""
@@ -83,12 +87,12 @@ class Matcher:
 class Grammar:
     """A compiled grammar."""
 
-    def __init__(self, state: Any):
-        self._state = state
+    def __init__(self, state: Any, vocab: int):
+        self._state, self._vocab = state, vocab
 
     def start(self) -> Matcher:
         """Return the state before the first id."""
-        return Matcher(self._state.deep_copy())
+        return Matcher(self._state.deep_copy(), self._vocab)
 
 
 class GrammarCompiler:
@@ -138,7 +142,7 @@ class GrammarCompiler:
     def _compile(self, source: GrammarSource, ends: tuple[int, ...]) -> Grammar:
         place = (source, ends)
         if place not in self._kept:
-            self._kept[place] = Grammar(self._state(source, ends))
+            self._kept[place] = Grammar(self._state(source, ends), self._vocab)
         self._kept.move_to_end(place)
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
@@ -152,7 +156,10 @@ class GrammarCompiler:
         except ValueError as error:
             raise GrammarRefused(str(error)) from None
         limits = llguidance.LLParserLimits(
-            max_grammar_size=MAX_ITEMS, step_max_items=MAX_STEP_ITEMS
+            max_grammar_size=MAX_ITEMS,
+            step_max_items=MAX_STEP_ITEMS,
+            initial_lexer_fuel=FUEL,
+            step_lexer_fuel=STEP_FUEL,
         )
         state = llguidance.LLMatcher(self._trie(ends), grammar, log_level=0, limits=limits)
         if state.is_error():

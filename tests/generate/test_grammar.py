@@ -156,6 +156,7 @@ BOMBS = {
         "start: A\nA: " + " & ".join(f"/(.*{letter}.*){{7}}/" for letter in "abcdefghijklmnopqrst"),
     ),
     "repeats": GrammarSource("regex", "((a{1,1000}){1,1000}){1,1000}"),
+    "exact repeats": GrammarSource("regex", "(a{1000}){1000}"),
     "parentheses": GrammarSource("regex", "(" * 20_000 + "a" + ")" * 20_000),
     "states": GrammarSource("regex", r"(.|\n)*a(.|\n){200}b(.|\n){200}"),
     "ambiguity": GrammarSource("lark", 'start: x x x x x x x x\nx: x x | "a" | ""'),
@@ -188,6 +189,15 @@ def test_a_grammar_is_compiled_once_and_starts_anew(compiler):
     matcher = first.start()
     assert matcher.accept(*TOKENIZER.encode("a"))
     assert allowed_ids(first.start().mask()) == TOKENIZER.encode("a")
+
+
+@pytest.mark.parametrize("more", [0, 23, 24, 25, 56])
+def test_a_mask_has_a_bit_for_each_id(more):
+    """Also for 320 ids, which fill ten words."""
+    with GrammarCompiler(TOKENIZER, TOKENIZER.size + more) as compiler:
+        mask = compiler.compile(GrammarSource("regex", "[ab]"), TOKENIZER.ends).start().mask()
+    assert len(mask) == -(-(TOKENIZER.size + more) // 32)
+    assert allowed_ids(mask) == [*TOKENIZER.encode("ab")]
 
 
 def test_a_grammar_at_its_limit_does_not_look_whole(compiler):
