@@ -173,7 +173,8 @@ def _check_stored(opened: load.LoadedRun, out: Path, to: To) -> None:
     base = read_json(opened.workdir, load.BASE) if (opened.workdir / load.BASE).is_file() else None
     try:
         if to != "hf":
-            raise ConfigError("", where="", why=f"{to} has blocks of its own, see --scheme", fix="")
+            why = f"{to} has blocks of its own, see --scheme"
+            raise ConfigError("there are no such codes", where=f"--to={to}", why=why, fix="--to=hf")
         decoder = opened.model.blueprint.config
         tensors = layout(decoder, type(opened.run.model).HUB)
         layers = surgery.quantized_weights(opened.model.blueprint)
