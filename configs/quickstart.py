@@ -42,6 +42,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     c.schedule.warmup = "5%"
     c.schedule.floor = 0.02
     c.train.batch = 8
+    c.train.stack = "auto"
     c.train.steps = 200
     c.eval.every = "25%"
     c.eval.batches = 16

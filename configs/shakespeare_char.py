@@ -43,6 +43,7 @@ def get_config(path: str = "") -> ml_collections.ConfigDict:
     c.precision.compute = "auto"
     c.train.steps = 2000
     c.train.batch = 12
+    c.train.stack = "auto"
     c.optim.lr = 1e-3
     c.optim.b2 = 0.99
     c.optim.weight_decay = 0.1

@@ -23,6 +23,7 @@ def get_config():
     c.precision.compute = "auto"
     c.train.steps = 500
     c.train.batch = 16
+    c.train.stack = "auto"
     c.eval.every = "10%"
     c.checkpoint.every = "10%"
     c.sample.prompts = ()

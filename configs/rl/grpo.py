@@ -27,6 +27,7 @@ def get_config():
     c.schedule.warmup = "2%"
     c.train.steps = 300
     c.train.batch = 64  # samples: 8 prompts
+    c.train.stack = "auto"
     c.train.microbatches = 4  # those without a sample that has a gradient are not computed
     c.loss.chunk = 2048
     c.guard.sigmas = None  # gradients of rewards have no usual size

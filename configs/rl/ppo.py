@@ -26,6 +26,7 @@ def get_config():
     c.schedule.warmup = "2%"
     c.train.steps = 300
     c.train.batch = 64  # prompts, with a sample each
+    c.train.stack = "auto"
     c.loss.chunk = 2048
     c.guard.sigmas = None  # gradients of rewards have no usual size
     c.eval.every = "10%"

@@ -12,6 +12,9 @@ from jaxlm.core.nearest import adjacent_divisors
 from jaxlm.nn.config import REMAT_NAMES, is_remat
 from jaxlm.ops.kernels import KernelSetting
 
+# Layers that `stack=auto` unrolls on a CPU: the time to compile grows with them.
+MAX_UNROLLED = 24
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -43,9 +46,10 @@ class TrainConfig:
         "layers",
         low=2,
     )
-    stack: Literal["scan", "unroll"] = setting(
+    stack: Literal["auto", "scan", "unroll"] = setting(
         "scan",
-        "execution of the layers: one compiled loop, or unrolled; same parameters, same result",
+        "execution of the layers: one compiled loop (scan), unrolled, or auto: unrolled on a CPU, "
+        f"where it is faster, up to {MAX_UNROLLED} layers; same parameters, same result",
     )
     attention: KernelSetting = setting(
         "auto",
@@ -87,6 +91,12 @@ class TrainConfig:
     def turns(self) -> int:
         """Number of passes of a micro-batch through the stages of mesh.pipe."""
         return self.pipeline_repeats if self.pipeline == "circular" else 1
+
+    def stack_on(self, platform: str, layers: int) -> Literal["scan", "unroll"]:
+        """Return `stack` for a number of layers on a platform: `auto` is one of the others."""
+        if self.stack != "auto":
+            return self.stack
+        return "unroll" if platform == "cpu" and layers <= MAX_UNROLLED else "scan"
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Check that micro-batches are equal parts of a batch, and that the remat policy exists."""

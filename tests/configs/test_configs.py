@@ -3,17 +3,20 @@
 After a change that is meant: JAXLM_WRITE_GOLDENS=1 python -m pytest tests/configs
 """
 
+import dataclasses
 import json
 import os
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.cost import model_cost
 from jaxlm.parallel.config import factorizations
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +105,24 @@ def test_the_shakespeare_config_is_nanogpts_cpu_setting():
     assert run.schedule.warmup.steps(2000, run.tokens_per_step) == 100
     assert run.schedule.floor * run.optim.lr == pytest.approx(1e-4)
     assert (run.model.dropout, run.model.bias) == (0.0, False)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char"])
+def test_the_layers_of_a_small_config_are_no_loop_on_a_cpu(name):
+    run = load(name)
+    mesh = setup.build_mesh_for(run)
+    ids = jax.ShapeDtypeStruct((8, 16), "int32")
+
+    def loops(stack):
+        settings = dataclasses.replace(run, train=dataclasses.replace(run.train, stack=stack))
+        blueprint = setup.build_sharded_model(settings, 512, mesh).blueprint
+        with jax.set_mesh(mesh):
+            params = jax.eval_shape(blueprint.init, jax.random.key(0))
+            traced = jax.make_jaxpr(lambda params, ids: blueprint.merge(params)(ids))(params, ids)
+        return str(traced).count("scan[")
+
+    assert run.train.stack == "auto"
+    assert loops("auto") == loops("unroll") < loops("scan")
 
 
 def test_the_shakespeare_config_asks_for_its_text():

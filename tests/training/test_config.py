@@ -28,3 +28,13 @@ def test_micro_batches_that_do_not_divide_are_a_problem_with_the_nearest_that_do
     ((field, _, fix),) = TrainConfig(batch=12, microbatches=5).problems()
     assert field == "microbatches"
     assert fix.splitlines() == [f"--config.train.microbatches={size}" for size in (4, 6)]
+
+
+def test_auto_unrolls_few_layers_on_a_cpu_alone():
+    auto = TrainConfig(stack="auto")
+    assert [auto.stack_on("cpu", layers) for layers in (1, 24, 25)] == ["unroll", "unroll", "scan"]
+    assert [auto.stack_on(platform, 2) for platform in ("gpu", "tpu")] == ["scan", "scan"]
+    assert [TrainConfig(stack=name).stack_on("cpu", 2) for name in ("scan", "unroll")] == [
+        "scan",
+        "unroll",
+    ]

@@ -208,5 +208,5 @@ def _refused(layers: Layers, why: str) -> ConfigError:
         "the quantized run cannot be written as compressed-tensors",
         where=f"tune.base = {base}",
         why=why,
-        fix="",
+        fix="`jaxlm export --to=hf` writes the run that was quantized",
     )

@@ -157,6 +157,8 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     vocab = vocabulary(run, sizes, assumed)
     decoder = run.decoder(vocab)
     target = _target(machine.chip)
+    stack = run.train.stack_on(target.platform, len(decoder.layers))
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, stack=stack))
     attention_kernels.check(run, decoder, sizes, target)
     decoder = attention_kernels.with_kernels(run, decoder, sizes, target)
     is_cpu = machine.chip.name == "cpu"

@@ -204,6 +204,7 @@ def _base_settings(request: StarterRequest, parameters: float, tokenizer: str) -
         "model.kv_heads": 4,
         "model.tied": parameters < 1e9,
         "precision.compute": "auto",
+        "train.stack": "auto",
         "optim.name": "adamw",
         # Kaplan et al. 2020, arXiv:2001.08361, equation D.1.
         "optim.lr": float(f"{max(1e-4, 0.003239 - 0.0001395 * math.log(parameters)):.1e}"),
