@@ -107,6 +107,7 @@ def test_the_shakespeare_config_is_nanogpts_cpu_setting():
     assert (run.model.dropout, run.model.bias) == (0.0, False)
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("name", ["quickstart", "shakespeare_char"])
 def test_the_layers_of_a_small_config_are_no_loop_on_a_cpu(name):
     run = load(name)
