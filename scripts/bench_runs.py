@@ -51,6 +51,7 @@ def command(arm: str, args: argparse.Namespace, folder: Path) -> list[str]:
         "schedule.warmup": "5%",
         "schedule.floor": 0.1,
         "train.steps": args.steps,
+        "train.stack": "auto",
         "checkpoint.every": "100%",
         "log.every": LOG_EVERY,
         "sample.prompts": [],

@@ -51,7 +51,8 @@ def work(args: argparse.Namespace) -> None:
 
     kind = args.arm.partition(" ")[2]
     lora = [("tune.name", "lora"), ("tune.rank", str(RANK)), ("tune.alpha", str(ALPHA))]
-    arm = jaxlm_arm.Arm(size, "float32", lora if kind == "lora" else [], is_chat=kind == "chat")
+    settings = [("train.stack", args.stack), *(lora if kind == "lora" else [])]
+    arm = jaxlm_arm.Arm(size, "float32", settings, is_chat=kind == "chat")
     serve(arm.steps, arm.facts())
 
 
@@ -78,6 +79,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="of a window, instead of about 1 second")
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="X", help="at most")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument("--stack", choices=("auto", "scan", "unroll"), default="auto")
     parser.add_argument("--arm", choices=(*OURS, *THEIRS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm:
@@ -87,7 +89,7 @@ def main() -> int:
     if unknown := [name for name in arms if name not in (*OURS, *THEIRS)]:
         parser.error(f"there is no {unknown[0]!r}; sides are {', '.join((*OURS, *THEIRS))}")
     plan = Plan(
-        command=[sys.executable, __file__, f"--python={args.python}"],
+        command=[sys.executable, __file__, f"--python={args.python}", f"--stack={args.stack}"],
         on="cpu",
         rounds=args.rounds,
         seconds=1.0,

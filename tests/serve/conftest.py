@@ -39,9 +39,9 @@ class Running:
         made = []
         inner = servers.build_engine
 
-        def build(opened, chosen, say):
+        def build(opened, chosen, say=print):
             made.append(inner(opened, chosen, say))
-            return made[0]
+            return made[-1]  # `inner` may be that of another server
 
         bridges, apps = [], []
         http = servers._http
@@ -78,7 +78,7 @@ class Running:
         self.base = line.rpartition(" ")[2]
         self.root = self.base.removesuffix("/v1")
         self.port = int(self.root.rpartition(":")[2])
-        self.bridge, self.engine, self.server = bridges[0], made[0], apps[0]
+        self.bridge, self.engine, self.server = bridges[-1], made[-1], apps[-1]
 
     def get(self, path, **headers):
         request = urllib.request.Request(self.root + path, headers=headers)
