@@ -18,7 +18,7 @@ from typing import Any
 from jaxlm.cli.arguments import Parser, add_flag, needed_config
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
-from jaxlm.core.errors import CommandError, ConfigError
+from jaxlm.core.errors import CommandError, ConfigError, JaxlmError
 from jaxlm.monitor import chips, formatting, host_machine
 from jaxlm.monitor.chips import MEMORY, Machine, machine
 from jaxlm.parallel.config import AXES, format_mesh
@@ -36,6 +36,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--slots", "N", int, "with --serve: requests that run at once (8)")
     add_flag(parser, "--context", "TOKENS", int, "with --serve: largest request (the run's rows)")
     add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], str, "with --serve: dtype of its cache")
+    add_flag(parser, "--draft", "lookup|RUN", str, "with --serve: what guesses tokens")
     parser.add_switch("--fit", "search for the fastest settings that fit")
     parser.add_switch("--exact", "compile the step and compare")
     parser.add_switch("--sharding", "print the sharding of each parameter")
@@ -61,6 +62,7 @@ def run(args: Any, out: Output) -> int:
             slots=args.slots or SLOTS,
             context=args.context,
             is_int8=args.kv_cache_dtype == "int8",
+            draft=_draft(args.draft),
             assumed=assumed,
         )
         return out.result(plan.record(), _serving_text(plan.record()))
@@ -98,6 +100,20 @@ def run(args: Any, out: Output) -> int:
     return out.result(answer, _text(answer, forecast.run, with_sharding=args.sharding))
 
 
+def _draft(ref: str | None) -> Any:
+    """Return the config of a draft run, or `lookup`, or None; errors name --draft."""
+    from jaxlm.recipes.config import Run
+
+    if ref in (None, "lookup"):
+        return ref
+    try:
+        return config.load(Run, ref).value
+    except JaxlmError as error:
+        error.where = error.where.replace("--config=", "--draft=")
+        error.fix = error.fix.replace("--config=", "--draft=")
+        raise
+
+
 def set_machine(args: Any) -> None:
     """Set --on to this machine if it is not given, and --memory if its GPU is unknown."""
     if args.on is None:
@@ -119,7 +135,8 @@ def _check(args: Any) -> None:
         why = "--price must be a positive price per device-hour"
         raise CommandError(what, where=where, why=why, fix="jaxlm plan --help")
     training = [name for name in ("fit", "exact", "sharding", "price") if getattr(args, name)]
-    serving = [name for name in ("slots", "context", "kv_cache_dtype") if getattr(args, name)]
+    server_flags = ("slots", "context", "kv_cache_dtype", "draft")
+    serving = [name for name in server_flags if getattr(args, name)]
     if args.serve and training:
         what, where = f"--{training[0]} is for a training run", f"--serve --{training[0]}"
         why = "--serve plans a server, whose settings are --slots and --context"
@@ -160,7 +177,9 @@ def _serving_text(answer: dict[str, Any]) -> list[str]:
     size = formatting.size
     verdict = "fits" if answer["fits"] else "DOES NOT FIT"
     slots, most = answer["slots"], answer["most_slots"]
-    parts = f"weights {size(answer['weights_bytes'])} · {slots} x {size(answer['slot_bytes'])}"
+    drafted = f" · draft {size(answer['draft_bytes'])}" if answer["draft_bytes"] else ""
+    parts = f"weights {size(answer['weights_bytes'])}{drafted}"
+    parts += f" · {slots} x {size(answer['slot_bytes'])}"
     speed = "unknown: no figures for this chip"
     if answer["tokens_per_second"]:
         slow, fast = map(formatting.count, answer["tokens_per_second"])

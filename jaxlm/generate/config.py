@@ -44,6 +44,7 @@ BEAM_HAS_NONE: dict[str, object] = {
 }
 # Limit of all stops together: their state table has as many rows, of two bytes an id.
 STOP_BYTES = 256
+GUESSES = 4  # ids of a row that a draft of the engine guesses at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

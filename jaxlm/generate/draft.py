@@ -12,15 +12,13 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from jaxlm.generate import decode
+from jaxlm.generate.config import GUESSES
 from jaxlm.generate.decode import RowTokens
 from jaxlm.generate.reading import read_chunk, read_next
 from jaxlm.generate.rows import draw_rows, penalized
 from jaxlm.models.build import Blueprint
 from jaxlm.models.decoder import Decoder
 from jaxlm.nn.cache import KVCache
-
-GUESSES = 4  # ids of a row that are guessed at a time
-
 
 WINDOW = 2048  # passes of rows, over which time that is saved and lost is compared
 

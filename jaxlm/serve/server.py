@@ -24,6 +24,7 @@ from jaxlm.generate.draft import Draft, DraftModel, Lookup
 from jaxlm.generate.engine import Counters, Engine, check_supported
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.recipes.plan import oom
+from jaxlm.recipes.plan.serving import PlannedDraft
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
@@ -163,14 +164,19 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
             why=f"the model has {limit} positions for text",
             fix=f"at most {limit} for --context",
         )
-    draft = open_draft(opened, options, context, say)
+    drafting: PlannedDraft = None
+    if options.draft is not None:
+        is_lookup = options.draft == "lookup"
+        drafting = "lookup" if is_lookup else load.read_config(Path(options.draft), "--draft")
     is_int8, prefix_bytes = options.kv_cache_dtype == "int8", options.prefix_mib * 2**20
     with oom.explain_serving_oom(
         opened.run,
         opened.model.blueprint.config,
         slots=options.slots,
         context=context,
+        chunk=options.chunk,
         is_int8=is_int8,
+        draft=drafting,
         kept_bytes=prefix_bytes,
     ):
         return Engine(
@@ -183,7 +189,7 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
             is_int8=is_int8,
             max_waiting=options.max_waiting,
             prefix_bytes=prefix_bytes,
-            draft=draft,
+            draft=open_draft(opened, options, context, say),
             say=say,
         )
 

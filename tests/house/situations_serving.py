@@ -27,6 +27,17 @@ SITUATIONS = {
         '"objective": {"name": "span"}}\\n\' > e.py',
         code=2,
     ),
+    "a draft that is an encoder-decoder": Situation(
+        "plan --config=c.py --serve --draft=e.py",
+        'printf \'def get_config():\\n    return {"model": {"family": "t5"}, '
+        '"objective": {"name": "span"}}\\n\' > e.py',
+        code=2,
+    ),
+    "a plan with a draft that is not there": Situation(
+        "plan --config=c.py --serve --draft=runs/nowhere", code=66
+    ),
+    "a server with a draft that is not there": Situation(f"{SERVE} --draft=runs/nowhere", code=66),
+    "a draft of no server": Situation("plan --config=c.py --draft=lookup", code=2),
     "a server on eight devices": Situation("plan --config=c.py --serve --on=h100x8", code=2),
     "a key in no folder": Situation("serve --add_key --keys=no/such/keys.txt", code=73),
 }

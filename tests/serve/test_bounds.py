@@ -200,6 +200,17 @@ def test_v30_a_server_beyond_the_memory_names_slots_and_a_context_that_fit(
     assert made == [most]
     with pytest.raises(OutOfMemory):
         server.build_engine(opened, ServeOptions(slots=most + 1, prefix_mib=8))
+    # With a draft each slot is larger, and fewer fit.
+    drafting = {"prefix_mib": 8, "draft": str(trained)}
+    with pytest.raises(OutOfMemory) as refused:
+        server.build_engine(opened, ServeOptions(slots=most, **drafting))
+    assert " · draft " in str(refused.value)
+    fewer = int(refused.value.fix.splitlines()[0].removeprefix("--slots="))
+    assert 2 <= fewer < most
+    server.build_engine(opened, ServeOptions(slots=fewer, **drafting))
+    with pytest.raises(OutOfMemory) as refused:
+        server.build_engine(opened, ServeOptions(slots=fewer + 1, **drafting))
+    assert "--draft=lookup    # needs no run" in refused.value.fix.splitlines()
     monkeypatch.setattr(host_machine, "physical_bytes", lambda: 2**40)
 
     def fails(*args, **more):

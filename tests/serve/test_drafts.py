@@ -1,13 +1,17 @@
 """A server with a draft: the same texts, and its guesses are counted."""
 
 import dataclasses
+import gc
 import json
 
+import jax
 import openai
 import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Characters
+from jaxlm.monitor import host_machine
+from jaxlm.recipes.plan.serving import forecast_serving
 from jaxlm.recipes.use import load
 from jaxlm.serve import server
 from jaxlm.serve.server import ServeOptions
@@ -44,6 +48,21 @@ def test_a_draft_changes_no_text_and_its_guesses_are_counted(trained):
         assert shown == {"name": name, "is_on": True, "accepted": share}
     none, uncounted = facts[2]
     assert (none, uncounted.guessed_tokens) == (None, 0)
+
+
+def live_bytes():
+    gc.collect()
+    return sum(each.nbytes for each in jax.live_arrays())
+
+
+def test_a_draft_run_keeps_the_bytes_of_its_plan(trained):
+    opened = load.load_run(trained)
+    machine = host_machine.this_machine(1, [])
+    plan = forecast_serving(opened.run, machine, slots=4, draft=opened.run)
+    before = live_bytes()
+    guesser = server.open_draft(opened, ServeOptions(draft=str(trained)), 128, print)
+    assert guesser is not None
+    assert live_bytes() - before == pytest.approx(plan.draft_bytes, rel=0.02)
 
 
 def test_a_draft_run_with_another_tokenizer_is_refused(trained, monkeypatch):

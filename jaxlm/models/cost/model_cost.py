@@ -113,13 +113,25 @@ def routed_parameters(block: BlockConfig, width: int) -> int:
     return experts * block.mlp.top_k // block.mlp.experts
 
 
-def cache_bytes(config: ModelConfig, slots: int, *, element_bytes: int) -> int:
-    """Return the bytes of the KV cache of one sequence of up to `slots` tokens."""
-    numbers = 0
+def cache_bytes(
+    config: ModelConfig, slots: int, *, element_bytes: int, scale_bytes: int = 0, spare: int = 0
+) -> int:
+    """Return the bytes of the KV cache of one sequence of up to `slots` tokens.
+
+    Args:
+      config: the model.
+      slots: tokens of a layer without a window.
+      element_bytes: of a number.
+      scale_bytes: of the scale of a head's key, and of its value; 0 without scales.
+      spare: slots of a window beyond its keys.
+    """
+    size = 0
     for block in config.layers:
         heads, key, value = block.attention.cached
-        numbers += min(block.attention.window or slots, slots) * heads * (key + value)
-    return numbers * element_bytes
+        window = block.attention.window
+        count = slots if window is None else min(window + spare, slots)
+        size += count * heads * ((key + value) * element_bytes + 2 * scale_bytes)
+    return size
 
 
 def matmul_parameters_per_token(config: ModelConfig, sequence: int, targets: int = 0) -> float:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -15,7 +16,7 @@ from jaxlm.monitor.chips import Machine
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility, predict, search
 from jaxlm.recipes.plan.predict import Forecast
-from jaxlm.recipes.plan.serving import ServingForecast, forecast_serving
+from jaxlm.recipes.plan.serving import PlannedDraft, ServingForecast, forecast_serving
 
 GIB = 2**30
 # Settings that shrink a step with nearly the same result; tried alone, then in pairs.
@@ -67,7 +68,15 @@ def check(run: Run, forecast: Forecast | None, needed: float) -> None:
 
 @contextlib.contextmanager
 def explain_serving_oom(
-    run: Run, decoder: ModelConfig, *, slots: int, context: int, is_int8: bool, kept_bytes: int
+    run: Run,
+    decoder: ModelConfig,
+    *,
+    slots: int,
+    context: int,
+    chunk: int,
+    is_int8: bool,
+    draft: PlannedDraft,
+    kept_bytes: int,
 ) -> Iterator[None]:
     """Raise OutOfMemory, with slots and a context that fit, if a server does not fit the device.
 
@@ -79,7 +88,9 @@ def explain_serving_oom(
       decoder: its model.
       slots: requests that run at once.
       context: largest number of tokens of a request.
+      chunk: tokens of a prompt that are read in one pass.
       is_int8: the KV cache is stored in int8.
+      draft: what guesses tokens.
       kept_bytes: bytes of kept beginnings of prompts.
     """
     on, available = _machine([]), memory_limit(run)
@@ -87,12 +98,17 @@ def explain_serving_oom(
         yield
         return
     room = available - kept_bytes
-    settled = _settled(run, decoder)
-
-    def plan(slots: int, context: int) -> ServingForecast:
-        return forecast_serving(settled, on, slots=slots, context=context, is_int8=is_int8)
-
-    forecast = plan(slots, context)
+    plan = functools.partial(
+        forecast_serving,
+        _settled(run, decoder),
+        on,
+        slots=slots,
+        context=context,
+        chunk=chunk,
+        is_int8=is_int8,
+        draft=draft,
+    )
+    forecast = plan()
     if forecast.total_bytes > room:
         raise _serving_error(forecast, plan, room, kept_bytes, "checked before the server starts")
     try:
@@ -108,7 +124,7 @@ def explain_serving_oom(
 
 def _serving_error(
     forecast: ServingForecast,
-    plan: Callable[[int, int], ServingForecast],
+    plan: Callable[..., ServingForecast],
     room: float,
     kept_bytes: int,
     when: str,
@@ -117,28 +133,31 @@ def _serving_error(
 
     Args:
       forecast: the plan of the server.
-      plan: makes the plan of other slots and another context.
+      plan: makes the plan of other `slots`, another `context` or another `draft`.
       room: available bytes, without the kept ones.
       kept_bytes: bytes of kept beginnings of prompts.
       when: the moment at which it was seen.
     """
     show = formatting.size
     fixes = []
-    most = int((room - forecast.weights_bytes) // forecast.slot_bytes)
-    if most >= 1:
+    most = forecast.slots_within(room)
+    if most >= 1 and plan(slots=most).total_bytes <= room:
         fixes.append(f"--slots={most}")
     shorter = forecast.context // 2
-    while shorter >= 2 and plan(forecast.slots, shorter).total_bytes > room:
+    while shorter >= 2 and plan(context=shorter).total_bytes > room:
         shorter //= 2
     if shorter >= 2:
         fixes.append(f"--context={shorter}    # with {forecast.slots} slots")
     if kept_bytes and forecast.total_bytes <= room + kept_bytes:
         fixes.append("--prefix_mib=0")
+    if forecast.draft_bytes and plan(draft="lookup").total_bytes <= room:
+        fixes.append("--draft=lookup    # needs no run")
+    draft = f" · draft {show(forecast.draft_bytes)}" if forecast.draft_bytes else ""
     return OutOfMemory(
         f"a server of {forecast.slots} slots of {forecast.context} tokens does not fit the memory",
         where=when,
-        why=f"weights {show(forecast.weights_bytes)} · {show(forecast.slot_bytes)} a slot · kept "
-        f"prompts {show(kept_bytes)}; {show(room + kept_bytes)} is available",
+        why=f"weights {show(forecast.weights_bytes)}{draft} · {show(forecast.slot_bytes)} a slot · "
+        f"kept prompts {show(kept_bytes)}; {show(room + kept_bytes)} is available",
         fix="\n".join(fixes) or "a smaller model",
     )
 

@@ -10,11 +10,13 @@ Example:
 """
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision_config import ITEM_BYTES
-from jaxlm.models.config import EncoderDecoderConfig
+from jaxlm.generate.config import GUESSES
+from jaxlm.models.config import EncoderDecoderConfig, ModelConfig, OneStack
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
 from jaxlm.monitor.chips import Machine
@@ -26,6 +28,8 @@ LEAST_CPU_SLOTS = 2  # a row alone is slower on a CPU, so the engine has two (ge
 # Seen and drawn ids, biases and ids that end a request: bytes of an id of the vocabulary.
 ID_BYTES = 1 + 4 + 4 + 1
 LOGITS_COPIES = 3  # float32 logits of all slots in a pass: raw, penalized, sorted
+CHUNK = 64  # tokens of a prompt that a pass reads, as of `jaxlm serve`
+PlannedDraft = Run | Literal["lookup"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,8 @@ class ServingForecast:
     slots: int
     context: int  # tokens of a request, its prompt included
     weights_bytes: float
-    slot_bytes: float  # KV cache and state of a request
+    draft_bytes: float  # weights of the draft
+    slot_bytes: float  # KV caches and state of a request
     memory_bytes: float  # of the device, available to a program
     pass_seconds: tuple[float, float]  # of a token of all slots: empty caches, and full ones
     assumed: list[str]
@@ -44,7 +49,7 @@ class ServingForecast:
     @property
     def total_bytes(self) -> float:
         """Bytes of the server."""
-        return self.weights_bytes + self.slots * self.slot_bytes
+        return self.weights_bytes + self.draft_bytes + self.slots * self.slot_bytes
 
     @property
     def fits(self) -> bool:
@@ -54,7 +59,11 @@ class ServingForecast:
     @property
     def most_slots(self) -> int:
         """Largest number of slots of this context that fit; 0 if the weights do not."""
-        return max(0, int((self.memory_bytes - self.weights_bytes) // self.slot_bytes))
+        return self.slots_within(self.memory_bytes)
+
+    def slots_within(self, memory: float) -> int:
+        """Return the largest number of slots of this context within that many bytes."""
+        return max(0, int((memory - self.weights_bytes - self.draft_bytes) // self.slot_bytes))
 
     def record(self) -> dict[str, Any]:
         """Return the JSON of `jaxlm plan --serve --json`."""
@@ -68,6 +77,7 @@ class ServingForecast:
             "memory_bytes": self.memory_bytes,
             "total_bytes": self.total_bytes,
             "weights_bytes": self.weights_bytes,
+            "draft_bytes": self.draft_bytes,
             "slot_bytes": self.slot_bytes,
             "most_slots": self.most_slots,
             "pass_seconds": [fast, slow] if is_timed else None,
@@ -82,7 +92,9 @@ def forecast_serving(
     *,
     slots: int,
     context: int | None = None,
+    chunk: int = CHUNK,
     is_int8: bool = False,
+    draft: PlannedDraft = None,
     assumed: list[str] | None = None,
 ) -> ServingForecast:
     """Return the plan of serving the model of `run` on one device.
@@ -92,11 +104,13 @@ def forecast_serving(
       machine: the device.
       slots: requests that run at once.
       context: largest number of tokens of a request; by default `data.sequence`.
+      chunk: tokens of a prompt that are read in one pass.
       is_int8: store the KV cache in int8.
+      draft: the run that guesses tokens, or `lookup`; it has the vocabulary of the model.
       assumed: assumptions made so far.
 
     Raises:
-      ConfigError: if the machine has several devices, or the model has an encoder.
+      ConfigError: if the machine has several devices, or a model has an encoder.
     """
     assumed = [] if assumed is None else list(assumed)
     chip, is_cpu = machine.chip, machine.chip.name == "cpu"
@@ -108,41 +122,105 @@ def forecast_serving(
             fix="--on=cpu" if chip.is_tpu else f"--on={chip.name}",
         )
     run = run.with_compute(chips.fastest_dtype(chip))
-    decoder = run.decoder(predict.vocabulary(run, dict.fromkeys(AXES, 1), assumed))
-    if isinstance(decoder, EncoderDecoderConfig):
-        raise ConfigError(
-            "the engine does not serve this model",
-            where="an encoder-decoder",
-            why="an encoder reads a prompt as a whole, and the engine reads it in chunks",
-            fix="`jaxlm generate` continues its prompts",
-        )
+    decoder = _served(
+        run.decoder(predict.vocabulary(run, dict.fromkeys(AXES, 1), assumed)),
+        where="an encoder-decoder",
+        fix="`jaxlm generate` continues its prompts",
+    )
     context = context or run.data.sequence
     slots = max(slots, LEAST_CPU_SLOTS) if is_cpu else slots
-    compute, numbers = run.precision.compute_dtype, model_cost.parameters(decoder)
-    # The table of an embedding is looked up, not multiplied, unless it is tied to the head.
-    table = 0 if decoder.tied else decoder.vocab * decoder.width
-    stored = numbers * ITEM_BYTES[run.precision.params]
-    read = (numbers - table) * ITEM_BYTES[compute if is_cpu else run.precision.params]
+    weights = _weights(run, decoder, is_cpu=is_cpu)
     # A CPU reads other arrays than the parameters, and the server keeps both.
-    copied = read + table * ITEM_BYTES[run.precision.params] if is_cpu else 0
-    # A CPU keeps activations in float32 in every dtype, and so the cache.
-    cached = ITEM_BYTES["float32"] if is_cpu else ITEM_BYTES[compute]
-    cache = float(model_cost.cache_bytes(decoder, context, element_bytes=1 if is_int8 else cached))
-    if is_int8:  # a float32 scale for each head's key and value of a token
-        heads = sum(
-            2 * block.attention.cached[0] * min(block.attention.window or context, context)
-            for block in decoder.layers
+    held = weights.stored + (weights.placed if is_cpu else 0)
+    # Whole chunks, of the prompt and of the guesses beyond a text's end.
+    chunk, spare = min(chunk, context), 0 if draft is None else GUESSES
+    tokens = chunk * (math.ceil(context / chunk) + math.ceil(spare / chunk))
+    cache = _cache_bytes(run, decoder, tokens, spare, is_cpu=is_cpu, is_int8=is_int8)
+    more, drafted = 0.0, 0.0
+    if draft == "lookup":
+        drafted = 4 * (chunk * math.ceil(context / chunk) + 1)  # ids of the text, their number
+    elif draft is not None:
+        smaller = draft.with_compute(chips.fastest_dtype(chip))
+        its = _served(
+            smaller.decoder(decoder.vocab),
+            where="the draft is an encoder-decoder",
+            fix="--draft=lookup    # needs no run",
         )
-        cache += ITEM_BYTES["float32"] * heads
-    logits = LOGITS_COPIES * ITEM_BYTES["float32"] * decoder.vocab
+        more = _weights(smaller, its, is_cpu=is_cpu).placed  # its parameters are not kept
+        drafted = _cache_bytes(smaller, its, tokens, spare, is_cpu=is_cpu)
+    logits = (LOGITS_COPIES + spare) * ITEM_BYTES["float32"] * decoder.vocab
     assumed.append("a pass reads all weights, and all caches in the worst case")
+    if draft is not None:
+        assumed.append("the speed is that without the draft")
     return ServingForecast(
         machine=machine,
         slots=slots,
         context=context,
-        weights_bytes=stored + copied,
-        slot_bytes=cache + ID_BYTES * decoder.vocab + logits,
+        weights_bytes=held,
+        draft_bytes=more,
+        slot_bytes=cache + drafted + ID_BYTES * decoder.vocab + logits,
         memory_bytes=predict.memory_bytes(machine, assumed),
-        pass_seconds=(read / chip.memory_speed, (read + slots * cache) / chip.memory_speed),
+        pass_seconds=(
+            weights.read / chip.memory_speed,
+            (weights.read + slots * cache) / chip.memory_speed,
+        ),
         assumed=assumed,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """Bytes of the parameters, of the arrays that the programs get, and of those a pass reads."""
+
+    stored: float
+    placed: float
+    read: float
+
+
+def _weights(run: Run, decoder: ModelConfig, *, is_cpu: bool) -> _Weights:
+    numbers, stored = model_cost.parameters(decoder), ITEM_BYTES[run.precision.params]
+    # The table of an embedding is looked up, not multiplied, unless it is tied to the head.
+    table = decoder.vocab * decoder.width
+    multiplied = ITEM_BYTES[run.precision.compute_dtype] if is_cpu else stored
+    read = (numbers - (0 if decoder.tied else table)) * multiplied
+    # A CPU multiplies a copy of the table if it is tied.
+    looked_up = 0 if decoder.tied and not is_cpu else table
+    return _Weights(numbers * stored, read + looked_up * stored, read)
+
+
+def _cache_bytes(
+    run: Run,
+    decoder: ModelConfig,
+    tokens: int,
+    spare: int,
+    *,
+    is_cpu: bool,
+    is_int8: bool = False,
+) -> float:
+    """Return the bytes of the KV cache of a slot.
+
+    Args:
+      run: the run.
+      decoder: its model.
+      tokens: slots of a layer without a window.
+      spare: guesses at a time.
+      is_cpu: a CPU keeps activations in float32 in every dtype, and so the cache.
+      is_int8: it has numbers of int8, and a float32 scale for each head's key and value.
+    """
+    each = ITEM_BYTES["float32" if is_cpu else run.precision.compute_dtype]
+    each, scale = (1, ITEM_BYTES["float32"]) if is_int8 else (each, 0)
+    return float(
+        model_cost.cache_bytes(decoder, tokens, element_bytes=each, scale_bytes=scale, spare=spare)
+    )
+
+
+def _served(decoder: ModelConfig, *, where: str, fix: str) -> OneStack:
+    """Return the model. Raises ConfigError if it has an encoder."""
+    if isinstance(decoder, EncoderDecoderConfig):
+        raise ConfigError(
+            "the engine does not serve this model",
+            where=where,
+            why="an encoder reads a prompt as a whole, and the engine reads it in chunks",
+            fix=fix,
+        )
+    return decoder

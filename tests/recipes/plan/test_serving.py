@@ -9,6 +9,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.generate import slots
+from jaxlm.generate.draft import DraftModel, Lookup
 from jaxlm.models.config import EncoderDecoderConfig
 from jaxlm.monitor import chips, host_machine
 from jaxlm.recipes import setup
@@ -29,21 +30,47 @@ def bytes_of(shapes):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-@pytest.mark.parametrize(("compute", "is_int8"), [("bfloat16", False), ("float32", True)])
-def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8):
-    run = run_of(precision__compute=compute)
-    machine = host_machine.this_machine(1, [])
-    plan = forecast_serving(run, machine, slots=4, context=128, is_int8=is_int8)
+def model_of(run):
     model = setup.build_sharded_model(run, 320, setup.build_mesh_for(run)).blueprint
-    params = jax.jit(model.init)(jax.random.key(0))
+    return model, jax.jit(model.init)(jax.random.key(0))
+
+
+@pytest.mark.parametrize(("compute", "is_int8"), [("bfloat16", False), ("float32", True)])
+@pytest.mark.parametrize("guessing", ["nothing", "lookup", "run"])
+def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessing):
+    """A context of 100 takes two chunks of 64, and so do four guesses of it a third one."""
+    run = run_of(precision__compute=compute)
+    smaller = run_of(model__depth=1, model__width=32, model__tied="true")
+    planned = {"nothing": None, "lookup": "lookup", "run": smaller}[guessing]
+    machine = host_machine.this_machine(1, [])
+    chosen = {"context": 100, "is_int8": is_int8, "draft": planned}
+    plan = forecast_serving(run, machine, slots=4, **chosen)
+    model, params = model_of(run)
+    guesser = {"nothing": None, "lookup": Lookup()}.get(guessing)
+    if guessing == "run":
+        guesser = DraftModel(*model_of(smaller))
     sizes = {"rows": 4, "length": 128, "chunk": 64, "is_int8": is_int8}
-    programs = slots.build(model.merge, params, **sizes)
-    weights = bytes_of(params) + bytes_of(jax.eval_shape(programs.prepare, params))
-    assert plan.weights_bytes == pytest.approx(weights, rel=0.02)
-    logits = 3 * 4 * 320
+    programs = slots.build(model.merge, params, **sizes, draft=guesser)
+    ready = programs.prepare(params)
+    assert plan.weights_bytes == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
+    assert plan.draft_bytes == pytest.approx(bytes_of(ready[1]), rel=0.02)
+    assert (plan.draft_bytes > 0) == (guessing == "run")
+    logits = 4 * 320 * (3 if planned is None else 7)
     held = bytes_of(programs.empty())
     assert 4 * (plan.slot_bytes - logits) == pytest.approx(held, rel=0.01)
-    assert plan.total_bytes == plan.weights_bytes + 4 * plan.slot_bytes
+    expected = plan.weights_bytes + plan.draft_bytes + 4 * plan.slot_bytes
+    assert plan.total_bytes == expected
+
+
+def test_windows_have_slots_for_guesses():
+    more = {"model__family": "mistral", "model__window": 16}
+    run, smaller = run_of(**more), run_of(model__depth=1, **more)
+    machine = host_machine.this_machine(1, [])
+    plan = forecast_serving(run, machine, slots=4, context=128, chunk=32, draft=smaller)
+    model, params = model_of(run)
+    sizes = {"rows": 4, "length": 128, "chunk": 32, "draft": DraftModel(*model_of(smaller))}
+    held = bytes_of(slots.build(model.merge, params, **sizes).empty())
+    assert 4 * (plan.slot_bytes - 7 * 4 * 320) == pytest.approx(held, rel=0.01)
 
 
 def test_the_most_slots_fit_and_one_more_does_not():
@@ -67,6 +94,9 @@ def test_what_no_engine_serves_is_refused():
     assert isinstance(t5.decoder(320), EncoderDecoderConfig)
     with pytest.raises(ConfigError, match="does not serve"):
         forecast_serving(t5, chips.machine("h100", flag="--on"), slots=8)
+    with pytest.raises(ConfigError, match="does not serve") as caught:
+        forecast_serving(run_of(), chips.machine("h100", flag="--on"), slots=8, draft=t5)
+    assert caught.value.fix.startswith("--draft=lookup")
 
 
 def test_the_command_prints_slots_memory_and_speed(capsys):
@@ -79,3 +109,14 @@ def test_the_command_prints_slots_memory_and_speed(capsys):
     text = capsys.readouterr().out
     assert f"{answer['most_slots']} slots of this context" in text
     assert "jaxlm serve --workdir=RUN --slots=8 --context=8192" in text
+    assert "draft" not in text
+    assert main([*words, "--draft=llama3.2-1b", "--json"]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert drafted["draft_bytes"] == pytest.approx(4 * 1.24e9, rel=0.01)
+    # Its 16 layers have 8 heads of 64, those of the model 32 and of 128; a chunk is added to both.
+    cache = drafted["slot_bytes"] / answer["slot_bytes"]
+    assert cache == pytest.approx((1 + 16 * 64 / (32 * 128)) * (1 + 64 / 8192), rel=0.01)
+    assert main([*words, "--draft=llama3.2-1b"]) == 0
+    assert " · draft 4.60 GiB · 8 x " in capsys.readouterr().out
+    assert main([*words, "--draft=no/such/run"]) == 66
+    assert "--draft=no/such/run" in capsys.readouterr().err
