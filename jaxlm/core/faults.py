@@ -22,7 +22,8 @@ VARIABLE = "JAXLM_FAULTS"
 POINTS = (
     "compile data.next step.before step.after save.begin save.files save.upload save.digest "
     "save.commit save.retire restore.verify store.read text.read restore.read rewind eval "
-    "prepare.clean prepare.merge prepare.finish prepare.tokenize rollout.draw rollout.score exit"
+    "prepare.clean prepare.merge prepare.finish prepare.tokenize rollout.draw rollout.score exit "
+    "teach.row teach.finish"
 ).split()
 NUMBERS = ("grads", "loss", "batch")
 _FORM = re.compile(

@@ -4,8 +4,11 @@ import dataclasses
 import hashlib
 import json
 import pickle
+import random
 import re
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import jax
@@ -280,6 +283,61 @@ def test_a_pass_that_is_killed_continues_to_the_same_bytes(
     assert not (tmp_path / "stored").exists()
     assert main(words) == 0
     assert contents(tmp_path / "stored") == contents(runs / "stored")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("faults", "done"),
+    [
+        ("teach.row:sigkill@3", 0),  # in the middle of the first batch
+        (f"teach.row:sleep={recipe.SAVE_SECONDS + 0.5}@12,teach.row:sigkill@21", 2),
+        ("teach.finish:sigkill", None),  # all rows, before the folder has its name
+    ],
+)
+def test_a_process_that_sigkill_ends_leaves_no_rows_to_read_and_continues_to_the_same_bytes(
+    config, runs, tmp_path, faults, done
+):
+    out, partial = tmp_path / "stored", tmp_path / "stored.partial"
+    words = teaching(config, runs / "teacher", out, f"--top={ALL}")
+    code, output = harness.run(words, faults)
+    assert code == -signal.SIGKILL, output
+    assert not out.exists()
+    record = json.loads((partial / recipe.PROGRESS).read_text())["done"]
+    if done is not None:
+        assert sum(record.values()) == done
+        whole = {name: data for name, data in contents(runs / "stored").items() if "top" in name}
+        assert any(contents(partial)[name] != data for name, data in whole.items())
+        for folder in (out, partial):  # neither name has a teacher to read
+            words_of_run = harness.words(config, tmp_path / "run", *from_stored(folder))
+            code, output = harness.run(words_of_run)
+            assert code == 66, output
+            assert stored_teacher.NAME in output
+            assert not (tmp_path / "run/config.json").exists()
+    code, output = harness.run(words)
+    assert code == 0, output
+    assert f"continuing {partial}" in output
+    assert contents(out) == contents(runs / "stored")
+    assert not partial.exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_again_and_again_stores_the_same_bytes(config, runs, tmp_path):
+    """Each life is ended from outside, at another instant, while it writes rows."""
+    out, partial, draw = tmp_path / "stored", tmp_path / "stored.partial", random.Random(3)
+    words = teaching(config, runs / "teacher", out, f"--top={ALL}")
+    kills = 0
+    for _ in range(4):
+        process = harness.start(words, "teach.row:sleep=0.1")
+        while process.poll() is None and not any(partial.glob("*/top-*")):
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 2.0))
+        process.kill()
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+        assert not out.exists()
+    assert kills == 4
+    assert harness.run(words)[0] == 0
+    assert contents(out) == contents(runs / "stored")
 
 
 def test_a_finished_folder_is_not_written_again(config, runs, capsys):

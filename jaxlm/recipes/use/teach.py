@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core import disk
+from jaxlm.core import disk, faults
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import (
     EARLIER_STEP,
@@ -133,6 +133,7 @@ def teach(run: Run, options: TeachOptions, say: Log = lambda _: None) -> dict[st
             pass_.read(loaders, shards)
             sets = {name: pass_.writers[name].finish() for name in sorted(shards)}
             teacher.write_facts(partial, facts, sets)
+            faults.point("teach.finish")
             for name in (PROGRESS, LOCK):
                 (partial / name).unlink()
             disk.rename(partial, options.out)
@@ -281,6 +282,7 @@ class _Pass:
         for name in ("log_p", "tail"):
             rows[name] = np.maximum(getattr(top, name), teacher.LEAST)
         for row in range(first, min(first + len(rows), loader.plan.rows)):
+            faults.point("teach.row", row)
             slot = 0
             for document, start, length in loader.plan.pieces(row).tolist():
                 part, number, place = loader.shards.place(document)
