@@ -43,6 +43,7 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c.data.tokenizer = f"sentencepiece:{c.model.vocab}"
     c.data.sequence = 1024
     c.train.steps = 19_600
+    c.train.stack = "auto"
     c.train.batch = 512
     c.train.microbatches = 4
     c.train.remat = "dots"

@@ -40,6 +40,7 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c.data.tokenizer = f"sentencepiece:{c.model.vocab}"
     c.data.sequence = 2048
     c.train.steps = 25_000
+    c.train.stack = "auto"
     c.train.batch = 512
     c.train.microbatches = 8
     c.train.remat = "dots"

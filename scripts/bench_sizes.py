@@ -123,7 +123,9 @@ def settings_of(size: Size, precision: str) -> dict[str, Any]:
         "train.batch": size.rows,
         "train.steps": 1_000_000,
         "train.remat": "none",
+        "train.stack": "auto",
         "loss.chunk": None,
+        "objective.document_mask": False,  # PyTorch's side has no documents
         "precision.compute": precision,
         "schedule.name": "constant",
         "schedule.warmup": 0,

@@ -83,9 +83,5 @@ class Arm:
                 window.enter("step")
                 self._state, _ = self._step(self._state, self._batch, **self._extra)
             window.before(count)
-        known = hlo.read_operations(self._step.as_text() or "")
-
-        def tell(name: str) -> tuple[str, str, bool]:
-            return (*known.get(name, hlo.operation_by_name(name)), name in known)
-
-        return profiling.summary(profiling.newest_trace(folder), tell)
+        classify = hlo.classifier(self._step.as_text() or "")
+        return profiling.summary(profiling.newest_trace(folder), classify)

@@ -16,6 +16,7 @@ MARK = "jaxlm "  # prefix of the loop's annotations in a trace
 KINDS = ("matmul", "attention", "communication", "other")
 TOP = 10  # operations listed
 MAX_EVENTS = 1_000_000  # limit of the JSON that JAX writes
+GRAPH = "command_buffer"  # the operation of all kernels of a CUDA graph: their names are kept
 
 Kind = tuple[str, str, bool]  # of an operation; its source line, and whether it is in the program
 Classify = Callable[[str], Kind]  # by the operation's name
@@ -94,7 +95,8 @@ def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEv
     """Return the operations, the loop's annotations, and "devices" or "threads of the host".
 
     A TPU has a lane of operations; a GPU has streams, and other lanes that repeat them; a CPU's
-    operations are among other events of the host's threads.
+    operations are among other events of the host's threads. XLA runs most kernels of a GPU as CUDA
+    graphs, and a trace has only the names of the kernels in them.
     """
     named = [each for each in events if each.get("ph") == "M"]
     processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
@@ -113,7 +115,9 @@ def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEv
             if "hlo_op" in args:
                 on_host.append(TraceEvent(args["hlo_op"], begin, end))
         elif lane.startswith("XLA Ops" if "TPU" in process else "Stream"):
-            on_device.append(TraceEvent(args.get("hlo_op", event["name"]), begin, end))
+            operation = args.get("hlo_op", GRAPH)
+            name = event["name"] if operation.startswith(GRAPH) else operation
+            on_device.append(TraceEvent(name, begin, end))
     return on_device or on_host, marks, "devices" if on_device else "threads of the host"
 
 

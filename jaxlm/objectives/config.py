@@ -51,6 +51,7 @@ class ObjectiveFacts:
       labels_steps: the data is answers with a label at the end of each step.
       samples_answers: the data is prompts, whose answers are sampled from the model and rewarded.
       has_value_head: the model has a head of one output, which predicts rewards.
+      document_mask: in training a token sees no other document of its row.
 
     The settings of an objective in a file of a user have `build(loss, architecture)` too, which
     returns the `Objective`, as `objectives.build` does for the others.
@@ -69,6 +70,7 @@ class ObjectiveFacts:
     samples_answers: ClassVar[bool] = False
     has_value_head: ClassVar[bool] = False
     teacher: str | None = None
+    document_mask: bool = True
 
     PARTS: ClassVar = Interface("objective", needs=("build",))
 
@@ -106,6 +108,12 @@ class Causal(LeftToRight):
     """Predict each token from those before it."""
 
     name: Literal["causal"] = "causal"
+    document_mask: bool = setting(
+        True,
+        "in training a token sees only its document; False: all tokens before it in the row, as "
+        "in nanoGPT and with torchtitan's causal mask. A GPU is faster without. Evaluations always "
+        "mask",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -653,6 +661,7 @@ class Mixture:
     labels_steps: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
     has_value_head: ClassVar[bool] = False
+    document_mask: ClassVar[bool] = True
     teacher: ClassVar[str | None] = None
     compared_with: ClassVar[str | None] = None
 

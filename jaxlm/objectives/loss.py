@@ -59,6 +59,7 @@ def token_nll(
     config: LossConfig,
     *,
     mtp_weights: tuple[float, ...] = (),
+    document_mask: bool = True,
 ) -> Loss:
     """Return sum_t w_t (nll_t + z log_normalizer_t^2) and the weight sum_t w_t.
 
@@ -76,12 +77,13 @@ def token_nll(
       key: random key of dropout; None turns dropout off.
       config: z-loss, label smoothing, and the tokens whose logits are in memory at a time.
       mtp_weights: loss weights of the tokens 2, 3, ... ahead.
+      document_mask: see `read_sharded`.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4);
     DeepSeek-AI 2024, arXiv:2412.19437, equations 24 and 25 (multi-token prediction; a weight here
     is lambda / D there).
     """
-    sharded, hidden, parts = read_sharded(model, batch, key)
+    sharded, hidden, parts = read_sharded(model, batch, key, document_mask=document_mask)
 
     def scored(values: Array, targets: Array) -> TokenScores:
         return _scores(model, values, targets, parts, config.chunk, config.label_smoothing)
@@ -145,11 +147,22 @@ def score(
     return _scores(model, hidden.values, sharded.targets, parts, chunk, 0.0), hidden.losses
 
 
-def read_sharded(model: Model, batch: Tokens, key: Array | None) -> tuple[Tokens, Hidden, int]:
-    """Return the batch with rows sharded in zigzag, the model's output, and the context's size."""
+def read_sharded(
+    model: Model, batch: Tokens, key: Array | None, *, document_mask: bool = True
+) -> tuple[Tokens, Hidden, int]:
+    """Return the batch with rows sharded in zigzag, the model's output, and the context's size.
+
+    Without `document_mask` a decoder reads a row as one document, with positions from 0 on. Padding
+    is at the end of a row, where no token sees it.
+    """
     parts = context.context_size() if model.config.has_ring else 1
     sharded = context.zigzag_shard(batch, parts)
-    return sharded, model.read(sharded, key=key, parts=parts), parts
+    if document_mask:
+        return sharded, model.read(sharded, key=key, parts=parts), parts
+    assert isinstance(model, Decoder)
+    index = jnp.asarray(context.zigzag_order(batch.tokens.shape[1], parts), jnp.int32)
+    positions = jnp.broadcast_to(index, batch.tokens.shape)
+    return sharded, model.hidden(sharded.tokens, positions=positions, key=key, parts=parts), parts
 
 
 def logits_function(model: Model) -> Callable[[Array], Array]:

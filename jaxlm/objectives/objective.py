@@ -142,7 +142,10 @@ class Objective(ABC, Generic[Settings]):
         """
         mtp = self.settings.mtp_settings
         weights = () if mtp is None else mtp.weights
-        return token_nll(model, batch, key, self.loss_settings, mtp_weights=weights)
+        mask = self.settings.document_mask
+        return token_nll(
+            model, batch, key, self.loss_settings, mtp_weights=weights, document_mask=mask
+        )
 
     def curvature_loss(self, model: Model, batch: Tokens) -> Loss:
         """Return the loss of labels sampled from the model, whose gradient gives the curvature."""

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -278,6 +278,22 @@ def read_operations(text: str) -> dict[str, Operation]:
         for _, match in program.instructions()
         for source in [program.source(match.string)]
     }
+
+
+def classifier(text: str) -> Callable[[str], tuple[str, str, bool]]:
+    """Return a function of a profiled operation's name: kind, source line, and if it is known.
+
+    A name that is not in the optimized program `text` has the kind that it suggests. A kernel of a
+    GPU has an underscore for each point and hyphen of its operation's name.
+    """
+    operations = read_operations(text) if text else {}
+    kernels = {re.sub(r"[.-]", "_", name): name for name in operations}
+
+    def classify(name: str) -> tuple[str, str, bool]:
+        name = name if name in operations else kernels.get(name, name)
+        return (*operations.get(name, operation_by_name(name)), name in operations)
+
+    return classify
 
 
 def operation_by_name(name: str) -> Operation:

@@ -153,6 +153,9 @@ class Run:
                 f"{self.model.family} cannot be trained by {self.objective.name}: {why}",
                 "\n".join([*fixes, "--config.model.family=gpt2"]),
             )
+        if self.data.has_chats and not self.objective.document_mask:
+            why = "rows have several conversations, and a token would see those before its own"
+            yield "objective.document_mask", why, "--config.objective.document_mask=True"
         yield from self._preference_problems()
         yield from self._rollout_problems()
         if isinstance(self.model, TabledFamily) and self.data.sequence > self.model.max_positions:

@@ -188,7 +188,7 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
     build = functools.partial(
         Blueprint,
         decoder,
-        layers=run.train.stack_on(hardware.platform, len(decoder.layers)),
+        layers=run.train.stack_on(hardware.platform, mesh.size, len(decoder.layers)),
         remat=run.train.remat,
         schedule=divisibility.schedule(run, mesh.shape),
     )

@@ -141,6 +141,9 @@ SITUATIONS: dict[str, Situation] = {
     "a chat template that is not there": Situation(
         f"{ON_CHATS} --config.data.template=own.jinja", CHATS
     ),
+    "conversations without a mask of documents": Situation(
+        f"{ON_CHATS} --config.objective.document_mask=False", CHATS
+    ),
     "a conversation that the template refuses": Situation(
         f"{ON_CHATS} --config.data.template=own.jinja", CHATS + REFUSES
     ),

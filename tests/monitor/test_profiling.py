@@ -86,6 +86,19 @@ def test_a_gpu_has_streams_and_lanes_that_repeat_them(tmp_path):
     assert "ran on devices" in summary["not_told"][1]
 
 
+def test_the_kernels_of_a_cuda_graph_keep_their_names(tmp_path):
+    events = [
+        *LOOP,
+        *lane(2, "/device:GPU:0", 7, "Stream #14(Compute,Memset)"),
+        span(2, 7, "nvjet_sm90_tst_128x128_64x6_2x1_v_bz_NNT", 0, 50, hlo_op="command_buffer_12"),
+        span(2, 7, "loop_add_fusion_2", 50, 70, hlo_op="command_buffer_12"),
+        span(2, 7, "cudnn_generated_fort_native_sdpa_sm90_flash", 70, 100, hlo_op="command_buffer"),
+    ]
+    summary, parts = shares(tmp_path, events)
+    assert parts == {"matmul": 0.5, "attention": 0.3, "other": 0.2}
+    assert [each["name"] for each in summary["operations"]][-1] == "loop_add_fusion_2"
+
+
 def test_a_tpu_has_one_lane_of_operations(tmp_path):
     events = [
         *lane(2, "/device:TPU:0", 1, "Steps"),

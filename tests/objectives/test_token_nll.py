@@ -5,12 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core import config
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
+from jaxlm.parallel import host, mesh
+from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +110,48 @@ def test_a_token_of_weight_zero_moves_nothing(blueprint, params, batch):
     changed = batch._replace(targets=np.where(batch.weights > 0, batch.targets, 0))
     ours, other = (objective(blueprint, params, b).objective for b in (batch, changed))
     assert jnp.array_equal(ours.total, other.total)
+
+
+@pytest.fixture(scope="module")
+def packed(batch):
+    """Rows of three documents and padding, with positions from 0 in each."""
+    segments = np.array([[1, 1, 1, 2, 2, 3, 3, 0]] * 3, np.int32)
+    positions = np.array([[0, 1, 2, 0, 1, 0, 1, 0]] * 3, np.int32)
+    weights = np.where(segments > 0, batch.weights, 0).astype(np.float32)
+    return batch._replace(segments=segments, positions=positions, weights=weights)
+
+
+def without_mask(blueprint, params, packed):
+    return token_nll(blueprint.merge(params), packed, None, LossConfig(), document_mask=False)
+
+
+def test_without_the_mask_of_documents_a_row_is_one_document(blueprint, params, batch, packed):
+    whole = batch._replace(weights=packed.weights)  # one document, positions from 0 on
+    one = without_mask(blueprint, params, packed)
+    expected = objective(blueprint, params, whole)
+    masked = objective(blueprint, params, packed)
+    assert float(one.objective.total) == pytest.approx(float(expected.objective.total), rel=1e-6)
+    assert float(one.objective.weight) == float(expected.objective.weight)
+    assert abs(float(one.objective.total) / float(masked.objective.total) - 1) > 1e-4
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("keys", ["ring", "gather"])
+def test_without_the_mask_split_rows_give_the_same(blueprint, params, packed, keys):
+    alone = float(without_mask(blueprint, params, packed).objective.total)
+    run = config.load(
+        Run,
+        None,
+        [
+            *(("model.vocab", "50"), ("model.width", "16"), ("model.depth", "2")),
+            *(("model.heads", "2"), ("model.kv_heads", "1"), ("data.sequence", "8")),
+            *(("train.batch", "3"), ("mesh.context", "4"), ("mesh.context_keys", keys)),
+            ("mesh.data", "1"),
+        ],
+    ).value
+    grid = mesh.build(run.mesh, jax.devices()[:4])
+    model = setup.build_sharded_model(run, 50, grid)
+    with jax.set_mesh(grid):
+        rows = host.put(grid, packed)
+        split = jax.jit(lambda p, b: without_mask(model.trained, p, b).objective.total)
+        assert float(split(params, rows)) == pytest.approx(alone, rel=1e-5)

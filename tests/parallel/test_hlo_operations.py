@@ -61,3 +61,16 @@ def test_products_attention_communication_and_loops_are_told_apart(program):
 )
 def test_a_name_alone_tells_some(name, kind):
     assert hlo.operation_by_name(name).kind == kind
+
+
+def test_a_kernel_of_a_gpu_is_the_operation_that_has_a_point_for_its_underscore(program):
+    name, operation = next(
+        (name, each)
+        for name, each in hlo.read_operations(program).items()
+        if "." in name and each.source and each.kind == "other"
+    )
+    classify = hlo.classifier(program)
+    assert classify(name) == classify(name.replace(".", "_").replace("-", "_"))
+    assert classify(name) == (*operation, True)
+    assert classify("nvjet_sm90_tst_64x8") == ("matmul", "", False)
+    assert hlo.classifier("")(name)[2] is False

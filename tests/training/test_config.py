@@ -30,11 +30,21 @@ def test_micro_batches_that_do_not_divide_are_a_problem_with_the_nearest_that_do
     assert fix.splitlines() == [f"--config.train.microbatches={size}" for size in (4, 6)]
 
 
-def test_auto_unrolls_few_layers_on_a_cpu_alone():
-    auto = TrainConfig(stack="auto")
-    assert [auto.stack_on("cpu", layers) for layers in (1, 24, 25)] == ["unroll", "unroll", "scan"]
-    assert [auto.stack_on(platform, 2) for platform in ("gpu", "tpu")] == ["scan", "scan"]
-    assert [TrainConfig(stack=name).stack_on("cpu", 2) for name in ("scan", "unroll")] == [
-        "scan",
-        "unroll",
-    ]
+@pytest.mark.parametrize(
+    ("setting", "platform", "devices", "layers", "expected"),
+    [
+        ("auto", "cpu", 1, 1, "unroll"),
+        ("auto", "cpu", 4, 24, "unroll"),
+        ("auto", "cpu", 1, 25, "scan"),
+        ("auto", "gpu", 1, 24, "unroll"),
+        ("auto", "gpu", 1, 25, "scan"),
+        ("auto", "gpu", 2, 24, "scan"),
+        ("auto", "tpu", 1, 1, "scan"),
+        ("scan", "cpu", 1, 1, "scan"),
+        ("unroll", "tpu", 8, 99, "unroll"),
+    ],
+)
+def test_auto_unrolls_few_layers_on_cpus_and_on_one_gpu(
+    setting, platform, devices, layers, expected
+):
+    assert TrainConfig(stack=setting).stack_on(platform, devices, layers) == expected

@@ -21,7 +21,8 @@ class DeviceShare:
     stream_bytes: int
     compute_bytes: int
     source: int = 0  # tokens of a row of the encoder, for a decoder with cross attention
-    is_dense: bool = False  # see `model_cost.is_dense_ragged`
+    platform: str = "cpu"  # cpu, gpu or tpu
+    has_segments: bool = True  # tokens see only their document
     # Layers, such as mlp/down, whose input a gradient reads; None for all.
     read: frozenset[str] | None = None
 
@@ -29,6 +30,11 @@ class DeviceShare:
     def tokens(self) -> int:
         """Tokens of the share."""
         return self.rows * self.length
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of a logit's gradient: a GPU casts it before it stores it."""
+        return self.stream_bytes if self.platform == "gpu" else 4
 
     def reads(self, *layers: str) -> bool:
         """Return whether the gradient of one of these layers reads its input."""
@@ -87,7 +93,8 @@ def padded_operands(config: BackboneConfig, share: DeviceShare) -> float:
 
 def _padded(width: int, block: BlockConfig, share: DeviceShare) -> float:
     mlp = block.mlp
-    if not isinstance(mlp, MoeConfig) or mlp.capacity is not None or not share.is_dense:
+    is_dense = model_cost.is_dense_ragged(share.platform)
+    if not isinstance(mlp, MoeConfig) or mlp.capacity is not None or not is_dense:
         return 0.0
     hidden = share.local_size(mlp.hidden, "mlp")
     copies = model_cost.experts_per_device(mlp, share.sizes) * model_cost.expert_rows(
@@ -104,6 +111,8 @@ def _attention_workspace(block: BlockConfig, share: DeviceShare) -> float:
     if kernel == "splash":
         # The forward pass writes each log normalizer for every lane.
         return 4 * LANES * share.tokens * heads
+    if kernel == "cudnn" and not share.has_segments:
+        return 0.0
     if kernel == "cudnn":
         # The mask of segments, and its gradient, which JAX before 0.12 computes needlessly.
         rows = rows_at_a_time(share.rows, share.length, share.compute_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models.config import BackboneConfig, EncoderDecoderConfig, ModelConfig
-from jaxlm.models.cost import activations, model_cost
+from jaxlm.models.cost import activations
 from jaxlm.models.cost.activations import DeviceShare
 from jaxlm.models.cost.tensors import Tensor, tensors
 from jaxlm.nn.config import BlockConfig
@@ -110,7 +110,8 @@ def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Dev
         sizes=sizes,
         stream_bytes=4 if platform == "cpu" else compute,  # a CPU has float32 in every dtype
         compute_bytes=compute,
-        is_dense=model_cost.is_dense_ragged(platform),
+        platform=platform,
+        has_segments=run.objective.document_mask,
         read=_read_layers(run, decoder),
     )
 
@@ -188,7 +189,7 @@ def temporary_bytes(
     tokens = min(run.loss.chunk or predicted, predicted)
     # With their exponentials or gradients; unchunked logits of each further head are saved.
     heads = 0 if run.loss.chunk else len(decoder.heads)
-    logits = (2 + heads) * 4 * tokens * _outputs(run, decoder, share)
+    logits = ((1 + heads) * 4 + share.logit_bytes) * tokens * _outputs(run, decoder, share)
     repeated = [each for each in tensors(decoder) if each.axes[0] == "layers"]
     gathered = groups = 0.0
     if sizes["fsdp"] > 1 and run.mesh.zero == 3:
@@ -215,9 +216,11 @@ def temporary_bytes(
         dequantized = float(share.compute_bytes * max(by_layer.values()))
     copies = _copied_weights(run, decoder, sizes, policies)
     sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
+    # A GPU frees the loss's buffers before the layers have gradients.
+    shared = min(logits, held["gradients"]) if share.platform == "gpu" and not sums else 0.0
     return {
         "activations": FRAGMENTATION * (saved + max(layer - logits, 0.0)) + copies,
-        "logits": FRAGMENTATION * logits,
+        "logits": FRAGMENTATION * logits - shared,
         "accumulators": sums,
         "gathered": gathered,
         "dequantized": dequantized,
@@ -247,6 +250,7 @@ def evaluation_bytes(
       held: bytes of the state, from `held_bytes`.
       targets: sequence length of a decoder that has an encoder, else 0.
     """
+    share = dataclasses.replace(share, has_segments=True)
     if run.eval.batch != "auto":
         rows = math.ceil(run.eval.batch / logical.ways(share.sizes, "batch"))
         share = dataclasses.replace(share, rows=rows)

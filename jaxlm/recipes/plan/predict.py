@@ -157,7 +157,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     vocab = vocabulary(run, sizes, assumed)
     decoder = run.decoder(vocab)
     target = _target(machine.chip)
-    stack = run.train.stack_on(target.platform, len(decoder.layers))
+    stack = run.train.stack_on(target.platform, machine.devices, len(decoder.layers))
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, stack=stack))
     attention_kernels.check(run, decoder, sizes, target)
     decoder = attention_kernels.with_kernels(run, decoder, sizes, target)
@@ -361,7 +361,8 @@ def _idle_flops(decoder: ModelConfig, share: DeviceShare) -> float:
     for block in (*decoder.layers, *decoder.heads):
         if isinstance(block.mlp, MoeConfig):
             rows = (share.length, share.sizes)
-            multiple = model_cost.expert_flops_ratio(block.mlp, *rows, is_dense=share.is_dense)
+            is_dense = model_cost.is_dense_ragged(share.platform)
+            multiple = model_cost.expert_flops_ratio(block.mlp, *rows, is_dense=is_dense)
             idle += 2 * (multiple - 1) * model_cost.routed_parameters(block, decoder.width)
     return idle
 

@@ -213,12 +213,7 @@ class MetricsLogger:
         """Print and write a summary of the time of the traced steps of a program."""
         if not self._directory.is_writer:
             return
-        operations = hlo.read_operations(program.as_text() or "") if program else {}
-
-        def classify(name: str) -> tuple[str, str, bool]:
-            is_known = name in operations
-            return (*operations.get(name, hlo.operation_by_name(name)), is_known)
-
+        classify = hlo.classifier(program.as_text() or "" if program else "")
         try:
             summary = profiling.summary(profiling.newest_trace(folder), classify)
         except ValueError as error:  # no reason to end a run

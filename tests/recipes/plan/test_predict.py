@@ -278,6 +278,39 @@ def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, sett
     assert output["total"] == pytest.approx(exact["total"], rel=0.2)
 
 
+ON_H200 = {
+    "gpt2 124M": (
+        dict(family="gpt2", depth=12, width=768, heads=12, kv_heads=12, hidden=3072, vocab=50_304),
+        16,
+        19.19 + 1.40,
+    ),
+    "llama 1B": (
+        dict(
+            family="llama", depth=16, width=2048, heads=32, kv_heads=8, hidden=8192, vocab=128_256
+        ),
+        8,
+        32.58 + 13.81,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_H200)
+def test_the_bytes_of_a_step_on_a_gpu_are_those_of_its_compiler_within_a_twentieth(name):
+    """Temporary buffers and state in GiB: scripts/LOG.md, "First figures of a GPU"."""
+    shape, rows, gib = ON_H200[name]
+    settings = {f"model.{field}": str(value) for field, value in shape.items()} | {
+        "model.max_positions": "2048",
+        "model.tied": "True",
+        "data.sequence": "2048",
+        "train.batch": str(rows),
+        "train.remat": "none",
+        "loss.chunk": "None",
+        "precision.compute": "bfloat16",
+    }
+    output = predict.forecast(load(settings), machine("h200", flag="--on=h200")).bytes_per_device
+    assert output["total"] / 2**30 == pytest.approx(gib, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
