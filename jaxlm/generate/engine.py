@@ -130,12 +130,27 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of prompts, not read again
     drawn_tokens: int = 0
-    guessed_tokens: int = 0
-    accepted_tokens: int = 0  # of these, those that equal what the model drew
+    drafts: int = 0  # guesses of a row in a pass, one for each position
+    accepted: tuple[int, ...] = ()  # by position, guesses that equal what the model drew
     passes: int = 0
     chunks: int = 0
     seconds: float = 0.0  # on the device
     failures: int = 0  # passes that raised an exception
+
+    @property
+    def guessed_tokens(self) -> int:
+        """Number of guesses."""
+        return self.drafts * len(self.accepted)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Number of guesses that stood."""
+        return sum(self.accepted)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens of a row in a pass with guesses: those that stood, and the one after them."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
 
 
 class Ticket:
@@ -246,11 +261,12 @@ class Engine:
         say: Log = lambda _: None,
     ):
         check_supported(blueprint)
+        self.draft, self.is_drafting, self._say = draft, draft is not None, say
         self.tokenizer, self.context, self.max_waiting = tokenizer, context, max_waiting
         self.rows = max(rows, LEAST_CPU_ROWS) if backend.name() == "cpu" else rows
         self.chunk = min(chunk, context)
         self.vocab = blueprint.config.vocab
-        self.counters = Counters()
+        self.counters = self._fresh_counters()
         self.failure: Exception | None = None
         self._length = -(-context // self.chunk) * self.chunk
         self._tables: dict[tuple[int, ...], np.ndarray] = {}
@@ -270,7 +286,6 @@ class Engine:
             is_int8=is_int8,
             draft=draft,
         )
-        self.draft, self.is_drafting, self._say = draft, draft is not None, say
         self._ready = self._programs.prepare(params)
         self._state = self._programs.empty()
         named = [self._state.cache.layers]
@@ -284,7 +299,10 @@ class Engine:
         self._warm_up()
         if draft is not None:
             self._balance = DraftBalance(self._pass_ratio())
-        self.counters = Counters()
+        self.counters = self._fresh_counters()
+
+    def _fresh_counters(self) -> Counters:
+        return Counters(accepted=(0,) * (0 if self.draft is None else self.draft.guesses))
 
     def _count_compile(self, event: str, duration_secs: float, **more: str | int) -> None:
         if event == COMPILED:
@@ -634,11 +652,12 @@ class Engine:
         self, is_drawn: Bool[np.ndarray, "N B"], is_guessed: Bool[np.ndarray, "B"], guesses: int
     ) -> None:
         """Count guesses, and turn the draft off if it does not pay."""
-        first = is_drawn[:: 1 + guesses]
-        accepted = int(is_drawn.sum() - first.sum())
-        self.counters.guessed_tokens += guesses * int((first & is_guessed).sum())
-        self.counters.accepted_tokens += accepted
-        if not self._balance.pays(int(first.sum()), accepted):
+        places = is_drawn.reshape(-1, 1 + guesses, self.rows)
+        drawn = places.sum((0, 2)).tolist()
+        counters = self.counters
+        counters.drafts += int((places[:, 0] & is_guessed).sum())
+        counters.accepted = tuple(map(sum, zip(counters.accepted, drawn[1:], strict=True)))
+        if not self._balance.pays(drawn[0], sum(drawn[1:])):
             self.is_drafting = False
             self._say(self._balance.loss)
 

@@ -55,6 +55,7 @@ class _EngineMetrics(Collector):
                 "tokens of prompts that were not read again",
                 counters.cached_tokens,
             ),
+            "spec_decode_num_drafts": ("rows of passes with guesses", counters.drafts),
             "spec_decode_num_draft_tokens": ("guessed tokens", counters.guessed_tokens),
             "spec_decode_num_accepted_tokens": ("guesses that stood", counters.accepted_tokens),
             "device_seconds": ("seconds of passes", counters.seconds),
@@ -64,10 +65,21 @@ class _EngineMetrics(Collector):
             cost = cost_per_million(counters, self._price)
             doc = "price of a million tokens, of prompts and drawn, in device seconds"
             gauges["cost_per_million_tokens"] = doc, cost or 0.0
+        if (mean := counters.mean_acceptance_length) is not None:
+            doc = "tokens of a row in a pass with guesses, the last one included"
+            gauges["spec_decode_mean_acceptance_length"] = doc, mean
         for name, (doc, value) in gauges.items():
             yield GaugeMetricFamily(f"jaxlm:{name}", doc, value=value)
         for name, (doc, value) in totals.items():
             yield CounterMetricFamily(f"jaxlm:{name}", doc, value=value)
+        by_position = CounterMetricFamily(
+            "jaxlm:spec_decode_num_accepted_tokens_per_pos",
+            "guesses that stood, by position",
+            labels=["position"],
+        )
+        for position, count in enumerate(counters.accepted):
+            by_position.add_metric([str(position)], count)
+        yield by_position
 
 
 class Metrics:

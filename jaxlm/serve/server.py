@@ -121,8 +121,19 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
                     say(f"serving {server.served.name}, step {opened.step}, at {place}")
                     with server.served.grammars, watch(bridge, options.stall_seconds, workdir):
                         bridge.run()
+    if engine.draft is not None and engine.counters.drafts:
+        say(_accepted(engine.draft.name, engine.counters))
     say(f"stopped{_cost(engine.counters, options.price)}")
     return 0
+
+
+def _accepted(name: str, counters: Counters) -> str:
+    """Return the log line of the guesses of a draft."""
+    shares = " ".join(f"{count / counters.drafts:.2f}" for count in counters.accepted)
+    return (
+        f"draft {name}: {counters.mean_acceptance_length:.2f} tokens of a row in a pass, guesses "
+        f"that stood by position {shares}"
+    )
 
 
 def _cost(counters: Counters, price: float | None) -> str:

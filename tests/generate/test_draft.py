@@ -79,6 +79,9 @@ def test_texts_are_those_without_a_draft_and_guesses_are_accepted(engine, plain)
     counters = engine.counters
     assert counters.accepted_tokens - before.accepted_tokens > 20
     assert counters.guessed_tokens > counters.accepted_tokens
+    # A guess stands only after those before it.
+    assert list(counters.accepted) == sorted(counters.accepted, reverse=True)
+    assert counters.drafts >= counters.accepted[0] > counters.accepted[2] > 0
     drawn = counters.drawn_tokens - before.drawn_tokens
     assert counters.passes - before.passes < drawn
 

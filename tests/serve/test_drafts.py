@@ -7,6 +7,7 @@ import json
 import jax
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Characters
@@ -27,6 +28,32 @@ def served_text(running):
     return answer.choices[0].text, running.get("/metrics")[1], running.get("/health")[1]
 
 
+def check_metrics(metrics, counters):
+    """Require of the text of Prometheus what the engine has counted."""
+    values = {
+        (
+            sample.name.removeprefix("jaxlm:spec_decode_"),
+            sample.labels.get("position"),
+        ): sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if "spec_decode" in sample.name
+    }
+    positions = {
+        ("num_accepted_tokens_per_pos_total", str(place)): count
+        for place, count in enumerate(counters.accepted)
+    }
+    totals = {
+        ("num_drafts_total", None): counters.drafts,
+        ("num_draft_tokens_total", None): counters.guessed_tokens,
+        ("num_accepted_tokens_total", None): sum(counters.accepted),
+    }
+    if counters.drafts:
+        mean = 1 + sum(counters.accepted) / counters.drafts
+        totals["mean_acceptance_length", None] = mean
+    assert values == totals | positions
+
+
 def test_a_draft_changes_no_text_and_its_guesses_are_counted(trained):
     texts, facts = [], []
     for draft in ("lookup", str(trained), None):
@@ -37,8 +64,15 @@ def test_a_draft_changes_no_text_and_its_guesses_are_counted(trained):
             finally:
                 running.close()
             counters = running.engine.counters
-            name = "jaxlm:spec_decode_num_accepted_tokens_total"
-            assert f"{name} {counters.accepted_tokens:.1f}" in metrics
+            check_metrics(metrics, counters)
+            if draft is None:
+                assert "draft" not in "".join(running.lines)
+            else:
+                shares = [f"{each / counters.drafts:.2f}" for each in counters.accepted]
+                line = running.lines[-2]
+                assert line.startswith(f"draft {'run' if draft != 'lookup' else draft}: ")
+                assert f" {1 + counters.accepted_tokens / counters.drafts:.2f} tokens " in line
+                assert line.endswith(f"by position {' '.join(shares)}")
             texts.append(text)
             facts.append((json.loads(health).get("draft"), counters))
     assert len(set(texts)) == 1
