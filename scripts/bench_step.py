@@ -111,7 +111,13 @@ def ours(run: Run, data: dataset.Data, folder: Path) -> tuple[Any, Timed]:
         def is_log_due(self, step: int) -> bool:
             return True
 
-        def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
+        def count(
+            self,
+            values: dict[str, float],
+            data_wait_seconds: float,
+            begun_at: float,
+            done_at: float,
+        ) -> None:
             clock.add(
                 tokens=values["tokens"], data_wait_seconds=data_wait_seconds, completed_at=done_at
             )

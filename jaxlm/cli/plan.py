@@ -266,10 +266,10 @@ def _rollout(drawn: dict[str, Any]) -> str:
         return text
     low, high = map(formatting.duration, drawn["draw_seconds"])
     text += f"; drawn in {low} to {high}"
-    if not any(drawn["score_seconds"]):
+    if not any(drawn["rescore_seconds"]):
         return text
-    low, high = map(formatting.duration, drawn["score_seconds"])
-    return f"{text}, scored in {low} to {high}"
+    low, high = map(formatting.duration, drawn["rescore_seconds"])
+    return f"{text}, scored again in {low} to {high}"
 
 
 def _fitting(nearest: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ class Clock:
 
     def _start_lap(self, begun: float, step: int) -> None:
         self._lap_begun, self._lap_step = begun, step
-        self._lap_tokens = self._lap_wait = 0.0
+        self._lap_tokens = self._lap_wait = self._lap_trained = 0.0
         self._lap_work: list[tuple[float, ...]] = []
 
     def add(
@@ -47,16 +47,23 @@ class Clock:
         *,
         tokens: float,
         data_wait_seconds: float,
+        begun_at: float | None = None,
         completed_at: float | None = None,
         work: tuple[float, ...] = (1.0, 1.0),
     ) -> None:
-        """Count one completed step: the tokens it read, and its wait for the batch.
+        """Count one completed step.
 
-        `completed_at` is by the clock `now`, by default this moment. `work` is the model FLOPs over
-        those of the global batch, by both conventions; below 1 if the step's batch is smaller or
-        has padding.
+        Args:
+          tokens: those it read.
+          data_wait_seconds: its wait for the batch.
+          begun_at: when it was dispatched, by the clock `now`; by default with the end of the step
+            before.
+          completed_at: by default this moment.
+          work: model FLOPs over those of the global batch, by both conventions; below 1 if the
+            batch of the step is smaller or has padding.
         """
-        self._done_at = self._now() if completed_at is None else completed_at
+        before, self._done_at = self._done_at, self._now() if completed_at is None else completed_at
+        self._lap_trained += self._done_at - max(before, begun_at or before)
         self._lap_work.append(work)
         self._lap_tokens += tokens
         self._lap_wait += data_wait_seconds
@@ -77,8 +84,10 @@ class Clock:
         of the previous reading (or the clock's start) to that of the last step added. Its seconds
         are `step_seconds` times the number of steps, plus `pause_seconds`, also given by kind as
         `pause_seconds/KIND`; over all readings they add up to `elapsed_seconds`. A pause after the
-        last step belongs to the next interval. `goodput` is the share of `elapsed_seconds` spent in
-        steps. `left_seconds` extrapolates all elapsed time, with evaluations.
+        last step belongs to the next interval. `train_seconds` is the time of a step from its
+        dispatch, or from the end of the step before if that is later. `goodput` is the share of
+        `elapsed_seconds` spent in steps. `left_seconds` extrapolates all elapsed time, with
+        evaluations.
         """
         begin, end = self._lap_begun, self._done_at
         kinds: dict[str, float] = {}
@@ -96,6 +105,7 @@ class Clock:
         reading: dict[str, float | None] = {
             "step_seconds": lap / steps if steps else None,
             "data_wait_seconds": self._lap_wait / steps if steps else None,
+            "train_seconds": self._lap_trained / steps if steps else None,
             "tokens_per_second": self._lap_tokens / lap if steps and lap > 0 else None,
             "flops_per_second": rate and rate * flops,
             "mfu": rate and self._peak and rate * flops / self._peak,

@@ -21,9 +21,11 @@ from jaxlm.training.step import Metrics, Step
 PATIENCE = 1.0  # seconds for a step under way, if the loop ends by an error: it may never complete
 
 
+@dataclasses.dataclass
 class Completion:
     """A dispatched step, and the time of its completion; None while it is computed."""
 
+    begun_at: float
     completed_at: float | None = None
 
 
@@ -50,9 +52,9 @@ class Completions:
         self._queue.put(None)
         self._thread.join(None if error is None else PATIENCE)
 
-    def observe(self, result: Any) -> Completion:
-        """Return the completion of the step that has just been dispatched and computes `result`."""
-        completion = Completion()
+    def observe(self, result: Any, begun_at: float) -> Completion:
+        """Return the completion of the step that was dispatched then and computes `result`."""
+        completion = Completion(begun_at)
         if result.is_ready():  # as on a synchronous backend
             completion.completed_at = self._now()
         else:
@@ -150,8 +152,16 @@ class TrainLoop(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
-        """Count a completed step: its metrics, its wait for data, and its time of completion."""
+    def count(
+        self, values: dict[str, float], data_wait_seconds: float, begun_at: float, done_at: float
+    ) -> None:
+        """Count a completed step.
+
+        Args:
+          values: its metrics.
+          data_wait_seconds: its wait for the batch.
+          begun_at, done_at: times at which it was dispatched and completed.
+        """
 
     @abc.abstractmethod
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -266,11 +276,12 @@ class TrainLoop(abc.ABC):
                     if saved < completed - 1:
                         save(state, completed - 1, None)
                     raise preempted(completed - 1) from None
-                waited = now() - wait_start
+                begun_at = now()
+                waited = begun_at - wait_start
                 self.enter("step")
                 faults.point("step.before", completed)
                 state, metrics = step(state, batch)
-                completion = completions.observe(metrics["loss_nats"])
+                completion = completions.observe(metrics["loss_nats"], begun_at)
                 faults.point("step.after", completed)
                 settle()
                 pending = (completed, metrics, waited, completion)
@@ -321,7 +332,7 @@ class TrainLoop(abc.ABC):
         # The thread may be late.
         done_at = now() if completion.completed_at is None else completion.completed_at
         self.progress.tokens += round(values["tokens"])
-        self.count(values, waited, done_at)
+        self.count(values, waited, completion.begun_at, done_at)
         if values["verdict"]:
             if values["verdict"] != guard.OVERFLOW:
                 self.progress.last_skipped = step

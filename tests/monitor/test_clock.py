@@ -46,6 +46,15 @@ def test_a_reading_is_the_mean_step_since_the_last_one(hand):
     assert second["data_wait_seconds"] == 0
 
 
+def test_training_begins_with_the_dispatch_or_the_end_of_the_step_before(hand):
+    it = clock(hand)
+    hand.at += 5  # a rollout is drawn for 4 of these
+    it.add(tokens=1, data_wait_seconds=4, begun_at=104.0)
+    hand.at += 2
+    it.add(tokens=1, data_wait_seconds=0, begun_at=104.5)  # while the first one was computed
+    assert it.read(2)["train_seconds"] == pytest.approx((1 + 2) / 2)
+
+
 def test_utilisation_is_model_flops_over_the_peak_by_both_conventions(hand):
     it = clock(hand)
     hand.at += 0.2

@@ -67,6 +67,19 @@ def base(config, tmp_path_factory):
     return workdir
 
 
+def test_the_parts_of_an_iteration_are_its_seconds(base):
+    """Drawing, scoring and training have no time in common.
+
+    The clock begins after the compilation of the first step, whose samples are drawn before it.
+    """
+    for each in harness.records(base):
+        if each["split"] == "train" and each["step"] > 1:
+            parts = [each.get(f"{name}_seconds", 0) for name in ("draw", "score", "train")]
+            assert all(part >= 0 for part in parts)
+            assert parts[2] > 0
+            assert sum(parts) <= each["step_seconds"] * 1.01
+
+
 def test_a_run_logs_its_rewards_and_every_sample(base):
     steps = [each for each in records(base) if each["split"] == "train"]
     drawn = [each for each in steps if "reward" in each]

@@ -48,7 +48,7 @@ class Story(TrainLoop):
     def is_save_due(self, step):
         return self.due.get("save", lambda step: False)(step)
 
-    def count(self, values, data_wait_seconds, done_at):
+    def count(self, values, data_wait_seconds, begun_at, done_at):
         pass
 
     def log(self, step, values):

@@ -21,12 +21,12 @@ class RolloutForecast(NamedTuple):
     cache_bytes: float
     weights_bytes: float  # a second copy, in the layout of a token loop
     draw_seconds: tuple[float, float]
-    score_seconds: tuple[float, float]  # of the trained program over the samples; 0 without
+    rescore_seconds: tuple[float, float]  # of the trained program over the samples; 0 without
 
     @property
     def seconds(self) -> tuple[float, float]:
         """Lowest and highest seconds of a rollout."""
-        low, high = map(sum, zip(self.draw_seconds, self.score_seconds, strict=True))
+        low, high = map(sum, zip(self.draw_seconds, self.rescore_seconds, strict=True))
         return low, high
 
     def record(self, run: Run, *, is_timed: bool) -> dict[str, object]:
@@ -38,7 +38,7 @@ class RolloutForecast(NamedTuple):
             "cache_bytes_per_device": self.cache_bytes,
             "weights_bytes_per_device": self.weights_bytes,
             "draw_seconds": list(self.draw_seconds) if is_timed else None,
-            "score_seconds": list(self.score_seconds) if is_timed else None,
+            "rescore_seconds": list(self.rescore_seconds) if is_timed else None,
         }
 
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -282,7 +283,8 @@ class Rollouts(contextlib.ExitStack):
         """Return a rollout that is trained on from a step."""
         run, objective, terms = self._run, self._objective, self._objective.terms
         faults.point("rollout.draw", step)
-        whole = self._decoded(self._programs.whole(params))
+        # The step that makes them may still be computed, which is no time of drawing.
+        whole = jax.block_until_ready(self._decoded(self._programs.whole(params)))
         if self._turns is not None:
             self._turns.figures(1)  # those of an evaluation
         scored = self._scored(number, step, whole, range(run.rl.prompts(run.train.batch)))
@@ -327,8 +329,9 @@ class Rollouts(contextlib.ExitStack):
             weighted += empty_last(samples[first : first + size], run.train.microbatches)
         rows = as_rows(weighted, run.data.sequence, mean=terms.mean, max_tokens=run.rl.max_tokens)
         if self._rescorer is not None:
+            begun = time.perf_counter()
             rows, more = self._rescorer.rescored(rows, params)
-            figures |= more
+            figures |= more | {"rescore_seconds": time.perf_counter() - begun}
         return Drawing(rows, _records(scored, used), figures, bool(dead.all()))
 
     def _taught(

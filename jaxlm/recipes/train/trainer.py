@@ -260,7 +260,9 @@ class Trainer(TrainLoop):
         with self._clock.pause("callback"), self.context.processes.watch.phase("eval"):
             callbacks.observe(moment, event)
 
-    def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
+    def count(
+        self, values: dict[str, float], data_wait_seconds: float, begun_at: float, done_at: float
+    ) -> None:
         """Count a completed step: time, tokens, sources, and its verdict on the loss."""
         number = loader.batch_number(self._counted, self.context.rewinds.skips)
         self._counted += 1
@@ -269,6 +271,7 @@ class Trainer(TrainLoop):
         self._clock.add(
             tokens=values["tokens_read"],
             data_wait_seconds=data_wait_seconds,
+            begun_at=begun_at,
             completed_at=done_at,
             work=tuple(filled * share for share in self._flops_by_phase[phase]),
         )
@@ -279,12 +282,13 @@ class Trainer(TrainLoop):
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log the metrics of a step, with speed, memory and layer statistics."""
         measured: dict[str, Any] = self._clock.read(step) | {"tokens": self.progress.tokens}
+        trained = measured.pop("train_seconds")
         measured |= self.alarm.training_mark
         skips = self.context.rewinds.skips
         measured |= source_metrics(self.programs, step, self.progress.read, skips)
         measured["peak_bytes"] = host_machine.peak_memory(jax.local_devices()).bytes
         if self.rollouts is not None:
-            measured |= self.rollouts.take(step)
+            measured |= self.rollouts.take(step) | {"train_seconds": trained}
         if self._step.layer_stats is not None:
             measured |= self._step.layer_stats.take(step)
         self._logged = self._logger.log(step, values, measured)

@@ -69,10 +69,10 @@ def test_a_prompt_is_read_once_for_its_samples_and_has_logits_of_its_last_token(
 
 def test_scores_of_the_trained_program_are_part_of_a_rollout():
     plain, ppo, corrected = planned(), planned(objective__name="ppo"), planned(rl__correction="tis")
-    assert plain.rollout.score_seconds == (0, 0)
+    assert plain.rollout.rescore_seconds == (0, 0)
     for each in (ppo, corrected):
-        low, high = each.rollout.score_seconds
+        low, high = each.rollout.rescore_seconds
         assert 0 < low < high
         assert high < each.seconds[1]
         assert each.rollout.seconds[1] == each.rollout.draw_seconds[1] + high
-        assert each.record()["rollout"]["score_seconds"] == [low, high]
+        assert each.record()["rollout"]["rescore_seconds"] == [low, high]
