@@ -15,6 +15,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import config, shipped
 from jaxlm.models.families.union import SIZES
 from jaxlm.recipes.config import Run
+from tests.faults import harness
 
 ROOT = Path(__file__).parents[2]
 FILES = {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.py")}
@@ -128,9 +129,8 @@ def installed(tmp_path_factory):
 
 
 def run(program, folder, *words):
-    outside = {
-        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS")
-    }
+    outside = os.environ | {"XLA_FLAGS": harness.FLAGS}
+    outside.pop("PYTHONPATH", None)
     return subprocess.run(
         [str(program), *words], cwd=folder, env=outside, capture_output=True, text=True
     )

@@ -38,7 +38,7 @@ jaxlm.train(
 def test_an_error_in_one_process_ends_all_with_70_and_the_state_saved(tmp_path, failing):
     config, run = harness.write_config(tmp_path), tmp_path / "run"
     address = f"127.0.0.1:{free_port()}"
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": harness.FLAGS, "JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, config, str(run), address, str(rank), failing],

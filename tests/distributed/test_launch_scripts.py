@@ -115,7 +115,7 @@ def test_two_tasks_of_a_slurm_job_train_together(tmp_path):
         PATH=play(tmp_path / "bin", srun=SRUN),
         PYTHON=sys.executable,
         SLURM_JOB_ID=job,
-        XLA_FLAGS="",
+        XLA_FLAGS=harness.FLAGS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len([key for key in harness.losses(workdir) if key[0] == "train"]) == 3

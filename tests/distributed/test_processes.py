@@ -57,7 +57,7 @@ def start(processes, devices, command, *, environments=None, log=None):
             f"--num_processes={processes}",
             f"--process_id={rank}",
         ]
-        settings = {"XLA_FLAGS": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        settings = {"XLA_FLAGS": harness.FLAGS, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         settings |= {"TRAINER_LOG": f"{log}.{rank}.jsonl" if log else ""}
         settings |= environments[rank] if environments else {}
         started.append(
@@ -352,7 +352,7 @@ def test_ranks_that_differ_refuse_each_other_within_ten_seconds(config, tmp_path
                 *("--num_processes=2", f"--process_id={rank}", *flags[rank]),
             ],
             cwd=(ROOT, other)[rank],
-            env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str((ROOT, other)[rank])},
+            env=os.environ | {"XLA_FLAGS": harness.FLAGS, "PYTHONPATH": str((ROOT, other)[rank])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

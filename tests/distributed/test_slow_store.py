@@ -75,7 +75,7 @@ def _live(config: str, folder: Path, name: str, *flags: str, faults: str) -> Lif
                 f"--process_id={rank}",
             ],
             env=os.environ
-            | {"XLA_FLAGS": "", "READER_LOG": str(log), "JAXLM_FAULTS": faults}
+            | {"XLA_FLAGS": harness.FLAGS, "READER_LOG": str(log), "JAXLM_FAULTS": faults}
             | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -12,7 +12,7 @@ from jaxlm.cli.main import main
 from tests.faults import harness
 
 ROOT = Path(__file__).parents[2]
-ONE_DEVICE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+ONE_DEVICE = {"XLA_FLAGS": f"{harness.FLAGS} --xla_force_host_platform_device_count=1".strip()}
 CANARY = "c4nary-5ecret"  # followed by a number, so that a leak shows its source
 
 # Its step is that of the harness, and compiled once for both.

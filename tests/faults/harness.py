@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,11 @@ from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import Store
 from tests import forked, machine
 
+# XLA_FLAGS of processes with a user's devices: those of the tests, without fake devices. The others
+# stay, as programs that are compiled in a hurry take half the time and are in the cache for all.
+FLAGS = re.sub(
+    r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
+).strip()
 CONFIG = """
 from jaxlm.core import config
 from jaxlm.recipes.config import Run

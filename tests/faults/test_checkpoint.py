@@ -397,7 +397,7 @@ def test_d9_a_rank_that_cannot_write_its_part_keeps_the_step_from_being_committe
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", start, *words, *place, f"--process_id={rank}"],
-            env=os.environ | {"XLA_FLAGS": ""},
+            env=os.environ | {"XLA_FLAGS": harness.FLAGS},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

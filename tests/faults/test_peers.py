@@ -56,7 +56,7 @@ class Outcome:
 def pair(tmp_path, monkeypatch):
     """Runs two workers until both have ended; `during` is called with the ranks and each line."""
     jax.devices()  # of this process: as many as its flags set, while it still has any
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", harness.FLAGS)
 
     def run(*words, faults="", during=lambda ranks, line: None, **options):
         monkeypatch.setenv("JAXLM_FAULTS", faults)
@@ -366,7 +366,7 @@ def front_door(tmp_path_factory):
     def launch(workdir, *flags, faults="", during=None, restarts=0):
         words = [f"--restarts={restarts}", "--pause=0.1", "--cpu_devices=2", "--json"]
         command = ["launch", "--processes=2", *words, "--", *harness.words(config, workdir, *flags)]
-        process = harness.start(command, faults, XLA_FLAGS="")
+        process = harness.start(command, faults, XLA_FLAGS=harness.FLAGS)
         if during:
             during(process)
         output, _ = process.communicate(timeout=300)
@@ -384,7 +384,7 @@ def test_b15_two_processes_train_as_one_does(front_door, tmp_path):
     assert answer == {"code": 0, "started": 1}, output
     one = tmp_path / "one"
     command = harness.words(front_door.config, one, "--cpu_devices=4")
-    assert harness.run(command, XLA_FLAGS="")[0] == 0
+    assert harness.run(command, XLA_FLAGS=harness.FLAGS)[0] == 0
     ours, theirs = harness.losses(tmp_path / "two"), harness.losses(one)
     assert ours.keys() == theirs.keys()
     assert len(ours) == 13
@@ -410,7 +410,7 @@ def recorded(processes: int, command: list[str], log: Path) -> Recorded:
                 *([*place, f"--process_id={rank}"] if processes > 1 else []),
             ],
             module="tests.distributed.trainer",
-            XLA_FLAGS="",
+            XLA_FLAGS=harness.FLAGS,
             TRAINER_LOG=f"{log}.{rank}.jsonl",
         )
         for rank in range(processes)
@@ -590,7 +590,7 @@ def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_pat
                 f"--config.optim.lr={rates[rank]}",
             ],
             cwd=places[rank],
-            env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(code[rank])},
+            env=os.environ | {"XLA_FLAGS": harness.FLAGS, "PYTHONPATH": str(code[rank])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -652,7 +652,7 @@ def test_ranks_whose_launcher_is_gone_stop_and_save(front_door, tmp_path):
     command += ["--config.log.every=1", "--config.checkpoint.every=50%", "--config.eval.every=100%"]
     temporary = tmp_path / "temporary"  # what a killed launcher leaves there
     temporary.mkdir()
-    kill(harness.start(command, XLA_FLAGS="", TMPDIR=str(temporary)))
+    kill(harness.start(command, XLA_FLAGS=harness.FLAGS, TMPDIR=str(temporary)))
     assert len(ranks) == 2
     until = time.monotonic() + 40
     while any(running(pid) for pid in ranks):

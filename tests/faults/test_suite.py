@@ -147,14 +147,14 @@ def test_h6_starting_takes_seconds_and_resuming_hardly_more(tmp_path, record_pro
     """With a warm compile cache."""
     config = harness.write_config(tmp_path)
 
-    def taken(*flags: str) -> harness.Took:
+    def taken(*flags: str, is_new: bool = True) -> harness.Took:
         with harness.timing() as took:
             command = harness.words(config, tmp_path / "run", *flags)
-            code, output = harness.run(command, is_new=True)
+            code, output = harness.run(command, is_new=is_new)
         assert code == 0, output
         return took
 
-    taken("--stop_at=1")
+    taken("--stop_at=1", is_new=False)
     shutil.rmtree(tmp_path / "run")
     start, resume = taken("--stop_at=1"), taken("--stop_at=2")
     record_property("H6", f"start {start}; resume {resume}")

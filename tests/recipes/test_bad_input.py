@@ -206,8 +206,8 @@ def files(folder):
 
 def start(words, folder, **environment):
     """A finished process, which found nothing compiled before."""
-    variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    variables |= {
+    variables = os.environ | {
+        "XLA_FLAGS": harness.FLAGS,
         "JAXLM_CACHE": str(folder / "cache"),
         "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
     }

@@ -6,6 +6,10 @@ import re
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core import config as configs
+from jaxlm.core import tree
+from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -66,12 +70,14 @@ def test_an_export_says_that_it_leaves_the_heads_out(run, tmp_path, capsys):
     assert parity["is_bit_identical"]
 
 
-def test_the_plan_counts_the_heads(config, run, capsys):
+def test_the_plan_counts_the_heads(config, capsys):
     words = ["plan", f"--config={config}", "--on=cpu", "--config.model.vocab=320"]
     plan = answer(capsys, *words)
     plain = answer(capsys, *words, "--config.objective.name=causal")
-    arrays = harness.store(run).arrays(4)
-    heads = sum(leaf.size for path, leaf in arrays.items() if path.startswith("params/heads/"))
+    trained = configs.load(Run, config).value
+    model = setup.build_sharded_model(trained, 320, setup.build_mesh_for(trained))
+    params = tree.leaves(setup.abstract_params(model))
+    heads = sum(leaf.size for path, leaf in params.items() if path.startswith("heads/"))
     assert plan["parameters"] - plain["parameters"] == heads
     for name in ("parameters", "gradients", "optimizer", "logits", "activations"):
         assert plan["bytes_per_device"][name] > plain["bytes_per_device"][name]

@@ -279,7 +279,7 @@ def test_a_run_goes_on_with_another_mesh_and_the_losses_stay(config, unbroken, t
     assert train(config, tmp_path / "run", "--stop_at=5") == 0
     mesh = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
     words = harness.words(config, tmp_path / "run", *mesh)
-    eight = "--xla_force_host_platform_device_count=8"
+    eight = f"{harness.FLAGS} --xla_force_host_platform_device_count=8"
     code, output = harness.run(words, XLA_FLAGS=eight)
     assert code == 0, output
     mine, theirs = losses(tmp_path / "run"), losses(unbroken)

@@ -59,7 +59,7 @@ def logits(loaded, ids, layers=None):
             ),
             params,
         )
-    return np.asarray(loaded.model.blueprint.merge(params)(ids))
+    return np.asarray(jax.jit(lambda params: loaded.model.blueprint.merge(params)(ids))(params))
 
 
 @pytest.mark.few(1)

@@ -68,7 +68,7 @@ def test_heads_come_back_alike_in_micro_batches_and_over_a_mesh(tmp_path):
     }
     for name, flags in ways.items():
         words = harness.words(config, tmp_path / name, *flags)
-        code, output = harness.run(words, XLA_FLAGS="")
+        code, output = harness.run(words, XLA_FLAGS=harness.FLAGS)
         assert code == 0, output
     whole = harness.store(tmp_path / "whole").arrays(3)
     records = harness.records(tmp_path / "whole")

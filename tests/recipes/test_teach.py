@@ -39,14 +39,15 @@ ALL = 320  # ids of the models of runs
 FAMILY = Llama(vocab=VOCAB, width=16, depth=1, heads=2, kv_heads=2, hidden=32)
 SETTINGS = {
     "train.steps": 4,
-    "data.sequence": 64,
     "data.packing": "concat",
-    "model.dropout": 0.0,
     "checkpoint.every": 2,
     "sample.prompts": (),
     "eval.batches": 2,
 }
-SMALL = ["--config.model.width=16", "--config.model.depth=1", "--config.model.heads=2"]
+SMALL = [
+    *("--config.model.width=16", "--config.model.depth=1", "--config.model.heads=2"),
+    "--config.model.dropout=0",
+]
 
 
 @pytest.fixture(scope="module")

@@ -27,22 +27,31 @@ SETTINGS = {
 DUE = {"eval": (6, 12, 18), "save": (9, 18), "sample": (12,)}  # and at the end, behind all rows
 
 
-@pytest.fixture(scope="module", params=["slow steps", "slow data"])
-def slow(request):
-    """The faults that make steps slow, and evaluations and saves much slower."""
-    point = {"slow steps": "step.before", "slow data": "data.next"}[request.param]
-    return (
-        f"{point}:sleep={STEP_SECONDS},eval:sleep={PAUSE_SECONDS},save.begin:sleep={PAUSE_SECONDS}"
-    )
+# What makes steps slow, and every how many of them are logged; each of both is in a fast test.
+RUNS = {
+    "slow steps": ("step.before", 1),
+    "slow data, every second step": ("data.next", 2),
+    "slow steps, every second step": ("step.before", 2),
+    "slow data": ("data.next", 1),
+}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def run(request, slow, tmp_path_factory):
-    """The records of a run's steps, logged at each or at every second one."""
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each, marks=[pytest.mark.slow] * (number > 1), id=name)
+        for number, (name, each) in enumerate(RUNS.items())
+    ],
+)
+def run(request, tmp_path_factory):
+    """The records of a run with slow steps, and evaluations and saves that are much slower."""
+    point, every = request.param
     folder = tmp_path_factory.mktemp("run")
-    config = harness.write_config(folder, SETTINGS | {"log.every": request.param})
+    config = harness.write_config(folder, SETTINGS | {"log.every": every})
+    slow = {point: STEP_SECONDS, "eval": PAUSE_SECONDS, "save.begin": PAUSE_SECONDS}
+    plan = ",".join(f"{name}:sleep={seconds}" for name, seconds in slow.items())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "_faults", faults.parse(slow))
+        patch.setattr(faults, "_faults", faults.parse(plan))
         assert main(harness.words(config, folder / "run")) == 0
     return harness.records(folder / "run")
 

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from jaxlm.core import config as configs
 from jaxlm.core.errors import CommandError
 from jaxlm.recipes.compare import sweep
 from jaxlm.recipes.config import Run
+from tests import forked
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -33,8 +36,12 @@ def words(config, workdir, *flags):
 
 @pytest.fixture(scope="module")
 def swept(config, tmp_path_factory):
+    """A sweep of four runs, whose processes are forked from one that has imported everything."""
     folder = tmp_path_factory.mktemp("sweep") / "lr"
-    assert main(words(config, folder, VARY, "--seeds=2", "--parallel=2", "--quiet")) == 0
+    processes = types.SimpleNamespace(**vars(subprocess) | {"Popen": forked.Process})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "subprocess", processes)
+        assert main(words(config, folder, VARY, "--seeds=2", "--parallel=2", "--quiet")) == 0
     return folder
 
 

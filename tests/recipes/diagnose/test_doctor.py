@@ -15,6 +15,12 @@ CUDA13 = JAX | {"jax-cuda13-plugin": "0.12.0", "jax-cuda13-pjrt": "0.12.0"}
 H200 = Hardware(gpus=("NVIDIA H200",), driver="580.65.06")
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Each timing takes a tenth of its time on a real machine."""
+    monkeypatch.setattr(device_checks, "SECONDS", 0.03)
+
+
 def problems(findings):
     return [(each.said, each.fix) for each in findings if each.verdict == "problem"]
 

@@ -12,7 +12,7 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+EIGHT = {"XLA_FLAGS": f"{harness.FLAGS} --xla_force_host_platform_device_count=8"}
 BAD_BATCH = 8  # by its number in the stream
 FAULTS = f"batch:nan@{BAD_BATCH}-{BAD_BATCH + 1}"
 GUARD = ("--config.guard.budget=2", "--config.guard.rewind_steps=2", "--config.guard.skip=4")
@@ -37,7 +37,7 @@ def run(config, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "run"
     flags = ("--config.checkpoint.every=4", "--config.checkpoint.keep_last=9")
     assert main(harness.words(config, workdir, *flags, "--stop_at=4")) == 0
-    changed = ("--config.optim.lr=1e-2", "--allow_change=optim.lr")
+    changed = ("--config.optim.lr=1e-3", "--allow_change=optim.lr")
     assert main(harness.words(config, workdir, *flags, *changed)) == 0
     return workdir
 
@@ -160,7 +160,7 @@ def test_a_step_behind_a_change_that_no_checkpoint_leads_to_is_refused(run, tmp_
     for step in (4, 8):
         shutil.rmtree(tmp_path / f"run/checkpoints/{step}")
     error = replay(capsys, tmp_path / "run", 7, code=65)["error"]
-    assert "optim.lr: 0.003 -> 0.01" in error["why"]
+    assert "optim.lr: 0.003 -> 0.001" in error["why"]
 
 
 @pytest.mark.slow
