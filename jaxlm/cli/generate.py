@@ -1,6 +1,7 @@
 """Generate text with a run. Several --prompt are processed as one batch."""
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
-from jaxlm.core.errors import CommandError, ConfigError
+from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
 
 if TYPE_CHECKING:
     from jaxlm.generate.config import GenerateConfig
 
+EXAMPLES = {"json_schema": '{"type": "object"}', "grammar": 'start: "yes" | "no"'}
 BETWEEN = "\n---\n"
 FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--max_tokens", "N", 100, "largest number of new tokens"),
@@ -25,6 +27,10 @@ FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--presence_penalty", "X", 0.0, "penalty subtracted from logits of tokens in the text"),
     ("--frequency_penalty", "X", 0.0, "penalty per occurrence of a token in the text"),
     ("--stop", "TEXT", [], "string that ends a text; repeatable"),
+    ("--json_schema", "FILE", str, "file with a JSON schema that each text matches"),
+    ("--regex", "EXPR", str, "regular expression that each whole text matches"),
+    ("--choice", "TEXT", [], "allowed text; each result is one of them; repeatable"),
+    ("--grammar", "FILE", str, "file with a Lark grammar that each text matches"),
     ("--beams", "K", 1, "number of beams of a beam search, with --temperature=0"),
     ("--length_penalty", "X", 1.0, "exponent of the length that divides a beam's log-probability"),
     ("--prompt_lookup", "N", 0, "tokens drafted from earlier text; the output is the same"),
@@ -62,6 +68,23 @@ def read_settings(args: Any, lists: dict[str, Any], usage: str) -> "GenerateConf
         raise
 
 
+def _file(args: Any, name: str) -> str | None:
+    """Return the text of the file that a flag names. Raises InputMissing, DataError."""
+    path = getattr(args, name)
+    if path is None:
+        return None
+    where = f"--{name}={path}"
+    fix = f"echo {shlex.quote(EXAMPLES[name])} > {shlex.quote(path)}"
+    if not Path(path).is_file():
+        what, why = f"the file of --{name} is missing", f"there is no file {path}"
+        raise InputMissing(what, where=where, why=why, fix=fix)
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        what, why = f"the file of --{name} is not text", str(error)
+        raise DataError(what, where=where, why=why, fix=fix) from None
+
+
 class _Stream:
     """Printer of streamed rows, one after the other: a row is held back until earlier rows end."""
 
@@ -90,6 +113,7 @@ def run(args: Any, out: Output) -> int:
     is_streamed = args.beams == 1 and (args.stream or (sys.stdout.isatty() and not out.as_json))
 
     lists = {"prompts": args.prompt or [""], "stop": args.stop, "seed": args.seed or [0]}
+    lists |= {"choice": args.choice, **{name: _file(args, name) for name in EXAMPLES}}
     settings = read_settings(args, lists, "jaxlm generate --help")
     from jaxlm.recipes.use.generate import generate
 

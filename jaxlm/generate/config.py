@@ -41,7 +41,12 @@ BEAM_HAS_NONE: dict[str, object] = {
     "frequency_penalty": 0.0,
     "prompt_lookup": 0,
     "stop": (),
+    "json_schema": None,
+    "regex": None,
+    "choice": (),
+    "grammar": None,
 }
+CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")  # settings that limit a text
 # Limit of all stops together: their state table has as many rows, of two bytes an id.
 STOP_BYTES = 256
 GUESSES = 4  # ids of a row that a draft of the engine guesses at a time
@@ -92,6 +97,16 @@ class GenerateConfig:
         "auto", "dtype of the KV cache; auto is the dtype of activations"
     )
 
+    json_schema: str | None = setting(None, "JSON schema that each text matches")
+    regex: str | None = setting(None, "regular expression that each whole text matches")
+    choice: tuple[str, ...] = setting((), "allowed texts; each text is one of them")
+    grammar: str | None = setting(None, "grammar of each text, in the form of Lark")
+
+    @property
+    def constraints(self) -> tuple[str, ...]:
+        """Return the names of the settings that limit texts; at most one is valid."""
+        return tuple(name for name in CONSTRAINTS if getattr(self, name) not in (None, ()))
+
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield invalid settings: seeds, stops, and what beam search cannot do."""
         if len(self.seed) not in (1, len(self.prompts)):
@@ -108,10 +123,19 @@ class GenerateConfig:
         if (size := sum(len(text.encode()) for text in self.stop)) > STOP_BYTES:
             why = f"{size} bytes; {STOP_BYTES} are allowed for all stops"
             yield "stop", why, "jaxlm generate --help"
+        if len(self.constraints) > 1:
+            first, second, *_ = self.constraints
+            yield second, f"{first} is given, and a text has one of them", "jaxlm generate --help"
+        if "" in self.choice:
+            yield "choice", "an empty text is no choice", "jaxlm generate --help"
+        if self.constraints and self.prompt_lookup:
+            why = f"a text with {self.constraints[0]} takes no guesses"
+            yield "prompt_lookup", why, "--prompt_lookup=0"
         for name, neutral in BEAM_HAS_NONE.items():
             if self.beams > 1 and getattr(self, name) != neutral:
                 why = (
                     "beam search ranks whole texts by the model's own probabilities: "
                     f"{name} must be {neutral!r}"
                 )
-                yield name, why, "--beams=1" if name == "stop" else f"--{name}={neutral}"
+                is_text = name in ("stop", *CONSTRAINTS)
+                yield name, why, "--beams=1" if is_text else f"--{name}={neutral}"

@@ -24,7 +24,8 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.data.tokenizer import Bytes, Tokenizer
+from jaxlm.generate.config import GenerateConfig
 
 MAX_TEXT = 64 * 2**10  # bytes of a grammar
 COMPILE_SECONDS = 5.0
@@ -57,6 +58,23 @@ class GrammarSource:
 
     kind: Kind
     text: str
+
+    @classmethod
+    def of(cls, config: GenerateConfig) -> Self | None:
+        """Return the grammar of the settings of generation; None without one."""
+        if config.json_schema is not None:
+            return cls("json", config.json_schema)
+        if config.regex is not None:
+            return cls("regex", config.regex)
+        if config.choice:
+            return cls("choice", json.dumps(config.choice))
+        return None if config.grammar is None else cls("lark", config.grammar)
+
+    def check(self) -> None:
+        """Raise GrammarRefused if the grammar is refused for a tokenizer of bytes."""
+        tokenizer = Bytes()
+        with GrammarCompiler(tokenizer, tokenizer.size) as compiler:
+            compiler.compile(self, tokenizer.ends)
 
 
 class Matcher:

@@ -43,6 +43,36 @@ class Continuation(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
+def prompt_rows(
+    tokenizer: Tokenizer, prompts: Sequence[str], *, is_paired: bool
+) -> list[list[int]]:
+    """Return the ids of each prompt as the start of a document, or after an end token.
+
+    An end token stands in for a missing start token. An encoder (`is_paired`) reads each prompt as
+    a whole document.
+    """
+    first, encoded = tokenizer.before, tokenizer.encode_many(prompts)
+    if is_paired:
+        return [[*first, *ids, *tokenizer.after] for ids in encoded]
+    return [[*(first if first or ids else tokenizer.after), *ids] for ids in encoded]
+
+
+def check_positions(
+    rows: Sequence[Sequence[int]], max_tokens: int, positions: int | None, flag: str
+) -> None:
+    """Raise ConfigError if a row and its continuation exceed the positions of a model."""
+    longest = max(map(len, rows), default=0)
+    if positions is None or longest + max_tokens <= positions:
+        return
+    room = positions - longest
+    raise ConfigError(
+        f"{longest} prompt tokens and {max_tokens} new ones exceed the positions",
+        where=f"{flag}prompts, {flag}max_tokens",
+        why=f"the model has {positions} positions for text",
+        fix=f"{flag}max_tokens={room}" if room > 0 else "a shorter prompt",
+    )
+
+
 class Sampler:
     """Continues prompts; one program is compiled for each number of prompts and padded length.
 
@@ -65,7 +95,8 @@ class Sampler:
     ):
         self.config, self.tokenizer = config, tokenizer
         self._is_paired = isinstance(blueprint.config, EncoderDecoderConfig)
-        self._check_room(blueprint.text_positions, flag)
+        rows = prompt_rows(tokenizer, config.prompts, is_paired=self._is_paired)
+        check_positions(rows, config.max_tokens, blueprint.text_positions, flag)
         if config.prompt_lookup and not decode.supports_prompt_lookup(blueprint.config):
             raise ConfigError(
                 "this model does not support prompt lookup",
@@ -108,36 +139,12 @@ class Sampler:
             **shared,
         ).compiled()
 
-    def _check_room(self, positions: int | None, flag: str) -> None:
-        longest = max(map(len, self._rows(self.config.prompts)), default=0)
-        if positions is None or longest + self.config.max_tokens <= positions:
-            return
-        room = positions - longest
-        raise ConfigError(
-            f"{longest} prompt tokens and {self.config.max_tokens} new ones exceed the positions",
-            where=f"{flag}prompts, {flag}max_tokens",
-            why=f"the model has {positions} positions for text",
-            fix=f"{flag}max_tokens={room}" if room > 0 else "a shorter prompt",
-        )
-
-    def _rows(self, prompts: tuple[str, ...]) -> list[list[int]]:
-        """Return the ids of each prompt as the start of a document, or after an end token.
-
-        An end token stands in for a missing start token. An encoder reads each prompt as a whole
-        document.
-        """
-        first = self.tokenizer.before
-        encoded = self.tokenizer.encode_many(prompts)
-        if self._is_paired:
-            return [[*first, *ids, *self.tokenizer.after] for ids in encoded]
-        return [[*(first if first or ids else self.tokenizer.after), *ids] for ids in encoded]
-
     def write(self, params: Any, on_text: OnText | None = None) -> list[Continuation]:
         """Return the continuation of each prompt; it depends on that prompt and its seed only.
 
         `on_text` receives text while it is generated; beam search does not call it.
         """
-        rows = self._rows(self.config.prompts)
+        rows = prompt_rows(self.tokenizer, self.config.prompts, is_paired=self._is_paired)
         seeds = self.config.seed if len(self.config.seed) > 1 else self.config.seed * len(rows)
         keys = [random.key(seed, "sample") for seed in seeds]
         return self._continued(params, self.config.prompts, rows, keys, on_text)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,17 +121,21 @@ class LanguageModel:
           on_text: receives text while it is generated: index of the prompt, next part of its text,
             and True at its end.
           settings: the flags of `jaxlm generate`: `max_tokens`, `temperature`, `top_k`, `seed`...
+            `json_schema`, a dict or its text, `regex`, `choice` or `grammar` limit the texts.
 
         Raises:
-          ConfigError: if a setting is wrong, the model cannot continue text, or a prompt and its
-            continuation do not fit its positions.
+          ConfigError: if a setting is wrong, the model cannot continue text, a grammar is
+            refused, or a prompt and its continuation do not fit its positions.
         """
         several = (prompts,) if isinstance(prompts, str) else tuple(prompts)
         raw: dict[str, Any] = {"prompts": list(several), **settings}
-        for name in ("seed", "stop"):  # a setting of several values takes one, too
+        if isinstance(raw.get("json_schema"), dict):
+            raw["json_schema"] = json.dumps(raw["json_schema"])
+        for name in ("seed", "stop", "choice"):  # a setting of several values takes one, too
             if isinstance(raw.get(name), int | str):
                 raw[name] = [raw[name]]
         built = config.from_json(GenerateConfig, raw, where="generate")
+        generate.check_grammar(built)
         generate.check_generates(self.loaded, is_chat=chat)
         template = None
         if chat:

@@ -1,8 +1,28 @@
 """Situations of `jaxlm serve`, whose fixes `test_fix_lines` pastes. None starts a server."""
 
+import importlib.util
+import shlex
+import sys
+
+import pytest
+
 from tests.house.situation import RUN, Situation
+from tests.house.situations_recipes import trained
 
 SERVE = f"serve {RUN}"
+GENERATE = f"generate {RUN} --max_tokens=2"
+PREFIX = trained("prefix", "--config.objective.name=prefix")
+T5 = trained(
+    "t5",
+    "--config.model.family=t5 --config.model.width=32 --config.model.depth=1 "
+    "--config.model.heads=4 --config.objective.name=span",
+)
+
+
+def without_llguidance(patch: pytest.MonkeyPatch) -> None:
+    """Let the package be absent."""
+    patch.setattr(importlib.util, "find_spec", lambda name: None)
+
 
 SITUATIONS = {
     "a server without slots": Situation(f"{SERVE} --slots=0", code=2),
@@ -39,11 +59,37 @@ SITUATIONS = {
     "a server with a draft that is not there": Situation(f"{SERVE} --draft=runs/nowhere", code=66),
     "a draft of no server": Situation("plan --config=c.py --draft=lookup", code=2),
     "a server on eight devices": Situation("plan --config=c.py --serve --on=h100x8", code=2),
+    "a text of a wrong grammar": Situation(f"{GENERATE} --regex=[", code=2),
+    "a text of no schema": Situation(f"{GENERATE} --json_schema=new.json", code=66),
+    "a text of a schema that is no text": Situation(
+        f"{GENERATE} --json_schema=new.json", "printf '\\377' > new.json", code=65
+    ),
+    "a text of two grammars": Situation(f"{GENERATE} --regex=a --choice=b", code=2),
+    "a text that becomes too complex": Situation(
+        f"{GENERATE} --grammar=bomb.lark",
+        f"{shlex.quote(sys.executable)} -c 'n = 2000; "
+        'print("start: " + " | ".join(f"r{i}" for i in range(n))); '
+        '[print(f"r{i}: \\"a\\" r{(i + 1) % n} | \\"b\\"") for i in range(n)]'
+        "' > bomb.lark",
+        code=2,
+    ),
+    "a text of a grammar without llguidance": Situation(
+        f"{GENERATE} --regex=a", code=66, prepare=without_llguidance
+    ),
+    "a text of a grammar from a model of prefixes": Situation(
+        "generate --workdir=runs/prefix --regex=a", PREFIX, code=2
+    ),
+    "a text of a grammar from an encoder-decoder": Situation(
+        "generate --workdir=runs/t5 --regex=a", T5, code=2
+    ),
     "a key in no folder": Situation("serve --add_key --keys=no/such/keys.txt", code=73),
 }
 
 # Situations that take long.
-SLOW: set[str] = set()
+SLOW = {
+    "a text of a grammar from a model of prefixes",
+    "a text of a grammar from an encoder-decoder",
+}
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {

@@ -123,6 +123,22 @@ def test_a_step_is_named_after_the_run(run, model):
     assert model.step == 12
 
 
+def test_a_grammar_limits_texts_and_is_refused_before_a_program_is_compiled(model):
+    schema = {"enum": ["yes", "no"]}
+    answers = model.generate([TEXT, "other"], json_schema=schema, max_tokens=20, seed=[1, 2])
+    assert [each.prompt for each in answers] == [TEXT, "other"]
+    for answer in answers:
+        assert answer.text in ('"yes"', '"no"')
+        assert answer.finish_reason == "eos_token"
+        assert model.tokenizer.decode(answer.ids) == answer.text
+    (one,) = model.generate(TEXT, choice="only", max_tokens=20)
+    assert one.text == "only"
+    with pytest.raises(ConfigError, match="refused") as caught:
+        model.generate(TEXT, json_schema={"type": "nope"})
+    assert "Invalid type: nope" in caught.value.why
+    assert caught.value.where == "--json_schema"
+
+
 def test_what_is_wrong_is_an_error_with_a_fix(model, tmp_path):
     with pytest.raises(ConfigError) as caught:
         model.generate(TEXT, max_token=3)

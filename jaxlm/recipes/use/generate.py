@@ -1,19 +1,25 @@
 """Generate text from a trained run."""
 
+import contextlib
+import importlib.util
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxlm.core.callbacks import Log, OnText
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, not_installed
 from jaxlm.data import chat_templates
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.sampler import Continuation, Sampler
+from jaxlm.generate.constrained import continue_constrained
+from jaxlm.generate.engine import check_supported
+from jaxlm.generate.grammar import GrammarCompiler, GrammarRefused, GrammarSource
+from jaxlm.generate.sampler import Continuation, Sampler, check_positions, prompt_rows
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import LoadedRun
@@ -32,8 +38,11 @@ def generate(
     """Return `samples`: prompt, new ids, log-probabilities, text and finish reason of each prompt.
 
     Log-probabilities are the model's own, before temperature, penalties and cuts. `finish_reason`
-    is `length`, `eos_token` or `stop_sequence`. Raises ConfigError if a prompt and its continuation
-    do not fit the position table, or the model cannot continue text.
+    is `length`, `eos_token` or `stop_sequence`; with a grammar, `eos_token` ends a whole text, and
+    `error` one whose logits were not finite.
+
+    Raises ConfigError if a prompt and its continuation do not fit the position table, the model
+    cannot continue text, or a grammar is refused; InputMissing without the extra of grammars.
 
     Args:
       workdir: the run.
@@ -44,6 +53,7 @@ def generate(
       on_text: receives text as it is generated, see `Sampler.write`.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
+    check_grammar(settings)
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, adapter=reader, say=say, **selection)
     check_generates(opened, is_chat=is_chat)
@@ -69,6 +79,31 @@ def check_generates(opened: LoadedRun, *, is_chat: bool) -> None:
         raise ConfigError(what, where="--chat", why=why, fix=fix)
 
 
+def check_grammar(settings: GenerateConfig) -> None:
+    """Raise ConfigError if the grammar of the settings is refused, before a model is opened."""
+    source = GrammarSource.of(settings)
+    if source is None:
+        return
+    flag = f"--{settings.constraints[0]}"
+    if importlib.util.find_spec("llguidance") is None:
+        raise not_installed(flag, "llguidance", "serve", where=flag)
+    with _refused_by(flag):
+        source.check()
+
+
+@contextlib.contextmanager
+def _refused_by(flag: str) -> Iterator[None]:
+    try:
+        yield
+    except GrammarRefused as error:
+        raise ConfigError(
+            "the grammar is refused",
+            where=flag,
+            why=str(error),
+            fix="jaxlm docs serving    # what a grammar may have",
+        ) from None
+
+
 def continue_prompts(
     opened: LoadedRun,
     settings: GenerateConfig,
@@ -84,6 +119,8 @@ def continue_prompts(
     if template is not None:
         tokenizer = ChatTokenizer(tokenizer, template)
     with jax.set_mesh(opened.model.mesh):
+        if settings.constraints:
+            return _continue_constrained(opened, settings, tokenizer, on_text)
         sampler = Sampler(
             settings,
             opened.model.blueprint,
@@ -93,6 +130,36 @@ def continue_prompts(
             flag="--",
         )
         return sampler.write(opened.params, on_text)
+
+
+def _continue_constrained(
+    opened: LoadedRun, settings: GenerateConfig, tokenizer: Tokenizer, on_text: OnText | None
+) -> list[Continuation]:
+    """Return the continuations within the grammar; `tokenizer` may be that of a chat."""
+    blueprint, flag = opened.model.blueprint, f"--{settings.constraints[0]}"
+    fix = f"without {flag} a text is free"
+    if opened.run.objective.prompts == "both ways":
+        raise ConfigError(
+            "a grammar needs a model that reads from left to right",
+            where=f"objective.name={opened.run.objective.name}",
+            why="this model reads a prompt in both directions, as a whole",
+            fix=fix,
+        )
+    try:
+        check_supported(blueprint)
+    except ConfigError as error:
+        what = "a grammar does not limit the texts of this model"
+        raise ConfigError(what, where=error.where, why=error.why, fix=fix) from None
+    rows = prompt_rows(tokenizer, settings.prompts, is_paired=False)
+    check_positions(rows, settings.max_tokens, blueprint.text_positions, "--")
+    source, vocab = GrammarSource.of(settings), blueprint.config.vocab
+    assert source is not None
+    # The tokenizer of a chat encodes turns, and a grammar is of texts.
+    with GrammarCompiler(opened.tokenizer, vocab) as compiler, _refused_by(flag):
+        grammar = compiler.compile(source, tokenizer.ends)
+    return continue_constrained(
+        settings, blueprint, opened.params, tokenizer, grammar, rows, on_text
+    )
 
 
 def template_of(

@@ -1,14 +1,19 @@
 """`jaxlm generate` on an imported model: what it answers, and what it refuses."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.cli.output import Output
+from jaxlm.generate import constrained
 from tests.cli.test_exchange import write
+from tests.generate.test_grammar import BOMBS
 
 PROMPTS = ("--prompt=def ", "--prompt=import os\nimport ")
 
@@ -82,6 +87,11 @@ def test_a_beam_search_is_the_same_whatever_the_seed(capsys, run):
         (("--prompt_lookup=99",), "prompt_lookup", "jaxlm generate --help"),
         (("--min_p=1.5",), "min_p", "jaxlm generate --help"),
         (("--repetition_penalty=0",), "repetition_penalty", "jaxlm generate --help"),
+        (("--regex=a", "--choice=b"), "choice", "jaxlm generate --help"),
+        (("--choice=",), "choice", "jaxlm generate --help"),
+        (("--beams=2", "--temperature=0", "--regex=a"), "regex", "--beams=1"),
+        (("--regex=a", "--prompt_lookup=3"), "prompt_lookup", "--prompt_lookup=0"),
+        (("--regex=[",), "the grammar is refused", "jaxlm docs serving"),
         (("--kv_cache_dtype=int4",), "kv_cache_dtype", "jaxlm generate --help"),
         (("--kv_cache_dtype=imt8",), "kv_cache_dtype", "--kv_cache_dtype=int8"),
     ],
@@ -91,6 +101,60 @@ def test_what_cannot_be_is_refused_before_anything_is_opened(capsys, words, name
     assert code == 2
     assert named in answer["error"]["what"]
     assert fix in answer["error"]["fix"]
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+SCHEMA["additionalProperties"] = False
+LARK = 'start: "n=" NUMBER\nNUMBER: /[0-9]{1,3}/'
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--regex=[xyz]{2}-[0-9]", "[xyz]{2}-[0-9]"),
+        ("--json_schema=schema.json", None),
+        ("--grammar=numbers.lark", "n=[0-9]{1,3}"),
+    ],
+)
+def test_a_text_is_one_of_its_grammar(capsys, run, tmp_path, monkeypatch, flag, expected):
+    monkeypatch.chdir(tmp_path)
+    Path("schema.json").write_text(json.dumps(SCHEMA))
+    Path("numbers.lark").write_text(LARK)
+    words = (*PROMPTS, flag, "--max_tokens=40", "--seed=1")
+    code, answer = call(capsys, run, *words)
+    assert code == 0
+    for sample, prompt in zip(answer["samples"], PROMPTS, strict=True):
+        assert sample["prompt"] == prompt.removeprefix("--prompt=")
+        assert len(sample["ids"]) == len(sample["log_probabilities"]) > 0
+        if expected is None and sample["finish_reason"] == "length":
+            continue  # of a schema, whose numbers may be long
+        assert sample["finish_reason"] == "eos_token"
+        if expected is None:
+            jsonschema.validate(json.loads(sample["text"]), SCHEMA)
+        else:
+            assert re.fullmatch(expected, sample["text"])
+    assert printed(capsys, run, *words, "--stream") == printed(capsys, run, *words)
+
+
+def test_choices_go_together_with_a_stop_and_prompts_beyond_the_slots(capsys, run, monkeypatch):
+    monkeypatch.setattr(constrained, "MAX_ROWS", 2)
+    choices = ("--choice=red", "--choice=blue (dark)")
+    prompts = [f"--prompt={number}" for number in range(5)]
+    _, answer = call(capsys, run, *prompts, *choices, "--max_tokens=30", "--stop=(")
+    results = {(each["text"], each["finish_reason"]) for each in answer["samples"]}
+    assert len(answer["samples"]) == 5
+    assert results <= {("red", "eos_token"), ("blue ", "stop_sequence")}
+    _, alone = call(capsys, run, prompts[3], *choices, "--max_tokens=30", "--stop=(")
+    assert alone["samples"][0]["text"] == answer["samples"][3]["text"]
+
+
+def test_a_grammar_at_its_limit_is_an_error(capsys, run, tmp_path):
+    (tmp_path / "bomb.lark").write_text(BOMBS["rules"].text)
+    code, answer = call(capsys, run, PROMPTS[0], f"--grammar={tmp_path / 'bomb.lark'}")
+    assert code == 2
+    assert "too complex" in answer["error"]["what"]
+    assert answer["error"]["where"] == "--grammar"
 
 
 def printed(capsys, run, *words):

@@ -1,0 +1,102 @@
+"""Continuations that a grammar limits: the engine draws them, as `jaxlm serve` does."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jaxlm.core.callbacks import OnText
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.generate.config import GenerateConfig
+from jaxlm.generate.engine import Delta, Engine, Request, joined
+from jaxlm.generate.grammar import Grammar
+from jaxlm.generate.rows import Sampling
+from jaxlm.generate.sampler import Continuation
+from jaxlm.models.build import Blueprint
+
+MAX_ROWS = 8  # slots; further prompts wait for one
+MAX_CHUNK = 64  # tokens of a prompt that are read in one pass
+
+
+def continue_constrained(
+    config: GenerateConfig,
+    blueprint: Blueprint,
+    params: Any,
+    tokenizer: Tokenizer,
+    grammar: Grammar,
+    rows: Sequence[Sequence[int]],
+    on_text: OnText | None = None,
+) -> list[Continuation]:
+    """Return the continuation of each prompt within a grammar, with log-probabilities.
+
+    Args:
+      config: prompts and sampling settings.
+      blueprint: the model, a decoder.
+      params: its parameters.
+      tokenizer: its tokenizer.
+      grammar: what a text may be; its end ids are those of the tokenizer.
+      rows: the ids of the prompts.
+      on_text: receives text as it is drawn, see `Sampler.write`.
+
+    Raises:
+      ConfigError: if the grammar became too complex while a text was drawn.
+    """
+    context = max(map(len, rows)) + config.max_tokens
+    engine = Engine(
+        blueprint,
+        params,
+        tokenizer,
+        rows=min(len(rows), MAX_ROWS),
+        context=context,
+        chunk=min(MAX_CHUNK, context),
+        is_int8=config.kv_cache_dtype == "int8",
+        max_waiting=len(rows) * context,
+    )
+    sampling = Sampling(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        repetition=config.repetition_penalty,
+        presence=config.presence_penalty,
+        frequency=config.frequency_penalty,
+    )
+    seeds = config.seed if len(config.seed) > 1 else config.seed * len(rows)
+    parts: list[list[Delta]] = [[] for _ in rows]
+
+    def deliver(row: int, delta: Delta) -> None:
+        parts[row].append(delta)
+        if on_text is not None:
+            on_text(row, delta.text, delta.reason is not None)
+
+    with contextlib.closing(engine):
+        for row, (ids, seed) in enumerate(zip(rows, seeds, strict=True)):
+            request = Request(
+                ids=tuple(ids),
+                max_tokens=config.max_tokens,
+                sampling=sampling,
+                seed=seed,
+                ends=tokenizer.ends,
+                stop=tuple(text.encode() for text in config.stop),
+                top=0,
+                grammar=grammar,
+            )
+            engine.submit(request, functools.partial(deliver, row))
+        while not engine.is_idle:
+            engine.advance()
+            if engine.failure is not None:
+                raise engine.failure
+    results = []
+    for prompt, deltas in zip(config.prompts, parts, strict=True):
+        whole = joined(deltas)
+        if whole.reason == "grammar":
+            raise ConfigError(
+                "the grammar became too complex while its text was drawn",
+                where=", ".join(f"--{name}" for name in config.constraints),
+                why=f"the work for the token after {whole.text[-40:]!r} is beyond a limit",
+                fix="jaxlm docs serving    # limits of grammars",
+            )
+        scores = [score.log_probability for score in whole.scores]
+        results.append(Continuation(prompt, [*whole.ids], whole.text, scores, whole.reason))
+    return results
