@@ -73,13 +73,14 @@ def _text(answer: dict[str, Any]) -> str:
 
 def _collectives(answer: dict[str, Any]) -> list[str]:
     """Return the table of collectives; an unknown count of a loop is a question mark."""
-    rows = [("kind", "axes", "of", "count", "sent", "largest, from")]
+    rows = [("kind", "axes", "of", "count", "sent", "overlapped", "largest, from")]
     for each in answer["collectives"]:
         what = (each["kind"], ",".join(each["axes"]), each["content"])
         count = "?" if each["count"] is None else str(each["count"])
         sent, largest = formatting.size(each["sent_bytes"]), f"{each['largest']} {each['source']}"
-        rows.append((*what, count, sent, largest))
-    return [f"  {line}" for line in columns(rows, "<<<>><")]
+        share = each["overlapped_bytes"] / each["sent_bytes"] if each["sent_bytes"] else 0.0
+        rows.append((*what, count, sent, f"{share:.0%}", largest))
+    return [f"  {line}" for line in columns(rows, "<<<>>><")]
 
 
 def _memory(answer: dict[str, Any]) -> list[str]:
@@ -88,4 +89,6 @@ def _memory(answer: dict[str, Any]) -> list[str]:
     verdict = "fits" if answer["fits"] else "DOES NOT FIT"
     step = f"a step on {answer['devices']} chips, {answer['topology']}"
     memory = f"{size(held['total'])} per chip ({parts}), {verdict} {size(answer['hbm_bytes'])}"
-    return [f"{step}: {memory}", *_collectives(answer)]
+    exposed = formatting.duration(answer["exposed_seconds"])
+    links = f"communication while no product runs: at least {exposed} a step"
+    return [f"{step}: {memory}", links, *_collectives(answer)]

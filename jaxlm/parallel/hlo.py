@@ -24,6 +24,7 @@ CONTROL = frozenset({"while", "conditional", "call"})  # their bodies' operation
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) .*\{$")
+_END = re.compile(r"\}(?:$|, execution_thread=)")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLED = re.compile(
     r"\b(?:to_apply|calls|body|condition|branch_computations|called_computations"
@@ -42,6 +43,8 @@ _NAMES = {
     "matmul": r"gemm|\bdot\b|matmul|convolution|cutlass|xmma|nvjet|cublas",
     "control": r"^(while|conditional|call)(\.\d+)?$",
 }
+
+WORK = ("matmul", "attention")  # kinds that a device can run while it communicates
 
 
 class Shape(NamedTuple):
@@ -90,7 +93,8 @@ class Collective:
 
     `shapes` are its arrays on one device: the results of a gather, the operands of any other.
     `times` is the number of runs in one run of the program, None if a loop around it has an
-    unknown trip count. `source` is the innermost line in the package, or else in any file.
+    unknown trip count. `source` is the innermost line in the package, or else in any file. It is
+    overlapped if it is asynchronous, and matrix products or attention run before it has ended.
     """
 
     kind: str
@@ -100,6 +104,7 @@ class Collective:
     times: int | None
     op: str
     source: str
+    is_overlapped: bool = False
 
     @property
     def bytes(self) -> int:
@@ -132,17 +137,23 @@ class _Program:
     """The instructions of each computation, and the tables of source lines."""
 
     def __init__(self, text: str, package: str):
-        self.computations: dict[str, list[re.Match[str]]] = {}
+        bodies: dict[str, list[str]] = {}
         self.entry, inside = "", None
         for line in text.splitlines():
             if inside is None:
                 if (match := _COMPUTATION.match(line)) and "->" in line:
-                    inside = self.computations.setdefault(match["name"], [])
+                    inside = bodies.setdefault(match["name"], [])
                     self.entry = match["name"] if match["entry"] else self.entry
-            elif line.startswith("}"):
+            elif _END.match(line):
                 inside = None
-            elif instruction := _INSTRUCTION.match(line):
-                inside.append(instruction)
+            elif line.startswith(" ") or not inside:
+                inside.append(line)
+            else:  # the metadata of a kernel has line breaks
+                inside[-1] += line
+        self.computations = {
+            name: [match for line in lines if (match := _INSTRUCTION.match(line))]
+            for name, lines in bodies.items()
+        }
         if not self.entry:
             raise ValueError("the text has no entry computation: it is not optimized HLO")
         counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.partition("\n")[0])
@@ -203,6 +214,29 @@ class _Program:
             limits = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", tests)
         return int(limits[0]) if len(limits) == 1 else None
 
+    def overlapped(self) -> set[str]:
+        """Return the names of collectives between whose start and end products run."""
+        names: set[str] = set()
+        for matches in self.computations.values():
+            running: dict[str, bool] = {}  # by the name of a start
+            lines = {match["name"]: match.string for match in matches}
+            for match in matches:
+                op, line = match["op"], match.string
+                if op.endswith("-start"):
+                    running[match["name"]] = False
+                elif op.endswith("-done"):
+                    start = re.search(r"%([\w.-]+)", line[match.end() :])
+                    if start and running.pop(start[1], False):
+                        names |= {start[1]} | self._inside(lines[start[1]])
+                elif not all(running.values()) and self.kind(op, line, self.source(line)) in WORK:
+                    running = dict.fromkeys(running, True)
+        return names
+
+    def _inside(self, line: str) -> set[str]:
+        """Return the names of the operations that an asynchronous call runs."""
+        called = re.findall(r"[\w.-]+", " ".join(_CALLED.findall(line)))
+        return {match["name"] for name in called for match in self.computations.get(name, ())}
+
     def kind(self, op: str, line: str, source: str) -> str:
         """Return the kind of an operation."""
         if op in CONTROL:
@@ -232,7 +266,7 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
     counts. Raises ValueError if the text is not a program, or a collective cannot be parsed.
     """
     program = _Program(text, package)
-    times = program.run_counts()
+    times, overlapped = program.run_counts(), program.overlapped()
     types: dict[tuple[str, str], str] = {}
     collectives = []
     for name, match in program.instructions():
@@ -252,6 +286,7 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
                 times=times[name],
                 op=_op_name(line),
                 source=program.source(line),
+                is_overlapped=match["name"] in overlapped,
             )
         )
     return collectives

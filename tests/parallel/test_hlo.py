@@ -184,3 +184,55 @@ ENTRY"""
         if each.kind == "all-reduce"
     )
     assert summed.times == 6
+
+
+def test_what_follows_a_kernel_whose_metadata_has_line_breaks_counts():
+    """A splash kernel of a TPU has such metadata."""
+    kernel = """ENTRY %main (x: f32[2,4], y: bf16[8,4]) -> f32[8,4] {
+  %k = f32[2,4]{1,0} custom-call(), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="kernel" stack_frame_id=2}
+"""
+    head = "ENTRY %main (x: f32[2,4], y: bf16[8,4]) -> f32[8,4] {\n"
+    before = hlo.read_collectives(ASYNC)
+    assert head in ASYNC
+    assert hlo.read_collectives(ASYNC.replace(head, kernel)) == before
+    operations = hlo.read_operations(ASYNC.replace(head, kernel))
+    assert operations["k"].source == "jaxlm/nn/mlp.py:7"
+
+
+OVERLAP = """HloModule jit_step, is_scheduled=true, num_partitions=2
+
+%fused (p: bf16[8,8]) -> bf16[8,8] {
+  %p = bf16[8,8]{1,0} parameter(0)
+  ROOT %c = bf16[8,8]{1,0} convolution(%p, %p), dim_labels=bf_io->bf
+}
+
+%wrapped (q: f32[4]) -> f32[8] {
+  %q = f32[4]{0} parameter(0)
+  ROOT %wg = f32[8]{0} all-gather(%q), replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (x: bf16[8,8], y: f32[4]) -> bf16[8,8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  %y = f32[4]{0} parameter(1)
+  %early = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), replica_groups={{0,1}}, dimensions={0}
+  %early-done = f32[8]{0} all-gather-done(%early)
+  %call = ((f32[4]{0}), f32[8]{0}, u32[]) async-start(%y), calls=%wrapped
+  %hidden = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), replica_groups={{0,1}}, dimensions={0}
+  %product = bf16[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused
+  %hidden-done = f32[8]{0} all-gather-done(%hidden)
+  %call-done = f32[8]{0} async-done(%call)
+  %late = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), replica_groups={{0,1}}, dimensions={0}
+  %late-done = f32[8]{0} all-gather-done(%late)
+  %sync = f32[4]{0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%fused
+  ROOT %end = bf16[8,8]{1,0} add(%product, %product)
+}
+"""
+
+
+def test_a_collective_is_overlapped_if_a_product_runs_between_its_start_and_its_end():
+    overlapped = {each.name: each.is_overlapped for each in hlo.read_collectives(OVERLAP)}
+    assert overlapped == {
+        "wg": True, "early": False, "hidden": True, "late": False, "sync": False,
+    }  # fmt: skip

@@ -52,6 +52,7 @@ class CollectiveRow:
     content: Content
     count: int | None  # in one step; None if the trip count of a loop is unknown
     sent_bytes: float  # by each device in one step
+    overlapped_bytes: float  # of those, sent while matrix products or attention may run
     largest: str  # the largest array, as XLA writes it
     source: str
     why_unexpected: str = ""
@@ -112,13 +113,18 @@ def table(
             axes=axes,
             content=content,
             count=None if None in times else sum(n for n in times if n is not None),
-            sent_bytes=sum(collective.sent * (collective.times or 1) for collective in group),
+            sent_bytes=sum(map(_sent, group)),
+            overlapped_bytes=sum(_sent(each) for each in group if each.is_overlapped),
             largest=str(max(shapes, key=lambda shape: shape.bytes)),
             source=source,
             why_unexpected=why,
         )
         lines.append(line)
     return sorted(lines, key=lambda line: (not line.why_unexpected, -line.sent_bytes))
+
+
+def _sent(collective: Collective) -> float:
+    return collective.sent * (collective.times or 1)
 
 
 def content_of(shape: Shape, tokens: int, vocab: int, mark: int) -> Content:
@@ -300,6 +306,8 @@ def vocabulary(run: Run) -> int:
 def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any]:
     """Compile a run's step for a TPU slice such as v5e-16: bytes per chip, and collectives.
 
+    `exposed_seconds` is the least time of the bytes that are sent while no product runs.
+
     Raises CommandError if the slice or its compiler does not exist here, and ConfigError if the run
     does not fit.
     """
@@ -312,6 +320,7 @@ def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any
     memory = programs.compiled_memory(compiled)
     # The sizes of a real run have no mark that identifies activations: no judgment here.
     rows = table(hlo.read_collectives(compiled.as_text() or ""), dict(grid.shape))
+    exposed = sum(row.sent_bytes - row.overlapped_bytes for row in rows)
     return {
         "topology": known.topology,
         "devices": known.devices,
@@ -320,6 +329,7 @@ def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any
         "hbm_bytes": known.chip.memory_bytes,
         "fits": memory["total"] <= known.chip.memory_bytes,
         "collectives": [line.record() for line in rows],
+        "exposed_seconds": exposed / known.chip.link_speed,
     }
 
 

@@ -290,6 +290,7 @@ def test_the_words_for_people_name_what_is_wrong(capsys, monkeypatch):
         content="logits",
         count=None,
         sent_bytes=10.0,
+        overlapped_bytes=0.0,
         largest="f32[5,512]",
         source="jaxlm/nn/linear.py:48",
         why_unexpected="logits are sent whole",

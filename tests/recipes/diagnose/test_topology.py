@@ -55,6 +55,10 @@ def test_a_missing_compiler_is_reported(capsys):
     assert "compiler for TPUs" in json.loads(capsys.readouterr().out)["error"]["what"]
 
 
+# Of each chip in a step: scripts/LOG.md, "What do TPU programs send, and when?"
+SENT_GIB = {"gpt2_124m:v5e-16": 6.92, "llama_1b:v5e-16": 491.1}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not HAS_COMPILER, reason=WHY)
@@ -79,6 +83,10 @@ def test_a_shipped_config_compiles_for_its_slice_and_fits(capsys, shipped, name,
     assert plan["devices"] == SLICES[name].devices
     assert 0 < plan["bytes_per_device"]["total"] < plan["hbm_bytes"]
     assert {axis for each in plan["collectives"] for axis in each["axes"]} >= axes
+    sent = sum(each["sent_bytes"] for each in plan["collectives"])
+    assert sent / 2**30 == pytest.approx(SENT_GIB.get(f"{shipped}:{name}", sent / 2**30), rel=0.05)
+    assert all(0 <= each["overlapped_bytes"] <= each["sent_bytes"] for each in plan["collectives"])
+    assert plan["exposed_seconds"] > 0
 
 
 SMALL = {
