@@ -129,7 +129,12 @@ def parts_of(teacher: TeacherTop, logits: Array, temperature: float) -> tuple[Ar
 
 def _rest(log_p: Array, ids: Array) -> Array:
     """Return the log-probability of all ids but some; about `LEAST` if there is no other."""
-    others = jnp.put_along_axis(log_p, ids, LEAST, axis=-1, inplace=False)
+
+    def without(row: Array, ids: Array) -> Array:
+        return row.at[ids].set(LEAST)
+
+    # A scatter with batch axes, which meshes split; that of put_along_axis gathers all ids.
+    others = jax.vmap(jax.vmap(without))(log_p, ids)
     return jax.nn.logsumexp(others, axis=-1).clip(LEAST)
 
 

@@ -215,6 +215,25 @@ def test_a_student_of_stored_distributions_has_the_losses_of_one_with_the_teache
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2 fsdp=2", "fsdp=2 tensor=2", "context=2 data=2"])
+def test_a_student_on_four_devices_has_the_losses_of_one_device(config, runs, tmp_path, mesh):
+    """The processes have four fake devices; the losses differ by the order of sums alone."""
+    words = [*from_stored(runs / "stored"), "--config.precision.compute=float32", *SMALL]
+    whole = harness.words(config, tmp_path / "one", *words)
+    assert harness.run(whole)[0] == 0
+    sizes = dict(each.split("=") for each in mesh.split())
+    axes = [f"--config.mesh.{axis}={sizes.get(axis, 1)}" for axis in ("data", "fsdp", "tensor")]
+    axes += [f"--config.mesh.context={sizes.get('context', 1)}", "--cpu_devices=4"]
+    code, output = harness.run(harness.words(config, tmp_path / "four", *words, *axes), is_new=True)
+    assert code == 0, output
+    one, four = (train_records(tmp_path / name) for name in ("one", "four"))
+    assert len(one) == len(four) == SETTINGS["train.steps"]
+    for alone, other in zip(one, four, strict=True):
+        for name in ("loss_nats", "teacher_kl_nats", "teacher_nats", "grad_norm"):
+            assert other[name] == pytest.approx(alone[name], rel=1e-5), (alone["step"], name)
+
+
+@pytest.mark.slow
 def test_a_student_that_stops_resumes_to_the_same_bits(config, runs, tmp_path):
     flags = from_stored(runs / "stored")
     assert main(harness.words(config, tmp_path / "whole", *flags)) == 0

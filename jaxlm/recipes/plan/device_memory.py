@@ -14,6 +14,7 @@ from jaxlm.models.cost import activations
 from jaxlm.models.cost.activations import DeviceShare
 from jaxlm.models.cost.tensors import Tensor, tensors
 from jaxlm.nn.config import BlockConfig
+from jaxlm.objectives.config import Distill
 from jaxlm.ops.kernels import BLOCK
 from jaxlm.optim import patterns
 from jaxlm.optim.average_config import NoAverage
@@ -25,6 +26,9 @@ from jaxlm.tune import cost
 from jaxlm.tune.config import Full, Lora, QLora
 
 FRAGMENTATION = 1.1  # buffers are placed in a heap with holes
+# Arrays of the size of the logits that a divergence needs more than the loss of labels: those of
+# the student at the temperature, of what is compared, and their gradient; as compiled.
+DIVERGENCE_LOGITS = 3
 READ = ("/weight", "/lora_a", "/ia3")  # leaves whose gradient reads the input of their layer
 
 
@@ -189,7 +193,9 @@ def temporary_bytes(
     tokens = min(run.loss.chunk or predicted, predicted)
     # With their exponentials or gradients; unchunked logits of each further head are saved.
     heads = 0 if run.loss.chunk else len(decoder.heads)
-    logits = ((1 + heads) * 4 + share.logit_bytes) * tokens * _outputs(run, decoder, share)
+    divergence = DIVERGENCE_LOGITS if isinstance(run.objective, Distill) else 0
+    wide = 1 + divergence + heads  # in float32
+    logits = (wide * 4 + share.logit_bytes) * tokens * _outputs(run, decoder, share)
     repeated = [each for each in tensors(decoder) if each.axes[0] == "layers"]
     gathered = groups = 0.0
     if sizes["fsdp"] > 1 and run.mesh.zero == 3:

@@ -94,6 +94,20 @@ def test_a_sound_config_passes_and_shows_what_it_sends(file, capsys):
     assert not any(kind == "all-gather" and c == "activations" for kind, *_, c in sent)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 1, "context": 2}]
+)
+def test_a_stored_teacher_passes_without_its_folder(file, capsys, sizes):
+    """A scatter of the stored ids once gathered them, with their places, over fsdp."""
+    flags = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
+    flags += ["--config.objective.name=distill", "--config.objective.stored=nowhere"]
+    report = check(capsys, file, "--steps=2", *flags, code=0)
+    assert report["ok"]
+    assert report["unexpected"] == report["whole_logits"] == report["replicated"] == []
+    assert max(report["gradients"].values()) < 1e-4
+
+
 def test_one_leaf_whose_gradient_has_another_sign_is_named_though_losses_and_norms_agree(
     file, capsys, monkeypatch
 ):

@@ -206,7 +206,13 @@ NEVER_SEEN = [
 PAIRS = {"data.kind": "pairs", "data.train": "pairs.jsonl", "objective.name": "preference"}
 REWARD = PAIRS | {"objective.name": "reward"}
 STEPS = PAIRS | {"data.kind": "steps", "objective.name": "process"}
+STORED = {"objective.name": "distill", "objective.stored": "stored"}
+TAUGHT = {"objective.name": "distill", "objective.teacher": "teacher"}
 CHOSEN_LATER = [
+    ("b", STORED),
+    ("q", STORED | {"loss.chunk": "256"}),
+    ("b", STORED | {"mesh.fsdp": "2", "mesh.tensor": "2"}),
+    ("b", TAUGHT),
     ("q", PAIRS),
     ("q", PAIRS | {"loss.chunk": "256"}),
     ("m", PAIRS | {"mesh.fsdp": "2", "mesh.tensor": "2", "train.remat": "full"}),
@@ -344,6 +350,21 @@ def test_an_evaluation_has_the_memory_that_the_plan_names_and_no_more_than_a_ste
     assert forecast.evaluation_bytes <= step["total"]
     compiled = programs.compiled_memory(collectives.compile_step(run, grid))
     assert exact <= compiled["total"]
+
+
+def test_a_stored_teacher_is_in_no_memory_and_costs_no_products():
+    plain, stored, taught = (
+        planned(sized("q", {"loss.chunk": "256"} | each)) for each in ({}, STORED, TAUGHT)
+    )
+    assert stored.hardware_flops == plain.hardware_flops < taught.hardware_flops
+    assert stored.flops_per_token == plain.flops_per_token
+    assert "teacher" not in stored.bytes_per_device
+    assert not any("teacher" in line for line in stored.assumed)
+    for name, size in plain.bytes_per_device.items():
+        if name not in ("logits", "activations", "total"):
+            assert stored.bytes_per_device[name] == size, name
+    totals = [each.bytes_per_device["total"] for each in (plain, stored, taught)]
+    assert totals[0] <= totals[1] < totals[2]
 
 
 def test_a_reference_costs_a_pass_of_each_step_or_one_before_them():
