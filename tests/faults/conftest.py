@@ -1,6 +1,7 @@
 """One small run by the command line, with secrets around it, for tests of what a run leaves."""
 
 import dataclasses
+import fcntl
 import os
 import subprocess
 import sys
@@ -62,20 +63,29 @@ def jaxlm(*words, env=None, umask=-1, cwd=None):
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory):
-    """A finished run of four steps, started under umask 027 with secrets in the environment."""
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "texts").mkdir()
-    config = folder / "tiny.py"
-    Path(harness.write_config(folder / "texts", SETTINGS)).rename(config)
+def tiny_run(tmp_path_factory, worker_id):
+    """A finished run of four steps, started under umask 027 with secrets in the environment.
+
+    One for all workers, whose folders have the same parent. None of them changes it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "tiny"
+    config, printed = folder / "tiny.py", folder / "printed.txt"
     workdir, cache = folder / "run", folder / "cache"
-    done = jaxlm(
-        *("train", f"--config={config}", f"--workdir={workdir}"),
-        env=SECRETS | {"JAXLM_CACHE": str(cache)},
-        umask=0o027,
-    )
-    assert done.returncode == 0, done.stderr
-    return TinyRun(workdir, config, cache, done.stdout + done.stderr)
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not printed.exists():
+            (folder / "texts").mkdir(exist_ok=True)
+            Path(harness.write_config(folder / "texts", SETTINGS)).rename(config)
+            done = jaxlm(
+                *("train", f"--config={config}", f"--workdir={workdir}"),
+                env=SECRETS | {"JAXLM_CACHE": str(cache)},
+                umask=0o027,
+            )
+            assert done.returncode == 0, done.stderr
+            printed.write_text(done.stdout + done.stderr)
+    return TinyRun(workdir, config, cache, printed.read_text())
 
 
 @pytest.fixture(scope="session")

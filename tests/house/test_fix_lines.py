@@ -70,6 +70,12 @@ def get_config():
     return c
 """
 COMMAND = re.compile(r"^(jaxlm |'?--[a-z]|echo |find |ls |mv |rm |sed |export |unset )")
+# `jaxlm WORDS` in a change of a situation, perhaps only if a folder is not there. It runs in this
+# process: one of its own imports for seconds.
+JAXLM = re.compile(
+    rf"(?:\[ -d (\S+) \] \|\| )?{re.escape(sys.executable)} -m jaxlm ([^;|&]*?)"
+    r"(?: >&2)?(?: \|\| exit 1)?(?:;|$)"
+)
 LONGEST_CHAIN = 3  # fixes after each other, of a command line with several mistakes
 
 
@@ -1003,8 +1009,19 @@ def copied(base, folder, situation):
     """Make a fresh copy of the base folder, apply the change of the situation, and enter it."""
     shutil.copytree(base, folder)
     os.chdir(folder)
-    if situation.change:
-        subprocess.run(["bash", "-c", situation.change], check=True)
+    shell = situation.change
+    while command := JAXLM.search(shell):
+        bash(shell[: command.start()])
+        shell = shell[command.end() :]
+        folder, words = command.groups()
+        if folder is None or not Path(folder).is_dir():
+            assert main(shlex.split(words)) == 0, words
+    bash(shell)
+
+
+def bash(shell):
+    if shell.strip():
+        subprocess.run(["bash", "-c", shell], check=True)
 
 
 def first(situation, places, capsys, trace):

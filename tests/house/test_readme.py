@@ -23,6 +23,7 @@ import pytest
 
 from jaxlm.cli.docs import page, topics
 from jaxlm.cli.main import main
+from jaxlm.recipes.diagnose import device_checks
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -81,7 +82,8 @@ SHORTER = {
 SLOW = "|".join(
     (
         r"--cpu_devices|^jaxlm (check|bench|lr-find|sweep) |workdir=runs/c ",
-        r"config=rl/ppo|config=preference/(process|reward)|qlora|--method=gptq",
+        r"config=(rl|preference)/|qlora|^jaxlm (quantize|replay|teach) |=runs/(prefix|small|e)\b",
+        r"config.objective.stored=taught|--workdir=runs/shorter",
     )
 )
 FIRST_RUN = "jaxlm train --config=quickstart --workdir=runs/a --stop_at=20"  # many read it
@@ -190,6 +192,7 @@ def test_a_command_of_the_manual_runs(checkout, command, request, monkeypatch, c
         assert done.returncode == 0, done.stdout + done.stderr
         return
     monkeypatch.chdir(checkout)
+    monkeypatch.setattr(device_checks, "SECONDS", 0.03)  # of each timing of `jaxlm doctor`
     code = main(words[1:])
     assert code == 0, "".join(capfd.readouterr())
 

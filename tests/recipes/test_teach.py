@@ -262,7 +262,7 @@ def test_a_mixture_of_sources_in_another_order_reads_the_rows_of_its_tokens(
     texts = re.search(r'\("(.*)/\*\.txt"', Path(config).read_text())[1]
     one, other, *_ = sorted(path.name for path in Path(texts).glob("*.txt"))
     shares = [f"--config.data.train=a={texts}/{one},b={texts}/{other}"]
-    shares += ["--config.data.mixture.name=weights", "--config.data.mixture.weights=a=1,b=3"]
+    shares += ["--config.data.mixture.name=weights", "--config.data.mixture.weights=a=0.25,b=0.75"]
     assert (
         main(teaching(config, runs / "teacher", tmp_path / "mixed", f"--top={ALL}", *shares)) == 0
     )

@@ -23,7 +23,7 @@ from tests.parity import weights
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
-SETTINGS = {"train.steps": 1, "eval.batches": 1, "model.dropout": 0.0}
+SETTINGS = {"train.steps": 1, "eval.batches": 1}
 LAYER = "base_model.model.model.layers.0."
 QUERY = f"{LAYER}self_attn.q_proj."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -13,7 +13,8 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
-RUN = {"train.steps": 6, "eval.batches": 2, "optim.weight_decay": 0.0, "model.dropout": 0.0}
+RUN = {"train.steps": 6, "eval.batches": 2}
+EXACT = ("--config.optim.weight_decay=0", "--config.model.dropout=0")  # not of the base
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def base(settings, tmp_path_factory):
 
 def words(settings, workdir, base, *flags):
     tuned = ("--config.tune.name=qlora", "--config.tune.rank=2", f"--init_from={base}")
-    return harness.words(settings, workdir, *tuned, *flags)
+    return harness.words(settings, workdir, *EXACT, *tuned, *flags)
 
 
 @pytest.fixture(scope="module")

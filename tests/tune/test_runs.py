@@ -15,7 +15,8 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
-SETTINGS = {"train.steps": 6, "eval.batches": 2, "optim.weight_decay": 0.0, "model.dropout": 0.0}
+SETTINGS = {"train.steps": 6, "eval.batches": 2}
+EXACT = ("--config.optim.weight_decay=0", "--config.model.dropout=0")  # not of the base
 ARMS = {
     "lora": ("--config.tune.rank=2",),
     "dora": ("--config.tune.rank=2",),
@@ -41,7 +42,7 @@ def base(config, tmp_path_factory):
 
 def words(config, workdir, base, arm="lora", *flags):
     tuned = [f"--config.tune.name={arm}", *ARMS[arm], f"--init_from={base}"]
-    return harness.words(config, workdir, *tuned, *flags)
+    return harness.words(config, workdir, *EXACT, *tuned, *flags)
 
 
 @pytest.fixture(scope="module", params=ARMS)
@@ -148,7 +149,7 @@ def test_a_run_that_stops_resumes_to_the_same_bits(config, base, lora, arm, tmp_
         lora = tmp_path / arm
         assert main(words(config, lora, base, arm)) == 0
     assert main(words(config, parts, base, arm, "--stop_at=2")) == 0
-    resumed = harness.words(config, parts, f"--config.tune.name={arm}", *ARMS[arm])
+    resumed = harness.words(config, parts, *EXACT, f"--config.tune.name={arm}", *ARMS[arm])
     assert main(resumed) == 0  # base.json names the base
 
     def losses(workdir):
