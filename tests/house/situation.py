@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = "--config=c.py --workdir=new"
 RUN = "--workdir=runs/a"
 SHORT = (
-    "--config.data.sequence=32 --config.train.steps=1 --config.train.batch=4 "
+    "--config.data.sequence=32 --config.train.steps=2 --config.train.batch=4 "
     "--config.model.width=32 --config.model.depth=1 "
     "--config.model.heads=4 --config.model.kv_heads=2 --config.data.tokenizer=bytes "
     "'--config.sample.prompts=()'"

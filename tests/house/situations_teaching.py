@@ -17,7 +17,10 @@ CODES = (
     f"--allow=loss:50% --quiet >&2"
 )
 KINDS = trained(
-    "kinds", "--config.model.family=gemma2 --config.model.depth=2 --config.model.window=8"
+    "kinds",
+    "--config.model.family=gemma2 --config.model.depth=2 --config.model.window=8 "
+    "--config.model.width=32 --config.model.heads=4 --config.model.kv_heads=2 "
+    "--config.model.head_dim=8 --config.model.hidden=64",
 )
 
 

@@ -1,6 +1,7 @@
 """The parts of a block in float64 numpy, one query at a time: the reference of these tests."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -11,13 +12,21 @@ FLOAT32 = Precision.float32()
 
 
 def moved(make, *, std=0.3, seed=0, precision=FLOAT32):
-    """`make(key, init)` with every parameter moved off one and zero; and its arrays."""
+    """`make(key, init)` with every parameter moved off one and zero; and its arrays.
+
+    NumPy draws them: JAX would compile a program for each shape.
+    """
     init = Initializer("normal", std, 1, precision)
-    graphdef, state = nnx.split(make(jax.random.key(seed), init))
-    leaves, treedef = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    leaves = [x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    module = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+    key, draw = jax.random.key(seed), np.random.default_rng(seed)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(key, init)))
+
+    def drawn(path, like):
+        name = jax.tree_util.keystr(path)
+        is_scale = "scale" in name
+        deviation = 0.2 if is_scale or "bias" in name else (std**2 + 0.04) ** 0.5
+        return jnp.asarray(is_scale + deviation * draw.standard_normal(like.shape), like.dtype)
+
+    module = nnx.merge(graphdef, jax.tree_util.tree_map_with_path(drawn, state))
     return module, arrays(module)
 
 

@@ -54,7 +54,8 @@ def outputs(config):
     x = jax.random.normal(jax.random.key(2), (ROWS, LENGTH, WIDTH))
     # The second row begins elsewhere, and has a gap.
     positions = np.stack((np.arange(LENGTH), 5 + np.arange(LENGTH) ** 2)).astype(np.int32)
-    got, cache = module(x, LayerInputs(jnp.asarray(positions), masks.causal(LENGTH)))
+    inputs = LayerInputs(jnp.asarray(positions), masks.causal(LENGTH))
+    got, cache = jax.jit(lambda x: module(x, inputs))(x)
     assert cache is None
     return got, reference.attention(np.asarray(x, np.float64), params, config, positions)
 

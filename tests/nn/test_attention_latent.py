@@ -85,7 +85,8 @@ def expected(config, params):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_whole_row_is_what_float64_says(name):
     module, params = built(KINDS[name])
-    out, _ = module(jnp.asarray(X, jnp.float32), LayerInputs(POSITIONS, masks.causal(LENGTH)))
+    inputs = LayerInputs(POSITIONS, masks.causal(LENGTH))
+    out, _ = jax.jit(lambda x: module(x, inputs))(jnp.asarray(X, jnp.float32))
     np.testing.assert_allclose(out, expected(KINDS[name], params), rtol=1e-4, atol=1e-4)
 
 
