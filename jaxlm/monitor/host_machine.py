@@ -1,6 +1,7 @@
 """The host machine: accelerators, measured speed of its CPU, and memory in use. Free of JAX."""
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import importlib.util
@@ -22,6 +23,9 @@ from jaxlm.monitor.chips import Chip, Dtype, Machine
 # step of many tokens reaches it and single matmuls reach 3 to 6; with vectors single ones do.
 GAINS = {backend.AMX: 3, backend.VECTORS: 2}
 MEASURE_SECONDS = 0.03
+# Kernels of OpenBLAS with vectors of 256 bits. It uses them on CPUs of AMD that it does not know.
+# XLA uses all 512 bits where there are as many, and is 1.9 times as fast (scripts/LOG.md).
+NARROW_KERNELS = ("Haswell", "Zen")
 SIDE = 512  # of a product that BLAS computes on all cores
 SMALL_SIDE, SMALL_PRODUCTS = 64, 64  # of products that OpenBLAS computes on one core
 
@@ -92,6 +96,9 @@ def used_machine() -> tuple[str, str | None]:
 def this_machine(devices: int, assumed: list[str]) -> Machine:
     """Return this CPU as a machine, measured once in a process; describe it in `assumed`."""
     flops, copied = _measured()
+    if backend.cpu_units() and blas_kernel() in NARROW_KERNELS:
+        flops *= 2
+        assumed.append("NumPy's matmuls use half of the vectors of this CPU: the compiler's all")
     speeds = f"{flops / 1e9:.0f} GFLOP/s in float32 matmuls and {copied / 1e9:.1f} GB/s in copies"
     assumed.append(f"this CPU measured {speeds}")
     gain, unit = max(((GAINS[unit], unit) for unit in backend.cpu_units()), default=(1, ""))
@@ -108,6 +115,19 @@ def this_machine(devices: int, assumed: list[str]) -> Machine:
         source="measured",
     )
     return Machine(name="cpu", chip=chip, devices=devices)
+
+
+@functools.cache
+def blas_kernel() -> str:
+    """Return the name of the kernels that NumPy's OpenBLAS uses here; empty for another BLAS."""
+    import numpy as np  # not imported for other machines
+
+    for path in Path(np.__file__).parent.with_name("numpy.libs").glob("libscipy_openblas*"):
+        with contextlib.suppress(OSError, AttributeError):
+            call = ctypes.CDLL(str(path)).scipy_openblas_get_corename64_
+            call.restype = ctypes.c_char_p
+            return str(call().decode())
+    return ""
 
 
 @functools.cache

@@ -36,6 +36,27 @@ def test_products_on_one_core_count_where_other_programs_delay_those_on_all(monk
     assert copied == pytest.approx(2 * 32 * 2**20 / 1e-2)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "flags", "times"),
+    [("Haswell", "avx512_bf16", 2), ("SkylakeX", "avx512_bf16", 1), ("Haswell", "avx2", 1)],
+)
+def test_a_blas_of_narrow_vectors_is_not_the_speed_of_the_compiler(
+    kernel, flags, times, tmp_path, monkeypatch
+):
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"flags\t\t: fpu {flags}\n")
+    monkeypatch.setattr(backend, "CPUINFO", path)
+    monkeypatch.setattr(host_machine, "_measured", lambda: (1e11, 1e10))
+    monkeypatch.setattr(host_machine, "blas_kernel", lambda: kernel)
+    assumed: list[str] = []
+    assert host_machine.this_machine(1, assumed).chip.flops["float32"] == times * 1e11
+    assert ("half of the vectors" in " ".join(assumed)) == (times == 2)
+
+
+def test_the_kernel_of_this_blas_has_a_name_or_none():
+    assert host_machine.blas_kernel().isalnum() or not host_machine.blas_kernel()
+
+
 def test_a_slow_call_is_measured_once():
     calls = []
 

@@ -11,6 +11,7 @@ from jaxlm.monitor.chips import Machine
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import cpu_work
 from jaxlm.rl import config as rl
 
 
@@ -83,13 +84,22 @@ def forecast(
     whole = model_cost.flops_per_token(decoder, length, causal=True) / 3
     hidden = model_cost.flops_per_token(decoder, length, causal=True, has_logits=False) / 3
     compute = (hidden * rows * prompt + whole * passes * slots) / (machine.devices * peak)
-    read = (numbers * item + cache) * passes / machine.chip.memory_speed
-    low = max(compute / reached[1], read) + passes * launch[0]
-    high = compute / reached[0] + read + passes * launch[1]
     scored = (hidden * prompt + whole * new) * samples / (machine.devices * peak)
-    scored *= run.rescores_rollouts
-    score = scored / reached[1], scored / reached[0]
-    return RolloutForecast(slots, cache, weights, (low, high), score)
+    if machine.chip.name == "cpu":
+        speed = machine.devices * machine.chip.flops["float32"]
+        keys = prompt + new // 2
+        begun = cpu_work.forward(decoder, prompt) * rows * prompt
+        other = (begun + cpu_work.token(decoder, keys) * passes * slots) / speed
+        read = numbers * item * passes / machine.chip.memory_speed
+        low, high = (max(compute / share + other, read) for share in reversed(reached))
+        scores = cpu_work.forward(decoder, length) * length * samples / speed
+    else:
+        read = (numbers * item + cache) * passes / machine.chip.memory_speed
+        low = max(compute / reached[1], read) + passes * launch[0]
+        high = compute / reached[0] + read + passes * launch[1]
+        scores = 0.0
+    rescored = [run.rescores_rollouts * (scored / share + scores) for share in reversed(reached)]
+    return RolloutForecast(slots, cache, weights, (low, high), (rescored[0], rescored[1]))
 
 
 def _prompt_rows(run: Run, samples: int, slots: int, ways: int) -> int:

@@ -322,7 +322,8 @@ class Rollouts(contextlib.ExitStack):
             used, drawn = self._taught(objective.sampled, number, scored)
             trained = [1.0] * len(used)
             figures["sampled_share"] = float(np.mean([each is not None for each in used]))
-        prompts = [prompt_ids(self._loader, document) for document in scored.documents]
+        read = {document: prompt_ids(self._loader, document) for document in {*scored.documents}}
+        prompts = [read[document] for document in scored.documents]
         samples = [Weighted(*each) for each in zip(prompts, drawn, trained, strict=True)]
         weighted, size = [], run.train.batch
         for first in range(0, len(samples), size):

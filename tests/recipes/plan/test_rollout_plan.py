@@ -1,5 +1,7 @@
 """The plan of rollouts: the cache of the sampler, and times that follow what is drawn."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -25,10 +27,40 @@ SMALL = {
 }
 
 
-def planned(**more):
+# Depth, width, heads, hidden, vocabulary; samples, tokens of a row, new ones; the seconds of the
+# processor that scripts/bench_plan_rollouts.py measured: draw, score again, train (scripts/LOG.md).
+MEASURED = {
+    "1M": ((4, 128, 4, 384, 320), (64, 512, 256), (1.824, None, 2.951)),
+    "4M": ((4, 256, 4, 768, 1024), (32, 256, 64), (0.393, 0.482, 1.279)),
+    "12M": ((6, 384, 6, 1024, 4096), (64, 128, 64), (1.524, None, 3.603)),
+}
+
+
+def planned(machine=None, **more):
     settings = SMALL | {name.replace("__", "."): value for name, value in more.items()}
     run = config.load(Run, None, [(name, str(value)) for name, value in settings.items()]).value
-    return predict.forecast(run, host_machine.this_machine(1, []))
+    return predict.forecast(run, machine or host_machine.this_machine(1, []))
+
+
+@pytest.mark.parametrize("size", MEASURED)
+def test_the_middle_of_the_plan_of_a_cpu_is_within_a_fifth_of_what_was_measured(size):
+    (depth, width, heads, hidden, vocab), (batch, sequence, new), measured = MEASURED[size]
+    here = host_machine.this_machine(1, [])
+    flops = dict.fromkeys(here.chip.flops, 228e9)
+    chip = dataclasses.replace(here.chip, flops=flops, memory_speed=70e9)
+    plan = planned(
+        dataclasses.replace(here, chip=chip),
+        **{"model__depth": depth, "model__width": width, "model__heads": heads},
+        **{"model__kv_heads": heads, "model__hidden": hidden, "model__vocab": vocab},
+        **{"train__batch": batch, "data__sequence": sequence, "rl__max_tokens": new},
+        **{"rl__samples": 8, "rl__slots": "auto", "loss__chunk": 2048, "train__microbatches": 4},
+        rl__correction="none" if measured[1] is None else "tis",
+    )
+    spans = plan.rollout.draw_seconds, plan.rollout.rescore_seconds, plan.seconds
+    for (low, high), seconds in zip(spans, measured, strict=True):
+        if seconds is not None:
+            assert low <= high
+            assert (low * high) ** 0.5 == pytest.approx(seconds, rel=0.2)
 
 
 def test_the_cache_of_the_plan_is_that_of_the_sampler():
