@@ -21,6 +21,7 @@ SCALES = tuple(DTYPES)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each of the eight numbers of a word
 CODES, SCALE, ZERO = "codes", "scales", "zeros"
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
+FOUR_BITS = ("int4", "int4_zero", "w4a8")  # our formats with two codes a byte
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -66,7 +67,7 @@ class Matrix:
         if name == ZERO:
             assert isinstance(parts.zeros, np.ndarray)
             return parts.zeros.T
-        if self.base not in ("int4", "int4_zero"):
+        if self.base not in FOUR_BITS:
             return parts.codes.T
         return packed(parts.codes.T, 4, np.uint8)
 
@@ -302,7 +303,7 @@ def _compressed(settings: QuantSettings, stored: Header, fetch: Fetch) -> Iterat
     weights = group.part("weights")
     top = settings.choice("format", FORMATS)
     format = group.choice("format", FORMATS, top) if first.get("format") else top
-    bits = weights.choice("num_bits", (4, 8) if format == "pack-quantized" else (8,))
+    bits = weights.choice("num_bits", (8,) if format == "float-quantized" else (4, 8))
     weights.choice("type", ("float" if format == "float-quantized" else "int",), "int")
     strategy = weights.choice("strategy", ("channel", "group", "tensor"))
     size = _group_size(weights, weights.get("group_size", int, -1) if strategy == "group" else -1)
@@ -344,7 +345,7 @@ def _compressed(settings: QuantSettings, stored: Header, fetch: Fetch) -> Iterat
                 layer.expect("weight_zero_point", ("I8",), (outs, count))
         order = _order(layer, "weight_g_idx", inputs, count, fetch)
         is_grouped = order is None or np.array_equal(order, _groups(inputs, block))
-        base = _compressed_base(format, bits, is_symmetric, is_dynamic)
+        base = _compressed_base(format, bits, is_symmetric, is_dynamic, size == -1)
         is_ours = is_grouped and strategy != "tensor" and inputs % block == 0
         ends = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
         yield Matrix(
@@ -357,12 +358,16 @@ def _compressed(settings: QuantSettings, stored: Header, fetch: Fetch) -> Iterat
         )
 
 
-def _compressed_base(format: str, bits: int, is_symmetric: bool, is_dynamic: bool) -> str | None:
-    """Return the format of ours with the same numbers."""
+def _compressed_base(
+    format: str, bits: int, is_symmetric: bool, is_dynamic: bool, is_whole: bool
+) -> str | None:
+    """Return the format of ours with the same numbers; `is_whole` is without groups."""
     if format == "float-quantized":
         return "fp8" if is_symmetric else None
     if bits == 4:
-        return None if is_dynamic else "int4" if is_symmetric else "int4_zero"
+        if is_dynamic:
+            return "w4a8" if is_symmetric and is_whole else None
+        return "int4" if is_symmetric else "int4_zero"
     if not is_symmetric:
         return None
     return "w8a8" if is_dynamic else "int8"
@@ -396,6 +401,13 @@ class _CompressedReader:
             zeros: np.ndarray | int = 0
             if not self.is_symmetric:
                 zeros = layer.read("weight_zero_point", fetch).T
+            if self.bits == 4:  # from -8 to 7, a byte each; ours begin at 0
+                low, high = int(codes.min()), int(codes.max())
+                if low < -middle or high >= middle:
+                    why = f"it has codes from {low} to {high}, and those of 4 bits are from -8 to 7"
+                    raise layer.wrong("weight", why)
+                codes = (codes + np.int8(middle)).view(np.uint8)
+                zeros = zeros + middle if isinstance(zeros, int) else _above(zeros, middle)
             return Parts(codes, scales.T, zeros, groups)
         codes = unpacked(layer.read("weight_packed", fetch), self.bits, inputs).T
         zeros = middle
@@ -405,6 +417,10 @@ class _CompressedReader:
         if self.bits == 8 and self.is_symmetric:  # our codes of a byte have a sign
             codes, zeros = (codes ^ 128).view(np.int8), 0
         return Parts(codes, scales.T, zeros, groups)
+
+
+def _above(zeros: np.ndarray, middle: int) -> np.ndarray:
+    return (zeros.astype(np.int16) + middle).astype(np.uint8)
 
 
 def _order(layer: Layer, end: str, inputs: int, count: int, fetch: Fetch) -> np.ndarray | None:

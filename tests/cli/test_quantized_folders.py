@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.checkpoint.quantized_folder import QuantizedFolder
 from jaxlm.cli.main import main
+from jaxlm.core.errors import DataError
 from tests.checkpoint.quantized import change, change_tensor, quantized
 from tests.cli.test_exchange import call, write
 from tests.faults import harness
@@ -87,7 +88,7 @@ def stored_numbers(run, path, row):
     }
     codes, scales = (leaves[name].reshape(len(leaves[name]), -1) for name in ("codes", "scales"))
     base = json.loads((run / "config.json").read_text())["tune"]["base"]
-    if base.startswith("int4"):
+    if base.startswith(("int4", "w4a8")):
         pairs = np.stack([codes & 15, codes >> 4], 1)
         codes = pairs.reshape(2 * len(codes), -1).astype(np.int64)
         zero = leaves["zeros"].reshape(scales.shape) if "zeros" in leaves else 8 + 0 * scales
@@ -95,7 +96,7 @@ def stored_numbers(run, path, row):
     return (codes.astype(np.float64) * np.repeat(scales, len(codes) // len(scales), 0)).T
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "format"),
     [
@@ -103,6 +104,7 @@ def stored_numbers(run, path, row):
         ("int4 --block=16", "pack-quantized"),
         ("int8", "pack-quantized"),
         ("w8a8", "int-quantized"),
+        ("w4a8", "int-quantized"),
         ("fp8", "float-quantized"),
     ],
 )
@@ -180,8 +182,11 @@ def test_an_import_keeps_codes_that_have_a_stored_form(kind, tmp_path, capsys):
     (path,) = (name for name in arrays if name.endswith("attention/out/weight_codes"))
     path = path.removeprefix("params/").removesuffix("_codes")
     np.testing.assert_array_equal(stored_numbers(run, path, 2).astype(np.float32), expected)
-    words = ("generate", f"--workdir={run}", "--prompt=one", "--max_tokens=2")
-    assert call(capsys, *words)[0] == 0
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={tmp_path}/out")
+    assert (code, answer["parity"]["is_bit_identical"]) == (0, True)
+    for name, values in numbers.items():
+        written = file_numbers(tmp_path / "out", name.removesuffix(".weight"))
+        np.testing.assert_array_equal(written.astype(np.float32), values.astype(np.float32))
 
 
 def removed(array):
@@ -284,6 +289,7 @@ def test_a_quantized_folder_of_pickles_is_refused_by_name(tmp_path, capsys):
     assert "pytorch_model.bin" in answer["error"]["why"]
 
 
+@pytest.mark.slow
 def test_formats_without_such_a_form_are_refused_with_the_command_of_the_base(plain, tmp_path):
     from jaxlm.core.errors import ConfigError
     from jaxlm.recipes.exchange.export_model import export_model
@@ -294,4 +300,37 @@ def test_formats_without_such_a_form_are_refused_with_the_command_of_the_base(pl
     with pytest.raises(ConfigError) as error:
         export_model(q, tmp_path / "out")
     assert "no format of compressed-tensors has nf4" in error.value.why
-    assert error.value.fix == f"jaxlm export --workdir={run} --step=0 --out={tmp_path}/out --to=hf"
+    nearest, plain_export = error.value.fix.splitlines()
+    assert plain_export == f"jaxlm export --workdir={run} --step=0 --out={tmp_path}/out --to=hf"
+    words = f"jaxlm quantize --workdir={run} --step=0 --scheme=int4 --block=64 --out={q}-int4"
+    assert nearest.startswith(words)
+
+
+def test_codes_of_four_bits_in_bytes_are_read_and_refused_beyond_them(tmp_path):
+    folder = write(tmp_path / "folder")
+    stored = load_file(folder / "model.safetensors")
+    draw = np.random.default_rng(3)
+    name = next(name for name in stored if name.endswith("q_proj.weight"))
+    codes = draw.integers(-8, 8, stored[name].shape).astype(np.int8)
+    scales = draw.uniform(0.01, 0.02, (len(codes), 1)).astype(np.float32)
+    dynamic = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    group = {"weights": {"num_bits": 4, "strategy": "channel"}, "input_activations": dynamic}
+    for values in (codes, codes + np.int8(1)):
+        save_file(stored | {name: values, f"{name}_scale": scales}, folder / "model.safetensors")
+        change(
+            folder,
+            {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "quantization_status": "compressed",
+                "config_groups": {"group_0": group},
+            },
+        )
+        read = QuantizedFolder(Folder(folder))
+        assert (read.matrices[name].base, read.matrices[name].block) == ("w4a8", "all")
+        with read.opened() as fetch:
+            if values is codes:
+                np.testing.assert_array_equal(fetch(name, WHOLE), codes * scales)
+            else:
+                with pytest.raises(DataError, match="-7 to 8"):
+                    fetch(name, WHOLE)

@@ -91,6 +91,11 @@ SITUATIONS: dict[str, Situation] = {
     "quantized weights that are exported": Situation(
         "export --workdir=runs/codes --out=m.gguf", CODES
     ),
+    "quantized weights that no folder has": Situation(
+        "export --workdir=runs/codes --out=folder",
+        CODES.replace("int8", "nf4"),
+        more="--allow=loss:50%",
+    ),
     "quantized weights that are averaged": Situation(
         "average --workdir=runs/codes --steps=0 --with=runs/a --out=mean", CODES
     ),
@@ -266,6 +271,7 @@ SITUATIONS: dict[str, Situation] = {
 SLOW = {
     "quantized weights that are quantized",
     "quantized weights that are exported",
+    "quantized weights that no folder has",
     "quantized weights that are averaged",
     "quantized weights to start from",
     "quantized weights to plan",

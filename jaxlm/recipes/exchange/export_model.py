@@ -183,11 +183,16 @@ def _check_stored(opened: load.LoadedRun, out: Path, to: To) -> None:
     except ConfigError as error:
         words = ["jaxlm", "export", f"--out={out}", f"--to={to}"]
         plain = [f"--workdir={base['run']}", f"--step={base['step']}"] if base else []
+        fix = shlex.join([*words[:2], *plain, *words[2:]])
+        if base and to == "hf" and tune.base in ("nf4", "nf4_double"):
+            nearest = ["jaxlm", "quantize", *plain, "--scheme=int4", f"--block={tune.block}"]
+            nearest.append(f"--out={opened.workdir}-int4")
+            fix = f"{shlex.join(nearest)}    # its numbers are nearest\n{fix}"
         raise ConfigError(
             "the quantized run cannot be exported",
             where=f"tune.base = {tune.base}",
             why=error.why,
-            fix=shlex.join([*words[:2], *plain, *words[2:]])
+            fix=fix
             if base
             else f"jaxlm generate --workdir={shlex.quote(str(opened.workdir))} --prompt=Hello",
         ) from error

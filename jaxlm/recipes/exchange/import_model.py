@@ -159,7 +159,7 @@ def import_model(
     if isinstance(folder, QuantizedFolder):
         count = f"{len(folder.matrices)} matrices of {folder.method}"
         say(f"{count}: the same codes" if tune else f"{count}: dequantized, as {why}")
-        if folder.rounds_inputs and (tune is None or tune.base != "w8a8"):
+        if folder.rounds_inputs and (tune is None or tune.base not in ("w8a8", "w4a8")):
             say("its products round their inputs in other programs; here they do not")
     layers = surgery.quantized_weights(assembled.blueprint)
     read = quantized_tensors.leaf_tensors(tensors, layers)

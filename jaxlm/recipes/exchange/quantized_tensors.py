@@ -13,13 +13,16 @@ from jaxlm.checkpoint.hub_folder import Folder, ModelSource
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice
 from jaxlm.checkpoint.quantized_folder import (
     CODES,
+    FOUR_BITS,
     SCALE,
     ZERO,
     QuantizedFolder,
     open_quantized,
     packed,
+    unpacked,
 )
 from jaxlm.core.errors import ConfigError
+from jaxlm.ops import integer_product
 from jaxlm.tune.config import PROJECTIONS, Quantized
 from jaxlm.tune.quantized import QuantizedLinear
 
@@ -29,6 +32,7 @@ SCHEMES = {
     "w8a8": ("int-quantized", {"num_bits": 8, "type": "int", "symmetric": True}),
     "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "symmetric": True}),
     "int4_zero": ("pack-quantized", {"num_bits": 4, "type": "int", "symmetric": False}),
+    "w4a8": ("int-quantized", {"num_bits": 4, "type": "int", "symmetric": True}),
     "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "symmetric": True}),
 }
 UNSUPPORTED = "no format of compressed-tensors has"
@@ -69,7 +73,7 @@ def _leaf_part(part: MappedSlice, layer: QuantizedLinear, leaf: str) -> MappedSl
     if leaf != CODES:
         rows = 1 if format.block == "all" else -(-inputs // format.block)
     else:
-        rows = -(-inputs // 2) if format.base in ("int4", "int4_zero") else inputs
+        rows = -(-inputs // 2) if format.base in FOUR_BITS else inputs
     return MappedSlice(f"{part.path}_{leaf}", part.lead, (rows, *part.shape[part.ins :]), 1)
 
 
@@ -123,8 +127,8 @@ def file_tensors(
     strategy = {"strategy": "channel" if is_whole else "group"}
     size = {"group_size": None if is_whole else format.block}
     activations = None
-    if format.base == "w8a8":
-        activations = weights | {"strategy": "token", "dynamic": True}
+    if integer_product.is_integer(format):
+        activations = weights | {"num_bits": 8, "strategy": "token", "dynamic": True}
     group = {
         "targets": ["Linear"],
         "weights": weights | strategy | size | {"dynamic": False},
@@ -146,7 +150,13 @@ def _of_matrix(plain: HFTensor, leaves: Mapping[str, HFTensor], base: str) -> It
     """Yield the tensors of one quantized matrix."""
     outs, inputs = plain.shape
     int32, codes, scales = np.dtype(np.int32), leaves[CODES], leaves[SCALE]
-    if base in ("w8a8", "fp8"):
+    if base == "w4a8":  # a byte a code: programs with such products read no packed ones
+
+        def signed(array: Array) -> np.ndarray:
+            return (unpacked(array(codes), 4, inputs) - np.uint8(8)).view(np.int8)
+
+        yield FileTensor(plain.name, (outs, inputs), np.dtype(np.int8), signed)
+    elif base in ("w8a8", "fp8"):
         dtype = np.dtype(np.int8 if base == "w8a8" else ml_dtypes.float8_e4m3fn)
         yield FileTensor(plain.name, (outs, inputs), dtype, lambda array: array(codes))
     else:
