@@ -10,6 +10,8 @@ from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.checkpoint.quantized_folder import QuantizedFolder
 from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError
+from jaxlm.recipes.use import load
+from jaxlm.recipes.use.load import InitSource
 from tests.checkpoint.quantized import change, change_tensor, quantized
 from tests.cli.test_exchange import call, write
 from tests.faults import harness
@@ -184,6 +186,13 @@ def test_an_import_keeps_codes_that_have_a_stored_form(kind, tmp_path, capsys):
     np.testing.assert_array_equal(stored_numbers(run, path, 2).astype(np.float32), expected)
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={tmp_path}/out")
     assert (code, answer["parity"]["is_bit_identical"]) == (0, True)
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={tmp_path}/m.gguf")
+    assert code == 2
+    fix = f"jaxlm export --workdir={run} --out={tmp_path}/m --to=hf"
+    assert answer["error"]["fix"] == fix  # as just above, and no other run is named
+    store = harness.store(run)
+    source = InitSource(load.read_config(run), store, 0)
+    assert "the model that folder was quantized from" in load.plain_fix(source)
     for name, values in numbers.items():
         written = file_numbers(tmp_path / "out", name.removesuffix(".weight"))
         np.testing.assert_array_equal(written.astype(np.float32), values.astype(np.float32))

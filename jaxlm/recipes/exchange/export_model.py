@@ -184,6 +184,9 @@ def _check_stored(opened: load.LoadedRun, out: Path, to: To) -> None:
         words = ["jaxlm", "export", f"--out={out}", f"--to={to}"]
         plain = [f"--workdir={base['run']}", f"--step={base['step']}"] if base else []
         fix = shlex.join([*words[:2], *plain, *words[2:]])
+        if not base and to != "hf":  # imported: there is no other run, and a folder has its codes
+            codes = [f"--workdir={opened.workdir}", f"--out={out.with_suffix('')}", "--to=hf"]
+            fix = shlex.join([*words[:2], *codes])
         if base and to == "hf" and tune.base in ("nf4", "nf4_double"):
             nearest = ["jaxlm", "quantize", *plain, "--scheme=int4", f"--block={tune.block}"]
             nearest.append(f"--out={opened.workdir}-int4")
@@ -193,7 +196,7 @@ def _check_stored(opened: load.LoadedRun, out: Path, to: To) -> None:
             where=f"tune.base = {tune.base}",
             why=error.why,
             fix=fix
-            if base
+            if base or to != "hf"
             else f"jaxlm generate --workdir={shlex.quote(str(opened.workdir))} --prompt=Hello",
         ) from error
 

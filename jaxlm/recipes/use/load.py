@@ -31,7 +31,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.training import state as states
-from jaxlm.training.rundir import read_json, split_ref
+from jaxlm.training.rundir import IMPORTED, read_json, split_ref
 from jaxlm.tune import surgery
 from jaxlm.tune.config import Full, QLora, Quantized
 
@@ -288,7 +288,10 @@ def plain_fix(source: InitSource, flag: str = "--init_from") -> str:
     if not source.run.tune.unmerged:
         return merge_command(source.workdir)
     if not (source.workdir / BASE).is_file():
-        return f"{flag}=runs/base    # the model that it was quantized from"
+        file = source.workdir / IMPORTED
+        facts = read_json(source.workdir, IMPORTED) if file.is_file() else {}
+        made = facts.get("source", "it")
+        return f"{flag}=runs/base    # an import of the model that {made} was quantized from"
     record = read_json(source.workdir, BASE)
     step = f"@{record['step']}" if flag == "--init_from" else ""
     return shlex.quote(f"{flag}={record['run']}{step}")
