@@ -8,6 +8,7 @@ import jsonschema
 import openai
 import pytest
 
+import jaxlm
 from tests.generate.test_grammar import BOMBS
 
 SCHEMA = {
@@ -52,6 +53,18 @@ def test_answers_with_a_schema_parse_and_are_the_same_in_a_stream(client):
             jsonschema.validate(json.loads(text), SCHEMA)
             whole += 1
     assert whole >= 3
+
+
+def test_texts_are_those_of_generate_in_python(client, trained):
+    model = jaxlm.load(trained)
+    settings = {"max_tokens": 100, "temperature": 1.0, "seed": 1}
+    (mine,) = model.generate("1+2?", chat=True, json_schema=SCHEMA, **settings)
+    (choice,) = answer(client, response_format=FORMAT).choices
+    assert mine.text == choice.message.content
+    (mine,) = model.generate("1+2?", regex="[a-z]{9}", **settings)
+    form = {"structured_outputs": {"regex": "[a-z]{9}"}}
+    (choice,) = complete(client, max_tokens=100, extra_body=form).choices
+    assert mine.text == choice.text
 
 
 def test_each_form_of_a_grammar_limits_the_text(client):
