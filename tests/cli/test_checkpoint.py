@@ -11,7 +11,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
 from tests.faults import harness
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.checkpoint.quantized import change, change_tensor, quantized
 from tests.cli.test_exchange import call, write
 from tests.faults import harness
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 WHOLE = (slice(None), slice(None))
 
 

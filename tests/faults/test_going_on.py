@@ -16,7 +16,7 @@ from tests.faults import harness
 
 BLOCKS = moments.blocks
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from jaxlm.core import faults
 from jaxlm.training import step as steps
 from tests.faults import harness
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
 
 @pytest.fixture(scope="module")

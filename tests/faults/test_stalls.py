@@ -14,7 +14,7 @@ from jaxlm.monitor.watchdog import Watchdog
 from tests import machine
 from tests.faults import harness
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
 
 @pytest.fixture(scope="module")

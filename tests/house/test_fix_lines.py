@@ -17,6 +17,7 @@ is noticed at once.
 
 import ast
 import collections
+import functools
 import json
 import os
 import re
@@ -806,13 +807,23 @@ class Places:
     """The lines of the code that make fixes and `next:` lines, and which of them ran."""
 
     def __init__(self):
-        self.known = dict(sites())
-        self.lines = {}
+        self.ran, self.seen = set(), set()
+
+    @functools.cached_property  # it reads all of the code, and only a trace needs it
+    def known(self):
+        return dict(sites())
+
+    @functools.cached_property
+    def lines(self):
+        lines = {}
         for place, (file, first, last) in self.known.items():
             for line in range(first, last + 1):
-                self.lines.setdefault((file, line), []).append(place)
-        self.files = {file for file, _ in self.lines}
-        self.ran, self.seen = set(), set()
+                lines.setdefault((file, line), []).append(place)
+        return lines
+
+    @functools.cached_property
+    def files(self):
+        return {file for file, _ in self.lines}
 
     def trace(self, frame, event, arg):
         if frame.f_code.co_filename not in self.files:
@@ -907,7 +918,7 @@ def run(words, places, capsys, trace=False):
     """Return the exit code and all that a command line wrote."""
     capsys.readouterr()
     before = sys.gettrace()
-    if trace:
+    if trace and places.files:
         sys.settrace(places.trace)
     try:
         code = main(words)

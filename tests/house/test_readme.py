@@ -23,6 +23,7 @@ import pytest
 
 from jaxlm.cli.docs import page, topics
 from jaxlm.cli.main import main
+from jaxlm.monitor import plots
 from jaxlm.recipes.diagnose import device_checks
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -193,6 +194,8 @@ def test_a_command_of_the_manual_runs(checkout, command, request, monkeypatch, c
         return
     monkeypatch.chdir(checkout)
     monkeypatch.setattr(device_checks, "SECONDS", 0.03)  # of each timing of `jaxlm doctor`
+    if words[1] == "train":
+        monkeypatch.setattr(plots, "draw", lambda _: [])  # `jaxlm report` draws
     code = main(words[1:])
     assert code == 0, "".join(capfd.readouterr())
 

@@ -17,7 +17,7 @@ from jaxlm.objectives.config import Distill, LossConfig
 from jaxlm.objectives.distill import divergence
 from tests.faults import harness
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
 FAMILY = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=2, hidden=64)
 WEIGHT, TEMPERATURE = 0.7, 2.0

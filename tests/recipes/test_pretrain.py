@@ -17,7 +17,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
 from jaxlm.core import config as configs
-from jaxlm.monitor import formatting
+from jaxlm.monitor import formatting, plots
 from jaxlm.parallel import peers
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
@@ -42,9 +42,13 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def without_plots():
-    """Here runs draw."""
+DRAW = plots.draw
+
+
+@pytest.fixture
+def with_plots(monkeypatch):
+    """A run draws plots, other than those of this module."""
+    monkeypatch.setattr(plots, "draw", DRAW)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +84,11 @@ def final_state(workdir):
 
 @pytest.fixture(scope="module")
 def unbroken(config, tmp_path_factory):
+    """A run that is traced, and draws plots."""
     workdir = tmp_path_factory.mktemp("runs") / "unbroken"
-    assert train(config, workdir, "--config.profile.steps=6:8") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "draw", DRAW)
+        assert train(config, workdir, "--config.profile.steps=6:8") == 0
     return workdir
 
 
@@ -373,7 +380,9 @@ def test_early_stopping_ends_the_run_for_good(config, tmp_path, capsys):
     assert max(r["step"] for r in records(tmp_path / "run")) == last
 
 
-def test_a_loss_that_is_not_a_number_ends_with_79_and_commits_nothing(config, tmp_path, capsys):
+def test_a_loss_that_is_not_a_number_ends_with_79_and_commits_nothing(
+    config, with_plots, tmp_path, capsys
+):
     flags = (
         "--config.optim.lr=1e30",
         "--config.optim.clip_norm=none",
