@@ -17,6 +17,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.monitor.chips import machine
+from jaxlm.objectives.config import Causal, Prefix
 from jaxlm.ops.kernels import Target
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
@@ -129,7 +130,7 @@ def test_each_platform_has_its_kernel_and_says_why_not():
         ("cudnn", TPU, {}, "it is for a gpu, and this is a tpu"),
         ("splash", TPU, {"data.sequence": 1000}, "not a multiple of 128"),
         ("splash", TPU, {"regularization.attention_dropout": 0.1}, "it has no attention dropout"),
-        ("splash", TPU, {"objective.name": "prefix"}, "these have bidirectional parts"),
+        ("splash", TPU, {"objective": Prefix()}, "these have bidirectional parts"),
         ("cudnn", H100, {"precision.compute": "float32"}, "it does not compute in float32"),
         (
             "cudnn",
@@ -147,7 +148,8 @@ def test_a_kernel_that_cannot_is_refused_with_what_would(name, target, changed, 
         "train.attention": name,
         **changed,
     }
-    run = run_of(model).changed(settings)
+    objective = settings.pop("objective", Causal())
+    run = dataclasses.replace(run_of(model).changed(settings), objective=objective)
     with pytest.raises(ConfigError, match=f"{name} attention cannot compute this run") as caught:
         attention_kernels.check(run, run.decoder(64), WHOLE, target)
     assert caught.value.where == f"train.attention={name}"
