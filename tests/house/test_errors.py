@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.cli import main
+from jaxlm.cli import docs, main
 from jaxlm.core.errors import JaxlmError
 
 ROOT = Path(__file__).parents[2]
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "jaxlm").rglob("*.py"))}
 PARTS = {"where", "why", "fix"}
 COMMAND_LINE = "".join(path.read_text() for path in (ROOT / "jaxlm/cli").rglob("*.py"))
-WORDS = main.VERBS.keys() | set(re.findall(r'add_action\(\s*"([\w-]+)"', COMMAND_LINE))
+ACTIONS = set(re.findall(r'add_action\(\s*"([\w-]+)"', COMMAND_LINE))
+WORDS = main.VERBS.keys() | ACTIONS | set(docs.topics())
 
 
 def kinds() -> set[str]:
