@@ -774,6 +774,9 @@ SLOW = {
     "an imported model without text",
     "a collection without a judge",
     "a teacher of another vocabulary",
+    "next of data run",
+    "a setting as a flag",
+    "a step that comes out otherwise",
 }
 
 
