@@ -263,6 +263,7 @@ def test_a_mixture_of_sources_in_another_order_reads_the_rows_of_its_tokens(
     one, other, *_ = sorted(path.name for path in Path(texts).glob("*.txt"))
     shares = [f"--config.data.train=a={texts}/{one},b={texts}/{other}"]
     shares += ["--config.data.mixture.name=weights", "--config.data.mixture.weights=a=0.25,b=0.75"]
+    shares += ["--config.data.validation=tail:10%"]
     assert (
         main(teaching(config, runs / "teacher", tmp_path / "mixed", f"--top={ALL}", *shares)) == 0
     )
