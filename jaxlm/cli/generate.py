@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
-from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
+from jaxlm.core.errors import CommandError, ConfigError, InputMissing
 
 if TYPE_CHECKING:
     from jaxlm.generate.config import GenerateConfig
@@ -73,16 +73,16 @@ def _file(args: Any, name: str) -> str | None:
     path = getattr(args, name)
     if path is None:
         return None
-    where = f"--{name}={path}"
-    fix = f"echo {shlex.quote(EXAMPLES[name])} > {shlex.quote(path)}"
     if not Path(path).is_file():
+        fix = f"echo {shlex.quote(EXAMPLES[name])} > {shlex.quote(path)}"
         what, why = f"the file of --{name} is missing", f"there is no file {path}"
-        raise InputMissing(what, where=where, why=why, fix=fix)
+        raise InputMissing(what, where=f"--{name}={path}", why=why, fix=fix)
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        what, why = f"the file of --{name} is not text", str(error)
-        raise DataError(what, where=where, why=why, fix=fix) from None
+        from jaxlm.data.records import not_utf8
+
+        raise not_utf8(path, error, "byte") from None
 
 
 class _Stream:

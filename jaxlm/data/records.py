@@ -239,12 +239,12 @@ def _text(
         text = decoder.decode(data.removeprefix(BYTE_ORDER_MARK), final=is_whole)
         return Document(text, name, 0, path.stat().st_size)
     except UnicodeDecodeError as error:
-        return Broken(NOT_UTF8, _not_utf8(name, error, "byte"))
+        return Broken(NOT_UTF8, not_utf8(name, error, "byte"))
 
 
 def _broken(fault: RecordFault, name: str, line: int) -> Broken:
     if isinstance(fault.error, UnicodeDecodeError):
-        return Broken(NOT_UTF8, _not_utf8(name, fault.error, f"line {line}, byte"))
+        return Broken(NOT_UTF8, not_utf8(name, fault.error, f"line {line}, byte"))
     damage = DataError(
         "a line is not JSON",
         where=formats.place(name, line),
@@ -254,7 +254,8 @@ def _broken(fault: RecordFault, name: str, line: int) -> Broken:
     return Broken(NOT_JSON, damage)
 
 
-def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
+def not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
+    """Return the error of a file that is not UTF-8, whose fix converts it and keeps the old one."""
     where = f"{name}, {unit} {error.start}"
     why = f"0x{error.object[error.start]:02x}: {error.reason}"
     return DataError("a file is not UTF-8", where=where, why=why, fix=_from_latin1(Path(name)))

@@ -62,7 +62,7 @@ SITUATIONS = {
     "a text of a wrong grammar": Situation(f"{GENERATE} --regex=[", code=2),
     "a text of no schema": Situation(f"{GENERATE} --json_schema=new.json", code=66),
     "a text of a schema that is no text": Situation(
-        f"{GENERATE} --json_schema=new.json", "printf '\\377' > new.json", code=65
+        f"{GENERATE} --json_schema=new.json", """printf '{"title": "\\351"}' > new.json""", code=65
     ),
     "a text of two grammars": Situation(f"{GENERATE} --regex=a --choice=b", code=2),
     "a text that becomes too complex": Situation(
