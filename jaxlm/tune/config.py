@@ -117,7 +117,9 @@ class Quantized:
     """
 
     name: Literal["quantized"] = "quantized"
-    unmerged: ClassVar[str] = "its weights are rounded, and the run that it was made of has them"
+    unmerged: ClassVar[str] = (
+        "its weights are codes, and the numbers before rounding are not stored"
+    )
     virtual_tokens: ClassVar[int] = 0
     virtual_rows: ClassVar[int] = 0
 

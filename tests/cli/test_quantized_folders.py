@@ -193,6 +193,8 @@ def test_an_import_keeps_codes_that_have_a_stored_form(kind, tmp_path, capsys):
     store = harness.store(run)
     source = InitSource(load.read_config(run), store, 0)
     assert "the model that folder was quantized from" in load.plain_fix(source)
+    code, answer, _ = call(capsys, "prune", f"--workdir={run}", "--keep=0", f"--out={tmp_path}/p")
+    assert "was made of" not in answer["error"]["why"]  # a run that does not exist
     for name, values in numbers.items():
         written = file_numbers(tmp_path / "out", name.removesuffix(".weight"))
         np.testing.assert_array_equal(written.astype(np.float32), values.astype(np.float32))

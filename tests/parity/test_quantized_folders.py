@@ -17,7 +17,9 @@ from tests.cli.test_exchange import write
 
 pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("one_device")]
 IDS = [[256, 5, 9, 17, 33, 6, 80, 90, 101]]
-SCHEMES = {"int8": "", "w8a8": "", "fp8": "", "int4": "--block=16", "int4_zero": "--block=8"}
+SCHEMES = {
+    "int8": "", "w8a8": "", "w4a8": "", "fp8": "", "int4": "--block=16", "int4_zero": "--block=8"
+}  # fmt: skip
 
 
 @pytest.fixture(params=SCHEMES)

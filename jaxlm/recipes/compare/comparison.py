@@ -15,6 +15,7 @@ from jaxlm.core.errors import CommandError, InputMissing
 from jaxlm.monitor import report, sinks
 from jaxlm.recipes.compare import summary
 from jaxlm.recipes.compare.summary import RunSummary
+from jaxlm.training.rundir import IMPORTED, read_json
 
 if TYPE_CHECKING:
     from jaxlm.recipes.compare.tasks import TaskComparison
@@ -274,6 +275,13 @@ def _table(
     return amounts, table
 
 
+def _rounding(name: str, facts: Mapping[str, Any]) -> str:
+    """Return the loss that a run of `jaxlm quantize` had before and after."""
+    before, after = (facts[each]["loss_nats"] for each in ("before", "after"))
+    how = f"{facts['scheme']} by {facts['method']}"
+    return f"{name}: {how} changed the loss from {before:.4f} to {after:.4f} nats"
+
+
 def _notes(
     runs: Mapping[str, RunSummary],
     splits: Mapping[str, str],
@@ -286,6 +294,7 @@ def _notes(
             f"the runs differ in {', '.join(changed)}: nats per token compare on the same tokens, "
             "bits per byte on the same text"
         )
+    splits = {name: split for name, split in splits.items() if runs[name].records}
     if len(set(splits.values())) > 1:
         names = ", ".join(f"{name}: {split}" for name, split in splits.items())
         notes.append(f"the losses are of different sets ({names})")
@@ -295,6 +304,8 @@ def _notes(
         if run.status != "finished":
             code = f" ({run.code})" if run.status == "failed" else ""
             notes.append(f"{name}: {run.status}{code} at step {run.step} of {run.steps}")
+        if facts := read_json(run.path, IMPORTED) if (run.path / IMPORTED).is_file() else {}:
+            notes += [_rounding(name, facts)] if "scheme" in facts else []
     return notes
 
 

@@ -53,7 +53,7 @@ def check(run: Run, count: int, slices: int = 1) -> None:
             "quantized weights cannot be trained",
             where=f"tune.name = {run.tune.name}",
             why=run.tune.unmerged,
-            fix="train the run that base.json in its directory names",
+            fix="train the model before quantization: base.json of a quantized run names it",
         )
     requested = {axis: getattr(run.mesh, axis) for axis in AXES}
     why = []

@@ -35,7 +35,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.use.load import BASE, InitSource, check_plain, open_run_ref
+from jaxlm.recipes.use.load import BASE, InitSource, check_without_adapter, open_run_ref
 from jaxlm.training import state as states
 from jaxlm.training.rundir import read_json
 
@@ -74,7 +74,7 @@ def find(context: RunContext, begun_with: InitSource | None, digest: str, warn: 
     if name == START:
         return Reference(name, begun_with)
     source = open_run_ref(name, FLAG, warn, context.store.verifier)
-    check_plain(source, FLAG, "the reference is loaded without an adapter")
+    check_without_adapter(source, FLAG, "the reference is loaded without an adapter")
     resume.check_tokenizer(source, digest)
     return Reference(name, source)
 

@@ -42,6 +42,7 @@ from jaxlm.recipes.use.load import (
     BASE,
     InitSource,
     check_plain,
+    check_without_adapter,
     find_base,
     in_stored_dtypes,
     is_model_of_another_library,
@@ -420,6 +421,7 @@ def find_teacher(
         return start
     flag = "--config.objective.teacher"
     source = open_run_ref(run.objective.teacher, flag, warn, verifier)
+    check_without_adapter(source, flag, "a teacher is loaded without an adapter")
     check_tokenizer(source, data.tokenizer.digest)
     return source
 

@@ -53,11 +53,11 @@ from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.train.resume import ResumePoint, StartRecord
 from jaxlm.recipes.train.trainer import Trainer
-from jaxlm.recipes.use.load import InitSource, load_base
+from jaxlm.recipes.use.load import InitSource, base_fix, load_base, read_config
 from jaxlm.training.processes import ProcessGroup
 from jaxlm.training.rundir import IMPORTED, RunDir, read_json
 from jaxlm.training.signals import Interrupted, StopRequest
-from jaxlm.tune.config import Full
+from jaxlm.tune.config import Full, Quantized
 
 OTHER_VALIDATION = (
     "  --config.data.validation=GLOB names other text, '--config.data.validation=()' none"
@@ -173,11 +173,15 @@ def run_training(
 def _check_cheaply(run: Run, options: StartOptions) -> None:
     """Check everything that takes no time: a wrong setting must not cost a minute."""
     if (options.workdir / IMPORTED).exists() and not resume.names_other_base(options):
+        source = f"--init_from={options.workdir}"
+        is_whole = (options.workdir / "config.json").exists()  # not an import that was killed
+        if is_whole and isinstance(read_config(options.workdir).tune, Quantized):
+            source = base_fix(options.workdir, "--init_from")
         raise CommandError(
             "cannot resume from an imported model",
             where=f"--workdir={options.workdir}",
             why="it has weights and no optimizer state, and stays as it was imported",
-            fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
+            fix=f"--workdir={options.workdir}-trained {source}",
         )
     resume.check_place(options.workdir, run, options.resume)
     trackers.check(run.log.sinks)

@@ -228,11 +228,16 @@ def check_plain(
     flag: str = "--init_from",
     why: str = "an adapter changes the weights of a plain model",
 ) -> None:
-    """Raise ConfigError if the run has an adapter of its own; `flag` names the run."""
+    """Raise ConfigError if the run has an adapter of its own or codes; `flag` names the run."""
     _check_not_quantized(source, flag)
-    if not isinstance(source.run.tune, Full):
+    check_without_adapter(source, flag, why)
+
+
+def check_without_adapter(source: InitSource, flag: str, why: str) -> None:
+    """Raise ConfigError if the run has an adapter of its own; `flag` names the run."""
+    if not isinstance(source.run.tune, Full | Quantized):
         raise ConfigError(
-            "the model to start from has an adapter of its own",
+            "the model that is named has an adapter of its own",
             where=f"{flag}={source.workdir}",
             why=why,
             fix=plain_fix(source, flag),
@@ -287,12 +292,17 @@ def plain_fix(source: InitSource, flag: str = "--init_from") -> str:
     """
     if not source.run.tune.unmerged:
         return merge_command(source.workdir)
-    if not (source.workdir / BASE).is_file():
-        file = source.workdir / IMPORTED
-        facts = read_json(source.workdir, IMPORTED) if file.is_file() else {}
+    return base_fix(source.workdir, flag)
+
+
+def base_fix(workdir: Path, flag: str) -> str:
+    """Return a flag that names the run whose weights a run was made of, not merged or rounded."""
+    if not (workdir / BASE).is_file():
+        file = workdir / IMPORTED
+        facts = read_json(workdir, IMPORTED) if file.is_file() else {}
         made = facts.get("source", "it")
         return f"{flag}=runs/base    # an import of the model that {made} was quantized from"
-    record = read_json(source.workdir, BASE)
+    record = read_json(workdir, BASE)
     step = f"@{record['step']}" if flag == "--init_from" else ""
     return shlex.quote(f"{flag}={record['run']}{step}")
 

@@ -24,7 +24,7 @@ from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import evaluate, load
 from jaxlm.training.rundir import IMPORTED, RunDir
-from jaxlm.tune.config import QLora
+from jaxlm.tune.config import QLora, Quantized
 
 BATCHES = 8  # of the validation set, on which both models are compared
 
@@ -59,11 +59,16 @@ def merge(
     import_model.check_free(out, "--out", "a merged model")
     adapted = load.load_run(workdir, is_merged=False, say=say, **selection)
     if not adapted.model.base:
+        name, place = adapted.run.tune.name, shlex.quote(str(workdir))
+        is_quantized = isinstance(adapted.run.tune, Quantized)
+        kind = "codes of all weights" if is_quantized else "all weights"
         raise CommandError(
             "the run has no adapter",
             where=f"--workdir={workdir}",
-            why=f"its checkpoints have all weights (tune.name = {adapted.run.tune.name})",
-            fix=f"jaxlm export --workdir={shlex.quote(str(workdir))} --out=export",
+            why=f"its checkpoints have {kind} (tune.name = {name})",
+            fix=f"jaxlm generate --workdir={place} --prompt=Hello"
+            if is_quantized
+            else f"jaxlm export --workdir={place} --out=export",
         )
     if setup.decoding(adapted.model)[0] is not adapted.model.plain:
         raise ConfigError(

@@ -25,7 +25,7 @@ from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import evaluate, load
 from jaxlm.training.rundir import RunDir
-from jaxlm.tune.config import Full
+from jaxlm.tune.config import Full, Quantized
 
 RULE = re.compile(r"(even|harm):(\d+)")  # number of layers, at even distances or of most harm
 LAYER = re.compile(r"(prefix|stack)/(\d+)/(.+)")
@@ -60,7 +60,9 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
             "layers are kept of plain weights",
             where=f"--workdir={options.workdir}",
             why=opened.run.tune.unmerged,
-            fix=evaluates,
+            fix=load.base_fix(options.workdir, "--workdir")
+            if isinstance(opened.run.tune, Quantized)
+            else evaluates,
         )
     if opened.run.architecture != "decoder":
         raise ConfigError(

@@ -89,13 +89,16 @@ def quantize(
         tasks.check_causal(options.workdir)
     opened = load.load_run(options.workdir, say=say, **selection)
     if not isinstance(opened.run.tune, Full):
+        is_quantized = isinstance(opened.run.tune, Quantized)
         raise ConfigError(
             "the run is quantized"
-            if isinstance(opened.run.tune, Quantized)
+            if is_quantized
             else f"a {opened.run.tune.name} cannot be merged into its base",
             where=f"--workdir={options.workdir}",
             why=opened.run.tune.unmerged,
-            fix=f"jaxlm eval --workdir={shlex.quote(str(options.workdir))}",
+            fix=load.base_fix(options.workdir, "--workdir")
+            if is_quantized
+            else f"jaxlm eval --workdir={shlex.quote(str(options.workdir))}",
         )
     loaders = evaluate.open_loaders(opened, options.text, opened.run.data.sequence, say)
     row, model = evaluate.checked_length(opened, None), opened.model

@@ -46,7 +46,7 @@ from jaxlm.parallel.config import format_mesh
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import resume
-from jaxlm.recipes.use.load import InitSource, check_plain, open_run_ref
+from jaxlm.recipes.use.load import InitSource, check_without_adapter, open_run_ref
 from jaxlm.training import state as states
 
 PROGRESS = "progress.json"
@@ -88,7 +88,7 @@ def teach(run: Run, options: TeachOptions, say: Log = lambda _: None) -> dict[st
             fix="name a --config of the objective causal",
         )
     source = open_run_ref(ref, "--workdir", say)
-    check_plain(source, "--workdir", "a teacher is loaded without an adapter")
+    check_without_adapter(source, "--workdir", "a teacher is loaded without an adapter")
     if source.run.architecture != "decoder" or source.run.objective.bidirectional:
         raise ConfigError(
             "the teacher does not predict each token from those before it",

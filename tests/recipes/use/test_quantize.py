@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.data.teacher import StoredTeacher
 from jaxlm.recipes.use import quantize
 from jaxlm.recipes.use.quantize import QualityLost, QuantizeOptions
 from jaxlm.training.rundir import IMPORTED
@@ -140,6 +141,9 @@ def test_the_limits_that_are_exceeded_are_in_the_fix():
         ("plan --config={q}/config.json", "quantized weights cannot be trained"),
         ("average --workdir={q} --steps=0 --with={r} --out={o}", "an average of quantized"),
         ("train --config={c} --workdir={o} --init_from={q}", "is quantized"),
+        ("train --config={c} --workdir={q}", "cannot resume from an imported model"),
+        ("prune --workdir={q} --out={o} --keep=0", "layers are kept of plain weights"),
+        ("merge --workdir={q} --out={o}", "the run has no adapter"),
     ],
 )
 def test_what_cannot_be_done_is_refused(run, codes, words, what, tmp_path, capsys):
@@ -151,6 +155,33 @@ def test_what_cannot_be_done_is_refused(run, codes, words, what, tmp_path, capsy
     code, answer = call(capsys, *words)
     assert code in (2, 65)
     assert what in answer["error"]["what"]
+    if words[0] in ("train", "prune") or "the run is quantized" in what:
+        assert str(run) in answer["error"]["fix"]  # the run that was rounded
+
+
+def test_codes_teach_and_the_rows_have_their_loss(run, codes, tmp_path, capsys):
+    texts = Path(json.loads((run / "config.json").read_text())["data"]["train"][0]).parent
+    text, other = sorted(texts.glob("*.txt"))[:2]
+    code, measured = call(capsys, "eval", f"--workdir={codes}", f"--text={text}")
+    assert code == 0
+    words = ["teach", f"--workdir={codes}", f"--config={run}/config.json", "--top=4"]
+    words += [f"--config.data.train={text}", f"--config.data.validation={other}"]
+    out = tmp_path / "taught"
+    assert call(capsys, *words, f"--out={out}")[0] == 0
+    (file,) = out.glob("*/top-*.bin")
+    losses = np.fromfile(file, StoredTeacher.open(out).dtype)["nll"].astype(np.float64)
+    assert losses[losses > 0].mean() == pytest.approx(measured["loss_nats"], rel=1e-3)
+
+
+def test_a_comparison_has_the_loss_before_and_after(run, codes, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes a page
+    table = json.loads((codes / IMPORTED).read_text())
+    code, answer = call(capsys, "compare", run, codes)
+    assert code == 0
+    before, after = (table[name]["loss_nats"] for name in ("before", "after"))
+    notes = " ".join(answer["notes"])
+    assert f"int4_zero by rtn changed the loss from {before:.4f} to {after:.4f} nats" in notes
+    assert "of different sets" not in notes  # codes were not trained, and have no curve
 
 
 @pytest.mark.slow
