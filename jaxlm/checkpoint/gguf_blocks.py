@@ -5,6 +5,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c (`quantiz
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -44,6 +45,48 @@ def quantized(rows: Float[np.ndarray, "R N"], storage: Storage) -> UInt8[np.ndar
                 raise ValueError(f"it has numbers beyond the range of {storage.name}")
         out[first : first + step] = made
     return out
+
+
+class CodeSteps(NamedTuple):
+    """The steps of rows of known codes: number = scale (code - zero), in float32.
+
+    Attributes:
+      scales: of the blocks of a row, [R, G]; a block has the same count of numbers in each row.
+      zeros: the codes of 0, [R, G]; None if all are 0.
+    """
+
+    scales: np.ndarray
+    zeros: np.ndarray | None
+
+
+def with_codes(
+    rows: Float[np.ndarray, "R N"], steps: CodeSteps, storage: Storage
+) -> UInt8[np.ndarray, "R B"]:
+    """Return the bytes of rows in Q8_0, Q4_0 or Q4_1 that keep their codes; 32 divides a block.
+
+    Scales, and of Q4_1 the numbers of code 0, are rounded to float16.
+
+    Raises ValueError, with the reason, if one exceeds the range of float16.
+    """
+    wide = rows.shape[1] // 32 // steps.scales.shape[1]
+    scales = np.repeat(steps.scales, wide, 1)[..., None].astype(np.float32)
+    numbers = rows.reshape(len(rows), -1, 32).astype(np.float32)
+    codes = np.rint(np.divide(numbers, scales, out=np.zeros_like(numbers), where=scales != 0))
+    head = [scales]
+    if storage.name == "Q4_1":
+        assert steps.zeros is not None
+        zeros = np.repeat(steps.zeros, wide, 1)[..., None].astype(np.float32)
+        codes, head = codes + zeros, [scales, -scales * zeros]
+    with np.errstate(over="ignore"):
+        halves = np.concatenate(head, -1).astype(HALF)
+    if not np.isfinite(halves).all():
+        raise ValueError(f"it has scales beyond the range of {storage.name}")
+    if storage.name == "Q8_0":
+        packed = codes.astype(np.int8).view(np.uint8)
+    else:
+        codes = (codes + (8 if storage.name == "Q4_0" else 0)).astype(np.uint8)
+        packed = codes[..., :16] | codes[..., 16:] << 4
+    return np.concatenate([halves.view(np.uint8), packed], -1).reshape(len(rows), -1)
 
 
 def dequantized(rows: UInt8[np.ndarray, "R B"], storage: Storage) -> Float[np.ndarray, "R N"]:

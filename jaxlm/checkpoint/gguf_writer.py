@@ -5,12 +5,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config
-from jaxlm.checkpoint.gguf_blocks import BY_NAME, dequantized, quantized
+from jaxlm.checkpoint.gguf_blocks import BY_NAME, CodeSteps, dequantized, quantized, with_codes
 from jaxlm.checkpoint.gguf_config import ARCHITECTURES, named_after
 from jaxlm.checkpoint.gguf_file import PLAIN, Storage, library
 from jaxlm.checkpoint.gguf_source import FREQUENCIES
@@ -51,6 +52,8 @@ class GGUFPlan:
       tensors: the tensors of a Hugging Face folder.
       dtype: dtype of the matrices: float32, bfloat16 or float16.
       scheme: storage of the matrices whose rows its blocks divide; None for `dtype`.
+      steps_of: of matrices that keep their codes, by the names of the folder; if there are any,
+        they alone are in the storage of `scheme`, and all others in `dtype`.
 
     Raises ValueError, with the reason, if llama.cpp lacks the architecture or one of its tensors,
     or the scheme fits no tensor.
@@ -62,6 +65,7 @@ class GGUFPlan:
         tensors: Sequence[HFTensor],
         dtype: np.dtype,
         scheme: Scheme | None = None,
+        steps_of: Mapping[str, CodeSteps] = MappingProxyType({}),
     ):
         self.attributes = attributes
         name = named_after(attributes["model_type"])
@@ -69,7 +73,7 @@ class GGUFPlan:
             known = ", ".join(sorted({each.model_type for each in ARCHITECTURES.values()}))
             raise ValueError(f"it is a {attributes['model_type']}; known are mistral, {known}")
         self.name, self.architecture, self.dtype = name, ARCHITECTURES[name], dtype
-        self.scheme = scheme
+        self.scheme, self.steps_of = scheme, steps_of
         self.frequencies = gguf_config.frequencies(attributes)
         self.tensors = list(self._placed(tensors))
         if scheme and all(each.dtype for each in self.tensors):
@@ -96,12 +100,14 @@ class GGUFPlan:
             return (leaf.astype(np.float32) + 1) - 1
 
         roundings: dict[str, Callable[[Any], Any]] = {}
-        places: dict[str, list[tuple[HFTensor, MappedSlice, Storage]]] = defaultdict(list)
+        places: dict[str, list[tuple[HFTensor, MappedSlice, Storage, CodeSteps | None]]]
+        places = defaultdict(list)
         for each in self.tensors:
             for theirs in each.parts:
                 for part in theirs.parts:
                     if each.dtype is None:
-                        places[part.path].append((theirs, part, each.storage))
+                        steps = self.steps_of.get(theirs.name)
+                        places[part.path].append((theirs, part, each.storage, steps))
                     elif self.architecture.is_scale(each.name):
                         roundings[part.path] = rounded_scale
                     else:
@@ -153,15 +159,24 @@ class GGUFPlan:
         Raises DataError if it cannot be quantized.
         """
         kind = self.architecture.rotated(tensor.name)
+        steps = self.steps_of.get(theirs.name)
         if kind is not None:
             heads = self.attributes["num_attention_heads" if kind == "q" else "num_key_value_heads"]
-            array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2)
+
+            def rotated(rows: np.ndarray) -> np.ndarray:
+                split = rows.reshape(heads, 2, -1, *rows.shape[1:])
+                return split.swapaxes(1, 2).reshape(rows.shape)
+
+            array = rotated(array)
+            if steps is not None:
+                zeros = None if steps.zeros is None else rotated(steps.zeros)
+                steps = CodeSteps(rotated(steps.scales), zeros)
         if self.architecture.is_scale(tensor.name):
             array = array.astype(np.float32) + 1
         if tensor.dtype is not None:
             return np.ascontiguousarray(array.astype(tensor.dtype)).reshape(-1)
         try:
-            return quantized(array.reshape(-1, tensor.shape[-1]), tensor.storage).reshape(-1)
+            return _encoded(array.reshape(-1, tensor.shape[-1]), tensor.storage, steps).reshape(-1)
         except ValueError as error:
             what = f"{theirs.name} cannot be stored in {tensor.storage.name}"
             raise DataError(what, where="--scheme", why=str(error), fix=EARLIER_STEP) from error
@@ -179,14 +194,17 @@ class GGUFPlan:
             first, is_stacked = experts[0], len(experts) > 1 or name.endswith("_exps.weight")
             shape = (len(experts), *first.shape) if is_stacked else first.shape
             each_expert = tuple(experts[i] for i in range(len(experts)))
-            yield GGUFTensor(name, shape, each_expert, self._storage(name, shape))
+            storage = self._storage(name, shape, has_codes=first.name in self.steps_of)
+            yield GGUFTensor(name, shape, each_expert, storage)
 
-    def _storage(self, name: str, shape: tuple[int, ...]) -> Storage:
+    def _storage(self, name: str, shape: tuple[int, ...], *, has_codes: bool) -> Storage:
         """Return the storage of a tensor: that of the scheme, or a finer one, as in llama.cpp."""
         if self.architecture.is_exact(name, len(shape)):
             return BY_NAME["F32"]
         plain = BY_NAME[STORED[self.dtype.name]]
-        if self.scheme is None:
+        if self.scheme and has_codes:
+            return BY_NAME[self.scheme.upper()]
+        if self.scheme is None or self.steps_of:
             return plain
         is_output = name == "output.weight" or (
             name == "token_embd.weight" and self.attributes["tie_word_embeddings"]
@@ -210,12 +228,18 @@ class GGUFPlan:
         return layer < first or layer >= 7 * depth // 8 or (layer - first) % 3 == 2
 
 
-def _stored(places: Sequence[tuple[HFTensor, MappedSlice, Storage]], leaf: Any) -> np.ndarray:
+def _encoded(rows: np.ndarray, storage: Storage, steps: CodeSteps | None) -> np.ndarray:
+    return quantized(rows, storage) if steps is None else with_codes(rows, steps, storage)
+
+
+def _stored(
+    places: Sequence[tuple[HFTensor, MappedSlice, Storage, CodeSteps | None]], leaf: Any
+) -> np.ndarray:
     """Return a leaf as a reader of its quantized tensors gets it."""
     stored = np.array(leaf)
-    for theirs, part, storage in places:
+    for theirs, part, storage, steps in places:
         matrix, is_same = stored[part.lead].reshape(part.sizes), theirs.layout == "same"
-        rows = quantized(matrix if is_same else matrix.T, storage)
+        rows = _encoded(matrix if is_same else matrix.T, storage, steps)
         back = dequantized(rows, storage)
         stored[part.lead] = (back if is_same else back.T).reshape(part.shape)
     return stored

@@ -44,7 +44,7 @@ def run(args: Any, out: Output) -> int:
     rounding = f"rounding moved them by {parity['largest_difference_by_rounding']:.3g}"
     model = f"{target}: {answer['architecture']}, {parameters} in {answer['dtype']}"
     lines = [model, f"read back: logits differ by {difference}; {rounding}"]
-    if args.scheme:
+    if answer.get("scheme"):
         counts = (f"{count} in {name}" for name, count in answer["storages"].items())
         lines.insert(1, f"{answer['bytes']:,} bytes; tensors: {', '.join(counts)}")
     return out.result(answer, lines)

@@ -17,7 +17,9 @@ from jaxlm.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from tests.checkpoint import ggufs
 from tests.cli.test_exchange import call
+from tests.cli.test_quantized_folders import stored_numbers
 from tests.data.vocabularies.test_gguf_tokens import of_byte_pairs
+from tests.faults import harness
 from tests.parity import weights
 
 VOCAB = 512
@@ -234,3 +236,65 @@ def test_weights_that_are_not_finite_and_rows_of_no_block_are_refused(capsys, tm
     )
     code, answer, _ = call(capsys, *words, "--to=hf")
     assert (code, answer["error"]["fix"]) == (2, "--to=gguf")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("scheme", "storage"),
+    [
+        ("int4_zero --block=32", "Q4_1"),
+        ("int8", "Q8_0"),
+        ("int4 --block=32", "Q4_0"),
+        ("w4a8", "Q4_0"),
+        ("w8a8", "Q8_0"),
+        ("nf4_double", "F32"),
+        ("int4 --block=16", "F32"),
+        ("fp8", "F32"),
+    ],
+)
+def test_a_quantized_run_keeps_its_codes_if_a_storage_has_them(scheme, storage, capsys, tmp_path):
+    run = imported(tmp_path, capsys, Llama(**SIZES | dict(width=64, hidden=96), tied=True))
+    codes, out = tmp_path / "codes", tmp_path / "model.gguf"
+    (tmp_path / "text.txt").write_text("a text of some length, and then more.\n" * 40)
+    words = f"quantize --workdir={run} --out={codes} --text={tmp_path}/text.txt --scheme={scheme}"
+    assert call(capsys, *words.split(), "--allow=loss:100%")[0] == 0
+    code, answer, log = call(capsys, "export", f"--workdir={codes}", f"--out={out}")
+    assert (code, answer["parity"]["is_bit_identical"]) == (0, True), answer
+    assert ("keep their codes" in log) == (storage != "F32")
+    assert ("dequantized to float32" in log) == (storage == "F32")
+    assert ("round their inputs" in log) == scheme.endswith("a8")
+    tensors, _ = read(out)
+    assert tensors["token_embd.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    for name, path in (
+        ("blk.1.attn_v", "attention/value"),
+        ("blk.1.attn_output", "attention/out"),
+        ("blk.0.ffn_down", "mlp/down"),
+    ):
+        tensor = tensors[f"{name}.weight"]
+        assert tensor.tensor_type.name == storage
+        if scheme.startswith(("nf4", "fp8")):
+            continue  # the comparison of the logits reads these
+        (full,) = {
+            key.removeprefix("params/").removesuffix("_codes")
+            for key in harness.store(codes).arrays(0)
+            if key.endswith(f"{path}/weight_codes")
+        }
+        stored = stored_numbers(codes, full, int(name[4]))
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        # A scale, and the number of code 0, are rounded to float16.
+        largest = np.abs(stored).max() * (2 if storage == "Q4_1" else 1)
+        assert np.abs(numbers - stored).max() <= largest * (2**-11 if storage != "F32" else 1e-7)
+
+
+@pytest.mark.slow
+def test_a_scheme_rounds_the_numbers_of_codes_again(capsys, tmp_path):
+    run = imported(tmp_path, capsys, Llama(**SIZES | dict(width=64, hidden=96), tied=True))
+    codes, out = tmp_path / "codes", tmp_path / "model.gguf"
+    (tmp_path / "text.txt").write_text("a text of some length, and then more.\n" * 40)
+    words = f"quantize --workdir={run} --out={codes} --text={tmp_path}/text.txt --scheme=nf4"
+    assert call(capsys, *words.split(), "--allow=loss:100%")[0] == 0
+    words = ("export", f"--workdir={codes}", f"--out={out}", "--scheme=q5_1")
+    code, answer, log = call(capsys, *words)
+    assert (code, answer["parity"]["is_bit_identical"]) == (0, True), answer
+    assert "the matrices of nf4 are dequantized, and rounded again to q5_1" in log
+    assert read(out)[0]["blk.0.attn_v.weight"].tensor_type.name == "Q5_1"

@@ -186,10 +186,6 @@ def test_an_import_keeps_codes_that_have_a_stored_form(kind, tmp_path, capsys):
     np.testing.assert_array_equal(stored_numbers(run, path, 2).astype(np.float32), expected)
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={tmp_path}/out")
     assert (code, answer["parity"]["is_bit_identical"]) == (0, True)
-    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={tmp_path}/m.gguf")
-    assert code == 2
-    fix = f"jaxlm export --workdir={run} --out={tmp_path}/m --to=hf"
-    assert answer["error"]["fix"] == fix  # as just above, and no other run is named
     store = harness.store(run)
     source = InitSource(load.read_config(run), store, 0)
     assert "the model that folder was quantized from" in load.plain_fix(source)

@@ -88,9 +88,6 @@ SITUATIONS: dict[str, Situation] = {
     "quantized weights that are quantized": Situation(
         "quantize --workdir=runs/codes --scheme=int4 --out=q", CODES
     ),
-    "quantized weights that are exported": Situation(
-        "export --workdir=runs/codes --out=m.gguf", CODES
-    ),
     "quantized weights that no folder has": Situation(
         "export --workdir=runs/codes --out=folder",
         CODES.replace("int8", "nf4"),
@@ -270,7 +267,6 @@ SITUATIONS: dict[str, Situation] = {
 # Each trains a model, or several.
 SLOW = {
     "quantized weights that are quantized",
-    "quantized weights that are exported",
     "quantized weights that no folder has",
     "quantized weights that are averaged",
     "quantized weights to start from",

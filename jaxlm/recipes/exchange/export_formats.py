@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config, hub_architecture, hub_digests
+from jaxlm.checkpoint.gguf_blocks import CodeSteps
 from jaxlm.checkpoint.gguf_file import library
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.gguf_writer import GGUFPlan, Scheme
@@ -53,6 +54,7 @@ class ExportJob:
     tensors: list[HFTensor]
     dtype: np.dtype
     scheme: Scheme | None  # of a GGUF's matrices
+    steps_of: Mapping[str, CodeSteps]  # of those that keep their codes, by name
     workdir: Path
     shard_bytes: int
     say: Log
@@ -207,7 +209,7 @@ class GGUFExport:
         self._job = job
         attributes = job.family.to_hub() | {"model_type": job.family.HUB.model_type}
         try:
-            self._plan = GGUFPlan(attributes, job.tensors, job.dtype, job.scheme)
+            self._plan = GGUFPlan(attributes, job.tensors, job.dtype, job.scheme, job.steps_of)
         except ValueError as error:
             raise _unsupported(str(error)) from error
         _refuse_lost(attributes, self._plan)

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.checkpoint import hub_architecture
+from jaxlm.checkpoint.gguf_blocks import CodeSteps
 from jaxlm.checkpoint.gguf_writer import Scheme
 from jaxlm.checkpoint.hub_folder import SHARD_BYTES, ModelSource
-from jaxlm.checkpoint.hub_tensors import layout
+from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, layout
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import EARLIER_STEP, CommandError, ConfigError, JaxlmError, cannot_write
@@ -24,6 +25,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.cost import model_cost
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.objectives.config import Causal
+from jaxlm.ops import integer_product
 from jaxlm.parallel import rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
@@ -36,7 +38,7 @@ from jaxlm.recipes.exchange import (
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import IMPORTED, read_json
 from jaxlm.tune import surgery
-from jaxlm.tune.config import Quantized
+from jaxlm.tune.config import Full, Quantized
 
 ExportFormat = export_formats.HFExport | export_formats.GGUFExport
 To = Literal["hf", "gguf"]
@@ -94,8 +96,12 @@ def export_model(
     check_scheme(to, scheme)
     opened = load.load_run(workdir, say=say, **selection)
     check_has_format(opened.run)
+    quantized = opened
     if isinstance(opened.run.tune, Quantized):
-        _check_stored(opened, out, to)
+        if to == "hf":
+            _check_folder(opened, out)
+        else:
+            opened = _dequantized(opened)
     is_reward = opened.run.objective.has_reward_head
     if is_reward:
         reward_head.check(opened.run, workdir, to)
@@ -121,12 +127,18 @@ def export_model(
         raise uncomputed(family.HUB, why)
     imported = workdir / IMPORTED  # facts of an imported run
     facts = json.loads(imported.read_text()) if imported.is_file() else {}
+    tensors = (reward_head.tensors if is_reward else layout)(decoder, family.HUB)
+    numbers = export_formats.DTYPES[dtype or facts.get("dtype", "float32")]
+    steps_of: dict[str, CodeSteps] = {}
+    if quantized.run.tune != opened.run.tune:
+        scheme, steps_of = _stored_codes(quantized, tensors, scheme, numbers, say)
     job = export_formats.ExportJob(
         opened=opened,
         family=family,
-        tensors=(reward_head.tensors if is_reward else layout)(decoder, family.HUB),
-        dtype=export_formats.DTYPES[dtype or facts.get("dtype", "float32")],
+        tensors=tensors,
+        dtype=numbers,
         scheme=scheme,
+        steps_of=steps_of,
         workdir=workdir,
         shard_bytes=shard_bytes,
         say=say,
@@ -166,39 +178,99 @@ def check_new(out: Path) -> None:
         raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
 
 
-def _check_stored(opened: load.LoadedRun, out: Path, to: To) -> None:
-    """Raise ConfigError if the format has no tensors for the codes of a quantized run."""
+def _check_folder(opened: load.LoadedRun, out: Path) -> None:
+    """Raise ConfigError if a folder has no tensors for the codes of a quantized run."""
     tune = opened.run.tune
     assert isinstance(tune, Quantized)
     base = read_json(opened.workdir, load.BASE) if (opened.workdir / load.BASE).is_file() else None
     try:
-        if to != "hf":
-            why = f"{to} has blocks of its own, see --scheme"
-            raise ConfigError("there are no such codes", where=f"--to={to}", why=why, fix="--to=hf")
         decoder = opened.model.blueprint.config
         tensors = layout(decoder, type(opened.run.model).HUB)
         layers = surgery.quantized_weights(opened.model.blueprint)
         quantized_tensors.leaf_tensors(tensors, layers)
         quantized_tensors.file_tensors(tensors, layers)
     except ConfigError as error:
-        words = ["jaxlm", "export", f"--out={out}", f"--to={to}"]
-        plain = [f"--workdir={base['run']}", f"--step={base['step']}"] if base else []
-        fix = shlex.join([*words[:2], *plain, *words[2:]])
-        if not base and to != "hf":  # imported: there is no other run, and a folder has its codes
-            codes = [f"--workdir={opened.workdir}", f"--out={out.with_suffix('')}", "--to=hf"]
-            fix = shlex.join([*words[:2], *codes])
-        if base and to == "hf" and tune.base in ("nf4", "nf4_double"):
-            nearest = ["jaxlm", "quantize", *plain, "--scheme=int4", f"--block={tune.block}"]
-            nearest.append(f"--out={opened.workdir}-int4")
-            fix = f"{shlex.join(nearest)}    # its numbers are nearest\n{fix}"
+        fix = f"jaxlm generate --workdir={shlex.quote(str(opened.workdir))} --prompt=Hello"
+        if base:
+            plain = [f"--workdir={base['run']}", f"--step={base['step']}"]
+            fix = shlex.join(["jaxlm", "export", *plain, f"--out={out}", "--to=hf"])
+            if tune.base in ("nf4", "nf4_double"):
+                nearest = ["jaxlm", "quantize", *plain, "--scheme=int4", f"--block={tune.block}"]
+                nearest.append(f"--out={opened.workdir}-int4")
+                fix = f"{shlex.join(nearest)}    # its numbers are nearest\n{fix}"
         raise ConfigError(
             "the quantized run cannot be exported",
             where=f"tune.base = {tune.base}",
             why=error.why,
-            fix=fix
-            if base or to != "hf"
-            else f"jaxlm generate --workdir={shlex.quote(str(opened.workdir))} --prompt=Hello",
+            fix=fix,
         ) from error
+
+
+def _dequantized(opened: load.LoadedRun) -> load.LoadedRun:
+    """Return the plain model of the numbers that the codes stand for, in float32."""
+    layers = surgery.quantized_weights(opened.model.blueprint)
+    leaves = tree.leaves(opened.params)
+    precision = dataclasses.replace(opened.run.precision, params="float32")
+    plain = _rebuilt(opened, dataclasses.replace(opened.run, tune=Full(), precision=precision))
+
+    def numbers(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if path not in layers:
+            return leaves[path].astype(like.dtype)
+        layer, start = layers[path], f"{path}_"
+        codes = {
+            name.removeprefix(start): leaf
+            for name, leaf in leaves.items()
+            if name.startswith(start)
+        }
+        read = functools.partial(layer.format.dequantize, inputs=math.prod(layer.ins))
+        values = jax.lax.map(read, codes) if layer.stack else read(codes)
+        return jax.device_put(values.reshape(like.shape), like.sharding)
+
+    params = tree.map_with_path(numbers, setup.abstract_params(plain.model))
+    return dataclasses.replace(plain, params=params)
+
+
+def _stored_codes(
+    opened: load.LoadedRun,
+    tensors: list[HFTensor],
+    scheme: Scheme | None,
+    dtype: np.dtype,
+    say: Log,
+) -> tuple[Scheme | None, dict[str, CodeSteps]]:
+    """Return the storage of a GGUF for a quantized run, and the steps of matrices that keep codes.
+
+    Args:
+      opened: the quantized run.
+      tensors: of the model if nothing were quantized.
+      scheme: the storage that the command names; the codes stay without one, if they can be.
+      dtype: of matrices that are in no blocks.
+      `say`: receives a line about what happens to the codes.
+    """
+    layers = surgery.quantized_weights(opened.model.blueprint)
+    leaves = tree.leaves(opened.params)
+    format = next(iter(layers.values())).format
+    base = format.base
+
+    def leaf(part: MappedSlice) -> np.ndarray:
+        array = leaves[part.path]
+        return np.asarray(array[part.lead] if part.lead else array)
+
+    if scheme is not None:
+        say(f"the matrices of {base} are dequantized, and rounded again to {scheme}")
+        return scheme, {}
+    storage, steps_of = quantized_tensors.code_steps(tensors, layers, leaf)
+    if storage is None:
+        say(
+            f"the matrices of {base} are dequantized to {dtype.name}: no storage of a GGUF has "
+            "their codes; --scheme=q4_k_m rounds them again"
+        )
+    else:
+        say(
+            f"{len(steps_of)} matrices of {base} keep their codes in {storage}, with float16 scales"
+        )
+    if integer_product.is_integer(format):
+        say("its products round their inputs to 8 bits; other programs decide for themselves")
+    return storage, steps_of
 
 
 def check_scheme(to: str, scheme: str | None) -> None:

@@ -9,6 +9,8 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
+from jaxlm.checkpoint.gguf_blocks import CodeSteps
+from jaxlm.checkpoint.gguf_writer import Scheme
 from jaxlm.checkpoint.hub_folder import Folder, ModelSource
 from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice
 from jaxlm.checkpoint.quantized_folder import (
@@ -35,6 +37,10 @@ SCHEMES = {
     "w4a8": ("int-quantized", {"num_bits": 4, "type": "int", "symmetric": True}),
     "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "symmetric": True}),
 }
+# Storage of a GGUF with the same codes.
+KEPT: dict[str, Scheme] = {
+    "int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0", "w4a8": "q4_0", "int4_zero": "q4_1"
+}  # fmt: skip
 UNSUPPORTED = "no format of compressed-tensors has"
 Layers = Mapping[str, QuantizedLinear]  # by the paths of their weights
 Array = Callable[[HFTensor], np.ndarray]
@@ -210,6 +216,34 @@ def kept_format(source: ModelSource, tensors: Sequence[HFTensor]) -> tuple[Quant
     usual = {path for path in linear if any(fnmatch.fnmatchcase(path, at) for at in PROJECTIONS)}
     at = PROJECTIONS if usual == set(quantized) else tuple(quantized)
     return Quantized(base=cast(Any, base), block=cast(Any, block), at=at), ""
+
+
+def code_steps(
+    tensors: Sequence[HFTensor], layers: Layers, leaf: Callable[[MappedSlice], np.ndarray]
+) -> tuple[Scheme | None, dict[str, CodeSteps]]:
+    """Return the storage of a GGUF that keeps the codes, and the steps by the names of tensors.
+
+    There is none if the format has another one, or a block of 32 numbers has several scales.
+
+    Args:
+      tensors: the tensors of the model if nothing were quantized.
+      layers: the quantized layers.
+      leaf: returns the numbers of a part of a leaf.
+    """
+    format = next(iter(layers.values())).format
+    scheme, steps_of = KEPT.get(format.base), {}
+    for each in tensors:
+        if each.parts[0].path not in layers:
+            continue
+        inputs = each.parts[0].sizes[0]
+        is_even = not inputs % (inputs if format.block == "all" else format.block)
+        size = inputs if format.block == "all" else format.block
+        if len(each.parts) > 1 or each.layout == "same" or not is_even or size % 32:
+            return None, {}
+        leaves = {one.name.rpartition("_")[2]: one for one in leaf_tensors([each], layers)}
+        zeros = leaves[ZERO].joined(leaf) if ZERO in leaves else None
+        steps_of[each.name] = CodeSteps(leaves[SCALE].joined(leaf), zeros)
+    return (scheme, steps_of) if scheme else (None, {})
 
 
 def _refused(layers: Layers, why: str) -> ConfigError:

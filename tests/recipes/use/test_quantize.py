@@ -137,7 +137,6 @@ def test_the_limits_that_are_exceeded_are_in_the_fix():
             "quantize --workdir={r} --out={o} --scheme=int4 --method=awq --calibration={t}/*.txt",
             "the calibration text is in a set that is reported",
         ),
-        ("export --workdir={q} --out={o}.gguf", "the quantized run cannot be exported"),
         ("plan --config={q}/config.json", "quantized weights cannot be trained"),
         ("average --workdir={q} --steps=0 --with={r} --out={o}", "an average of quantized"),
         ("train --config={c} --workdir={o} --init_from={q}", "is quantized"),
