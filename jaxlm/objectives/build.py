@@ -5,12 +5,15 @@ from typing import Any
 from jaxlm.core import own
 from jaxlm.core.errors import ConfigError
 from jaxlm.objectives import config, objective
-from jaxlm.objectives.config import Architecture, LossConfig
+from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.distill import Distillation
+from jaxlm.objectives.facts import Architecture
 from jaxlm.objectives.objective import Objective
 from jaxlm.objectives.policy import PolicyLearning
+from jaxlm.objectives.policy_config import Policy, Ppo
 from jaxlm.objectives.ppo import ProximalPolicy
 from jaxlm.objectives.preference import PreferenceLearning
+from jaxlm.objectives.preference_config import Preference, Process, Reward
 from jaxlm.objectives.reward import ProcessLearning, RewardLearning
 
 
@@ -46,13 +49,7 @@ def _own(settings: Any, loss: LossConfig, architecture: Architecture) -> Objecti
 
 
 def _class_of(
-    settings: config.TokenObjective
-    | config.Distill
-    | config.Preference
-    | config.Reward
-    | config.Process
-    | config.Policy
-    | config.Ppo,
+    settings: config.TokenObjective | config.Distill | Preference | Reward | Process | Policy | Ppo,
 ) -> type[Objective[Any]]:
     match settings:
         case config.Causal():
@@ -73,13 +70,13 @@ def _class_of(
             return objective.FillInTheMiddle
         case config.Distill():
             return Distillation
-        case config.Preference():
+        case Preference():
             return PreferenceLearning
-        case config.Reward():
+        case Reward():
             return RewardLearning
-        case config.Process():
+        case Process():
             return ProcessLearning
-        case config.Policy():
+        case Policy():
             return PolicyLearning
-        case config.Ppo():
+        case Ppo():
             return ProximalPolicy

@@ -7,100 +7,18 @@ Example:
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.core.own import Interface
 from jaxlm.models.config import HeadKind, MtpConfig
-from jaxlm.ops.advantage import Baseline, Scale
+from jaxlm.objectives.facts import Architecture, BothWays, LeftToRight, ObjectiveFacts, Prompts
+from jaxlm.objectives.policy_config import Policy, PolicyTerms, Ppo, Truncated
+from jaxlm.objectives.preference_config import Preference, Process, Reward
 
 BLOCK_POSITIONS = 512  # distinct second positions inside a blank
 # Rate and mean length of the spans of UL2's denoisers R (the first two) and X; S is a suffix.
 UL2_SPANS = ((0.15, 3.0), (0.15, 8.0), (0.5, 3.0), (0.5, 8.0), (0.15, 64.0), (0.5, 64.0))
 UL2_SUFFIX = 0.25  # share of a text that the denoiser S predicts
-AUTO = "auto"
-PreferenceLoss = Literal["dpo", "ipo", "kto", "orpo", "simpo", "hinge"]
-Noise = Literal["conservative", "robust"]
-WITHOUT_REFERENCE: tuple[PreferenceLoss, ...] = ("orpo", "simpo")
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo", "reinforce"]
-MeanOf = Literal["sequence", "token", "constant", "sum"]
-Surrogate = Literal["clip", "weight", "plain"]
-Ratio = Literal["token", "sequence"]
-Truncated = Literal["score", "mask"]
-Kl = Literal["none", "reward_k1", "loss_k3", "loss_k3_weighted"]
-Architecture = Literal["decoder", "encoder", "encoder-decoder"]
-# The way a model trained on an objective reads a prompt; "none": it cannot continue one.
-Prompts = Literal["left to right", "both ways", "none"]
-
-
-class ObjectiveFacts:
-    """Facts of an objective that the model, the data and the rest of a run depend on.
-
-    Attributes:
-      bidirectional: some slots attend to later slots.
-      prompts: the way a model trained on this reads a prompt.
-      keeps_rows: rows stay as they were packed, every token predicted from those before it.
-      evaluated_as_causal: validation rows are read as by `causal`.
-      architectures: models that the objective can train.
-      block_positions: size of the table of second positions that the model needs, if any.
-      marks_mtp_rows: batches mark the rows that predict tokens beyond the next one.
-      teacher: RUN[@STEP] of a frozen model that the loss reads, if any.
-      compares_answers: the data is answers that were compared or judged, and the loss is no
-        negative log-likelihood.
-      has_reward_head: the model has a head of one output, which scores texts.
-      labels_steps: the data is answers with a label at the end of each step.
-      samples_answers: the data is prompts, whose answers are sampled from the model and rewarded.
-      has_value_head: the model has a head of one output, which predicts rewards.
-      document_mask: in training a token sees no other document of its row.
-
-    The settings of an objective in a file of a user have `build(loss, architecture)` too, which
-    returns the `Objective`, as `objectives.build` does for the others.
-    """
-
-    bidirectional: ClassVar[bool] = False
-    prompts: ClassVar[Prompts] = "left to right"
-    keeps_rows: ClassVar[bool] = False
-    evaluated_as_causal: ClassVar[bool] = False
-    architectures: ClassVar[tuple[Architecture, ...]] = ("decoder",)
-    block_positions: ClassVar[int | None] = None
-    marks_mtp_rows: ClassVar[bool] = False
-    compares_answers: ClassVar[bool] = False
-    has_reward_head: ClassVar[bool] = False
-    labels_steps: ClassVar[bool] = False
-    samples_answers: ClassVar[bool] = False
-    has_value_head: ClassVar[bool] = False
-    teacher: str | None = None
-    document_mask: bool = True
-
-    PARTS: ClassVar = Interface("objective", needs=("build",))
-
-    @property
-    def mtp_settings(self) -> "MTP | None":
-        """Settings of multi-token prediction; None without it."""
-        return None
-
-    @property
-    def compared_with(self) -> str | None:
-        """The model that answers are compared with: start, adapter_off or RUN; None for none."""
-        return None
-
-    def target_length(self, sequence: int) -> int:
-        """Return the slots of the decoder's row for the encoder's; ValueError if it has none."""
-        raise ValueError("the objective makes no pairs for an encoder and a decoder")
-
-
-class LeftToRight(ObjectiveFacts):
-    """Facts of an objective that predicts every token of a row from those before it."""
-
-    keeps_rows = True
-    evaluated_as_causal = True
-
-
-class BothWays(ObjectiveFacts):
-    """Facts of an objective that reads a part of each document bidirectionally."""
-
-    bidirectional = True
-    prompts = "both ways"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,315 +237,6 @@ class Distill(LeftToRight):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Preference(ObjectiveFacts):
-    """Prefer chosen answers to rejected ones, without drifting from a reference."""
-
-    name: Literal["preference"] = "preference"
-    loss: PreferenceLoss = setting(
-        "dpo", "dpo, ipo, hinge and kto compare with a reference; orpo and simpo have none"
-    )
-    reference: str = setting(
-        AUTO,
-        "model that answers are compared with: start, the weights before the first step, scored "
-        "once; adapter_off, the base of an adapter, scored in each step; RUN or RUN@STEP; none; "
-        "auto is start, and none for orpo and simpo",
-    )
-    beta: float = setting(
-        0.1, "weight of the log-ratios; tau of ipo, and the odds ratio's weight of orpo", above=0
-    )
-    smoothing: float = setting(
-        0.0, "share of the pairs of dpo that are in the wrong order", low=0, high=0.49
-    )
-    noise: Noise = setting(
-        "conservative", "smoothing: conservative lowers its confidence; robust has no bias by it"
-    )
-    gamma: float = setting(0.5, "margin of simpo, in units of its scores times beta", low=0)
-    nll: float = setting(
-        0.0, "weight of the chosen answer's negative log-likelihood a token; orpo adds 1", low=0
-    )
-    length: Literal["auto", "sum", "mean"] = setting(
-        "auto",
-        "log-probability of an answer: sum over its tokens, or mean; auto is mean for ipo, orpo "
-        "and simpo",
-    )
-
-    keeps_rows: ClassVar[bool] = True
-    compares_answers: ClassVar[bool] = True
-
-    @property
-    def compared_with(self) -> str | None:
-        """Return the model that answers are compared with; None without one."""
-        if self.reference == AUTO:
-            return None if self.loss in WITHOUT_REFERENCE else "start"
-        return None if self.reference == "none" else self.reference
-
-    @property
-    def is_mean(self) -> bool:
-        """Return whether an answer's log-probability is the mean over its tokens."""
-        if self.length == "auto":
-            return self.loss in ("ipo", *WITHOUT_REFERENCE)
-        return self.length == "mean"
-
-    def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Check the reference, the smoothing and the length against the loss."""
-        if self.compared_with is None and self.loss not in WITHOUT_REFERENCE:
-            why = f"{self.loss} compares the model with a reference"
-            yield (
-                "reference",
-                why,
-                "--config.objective.reference=start\n--config.objective.loss=simpo",
-            )
-        if self.smoothing and self.loss != "dpo":
-            why = f"{self.loss} has no smoothing of labels"
-            yield "smoothing", why, "--config.objective.smoothing=0\n--config.objective.loss=dpo"
-        if self.length == "sum" and self.loss in WITHOUT_REFERENCE:
-            why = f"{self.loss} compares mean log-probabilities of a token"
-            yield "length", why, "--config.objective.length=auto"
-
-
-START = "start"  # reference: the run that a run begins with
-REFERENCE = (
-    "reference of kl: adapter_off, the base of an adapter; start, the run of --init_from; RUN or "
-    "RUN@STEP"
-)
-TRUNCATED = (
-    "samples cut at rl.max_tokens: score rewards them as they are; mask leaves them out of the loss"
-)
-
-
-class PolicyTerms(NamedTuple):
-    """The parts of the loss of an algorithm, see `Policy`."""
-
-    baseline: Baseline
-    scale: Scale
-    mean: MeanOf
-    surrogate: Surrogate
-    ratio: Ratio
-    clip_low: float
-    clip_high: float
-
-    @property
-    def has_group_baseline(self) -> bool:
-        """Return whether the baseline is of the samples of a prompt, which must differ."""
-        return self.baseline in ("group", "leave_one_out")
-
-
-ALGORITHMS: dict[Algorithm, PolicyTerms] = {
-    "grpo": PolicyTerms("group", "group", "sequence", "clip", "token", 0.2, 0.2),
-    "dr_grpo": PolicyTerms("group", "none", "constant", "clip", "token", 0.2, 0.2),
-    "dapo": PolicyTerms("group", "group", "token", "clip", "token", 0.2, 0.28),
-    "gspo": PolicyTerms("group", "group", "sequence", "clip", "sequence", 3e-4, 4e-4),
-    "rloo": PolicyTerms("leave_one_out", "none", "sum", "plain", "token", 0.2, 0.2),
-    "cispo": PolicyTerms("group", "group", "token", "weight", "token", 0.2, 4.0),
-    "reinforce": PolicyTerms("batch", "none", "sum", "plain", "token", 0.2, 0.2),
-}
-
-
-class SamplesAnswers(ObjectiveFacts):
-    """Facts of an objective that learns from samples of the model, near a reference perhaps."""
-
-    kl: Kl
-    reference: str
-
-    keeps_rows = True
-    samples_answers = True
-
-    @property
-    def teacher(self) -> str | None:  # type: ignore[override]
-        """Return start, or the run of the reference; None without one, or if it is the base."""
-        return None if self.kl == "none" or self._is_base else self.reference
-
-    @property
-    def compared_with(self) -> str | None:
-        """Return adapter_off if the reference is the base of an adapter; else None."""
-        return "adapter_off" if self.kl != "none" and self._is_base else None
-
-    @property
-    def _is_base(self) -> bool:
-        return self.reference == "adapter_off"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy(SamplesAnswers):
-    """Raise the reward of answers that the model samples: policy gradients.
-
-    The loss is sum_t w_t L_t / N over the sampled tokens. An algorithm is a name for the settings
-    from `baseline` to `clip_high`; each may be set alone.
-
-    Source: Shao et al. 2024, arXiv:2402.03300 (grpo); Liu et al. 2025, arXiv:2503.20783 (dr_grpo);
-    Yu et al. 2025, arXiv:2503.14476 (dapo); Zheng et al. 2025, arXiv:2507.18071 (gspo); Ahmadian et
-    al. 2024, arXiv:2402.14740 (rloo); MiniMax 2025, arXiv:2506.13585 (cispo); Williams 1992
-    (reinforce).
-    """
-
-    name: Literal["policy"] = "policy"
-    algorithm: Algorithm = setting(
-        "grpo", "the settings from baseline to clip_high that are not set"
-    )
-    baseline: Literal["auto", Baseline] = setting(
-        AUTO,
-        "subtracted from a reward: group, the mean of the prompt's samples; leave_one_out, that of "
-        "its other samples; batch, that of all; none",
-        derived_from="algorithm",
-    )
-    scale: Literal["auto", Scale] = setting(
-        AUTO,
-        "divisor of an advantage: standard deviation of the rewards of the group, or of the batch; "
-        "none",
-        derived_from="algorithm",
-    )
-    mean: Literal["auto", MeanOf] = setting(
-        AUTO,
-        "sequence: mean over the tokens of a sample, then over samples; token: mean over all "
-        "tokens; constant: sum over tokens over rl.max_tokens, mean over samples; sum: sum over "
-        "tokens, mean over samples",
-        derived_from="algorithm",
-    )
-    surrogate: Literal["auto", Surrogate] = setting(
-        AUTO,
-        "loss of a token with advantage A and ratio r to the distribution drawn from: clip, "
-        "-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); weight, -min(r, 1 + clip_high) A log p "
-        "with a constant weight; plain, -r A",
-        derived_from="algorithm",
-    )
-    ratio: Literal["auto", Ratio] = setting(
-        AUTO,
-        "r of each token, or the geometric mean over the sample",
-        derived_from="algorithm",
-    )
-    clip_low: float | None = setting(
-        None,
-        "distance below 1 at which r is clipped; None for that of the algorithm",
-        low=0,
-        derived_from="algorithm",
-    )
-    clip_high: float | None = setting(
-        None,
-        "distance above 1 at which r is clipped; None for that of the algorithm",
-        low=0,
-        derived_from="algorithm",
-    )
-    kl: Kl = setting(
-        "none",
-        "penalty on the distance from the reference: reward_k1 subtracts the log-ratio of the rest "
-        "of the sample from the advantage, whose gradient is that of the divergence of samples; "
-        "loss_k3 adds an estimate at each token, whose gradient is that of the reverse divergence; "
-        "loss_k3_weighted multiplies it by r, whose gradient is that of the divergence at a token",
-    )
-    beta: float = setting(0.04, "weight of the penalty of kl", above=0)
-    reference: str = setting("adapter_off", REFERENCE)
-    truncated: Truncated = setting("score", TRUNCATED)
-    dead_groups: Literal["drop", "keep", "redraw"] = setting(
-        "drop",
-        "samples of a prompt whose rewards are equal: drop leaves them out of the mean; keep "
-        "counts them with their loss, which only kl makes other than 0; redraw draws other prompts "
-        "instead, at most rl.redraws times, and drops what is left",
-    )
-
-    @property
-    def terms(self) -> PolicyTerms:
-        """Return the parts of the loss: those that are set, else those of the algorithm."""
-        default = ALGORITHMS[self.algorithm]
-        chosen = {name: getattr(self, name) for name in PolicyTerms._fields}
-        return default._replace(**{n: v for n, v in chosen.items() if v not in (AUTO, None)})
-
-    def derived(self) -> Iterator[tuple[str, Any, str]]:
-        """Yield (setting, value, reason) for the settings that the algorithm determines."""
-        for name, value in self.terms._asdict().items():
-            if getattr(self, name) in (AUTO, None):
-                yield name, value, f"objective.algorithm = {self.algorithm}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ppo(SamplesAnswers):
-    """Raise the reward of answers that the model samples, against values that it predicts: PPO.
-
-    Source: Schulman et al. 2017, arXiv:1707.06347 (clipped ratios); Schulman et al. 2016,
-    arXiv:1506.02438 (advantages).
-    """
-
-    name: Literal["ppo"] = "ppo"
-    gamma: float = setting(1.0, "discount of the reward by token", above=0, high=1)
-    gae_lambda: float = setting(
-        0.95,
-        "weight of later errors of the value in an advantage: 1, the return less the value; 0, the "
-        "error of one token",
-        low=0,
-        high=1,
-    )
-    scale: Literal["none", "batch"] = setting(
-        "batch", "batch: advantages of a rollout get mean 0 and deviation 1 over its tokens; none"
-    )
-    mean: MeanOf = setting(
-        "token",
-        "sequence: mean over the tokens of a sample, then over samples; token: mean over all "
-        "tokens; constant: sum over tokens over rl.max_tokens, mean over samples; sum: sum over "
-        "tokens, mean over samples",
-    )
-    clip_low: float = setting(0.2, "distance below 1 at which the ratio is clipped", low=0)
-    clip_high: float = setting(0.2, "distance above 1 at which the ratio is clipped", low=0)
-    value_weight: float = setting(0.1, "weight of the loss of the value", above=0)
-    value_clip: float | None = setting(
-        0.2,
-        "distance from the value at drawing beyond which it is clipped; None for no clip",
-        low=0,
-    )
-    value_rate: float = setting(
-        10.0, "learning rate of the value head over that of the other parameters", above=0
-    )
-    kl: Kl = setting(
-        "none",
-        "penalty on the distance from the reference: reward_k1 subtracts the log-ratio of each "
-        "token from its reward; loss_k3 and loss_k3_weighted are those of the objective policy",
-    )
-    beta: float = setting(0.04, "weight of the penalty of kl", above=0)
-    reference: str = setting("adapter_off", REFERENCE)
-    truncated: Truncated = setting("score", TRUNCATED)
-
-    has_value_head: ClassVar[bool] = True
-    dead_groups: ClassVar[str] = "keep"  # the baseline is of no group
-
-    @property
-    def terms(self) -> PolicyTerms:
-        """Return the parts of the loss; the baseline is the value, see `ops.advantage.gae`."""
-        clip = self.clip_low, self.clip_high
-        return PolicyTerms("none", "none", self.mean, "clip", "token", *clip)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reward(ObjectiveFacts):
-    """Score chosen answers above rejected ones: a reward model, by Bradley and Terry."""
-
-    name: Literal["reward"] = "reward"
-    margin: float = setting(
-        1.0,
-        "factor of the margin of a pair, which its scores should differ by; 0 ignores it",
-        low=0,
-    )
-    center: float = setting(
-        0.0, "weight of the squared sum of both scores of a pair, which keeps scores near 0", low=0
-    )
-
-    keeps_rows: ClassVar[bool] = True
-    compares_answers: ClassVar[bool] = True
-    has_reward_head: ClassVar[bool] = True
-    prompts: ClassVar[Prompts] = "none"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Process(ObjectiveFacts):
-    """Score the steps of an answer, which have labels: a process reward model."""
-
-    name: Literal["process"] = "process"
-
-    keeps_rows: ClassVar[bool] = True
-    compares_answers: ClassVar[bool] = True
-    has_reward_head: ClassVar[bool] = True
-    labels_steps: ClassVar[bool] = True
-    prompts: ClassVar[Prompts] = "none"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
     """Relative frequency of each objective of a mixture, by rows."""
 
@@ -642,7 +251,7 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixture:
+class Mixture(ObjectiveFacts):
     """Sample one of several objectives for each row; heads of mtp learn from rows of mtp alone."""
 
     name: Literal["mixture"] = "mixture"
@@ -652,18 +261,6 @@ class Mixture:
     fim: FIM = setting(FIM(), "settings of fim")
     blank: Blank = setting(Blank(), "settings of blank")
     mtp: MTP = setting(MTP(), "settings of mtp")
-
-    keeps_rows: ClassVar[bool] = False
-    evaluated_as_causal: ClassVar[bool] = False
-    architectures: ClassVar[tuple[Architecture, ...]] = ("decoder",)
-    compares_answers: ClassVar[bool] = False
-    has_reward_head: ClassVar[bool] = False
-    labels_steps: ClassVar[bool] = False
-    samples_answers: ClassVar[bool] = False
-    has_value_head: ClassVar[bool] = False
-    document_mask: ClassVar[bool] = True
-    teacher: ClassVar[str | None] = None
-    compared_with: ClassVar[str | None] = None
 
     @property
     def parts(self) -> tuple[tuple["TokenObjective", float], ...]:
@@ -677,18 +274,18 @@ class Mixture:
         return tuple((arm, w / total) for arm, w in zip(arms, weights, strict=True) if w)
 
     @property
-    def bidirectional(self) -> bool:
+    def bidirectional(self) -> bool:  # type: ignore[override]
         """Return whether any part reads some tokens bidirectionally."""
         return any(arm.bidirectional for arm, _ in self.parts)
 
     @property
-    def prompts(self) -> Prompts:
+    def prompts(self) -> Prompts:  # type: ignore[override]
         """Return "left to right" if any part learns that, else the best of the others."""
         order: tuple[Prompts, ...] = ("left to right", "both ways", "none")
         return min((arm.prompts for arm, _ in self.parts), key=order.index)
 
     @property
-    def block_positions(self) -> int | None:
+    def block_positions(self) -> int | None:  # type: ignore[override]
         """Return the size of the table of second positions; None if no part needs one."""
         return next((n for arm, _ in self.parts if (n := arm.block_positions)), None)
 
@@ -697,12 +294,8 @@ class Mixture:
         """Return the settings of multi-token prediction; None if it has no weight."""
         return next((mtp for arm, _ in self.parts if (mtp := arm.mtp_settings)), None)
 
-    def target_length(self, sequence: int) -> int:
-        """Raise ValueError: a mixture cannot train an encoder-decoder."""
-        raise ValueError("a mixture makes no pairs for an encoder and a decoder")
-
     @property
-    def marks_mtp_rows(self) -> bool:
+    def marks_mtp_rows(self) -> bool:  # type: ignore[override]
         """Return whether only some rows predict tokens beyond the next one."""
         return self.mtp_settings is not None
 

@@ -24,7 +24,8 @@ from jaxlm.data.corrupt.rows import ChangedPiece, Corruption, PieceChange, Piece
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.build import Model
 from jaxlm.objectives import config
-from jaxlm.objectives.config import Architecture, LossConfig
+from jaxlm.objectives.config import LossConfig
+from jaxlm.objectives.facts import Architecture
 from jaxlm.objectives.loss import Loss, sampled_label_nll, token_nll
 
 Settings = TypeVar("Settings", bound=config.Objective, covariant=True)

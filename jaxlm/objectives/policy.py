@@ -13,15 +13,15 @@ from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Model
 from jaxlm.models.decoder import Decoder
-from jaxlm.objectives import config
 from jaxlm.objectives.loss import Loss, auxiliary_loss, logits_function, read_sharded
 from jaxlm.objectives.objective import Objective
+from jaxlm.objectives.policy_config import Policy, Ppo
 from jaxlm.ops import policy
 from jaxlm.ops.cross_entropy import in_chunks, token_scores
 from jaxlm.parallel import context
 
 HIGH = 0.999  # quantile of the gap to the sampler
-PolicySettings = TypeVar("PolicySettings", bound=config.Policy | config.Ppo, covariant=True)
+PolicySettings = TypeVar("PolicySettings", bound=Policy | Ppo, covariant=True)
 
 
 class DrawnScores(NamedTuple):
@@ -53,7 +53,7 @@ class PolicyLearning(Objective[PolicySettings]):
       most: largest number of sampled tokens of a row; the logits of others are not computed. None
         computes all.
 
-    Source: see `config.Policy`.
+    Source: see `Policy`.
     """
 
     temperature: float = 1.0

@@ -8,14 +8,14 @@ from jax import Array
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Model
-from jaxlm.objectives import config
 from jaxlm.objectives.loss import Loss, auxiliary_loss
 from jaxlm.objectives.policy import PolicyLearning
+from jaxlm.objectives.policy_config import Ppo
 from jaxlm.ops import policy
 
 
 @dataclasses.dataclass(frozen=True)
-class ProximalPolicy(PolicyLearning[config.Ppo]):
+class ProximalPolicy(PolicyLearning[Ppo]):
     """Minimize the loss of the policy plus c sum_t w_t E_t / N, E of `ops.policy.value_error`.
 
     c is `objective.value_weight`, w and N are those of `PolicyLearning`. The value of a slot is

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Model
-from jaxlm.objectives import config
 from jaxlm.objectives.loss import Loss, auxiliary_loss, score
 from jaxlm.objectives.objective import Objective
+from jaxlm.objectives.preference_config import Preference
 from jaxlm.ops import preference
 
 
@@ -23,7 +23,7 @@ class ScoredAnswers(NamedTuple):
     tokens: Float[Array, "B S"]  # number, or the sum of the weights
 
 
-class PreferenceLearning(Objective[config.Preference]):
+class PreferenceLearning(Objective[Preference]):
     """Minimize the mean over pairs of a loss of `ops.preference`; of kto, the mean over answers.
 
     With `objective.nll` = a, the loss of a pair has a term a nll_w / |w|, the chosen answer's

@@ -8,15 +8,15 @@ from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Model
 from jaxlm.models.decoder import Decoder
-from jaxlm.objectives import config
 from jaxlm.objectives.loss import Loss, auxiliary_loss, read_sharded
 from jaxlm.objectives.objective import Objective
 from jaxlm.objectives.preference import is_of_answer, paired
+from jaxlm.objectives.preference_config import Process, Reward
 from jaxlm.ops import preference
 from jaxlm.parallel import context
 
 
-class RewardLearning(Objective[config.Reward]):
+class RewardLearning(Objective[Reward]):
     """Minimize the mean over pairs of `ops.preference.reward`.
 
     The score of an answer is r of the last slot of its segment, which has read the conversation up
@@ -61,7 +61,7 @@ class RewardLearning(Objective[config.Reward]):
         return Loss(objective, metrics | losses, auxiliary_loss(losses, batch))
 
 
-class ProcessLearning(Objective[config.Process]):
+class ProcessLearning(Objective[Process]):
     """Minimize the mean over steps of `ops.preference.process`.
 
     The score of a step is r of the slot of its last token, which has read the conversation up to

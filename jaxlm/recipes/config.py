@@ -33,16 +33,9 @@ from jaxlm.models.families.union import (
     TabledFamily,
 )
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
-from jaxlm.objectives.config import (
-    START,
-    Architecture,
-    Causal,
-    Distill,
-    LossConfig,
-    Objective,
-    Sampling,
-    mtp_heads,
-)
+from jaxlm.objectives.config import Causal, Distill, LossConfig, Objective, Sampling, mtp_heads
+from jaxlm.objectives.facts import Architecture
+from jaxlm.objectives.policy_config import START
 from jaxlm.optim import average_config, schedule_config
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.config import AdamW, Optimizer

@@ -23,7 +23,7 @@ from jaxlm.generate import decode, sampling
 from jaxlm.generate.decode import DecodeState
 from jaxlm.generate.sampler import REASONS
 from jaxlm.models.build import Blueprint
-from jaxlm.objectives.config import MeanOf
+from jaxlm.objectives.policy_config import MeanOf
 from jaxlm.parallel import host, rules
 from jaxlm.rl.config import prompt_rows, refilled
 

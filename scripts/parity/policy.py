@@ -152,8 +152,9 @@ def by_jaxlm(name: str) -> tuple[float, np.ndarray]:
     import jax.numpy as jnp
 
     from jaxlm.objectives.build import build
-    from jaxlm.objectives.config import LossConfig, Policy
+    from jaxlm.objectives.config import LossConfig
     from jaxlm.objectives.policy import DrawnScores, PolicyLearning
+    from jaxlm.objectives.policy_config import Policy
     from jaxlm.recipes.train.rescoring import corrected
     from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows
 

@@ -191,7 +191,8 @@ def by_jaxlm(name: str) -> tuple[float, np.ndarray]:
     from jaxlm.data.batch import Answers, Tokens
     from jaxlm.objectives import preference, reward
     from jaxlm.objectives.build import build
-    from jaxlm.objectives.config import LossConfig, Preference, Reward
+    from jaxlm.objectives.config import LossConfig
+    from jaxlm.objectives.preference_config import Preference, Reward
 
     order = np.arange(2 * PAIRS).reshape(2, PAIRS).T.ravel()  # chosen, rejected, chosen, ...
     segments = np.repeat(1 + np.arange(2 * PAIRS), LONGEST)[None].astype(np.int32)

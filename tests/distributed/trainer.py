@@ -15,9 +15,9 @@ from jaxlm.core import tree
 from jaxlm.data.loader import Loader
 from jaxlm.monitor import plots
 from jaxlm.parallel import host
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.train import checkpointing
 
-batches, restore = Loader.batches, resume.restored_state
+batches, restore = Loader.batches, checkpointing.restored_state
 
 
 def recorded(self, start, *, batch, rows, **rest):
@@ -55,6 +55,6 @@ def digested(*words):
 if __name__ == "__main__":
     if os.environ.get("TRAINER_LOG"):
         Loader.batches = recorded
-        resume.restored_state = digested
+        checkpointing.restored_state = digested
     plots.draw = lambda path: None  # seconds of every run, and tested elsewhere
     sys.exit(main(sys.argv[1:]))

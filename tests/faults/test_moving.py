@@ -13,7 +13,7 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core import tree
 from jaxlm.parallel import host
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.train import checkpointing
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -74,14 +74,14 @@ def moves(
     """
     saved = leaf_digests(harness.store(run).arrays(8))
     restored = []
-    restore = resume.restored_state
+    restored_state = checkpointing.restored_state
 
     def noted(*words):
-        state = restore(*words)
+        state = restored_state(*words)
         restored.append(leaf_digests(tree.leaves(host.fetch(state))))
         return state
 
-    monkeypatch.setattr(resume, "restored_state", noted)
+    monkeypatch.setattr(checkpointing, "restored_state", noted)
     train_on(mesh, harness.words(config, run, *LONG))
     assert restored == [saved]
     ours, theirs = harness.losses(run), harness.losses(long)

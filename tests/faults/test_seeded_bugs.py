@@ -41,7 +41,7 @@ BUGS = {
         f"{RESUME}::test_a3_a_kill_at_a_point_of_saving_costs_at_most_one_interval",
     ),
     "moments lose bits on their way back": Bug(
-        "recipes/train/resume.py",
+        "recipes/train/checkpointing.py",
         "state = store.restore(step, stored)",
         "state = store.restore(step, stored); state = state._replace(opt_state=jax.tree.map("
         "lambda x: x.astype(jnp.bfloat16).astype(x.dtype), state.opt_state))",

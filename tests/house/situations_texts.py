@@ -91,7 +91,7 @@ TWO = (
 )
 PART = _shell(
     "open('mine.py', 'w').write('''import dataclasses\n"
-    "from jaxlm.objectives.config import ObjectiveFacts\n"
+    "from jaxlm.objectives.facts import ObjectiveFacts\n"
     "from jaxlm.objectives.objective import Objective\n@dataclasses.dataclass(frozen=True)\n"
     "class Own(ObjectiveFacts):\n    keeps_rows = evaluated_as_causal = True\n"
     "    def build(self, loss, architecture):\n"

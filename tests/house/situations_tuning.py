@@ -343,5 +343,5 @@ NOT_YET: set[str] = {
     "recipes/language_model.py:export:1",
     "recipes/setup.py:taught_run:1",
     "recipes/train/programs.py:__init__:1",
-    "recipes/train/resume.py:with_imported_source:1",
+    "recipes/train/init_from.py:with_imported_source:1",
 }

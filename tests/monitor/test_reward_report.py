@@ -3,7 +3,7 @@
 import json
 
 from jaxlm.monitor import report, reward_report
-from jaxlm.recipes.train.held_out_rewards import HeldOutRewardWarning
+from jaxlm.recipes.train.records.metric_warnings import HeldOutRewardWarning
 
 
 def sample(step, document, reward, text):

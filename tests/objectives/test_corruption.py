@@ -30,15 +30,12 @@ from jaxlm.objectives.config import (
     Masked,
     Mixture,
     Objective,
-    Policy,
-    Ppo,
-    Preference,
     Prefix,
-    Process,
-    Reward,
     Span,
     Weights,
 )
+from jaxlm.objectives.policy_config import Policy, Ppo
+from jaxlm.objectives.preference_config import Preference, Process, Reward
 from tests.objectives.reading import (
     BLANK,
     END,

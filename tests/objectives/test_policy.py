@@ -14,8 +14,9 @@ from jaxlm.data.batch import Rollout, Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.build import build
-from jaxlm.objectives.config import ALGORITHMS, LossConfig, Policy
+from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.policy import PolicyLearning
+from jaxlm.objectives.policy_config import ALGORITHMS, Policy
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -11,7 +11,8 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.heads import add_value_head
 from jaxlm.objectives.build import build
-from jaxlm.objectives.config import LossConfig, Ppo
+from jaxlm.objectives.config import LossConfig
+from jaxlm.objectives.policy_config import Ppo
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -15,8 +15,9 @@ from jaxlm.data.batch import Answers, Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.build import build
-from jaxlm.objectives.config import Causal, LossConfig, Preference
+from jaxlm.objectives.config import Causal, LossConfig
 from jaxlm.objectives.preference import score_answers
+from jaxlm.objectives.preference_config import Preference
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -9,7 +9,8 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.heads import add_reward_head
 from jaxlm.objectives.build import build
-from jaxlm.objectives.config import LossConfig, Process
+from jaxlm.objectives.config import LossConfig
+from jaxlm.objectives.preference_config import Process
 from tests.objectives.test_preference import FAMILY, IDS, rows
 
 ENDS = (3, 5)  # slots of a right and of a wrong step

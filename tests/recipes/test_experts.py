@@ -23,7 +23,7 @@ from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.records import DroppedTokenWarning
+from jaxlm.recipes.train.records.metric_warnings import DroppedTokenWarning
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig, TrainConfig

@@ -68,7 +68,7 @@ SMALL = {
 SCRAP = """
 import dataclasses
 from jaxlm.core.config import setting
-from jaxlm.objectives.config import ObjectiveFacts
+from jaxlm.objectives.facts import ObjectiveFacts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part(ObjectiveFacts):

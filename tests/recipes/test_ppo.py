@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.objectives.config import Ppo
+from jaxlm.objectives.policy_config import Ppo
 from jaxlm.ops.advantage import gae
 from jaxlm.recipes.train.rescoring import corrected, valued
 from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows

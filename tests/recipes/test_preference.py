@@ -311,7 +311,7 @@ def test_labels_train_by_kto_and_orpo_has_no_reference(config, pairs, tmp_path):
 
 
 def test_answers_that_become_unlikelier_are_warned_of_once():
-    from jaxlm.recipes.train.records import UnlikelierAnswerWarning
+    from jaxlm.recipes.train.records.metric_warnings import UnlikelierAnswerWarning
 
     lines: list[str] = []
     records = [{"split": "train", "chosen_nats": 2.0}]

@@ -11,8 +11,9 @@ from jaxlm.generate import decode
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.build import build
-from jaxlm.objectives.config import LossConfig, Policy
+from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.policy import PolicyLearning
+from jaxlm.objectives.policy_config import Policy
 from jaxlm.rl.rollout import (
     DrawnSample,
     RolloutSampler,

@@ -24,6 +24,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import divisibility, oom
 from jaxlm.recipes.train import programs
+from jaxlm.recipes.train.programs import compiled_memory
 
 MIN_STEPS = 3
 
@@ -89,7 +90,7 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
         started = time.perf_counter()
         step = engine.step.lower(state, batch, **extra).compile()
         compiled = time.perf_counter() - started
-        held = programs.compiled_memory(step)
+        held = compiled_memory(step)
         oom.check(run, forecast, held["total"])
         state, metrics = step(state, batch, **extra)
         jax.block_until_ready(state)

@@ -35,6 +35,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
 from jaxlm.recipes.plan.predict import decoder_tokens
 from jaxlm.recipes.train import programs
+from jaxlm.recipes.train.programs import compiled_memory
 
 Content = Literal["logits", "activations", "tokens", "parameters", "scalars"]
 VOCAB_AXES = frozenset(mesh_axes("vocab"))
@@ -317,7 +318,7 @@ def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any
     place = f"{format_mesh(grid.shape)} on {name}, {known.devices} chips"
     say(f"{place}; compiling for them takes minutes")
     compiled = compile_step(run, grid)
-    memory = programs.compiled_memory(compiled)
+    memory = compiled_memory(compiled)
     # The sizes of a real run have no mark that identifies activations: no judgment here.
     rows = table(hlo.read_collectives(compiled.as_text() or ""), dict(grid.shape))
     exposed = sum(row.sent_bytes - row.overlapped_bytes for row in rows)
@@ -339,7 +340,7 @@ def compile_here(run: Run, count: int, say: Log = lambda _: None) -> dict[str, A
     divisibility.check(run, count)
     grid = mesh.build(run.mesh, jax.devices()[:count])
     say(f"{format_mesh(grid.shape)} on this CPU; compiling the step")
-    return {"devices": count, "bytes_per_device": programs.compiled_memory(compile_step(run, grid))}
+    return {"devices": count, "bytes_per_device": compiled_memory(compile_step(run, grid))}
 
 
 def devices_of(known: chips.Machine) -> list[jax.Device]:

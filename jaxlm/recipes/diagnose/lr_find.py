@@ -18,8 +18,8 @@ from jaxlm.optim.schedules import LearningRate
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose.schedule_plot import make_folder
-from jaxlm.recipes.train import resume
 from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.train.teacher import find_teacher, load_teacher
 
 MIN_STEPS = 10
 LIMIT = 1.5  # the test ends if the smoothed loss is this many times its lowest
@@ -85,13 +85,12 @@ def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict
     mesh = setup.build_mesh_for(run)
     data = setup.open_data(run, say=say, warn=say)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
-    teacher = resume.find_teacher(run, data, say)
+    teacher = find_teacher(run, data, say)
     whole = run.at(run.pace.phases[-1])  # the rate is for batches after the warm-up
     bare = dataclasses.replace(whole, guard=dataclasses.replace(run.guard, sigmas=None))
     with jax.set_mesh(mesh):
-        engine = TrainPrograms(
-            bare, data, model, growing(options), resume.load_teacher(run, teacher, model)
-        )
+        frozen = load_teacher(run, teacher, model) if teacher else None
+        engine = TrainPrograms(bare, data, model, growing(options), frozen)
         say(
             f"compiling, then {options.steps} steps at rates from {options.low:g} to "
             f"{options.high:g}"

@@ -24,10 +24,12 @@ from jaxlm.parallel import host
 from jaxlm.parallel import mesh as meshes
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train import records, reference, resume
+from jaxlm.recipes.train import checkpointing, reference, resume
 from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.train.records.spikes import spike_evidence
+from jaxlm.recipes.train.teacher import find_teacher, load_teacher, with_teacher
 from jaxlm.recipes.use import load
 from jaxlm.training import control
 from jaxlm.training.rundir import RunDir, read_json
@@ -85,24 +87,27 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
     mesh = meshes.build(run.mesh)
     host.check_rows(mesh, run.train.batch, run.train.microbatches)
     data = setup.open_data(run, workdir=workdir, say=say, warn=say)
-    teacher = resume.find_teacher(run, data, say)
-    data = resume.with_teacher(data, teacher)
+    teacher = find_teacher(run, data, say)
+    if teacher:
+        data = with_teacher(data, teacher)
     _check_data(lineage[-1].data, data.fingerprint)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):
         base = None
         if model.base:
             base = load.load_base(load.find_base(workdir, run, None, say), model)
-        frozen = resume.load_teacher(run, teacher, model)
+        frozen = load_teacher(run, teacher, model) if teacher else None
         data = reference.with_stored(data, run, workdir)
         engine = TrainPrograms(run, data, model, teacher=frozen, base=base)
         if run.objective.compared_with == reference.ADAPTER_OFF:
             began = reference.continued_adapter(workdir, say)
-            engine.adapter = None if began is None else resume.state_from(engine, began).params
+            engine.adapter = (
+                None if began is None else checkpointing.state_from(engine, began).params
+            )
         state = (
-            resume.restored_state(engine, store, start, resume_options)
+            checkpointing.restored_state(engine, store, start, resume_options)
             if start
-            else resume.first_state(engine, store)
+            else checkpointing.first_state(engine, store)
         )
         say(f"from {f'checkpoint {start}' if start else 'the beginning'} through step {step}")
         batches = engine.batches(start, rewinds.skips, say)
@@ -118,7 +123,7 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
         point = engine.whole(engine.spec.point(state))
         rows = _rows(engine, point, batch, full_rows)
         values, layers = _measured(engine, state, batch, rate(step - 1))
-        evidence = records.spike_evidence(engine, step, values, layers, rewinds.skips)
+        evidence = spike_evidence(engine, step, values, layers, rewinds.skips)
     logged = _logged(workdir, evidence, is_newest=known == every)
     loss, is_as_logged = values["loss_nats"], None
     if logged is not None:  # the log has one value for everything that is not finite

@@ -28,8 +28,9 @@ from jaxlm.recipes.exchange.adapter_places import (
     PREFIX,
     AdapterPlace,
 )
+from jaxlm.recipes.exchange.import_model import copy_hub_files
 from jaxlm.recipes.exchange.virtual_tensors import KINDS, VirtualContents
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.init_from import as_run
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import RunDir
 from jaxlm.tune import surgery
@@ -67,7 +68,7 @@ def import_adapter(options: AdapterOptions, say: Log = lambda _: None) -> dict[s
     as `read_folder`.
     """
     import_model.check_free(options.workdir, "--workdir", "an import")
-    init_from = resume.as_run(options.init_from, options.workdir, options.cpu_devices, say)
+    init_from = as_run(options.init_from, options.workdir, options.cpu_devices, say)
     base = load.open_run_ref(init_from, "--init_from", say)
     adapter = read_folder(options.adapter, base, overrides=options.overrides, flag="--init_from")
     flags: dict[str, Any] = {"step": base.step, "cpu_devices": options.cpu_devices}
@@ -84,7 +85,7 @@ def import_adapter(options: AdapterOptions, say: Log = lambda _: None) -> dict[s
     }
     with RunDir(options.workdir) as directory:
         directory.write_json(load.BASE, base.record())
-        resume.copy_hub_files(base.workdir, directory.path)
+        copy_hub_files(base.workdir, directory.path)
         facts = answer | {"source": options.adapter.name}
         tokenizer = (base.workdir / "tokenizer").read_bytes()
         import_model.write(directory, run, params, tokenizer, facts)

@@ -1,6 +1,7 @@
 """Make a run of a Hugging Face folder or a GGUF: its config, tokenizer and weights."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor, Reader, Slices, layout
 from jaxlm.checkpoint.hub_tokenizer_files import SENTENCEPIECE, read_tokenizer
 from jaxlm.checkpoint.quantized_folder import QuantizedFolder, open_quantized
 from jaxlm.checkpoint.store import Store
-from jaxlm.core import config, tree
+from jaxlm.core import config, disk, tree
 from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import CommandError, ConfigError, DataError
 from jaxlm.core.hub import PREFIX
+from jaxlm.data import chat_templates
+from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer_file import MAX_FILE_BYTES
 from jaxlm.models.cost import model_cost
@@ -330,3 +333,21 @@ class MeanInitRows:
                 total = total + part.sum(axis, dtype=np.float64)
             self._means[path] = (total / self.known).astype(dtype)
         return self._means[path]
+
+
+def copy_hub_files(source: Path, workdir: Path) -> None:
+    """Copy the files of an imported model, such as its chat template, for exports of this run."""
+    folder = source / FOLDER
+    if folder.is_dir():
+        shutil.copytree(folder, workdir / FOLDER, dirs_exist_ok=True)
+
+
+def keep_template(template: ChatTemplate, workdir: Path, warn: Log) -> None:
+    """Write the template of the conversations, for generation and exports of this run."""
+    folder = workdir / FOLDER
+    folder.mkdir(exist_ok=True)
+    known = chat_templates.of_folder(folder)
+    if known is not None and chat_templates.dated(known) != template.source:
+        warn(f"the chat template, {template.where}, differs from that of the model: {known.where}")
+    for name, content in chat_templates.keep(template, folder).items():
+        disk.replace(folder / name, content)

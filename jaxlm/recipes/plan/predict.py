@@ -22,7 +22,7 @@ from jaxlm.models.cost.tensors import tensors
 from jaxlm.monitor import chips, formatting
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.nn.config import MoeConfig
-from jaxlm.objectives.config import START
+from jaxlm.objectives.policy_config import START
 from jaxlm.ops.kernels import Target
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes

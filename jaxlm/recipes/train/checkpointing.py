@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saves with one retry, rewinds to healthy steps, disk space."""
+"""Checkpoints of a run: restored states, saves with one retry, rewinds, disk space."""
 
 import dataclasses
 import math
@@ -6,14 +6,20 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, faults, tree
 from jaxlm.core.errors import DataError, Diverged, NotWritable, SaveFailed
 from jaxlm.data import loader
+from jaxlm.models.heads import SCORE_HEADS
 from jaxlm.monitor import formatting
+from jaxlm.optim import average
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.api import RunContext
+from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.use.load import InitSource, in_stored_dtypes
 from jaxlm.training import guard as guards
 from jaxlm.training.config import GuardConfig
 from jaxlm.training.control import Control
@@ -330,3 +336,108 @@ def _permanent_steps(run: Run) -> int:
         return 0
     apart = saved.steps(run.train.steps, run.pace)
     return run.train.steps // math.lcm(every, apart) if apart else 0
+
+
+def restored_state(
+    programs: TrainPrograms, store: Store, step: int, options: ResumeOptions
+) -> TrainState:
+    """Return the state of a step on this run's mesh.
+
+    An average that the step does not have starts at its parameters; one that the run does not keep
+    is left out. The options reset the optimizer state, and cast arrays. Raises DataError if the
+    step does not fit the model, or has other dtypes and `options.cast` is off.
+    """
+    target, layout = programs.abstract(), store.layout(step)
+    stored = in_stored_dtypes(target, layout) if options.cast else target
+    has_average = any(path.startswith("average/") for path in layout)
+    if not options.reset_optimizer and has_average == (target.average is not None):
+        state = store.restore(step, stored)
+        return _cast(state, target) if options.cast else state
+
+    def part(name: str) -> Any:
+        return store.restore_part(step, name, getattr(stored, name))
+
+    params, averaged = part("params"), None
+    if target.average is not None:
+        averaged = part("average") if has_average else average.init(params)
+    reset = options.reset_optimizer
+    state = TrainState(
+        step=jnp.int32(step),
+        params=params,
+        opt_state=programs.optimizer.init(params) if reset else part("opt_state"),
+        guard=part("guard"),
+        average=averaged,
+    )
+    return _cast(state, target)
+
+
+def check_state(programs: TrainPrograms, store: Store, step: int, options: ResumeOptions) -> None:
+    """Raise DataError if `restored_state` would, from the layout of the step alone.
+
+    Runs from before `precision.moments` kept moments in the dtype of the parameters, so theirs may
+    be bfloat16 though no setting differs.
+    """
+    target, layout = programs.abstract(), store.layout(step)
+
+    def parts(state: TrainState) -> dict[str, Any]:
+        trees = {"params": state.params, "guard": state.guard}
+        if not options.reset_optimizer:
+            trees["opt_state"] = state.opt_state
+        if state.average is not None and any(path.startswith("average/") for path in layout):
+            trees["average"] = state.average
+        return trees
+
+    store.check_layout(step, parts(in_stored_dtypes(target, layout)))
+    if options.cast:
+        return
+    try:
+        store.check_layout(step, parts(target))
+    except DataError as error:
+        raise DataError(
+            f"checkpoint {step} has other dtypes than this config",
+            where=error.where,
+            why=error.why,
+            fix="--cast    # converts the stored arrays to the dtypes of this config",
+        ) from error
+
+
+def first_state(programs: TrainPrograms, store: Store) -> TrainState:
+    """Return the state before step 1 of a run that has started: checkpoint 0 or fresh weights."""
+    if 0 in store.steps():
+        return restored_state(programs, store, 0, ResumeOptions())
+    return programs.init_state()
+
+
+def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
+    """Return a fresh state with the parameters of another run, in this run's dtypes and shardings.
+
+    A new adapter begins at its base instead, and a new head of scores at 0. Raises DataError if the
+    parameters do not fit the model.
+    """
+    if programs.base is not None and source.adapter is None:
+        return programs.init_state()
+    source = source.trained
+    fresh, target = programs.init_state(), programs.abstract()
+    layout = source.store.layout(source.step)
+    stored = in_stored_dtypes(target, layout).params
+    new = [
+        path
+        for path in tree.leaves(stored)
+        if path.startswith(SCORE_HEADS) and f"params/{path}" not in layout
+    ]
+    params = source.store.restore_part(
+        source.step, "params", tree.drop_leaves(stored, new), left_out=SCORE_HEADS
+    )
+    params = _cast(tree.merge_leaves(fresh.params, params), target.params)
+    if fresh.average is None:
+        return fresh._replace(params=params)
+    return fresh._replace(params=params, average=_cast(average.init(params), target.average))
+
+
+def _cast(values: Any, target: Any) -> Any:
+    """Return values in the dtypes and shardings of a target tree."""
+    cast = jax.jit(
+        lambda values: jax.tree.map(lambda x, like: x.astype(like.dtype), values, target),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target),
+    )
+    return cast(values)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,6 @@ from jaxlm.core import backend, faults, random, tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, Diverged
 from jaxlm.core.mean import Mean
-from jaxlm.core.nearest import divisors
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
@@ -36,8 +35,7 @@ from jaxlm.optim import build as optimizers
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.optim.qk_clip import qk_clip
 from jaxlm.optim.schedules import LearningRate
-from jaxlm.parallel import host, logical, pipeline, rules
-from jaxlm.parallel.logical import Sizes
+from jaxlm.parallel import host, pipeline, rules
 from jaxlm.parallel.replicas import Replicas
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
@@ -45,31 +43,23 @@ from jaxlm.recipes.plan import oom
 from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train.api import RunContext
+from jaxlm.recipes.train.layer_stats import LayerStatsCollector, microbatches_for_noise
+from jaxlm.recipes.train.teacher import Teacher
 from jaxlm.rl.rollout import allowed_ids
 from jaxlm.training import gradient as gradients
 from jaxlm.training import state as states
 from jaxlm.training.gradient import Curvature
-from jaxlm.training.observe import Noise, Observed, build_observer, gradient_noise, layer_metrics
+from jaxlm.training.observe import Observed, build_observer
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Metrics, StepSpec, build_step
 from jaxlm.tune import surgery
 from jaxlm.tune.config import b_rates, kept_leaves
 
 Skips = tuple[tuple[int, int], ...]
-MAX_NOISE_PARTS = 8  # of a batch, to measure gradient noise if the step has no micro-batches
-NOISE_WINDOW = 20  # estimates of the noise that are averaged
 RERUN = (
     "the same command again resumes from the last committed step; "
     "a device that does this twice is broken"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Teacher:
-    """A frozen model that the objective reads, with parameters on the run's mesh."""
-
-    blueprint: Blueprint
-    params: Any
 
 
 class TrainPrograms:
@@ -177,7 +167,10 @@ class TrainPrograms:
         self.spec = spec
         observed_model = setup.observer_model(model)
         observed = dataclasses.replace(
-            spec, microbatches=microbatches_for_noise(run, dict(model.mesh.shape))
+            spec,
+            microbatches=microbatches_for_noise(run, dict(model.mesh.shape))
+            if "noise" in run.log.layers
+            else run.train.microbatches,
         )
 
         def step(
@@ -607,79 +600,3 @@ def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
         "program": memory.generated_code_size_in_bytes,
     }
     return parts | {"total": sum(parts.values())}
-
-
-def microbatches_for_noise(run: Run, sizes: Sizes) -> int:
-    """Return the micro-batches of the observer: the step's, or enough to measure gradient noise.
-
-    Raises ConfigError if gradient noise is to be measured and a device has one row.
-    """
-    microbatches = run.train.microbatches
-    if "noise" not in run.log.layers or microbatches > 1:
-        return microbatches
-    ways = logical.ways(sizes, "batch")
-    rows = math.gcd(*(phase.rows for phase in run.pace.phases))
-    parts = max(n for n in divisors(max(rows // ways, 1)) if n <= MAX_NOISE_PARTS)
-    if parts == 1:
-        entries = [entry.partition("@") for entry in run.train.batch_warmup]
-        doubled = ",".join(f"{2 * int(rows)}@{span}" for rows, _, span in entries)
-        warmup = f" --config.train.batch_warmup={doubled}" if doubled else ""
-        rest = ",".join(name for name in run.log.layers if name != "noise")
-        without = f"--config.log.layers={rest}" if rest else "'--config.log.layers=()'"
-        raise ConfigError(
-            "log.layers cannot measure the noise of the gradient",
-            where="log.layers",
-            why=f"noise is the difference between the gradients of equal parts of a batch, and"
-            f" {rows} rows on {ways} devices do not divide into parts of whole rows",
-            fix=f"--config.train.batch={2 * run.train.batch}{warmup}\n"
-            f"{without}    # does not measure the noise",
-        )
-    return parts
-
-
-def is_observed(run: Run, step: int) -> bool:
-    """Return whether layers are observed in a step: the first logged one of `log.layers_every`."""
-    if not run.log.layers:
-        return False
-    total, tokens = run.train.steps, run.tokens_per_step
-    every = run.log.every.steps(total, tokens)
-    span = run.log.layers_every.steps(total, tokens)
-    if step == total:
-        return True
-    return min(every, span) > 0 and step % every == 0 and step % span < every
-
-
-class LayerStatsCollector:
-    """Observes the steps that are due, and keeps their statistics until they are logged.
-
-    `records` are earlier ones of the run, with estimates of its gradient noise.
-    """
-
-    def __init__(self, run: Run, sizes: Sizes, records: Iterable[Mapping[str, Any]]):
-        self._run, self._parts = run, microbatches_for_noise(run, sizes)
-        self._observed: dict[int, Observed] = {}  # a step is logged after the next one began
-        self._noises = [
-            Noise(record["gradient_square"], record["gradient_noise"])
-            for record in records
-            if record.get("gradient_noise") is not None
-        ]
-
-    def observe_if_due(self, observe: Callable[[], Observed], step: int) -> None:
-        """Observe a step before it is computed, if that is due."""
-        if is_observed(self._run, step):
-            self._observed[step] = observe()
-
-    def take(self, step: int) -> dict[str, float]:
-        """Return the statistics of a step as fields of its record; empty if it was not observed."""
-        if step not in self._observed:
-            return {}
-        observed = host.fetch(self._observed.pop(step))
-        record = layer_metrics(observed)
-        if "noise" in self._run.log.layers:
-            self._noises.append(gradient_noise(observed, self._parts))
-            last = self._noises[-1]
-            square, trace = (sum(part) for part in zip(*self._noises[-NOISE_WINDOW:], strict=True))
-            record |= {"gradient_square": last.square, "gradient_noise": last.trace}
-            if square > 0:
-                record["noise_scale_tokens"] = trace / square
-        return record

@@ -32,9 +32,11 @@ from jaxlm.monitor import formatting
 from jaxlm.objectives.preference import score_answers
 from jaxlm.parallel import host
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.train import checkpointing
 from jaxlm.recipes.train.api import ResumeOptions, RunContext
+from jaxlm.recipes.train.init_from import check_tokenizer
 from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.train.teacher import load_teacher
 from jaxlm.recipes.use.load import BASE, InitSource, check_without_adapter, open_run_ref
 from jaxlm.training import state as states
 from jaxlm.training.rundir import read_json
@@ -75,7 +77,7 @@ def find(context: RunContext, begun_with: InitSource | None, digest: str, warn: 
         return Reference(name, begun_with)
     source = open_run_ref(name, FLAG, warn, context.store.verifier)
     check_without_adapter(source, FLAG, "the reference is loaded without an adapter")
-    resume.check_tokenizer(source, digest)
+    check_tokenizer(source, digest)
     return Reference(name, source)
 
 
@@ -116,7 +118,7 @@ def attach(context: RunContext, programs: TrainPrograms, reference: Reference) -
         if reference.source is not None:
             begun_with = reference.source.trained
             programs.reference = f"the adapter of {begun_with}, frozen and scored in each step"
-            programs.adapter = resume.state_from(programs, reference.source).params
+            programs.adapter = checkpointing.state_from(programs, reference.source).params
         return
     directory, sets = context.directory, _sets(programs.data)
     is_first = context.processes.peers.is_first
@@ -286,8 +288,8 @@ class _Pass:
         if self._reference.name == START:
             blueprint, params = programs.model.blueprint, programs.whole(self._start().params)
         else:
-            teacher = resume.load_teacher(programs.run, source, programs.model)
-            assert teacher is not None
+            assert source is not None  # only `adapter_off` and `start` may have none
+            teacher = load_teacher(programs.run, source, programs.model)
             blueprint, params = teacher.blueprint, teacher.params
         chunk = programs.run.loss.chunk
 
@@ -302,11 +304,13 @@ class _Pass:
         """Return the state before the first step."""
         programs, store = self._programs, self._context.store
         if 0 in store.steps():
-            return resume.restored_state(programs, store, 0, ResumeOptions())
+            return checkpointing.restored_state(programs, store, 0, ResumeOptions())
         if self._context.directory.step:
             raise _gone(self._context.directory.path)
         source = self._reference.source
-        return programs.init_state() if source is None else resume.state_from(programs, source)
+        return (
+            programs.init_state() if source is None else checkpointing.state_from(programs, source)
+        )
 
     def _digest(self) -> str:
         """Return a digest of the weights of the reference."""

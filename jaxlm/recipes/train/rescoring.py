@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.data.batch import Tokens
-from jaxlm.objectives.config import Ppo
 from jaxlm.objectives.policy import HIGH, PolicyLearning
+from jaxlm.objectives.policy_config import Ppo
 from jaxlm.ops.advantage import gae, whitened
 from jaxlm.parallel import host
 from jaxlm.recipes.train.programs import TrainPrograms

@@ -8,17 +8,17 @@ Files of `jaxlm/recipes` between `jaxlm train` and the first step, in the order 
 - `recipes/train/api.py`: the call, the options of a start, the context of a run
 - `recipes/config.py`: the settings, and the checks that involve several sections
 - `recipes/train/run.py`: this file
-- `recipes/train/resume.py`: checkpoint to resume from, allowed changes, first state, history
+- `recipes/train/resume.py`: checkpoint to resume from, allowed changes, history of starts
 - `recipes/setup.py`: JAX, mesh, sharded model, data
-- `plan`: kernels, divisibility, and the memory that the compiled step is compared with
+- `recipes/plan`: kernels, divisibility, and the memory that the compiled step is compared with
 - `recipes/train/programs.py`: step, observer, gradient and evaluation, and their compilation
 - `recipes/train/trainer.py`: the loop's state and what is due in it
-- `recipes/train/checkpointing.py`: saves and rewinds
-- `recipes/train/records.py`: header, metrics, verdict, summary
+- `recipes/train/checkpointing.py`: the first state, saves and rewinds
+- `recipes/train/records`: header, metrics, warnings, spikes, verdict, summary
 
-A preference run also scores answers under its reference (`recipes/train/reference.py`), one with
-`eval.tasks` scores tasks (`recipes/train/task_scores.py`), and one that learns from rewards draws
-rollouts (`recipes/train/rollouts.py`, `recipes/train/rescoring.py`).
+Other runs also use, in `recipes/train`, the weights of another run (`init_from.py`), a teacher
+(`teacher.py`), statistics of layers (`layer_stats.py`), scores of answers under a reference
+(`reference.py`), scores of tasks (`task_scores.py`), and rollouts (`rollouts.py`, `rescoring.py`).
 """
 
 import contextlib
@@ -41,17 +41,30 @@ from jaxlm.monitor import environment, trackers
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.formatting import ProgressLines
 from jaxlm.monitor.sinks import Callbacks
-from jaxlm.objectives.config import START
+from jaxlm.objectives.policy_config import START
 from jaxlm.parallel import rendezvous
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.exchange.import_model import copy_hub_files, keep_template
 from jaxlm.recipes.plan import attention_kernels, oom, predict
 from jaxlm.recipes.setup import ShardedModel
-from jaxlm.recipes.train import checkpointing, records, reference, resume
+from jaxlm.recipes.train import checkpointing, reference, resume
 from jaxlm.recipes.train.api import ResumeOptions, RunContext, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
+from jaxlm.recipes.train.init_from import (
+    START_FILE,
+    check_tokenizer,
+    find_init_source,
+    find_start,
+    names_other_base,
+    with_imported_source,
+    with_model_of,
+    write_base,
+)
 from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.train.records.summary import print_header, print_summary, write_partial_report
 from jaxlm.recipes.train.resume import ResumePoint, StartRecord
+from jaxlm.recipes.train.teacher import find_teacher, load_teacher, with_teacher
 from jaxlm.recipes.train.trainer import Trainer
 from jaxlm.recipes.use.load import InitSource, base_fix, load_base, read_config
 from jaxlm.training.processes import ProcessGroup
@@ -74,9 +87,9 @@ def run_training(
     """
     loaded, notices = resume.with_own_validation(loaded, options.workdir)
     if options.init_from is not None:
-        options = resume.with_imported_source(options)
+        options = with_imported_source(options)
         assert options.init_from is not None
-        loaded, lines = resume.with_model_of(loaded, options.init_from, options.workdir)
+        loaded, lines = with_model_of(loaded, options.init_from, options.workdir)
         notices += lines
     run: Run = loaded.value
     with rendezvous.report_failure_to_peers(options.process):
@@ -105,7 +118,8 @@ def run_training(
         start = _start(context, source, notices.append)
         data = _open_data(context, stop, notices.append)
         teacher_source = _teacher_source(context, stop, data, start, notices.append)
-        data = resume.with_teacher(data, teacher_source)
+        if teacher_source:
+            data = with_teacher(data, teacher_source)
         begun_with = None if point.meta else source
         compared = None
         if run.objective.compared_with is not None:
@@ -114,13 +128,13 @@ def run_training(
             saved = point.meta["data"]
             point.changes += resume.check_data(saved, data.fingerprint, options.resume)
         if source:
-            resume.check_tokenizer(source, data.tokenizer.digest)
+            check_tokenizer(source, data.tokenizer.digest)
         model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
         platform = setup.target(mesh).platform
         notices += predict.dropless_warnings(run, model.blueprint.config, mesh.shape, platform)
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
-            teacher = resume.load_teacher(run, teacher_source, model)
+            teacher = load_teacher(run, teacher_source, model) if teacher_source else None
             base = None
             if model.base:
                 assert source is not None
@@ -128,7 +142,7 @@ def run_training(
             programs = TrainPrograms(run, data, model, teacher=teacher, base=base)
             if point.meta:
                 resume_options = options.resume if point.start else ResumeOptions()
-                resume.check_state(programs, context.store, point.start, resume_options)
+                checkpointing.check_state(programs, context.store, point.start, resume_options)
             if selection is not None:  # in the first process
                 point.changes += _version_changes(context, notices.append)
                 committed = len(context.store.steps()) - len(selection.aside)
@@ -143,14 +157,14 @@ def run_training(
                     _keep_log(stack, context)
                 selection.clear(context.store, notices.append)
                 if source and not point.meta:
-                    resume.copy_hub_files(source.trained.workdir, context.directory.path)
+                    copy_hub_files(source.trained.workdir, context.directory.path)
                 if source and base is not None:
                     is_begun = point.meta is not None
-                    resume.write_base(context.directory, source, is_begun=is_begun)
+                    write_base(context.directory, source, is_begun=is_begun)
                 if start is not None:
-                    context.directory.write_json(resume.START_FILE, start.record())
+                    context.directory.write_json(START_FILE, start.record())
                 if data.template is not None:
-                    resume.keep_template(data.template, context.directory.path, notices.append)
+                    keep_template(data.template, context.directory.path, notices.append)
                 _describe(context, loaded, data, model)
             for line in notices:
                 context.console.warn(line, step=point.start)
@@ -158,21 +172,21 @@ def run_training(
             with oom.explain_oom(run, trainer.forecast):
                 if compared is not None:
                     reference.attach(context, programs, compared)
-            records.print_header(trainer, held_out)
+            print_header(trainer, held_out)
             try:
                 trainer.train(stop, options.stop_at)
             except Preempted:
                 context.processes.finish()
                 raise
         context.processes.finish()
-        answer = records.print_summary(trainer)
+        answer = print_summary(trainer)
         context.directory.outcome = _outcome(answer, trainer.alarm.verdict)
         return answer
 
 
 def _check_cheaply(run: Run, options: StartOptions) -> None:
     """Check everything that takes no time: a wrong setting must not cost a minute."""
-    if (options.workdir / IMPORTED).exists() and not resume.names_other_base(options):
+    if (options.workdir / IMPORTED).exists() and not names_other_base(options):
         source = f"--init_from={options.workdir}"
         is_whole = (options.workdir / "config.json").exists()  # not an import that was killed
         if is_whole and isinstance(read_config(options.workdir).tune, Quantized):
@@ -202,7 +216,7 @@ def _open(
     directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
     processes.shutdown.write_exit = directory.write_exit
     processes.shutdown.write_report = directory.write_report
-    directory.report = functools.partial(records.write_partial_report, directory.path)
+    directory.report = functools.partial(write_partial_report, directory.path)
     processes.barrier("run directory")
     is_shown = is_first and not options.quiet and "console" in run.log.sinks
     screen = sys.stderr if is_shown else None
@@ -283,12 +297,12 @@ def _resume_point(context: RunContext, stop: StopRequest) -> ResumePoint:
 def _record_base(context: RunContext, stop: StopRequest, point: ResumePoint) -> None:
     """Record the place of an adapter's base in base.json, if --init_from names another one."""
     is_first = context.processes.peers.is_first
-    is_other = is_first and resume.names_other_base(context.options)
+    is_other = is_first and names_other_base(context.options)
     if not context.processes.share("base", is_other if is_first else None):
         return
     warn = functools.partial(context.console.warn, step=point.start)
     if source := _init_source(context, stop, point, warn):
-        resume.write_base(context.directory, source, is_begun=True)
+        write_base(context.directory, source, is_begun=True)
         context.console.say(f"the base is {source}")
 
 
@@ -314,7 +328,7 @@ def _init_source(
     with _interruptible(stop, options, "the run to start from was verified"):
         is_begun = point.meta is not None
         verifier = context.store.verifier
-        return resume.find_init_source(context.run, options, warn, verifier, is_begun=is_begun)
+        return find_init_source(context.run, options, warn, verifier, is_begun=is_begun)
 
 
 def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:
@@ -353,11 +367,9 @@ def _start(context: RunContext, source: InitSource | None, warn: Log) -> InitSou
     if context.run.objective.teacher != START:
         return None
     path, is_first = context.directory.path, context.processes.peers.is_first
-    is_begun = is_first and (path / resume.START_FILE).is_file()
-    record = context.processes.share(
-        "start", read_json(path, resume.START_FILE) if is_begun else None
-    )
-    return resume.find_start(record, source, warn, context.store.verifier)
+    is_begun = is_first and (path / START_FILE).is_file()
+    record = context.processes.share("start", read_json(path, START_FILE) if is_begun else None)
+    return find_start(record, source, warn, context.store.verifier)
 
 
 def _teacher_source(
@@ -367,7 +379,7 @@ def _teacher_source(
     if not context.run.objective.teacher:
         return None
     with _interruptible(stop, context.options, "the teacher was verified"):
-        return resume.find_teacher(context.run, data, warn, context.store.verifier, start)
+        return find_teacher(context.run, data, warn, context.store.verifier, start)
 
 
 def _version_changes(context: RunContext, warn: Log) -> list[Change]:

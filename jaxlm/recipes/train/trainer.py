@@ -24,11 +24,12 @@ from jaxlm.monitor.profiling import Trace
 from jaxlm.optim.average_config import NoAverage, first_averaged_update
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import oom
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.train import checkpointing
 from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.checkpointing import CheckpointSaver, SaveRequest
 from jaxlm.recipes.train.programs import CompiledStep, Skips, TrainPrograms, compiled_memory
-from jaxlm.recipes.train.records import DivergenceAlarm, MetricsLogger
+from jaxlm.recipes.train.records.divergence_alarm import DivergenceAlarm
+from jaxlm.recipes.train.records.metrics_log import MetricsLogger
 from jaxlm.recipes.train.resume import ResumePoint
 from jaxlm.recipes.train.rollouts import Rollouts
 from jaxlm.recipes.train.task_scores import SPLIT, TaskScores
@@ -128,7 +129,7 @@ class Trainer(TrainLoop):
         watch, console = self.context.processes.watch, self.context.console
         if self._source is not None and not self.context.store.steps():
             with watch.phase("save"), console.timer(f"restoring {self._source.trained}"):
-                state = resume.state_from(self.programs, self._source)
+                state = checkpointing.state_from(self.programs, self._source)
             if self.evaluator.ranking_set:  # the same sets as later
                 with watch.phase("eval"), console.timer(f"evaluating {self._source.trained}"):
                     self.evaluation, _ = self.evaluator.evaluate(state, 0)
@@ -138,12 +139,14 @@ class Trainer(TrainLoop):
                 self._saver.finish()
                 return state
         if not self.start:
-            return resume.first_state(self.programs, self.context.store)
+            return checkpointing.first_state(self.programs, self.context.store)
         # After a rewind, a checkpoint of this start is restored as it is.
         is_earlier = self.start <= self._first_step
         options = self.context.options.resume if is_earlier else ResumeOptions()
         with watch.phase("save"), console.timer(f"restoring step {self.start}"):
-            return resume.restored_state(self.programs, self.context.store, self.start, options)
+            return checkpointing.restored_state(
+                self.programs, self.context.store, self.start, options
+            )
 
     def _train_from(self, state: TrainState, stop: StopRequest, stop_at: int | None) -> TrainState:
         run = self.run_config

@@ -14,7 +14,7 @@ from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import tokenizer_file
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.init_from import model_differences
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import InitSource
 from jaxlm.training.rundir import RunDir
@@ -139,7 +139,7 @@ def _agreed(origins: list[InitSource]) -> dict[str, str]:
             for path in sorted(expected | layout)
             if expected.get(path) != layout.get(path)
         ]
-        why += map(str, resume.model_differences(first.run, each.run))
+        why += map(str, model_differences(first.run, each.run))
         if tokenizer_file.read(each.workdir / "tokenizer").digest != digest:
             why.append("its tokenizer gives other ids")
         if why:

@@ -21,7 +21,7 @@ from jaxlm.objectives.loss import score
 from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.exchange.import_model import copy_hub_files
 from jaxlm.recipes.use import evaluate, load
 from jaxlm.training.rundir import IMPORTED, RunDir
 from jaxlm.tune.config import QLora, Quantized
@@ -107,7 +107,7 @@ def merge(
         marks = facts | answer | {"dtype": dtype if is_quantized else facts.get("dtype", dtype)}
         tokenizer = (workdir / "tokenizer").read_bytes()
         import_model.write(directory, merged.run, merged.params, tokenizer, marks)
-        resume.copy_hub_files(workdir, directory.path)
+        copy_hub_files(workdir, directory.path)
     return answer
 
 

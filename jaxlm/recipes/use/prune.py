@@ -22,7 +22,7 @@ from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.exchange.import_model import copy_hub_files
 from jaxlm.recipes.use import evaluate, load
 from jaxlm.training.rundir import RunDir
 from jaxlm.tune.config import Full, Quantized
@@ -105,7 +105,7 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
         tokenizer = (options.workdir / "tokenizer").read_bytes()
         facts = answer | {"dtype": run.precision.params}
         import_model.write(directory, run, params, tokenizer, facts)
-        resume.copy_hub_files(options.workdir, directory.path)
+        copy_hub_files(options.workdir, directory.path)
     return answer
 
 

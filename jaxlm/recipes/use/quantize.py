@@ -24,7 +24,7 @@ from jaxlm.ops import integer_product
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.exchange.import_model import copy_hub_files
 from jaxlm.recipes.use import calibrate, calibration_text, evaluate, load, model_difference, tasks
 from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.recipes.use.tasks import TaskSettings
@@ -145,7 +145,7 @@ def quantize(
         tokenizer = (options.workdir / "tokenizer").read_bytes()
         facts = answer | {"dtype": opened.run.precision.params}
         import_model.write(directory, rounded.run, rounded.params, tokenizer, facts)
-        resume.copy_hub_files(options.workdir, directory.path)
+        copy_hub_files(options.workdir, directory.path)
     shutil.rmtree(_unfinished(options), ignore_errors=True)
     return answer
 

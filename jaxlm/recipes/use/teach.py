@@ -45,7 +45,8 @@ from jaxlm.parallel import context, host
 from jaxlm.parallel.config import format_mesh
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.init_from import check_tokenizer
+from jaxlm.recipes.train.teacher import frozen_model, vocabulary_of
 from jaxlm.recipes.use.load import InitSource, check_without_adapter, open_run_ref
 from jaxlm.training import state as states
 
@@ -96,7 +97,7 @@ def teach(run: Run, options: TeachOptions, say: Log = lambda _: None) -> dict[st
             why=f"it was trained with the objective {source.run.objective.name}",
             fix="name a --workdir of the objective causal",
         )
-    vocab = resume.vocabulary_of(source)
+    vocab = vocabulary_of(source)
     top = teacher.most_ids(vocab) if options.top is None else options.top
     if not 0 < top <= vocab:
         why = f"the vocabulary has {vocab} ids"
@@ -108,7 +109,7 @@ def teach(run: Run, options: TeachOptions, say: Log = lambda _: None) -> dict[st
     run = dataclasses.replace(run, objective=Causal())
     setup.start(options.cpu_devices)
     data = setup.open_data(run, say=say, warn=say, progress=formatting.ProgressLines(say))
-    resume.check_tokenizer(source, data.tokenizer.digest)
+    check_tokenizer(source, data.tokenizer.digest)
     facts = _facts(
         run,
         source,
@@ -257,7 +258,7 @@ class _Pass:
     def _step(self, mesh: Any) -> Any:
         """Return the compiled function of a batch to its rows, as NumPy arrays."""
         facts, chunk = self._facts, self._run.loss.chunk
-        frozen = resume.frozen_model(self._run, self._source, facts.vocab, mesh)
+        frozen = frozen_model(self._run, self._source, facts.vocab, mesh)
 
         def top(params: Any, batch: Tokens) -> Any:
             model = frozen.blueprint.merge(params)

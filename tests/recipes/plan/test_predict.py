@@ -27,7 +27,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import device_memory, predict, search
 from jaxlm.recipes.train import programs
-from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.train.programs import TrainPrograms, compiled_memory
 
 SMALL = {
     "model.vocab": "512",
@@ -277,7 +277,7 @@ def sized(name, settings):
 def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, settings):
     run = sized(name, settings)
     devices = 4 if any(path.startswith("mesh.") for path in settings) else 1
-    exact = programs.compiled_memory(
+    exact = compiled_memory(
         collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
     )
     output = planned(run, devices).bytes_per_device
@@ -344,11 +344,11 @@ def test_an_evaluation_has_the_memory_that_the_plan_names_and_no_more_than_a_ste
         batch = collectives.abstract_batch(run, grid)
         evaluated = engine.eval_step.lower(engine.abstract().params, batch).compile()
     forecast = planned(run, devices)
-    step, state = forecast.bytes_per_device, programs.compiled_memory(evaluated)
+    step, state = forecast.bytes_per_device, compiled_memory(evaluated)
     exact = state["total"] + step["optimizer"]
     assert forecast.evaluation_bytes == pytest.approx(exact, rel=0.2)
     assert forecast.evaluation_bytes <= step["total"]
-    compiled = programs.compiled_memory(collectives.compile_step(run, grid))
+    compiled = compiled_memory(collectives.compile_step(run, grid))
     assert exact <= compiled["total"]
 
 
@@ -447,7 +447,7 @@ QLORA = [
 def test_the_bytes_of_an_adapters_step_are_those_of_the_compiler_within_a_tenth(settings):
     run = sized("l", {"tune.name": "qlora"} | settings)
     devices = 4 if "mesh.fsdp" in settings else 1
-    exact = programs.compiled_memory(
+    exact = compiled_memory(
         collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
     )
     output = planned(run, devices).bytes_per_device
@@ -524,9 +524,7 @@ def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
     small = {"model.width": "256", "model.hidden": "768", "model.vocab": "4096"}
     rows = {"data.sequence": "16", "train.batch": "1", "log.every": "10"}
     run = load(small | rows | dtypes)
-    exact = programs.compiled_memory(
-        collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
-    )
+    exact = compiled_memory(collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:1])))
     output = planned(run).bytes_per_device
     assert exact["temporary"] == pytest.approx(copies * output["parameters"], rel=0.03)
     assert exact["total"] == pytest.approx(output["total"], rel=0.03)

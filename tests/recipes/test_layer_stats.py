@@ -12,7 +12,7 @@ from jaxlm.core.span import Span
 from jaxlm.monitor.config import LogConfig
 from jaxlm.nn.intermediates import Intermediates
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train import programs
+from jaxlm.recipes.train.layer_stats import LayerStatsCollector, is_observed, microbatches_for_noise
 from jaxlm.training import observe
 from jaxlm.training.config import TrainConfig
 from jaxlm.training.gradient import SQUARE
@@ -78,9 +78,9 @@ def test_figures_of_layers_stand_in_the_first_logged_step_of_each_interval(runs)
 def test_a_step_is_watched_where_it_is_logged(every, span, due):
     log = LogConfig(layers=("norms",), every=Span.parse(every), layers_every=Span.parse(span))
     run = Run(train=TrainConfig(steps=12), log=log)
-    assert [step for step in range(1, 13) if programs.is_observed(run, step)] == due
+    assert [step for step in range(1, 13) if is_observed(run, step)] == due
     off = dataclasses.replace(run, log=dataclasses.replace(log, layers=()))
-    assert not any(programs.is_observed(off, step) for step in range(1, 13))
+    assert not any(is_observed(off, step) for step in range(1, 13))
 
 
 def test_a_step_is_logged_after_the_next_one_was_observed():
@@ -93,7 +93,7 @@ def test_a_step_is_logged_after_the_next_one_was_observed():
         norm = {"embedding/table": np.float32(size)}
         return Observed({"grad_norm": norm}, Intermediates({}, {}), np.float32(0), np.float32(1))
 
-    seen = programs.LayerStatsCollector(run, {}, ())
+    seen = LayerStatsCollector(run, {}, ())
     for completed in (1, 2):
         seen.observe_if_due(functools.partial(observed, 10 * completed), completed)
     for completed in (1, 2):
@@ -119,14 +119,14 @@ def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a
             seen.observe_if_due(lambda step=step: taken[step], step + 1)
         return [seen.take(step + 1) for step in steps]
 
-    whole = told(programs.LayerStatsCollector(run, {}, ()), range(30))
+    whole = told(LayerStatsCollector(run, {}, ()), range(30))
     each = [observe.gradient_noise(one, 4) for one in taken]
     for step, record in enumerate(whole):
         assert (record["gradient_square"], record["gradient_noise"]) == each[step]
         squares, traces = np.mean(each[max(0, step - 19) : step + 1], axis=0)
         assert squares > 0
         np.testing.assert_allclose(record["noise_scale_tokens"], traces / squares)
-    resumed = programs.LayerStatsCollector(run, {}, [{}, *whole[:17]])
+    resumed = LayerStatsCollector(run, {}, [{}, *whole[:17]])
     assert told(resumed, range(17, 30)) == whole[17:]
 
 
@@ -138,11 +138,11 @@ def test_a_clock_cannot_say_beforehand_which_step_is_logged():
 
 def test_one_row_a_device_has_no_noise_to_tell():
     run = Run(train=TrainConfig(batch=8), log=LogConfig(layers=("noise",)))
-    assert programs.microbatches_for_noise(run, {"data": 2}) == 4
+    assert microbatches_for_noise(run, {"data": 2}) == 4
     with pytest.raises(ConfigError, match="noise"):
-        programs.microbatches_for_noise(run, {"data": 8})
+        microbatches_for_noise(run, {"data": 8})
     many = dataclasses.replace(run, train=TrainConfig(batch=8, microbatches=2))
-    assert programs.microbatches_for_noise(many, {"data": 4}) == 2
+    assert microbatches_for_noise(many, {"data": 4}) == 2
 
 
 def test_the_noise_scale_of_a_known_problem_is_found():
