@@ -1,4 +1,9 @@
-"""Facts of an objective that the model, the data and the rest of a run depend on. Free of JAX."""
+"""Facts of an objective that the model, the data and the rest of a run depend on. Free of JAX.
+
+Example:
+  >>> LeftToRight.keeps_rows, BothWays.prompts
+  (True, 'both ways')
+"""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
