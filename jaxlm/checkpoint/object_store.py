@@ -152,8 +152,8 @@ class ObjectStore(Store):
         self._clear_local()
         if not self._is_first:
             return
-        objects.check_writable(self.directory, f"probe-{self._owner or 'jaxlm'}")
-        (self.directory / OWNER).write_bytes(json.dumps({"fence": self._owner}).encode())
+        objects.check_writable(self.directory, f"probe-{self._writer.owner or 'jaxlm'}")
+        (self.directory / OWNER).write_bytes(json.dumps({"fence": self._writer.owner}).encode())
         self.remove_torn()
         steps = set(map(str, self.steps()))
         for path in self.local.iterdir():
@@ -178,7 +178,7 @@ class ObjectStore(Store):
     def _is_named(self) -> bool:
         """Return whether no later process has taken the checkpoints over."""
         try:
-            return json.loads((self.directory / OWNER).read_bytes())["fence"] == self._owner
+            return json.loads((self.directory / OWNER).read_bytes())["fence"] == self._writer.owner
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return False
 

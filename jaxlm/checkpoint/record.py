@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 from etils import epath
 
+from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.objects import ObjectPath
 from jaxlm.core import disk, faults
 from jaxlm.core.errors import DataError
@@ -251,3 +252,26 @@ def damaged(directory: Place, why: str) -> DataError:
         fix = "verify the steps of the run: jaxlm checkpoint verify --workdir=RUN"
     where = str(directory)
     return DataError(f"checkpoint {directory.name} is damaged", where=where, why=why, fix=fix)
+
+
+def retained_steps(
+    records: Sequence[StepRecord], config: CheckpointConfig, *, rewind_steps: int = 0
+) -> set[int]:
+    """Return the steps to keep.
+
+    These are the newest steps, the best, multiples of `keep_every`, step 0 (it exists if a run
+    began with the weights of another, which cannot be recreated), and the targets of a rewind.
+
+    A rewind needs a step from before training went wrong, maybe for longer than one interval
+    between saves. Kept for it are the newest healthy step, the newest one at least `rewind_steps`
+    steps before that, and the oldest between them, which will be that old when it is needed.
+    """
+    steps = sorted(record.step for record in records)
+    keep = set(steps[-config.keep_last :]) | ({0} & set(steps))
+    ranked = sorted((r.loss_nats, r.step) for r in records if r.loss_nats is not None)
+    keep |= {step for _, step in ranked[: config.keep_best]}
+    if config.keep_every is not None:
+        keep |= {step for step in steps if step % config.keep_every == 0}
+    healthy = sorted(record.step for record in records if record.healthy)
+    far = [step for step in healthy if step <= healthy[-1] - rewind_steps]
+    return keep | set(healthy[-1:]) | set(far[-1:]) | set(healthy[len(far) :][:1])

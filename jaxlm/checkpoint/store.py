@@ -41,6 +41,25 @@ LAYOUT = "layout"  # the part of a step that describes its arrays
 NO_LIMIT_SECONDS = 30 * 24 * 3600  # Orbax requires a timeout
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Writer:
+    """The run that writes a store; by default one process alone, which nothing limits.
+
+    Attributes:
+      owner: fencing id of the process that writes.
+      is_owner: returns whether the process still owns the run; called before each commit.
+      peers: the processes of the run, which all save.
+      rewind_steps: distance of a rewind in steps; a healthy step at least that old is kept.
+      save_seconds: timeout from the end of `save` to the commit (`watch.save`); None disables it.
+    """
+
+    owner: str = ""
+    is_owner: Callable[[], bool] = lambda: True
+    peers: Peers = dataclasses.field(default_factory=Peers)
+    rewind_steps: int = 0
+    save_seconds: float | None = None
+
+
 class Store:
     """The committed steps of one run.
 
@@ -56,14 +75,10 @@ class Store:
 
     Args:
       directory, config: parent directory of the steps, and which of them are kept.
-      rewind_steps: distance of a rewind in steps; a healthy step at least that old is kept.
-      owner: fencing id of the process that writes.
-      is_owner: returns whether the process still owns the run; called before each commit.
+      writer: the run that saves; None for this process alone.
       read_only: change nothing on the disk.
       low_memory: copy the state to host memory in parts during a save. The state must then not
         change until `wait` or `close` returns.
-      peers: the processes of the run, which all save; None for this process alone.
-      save_seconds: timeout from the end of `save` to the commit (`watch.save`); None disables it.
       verifier: compares a step with its record; None for this process alone, without progress.
 
     Raises SaveFailed if the disk is full, NotWritable if the directory is not writable.
@@ -76,23 +91,18 @@ class Store:
         directory: epath.PathLike,
         config: CheckpointConfig,
         *,
-        rewind_steps: int = 0,
-        owner: str = "",
-        is_owner: Callable[[], bool] = lambda: True,
+        writer: Writer | None = None,
         read_only: bool = False,
         low_memory: bool = False,
-        peers: Peers | None = None,
-        save_seconds: float | None = None,
         verifier: Verifier | None = None,
     ):
         self.local = epath.Path(directory).absolute()
         self.directory: Any = self._place(config)  # parent of the steps; not always local
-        self._config, self._rewind_steps, self._read_only = config, rewind_steps, read_only
-        self._owner, self._is_owner = owner, is_owner
-        self.verifier = verifier or Verifier()
-        self._peers = peers or Peers()
+        self._config, self._read_only = config, read_only
+        self._writer, self.verifier = writer or Writer(), verifier or Verifier()
+        self._is_owner, self._peers = self._writer.is_owner, self._writer.peers
         self._is_first = self._peers.is_first
-        self._save_seconds = math.ceil(save_seconds or NO_LIMIT_SECONDS)
+        self._save_seconds = math.ceil(self._writer.save_seconds or NO_LIMIT_SECONDS)
         self._pending: StepRecord | None = None  # the step that is being written
         # Digests of that step's files that this process wrote.
         self._own: records.FileDigests | None = None
@@ -240,7 +250,7 @@ class Store:
         self._own = None
         self._pending = StepRecord(
             step=step,
-            owner=self._owner,
+            owner=self._writer.owner,
             loss_nats=None if loss_nats is None else float(loss_nats),
             healthy=healthy,
             meta=meta,
@@ -498,7 +508,9 @@ class Store:
         committed = self._records()
         if not committed:
             return
-        keep = retained_steps(committed, self._config, rewind_steps=self._rewind_steps)
+        keep = records.retained_steps(
+            committed, self._config, rewind_steps=self._writer.rewind_steps
+        )
         self._discard({record.step for record in committed} - keep)
 
     def _discard(self, steps: set[int]) -> None:
@@ -596,26 +608,3 @@ def _layout(tree: Any) -> dict[str, str]:
         path: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
         for path, leaf in leaves(tree).items()
     }
-
-
-def retained_steps(
-    records: Sequence[StepRecord], config: CheckpointConfig, *, rewind_steps: int = 0
-) -> set[int]:
-    """Return the steps to keep.
-
-    These are the newest steps, the best, multiples of `keep_every`, step 0 (it exists if a run
-    began with the weights of another, which cannot be recreated), and the targets of a rewind.
-
-    A rewind needs a step from before training went wrong, maybe for longer than one interval
-    between saves. Kept for it are the newest healthy step, the newest one at least `rewind_steps`
-    steps before that, and the oldest between them, which will be that old when it is needed.
-    """
-    steps = sorted(record.step for record in records)
-    keep = set(steps[-config.keep_last :]) | ({0} & set(steps))
-    ranked = sorted((r.loss_nats, r.step) for r in records if r.loss_nats is not None)
-    keep |= {step for _, step in ranked[: config.keep_best]}
-    if config.keep_every is not None:
-        keep |= {step for step in steps if step % config.keep_every == 0}
-    healthy = sorted(record.step for record in records if record.healthy)
-    far = [step for step in healthy if step <= healthy[-1] - rewind_steps]
-    return keep | set(healthy[-1:]) | set(far[-1:]) | set(healthy[len(far) :][:1])

@@ -22,7 +22,7 @@ from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
 from jaxlm.nn.norm import Norm
-from jaxlm.nn.stack import Caches, Layers, Stack
+from jaxlm.nn.stack import Caches, Layers, Stack, StackSpec
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.schedule import Schedule
 
@@ -186,20 +186,15 @@ class Backbone(nnx.Module):
         init = initializer(config, execution.precision)
         first, drops = len(config.prefix), _layer_drops(config.layer_drop, config.depth)
 
-        def stack(
-            name: str, pattern: tuple[BlockConfig, ...], rates: tuple[float, ...], **options: Any
-        ) -> Stack:
-            return Stack(
-                config.width,
-                first if name == "prefix" else config.depth - first,
-                pattern,
-                key=random.stream(key, name),
-                init=init,
-                remat=execution.remat,
-                name=side + name,
-                drops=rates,
-                **options,
-            )
+        prefix = StackSpec(
+            config.width, first, config.prefix, "prefix", f"{side}prefix", drops[:first]
+        )
+        others = StackSpec(
+            *(config.width, config.depth - first, config.pattern),
+            name=f"{side}stack",
+            drops=drops[first:],
+        )
+        stack = functools.partial(Stack, init=init, remat=execution.remat)
 
         attention = config.pattern[0].attention
         self.relative = (
@@ -209,11 +204,17 @@ class Backbone(nnx.Module):
             if attention.relative
             else None
         )
-        unrolled = {"layers": "unroll", "axis": "prefix"}
-        prefix = functools.partial(stack, "prefix", config.prefix, drops[:first], **unrolled)
-        self.prefix = prefix() if config.prefix else None
-        ways = {"layers": execution.layers, "schedule": execution.schedule}
-        self.stack = stack("stack", config.pattern, drops[first:], **ways)
+        self.prefix = (
+            stack(prefix, key=random.stream(key, "prefix"), layers="unroll")
+            if config.prefix
+            else None
+        )
+        self.stack = stack(
+            others,
+            key=random.stream(key, "stack"),
+            layers=execution.layers,
+            schedule=execution.schedule,
+        )
         self.final_norm = optional_norm(config.width, config.final_norm, init)
 
     @property

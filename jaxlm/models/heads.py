@@ -16,7 +16,7 @@ from jaxlm.models.backbone import optional_norm
 from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear, parameter
-from jaxlm.nn.stack import Stack
+from jaxlm.nn.stack import Stack, StackSpec
 from jaxlm.parallel.rules import constrain
 
 SCORE_HEADS = "reward/", "value/"  # path prefixes of the heads of a reward model, and of PPO
@@ -47,13 +47,11 @@ class Head(nnx.Module):
         join = functools.partial(Linear, {"joined": 2 * width}, {"embed": width}, is_gathered=True)
         self.join = join(key=random.stream(key, "join"), init=init.exact) if is_sequential else None
         self.block = Stack(
-            *(width, 1, (block,)),
+            StackSpec(width, 1, (block,), "prefix", f"{name}/block"),
             key=random.stream(key, "block"),
             init=init,
             layers="unroll",
             remat=remat,
-            axis="prefix",
-            name=f"{name}/block",
         )
         self.norm = optional_norm(width, config.final_norm, init)
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,8 +96,28 @@ class Unstacked(nnx.Module):
         return x, written, Mean.merged(*losses)
 
 
+class StackSpec(NamedTuple):
+    """The layers of a stack: layer i is of kind `pattern[i % len(pattern)]`.
+
+    Attributes:
+      width: size of the stream.
+      depth: number of layers.
+      pattern: the kinds of layers.
+      axis: logical name of the first axis of stacked parameters.
+      name: prefix of the names of intermediates.
+      drops: rate at which a row skips each layer, see `dropout.layer_drop`; empty for no skips.
+    """
+
+    width: int
+    depth: int
+    pattern: tuple[BlockConfig, ...]
+    axis: str = "layers"
+    name: str = "stack"
+    drops: tuple[float, ...] = ()
+
+
 class Stack(nnx.Module):
-    """`depth` blocks; layer i is of kind `pattern[i % len(pattern)]`.
+    """The blocks of a `StackSpec`.
 
     The parameters of a kind are stacked along a first axis in a scan, an unrolled loop and a
     pipeline: the tree is the same, and so are checkpoints. A pattern repeats under one scan;
@@ -107,8 +127,7 @@ class Stack(nnx.Module):
     caches, or for a batch too small for the schedule, the plain loop runs and reads each layer's
     parameters from its stage. Dropout draws by micro-batch in a pipeline, and so other numbers.
 
-    With `drops` and a key, each row skips layer i at the rate drops[i], see `dropout.layer_drop`;
-    the layer's terms of the objective remain.
+    With `drops` and a key rows skip layers; the layers' terms of the objective remain.
 
     `remat` is a policy of `nn.remat`, or several joined by a slash: with `full/none` layer i of
     the loop has policy i % 2. Each stage of a pipeline counts its own layers.
@@ -116,22 +135,18 @@ class Stack(nnx.Module):
 
     def __init__(
         self,
-        width: int,
-        depth: int,
-        pattern: tuple[BlockConfig, ...],
+        spec: StackSpec,
         *,
         key: Array,
         init: Initializer,
         layers: Layers,
         remat: str,
         schedule: Schedule | None = None,
-        axis: str = "layers",
-        name: str = "stack",
-        drops: tuple[float, ...] = (),
     ):
+        width, depth, pattern, self.axis, self.name, self.drops = spec
         pattern = pattern[:depth]  # a kind that a shallow stack never reaches has no parameters
         self.depth, self.kinds, self.layers, self.remat = depth, len(pattern), layers, remat
-        self.schedule, self.axis, self.name, self.drops = schedule, axis, name, drops
+        self.schedule = schedule
         keys = jax.random.split(key, depth)
         for kind, config in enumerate(pattern):
 

@@ -9,6 +9,7 @@ import s3fs
 from jaxlm.checkpoint import objects
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.object_store import ObjectStore
+from jaxlm.checkpoint.store import Writer
 from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import DataError, InUse, JaxlmError, SaveFailed
@@ -43,7 +44,8 @@ def opened(s3, tmp_path):
     def open_it(owner="one", *, read_only=False, **settings):
         settings = {"directory": url} | settings
         folder = tmp_path / "run/checkpoints"
-        return ObjectStore(folder, CheckpointConfig(**settings), owner=owner, read_only=read_only)
+        writer = Writer(owner=owner)
+        return ObjectStore(folder, CheckpointConfig(**settings), writer=writer, read_only=read_only)
 
     return open_it
 

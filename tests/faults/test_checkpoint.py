@@ -21,7 +21,7 @@ import pytest
 
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.store import Store, retained_steps
+from jaxlm.checkpoint.store import Store, Writer
 from jaxlm.cli.main import main
 from jaxlm.core import faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed
@@ -566,7 +566,7 @@ def state(value=1.0):
 
 def test_b11_a_healthy_step_and_the_ladder_outlive_saves_that_are_not_healthy(tmp_path):
     config = CheckpointConfig(keep_last=2, keep_best=0, keep_every=4)
-    store = Store(tmp_path, config, rewind_steps=100)
+    store = Store(tmp_path, config, writer=Writer(rewind_steps=100))
     for step in range(1, 11):
         store.save(step, state(), {}, healthy=step <= 5)
     store.close()
@@ -585,7 +585,7 @@ def test_c6_the_way_back_is_as_long_as_it_must_be_however_often_steps_are_saved(
         here: dict[int, records.StepRecord] = {}
         for step in range(every, first_bad + 9, every):
             here[step] = record(step, healthy=step < first_bad)
-            left = retained_steps(list(here.values()), config, rewind_steps=reach)
+            left = records.retained_steps(list(here.values()), config, rewind_steps=reach)
             assert len(left) <= config.keep_last + 3
             here = {step: here[step] for step in left}
         healthy = [step for step in here if here[step].healthy]
@@ -712,7 +712,8 @@ def test_a_record_says_what_the_step_holds(unbroken):
 def test_b10_a_process_that_lost_its_lock_commits_and_removes_nothing(tmp_path, monkeypatch, when):
     """It is stopped for long, anywhere in a save, and then continued."""
     owner = ["us"]
-    store = Store(tmp_path, CheckpointConfig(keep_last=1), is_owner=lambda: owner == ["us"])
+    writer = Writer(is_owner=lambda: owner == ["us"])
+    store = Store(tmp_path, CheckpointConfig(keep_last=1), writer=writer)
     for step in (1, 2):
         store.save(step, state(), {}, healthy=False)
         store.wait()

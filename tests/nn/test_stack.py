@@ -15,7 +15,7 @@ from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.config import AttentionConfig, BlockConfig, MlpConfig, NormConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.rotary import Rope
-from jaxlm.nn.stack import Stack
+from jaxlm.nn.stack import Stack, StackSpec
 from jaxlm.ops import masks
 from tests.nn.reference import FLOAT32
 
@@ -43,7 +43,8 @@ KEY = jax.random.key(7, impl="rbg")
 def made(depth, pattern, *, layers="scan", remat="none"):
     init = Initializer("normal", 0.3, depth, FLOAT32)
     key = jax.random.key(0)
-    return Stack(WIDTH, depth, pattern, key=key, init=init, layers=layers, remat=remat)
+    spec = StackSpec(WIDTH, depth, pattern)
+    return Stack(spec, key=key, init=init, layers=layers, remat=remat)
 
 
 def run(stack, *, key=None, **rest):

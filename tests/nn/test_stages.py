@@ -12,7 +12,7 @@ from jaxlm.core import tree
 from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.stack import Stack
+from jaxlm.nn.stack import Stack, StackSpec
 from jaxlm.ops import masks
 from jaxlm.parallel.schedule import Schedule
 from tests.nn.reference import FLOAT32
@@ -26,9 +26,7 @@ POSITIONS = jnp.asarray([[0, 1, 2, 0, 1, 0], [*range(6)], [0, *range(5)], [*rang
 
 def made(schedule, *, depth=4, pattern=(PLAIN,), layers="scan", remat="none"):
     return Stack(
-        WIDTH,
-        depth,
-        pattern,
+        StackSpec(WIDTH, depth, pattern),
         key=jax.random.key(0),
         init=Initializer("normal", 0.3, depth, FLOAT32),
         layers=layers,

@@ -31,6 +31,7 @@ from typing import Any
 import jax
 
 from jaxlm.checkpoint import object_store
+from jaxlm.checkpoint.store import Writer
 from jaxlm.core import config, own
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import Change, Loaded
@@ -223,15 +224,16 @@ def _open(
     console = stack.enter_context(
         Console(screen, total=run.train.steps, is_verbose=options.verbose)
     )
-    store = object_store.opened(
-        directory.checkpoints,
-        run.checkpoint,
-        rewind_steps=run.guard.rewind_steps,
+    writer = Writer(
         owner=directory.lock.fence,
         is_owner=directory.lock.is_owner,
         peers=processes.peers,
+        rewind_steps=run.guard.rewind_steps,
         save_seconds=run.watch.limits()["save"],
-        verifier=processes.verifier(console.say),
+    )
+    verifier = processes.verifier(console.say)
+    store = object_store.opened(
+        directory.checkpoints, run.checkpoint, writer=writer, verifier=verifier
     )
     rewinds = Rewinds(directory)
     rewinds.adopt(processes.share("rewinds", rewinds.as_json()))  # no disk need be shared
