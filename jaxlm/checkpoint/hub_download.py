@@ -39,17 +39,17 @@ def fetch_model(
     Args:
       others: names of files to fetch as well, if the model has them.
       check: called as (config, where) with config.json before anything large is fetched; raises
-        what is wrong with it.
+        an error if it cannot be imported.
       show: called as (file, bytes done, bytes in total).
 
-    Raises CommandError if the name is malformed; InputMissing if the hub is unreachable, refuses or
+    Raises CommandError if the name is malformed; InputMissing if the hub is unreachable, denies access or
     lacks the model, or the model has no safetensors.
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise hub.misnamed("model", f"--from={name}")
+        raise hub.malformed_name("model", f"--from={name}")
     model = hub.HubRepository(match["model"], match["revision"], "model", f"--from={name}", show)
-    info = model.listed()
+    info = model.info()
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     extras = sorted(file for file in sizes if file in others or _is_top(file, ".tiktoken"))
     weights = _weights(name, sizes)
@@ -87,8 +87,8 @@ def _weights(name: str, sizes: dict[str, int]) -> list[str]:
     fix = "the name of a model that is published as safetensors"
     if files:
         model, _, revision = name.removeprefix(PREFIX).partition("@")
-        by_hand = hub.by_hand(model, revision, "model", files[0])
-        fix = f"{by_hand} --local-dir=.    # first\n--from={shlex.quote(files[0])}"
+        download_command = hub.download_command(model, revision, "model", files[0])
+        fix = f"{download_command} --local-dir=.    # first\n--from={shlex.quote(files[0])}"
     raise InputMissing(
         "the model has no safetensors",
         where=f"--from={name}",

@@ -6,7 +6,7 @@ bytes (bits_per_byte_text), as lm-evaluation-harness and nanochat do.
 
 With --tasks the items of task files are scored, see `jaxlm docs evaluation`: samples and results
 are in the folder evals of the run, and the same command resumes. Intervals are at 95%.
---against_training looks for the items in the documents that the run trained on.
+--against_training searches the documents that the run trained on for the items.
 
 With --verify the last answer of each conversation is generated and compared: exact compares texts
 without white space around them, number the number after #### or else the last one.
@@ -47,8 +47,6 @@ REWARDED = {
 }
 COMPARED = {"preferred": "preference_accuracy", "margin": "margin", "chosen nats": "chosen_nats"}
 VERIFYING = ("samples", "prompts", "max_tokens", "seed")  # flags that need --verify
-
-
 TASK_FLAGS = ("shots", "form", "limit", "too_long")  # flags that need --tasks
 
 
@@ -70,7 +68,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_switch("--chat", "make each prompt of a task a user's turn by the run's template")
     doc = "refuse tasks with items longer than a row, or skip and count these items (refuse)"
     add_flag(parser, "--too_long", ["refuse", "skip"], str, doc)
-    doc = "look for items of tasks in the training data, and score touched and untouched ones"
+    doc = "search the training data for items of tasks, and score contaminated items separately"
     parser.add_switch("--against_training", doc)
     parser.add_switch("--allow_code", "run the programs that the model writes for tasks with tests")
     doc = "run whose answers to the prompts of --text are compared with those of this run"
@@ -223,7 +221,7 @@ def _run_tasks(workdir: Path, args: Any, out: Output) -> int:
 def _against_training(
     name: str, compared: dict[str, Any]
 ) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return the rows of touched and untouched items, and notes on the touched ones."""
+    """Return the rows of contaminated and other items, and notes on contaminated ones."""
     labels = {"touched": "  in training data", "untouched": "  not in it"}
     rows = [row for part, label in labels.items() for row in _task_rows(label, compared[part])]
     notes = [f"{name}: {compared['file']} names the documents of each item in the training data"]

@@ -15,7 +15,7 @@ from jaxlm.cli.arguments import Parser, check_taken, extract
 from jaxlm.cli.output import Output, abandon, write
 from jaxlm.core import shipped
 from jaxlm.core.disk import check_local
-from jaxlm.core.errors import CommandError, JaxlmError, in_our_words
+from jaxlm.core.errors import CommandError, JaxlmError, as_jaxlm_error
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.problems import RenamedSetting
 from jaxlm.core.quoting import safe
@@ -42,15 +42,15 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
     "Use a run": {
         "runs": ("runs", "list the runs in a folder"),
         "compare": ("compare", "settings, results and curves of several runs"),
-        "collect": ("collect", "draw answers to prompts, score them, keep the best or pairs"),
+        "collect": ("collect", "sample answers to prompts, score them, keep the best or pairs"),
         "rate": ("rate", "rate texts of two runs on a local page that hides their names"),
         "eval": ("evaluate", "loss, bits per byte and calibration of a run"),
         "generate": ("generate", "generate text with a run"),
         "serve": ("serve", "serve a run over HTTP, with OpenAI's API"),
         "average": ("average", "average checkpoints into a new run"),
         "merge": ("merge", "merge an adapter into its base, a new run"),
-        "quantize": ("quantize", "quantize a run's weights, a new run, and what that changed"),
-        "prune": ("prune", "keep some layers of a run, a new run, and what each layer is worth"),
+        "quantize": ("quantize", "quantize the weights into a new run, and measure the change"),
+        "prune": ("prune", "remove layers into a new run, and measure the value of each layer"),
         "report": ("report", "draw the plots and write report.html again"),
         "checkpoint": ("checkpoint", "list, inspect, compare and verify checkpoints"),
         "replay": ("replay", "replay one step and show its data"),
@@ -59,7 +59,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "init": ("init", "write a first config for your own text"),
         "data": ("data", "inspect, clean and tokenize data, check token shards"),
         "tokenizer": ("tokenizer", "train, show and compare tokenizers"),
-        "reward": ("reward", "what wrong completions earn from rewards, before a run"),
+        "reward": ("reward", "test rewards on wrong completions before a run"),
     },
     "Exchange": {
         "import": ("importing", "import a Hugging Face or GGUF model"),
@@ -73,7 +73,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "doctor": ("doctor", "problems of this machine and their fixes"),
         "bench": ("bench", "training speed of this machine on standard sizes"),
         "config": ("config", "show, explain, compare or check a config"),
-        "completion": ("completion", "a script with which bash, zsh or fish completes words"),
+        "completion": ("completion", "completion script for bash, zsh or fish"),
         "docs": ("docs", "the pages of the manual"),
     },
 }
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         abandon(sys.stdout)
         return 73
     except Exception as error:
-        known = in_our_words(error, *words[:1])
+        known = as_jaxlm_error(error, *words[:1])
         if known is None or "--trace" in ours:
             # Messages in the traceback may quote data.
             write(sys.stderr, "\n".join(map(safe, traceback.format_exc().splitlines())))

@@ -1,4 +1,4 @@
-"""Keep some layers of a run: a smaller run to distil into, and what each layer is worth.
+"""Remove layers of a run: a smaller run to distil into, and the value of each layer.
 
 The harm of a layer is what the loss of the validation set rises by without it. The new run has the
 kept layers and all other weights as they are: its loss is high until it is trained, with

@@ -149,7 +149,7 @@ class Diverged(JaxlmError, code=79, kind="diverged"):
     """The loss or a gradient is not finite, and the budget of skips and rewinds is spent."""
 
 
-def in_our_words(error: BaseException, verb: str = "train") -> JaxlmError | None:
+def as_jaxlm_error(error: BaseException, verb: str = "train") -> JaxlmError | None:
     """Return a library's error as a JaxlmError, None for a bug; `verb` is the command that ran."""
     if isinstance(error, JaxlmError):
         return error

@@ -20,7 +20,7 @@ Kind = Literal["model", "dataset"]
 
 
 class HubRepository:
-    """A model or data set of the hub; errors of the library are raised as errors of four parts."""
+    """A model or data set of the hub. Errors of `huggingface_hub` are raised as a JaxlmError."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class HubRepository:
         self._where, self._show, self._flag = where, show, flag
         self._hub = huggingface_hub.HfApi(library_name="jaxlm")
 
-    def listed(self) -> Any:
+    def info(self) -> Any:
         """Return the library's ModelInfo or DatasetInfo: commit, and files with their sizes."""
-        ask = self._hub.model_info if self.kind == "model" else self._hub.dataset_info
-        with self._asked():
-            return ask(
+        request = self._hub.model_info if self.kind == "model" else self._hub.dataset_info
+        with self._errors():
+            return request(
                 self.name, revision=self.revision, files_metadata=True, timeout=ANSWER_SECONDS
             )
 
     def download(self, file: str, commit: str) -> Path:
         """Return the file's path in the cache, after fetching it if it was missing."""
-        with self._asked():
+        with self._errors():
             path = self._hub.hf_hub_download(
                 self.name,
                 file,
@@ -74,38 +74,38 @@ class HubRepository:
         return Path(path)
 
     @contextlib.contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # of the library, of its HTTP client, of the file system
-            raise self._refused(error) from error
+            raise self._translated(error) from error
 
-    def _refused(self, error: Exception) -> JaxlmError:
+    def _translated(self, error: Exception) -> JaxlmError:
         """Return the error of the library as one with four parts."""
         from huggingface_hub import constants, errors
 
         name, word = self.name, _WORDS[self.kind]
         if isinstance(error, errors.HFValidationError):
-            return misnamed(self.kind, self._where)
+            return malformed_name(self.kind, self._where)
         folder, hub = name.rpartition("/")[2], constants.ENDPOINT
         site = hub if self.kind == "model" else f"{hub}/datasets"
         is_model = self.kind == "model"
-        command = by_hand(name, self.revision, self.kind)
+        command = download_command(name, self.revision, self.kind)
         elsewhere = f"on a machine that reaches the hub: {command} --local-dir={folder}\n"
         elsewhere += f"here: {self._flag(folder)}"
         why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         if isinstance(error, errors.GatedRepoError):
-            what = f"{name} is only given to users who have accepted its terms"
+            what = f"{name} is available only to users who have accepted its terms"
             why = "you are not logged in, or have not accepted the terms"
             fix = f"accept them on {site}/{name}, then: hf auth login\n{elsewhere}"
         elif isinstance(error, errors.RepositoryNotFoundError):
             what = f"the hub has no {word} {name}, or the {word} is private"
             why = f"{hub} does not list it"
             listing = f"{hub}/{'models' if is_model else 'datasets'}"
-            fix = f"look for its name on {listing}; if private: hf auth login\n{elsewhere}"
+            fix = f"search for its name on {listing}; if private: hf auth login\n{elsewhere}"
         elif isinstance(error, errors.RevisionNotFoundError):
             what = f"{name} has no revision {self.revision}"
-            fix = f"look for its branches and tags on {site}/{name}/tree/main"
+            fix = f"see its branches and tags on {site}/{name}/tree/main"
             why = "a revision is a branch, a tag or a commit"
         else:
             what, fix = f"{name} cannot be fetched from {hub}", elsewhere
@@ -114,13 +114,13 @@ class HubRepository:
 
 
 class HubUnreachable(InputMissing):
-    """The hub gave no answer, or one that is no reason."""
+    """The hub did not answer, or its answer does not explain the failure."""
 
 
 _WORDS: dict[Kind, str] = {"model": "model", "dataset": "data set"}
 
 
-def by_hand(name: str, revision: str | None, kind: Kind, file: str = "") -> str:
+def download_command(name: str, revision: str | None, kind: Kind, file: str = "") -> str:
     """Return the command that downloads a repository, or one of its files, without jaxlm."""
     words = ["hf", "download", name, *([file] if file else [])]
     words += ["--repo-type=dataset"] if kind == "dataset" else []
@@ -128,7 +128,7 @@ def by_hand(name: str, revision: str | None, kind: Kind, file: str = "") -> str:
     return shlex.join(words)
 
 
-def misnamed(kind: Kind, where: str) -> CommandError:
+def malformed_name(kind: Kind, where: str) -> CommandError:
     """Return the error of a malformed name."""
     form = "hf:ORG/NAME, or hf:ORG/NAME@REVISION"
     if kind == "dataset":
@@ -137,7 +137,7 @@ def misnamed(kind: Kind, where: str) -> CommandError:
         f"the name of a Hugging Face {_WORDS[kind]} is malformed",
         where=where,
         why=f"the form is {form}",
-        fix=f"look for its name on https://huggingface.co/{kind}s",
+        fix=f"search for its name on https://huggingface.co/{kind}s",
     )
 
 

@@ -1,8 +1,8 @@
 """Comparison of all units with each other and with earlier runs.
 
 This is the only step that sees all units. It reads signatures and writes a verdict for each unit,
-and the clusters of duplicates, which can be inspected afterwards. New documents that earlier runs
-kept are duplicates, too.
+and the clusters of duplicates, which can be inspected afterwards. A new document that equals one
+that an earlier run kept is a duplicate, too.
 """
 
 import functools
@@ -26,7 +26,7 @@ from jaxlm.data import cache
 
 Place = tuple[str, int]  # file and record
 # Settings that signatures depend on, by kind of duplicate.
-_MADE_BY = {
+_SIGNATURE_SETTINGS = {
     "near": ("words", "bands", "rows"),
     "spans": ("unit", "characters"),
     "substrings": ("words",),
@@ -50,8 +50,8 @@ class EarlierUnit(NamedTuple):
 def find_earlier(recipe: Recipe) -> list[EarlierUnit]:
     """Return every unit of the folders that `against` names, in order.
 
-    Raises InputMissing if a pattern matches no folder or an unfinished one, ConfigError if a folder
-    lacks signatures for the recipe's dedup or made them differently.
+    Raises InputMissing if a pattern matches no folder or an unfinished one, ConfigError if the run
+    of a folder made no signatures for the recipe's dedup, or made them with other settings.
     """
     units: list[EarlierUnit] = []
     for pattern in recipe.against:
@@ -65,22 +65,22 @@ def find_earlier(recipe: Recipe) -> list[EarlierUnit]:
 
 def _earlier_units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
     require_finished(folder, f"{folder} is not a finished run", "against")
-    before = config.from_json(Recipe, read_object(folder / RECIPE)["recipe"])
+    earlier = config.from_json(Recipe, read_object(folder / RECIPE)["recipe"])
     for kind in recipe.dedup:
-        if kind not in before.dedup and kind in _MADE_BY:
+        if kind not in earlier.dedup and kind in _SIGNATURE_SETTINGS:
             left = ",".join(each for each in recipe.dedup if each != kind) or "()"
-            why = f"dedup was {before.dedup} in that run, without {kind}"
+            why = f"dedup was {earlier.dedup} in that run, without {kind}"
             rerun = f"run the recipe of {folder} again with {kind} in its dedup"
             skips = f"'--config.dedup={left}'    # skips {kind} duplicates"
-            raise _unlike(folder, kind, why=why, fix=f"{rerun}\n{skips}")
+            raise _not_comparable(folder, kind, why=why, fix=f"{rerun}\n{skips}")
         pairs = {
-            f"{kind}.{name}": [getattr(getattr(each, kind), name) for each in (before, recipe)]
-            for name in _MADE_BY.get(kind, ())
+            f"{kind}.{name}": [getattr(getattr(each, kind), name) for each in (earlier, recipe)]
+            for name in _SIGNATURE_SETTINGS.get(kind, ())
         }
         if differ := [(path, a, b) for path, (a, b) in pairs.items() if a != b]:
             why = ", ".join(f"{path} was {a} in that run and is {b} now" for path, a, b in differ)
             fix = " ".join(f"--config.{path}={theirs}" for path, theirs, _ in differ)
-            raise _unlike(folder, kind, why=why, fix=fix)
+            raise _not_comparable(folder, kind, why=why, fix=fix)
     files = read_object(folder / REPORT)["files"]
     units = [
         EarlierUnit(output(folder, KEPT, int(Path(name).stem)), folder / name, FileDigest(**fields))
@@ -96,12 +96,12 @@ def _missing(what: str, why: str) -> InputMissing:
     return InputMissing(what, where="against", why=why, fix="find . -name report.json")
 
 
-def _unlike(folder: Path, kind: str, why: str, fix: str) -> ConfigError:
+def _not_comparable(folder: Path, kind: str, why: str, fix: str) -> ConfigError:
     what = f"documents cannot be compared with those of {folder}"
     return ConfigError(what, where=f"against, dedup={kind}", why=why, fix=fix)
 
 
-REPEATED = "substrings.repeated"
+REPEATED_WORDS = "substrings.repeated"
 
 
 def compare(job: Job) -> None:
@@ -111,15 +111,15 @@ def compare(job: Job) -> None:
     with cache.built(target) as folder:
         if folder is None:
             return
-        before = find_earlier(job.recipe)
-        signatures = [unit.read() for unit in before]
+        earlier = find_earlier(job.recipe)
+        signatures = [unit.read() for unit in earlier]
         signatures += [Signatures.read(cleaned(job, n) / SIGNATURES) for n in range(count)]
         # Documents are numbered across all units, those of earlier runs first.
-        begins = [0, *itertools.accumulate(len(each.digests) for each in signatures)]
-        first_new = begins[len(before)]
-        files = [unit.documents for unit in before]
+        offsets = [0, *itertools.accumulate(len(each.digests) for each in signatures)]
+        first_new = offsets[len(earlier)]
+        files = [unit.documents for unit in earlier]
         files += [cleaned(job, number) / KEPT for number in range(count)]
-        texts = functools.partial(_texts, files, begins)
+        texts = functools.partial(_texts, files, offsets)
         result = merge(signatures, job.recipe, first_new, texts)
         del signatures
         places: list[Place] = []
@@ -130,15 +130,15 @@ def compare(job: Job) -> None:
         def place(document: int) -> Place:
             if document >= first_new:
                 return places[document - first_new]
-            unit = bisect_right(begins, document) - 1
-            return str(before[unit].documents), document - begins[unit] + 1
+            unit = bisect_right(offsets, document) - 1
+            return str(earlier[unit].documents), document - offsets[unit] + 1
 
         kinds = ("removed", "cut", "ranges")
         verdicts = [{kind: dict[str, object]() for kind in kinds} for _ in job.units]
 
         def note(document: int, what: str, value: object) -> None:
-            unit = bisect_right(begins, document) - 1
-            verdicts[unit - len(before)][what][str(document - begins[unit])] = value
+            unit = bisect_right(offsets, document) - 1
+            verdicts[unit - len(earlier)][what][str(document - offsets[unit])] = value
 
         with LineFiles(folder) as out:
             for kind, representative, every, agreements in result.clusters:
@@ -157,17 +157,17 @@ def compare(job: Job) -> None:
         for document, ranges in result.ranges.items():
             note(document, "ranges", ranges)
         for document, share in result.repeated.items():
-            note(document, "removed", [REPEATED, f"{share:.1%} of its words occur elsewhere"])
-        for number, fates in enumerate(verdicts):
-            (folder / f"{number:05d}.json").write_text(json.dumps(fates), encoding="utf-8")
+            note(document, "removed", [REPEATED_WORDS, f"{share:.1%} of its words occur elsewhere"])
+        for number, unit_verdict in enumerate(verdicts):
+            (folder / f"{number:05d}.json").write_text(json.dumps(unit_verdict), encoding="utf-8")
         faults.point("prepare.merge")
 
 
-def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> Iterator[str]:
+def _texts(files: list[Path], offsets: list[int], documents: Sequence[int]) -> Iterator[str]:
     """Yield the texts of documents by ascending number. Raises DataError if a file has changed."""
-    for unit, group in itertools.groupby(documents, lambda each: bisect_right(begins, each) - 1):
+    for unit, group in itertools.groupby(documents, lambda each: bisect_right(offsets, each) - 1):
         with open(files[unit], "rb") as file:
-            lines = enumerate(file, begins[unit])
+            lines = enumerate(file, offsets[unit])
             for document in group:
                 line = next((line for number, line in lines if number == document), b"")
                 try:

@@ -4,8 +4,8 @@ All write the same bytes. A process that dies is replaced, its unit retried. The
 `ProcessPoolExecutor`, which cannot name the unit on which a process died.
 
 The machines of a Ray cluster see the output and sources under the same paths. Ray places the units.
-Every machine must have the versions of jaxlm and its packages of the machine that starts: others
-could write other bytes.
+Every machine must have the same versions of jaxlm and its packages as the machine that starts the
+job: other versions could write other bytes.
 """
 
 import contextlib
@@ -124,7 +124,7 @@ def run_in_pool(make_task: MakeTask, units: Sequence[int], workers: int) -> Fini
     queue, context = _Queue(units), multiprocessing.get_context("spawn")
     busy: dict[Connection, tuple[Any, int]] = {}  # process and unit; pipes carry numbers and JSON
 
-    def give(pipe: Connection, process: Any) -> None:
+    def assign(pipe: Connection, process: Any) -> None:
         number = queue.take()
         busy[pipe] = process, number
         with contextlib.suppress(ConnectionError):  # reading the answer reveals that it died
@@ -141,7 +141,7 @@ def run_in_pool(make_task: MakeTask, units: Sequence[int], workers: int) -> Fini
                 process = context.Process(target=_serve, args=(theirs, make_task), daemon=True)
                 process.start()
                 theirs.close()
-                give(ours, process)
+                assign(ours, process)
             for pipe in cast(list[Connection], wait(list(busy))):
                 process, number = busy.pop(pipe)
                 try:
@@ -155,7 +155,7 @@ def run_in_pool(make_task: MakeTask, units: Sequence[int], workers: int) -> Fini
                 else:
                     yield number, reply["seconds"]
                 if queue.has_more and "error" not in reply:
-                    give(pipe, process)
+                    assign(pipe, process)
                 else:
                     end(pipe, process)
     finally:
@@ -298,7 +298,7 @@ def _task_if_equal(make_task: MakeTask, folder: str, expected: tuple[str, ...]) 
 
 
 EngineName = Literal["processes", "ray"]
-# Runs a task on the units that are left, given the bytes of all and a label of the progress;
+# Runs a task on the remaining units, given the sizes of all units in bytes and a label for progress;
 # returns CPU seconds by stage.
 RunUnits = Callable[[MakeTask, Sequence[int], Sequence[int], str], dict[str, float]]
 

@@ -54,7 +54,7 @@ def parsed(text: str, where: str) -> DatasetName:
     """
     match = _NAME.fullmatch(text)
     if match is None:
-        raise hub.misnamed("dataset", f"{where} = {text}")
+        raise hub.malformed_name("dataset", f"{where} = {text}")
     return DatasetName(**match.groupdict())
 
 

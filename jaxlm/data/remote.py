@@ -211,7 +211,7 @@ class Downloads:
             name.name, name.revision, "dataset", where, self.progress, flag
         )
         try:
-            info = repository.listed()
+            info = repository.info()
         except hub.HubUnreachable as error:
             raise _Unreachable(error) from error
         listed = {each.rfilename: each for each in info.siblings or ()}

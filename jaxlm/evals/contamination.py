@@ -65,11 +65,11 @@ class ItemIndex:
 
 
 def scores(samples: list[dict[str, Any]], touched: set[str]) -> dict[str, Any]:
-    """Return counts and estimates of each metric for touched and untouched items.
+    """Return counts and estimates of each metric for contaminated items (touched) and the others.
 
     Args:
       samples: lines of samples.jsonl.
-      touched: ids of the touched items.
+      touched: ids of the contaminated items.
     """
     parts = {
         "touched": [line for line in samples if line["id"] in touched],

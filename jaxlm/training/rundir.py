@@ -13,8 +13,8 @@ from jaxlm.core.errors import (
     InputMissing,
     NotWritable,
     SaveFailed,
+    as_jaxlm_error,
     cannot_keep,
-    in_our_words,
 )
 from jaxlm.core.quoting import safe
 from jaxlm.monitor import sinks
@@ -167,7 +167,7 @@ class RunDir:
 def _code(error: BaseException | None) -> int:
     if error is None:
         return 0
-    if known := in_our_words(error):
+    if known := as_jaxlm_error(error):
         return known.code
     return 130 if isinstance(error, KeyboardInterrupt) else 70
 

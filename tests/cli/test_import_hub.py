@@ -124,7 +124,7 @@ def test_what_config_json_rules_out_is_said_before_anything_large_is_fetched(hub
     [
         ("hf:own/nothing", "the hub has no model own/nothing, or the model is private", "/models;"),
         ("hf:own/tiny@v2", "own/tiny has no revision v2", "/own/tiny/tree/main"),
-        ("hf:own/gated", "only given to users who have accepted its terms", "hf auth login"),
+        ("hf:own/gated", "available only to users who have accepted its terms", "hf auth login"),
         ("hf:own/pickled", "the model has no safetensors", "published as safetensors"),
         ("hf:own/llamas", "the model has no safetensors", "--from=tiny.gguf"),
     ],

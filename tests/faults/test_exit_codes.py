@@ -102,5 +102,5 @@ def test_h8_a_model_that_does_not_fit_the_memory_ends_with_71(tiny_run, tmp_path
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: 3 GiB")])
 def test_h8_what_ran_out_of_memory_is_told_from_a_bug(error):
-    assert errors.in_our_words(error).code == 71
-    assert errors.in_our_words(RuntimeError("INTERNAL: x")) is None
+    assert errors.as_jaxlm_error(error).code == 71
+    assert errors.as_jaxlm_error(RuntimeError("INTERNAL: x")) is None
