@@ -42,8 +42,8 @@ def fetch_model(
         an error if it cannot be imported.
       show: called as (file, bytes done, bytes in total).
 
-    Raises CommandError if the name is malformed; InputMissing if the hub is unreachable, denies access or
-    lacks the model, or the model has no safetensors.
+    Raises CommandError if the name is malformed; InputMissing if the hub is unreachable, denies
+    access or lacks the model, or the model has no safetensors.
     """
     match = _NAME.fullmatch(name)
     if match is None:

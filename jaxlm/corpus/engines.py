@@ -298,8 +298,8 @@ def _task_if_equal(make_task: MakeTask, folder: str, expected: tuple[str, ...]) 
 
 
 EngineName = Literal["processes", "ray"]
-# Runs a task on the remaining units, given the sizes of all units in bytes and a label for progress;
-# returns CPU seconds by stage.
+# Runs a task on the remaining units, given the sizes of all units in bytes and a label of the
+# progress; returns CPU seconds by stage.
 RunUnits = Callable[[MakeTask, Sequence[int], Sequence[int], str], dict[str, float]]
 
 

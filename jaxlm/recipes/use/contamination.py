@@ -46,14 +46,14 @@ def check_tasks(
 ) -> dict[str, Any]:
     """Return scores on items that the training data contains and on others, by task.
 
-    The same, with the documents of each contaminated item, is written to `contamination.json` in the
-    folder of the task's results. Contexts and right answers are searched for, without examples.
+    The scores and the documents of each contaminated item are written to `contamination.json` in
+    the folder of the task's results. Contexts and right answers are searched for, without examples.
 
     Args:
       training: the training data.
       tasks: task files.
       results: results of the tasks by name, with their folders.
-      say: receives log lines.
+      `say`: receives log lines.
     """
     samples, indices = {}, {}
     for path in tasks:
