@@ -42,7 +42,7 @@ NO_LIMIT_SECONDS = 30 * 24 * 3600  # Orbax requires a timeout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Writer:
+class StoreWriter:
     """The run that writes a store; by default one process alone, which nothing limits.
 
     Attributes:
@@ -91,7 +91,7 @@ class Store:
         directory: epath.PathLike,
         config: CheckpointConfig,
         *,
-        writer: Writer | None = None,
+        writer: StoreWriter | None = None,
         read_only: bool = False,
         low_memory: bool = False,
         verifier: Verifier | None = None,
@@ -99,7 +99,7 @@ class Store:
         self.local = epath.Path(directory).absolute()
         self.directory: Any = self._place(config)  # parent of the steps; not always local
         self._config, self._read_only = config, read_only
-        self._writer, self.verifier = writer or Writer(), verifier or Verifier()
+        self._writer, self.verifier = writer or StoreWriter(), verifier or Verifier()
         self._is_owner, self._peers = self._writer.is_owner, self._writer.peers
         self._is_first = self._peers.is_first
         self._save_seconds = math.ceil(self._writer.save_seconds or NO_LIMIT_SECONDS)

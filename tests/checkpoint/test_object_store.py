@@ -9,7 +9,7 @@ import s3fs
 from jaxlm.checkpoint import objects
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.object_store import ObjectStore
-from jaxlm.checkpoint.store import Writer
+from jaxlm.checkpoint.store import StoreWriter
 from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import DataError, InUse, JaxlmError, SaveFailed
@@ -44,7 +44,7 @@ def opened(s3, tmp_path):
     def open_it(owner="one", *, read_only=False, **settings):
         settings = {"directory": url} | settings
         folder = tmp_path / "run/checkpoints"
-        writer = Writer(owner=owner)
+        writer = StoreWriter(owner=owner)
         return ObjectStore(folder, CheckpointConfig(**settings), writer=writer, read_only=read_only)
 
     return open_it

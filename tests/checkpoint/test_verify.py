@@ -10,7 +10,7 @@ from etils import epath
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint import store as stores
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.store import PARTIAL_SUFFIXES, Store, Writer
+from jaxlm.checkpoint.store import PARTIAL_SUFFIXES, Store, StoreWriter
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core.errors import DataError, SaveFailed
 from jaxlm.monitor import formatting
@@ -170,7 +170,7 @@ def test_a_long_verification_says_how_far_it_is(step, monkeypatch):
 
 
 def test_the_limit_of_a_save_is_the_stores(tmp_path):
-    store = Store(tmp_path, CheckpointConfig(), writer=Writer(save_seconds=77.5))
+    store = Store(tmp_path, CheckpointConfig(), writer=StoreWriter(save_seconds=77.5))
     assert store._orbax._async_manager._timeout_secs == 78
     store.close()
     store = Store(tmp_path, CheckpointConfig())
@@ -181,7 +181,7 @@ def test_the_limit_of_a_save_is_the_stores(tmp_path):
 
 
 def test_a_save_that_takes_too_long_says_which_limit_it_was(tmp_path):
-    store = Store(tmp_path, CheckpointConfig(), writer=Writer(save_seconds=60))
+    store = Store(tmp_path, CheckpointConfig(), writer=StoreWriter(save_seconds=60))
     error = store._failed(
         TimeoutError("Timed out while waiting for async_commit_complete barrier.")
     )

@@ -57,9 +57,11 @@ def hang():
 def save(workdir: Path, group: ProcessGroup, step: int, total: jax.Array) -> None:
     """Commits the total, as all ranks together do."""
     from jaxlm.checkpoint.config import CheckpointConfig
-    from jaxlm.checkpoint.store import Store, Writer
+    from jaxlm.checkpoint.store import Store, StoreWriter
 
-    store = Store(workdir / "checkpoints", CheckpointConfig(), writer=Writer(peers=group.peers))
+    store = Store(
+        workdir / "checkpoints", CheckpointConfig(), writer=StoreWriter(peers=group.peers)
+    )
     group.barrier("store")
     store.save(step, {"total": total}, {"step": step})
     store.close()

@@ -21,7 +21,7 @@ import pytest
 
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.store import Store, Writer
+from jaxlm.checkpoint.store import Store, StoreWriter
 from jaxlm.cli.main import main
 from jaxlm.core import faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed
@@ -566,7 +566,7 @@ def state(value=1.0):
 
 def test_b11_a_healthy_step_and_the_ladder_outlive_saves_that_are_not_healthy(tmp_path):
     config = CheckpointConfig(keep_last=2, keep_best=0, keep_every=4)
-    store = Store(tmp_path, config, writer=Writer(rewind_steps=100))
+    store = Store(tmp_path, config, writer=StoreWriter(rewind_steps=100))
     for step in range(1, 11):
         store.save(step, state(), {}, healthy=step <= 5)
     store.close()
@@ -712,7 +712,7 @@ def test_a_record_says_what_the_step_holds(unbroken):
 def test_b10_a_process_that_lost_its_lock_commits_and_removes_nothing(tmp_path, monkeypatch, when):
     """It is stopped for long, anywhere in a save, and then continued."""
     owner = ["us"]
-    writer = Writer(is_owner=lambda: owner == ["us"])
+    writer = StoreWriter(is_owner=lambda: owner == ["us"])
     store = Store(tmp_path, CheckpointConfig(keep_last=1), writer=writer)
     for step in (1, 2):
         store.save(step, state(), {}, healthy=False)

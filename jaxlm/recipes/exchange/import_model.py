@@ -17,7 +17,7 @@ from jaxlm.checkpoint.hub_folder import Folder, ModelSource
 from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor, Reader, Slices, layout
 from jaxlm.checkpoint.hub_tokenizer_files import SENTENCEPIECE, read_tokenizer
 from jaxlm.checkpoint.quantized_folder import QuantizedFolder, open_quantized
-from jaxlm.checkpoint.store import Store, Writer
+from jaxlm.checkpoint.store import Store, StoreWriter
 from jaxlm.core import config, disk, tree
 from jaxlm.core.callbacks import Log, OnProgress
 from jaxlm.core.errors import CommandError, ConfigError, DataError
@@ -89,7 +89,7 @@ def write(
     """
     directory.write_json(IMPORTED, facts)
     directory.write_bytes("tokenizer", tokenizer)
-    writer = Writer(owner=directory.lock.fence, is_owner=directory.lock.is_owner)
+    writer = StoreWriter(owner=directory.lock.fence, is_owner=directory.lock.is_owner)
     store = Store(directory.checkpoints, CheckpointConfig(), writer=writer, low_memory=low_memory)
     for step in store.steps():
         store.quarantine(step, "committed by a command that was killed before config.json")

@@ -31,7 +31,7 @@ from typing import Any
 import jax
 
 from jaxlm.checkpoint import object_store
-from jaxlm.checkpoint.store import Writer
+from jaxlm.checkpoint.store import StoreWriter
 from jaxlm.core import config, own
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import Change, Loaded
@@ -224,7 +224,7 @@ def _open(
     console = stack.enter_context(
         Console(screen, total=run.train.steps, is_verbose=options.verbose)
     )
-    writer = Writer(
+    writer = StoreWriter(
         owner=directory.lock.fence,
         is_owner=directory.lock.is_owner,
         peers=processes.peers,
