@@ -2,7 +2,7 @@
 
 The memory is compared with the plan. Only the compiled step is timed, on random rows in device
 memory: no data is read. --config.a.b=V changes a setting of all sizes. --compare=FILE compares with
-the JSON of an earlier time or of another machine.
+the JSON of an earlier measurement or of another machine.
 """
 
 import shlex

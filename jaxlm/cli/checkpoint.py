@@ -5,7 +5,7 @@ jaxlm checkpoint inspect --workdir=RUN [--step=N]         record of a step, layo
 jaxlm checkpoint diff --workdir=RUN --step=A --other=B    differences of two steps, by array
 jaxlm checkpoint verify --workdir=RUN [--step=N]          digests; exit 65 if a byte has changed
 
-In place of RUN there may be the URL of `checkpoint.directory`: then no run directory is needed.
+RUN may also be the URL of `checkpoint.directory`; then no run directory is needed.
 """
 
 import shlex

@@ -54,7 +54,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_switch(
         "--ask", "ask in this terminal which of two answers is better, without a judge"
     )
-    add_flag(parser, "--rater", "NAME", "me", "name of the person who is asked")
+    add_flag(parser, "--rater", "NAME", "me", "name of the rater")
     parser.add_run_selection()
 
 

@@ -1,10 +1,10 @@
-"""Compare runs: settings that differ, results with their doubt, curves.
+"""Compare runs: settings that differ, results with their uncertainty, curves.
 
 jaxlm compare runs/a runs/b           two runs or more
 jaxlm compare --workdir=runs/lr       all runs in a folder
 
-The page has the losses over steps, tokens and seconds. Runs that differ in their seed alone are one
-result, whose doubt is the standard error over seeds.
+The page has the losses over steps, tokens and seconds. Runs that differ only in their seed are one
+result, with the standard error over seeds.
 
 Results of `jaxlm eval --tasks` are compared item by item, each run with the first. With
 --require=not_worse:1% the exit code is 1 unless the 95% interval of each task's first metric

@@ -1,4 +1,4 @@
-"""Print a script with which a shell completes verbs, flags, settings and their values.
+"""Print a shell script that completes verbs, flags, settings and their values.
 
 jaxlm completion bash > ~/.local/share/bash-completion/completions/jaxlm
 jaxlm completion zsh  > ~/.zfunc/_jaxlm     # a folder of fpath

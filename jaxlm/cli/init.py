@@ -4,8 +4,8 @@ jaxlm init --data='texts/*.txt'                        about an hour on this mac
 jaxlm init --data=texts --minutes=15 --on=t4           what a T4 trains in 15 minutes
 jaxlm init --data=texts --params=30M --on=h100         30M parameters, 20 tokens per parameter
 
-In a terminal it prompts for what no flag names. The file is a program to change: each group of
-settings has its reason. --on takes the machines of `jaxlm plan`.
+In a terminal it prompts for values that no flag sets. The file is a program to change: each group
+of settings has a reason. --on takes the machines of `jaxlm plan`.
 """
 
 import shlex

@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--restarts", "N", 100, doc)
     add_flag(parser, *CPU_DEVICES)
     add_flag(parser, "--pause", "SECONDS", 1.0, "pause before the first restart")
-    add_flag(parser, "--silence", "SECONDS", 120.0, "longest time without a sign of life")
+    add_flag(parser, "--silence", "SECONDS", 120.0, "longest time without a heartbeat")
     parser.add_argument("command", nargs="*", metavar="WORD", help="command of each process")
 
 

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--slots", "N", int, "with --serve: requests that run at once (8)")
     add_flag(parser, "--context", "TOKENS", int, "with --serve: largest request (the run's rows)")
     add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], str, "with --serve: dtype of its cache")
-    add_flag(parser, "--draft", "lookup|RUN", str, "with --serve: what guesses tokens")
+    add_flag(parser, "--draft", "lookup|RUN", str, "with --serve: source of draft tokens")
     parser.add_switch("--fit", "search for the fastest settings that fit")
     parser.add_switch("--exact", "compile the step and compare")
     parser.add_switch("--sharding", "print the sharding of each parameter")

@@ -1,8 +1,8 @@
 """Remove layers of a run: a smaller run to distil into, and the value of each layer.
 
-The harm of a layer is what the loss of the validation set rises by without it. The new run has the
-kept layers and all other weights as they are: its loss is high until it is trained, with
-`--init_from` and mostly with the whole run as its teacher.
+The harm of a layer is the rise of the validation loss without it. The new run has the kept layers
+and all other weights unchanged: its loss is high until it is trained with `--init_from`, usually
+with the original run as its teacher.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Quantize a run's weights to four or eight bits: a new run, and what the rounding changed.
+"""Quantize a run's weights to four or eight bits in a new run, and measure the change.
 
 Weights are rounded to nearest, or by GPTQ or AWQ to the inputs that a calibration text has. Loss
 and bits per byte on the validation set, the distance of the distributions, greedy texts, bytes and
@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
     doc = "format of the weights; int4, int4_zero and nf4 have a scale for each block of inputs"
     add_flag(parser, "--scheme", SCHEMES, str, doc, required=True)
     add_flag(parser, "--out", "DIR", str, "new run directory", required=True)
-    doc = "search for codes; gptq and awq are for int4 and int4_zero, and need --calibration"
+    doc = "rounding method; gptq and awq are for int4 and int4_zero, and need --calibration"
     add_flag(parser, "--method", METHODS, "rtn", doc)
     doc = "glob of text for gptq and awq, or `train`: the run's own training rows; repeatable"
     add_flag(parser, "--calibration", "GLOB", [], doc)

@@ -1,4 +1,4 @@
-"""Show what the rewards of a config pay for completions that are wrong by design.
+"""Test the rewards of a config on completions that are wrong by design.
 
 jaxlm reward try number rewards.py:shape=0.1 --prompts=FILE
 jaxlm reward try --config=FILE --prompts=FILE       the rewards of a config
@@ -19,7 +19,7 @@ from jaxlm.recipes.config import Run
 
 
 def add_arguments(parser: Parser) -> None:
-    attempt = parser.add_action("try", _try, "what attacks on rewards earn")
+    attempt = parser.add_action("try", _try, "rewards that attacks earn")
     doc = "rewards as in reward.functions (those of the config)"
     attempt.add_argument("rewards", nargs="*", metavar="NAME[=WEIGHT]", help=doc)
     doc = "JSON lines with prompt, answer and info"

@@ -23,7 +23,9 @@ from jaxlm.monitor.chips import MEMORY
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--budget", "FLOPS", str, "FLOPs of the training run, as 1e20")
     add_flag(parser, "--runs", "GLOB", str, "directories of finished runs")
-    add_flag(parser, "--on", "MACHINE", str, "chip, CHIPxN, TPU slice, or cpu: adds the days")
+    add_flag(
+        parser, "--on", "MACHINE", str, "chip, CHIPxN, TPU slice, or cpu: adds the training days"
+    )
     add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
     parser.add_switch("--sweep", "train the runs first, in --workdir")
     doc = "with --sweep: widths of the models (1/4, 1/2, 3/4 and 1 of the config's)"

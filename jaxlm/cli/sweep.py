@@ -2,10 +2,10 @@
 
 jaxlm sweep --config=FILE --vary=optim.lr=1e-3,3e-3 --seeds=3 --workdir=runs/lr
 
-A setting of --config keeps its meaning: one value for all runs. --vary has the values of a setting
-with commas between, or with semicolons if a value has commas itself. Each run has a directory in
---workdir. The same command resumes: runs that ended are not started again. It ends with the page of
-`jaxlm compare`, compare.html in --workdir.
+--vary lists the values of a setting, separated by commas, or by semicolons if a value contains
+commas; --config.a.b=V is one value for all runs. Each run has a directory in --workdir. The same
+command resumes and does not repeat runs that ended. It ends with the page of `jaxlm compare`,
+compare.html in --workdir.
 """
 
 import shlex
@@ -28,7 +28,9 @@ from jaxlm.core.errors import CommandError, ConfigError
 
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--vary", "A.B=V,V", [], "values of a setting; repeatable: all combinations")
-    add_flag(parser, "--seeds", "N", 1, "seeds of each combination, from that of the config on")
+    add_flag(
+        parser, "--seeds", "N", 1, "seeds of each combination, counted from that of the config"
+    )
     add_flag(parser, "--parallel", "N", 1, "runs at a time")
     add_flag(parser, "--init_from", "RUN[@STEP]", str, "run with the initial weights of all runs")
     add_flag(parser, *CPU_DEVICES)

@@ -1,6 +1,6 @@
-"""Store what a run would write behind each token of the training data, to train students on it.
+"""Store a run's next-token distributions on training data, to train students on them.
 
-The folder has the likeliest ids behind each token, their log-probabilities, and that of all other
+The folder has the likeliest next ids of each token, their log-probabilities, and that of all other
 ids together. `jaxlm train` with `objective.name=distill` and `objective.stored` reads them instead
 of running the teacher. Name the config of the student: its data is read, in its rows, at the
 temperature of its objective. The same command continues an interrupted pass.
@@ -17,7 +17,7 @@ from jaxlm.core import config
 
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--out", "DIR", str, "folder of the distributions", required=True)
-    doc = "ids behind each token (64, or 32 of more than 65,536 ids: at most 300 bytes)"
+    doc = "next ids of each token (64, or 32 of more than 65,536 ids: at most 300 bytes)"
     add_flag(parser, "--top", "K", int, doc)
     add_flag(parser, "--step", "STEP", int, "committed step of the teacher (newest)")
     add_flag(parser, *CPU_DEVICES)

@@ -153,7 +153,7 @@ class WorkerGroup:
 
         The rank's Python is stuck, so its own watchdog is too; the handler runs nevertheless.
         """
-        cause = f"no sign of life for {self._silence:.0f} s"
+        cause = f"no heartbeat for {self._silence:.0f} s"
         self._failures.insert(0, WorkerFailure(rank=rank, code=Stalled.code, cause=cause))
         with contextlib.suppress(ProcessLookupError):
             self.processes[rank].send_signal(signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Runs side by side: settings that differ, results with their doubt, curves. Free of JAX."""
+"""Runs side by side: settings that differ, results with their uncertainty, curves. Free of JAX."""
 
 import dataclasses
 import itertools
