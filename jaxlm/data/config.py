@@ -206,10 +206,6 @@ class DataConfig:
             same = [e for e in self.train if self.of(e.partition("=")[0]).kind == self.kind]
             entries = ",".join(same or self.train)
             yield "train", why, f"--config.data.train={entries} '--config.data.kinds=()'"
-        elif self.has_prompts and len(self.sources) > 1:
-            why = "rollouts draw prompts evenly from one source"
-            entries = ",".join(entry.partition("=")[2] or entry for entry in self.train)
-            yield "train", why, f"--config.data.train={entries}"
         if self.train == ("stdlib:train",):
             why = f"stdlib:train is text, and data.kind is {self.kind}"
             yield "train", why, f"--config.data.train={self.kind}.jsonl\n--config.data.kind=text"

@@ -60,6 +60,7 @@ def open_data(
     row_at: Callable[[Span], int] = lambda span: int(span.amount),
     rows: int = 0,
     reserved: int = 0,
+    samples: int = 1,
     root: Path | None = None,
     log: Log = lambda _: None,
     warn: Log = lambda _: None,
@@ -76,6 +77,7 @@ def open_data(
       row_at: row of the stream at which a span of the run ends, for weights that change.
       rows: rows of the whole run, for the same.
       reserved: slots of a row that the prompts of `data.kind=prompts` leave free.
+      samples: rows of the run for each prompt of a mixture of prompts.
       warn: called at every opening with documents left out or changed.
       progress: called during hashing and tokenizing.
 
@@ -101,7 +103,14 @@ def open_data(
     train = sources.get(parts.TRAIN)
     if train is None:
         joined = join([loader.shards for loader in sources.values()])
-        train = mixture.mix_loaders(sources, joined, config, row_at=row_at, rows=rows)
+        train = mixture.mix_loaders(
+            sources,
+            joined,
+            config,
+            row_at=row_at,
+            rows=rows,
+            samples=samples if config.has_prompts else 1,
+        )
     if config.damaged == "skip":
         train = dataclasses.replace(train, max_lost=config.max_dropped)
     refuse_shared_prompts(train_parts, validation_parts, digests)

@@ -17,8 +17,8 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.corrupt.rows import RowKey
 from jaxlm.data.loader import Loader, shuffled
 from jaxlm.data.mixture_config import Temperature
-from jaxlm.data.packing import PackingPlan
-from jaxlm.data.shards import JoinedShards
+from jaxlm.data.packing import PIECE, PackingPlan
+from jaxlm.data.shards import AnyShards, JoinedShards
 
 Counts = Int[np.ndarray, "K"]
 Knot = tuple[float, Float[np.ndarray, "K"]]  # a row and the weight of each source there
@@ -166,6 +166,31 @@ def _until(
     return np.where(np.isnan(root), np.inf, root)
 
 
+class DocumentPlan(PackingPlan):
+    """The documents of a shard set, each a row: prompts are drawn one by one."""
+
+    def __init__(self, shards: AnyShards):
+        self._shards = shards
+
+    def __reduce__(self) -> tuple[type["DocumentPlan"], tuple[AnyShards]]:  # type: ignore[override]
+        return DocumentPlan, (self._shards,)
+
+    @property
+    def rows(self) -> int:
+        """Number of documents."""
+        return self._shards.documents
+
+    @property
+    def most_pieces(self) -> int:
+        """Largest number of pieces of a row."""
+        return 1
+
+    def pieces(self, row: int) -> np.ndarray:
+        """Return the piece of a document: (document, start, length)."""
+        length = int(self._shards.lengths(row, row + 1)[0]) - 1
+        return np.array([(row, 0, length)][: max(length, 0)], PIECE)
+
+
 class JoinedPlan(PackingPlan):
     """The rows of several shard sets in order, with documents numbered across sets."""
 
@@ -205,9 +230,13 @@ class MixtureLoader(Loader):
 
     The set and the row in it are a function of the row's number in the stream (`Shares`). Each
     source has shuffled epochs of its own. The cursor is the step, as for `Loader`.
+
+    The rows of a mixture of prompts are prompts. A run takes fewer of them than rows of samples:
+    one for `samples` rows, those of its samples in all epochs of a rollout.
     """
 
     names: tuple[str, ...] = dataclasses.field(kw_only=True)
+    samples: int = dataclasses.field(kw_only=True, default=1)
     shares: Shares = dataclasses.field(kw_only=True)
     sources: tuple[Loader, ...] = dataclasses.field(kw_only=True)
 
@@ -220,7 +249,9 @@ class MixtureLoader(Loader):
             for source, epoch, row in self._rows(start, stop)
         ]
 
-    def _rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _rows(
+        self, start: int, stop: int, extra: tuple[int, ...] = ()
+    ) -> Iterator[tuple[int, int, int]]:
         """Yield (source, epoch of the source, row in the source) for each row of the stream."""
         sources, nth, _ = self.shares.choose(start, stop)
         if len(sources) < stop - start:
@@ -231,15 +262,30 @@ class MixtureLoader(Loader):
         for source, number in zip(sources.tolist(), nth.tolist(), strict=True):
             size = self.sources[source].plan.rows
             epoch, index = divmod(number, size)
-            yield source, epoch, shuffled(index, size, (self.seed, epoch, source))
+            yield source, epoch, shuffled(index, size, (self.seed, epoch, source, *extra))
 
     def source(self, key: RowKey) -> str:
         """Return the source name of a row."""
+        return self.source_of(key.row)
+
+    def source_of(self, row: int) -> str:
+        """Return the source name of a row of the joined plan, which is the document of a prompt."""
         assert isinstance(self.plan, JoinedPlan)
-        return self.names[self.plan.part(key.row)]
+        return self.names[self.plan.part(row)]
+
+    def documents(self, start: int, stop: int, attempt: int = 0) -> list[int]:
+        """Return the prompts from `start` to `stop` of the stream, of a mixture of prompts.
+
+        Each attempt has other prompts of the same sources.
+        """
+        plan = self.plan
+        assert isinstance(plan, JoinedPlan)
+        extra = (attempt,) if attempt else ()
+        return [plan.first[source] + row for source, _, row in self._rows(start, stop, extra)]
 
     def read(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
-        """Return (rows, predicted tokens) of each source in the rows from `start` to `stop`."""
+        """Return (rows, predicted tokens) of each source in some rows of the run."""
+        start, stop = start // self.samples, stop // self.samples
         rows, tokens = [0] * len(self.names), [0] * len(self.names)
         for source, _, row in self._rows(start, stop):
             rows[source] += 1
@@ -247,7 +293,8 @@ class MixtureLoader(Loader):
         return dict(zip(self.names, zip(rows, tokens, strict=True), strict=True))
 
     def seen(self, rows: int) -> dict[str, dict[str, float]]:
-        """Return rows, share and epochs of each source in the first `rows` rows of the stream."""
+        """Return rows, share and epochs of each source in the first `rows` rows of the run."""
+        rows //= self.samples
         counts = self.shares.counts(rows).tolist()
         seen = {}
         for name, source, n in zip(self.names, self.sources, counts, strict=True):
@@ -259,16 +306,21 @@ class MixtureLoader(Loader):
         """Yield a line for each source after `steps` steps: share, epochs, step of its maximum."""
         rows = pace.rows(steps)
         for number, (name, seen) in enumerate(self.seen(rows).items()):
-            line = f"{name} {seen['share']:.1%} of the rows, {seen['epochs']:.2f} epochs"
-            if (end := self.shares.ends.get(number, math.inf)) <= rows:
-                step = pace.steps(end * self.sequence)
+            what = "rows" if self.samples == 1 else "prompts"
+            line = f"{name} {seen['share']:.1%} of the {what}, {seen['epochs']:.2f} epochs"
+            if (end := self.shares.ends.get(number, math.inf)) * self.samples <= rows:
+                step = pace.steps(end * self.samples * self.sequence)
                 line += f", its maximum: from step {step} the other sources take its share"
             yield line
 
+    def weights_at(self, row: int) -> list[float]:
+        """Return the weights of the sources at a row of the run."""
+        return self.shares.at(row // self.samples).tolist()
+
     def ended(self, start: int, stop: int) -> Iterator[str]:
-        """Yield the sources that reach their maximum epochs in the rows from `start` to `stop`."""
+        """Yield the sources that reach their maximum epochs in some rows of the run."""
         for number, end in self.shares.ends.items():
-            if start < end <= stop:
+            if start < end * self.samples <= stop:
                 yield self.names[number]
 
 
@@ -279,6 +331,7 @@ def mix_loaders(
     *,
     row_at: Callable[[Span], int],
     rows: int,
+    samples: int = 1,
 ) -> MixtureLoader:
     """Return the mixture of some loaders for a run of `rows` rows.
 
@@ -286,10 +339,17 @@ def mix_loaders(
       joined: the shards of all sources.
       row_at: row of the stream at which a span of the run ends.
       rows: rows of the whole run.
+      samples: of prompts, rows of the run for each; the stream has a row for each prompt.
 
     Raises:
       ConfigError: if the sources have too few rows under their maximum epochs, or one has none.
     """
+    if config.has_prompts:
+        sources = {
+            name: dataclasses.replace(loader, plan=DocumentPlan(loader.shards))
+            for name, loader in sources.items()
+        }
+    rows = -(-rows // samples)
     first, *_ = loaders = tuple(sources.values())
     names, limits = tuple(sources), mixture_config.max_epochs(config.mixture)
     caps = np.full(len(sources), math.inf)
@@ -304,7 +364,9 @@ def mix_loaders(
         why = f"{limits[name]:g} epochs of its {size} rows are less than one"
         fix = "--config.data.mixture.epochs=" + ",".join(f"{n}={m}" for n, m in least.items())
         raise ConfigError(what, where="data.mixture.epochs", why=why, fix=fix)
-    course = build_shares(_knots(config, sources, row_at), caps, names)
+    course = build_shares(
+        _knots(config, sources, lambda span: row_at(span) // samples), caps, names
+    )
     if (most := float(caps.sum())) < rows:
         what = (
             f"the run takes {rows} rows, and the sources have {most:.0f} under their maximum epochs"
@@ -317,7 +379,9 @@ def mix_loaders(
     documents = tuple(loader.shards.documents for loader in loaders)
     plan = JoinedPlan(tuple(loader.plan for loader in loaders), documents)
     options = config.sequence, first.seed, config.workers, config.prefetch, None, first.corruption
-    return MixtureLoader(joined, plan, *options, names=names, shares=course, sources=loaders)
+    return MixtureLoader(
+        joined, plan, *options, names=names, shares=course, sources=loaders, samples=samples
+    )
 
 
 def _knots(
@@ -326,7 +390,11 @@ def _knots(
     """Return the weights of the sources at each row where a linear piece of one begins or ends."""
     mixture = config.mixture
     if isinstance(mixture, Temperature):
-        sizes = np.array([loader.shards.manifest.tokens for loader in sources.values()], float)
+        of_prompts = config.has_prompts  # which are drawn evenly, the long and the short
+        sizes = np.array(
+            [x.plan.rows if of_prompts else x.shards.manifest.tokens for x in sources.values()],
+            float,
+        )
         return [(0.0, (sizes / sizes.max()) ** (1 / mixture.temperature))]
     known = mixture.points
     rows = sorted({0, *map(row_at, mixture_config.change_spans(mixture))})

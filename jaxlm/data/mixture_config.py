@@ -30,7 +30,7 @@ Point = tuple[Span, float]  # a point of the run, and the weight there
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """Weights by size: n^(1 / temperature) for a source of n tokens."""
+    """Weights by size: n^(1 / temperature) for a source of n tokens, or of n prompts."""
 
     name: Literal["temperature"] = "temperature"
     temperature: float = setting(

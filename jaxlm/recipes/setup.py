@@ -387,6 +387,7 @@ def open_data(
         row_at=run.row_at,
         rows=run.rows,
         reserved=run.rl.max_tokens,
+        samples=run.rl.samples * run.rl.epochs,
         log=say,
         warn=warn,
         progress=progress,

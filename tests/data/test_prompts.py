@@ -1,14 +1,16 @@
 """Prompts become rows without a loss, each with its answer for a reward."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 
-from jaxlm.core.errors import DataError
+from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import dataset, prompts
 from jaxlm.data.config import DataConfig
 from jaxlm.data.conversations import Rejected
+from jaxlm.data.mixture_config import MixtureWeights, Temperature
 from jaxlm.data.prompts import Prompt
 
 ASKED = {"role": "user", "content": "q"}
@@ -122,6 +124,41 @@ def test_a_prompt_of_both_sets_is_refused(tmp_path):
         opened(tmp_path, [{"prompt": f"{n}+1="} for n in range(9)], validation=(str(other),))
 
 
-def test_prompts_are_no_part_of_a_mixture():
-    problems = [*DataConfig(train=("a=x.jsonl", "b=y.jsonl"), kind="prompts").problems()]
-    assert any("one source" in why for _, why, _ in problems)
+def test_prompts_of_a_mixture_have_its_shares_and_their_own_epochs(tmp_path):
+    """A source of few long prompts has its share of prompts, not of tokens."""
+    for name, count in (("many", 9), ("few", 3)):
+        times = 3 if name == "few" else 1
+        lines = [json.dumps({"prompt": f"{name}{n}" * times}) for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    config = DataConfig(
+        train=tuple(f"{name}={tmp_path}/{name}.jsonl" for name in ("many", "few")),
+        validation=(),
+        kind="prompts",
+        tokenizer="bytes",
+        sequence=64,
+    )
+    assert not [*config.problems()]
+
+    def opened(**settings):
+        changed = dataclasses.replace(config, **settings)
+        options = {"seed": 0, "root": tmp_path / "cache"}
+        return dataset.open_data(changed, samples=4, rows=80, **options).train
+
+    even = opened()  # each prompt once in an epoch of all, as of one source
+    assert sorted(even.documents(0, 12)) == [*range(12)]
+    half = opened(mixture=MixtureWeights(weights=("many=0.5", "few=0.5")))
+    names = [half.source_of(n) for n in half.documents(0, 12)]
+    assert names.count("few") == 6
+    assert sorted(half.documents(0, 12))[-6:] == [9, 9, 10, 10, 11, 11]  # two epochs
+    assert half.documents(5, 9) == half.documents(0, 12)[5:9]
+    redrawn = half.documents(0, 12, attempt=1)
+    assert redrawn != half.documents(0, 12)
+    assert [half.source_of(n) for n in redrawn] == names
+    assert {name: rows for name, (rows, _) in half.read(0, 48).items()} == {"many": 6, "few": 6}
+    assert half.seen(48)["few"] == {"read_rows": 6, "share": 0.5, "epochs": 2.0}
+    limited = opened(mixture=MixtureWeights(weights=("many=0.5", "few=0.5"), epochs=("few=1",)))
+    names = [limited.source_of(n) for n in limited.documents(0, 12)]
+    assert names.count("few") == 3
+    assert [*limited.ended(0, 48)] == ["few"]
+    with pytest.raises(ConfigError, match="the run takes 20 rows, and the sources have 12"):
+        opened(mixture=Temperature(epochs=("many=1", "few=1")))

@@ -28,10 +28,6 @@ SITUATIONS: dict[str, Situation] = {
     "new tokens that fill a row": Situation(
         f"{VALIDATE} {SAMPLE} --config.rl.max_tokens=500 --config.data.sequence=32", PROMPTS
     ),
-    "two sources of prompts": Situation(
-        f"{VALIDATE} {SAMPLE} --config.data.train=a=prompts.jsonl,b=more.jsonl",
-        f"{PROMPTS}; sed 's/+1=/+2=/' prompts.jsonl > more.jsonl",
-    ),
     "a group of one sample": Situation(f"{VALIDATE} {SAMPLE} --config.rl.samples=1", PROMPTS),
     "groups of the baseline of a batch that are drawn again": Situation(
         f"{VALIDATE} {SAMPLE} --config.objective.algorithm=reinforce "

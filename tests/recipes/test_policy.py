@@ -274,3 +274,38 @@ def test_prompts_without_the_answers_of_a_reward_end_the_run_before_it_begins(
     error = capsys.readouterr().err
     assert "prompts have no answer" in error
     assert not (tmp_path / "a/config.json").exists()
+
+
+def test_a_mixture_of_prompts_has_its_shares_and_resumes_to_the_same_bits(tmp_path, capsys):
+    sources = []
+    for name, sign in (("sums", "+"), ("signs", "?")):
+        lines = [{"prompt": f"{n:02}{sign}1=", "answer": n} for n in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        sources.append(f"{name}={tmp_path}/{name}.jsonl")
+    mixed = {
+        "data.train": tuple(sources),
+        "data.mixture.name": "weights",
+        "data.mixture.weights": ("sums=0.75", "signs=0.25@0%..0.25@100%"),
+    }
+    config = harness.write_config(tmp_path, SETTINGS | mixed)
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert train(config, whole) == 0
+    samples = records(whole, "rollouts.jsonl")
+    prompts = [each["prompt"] for each in samples[::4]]
+    assert len(prompts) == 8  # four in each of two rollouts
+    for rollout in (prompts[:4], prompts[4:]):
+        assert sum("?" in each for each in rollout) == 1
+    assert len(set(prompts)) == 8
+    newest = [each for each in records(whole) if each["split"] == "train"][-1]
+    assert (newest["sources/sums/rows"], newest["sources/signs/rows"]) == (6, 2)
+    drawn = next(each for each in records(whole) if "reward" in each)
+    by_source = [drawn[f"sources/{name}/reward"] for name in ("sums", "signs")]
+    assert 0.75 * by_source[0] + 0.25 * by_source[1] == pytest.approx(drawn["reward"])
+
+    assert train(config, part, "--stop_at=1") == 0
+    assert train(config, part) == 0
+    assert records(part, "rollouts.jsonl") == samples
+    capsys.readouterr()
+    for verb in ("stats", "peek"):
+        assert main(["data", verb, f"--config={config}"]) == 0
+    assert "signs 25.0% of the prompts" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from jaxlm.core.errors import ConfigError, DataError, Diverged
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Rollout, Tokens
 from jaxlm.data.loader import Loader, with_values
+from jaxlm.data.mixture import MixtureLoader
 from jaxlm.data.prompts import ONE_PROMPT
 from jaxlm.objectives.config import Distill, Sampling
 from jaxlm.ops.advantage import advantages, is_dead
@@ -303,6 +304,7 @@ class Rollouts(contextlib.ExitStack):
                 scored = scored.with_groups(groups, others, run.rl.samples)
                 rewards = self._rewards_of(scored)
             figures["redrawn_groups"] = float(redrawn)
+        figures |= self._source_figures(scored)
         values = advantages(rewards, baseline=terms.baseline, scale=terms.scale)
         dead = is_dead(rewards)
         is_left = np.isnan(rewards)
@@ -364,10 +366,9 @@ class Rollouts(contextlib.ExitStack):
         Raise DataError if too many have no score.
         """
         run = self._run
-        prompts, size = run.rl.prompts(run.train.batch), self._loader.shards.documents
-        extra = [attempt] if attempt else []
-        places = [divmod(number * prompts + group, size) for group in groups]
-        chosen = [loaders.shuffled(n, size, [run.seed, epoch, *extra]) for epoch, n in places]
+        prompts = run.rl.prompts(run.train.batch)
+        known = self._prompts_of(number * prompts, prompts, attempt)
+        chosen = [known[group] for group in groups]
         root = root_key(run.seed, f"redraw {attempt}" if attempt else "rollout")
         keys = row_keys(root, number, prompts, run.rl.samples).reshape(prompts, -1)
         keys = keys[np.array(groups)].reshape(-1)
@@ -375,6 +376,23 @@ class Rollouts(contextlib.ExitStack):
         missing, where = unscored(scored.samples, scored.verdicts), f"rollout of step {step}"
         check_scored(missing, len(scored.samples), run.reward.tolerance, where=where)
         return scored
+
+    def _prompts_of(self, first: int, count: int, attempt: int) -> list[int]:
+        """Return `count` prompts of the run from a number: evenly, or by the shares of sources."""
+        if isinstance(self._loader, MixtureLoader):
+            return self._loader.documents(first, first + count, attempt)
+        size, seed = self._loader.shards.documents, self._run.seed
+        extra = [attempt] if attempt else []
+        places = [divmod(number, size) for number in range(first, first + count)]
+        return [loaders.shuffled(n, size, [seed, epoch, *extra]) for epoch, n in places]
+
+    def _source_figures(self, scored: ScoredSamples) -> dict[str, float]:
+        """Return the mean reward of the prompts of each source of a mixture."""
+        if not isinstance(self._loader, MixtureLoader):
+            return {}
+        of_sample = np.array([self._loader.source_of(document) for document in scored.documents])
+        names = [name for name in self._loader.names if (of_sample == name).any()]
+        return {f"sources/{name}/reward": mean(scored.rewards[of_sample == name]) for name in names}
 
     def _rewards_of(self, scored: ScoredSamples) -> np.ndarray:
         """Return the reward of each sample of each group; NaN if it is not trained on."""

@@ -506,13 +506,13 @@ def source_metrics(
 ) -> dict[str, Any]:
     """Return `sources/NAME/rows`, `tokens`, `epochs`, and `weight` of the next row.
 
-    Tokens are those of text, also if an objective predicts only some. Batches that a rewind left
-    out are not counted.
+    Rows of prompts are prompts. Tokens are those of text, also if an objective predicts only some.
+    Batches that a rewind left out are not counted.
     """
     train = programs.data.train
     if not isinstance(train, MixtureLoader):
         return {}
-    weights = train.shares.at(programs.pace.rows(loader.batch_number(step, skips))).tolist()
+    weights = train.weights_at(programs.pace.rows(loader.batch_number(step, skips)))
     metrics: dict[str, Any] = {}
     for name, source, weight in zip(train.names, train.sources, weights, strict=True):
         rows, tokens = read[name]
