@@ -88,7 +88,10 @@ def run(args: Any, out: Output) -> int:
         process=process,
         **flags,
     )
-    loss = f", {result.metrics['loss_nats']:.4f} nats" if "loss_nats" in result.metrics else ""
+    metrics = result.metrics
+    loss = f", {metrics['loss_nats']:.4f} nats" if "loss_nats" in metrics else ""
+    if "reward" in metrics:
+        loss = f", reward {metrics['reward']:.4f}"
     state = "complete" if result.complete else "stopped"
     state = f"already {state}" if result.metrics.get("already") else state
     wrong = result.metrics.get("divergence")

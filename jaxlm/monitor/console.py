@@ -30,7 +30,7 @@ def _three(value: float | None) -> str:
 
 
 def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return "-" if value is None else f"{value:z.4f}"  # a loss of rounding has no sign
 
 
 COLUMNS = (
@@ -254,6 +254,8 @@ def _evaluation(record: Record, is_best: bool) -> str:
     """
     first, second = COLUMNS[:2]
     step, loss = record["step"], record.get("loss_nats")
+    if "reward" in record:  # whose negative is the loss
+        loss = None
     worse, error = record.get("worse_than"), record.get("loss_stderr")
     row = f"{step:>{first.width}} {_loss(loss):>{second.width}}  {record['split']:<5}"
     row += f"  worse than {worse}" if worse else ""
@@ -261,7 +263,8 @@ def _evaluation(record: Record, is_best: bool) -> str:
     doubt = "" if error is None else f"  \u00b1{error:.2g} on {record['share']:.1%}"
     shown = {"bits_per_byte": "{:.4f} bits/byte", "perplexity": "perplexity {:<7.4g}"}
     shown |= {"token_accuracy": "accuracy {:5.1%}"}
-    shown |= {"pass_1": "pass@1 {:5.1%}", "greedy_pass": "greedy {:5.1%}"}
+    shown |= {"reward": "reward {:.4f}", "pass_1": "pass@1 {:5.1%}"}
+    shown |= {"greedy_pass": "greedy {:5.1%}"}
     for name, pattern in shown.items():
         value = record.get(name)
         text = "" if value is None else f"  {pattern.format(value)}"

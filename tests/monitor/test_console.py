@@ -70,6 +70,14 @@ def test_evaluations_are_aligned_and_the_best_of_each_set_is_named():
     assert max(map(len, [head, *rows])) <= WIDTH
 
 
+def test_an_evaluation_of_rewards_shows_the_reward_and_no_loss():
+    figures = {"loss_nats": -0.832, "reward": 0.832, "pass_1": 0.832, "greedy_pass": 0.977}
+    (row,) = lines({"step": 120, "split": "val", "time_unix": 1e9} | figures)
+    assert row.split() == "120 - val best reward 0.8320 pass@1 83.2% greedy 97.7%".split()
+    _, row = lines(TRAIN | {"loss_nats": -1e-9})
+    assert row.split()[1] == "0.0000"
+
+
 def test_a_long_row_keeps_the_doubt_of_its_loss():
     known = {"loss_stderr": 0.044, "share": 0.095, "token_accuracy": 0.5, "split": "validation"}
     (row,) = lines(VAL | known | {"worse_than": "unigram"})

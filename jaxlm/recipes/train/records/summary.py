@@ -12,6 +12,7 @@ from jaxlm.data import baselines, peek
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import formatting, plots, report, sinks, tensorboard
+from jaxlm.objectives.config import Sampling
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import format_mesh
 from jaxlm.recipes import setup
@@ -337,7 +338,10 @@ def _best(trainer: "Trainer") -> str:
     sample = "" if batches == "all" else f", {batches} batches of it"
     warning = ", worse than uniform" if trainer.alarm.is_worse_than_uniform(loss) else ""
     ranking_set = trainer.evaluator.ranking_set
-    return f"step {progress.best_step}, {loss:.4f} nats on {ranking_set}{sample}{warning}"
+    figure = f"{loss:.4f} nats"
+    if isinstance(trainer.run_config.objective, Sampling):  # whose loss is the negative reward
+        figure, warning = f"reward {-loss:z.4f}", ""
+    return f"step {progress.best_step}, {figure} on {ranking_set}{sample}{warning}"
 
 
 def _next_commands(trainer: "Trainer", verdict: dict[str, Any] | None) -> str:
