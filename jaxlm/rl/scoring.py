@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from jaxlm.core import faults
 from jaxlm.data.loader import EVALUATION_SEED, Loader, shuffled
@@ -26,6 +26,7 @@ class ScoredSamples(NamedTuple):
     """Samples of some prompts, those of a prompt one after another, with their verdicts."""
 
     documents: list[int]  # the prompt of each sample
+    prompts: list[Int[np.ndarray, "n"]]  # its ids
     samples: list[Sample]
     drawn: list[DrawnSample]
     verdicts: list[Verdict]
@@ -59,6 +60,7 @@ class ScoredSamples(NamedTuple):
 
         return ScoredSamples(
             joined(self.documents, others.documents),
+            joined(self.prompts, others.prompts),
             joined(self.samples, others.samples),
             joined(self.drawn, others.drawn),
             joined(self.verdicts, others.verdicts),
@@ -196,6 +198,7 @@ class PromptScorer:
             verdicts = [Verdict(*each) for each in self._share(verdicts)]
         return ScoredSamples(
             repeated,
+            prompts,
             [samples[number] for number in range(len(repeated))],
             drawn,
             verdicts,

@@ -32,7 +32,7 @@ from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.recipes.train.rescoring import Rescorer
 from jaxlm.rl.rewards import Rewards, check_scored, unscored
 from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows, empty_last, root_key, row_keys
-from jaxlm.rl.scoring import PromptScorer, ScoredSamples, mean, prompt_ids
+from jaxlm.rl.scoring import PromptScorer, ScoredSamples, mean
 from jaxlm.rl.turns import Turns
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Step
@@ -324,9 +324,7 @@ class Rollouts(contextlib.ExitStack):
             used, drawn = self._taught(objective.sampled, number, scored)
             trained = [1.0] * len(used)
             figures["sampled_share"] = float(np.mean([each is not None for each in used]))
-        read = {document: prompt_ids(self._loader, document) for document in {*scored.documents}}
-        prompts = [read[document] for document in scored.documents]
-        samples = [Weighted(*each) for each in zip(prompts, drawn, trained, strict=True)]
+        samples = [Weighted(*each) for each in zip(scored.prompts, drawn, trained, strict=True)]
         weighted, size = [], run.train.batch
         for first in range(0, len(samples), size):
             weighted += empty_last(samples[first : first + size], run.train.microbatches)
@@ -370,8 +368,9 @@ class Rollouts(contextlib.ExitStack):
         known = self._prompts_of(number * prompts, prompts, attempt)
         chosen = [known[group] for group in groups]
         root = root_key(run.seed, f"redraw {attempt}" if attempt else "rollout")
-        keys = row_keys(root, number, prompts, run.rl.samples).reshape(prompts, -1)
-        keys = keys[np.array(groups)].reshape(-1)
+        keys = row_keys(root, number, prompts, run.rl.samples)
+        if attempt:
+            keys = keys.reshape(prompts, -1)[np.array(groups)].reshape(-1)
         scored = self._scorer.score(params, self._loader, chosen, run.rl.samples, keys)
         missing, where = unscored(scored.samples, scored.verdicts), f"rollout of step {step}"
         check_scored(missing, len(scored.samples), run.reward.tolerance, where=where)
