@@ -105,7 +105,8 @@ class Chain:
         self.train("sft", "sft", "more_sft")
         self.train("grpo", "sft", "grpo_from_sft")
         self.train("grpo", "sft", "random_reward", reward.format(f"{rewards}:chance=1"))
-        self.train("grpo", "sft", "form_reward", reward.format(f"{rewards}:form=1"))
+        form = reward.format(f"{rewards}:form=1")  # which all samples of a rollout may earn
+        self.train("grpo", "sft", "form_reward", form, "--config.guard.budget=1000")
         accepted = f"--config.data.train={self.data}/accepted.jsonl"
         self.train("sft", "sft", "accepted_sft", accepted)
 

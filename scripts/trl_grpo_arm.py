@@ -11,7 +11,7 @@ import tokenizers
 import torch
 import transformers
 import trl
-from bench_grpo import Turns
+from bench_grpo import RATE, Turns
 
 
 def main() -> None:
@@ -40,7 +40,9 @@ def main() -> None:
     prompts = [" ".join(f"w{n}" for n in row) for row in draw]
 
     def reward(completions: list[str], **_: Any) -> list[float]:
-        return [float("w1" in text) for text in completions]
+        """Return 1 for one id of 16 in a text, as often as 16 letters of all bytes."""
+        ids = [[int(word[1:]) for word in text.split()] for text in completions]
+        return [float(any(n % 16 == 0 for n in each)) for each in ids]
 
     settings = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -51,7 +53,7 @@ def main() -> None:
         num_generations=size.samples,
         max_completion_length=size.new_tokens,
         max_steps=1000,
-        learning_rate=3e-4,
+        learning_rate=RATE,
         beta=0.0,
         temperature=1.0,
         report_to="none",
