@@ -169,14 +169,14 @@ class Job:
         noted = _cuts(self.out)
         if (self.out / WORK / VERDICTS).exists() or (self.out / REPORT).exists():
             return noted
-        cuts = {}
+        cuts, limit = {}, self.recipe.reading.document_bytes
         for piece in itertools.chain.from_iterable(self.units):
             if piece.span is None or piece.name in cuts:
                 continue
             before, written = noted.get(piece.name), piece.path.stat().st_mtime_ns
             if before is None or before.written != written:
                 log(f"{piece.name} is divided into parts; counting its records")
-                parts = cut(piece.path, piece.name, self._most)
+                parts = cut(piece.path, piece.name, self._most, limit)
                 before = DividedFile(written, tuple(parts))
             cuts[piece.name] = before
         return cuts

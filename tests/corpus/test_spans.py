@@ -1,5 +1,6 @@
 """Large files, in parts that are units, give the documents and numbers of the whole file."""
 
+import csv
 import itertools
 import json
 import os
@@ -7,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pyarrow
@@ -14,9 +16,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxlm.core.errors import DataError
-from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.config import ReadLimits, Recipe
 from jaxlm.corpus.job import Job
-from jaxlm.corpus.readers import spans
+from jaxlm.corpus.readers import files, spans
 from tests.corpus.recipes import RECIPE, lines, run, tree
 
 ROOT = Path(__file__).parents[2]
@@ -55,10 +57,34 @@ def as_parquet(path, rows):
     pyarrow.parquet.write_table(table, path, row_group_size=150, compression="none")
 
 
-@pytest.fixture(params=[as_lines, as_parquet])
+def as_csv(path, rows):
+    """Each text with a quote at its begin and end; the last row is not closed."""
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "number"])
+        writer.writerows([f'"{row["text"]}"', row["number"]] for row in rows)
+        file.write('"a quote\nb,1\n')
+
+
+def as_warc(path, rows):
+    """One length is wrong."""
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb") as file:
+        for number, row in enumerate(rows):
+            text = row["text"].encode()
+            file.write(warc_record(text, len(text) - 5 * (number == 900)))
+
+
+def warc_record(text, length):
+    head = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: %d\r\n\r\n" % length
+    return head + text + b"\r\n\r\n"
+
+
+@pytest.fixture(params=[as_lines, as_parquet, as_csv, as_warc])
 def large(here, request):
     """A file of some 4 MB, and a small one behind it."""
-    name = {as_lines: "jsonl", as_parquet: "parquet"}[request.param]
+    name = {as_lines: "jsonl", as_parquet: "parquet", as_csv: "csv", as_warc: "warc"}[request.param]
     request.param(here / f"in/large.{name}", rows())
     (here / "in/small.jsonl").write_text(json.dumps(rows(1)[0]) + "\n")
     return here / f"in/large.{name}"
@@ -170,6 +196,87 @@ def test_every_line_is_in_the_span_in_which_it_begins(tmp_path, most, end):
             assert stream.read() == text[span.begin : span.end]
         assert [at for at in begins if span.begin <= at < span.end] == begins_here
         assert span.begin == span.end or span.before == sum(at < span.begin for at in begins)
+
+
+def assert_spans_are_the_file(path, most, limit):
+    """The spans have the records of the file, in order, each once."""
+    recipe = Recipe(reading=ReadLimits(document_bytes=limit))
+    counts, of_spans = Counter(), Counter()
+    whole = list(files.read(path, path.name, recipe, counts))
+    cut = files.cut(path, path.name, most, limit)
+    assert len(cut) == spans.count(path.stat().st_size, most)
+    assert (cut[0].begin, cut[-1].end) == (0, path.stat().st_size)
+    assert all(a.end == b.begin for a, b in itertools.pairwise(cut))
+    parts = [list(files.read(path, path.name, recipe, of_spans, each)) for each in cut]
+    assert list(itertools.chain.from_iterable(parts)) == whole
+    assert of_spans == counts
+    return sum(map(bool, parts))
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_table_of_any_quotes_is_the_rows_of_its_spans(tmp_path, ending):
+    """Quotes, line ends and separators anywhere, a row over the limit, letters of several bytes."""
+    mark, path, drawn = (
+        {"csv": ",", "tsv": "\t"}[ending],
+        tmp_path / f"a.{ending}",
+        random.Random(0),
+    )
+    pieces = [
+        '"',
+        '""',
+        f'"{mark}"',
+        '"\n"',
+        mark,
+        "\n",
+        "\r\n",
+        "\r",
+        "é",
+        "あa b",
+        "x" * 30,
+        "\0",
+    ]
+    weights = [3, 1, 1, 1, 6, 6, 2, 0.2, 2, 2, 1, 0.1]
+    divided = 0
+    for _ in range(400):
+        text = f"text{mark}n\n" if drawn.random() < 0.9 else ""
+        text += "".join(drawn.choices(pieces, weights, k=drawn.randrange(120)))
+        path.write_bytes(("\ufeff" * drawn.randrange(2) + text or "a").encode())
+        limit = drawn.choice([25, 100, 10_000])
+        divided += assert_spans_are_the_file(path, drawn.choice([1, 7, 40, 100]), limit) > 1
+    assert divided > 200
+
+
+def test_a_table_with_a_row_longer_than_a_span_and_one_that_is_not_utf8(tmp_path):
+    path = tmp_path / "a.csv"
+    rows = [b'"%s\n%s",%d' % ("é".encode() * 20, b"z" * (3000 * (n == 5)), n) for n in range(40)]
+    path.write_bytes(b"text,n\r\n" + b"\r\n".join([*rows, b"\xff,1"]))
+    assert assert_spans_are_the_file(path, 256, 10_000) > 5
+    assert assert_spans_are_the_file(path, 256, 2000) > 5
+
+
+def test_an_archive_with_wrong_lengths_is_the_records_of_its_spans(tmp_path):
+    path, drawn, divided = tmp_path / "a.warc", random.Random(0), 0
+    pieces = [
+        b"WARC/1.0\r\n",
+        b"Content-Length: 3\r\n",
+        b"\r\n",
+        b"\n",
+        "é".encode(),
+        b"word ",
+        b"y" * 90,
+    ]
+    for _ in range(400):
+        records = []
+        for _ in range(drawn.randrange(1, 12)):
+            text = b"".join(drawn.choices(pieces, k=drawn.randrange(6)))
+            wrong = drawn.randrange(-20, 20) * (drawn.random() < 0.3)
+            records.append(warc_record(text, len(text) + wrong))
+            records.append(drawn.choice([b"", b"", b"\n", b"junk\n", text]))
+        data = b"".join(records)
+        path.write_bytes(data[: len(data) - drawn.choice([0, 0, 1, 30])])
+        most = drawn.choice([1, 10, 100, 300])
+        divided += assert_spans_are_the_file(path, most, drawn.choice([20, 150, 10_000])) > 1
+    assert divided > 200
 
 
 def killed(fault):

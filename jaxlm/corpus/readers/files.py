@@ -38,9 +38,17 @@ READERS: dict[str, Reader] = {
     ".py": texts.python,
     ".pdf": texts.pdf,
 }
-CUTS = {
-    **{kind: spans.of_lines for kind, format in FORMATS.items() if format.is_lines},
-    ".parquet": spans.of_row_groups,
+Cut = Callable[[Path, int, int], Iterator[FileSpan]]  # of a path, bytes of a span and of a document
+CUTS: dict[str, Cut] = {
+    **{
+        kind: lambda path, most, limit: spans.of_lines(path, most)
+        for kind, format in FORMATS.items()
+        if format.is_lines
+    },
+    ".parquet": lambda path, most, limit: spans.of_row_groups(path, most),
+    ".csv": functools.partial(tables.divided, mark=","),
+    ".tsv": functools.partial(tables.divided, mark="\t"),
+    **dict.fromkeys((".warc", ".wet"), warc.divided),
 }
 WHOLE = texts.plain, texts.html, texts.python, texts.pdf  # a file is one record
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
@@ -54,18 +62,22 @@ def is_one_record(name: str) -> bool:
 
 
 def can_cut(name: str) -> bool:
-    """Return whether a file can be divided between processes: local, of lines or rows, unpacked."""
+    """Return whether a file can be divided between processes: local, of records, not compressed.
+
+    A member of a compressed archive does not state its size and may contain members.
+    """
     return not stores.is_url(name) and not is_packed(name) and kind_of(name) in CUTS
 
 
-def cut(path: Path, name: str, most: int) -> list[FileSpan]:
+def cut(path: Path, name: str, most: int, limit: int) -> list[FileSpan]:
     """Divide a file into spans of `most` bytes, each with the records that begin in it.
 
+    Where a table or an archive is divided depends on `limit`, the bytes of the largest document.
     A damaged file is not divided; its reader reports the damage. Raises InputMissing if a package
     that reads the format is not installed.
     """
     try:
-        return [*CUTS[kind_of(name)](path, most)]
+        return [*CUTS[kind_of(name)](path, most, limit)]
     except JaxlmError:
         raise
     except Exception:  # pyarrow's errors have no common base
@@ -98,7 +110,7 @@ def read(
     if span is not None:
         if span.begin == span.end:
             return
-        if FORMATS[kind].is_lines:
+        if kind not in FORMATS or FORMATS[kind].is_lines:
             open_file = functools.partial(spans.opened, path, span)
     yield from _guarded(open_file, kind, RawFile(name, recipe, counts, span, is_in))
 

@@ -1,7 +1,10 @@
-"""Large files divided between records: several processes read one, and a kill costs less."""
+"""Large files divided between records: several processes read one, and a kill costs less.
+
+A span of a table is read behind the table's names, so its reader is that of a whole file.
+"""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +21,14 @@ class FileSpan(NamedTuple):
     begin: int
     end: int
     before: int  # records of the file before them
+    names: int = 0  # bytes at the begin of a table, its names, that are read before the span
+
+
+class Boundary(NamedTuple):
+    """A place where a file can be divided: the records behind it do not depend on those before."""
+
+    place: int  # bytes
+    records: int  # before it
 
 
 def count(size: int, most: int) -> int:
@@ -64,25 +75,54 @@ def of_row_groups(path: Path, most: int) -> Iterator[FileSpan]:
         begin, before = end, before + rows
 
 
+def at_boundaries(
+    boundaries: Iterable[Boundary], size: int, most: int, names: int = 0
+) -> Iterator[FileSpan]:
+    """Yield the records that begin in each `most` bytes of a file, between its boundaries.
+
+    Args:
+      boundaries: the places where a record begins, in order; the first is 0 or the end of names.
+      size: bytes of the file.
+      most: bytes of a span.
+      names: bytes that every span but the first is read behind.
+    """
+    begins = [0] * count(size, most)
+    records = [0] * len(begins)
+    filled = 0
+    for place, before in boundaries:
+        number = min(place // most, len(begins) - 1)
+        for each in range(filled + 1, number + 1):
+            begins[each], records[each] = place, before
+        filled = max(filled, number)
+    for each in range(filled + 1, len(begins)):
+        begins[each] = size
+    for begin, end, before in zip(begins, [*begins[1:], size], records, strict=True):
+        yield FileSpan(begin, end, before, names if begin else 0)
+
+
 def uncut(size: int, most: int) -> list[FileSpan]:
     """Return spans whose first is the whole file and whose others are empty."""
     return [FileSpan(0, size, 0), *[FileSpan(size, size, 0)] * (count(size, most) - 1)]
 
 
 def opened(path: Path, span: FileSpan) -> io.BufferedReader:
-    """Open a span of lines as a stream."""
+    """Open the bytes of a span, behind the names of its table, as a stream."""
     return io.BufferedReader(_Slice(path, span), 2**17)
 
 
 class _Slice(ByteReader):
-    """A range of bytes of a file."""
+    """Ranges of bytes of a file, joined."""
 
     def __init__(self, path: Path, span: FileSpan):
         super().__init__(open(path, "rb", buffering=0))  # noqa: SIM115 - closed by `close`
-        self._source.seek(span.begin)
-        self._left = span.end - span.begin
+        self._ranges = [(span.begin, span.end), (0, span.names)]
+        self._left = 0
 
     def pull(self, size: int) -> bytes:
+        while not self._left and self._ranges:
+            begin, end = self._ranges.pop()
+            self._source.seek(begin)
+            self._left = end - begin
         data = self._source.read(min(size, self._left))
         self._left -= len(data)
         return data

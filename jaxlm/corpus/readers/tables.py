@@ -3,16 +3,19 @@
 The other fields of a row become metadata.
 """
 
+import collections
 import csv
 import functools
 import io
 import itertools
 import math
 from collections.abc import Iterator
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
-from jaxlm.corpus.readers.encoding import as_utf8
+from jaxlm.corpus.readers.encoding import PROBED, as_utf8, is_utf8
+from jaxlm.corpus.readers.spans import Boundary, FileSpan, at_boundaries, uncut
 from jaxlm.corpus.readers.streams import RawFile, Records, whole
 from jaxlm.data.formats import (
     BYTE_ORDER_MARK,
@@ -60,16 +63,19 @@ def records(stream: IO[bytes], file: RawFile, *, format: Format) -> Records:
 def separated(stream: IO[bytes], file: RawFile, *, mark: str) -> Records:
     """Yield the rows of a CSV file (RFC 4180) with a header, in any encoding.
 
-    Cells are separated by `mark`: a comma or a tab.
+    Cells are separated by `mark`: a comma or a tab. The stream is the file, or the names of the
+    table and the rows of its span.
     """
-    csv.field_size_limit(file.most)  # of the process; the default is 128 kB
-    rows = _rows(_as_text(as_utf8(stream, file.counts, legacy=True), file.most), mark)
+    before = file.span.before if file.span else 0
+    if not (file.span and file.span.names):  # only tables in UTF-8 are divided
+        stream = as_utf8(stream, file.counts, legacy=True)
+    rows = (row.cells for row in _rows(_as_text(stream, file.most), mark, file.most))
     names = next(rows, [])
     if names is None:
         detail = "in the names of the table, so none of its rows is read"
         yield file.broken(NOT_CLOSED, 0, detail)
         return
-    for number, cells in enumerate(rows, 1):
+    for number, cells in enumerate(rows, before + 1):
         if cells is None:
             yield file.broken(NOT_CLOSED, number, "its lines but the first are read as rows")
             continue
@@ -86,12 +92,55 @@ def separated(stream: IO[bytes], file: RawFile, *, mark: str) -> Records:
             yield _of_row(dict(zip(names, cells, strict=True)), file, number)
 
 
-def _rows(lines: Iterator[str], mark: str) -> Iterator[list[str] | None]:
-    """Yield the cells of each row; None for a row with an unclosed quote.
+def divided(path: Path, most: int, limit: int, *, mark: str) -> Iterator[FileSpan]:
+    """Yield the rows that begin in each `most` bytes of a table, each with its names before it.
 
-    A quote is unclosed if the file ends in it or its cell exceeds the limit; the lines of such a
-    row after the first are read as rows of their own.
+    All rows are parsed, as only the cells before a quote determine whether it opens a cell. All are
+    in the first span if the table is not in UTF-8, or if its names have an unclosed quote.
     """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if not is_utf8(file.read(PROBED), legacy=True):
+            yield from uncut(size, most)
+            return
+        file.seek(0)
+        ends = collections.deque[int]()  # of the lines of the row that is read, and of later ones
+
+        def lines() -> Iterator[str]:
+            for line in _as_text(file, limit):
+                ends.append(file.tell())
+                yield line
+
+        def boundaries(end: int) -> Iterator[Boundary]:
+            for number, row in enumerate(rows):
+                yield Boundary(end, number)
+                for _ in range(row.lines):
+                    end = ends.popleft()
+
+        rows = _rows(lines(), mark, limit)
+        names = next(rows, None)
+        if names is None or names.cells is None:
+            yield from uncut(size, most)
+            return
+        end = [ends.popleft() for _ in range(names.lines)][-1]
+        yield from at_boundaries(boundaries(end), size, most, end)
+
+
+class _Row(NamedTuple):
+    """The cells of a row, None if a quote is unclosed, and the number of its lines."""
+
+    cells: list[str] | None
+    lines: int
+
+
+def _rows(lines: Iterator[str], mark: str, most: int) -> Iterator[_Row]:
+    """Yield each row; its cells are None if it has an unclosed quote.
+
+    A quote is unclosed if the file ends in it or its cell exceeds `most` characters; the lines of
+    such a row after the first are read as rows of their own. So a row depends on its own lines and
+    those behind it, and the lines of a row that is closed are no part of another.
+    """
+    csv.field_size_limit(most)  # of the process; the default is 128 kB
     pending: list[str] = []  # lines to read again, the next one last
     row: list[str] = []  # lines of the row that is being read
     is_over = False
@@ -109,15 +158,16 @@ def _rows(lines: Iterator[str], mark: str) -> Iterator[list[str] | None]:
             for cells in reader:
                 if is_over:
                     break
+                count = len(row)
                 row.clear()
-                yield cells
+                yield _Row(cells, count)
             else:
                 return
         except csv.Error:
             pass
         pending += row[:0:-1]
         row.clear()
-        yield None
+        yield _Row(None, 1)
 
 
 def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:

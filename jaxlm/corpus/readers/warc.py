@@ -7,11 +7,14 @@ Content-Length bytes, two empty lines. In a `.gz` each record is a gzip member o
 import gzip
 import io
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, NamedTuple
 
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.encoding import NOT_TEXT, NotText, decoded
 from jaxlm.corpus.readers.main_text import charset, main_text
+from jaxlm.corpus.readers.spans import Boundary, FileSpan, at_boundaries
 from jaxlm.corpus.readers.streams import DAMAGED, DamagedMember, RawFile, Records, whole
 from jaxlm.data.formats import TOO_LARGE, TooLarge
 
@@ -26,9 +29,55 @@ class _Truncated(Exception):
     """The file ends inside a record."""
 
 
+class _Fault(NamedTuple):
+    """The kind of damage to a record, and its detail."""
+
+    kind: str
+    detail: str
+
+
+class _RawRecord(NamedTuple):
+    """The fields and the block of a record, or its damage."""
+
+    number: int
+    fields: dict[str, str]
+    content: bytes | _Fault
+    begin: int | None = None  # bytes of the file before it, if they are counted and it has a length
+
+
 def records(stream: IO[bytes], file: RawFile) -> Records:
-    """Yield the pages and texts of an archive; count other records and responses without text."""
-    number, is_lost = 0, False  # the last record, and True behind something that is no record
+    """Yield the pages and texts of an archive; count other records and responses without text.
+
+    The stream is the file, or the bytes of its span.
+    """
+    for raw in _raw_records(stream, file.most, file.span.before if file.span else 0):
+        if isinstance(raw.content, _Fault):
+            yield file.broken(raw.content.kind, raw.number, raw.content.detail)
+        elif (record := _document(raw.fields, raw.content, raw.number, file)) is not None:
+            yield record
+
+
+def divided(path: Path, most: int, limit: int) -> Iterator[FileSpan]:
+    """Yield the records that begin in each `most` bytes of an archive that is not compressed.
+
+    A record with a length can be read from its version line on: the lines in front of it have no
+    effect on it.
+    """
+    with open(path, "rb") as file:
+        begins = (
+            Boundary(each.begin, each.number - 1)
+            for each in _raw_records(file, limit, 0, is_located=True)
+            if each.begin is not None
+        )
+        yield from at_boundaries(begins, path.stat().st_size, most)
+
+
+def _raw_records(
+    stream: IO[bytes], most: int, number: int, *, is_located: bool = False
+) -> Iterator[_RawRecord]:
+    """Yield the records behind the record `number`; a block of more than `most` bytes is damage."""
+    is_lost = False  # True behind something that is no record
+    begin = None
     while True:
         try:
             if not (line := stream.readline(MOST_FIELDS)):
@@ -39,10 +88,13 @@ def records(stream: IO[bytes], file: RawFile) -> Records:
                 # Something between two records: a wrong length. The next begins at a version line.
                 if not is_lost:
                     number += 1
-                    yield file.broken(NOT_A_RECORD, number, f"it begins with {line[:40]!r}")
+                    fault = _Fault(NOT_A_RECORD, f"it begins with {line[:40]!r}")
+                    yield _RawRecord(number, {}, fault)
                 is_lost = True
                 continue
             is_lost = False
+            if is_located:
+                begin = stream.tell() - len(line)
             try:
                 fields = _fields(stream)
                 length = int(fields.get("content-length", ""))
@@ -50,28 +102,28 @@ def records(stream: IO[bytes], file: RawFile) -> Records:
                     raise ValueError(f"a length of {length}")
             except ValueError as error:
                 number, is_lost = number + 1, True
-                yield file.broken(NOT_A_RECORD, number, str(error)[:200])
+                yield _RawRecord(number, {}, _Fault(NOT_A_RECORD, str(error)[:200]))
                 continue
             except _Truncated:
-                yield file.broken(CUT, number + 1, "the file ends among its fields")
+                yield _RawRecord(number + 1, {}, _Fault(CUT, "the file ends among its fields"))
                 return
-            if length > file.most:
+            if length > most:
                 number += 1
-                yield file.broken(TOO_LARGE, number, f"{length:,} bytes")
+                fault = _Fault(TOO_LARGE, f"{length:,} bytes")
+                yield _RawRecord(number, fields, fault, begin)
                 while length > 0 and (piece := stream.read(min(length, 2**20))):
                     length -= len(piece)
                 continue
             block = stream.read(length)
             number += 1
             if len(block) < length:
-                detail = f"{len(block):,} of {length:,} bytes are there"
-                yield file.broken(CUT, number, detail)
+                fault = _Fault(CUT, f"{len(block):,} of {length:,} bytes are there")
+                yield _RawRecord(number, fields, fault, begin)
                 return
-            if (record := _document(fields, block, number, file)) is not None:
-                yield record
+            yield _RawRecord(number, fields, block, begin)
         except DamagedMember as error:  # the stream continues after it
             number, is_lost = number + 1, False
-            yield file.broken(DAMAGED, number, str(error))
+            yield _RawRecord(number, {}, _Fault(DAMAGED, str(error)))
 
 
 def _document(
