@@ -261,7 +261,8 @@ def _evaluation(record: Record, is_best: bool) -> str:
     row += f"  worse than {worse}" if worse else ""
     row += "  best" if is_best else " " * 6
     doubt = "" if error is None else f"  \u00b1{error:.2g} on {record['share']:.1%}"
-    shown = {"bits_per_byte": "{:.4f} bits/byte", "perplexity": "perplexity {:<7.4g}"}
+    shown = {"bits_per_byte": "{:.4f} bits/byte", "draft_greedy": "accepted {:5.1%}"}
+    shown |= {"perplexity": "perplexity {:<7.4g}"}
     shown |= {"token_accuracy": "accuracy {:5.1%}"}
     shown |= {"reward": "reward {:.4f}", "pass_1": "pass@1 {:5.1%}"}
     shown |= {"greedy_pass": "greedy {:5.1%}"}

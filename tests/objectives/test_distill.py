@@ -190,6 +190,7 @@ def test_a_student_learns_from_a_run_which_stays_as_it_is(config, teacher, tmp_p
     validation = [r for r in records if r["split"] == "val"]
     assert validation
     assert all("bits_per_byte" in r for r in validation)
+    assert all(0 <= r["draft_greedy"] <= 1 <= r["draft_greedy_tokens"] for r in validation)
     log = (tmp_path / "run/log.txt").read_text()
     assert f"distill; teacher {teacher}; evaluated as causal" in log
     assert "of teacher" in log  # the memory of its parameters

@@ -21,6 +21,7 @@ from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.data.loader import Loader
+from jaxlm.evals import acceptance
 from jaxlm.evals import loss as evals
 from jaxlm.evals.preference import evaluate as evaluate_answers
 from jaxlm.models import config as configs
@@ -28,7 +29,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.monitor import sinks
 from jaxlm.nn.intermediates import Kind
 from jaxlm.objectives.build import build as build_objective
-from jaxlm.objectives.config import value_rates
+from jaxlm.objectives.config import Distill, value_rates
 from jaxlm.objectives.policy import PolicyLearning
 from jaxlm.optim import average, groups, schedules
 from jaxlm.optim import build as optimizers
@@ -217,6 +218,10 @@ class TrainPrograms:
                 prefix=setup.prefix(data.tokenizer),
             )
         )
+        self.accept_step = None
+        if self.teacher is not None and isinstance(run.objective, Distill):
+            merges = blueprint.merge, self.teacher.blueprint.merge
+            self.accept_step = jax.jit(acceptance.build(*merges, chunk=run.loss.chunk))
         self._rows = {
             phase.rows: host.host_rows(model.mesh, phase.rows) for phase in self.pace.phases
         }
@@ -328,6 +333,13 @@ class TrainPrograms:
                 record = evaluate_answers(eval_step, batches, self._put)
             else:
                 record = evals.evaluate(eval_step, batches, self._put, sample).record()
+            if self.accept_step is not None:
+                again = loader.evaluation(batch=size, rows=rows, limit=limit)
+                assert self.teacher is not None
+                accept = functools.partial(
+                    self.accept_step, self.whole(params), self.teacher.params
+                )
+                record |= acceptance.evaluate(accept, again, self._put)
             results[name] = record | {"share": sample.rows / sample.of}
         return results
 
