@@ -19,7 +19,7 @@ Merge = Callable[[Any], Model]
 
 
 class Agreement(NamedTuple):
-    """How far two distributions agree on each token of a text, [B, T]."""
+    """Agreement of two distributions on each token of a text, [B, T]."""
 
     greedy: Array  # 1 if both have the same likeliest id
     sampled: Array  # sum over ids of the smaller probability: no sampling of both agrees more often

@@ -58,7 +58,7 @@ from jaxlm.tune.config import b_rates, kept_leaves
 
 Skips = tuple[tuple[int, int], ...]
 RERUN = (
-    "the same command again resumes from the last committed step; "
+    "the same command second_pass resumes from the last committed step; "
     "a device that does this twice is broken"
 )
 
@@ -334,12 +334,12 @@ class TrainPrograms:
             else:
                 record = evals.evaluate(eval_step, batches, self._put, sample).record()
             if self.accept_step is not None:
-                again = loader.evaluation(batch=size, rows=rows, limit=limit)
+                second_pass = loader.evaluation(batch=size, rows=rows, limit=limit)
                 assert self.teacher is not None
                 accept = functools.partial(
                     self.accept_step, self.whole(params), self.teacher.params
                 )
-                record |= acceptance.evaluate(accept, again, self._put)
+                record |= acceptance.evaluate(accept, second_pass, self._put)
             results[name] = record | {"share": sample.rows / sample.of}
         return results
 
