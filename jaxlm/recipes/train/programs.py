@@ -58,7 +58,7 @@ from jaxlm.tune.config import b_rates, kept_leaves
 
 Skips = tuple[tuple[int, int], ...]
 RERUN = (
-    "the same command second_pass resumes from the last committed step; "
+    "the same command again resumes from the last committed step; "
     "a device that does this twice is broken"
 )
 
