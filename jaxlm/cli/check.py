@@ -91,4 +91,29 @@ def _memory(answer: dict[str, Any]) -> list[str]:
     memory = f"{size(held['total'])} per chip ({parts}), {verdict} {size(answer['hbm_bytes'])}"
     exposed = formatting.duration(answer["exposed_seconds"])
     links = f"communication while no product runs: at least {exposed} a step"
-    return [f"{step}: {memory}", links, *_collectives(answer)]
+    return [f"{step}: {memory}", links, *_roofline(answer["roofline"]), *_collectives(answer)]
+
+
+def _roofline(bound: dict[str, Any]) -> list[str]:
+    """Return the lines of the compiled FLOPs and of the bound of MFU, with its assumptions."""
+    compiled, peak = bound["flops_per_device"], bound["peak_flops"] / 1e12
+    flops = f"{compiled / 1e12:.4g} TFLOP a chip in products"
+    if compiled:
+        planned, model = (
+            f"{compiled / bound[name]:.2f} times {what}"
+            for name, what in (
+                ("planned_flops_per_device", "those of the plan"),
+                ("model_flops_per_device", "the model's"),
+            )
+        )
+        flops += f", {planned} and {model} (the rest is recomputation)"
+    lines = [flops]
+    if bound["unknown_products"]:
+        unknown = f"{bound['unknown_products']} products are in loops of unknown length"
+        lines.append(f"  {unknown} or kernels without a formula: counted at most once")
+    if bound["mfu"] is not None:
+        seconds = formatting.duration(bound["seconds"])
+        at = f"at least {seconds} a step, an MFU of at most {bound['mfu']:.0%}"
+        why = f"products at {peak:.3g} TFLOP/s and that communication, nothing else"
+        lines.append(f"{at}: {why}")
+    return lines

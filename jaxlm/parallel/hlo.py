@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ _CALLED = re.compile(
     r"|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)"
 )
 _FUSED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
+_CONSTANT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -207,12 +208,19 @@ class _Program:
                 yield from ((callee, trips) for callee in re.findall(r"[\w.-]+", called))
 
     def _trips(self, line: str) -> int | None:
-        """Return a loop's trip count: known, or its condition's one limit (scans begin at 0)."""
-        limits = _TRIPS.findall(line)[:1]
-        if not limits and (condition := re.search(r"condition=%?([\w.-]+)", line)):
-            tests = "\n".join(each.string for each in self.computations.get(condition[1], ()))
-            limits = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", tests)
-        return int(limits[0]) if len(limits) == 1 else None
+        """Return a loop's trip count: known, or from its condition's one limit and its increment.
+
+        Loops count from 0. The increment of a scan is 1, that of a product in parts that a
+        partitioned operand was divided into (`windowed_dot_general`) may be 2.
+        """
+        if known := _TRIPS.search(line):
+            return int(known[1])
+        condition, body = (
+            {each["name"]: each.string for each in self.computations.get(name, ())}
+            for name in re.findall(r"(?:condition|body)=%?([\w.-]+)", line)
+        )
+        limits = _CONSTANT.findall("\n".join(condition.values()))
+        return -(-int(limits[0]) // _increment(condition, body)) if len(limits) == 1 else None
 
     def overlapped(self) -> set[str]:
         """Return the names of collectives between whose start and end products run."""
@@ -290,6 +298,129 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
             )
         )
     return collectives
+
+
+def _increment(condition: Mapping[str, str], body: Mapping[str, str]) -> int:
+    """Return the increment of a loop's counter, 1 if it is not an addition of a constant.
+
+    Args:
+      condition, body: the instructions by name.
+    """
+    places = re.findall(r"get-tuple-element\([^)]*\), index=(\d+)", "\n".join(condition.values()))
+    roots = [line for line in body.values() if line.lstrip().startswith("ROOT")]
+    if len(places) != 1 or not roots:
+        return 1
+    results = re.findall(r"%([\w.-]+)", roots[0].partition(" tuple(")[2])
+    place = int(places[0])
+    counter = body.get(results[place], "") if place < len(results) else ""
+    added = re.findall(r"%([\w.-]+)", counter.partition(" add(")[2])[:2]
+    steps = [int(step[1]) for name in added if (step := _CONSTANT.search(body.get(name, "")))]
+    return steps[0] if len(steps) == 1 and steps[0] else 1
+
+
+class ProgramFlops(NamedTuple):
+    """FLOPs of one run of a program on one device; two for a multiplication with an addition.
+
+    Elementwise operations do not count. `attention` is that of splash kernels with a causal mask.
+    `unknown` is the number of products in loops with an unknown trip count, counted once, and of
+    kernels without a formula, not counted.
+    """
+
+    products: float
+    attention: float
+    unknown: int
+
+    @property
+    def total(self) -> float:
+        """FLOPs of products and of attention kernels."""
+        return self.products + self.attention
+
+
+def read_flops(text: str) -> ProgramFlops:
+    """Count the FLOPs of an optimized program (`compiled.as_text()`), times the trips of loops.
+
+    XLA's `cost_analysis` counts the body of a loop once. Every branch of a conditional counts.
+    Raises ValueError if the text is not a program.
+    """
+    program = _Program(text, "/jaxlm/")
+    times = program.run_counts()
+    types: dict[tuple[str, str], str] = {}
+    products, attention, unknown = 0.0, 0.0, 0
+    for name, match in program.instructions():
+        line, op = match.string, match["op"]
+        types[name, match["name"]] = match["type"]
+        runs = times.get(name, 0)
+        is_kernel = op == "custom-call" and 'custom_call_target="tpu_custom_call"' in line
+        if runs == 0 or not (is_kernel or op in ("dot", "convolution")):
+            continue
+        if is_kernel:
+            flops = _kernel_flops(match["name"], line)
+            attention += flops * (runs or 1)
+            unknown += not flops or runs is None
+            continue
+        operands = line[match.end() : _closing(line, match.end())]
+        named = [types.get((name, each), "") for each in re.findall(r"%([\w.-]+)", operands)]
+        shapes = _arrays(operands) or tuple(shape for each in named for shape in _arrays(each))
+        count = _dot_flops if op == "dot" else _convolution_flops
+        products += count(line, _arrays(match["type"])[0], shapes) * (runs or 1)
+        unknown += runs is None
+    return ProgramFlops(products, attention, unknown)
+
+
+def _dot_flops(line: str, result: Shape, operands: Sequence[Shape]) -> float:
+    summed = _numbers(_option(r"lhs_contracting_dims=\{([\d,]*)\}", line)[0])
+    return 2.0 * result.elements * math.prod([operands[0].sizes[axis] for axis in summed])
+
+
+def _convolution_flops(line: str, result: Shape, operands: Sequence[Shape]) -> float:
+    """Count the pairs of an input and a kernel element that are there; padding is none.
+
+    The TPU compiler makes all products convolutions, with dimensions of a batch as windows.
+    """
+    labels = _option(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
+    left, right, out = (
+        dict(zip(each, shape.sizes, strict=True))
+        for each, shape in zip(labels, (*operands[:2], result), strict=True)
+    )
+    window = dict(re.findall(r"(\w+)=([\dx_-]+)", _option(r"window=\{([^}]*)\}", line)[0]))
+    pairs = out["b"] * out["f"] * right["i"]
+    for number, axis in enumerate(each for each in sorted(left) if each.isdigit()):
+
+        def option(name: str, default: str, number: int = number) -> str:
+            return window[name].split("x")[number] if name in window else default
+
+        stride, dilation, spread = (
+            int(option(name, "1")) for name in ("stride", "rhs_dilate", "lhs_dilate")
+        )
+        before = int(option("pad", "0_0").split("_")[0])
+        places = np.add.outer(np.arange(out[axis]) * stride, np.arange(right[axis]) * dilation)
+        places -= before
+        is_inside = (places >= 0) & (places <= (left[axis] - 1) * spread)
+        pairs *= int((is_inside & (places % spread == 0)).sum())
+    return 2.0 * pairs
+
+
+def _option(pattern: str, line: str) -> tuple[str, ...]:
+    """Return the groups of a pattern that every line of an operation has; empty strings if not."""
+    match = re.search(pattern, line)
+    return match.groups() if match else ("",) * re.compile(pattern).groups
+
+
+# Products of a splash kernel for each pair of a query and a key: scores and sums; those and the
+# gradients of the queries; those and the gradients of keys and values, where scores count again.
+_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+
+
+def _kernel_flops(name: str, line: str) -> float:
+    """Count the blocks of a causal mask on and below the diagonal; 0 for another kernel."""
+    products = next((n for kernel, n in _SPLASH.items() if name.startswith(kernel)), 0)
+    if not products:
+        return 0.0
+    operands = _option(r"operand_layout_constraints=\{(.*?\})\}", line)[0]
+    blocks, _, queries, keys, *_ = _arrays(operands)
+    pairs = math.prod(queries.sizes) * keys.sizes[-2]
+    count = max(blocks.sizes[-2:])
+    return 2.0 * products * pairs * (count + 1) / (2 * count)
 
 
 def read_results(text: str, package: str = "/jaxlm/") -> list[HloResult]:

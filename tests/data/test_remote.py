@@ -226,7 +226,7 @@ def test_a_data_set_of_the_hub_is_read_by_name_split_and_commit(hub, tmp_path, c
 def test_without_the_hub_its_copies_are_used(hub, monkeypatch, capsys, tmp_path):
     parquet(hub.root / "datasets/own/texts/train.parquet", 0)
     first = opened("hf:own/texts", [])
-    monkeypatch.setattr(hub_client.HubRepository, "listed", lambda self: offline(self))
+    monkeypatch.setattr(hub_client.HubRepository, "info", lambda self: offline(self))
     output = []
     assert opened("hf:own/texts", output).fingerprint == first.fingerprint
     assert "own/texts cannot be fetched from http" in output[0]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,14 @@ def running(text):
     return alive
 
 
+def ended(text):
+    """Return whether no process has a text in its command line; one that was killed needs time."""
+    until = time.monotonic() + 5
+    while running(text) and time.monotonic() < until:
+        time.sleep(0.05)
+    return running(text) == []
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -182,7 +191,7 @@ def test_a_function_that_misbehaves_ends_with_all_that_it_started(worker, name, 
         with pytest.raises(Unscorable) as error:
             worker.call(call)
         assert re.fullmatch(expected, str(error.value))
-    assert running(b"987654") == []
+    assert ended(b"987654")
     assert len(running(bytes(workers.PROGRAM))) <= 1, "copies of the worker have ended"
     healthy = {"function": "rewards.py:odd", "sample": {**SAMPLE._asdict(), "prompt": "bool"}}
     assert worker.call(healthy) == 1

@@ -33,7 +33,7 @@ from jaxlm.parallel.logical import mesh_axes, ways
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
-from jaxlm.recipes.plan.predict import decoder_tokens
+from jaxlm.recipes.plan.predict import Forecast, decoder_tokens, forecast
 from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import compiled_memory
 
@@ -305,9 +305,10 @@ def vocabulary(run: Run) -> int:
 
 
 def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any]:
-    """Compile a run's step for a TPU slice such as v5e-16: bytes per chip, and collectives.
+    """Compile a run's step for a TPU slice such as v5e-16: bytes, FLOPs and collectives per chip.
 
-    `exposed_seconds` is the least time of the bytes that are sent while no product runs.
+    `exposed_seconds` is the least time of the bytes that are sent while no product runs, and
+    `roofline` a bound of the speed (`_roofline`).
 
     Raises CommandError if the slice or its compiler does not exist here, and ConfigError if the run
     does not fit.
@@ -320,8 +321,9 @@ def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any
     compiled = compile_step(run, grid)
     memory = compiled_memory(compiled)
     # The sizes of a real run have no mark that identifies activations: no judgment here.
-    rows = table(hlo.read_collectives(compiled.as_text() or ""), dict(grid.shape))
-    exposed = sum(row.sent_bytes - row.overlapped_bytes for row in rows)
+    text = compiled.as_text() or ""
+    rows = table(hlo.read_collectives(text), dict(grid.shape))
+    exposed = sum(row.sent_bytes - row.overlapped_bytes for row in rows) / known.chip.link_speed
     return {
         "topology": known.topology,
         "devices": known.devices,
@@ -330,7 +332,30 @@ def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any
         "hbm_bytes": known.chip.memory_bytes,
         "fits": memory["total"] <= known.chip.memory_bytes,
         "collectives": [line.record() for line in rows],
-        "exposed_seconds": exposed / known.chip.link_speed,
+        "exposed_seconds": exposed,
+        "roofline": _roofline(forecast(run, known), hlo.read_flops(text), exposed),
+    }
+
+
+def _roofline(plan: Forecast, flops: hlo.ProgramFlops, exposed: float) -> dict[str, Any]:
+    """Return the FLOPs of a compiled step on a chip against the plan's, and the MFU of its least time.
+
+    The least time has all products at the peak of the chip, the communication that no product
+    hides, and nothing else: no elementwise operation, no wait for memory.
+    """
+    devices, peak = plan.machine.devices, plan.peak_flops
+    model = plan.flops_per_token * plan.run.tokens_per_step / devices
+    seconds = flops.total / peak + exposed
+    return {
+        "flops_per_device": flops.total,
+        "attention_flops_per_device": flops.attention,
+        "planned_flops_per_device": plan.hardware_flops / devices,
+        "model_flops_per_device": model,
+        "unknown_products": flops.unknown,
+        "peak_flops": peak,
+        "product_seconds": flops.total / peak,
+        "seconds": seconds,
+        "mfu": model / (peak * seconds) if seconds else None,
     }
 
 

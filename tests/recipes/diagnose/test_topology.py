@@ -7,12 +7,14 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxlm.cli import check
 from jaxlm.cli.main import main
 from jaxlm.core import config
-from jaxlm.monitor.chips import SLICES
-from jaxlm.parallel import mesh
+from jaxlm.monitor.chips import SLICES, machine
+from jaxlm.parallel import hlo, mesh
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
+from jaxlm.recipes.plan.predict import forecast
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 WHY = "libtpu (586 MB) is not installed: pip install 'jaxlm[tpu]' in an environment of its own"
@@ -56,7 +58,9 @@ def test_a_missing_compiler_is_reported(capsys):
 
 
 # Of each chip in a step: scripts/LOG.md, "What do TPU programs send, and when?"
-SENT_GIB = {"gpt2_124m:v5e-16": 6.92, "llama_1b:v5e-16": 491.1}
+SENT_GIB = {"gpt2_124m:v5e-16": 6.92, "llama_1b:v5e-16": 281.0}
+# TFLOP of each chip in a step, and the bound of MFU: "The roofline of TPU programs" there.
+FLOPS = {"gpt2_124m:v5e-16": (31.92, 0.67), "llama_1b:v5e-16": (580.8, 0.71)}
 
 
 @pytest.mark.slow
@@ -87,6 +91,46 @@ def test_a_shipped_config_compiles_for_its_slice_and_fits(capsys, shipped, name,
     assert sent / 2**30 == pytest.approx(SENT_GIB.get(f"{shipped}:{name}", sent / 2**30), rel=0.05)
     assert all(0 <= each["overlapped_bytes"] <= each["sent_bytes"] for each in plan["collectives"])
     assert plan["exposed_seconds"] > 0
+    bound = plan["roofline"]
+    assert 0 < bound["mfu"] < 1
+    if expected := FLOPS.get(f"{shipped}:{name}"):
+        assert (bound["flops_per_device"] / 1e12, bound["mfu"]) == pytest.approx(expected, rel=0.02)
+        assert bound["unknown_products"] == 0
+
+
+def test_the_roofline_is_products_at_the_peak_and_the_communication_that_nothing_hides():
+    settings = SMALL | {"mesh.data": "2", "mesh.fsdp": "2", "mesh.tensor": "1"}
+    run = config.load(Run, None, list(settings.items())).value
+    plan = forecast(run, SLICES["v5e-4"])
+    flops = hlo.ProgramFlops(products=1.5e12, attention=0.47e12, unknown=2)
+    bound = collectives._roofline(plan, flops, 0.01)
+    assert bound["seconds"] == pytest.approx(1.97e12 / 197e12 + 0.01)
+    model = plan.flops_per_token * 8 * 512 / 4
+    assert bound["mfu"] == pytest.approx(model / (197e12 * 0.02))
+    lines = check._roofline(bound)
+    assert "1.97 TFLOP a chip" in lines[0]
+    assert lines[1].startswith("  2 products")
+    assert "20.0ms a step" in lines[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_flops_of_a_compiled_step_are_those_of_the_plan(remat):
+    """On a CPU, whose products are all in the text; attention multiplies whole rows there."""
+    settings = SMALL | {
+        "train.attention": "reference",
+        "train.remat": remat,
+        "precision.compute": "float32",
+        "mesh.fsdp": "1",
+        "mesh.tensor": "1",
+        "data.sequence": "64",
+    }
+    run = config.load(Run, None, list(settings.items())).value
+    grid = mesh.build(run.mesh, jax.devices()[:1])
+    flops = hlo.read_flops(collectives.compile_step(run, grid).as_text())
+    plan = forecast(run, machine("a100", flag="--on"))
+    assert flops.unknown == 0
+    assert flops.total / plan.hardware_flops == pytest.approx(1, abs=0.1)
 
 
 SMALL = {
