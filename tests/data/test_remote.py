@@ -237,7 +237,7 @@ def test_without_the_hub_its_copies_are_used(hub, monkeypatch, capsys, tmp_path)
 
 
 def offline(repository):
-    with repository._asked():
+    with repository._errors():
         raise ConnectionError("no route")
 
 

@@ -81,25 +81,28 @@ def test_a_scan_counts_as_its_unrolled_layers(remat):
     assert unrolled.products == 5 * 6 * product
 
 
-SPLASH = """HloModule jit_step, num_partitions=2
+KERNEL = 'custom-call(%t, %t), custom_call_target="tpu_custom_call", operand_layout_constraints='
+HEADS, GROUPS = (f"bf16[4,{count},1024,64]{{3,2,1,0}}" for count in (2, 1))
+BLOCKS = "s8[1,2,2]{2,1,0}, s8[1,2,2]{2,1,0}"
+SPLASH = f"""HloModule jit_step, num_partitions=2
 
-%body (t: (s32[])) -> (s32[]) {
+%body (t: (s32[])) -> (s32[]) {{
   %t = (s32[]) parameter(0)
-  %splash_mha_fwd_residuals.1 = (bf16[4,2,1024,64]{3,2,1,0}) custom-call(%t, %t), custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,2,2]{2,1,0}, s8[1,2,2]{2,1,0}, bf16[4,2,1024,64]{3,2,1,0}, bf16[4,1,1024,64]{3,2,1,0}}
-  %splash_mha_dkv_no_residuals.1 = (bf16[4,2,1024,64]{3,2,1,0}) custom-call(%t, %t), custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,2,2]{2,1,0}, s8[1,2,2]{2,1,0}, bf16[4,2,1024,64]{3,2,1,0}, bf16[4,1,1024,64]{3,2,1,0}}
-  %other.1 = f32[8]{0} custom-call(%t), custom_call_target="tpu_custom_call"
+  %splash_mha_fwd_residuals.1 = ({HEADS}) {KERNEL}{{{BLOCKS}, {HEADS}, {GROUPS}}}
+  %splash_mha_dkv_no_residuals.1 = ({HEADS}) {KERNEL}{{{BLOCKS}, {HEADS}, {GROUPS}}}
+  %other.1 = f32[8]{{0}} custom-call(%t), custom_call_target="tpu_custom_call"
   ROOT %r = (s32[]) tuple(%t)
-}
+}}
 
-%cond (t: (s32[])) -> pred[] {
+%cond (t: (s32[])) -> pred[] {{
   %n = s32[] constant(6)
   ROOT %lt = pred[] compare(%n, %n), direction=LT
-}
+}}
 
-ENTRY %main (x: (s32[])) -> (s32[]) {
+ENTRY %main (x: (s32[])) -> (s32[]) {{
   %x = (s32[]) parameter(0)
   ROOT %w = (s32[]) while(%x), condition=%cond, body=%body
-}
+}}
 """
 
 

@@ -338,7 +338,7 @@ def compile_for(run: Run, name: str, say: Log = lambda _: None) -> dict[str, Any
 
 
 def _roofline(plan: Forecast, flops: hlo.ProgramFlops, exposed: float) -> dict[str, Any]:
-    """Return the FLOPs of a compiled step on a chip against the plan's, and the MFU of its least time.
+    """Return a compiled step's FLOPs on a chip, those of the plan, and the bound of MFU.
 
     The least time has all products at the peak of the chip, the communication that no product
     hides, and nothing else: no elementwise operation, no wait for memory.
