@@ -110,7 +110,7 @@ def _roofline(bound: dict[str, Any]) -> list[str]:
     lines = [flops]
     if bound["unknown_products"]:
         unknown = f"{bound['unknown_products']} products are in loops of unknown length"
-        lines.append(f"  {unknown} or kernels without a formula: counted at most once")
+        lines.append(f"  {unknown} or kernels without a formula: no bound of MFU")
     if bound["mfu"] is not None:
         seconds = formatting.duration(bound["seconds"])
         at = f"at least {seconds} a step, an MFU of at most {bound['mfu']:.0%}"

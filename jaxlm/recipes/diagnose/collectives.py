@@ -341,7 +341,8 @@ def _roofline(plan: Forecast, flops: hlo.ProgramFlops, exposed: float) -> dict[s
     """Return a compiled step's FLOPs on a chip, those of the plan, and the bound of MFU.
 
     The least time has all products at the peak of the chip, the communication that no product
-    hides, and nothing else: no elementwise operation, no wait for memory.
+    hides, and nothing else: no elementwise operation, no wait for memory. `mfu` is None if not all
+    products could be counted.
     """
     devices, peak = plan.machine.devices, plan.peak_flops
     model = plan.flops_per_token * plan.run.tokens_per_step / devices
@@ -355,7 +356,7 @@ def _roofline(plan: Forecast, flops: hlo.ProgramFlops, exposed: float) -> dict[s
         "peak_flops": peak,
         "product_seconds": flops.total / peak,
         "seconds": seconds,
-        "mfu": model / (peak * seconds) if seconds else None,
+        "mfu": model / (peak * seconds) if seconds and not flops.unknown else None,
     }
 
 
