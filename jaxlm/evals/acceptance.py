@@ -1,6 +1,6 @@
 """Acceptance of a draft: how often the guesses of a smaller model stand on a validation set."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -68,20 +68,6 @@ def build(
         return means
 
     return step
-
-
-def evaluate(
-    step: Callable[[Tokens], dict[str, Mean]],
-    batches: Iterable[Tokens],
-    put: Callable[[Tokens], Tokens],
-) -> dict[str, float]:
-    """Return the means over all batches; `put` places a batch on the devices."""
-    totals: dict[str, tuple[float, float]] = {}
-    for batch in batches:
-        for name, mean in step(put(batch)).items():
-            total, weight = totals.get(name, (0.0, 0.0))
-            totals[name] = total + float(mean.total), weight + float(mean.weight)
-    return {name: total / weight for name, (total, weight) in totals.items() if weight}
 
 
 def _probabilities(logits: Array) -> Array:

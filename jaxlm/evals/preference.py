@@ -1,6 +1,6 @@
 """Evaluation of answers that were compared or judged, and their scores under a fixed model."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from jax import Array
@@ -8,16 +8,15 @@ from jax import Array
 from jaxlm.core.errors import DataError
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
-from jaxlm.evals import statistics
+from jaxlm.evals import means, statistics
 
-Sums = dict[str, Mean]
 ACCURACY = "preference_accuracy"
 # Figures of token losses that a loss of whole answers does not have.
 NO_FIGURES = ("perplexity", "bits_per_byte", "bits_per_byte_text")
 
 
 def evaluate(
-    step: Callable[[Tokens], Sums],
+    step: Callable[[Tokens], dict[str, Mean]],
     batches: Iterable[Tokens],
     put: Callable[[Tokens], Tokens],
     *,
@@ -32,20 +31,15 @@ def evaluate(
     Raises:
       DataError: if the set has no answer.
     """
-    totals: dict[str, np.ndarray] = {}
     tokens = 0
-    pending: Sums | None = None
 
-    def add(sums: Sums | None) -> None:
-        for name, mean in (sums or {}).items():
-            totals[name] = totals.get(name, np.zeros(2)) + np.asarray(mean, np.float64)
+    def counted() -> Iterator[Tokens]:
+        nonlocal tokens
+        for batch in batches:
+            tokens += int((np.asarray(batch.weights) > 0).sum())
+            yield batch
 
-    for batch in batches:
-        tokens += int((np.asarray(batch.weights) > 0).sum())
-        sums = step(put(batch))
-        add(pending)
-        pending = sums
-    add(pending)
+    totals = means.totals(step, counted(), put)
     if "loss_nats" not in totals or not totals["loss_nats"][1]:
         raise DataError(
             "there is nothing to evaluate",
@@ -53,9 +47,7 @@ def evaluate(
             why="no pair of the set was read",
             fix="name more pairs in --config.data.validation",
         )
-    figures: dict[str, float | int | None] = {
-        name: float(total / weight) for name, (total, weight) in totals.items() if weight
-    }
+    figures: dict[str, float | int | None] = {**means.figures(totals)}
     figures |= dict.fromkeys(NO_FIGURES) | {"tokens": tokens}
     if has_interval and ACCURACY in totals:
         total, count = totals[ACCURACY]

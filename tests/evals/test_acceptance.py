@@ -10,7 +10,7 @@ import scipy.special
 
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
-from jaxlm.evals import acceptance
+from jaxlm.evals import acceptance, means
 from jaxlm.generate.config import GUESSES
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
@@ -71,16 +71,15 @@ def test_the_means_are_those_of_a_loop_over_tokens(models):
     for chunk in (None, 8):
         step = jax.jit(acceptance.build(draft.merge, target.merge, chunk=chunk))
         step = functools.partial(step, small, large)
-        means = acceptance.evaluate(step, [batch, batch], lambda each: each)
-        assert means == pytest.approx(expected, rel=1e-5)
+        figures = means.figures(means.totals(step, [batch, batch], lambda each: each))
+        assert figures == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_model_accepts_all_of_its_own_guesses(models):
     (_, (target, params)) = models
     step = jax.jit(acceptance.build(target.merge, target.merge))
-    means = acceptance.evaluate(
-        functools.partial(step, params, params), [rows()], lambda each: each
-    )
-    assert means["draft_greedy"] == 1
-    assert means["draft_sampled"] == pytest.approx(1)
-    assert means["draft_greedy_tokens"] == 1 + GUESSES
+    totals = means.totals(functools.partial(step, params, params), [rows()], lambda each: each)
+    figures = means.figures(totals)
+    assert figures["draft_greedy"] == 1
+    assert figures["draft_sampled"] == pytest.approx(1)
+    assert figures["draft_greedy_tokens"] == 1 + GUESSES

@@ -21,7 +21,7 @@ from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.data.loader import Loader
-from jaxlm.evals import acceptance
+from jaxlm.evals import acceptance, means
 from jaxlm.evals import loss as evals
 from jaxlm.evals.preference import evaluate as evaluate_answers
 from jaxlm.models import config as configs
@@ -339,7 +339,7 @@ class TrainPrograms:
                 accept = functools.partial(
                     self.accept_step, self.whole(params), self.teacher.params
                 )
-                record |= acceptance.evaluate(accept, second_pass, self._put)
+                record |= means.figures(means.totals(accept, second_pass, self._put))
             results[name] = record | {"share": sample.rows / sample.of}
         return results
 
