@@ -177,6 +177,14 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {safe(str(getattr(error, 'what', error)))}"
 
 
+def imported_facts(run: Path) -> dict[str, Any]:
+    """Return the facts of an import, of a merge, a pruning or a rounding; empty for a trained run.
+
+    Raises DataError if the file is not JSON.
+    """
+    return sinks.read_json(run / IMPORTED) if (run / IMPORTED).is_file() else {}
+
+
 def read_json(run: str | os.PathLike[str], name: str) -> Any:
     """Read a JSON file of a run directory.
 

@@ -15,7 +15,7 @@ from jaxlm.core.errors import CommandError, InputMissing
 from jaxlm.monitor import report, sinks
 from jaxlm.recipes.compare import summary
 from jaxlm.recipes.compare.summary import RunSummary
-from jaxlm.training.rundir import IMPORTED, read_json
+from jaxlm.training.rundir import imported_facts
 
 if TYPE_CHECKING:
     from jaxlm.recipes.compare.tasks import TaskComparison
@@ -304,8 +304,8 @@ def _notes(
         if run.status != "finished":
             code = f" ({run.code})" if run.status == "failed" else ""
             notes.append(f"{name}: {run.status}{code} at step {run.step} of {run.steps}")
-        if facts := read_json(run.path, IMPORTED) if (run.path / IMPORTED).is_file() else {}:
-            notes += [_rounding(name, facts)] if "scheme" in facts else []
+        if "scheme" in (facts := imported_facts(run.path)):
+            notes.append(_rounding(name, facts))
     return notes
 
 

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import fnmatch
 import functools
-import json
 import math
 import os
 import shlex
@@ -34,7 +33,7 @@ from jaxlm.recipes.exchange.adapter_places import (
 )
 from jaxlm.recipes.exchange.export_model import check_has_format, check_new
 from jaxlm.recipes.use import load
-from jaxlm.training.rundir import IMPORTED
+from jaxlm.training.rundir import imported_facts
 from jaxlm.tune.config import FIRST, Dora, Ia3, Lora, PrefixTuning, PromptTuning
 
 MERGED = "--to=hf    # with the adapter merged"
@@ -335,8 +334,7 @@ def _unsupported(where: str, why: str, fix: str = MERGED) -> ConfigError:
 
 def _base(source: load.InitSource) -> dict[str, Any]:
     """Return the name of the base: that on the Hugging Face Hub, or the run directory."""
-    imported = source.workdir / IMPORTED
-    origin = json.loads(imported.read_text()).get("source", "") if imported.is_file() else ""
+    origin = imported_facts(source.workdir).get("source", "")
     if not origin.startswith(HUB_PREFIX):
         return {"base_model_name_or_path": str(source.workdir.absolute())}
     name, _, revision = origin.removeprefix(HUB_PREFIX).partition("@")

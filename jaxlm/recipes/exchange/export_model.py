@@ -36,7 +36,7 @@ from jaxlm.recipes.exchange import (
     reward_head,
 )
 from jaxlm.recipes.use import load
-from jaxlm.training.rundir import IMPORTED, read_json
+from jaxlm.training.rundir import imported_facts, read_json
 from jaxlm.tune import surgery
 from jaxlm.tune.config import Full, Quantized
 
@@ -125,8 +125,7 @@ def export_model(
         base = opened.run.mup.base_width
         why = f"mup.base_width = {base} divides its logits by {decoder.width_ratio:g}"
         raise uncomputed(family.HUB, why)
-    imported = workdir / IMPORTED  # facts of an imported run
-    facts = json.loads(imported.read_text()) if imported.is_file() else {}
+    facts = imported_facts(workdir)
     tensors = (reward_head.tensors if is_reward else layout)(decoder, family.HUB)
     numbers = export_formats.DTYPES[dtype or facts.get("dtype", "float32")]
     steps_of: dict[str, CodeSteps] = {}

@@ -31,7 +31,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.training import state as states
-from jaxlm.training.rundir import IMPORTED, read_json, split_ref
+from jaxlm.training.rundir import imported_facts, read_json, split_ref
 from jaxlm.tune import surgery
 from jaxlm.tune.config import Full, QLora, Quantized
 
@@ -295,12 +295,17 @@ def plain_fix(source: InitSource, flag: str = "--init_from") -> str:
     return base_fix(source.workdir, flag)
 
 
+def unmerged_fix(run: Run, workdir: Path) -> str:
+    """Return the fix of a command that needs plain weights, and cannot merge those of the run."""
+    if isinstance(run.tune, Quantized):
+        return base_fix(workdir, "--workdir")
+    return f"jaxlm eval --workdir={shlex.quote(str(workdir))}"
+
+
 def base_fix(workdir: Path, flag: str) -> str:
     """Return a flag that names the run whose weights a run was made of, not merged or rounded."""
     if not (workdir / BASE).is_file():
-        file = workdir / IMPORTED
-        facts = read_json(workdir, IMPORTED) if file.is_file() else {}
-        made = facts.get("source", "it")
+        made = imported_facts(workdir).get("source", "it")
         return f"{flag}=runs/base    # an import of the model that {made} was quantized from"
     record = read_json(workdir, BASE)
     step = f"@{record['step']}" if flag == "--init_from" else ""

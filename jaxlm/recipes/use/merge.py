@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 import shlex
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +22,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.import_model import copy_hub_files
 from jaxlm.recipes.use import evaluate, load
-from jaxlm.training.rundir import IMPORTED, RunDir
+from jaxlm.training.rundir import RunDir, imported_facts
 from jaxlm.tune.config import QLora, Quantized
 
 BATCHES = 8  # of the validation set, on which both models are compared
@@ -100,8 +99,7 @@ def merge(
     } | differences
     if is_quantized:
         answer["onto"] = {"chosen": onto} | compared
-    imported = workdir / IMPORTED
-    facts = json.loads(imported.read_text()) if imported.is_file() else {}
+    facts = imported_facts(workdir)
     with RunDir(out) as directory:
         dtype = merged.run.precision.params
         marks = facts | answer | {"dtype": dtype if is_quantized else facts.get("dtype", dtype)}

@@ -25,7 +25,7 @@ from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.import_model import copy_hub_files
 from jaxlm.recipes.use import evaluate, load
 from jaxlm.training.rundir import RunDir
-from jaxlm.tune.config import Full, Quantized
+from jaxlm.tune.config import Full
 
 RULE = re.compile(r"(even|harm):(\d+)")  # number of layers, at even distances or of most harm
 LAYER = re.compile(r"(prefix|stack)/(\d+)/(.+)")
@@ -54,22 +54,19 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
     import_model.check_free(options.out, "--out", "a smaller run")
     numbers = _numbers(options.keep)
     opened = load.load_run(options.workdir, say=say, **selection)
-    evaluates = f"jaxlm eval --workdir={shlex.quote(str(options.workdir))}"
     if not isinstance(opened.run.tune, Full):
         raise ConfigError(
             "layers are kept of plain weights",
             where=f"--workdir={options.workdir}",
             why=opened.run.tune.unmerged,
-            fix=load.base_fix(options.workdir, "--workdir")
-            if isinstance(opened.run.tune, Quantized)
-            else evaluates,
+            fix=load.unmerged_fix(opened.run, options.workdir),
         )
     if opened.run.architecture != "decoder":
         raise ConfigError(
             "layers are kept of a decoder",
             where=f"--workdir={options.workdir}",
             why=f"this model is an {opened.run.architecture}",
-            fix=evaluates,
+            fix=f"jaxlm eval --workdir={shlex.quote(str(options.workdir))}",
         )
     config: Any = opened.model.blueprint.config
     depth = config.depth

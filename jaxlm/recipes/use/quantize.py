@@ -89,16 +89,13 @@ def quantize(
         tasks.check_causal(options.workdir)
     opened = load.load_run(options.workdir, say=say, **selection)
     if not isinstance(opened.run.tune, Full):
-        is_quantized = isinstance(opened.run.tune, Quantized)
         raise ConfigError(
             "the run is quantized"
-            if is_quantized
+            if isinstance(opened.run.tune, Quantized)
             else f"a {opened.run.tune.name} cannot be merged into its base",
             where=f"--workdir={options.workdir}",
             why=opened.run.tune.unmerged,
-            fix=load.base_fix(options.workdir, "--workdir")
-            if is_quantized
-            else f"jaxlm eval --workdir={shlex.quote(str(options.workdir))}",
+            fix=load.unmerged_fix(opened.run, options.workdir),
         )
     loaders = evaluate.open_loaders(opened, options.text, opened.run.data.sequence, say)
     row, model = evaluate.checked_length(opened, None), opened.model
