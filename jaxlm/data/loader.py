@@ -135,6 +135,15 @@ class Loader:
         seed, places = self.seed, (divmod(number, size) for number in range(start, stop))
         return [RowKey(seed, e, shuffled(index, size, [seed, e])) for e, index in places]
 
+    def documents(self, start: int, stop: int, attempt: int = 0) -> list[int]:
+        """Return the prompts from `start` to `stop` of the run: every one once in an epoch.
+
+        Each attempt has another order.
+        """
+        size, extra = self.shards.documents, [attempt] if attempt else []
+        places = (divmod(number, size) for number in range(start, stop))
+        return [shuffled(index, size, [self.seed, epoch, *extra]) for epoch, index in places]
+
     def evaluation(
         self, *, batch: int, rows: slice | None = None, limit: int | None = None
     ) -> Iterator[Tokens]:

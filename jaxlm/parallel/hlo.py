@@ -382,17 +382,16 @@ def _convolution_flops(line: str, result: Shape, operands: Sequence[Shape]) -> f
         dict(zip(each, shape.sizes, strict=True))
         for each, shape in zip(labels, (*operands[:2], result), strict=True)
     )
-    window = dict(re.findall(r"(\w+)=([\dx_-]+)", _option(r"window=\{([^}]*)\}", line)[0]))
+    options = re.findall(r"(\w+)=([\dx_-]+)", _option(r"window=\{([^}]*)\}", line)[0])
+    window = {name: values.split("x") for name, values in options}
     pairs = out["b"] * out["f"] * right["i"]
-    for number, axis in enumerate(each for each in sorted(left) if each.isdigit()):
-
-        def option(name: str, default: str, number: int = number) -> str:
-            return window[name].split("x")[number] if name in window else default
-
+    spatial = [axis for axis in sorted(left) if axis.isdigit()]
+    ones, unpadded = ["1"] * len(spatial), ["0_0"] * len(spatial)
+    for number, axis in enumerate(spatial):
         stride, dilation, spread = (
-            int(option(name, "1")) for name in ("stride", "rhs_dilate", "lhs_dilate")
+            int(window.get(name, ones)[number]) for name in ("stride", "rhs_dilate", "lhs_dilate")
         )
-        before = int(option("pad", "0_0").split("_")[0])
+        before = int(window.get("pad", unpadded)[number].split("_")[0])
         places = np.add.outer(np.arange(out[axis]) * stride, np.arange(right[axis]) * dilation)
         places -= before
         is_inside = (places >= 0) & (places <= (left[axis] - 1) * spread)

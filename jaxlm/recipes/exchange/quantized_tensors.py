@@ -236,9 +236,8 @@ def code_steps(
         if each.parts[0].path not in layers:
             continue
         inputs = each.parts[0].sizes[0]
-        is_even = not inputs % (inputs if format.block == "all" else format.block)
         size = inputs if format.block == "all" else format.block
-        if len(each.parts) > 1 or each.layout == "same" or not is_even or size % 32:
+        if len(each.parts) > 1 or each.layout == "same" or inputs % size or size % 32:
             return None, {}
         leaves = {one.name.rpartition("_")[2]: one for one in leaf_tensors([each], layers)}
         zeros = leaves[ZERO].joined(leaf) if ZERO in leaves else None

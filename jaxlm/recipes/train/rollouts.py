@@ -365,7 +365,7 @@ class Rollouts(contextlib.ExitStack):
         """
         run = self._run
         prompts = run.rl.prompts(run.train.batch)
-        known = self._prompts_of(number * prompts, prompts, attempt)
+        known = self._loader.documents(number * prompts, (number + 1) * prompts, attempt)
         chosen = [known[group] for group in groups]
         root = root_key(run.seed, f"redraw {attempt}" if attempt else "rollout")
         keys = row_keys(root, number, prompts, run.rl.samples)
@@ -375,15 +375,6 @@ class Rollouts(contextlib.ExitStack):
         missing, where = unscored(scored.samples, scored.verdicts), f"rollout of step {step}"
         check_scored(missing, len(scored.samples), run.reward.tolerance, where=where)
         return scored
-
-    def _prompts_of(self, first: int, count: int, attempt: int) -> list[int]:
-        """Return `count` prompts of the run from a number: evenly, or by the shares of sources."""
-        if isinstance(self._loader, MixtureLoader):
-            return self._loader.documents(first, first + count, attempt)
-        size, seed = self._loader.shards.documents, self._run.seed
-        extra = [attempt] if attempt else []
-        places = [divmod(number, size) for number in range(first, first + count)]
-        return [loaders.shuffled(n, size, [seed, epoch, *extra]) for epoch, n in places]
 
     def _source_figures(self, scored: ScoredSamples) -> dict[str, float]:
         """Return the mean reward of the prompts of each source of a mixture."""
