@@ -28,7 +28,8 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.generate import draft
 from jaxlm.generate.draft import Draft, DraftModel, Lookup
-from jaxlm.generate.engine import Counters, Engine, Request
+from jaxlm.generate.engine import Engine
+from jaxlm.generate.requests import Counters, Request
 from jaxlm.generate.rows import Sampling
 from jaxlm.models.build import Blueprint
 

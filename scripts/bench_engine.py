@@ -30,8 +30,9 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import decode, sampling
-from jaxlm.generate.engine import Engine, Request
+from jaxlm.generate.engine import Engine
 from jaxlm.generate.grammar import Grammar, GrammarCompiler, GrammarSource
+from jaxlm.generate.requests import Request
 from jaxlm.generate.rows import Sampling
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.gpt2 import GPT2

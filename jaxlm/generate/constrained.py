@@ -9,8 +9,9 @@ from jaxlm.core.callbacks import OnText
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.engine import Delta, Engine, Request, joined
+from jaxlm.generate.engine import Engine
 from jaxlm.generate.grammar import Grammar
+from jaxlm.generate.requests import Delta, Request, joined
 from jaxlm.generate.rows import Sampling
 from jaxlm.generate.sampler import Continuation
 from jaxlm.models.build import Blueprint

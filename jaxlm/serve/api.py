@@ -12,8 +12,8 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.corrupt.fim import FIM_TOKENS
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate.engine import Delta, Request, Ticket, TokenScore
 from jaxlm.generate.grammar import Grammar, GrammarCompiler, GrammarRefused, GrammarSource, Kind
+from jaxlm.generate.requests import Delta, Request, Ticket, TokenScore
 from jaxlm.generate.rows import Sampling
 from jaxlm.serve.fields import Fields, RefusedRequest
 

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import JaxlmError
 from jaxlm.core.quoting import safe
-from jaxlm.generate.engine import Delta
+from jaxlm.generate.requests import Delta
 from jaxlm.serve import api, guard, page
 from jaxlm.serve.api import Call, Served
 from jaxlm.serve.bridge import Bridge, Results

@@ -5,7 +5,8 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from jaxlm.generate.engine import Deliver, Delta, Engine, QueueFull, Request, Ticket
+from jaxlm.generate.engine import Engine
+from jaxlm.generate.requests import Deliver, Delta, QueueFull, Request, Ticket
 from jaxlm.serve.fields import RefusedRequest
 
 IDLE_SECONDS = 0.5  # between two looks at signals while there is no request

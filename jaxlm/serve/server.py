@@ -21,8 +21,9 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.generate.draft import Draft, DraftModel, Lookup
-from jaxlm.generate.engine import Counters, Engine, check_supported
+from jaxlm.generate.engine import Engine, check_supported
 from jaxlm.generate.grammar import GrammarCompiler
+from jaxlm.generate.requests import Counters
 from jaxlm.recipes.plan import oom
 from jaxlm.recipes.plan.serving import PlannedDraft
 from jaxlm.recipes.use import adapter as adapters

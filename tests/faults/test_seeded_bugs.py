@@ -131,7 +131,7 @@ SERVING_BUGS = {
         "there",
     ),
     "usage counts the end token": Bug(
-        "generate/engine.py",
+        "generate/requests.py",
         '        if token in request.ends:\n            self.end("eos_token")',
         "        if token in request.ends:\n            self.ids.append(token)\n"
         "            self._waiting.append((token, score, self._bytes))\n"

@@ -9,8 +9,8 @@ import pytest
 
 from jaxlm.generate import draft
 from jaxlm.generate.draft import DraftBalance, DraftModel, Lookup
-from jaxlm.generate.engine import joined
 from jaxlm.generate.grammar import GrammarCompiler, GrammarSource
+from jaxlm.generate.requests import joined
 from jaxlm.generate.rows import Sampling
 from tests.generate.test_engine import (
     CONTEXT,

@@ -16,7 +16,8 @@ from jaxlm.core.random import key
 from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import decode, sampling, slots
-from jaxlm.generate.engine import Engine, QueueFull, Request, joined
+from jaxlm.generate.engine import Engine
+from jaxlm.generate.requests import QueueFull, Request, joined
 from jaxlm.generate.rows import RowSettings, Sampling, draw_rows
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.deepseek import DeepSeekV2

@@ -10,7 +10,6 @@ import pytest
 
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import grammar
-from jaxlm.generate.engine import Request, joined
 from jaxlm.generate.grammar import (
     MAX_TEXT,
     GrammarCompiler,
@@ -18,6 +17,7 @@ from jaxlm.generate.grammar import (
     GrammarSource,
     allowed_ids,
 )
+from jaxlm.generate.requests import Request, joined
 from jaxlm.generate.rows import Sampling
 from tests.generate.test_engine import CONTEXT, request, started
 

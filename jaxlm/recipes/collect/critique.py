@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.generate.engine import CompletedRequest
+from jaxlm.generate.requests import CompletedRequest
 from jaxlm.recipes.collect import prompts
 from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder
 from jaxlm.recipes.collect.prompts import CollectPrompt, Messages

@@ -9,7 +9,8 @@ from typing import Any, Self
 from jaxlm.core.callbacks import Log
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate.engine import CompletedRequest, Delta, Engine, Request, joined
+from jaxlm.generate.engine import Engine
+from jaxlm.generate.requests import CompletedRequest, Delta, Request, joined
 from jaxlm.generate.rows import Sampling
 from jaxlm.recipes.collect.prompts import Messages
 from jaxlm.recipes.use import generate

@@ -21,7 +21,7 @@ from jaxlm.core import disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError, cannot_write
 from jaxlm.evals.samples import SAMPLES, Samples, read
-from jaxlm.generate.engine import CompletedRequest
+from jaxlm.generate.requests import CompletedRequest
 from jaxlm.monitor import sinks
 from jaxlm.recipes.collect import critique, judges, keeping, over_optimization, prompts
 from jaxlm.recipes.collect.critique import Principles, Revision
