@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--calibration_tokens", "N", 262_144, "tokens of that text")
     doc = "inputs of one output that share a scale (128 of int4, 64 of nf4, else all)"
     parser.add_argument("--block", type=int, default=None, metavar="N", help=doc)
-    doc = "patterns over paths of weights (*/attention/*,*/mlp/*)"
+    doc = "patterns over paths of weights, such as embedding/* (*/attention/*,*/mlp/*)"
     add_flag(parser, "--at", "A,B", str, doc, default="")
     doc = "glob of text to compare on (the validation sets); repeatable"
     add_flag(parser, "--text", "GLOB", [], doc)

@@ -31,13 +31,16 @@ class Embedding(nnx.Module):
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the dot products of `x` with every row, in float32: the tied output layer."""
-        table = self.table[...] if self._decode_table is None else self._decode_table
+        table = self._values() if self._decode_table is None else self._decode_table
         return matmul(x, table, self.precision, jnp.dtype(jnp.float32), self._side)
 
     def relayout_for_decode(self) -> None:
         """Add a copy of the table as in `Linear.relayout_for_decode`; for a trace."""
-        table, self._side = decode_layout(self.table[...].astype(self.precision.compute), 1)
+        table, self._side = decode_layout(self._values().astype(self.precision.compute), 1)
         self._decode_table = nnx.data(table)
+
+    def _values(self) -> Float[Array, "V D"]:
+        return self.table[...]
 
 
 @jax.custom_vjp

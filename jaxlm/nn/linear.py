@@ -145,6 +145,10 @@ class GroupedLinear(nnx.Module):
         weight = functools.partial(init.weight, shape=shape, ends_on_residual=ends_on_residual)
         self.weight = parameter(jax.vmap(weight)(jax.random.split(key, experts)), *self.axes)
 
+    def values(self) -> Float[Array, "E I O"]:
+        """Return the weights of all experts."""
+        return self.weight[...]
+
     def relayout_for_decode(self) -> None:
         """Cast the weights once, so that no product casts them again."""
         self.weight[...] = self.weight[...].astype(self.precision.compute)

@@ -76,11 +76,19 @@ class Moe(nnx.Module):
         `counted` is 1 for a token and 0 for padding. Decoding passes `is_whole` false, as its rows
         are incomplete, which disables the capacity. `is_zigzag` is the mask's.
         """
-        config = self.config
         with jax.default_matmul_precision("highest"):
             # Cast here, so that the gradient is cast back to the dtype of activations.
             logits = self.router(x.astype(jnp.float32))
-        routes = routing.route(
+        routes = self.routes(logits)
+        y, placed = self._experts(x, routes, counted if is_whole else None, is_zigzag)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, self._means(logits, routes, counted, placed)
+
+    def routes(self, logits: Float[Array, "B T E"]) -> Routes:
+        """Return the experts of each token, from the router's outputs."""
+        config = self.config
+        return routing.route(
             logits,
             None if self.bias is None else jax.lax.stop_gradient(self.bias[...]),
             top_k=config.top_k,
@@ -90,17 +98,13 @@ class Moe(nnx.Module):
             groups=config.groups,
             top_groups=config.top_groups,
         )
-        y, placed = self._experts(x, routes, counted if is_whole else None, is_zigzag)
-        if self.shared is not None:
-            y = y + self.shared(x)
-        return y, self._means(logits, routes, counted, placed)
 
     def _experts(
         self, x: Array, routes: Routes, counted: Array | None, is_zigzag: bool
     ) -> tuple[Array, Array | None]:
         """Return the experts' sum, and 1 for each choice with a place, None without drops."""
         config, layers = self.config, (self.gate, self.up, self.down)
-        weights = tuple(layer.weight[...] for layer in layers)
+        weights = tuple(layer.values() for layer in layers)
         experts = expert.ExpertLayer(self._rows, weights, tuple(layer.axes for layer in layers))
         if config.capacity is None or counted is None:
             return expert.dropless(experts, x, routes.choices, routes.shares), None

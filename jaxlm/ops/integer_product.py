@@ -21,9 +21,12 @@ FORMATS: dict[str, WeightFormat] = {
 }
 
 
+INTEGERS = ("w8a8", "w4a8")  # formats whose products have integer operands
+
+
 def is_integer(format: WeightFormat) -> bool:
     """Return whether products have integer operands."""
-    return format.base in ("w8a8", "w4a8")
+    return format.base in INTEGERS
 
 
 def integer_product(x: Array, leaves: Leaves, format: WeightFormat, result: jnp.dtype) -> Array:

@@ -106,12 +106,8 @@ class WeightFormat:
 
     def dequantize(self, leaves: Leaves, inputs: int) -> Float[Array, "I ..."]:
         """Return the weight of `inputs` inputs in float32."""
+        leaves = self.with_float_scales(leaves)
         codes, scales = leaves["codes"], leaves["scales"]
-        if self.base == "nf4_double":
-            scale = _repeated(leaves["scale_scales"], SCALES_BLOCK, scales.size)
-            scales = scales.astype(jnp.float32) * scale.reshape(scales.shape)
-            # A rounded scale near 0 must not change the sign of its block.
-            scales = jnp.maximum(scales + leaves["scale_mean"], 0.0)
         size = self._block(inputs)
         if self.base in BYTE_CODES:
             values = codes.astype(jnp.float32)
@@ -122,6 +118,16 @@ class WeightFormat:
             zeros = leaves.get("zeros")
             values -= 8.0 if zeros is None else _repeated(zeros.astype(jnp.float32), size, inputs)
         return values * _repeated(scales, size, inputs)
+
+    def with_float_scales(self, leaves: Leaves) -> Leaves:
+        """Return the leaves with float32 scales; only those of nf4_double have others."""
+        if "scale_scales" not in leaves:
+            return leaves
+        scales = leaves["scales"]
+        scale = _repeated(leaves["scale_scales"], SCALES_BLOCK, scales.size)
+        scales = scales.astype(jnp.float32) * scale.reshape(scales.shape)
+        # A rounded scale near 0 must not change the sign of its block.
+        return {"codes": leaves["codes"], "scales": jnp.maximum(scales + leaves["scale_mean"], 0.0)}
 
 
 def _repeated(rows: Array, times: int, count: int) -> Array:

@@ -1,6 +1,7 @@
 """Settings of fine-tuning: all parameters, or the few of an adapter. Free of JAX."""
 
 import dataclasses
+import fnmatch
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -8,6 +9,15 @@ from jaxlm.core.config import setting
 
 StoredFormat = Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double", "w8a8", "w4a8"]
 PROJECTIONS = ("*/attention/*", "*/mlp/*")
+
+
+def is_at(pattern: str, path: str) -> bool:
+    """Return whether a pattern of `tune.at` matches the path of a weight.
+
+    A router, whose choices a small change turns, is matched only by a pattern with its name.
+    """
+    is_named = "/router/" not in path or "router" in pattern
+    return is_named and fnmatch.fnmatchcase(path, pattern)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +134,9 @@ class Quantized:
     virtual_rows: ClassVar[int] = 0
 
     at: tuple[str, ...] = setting(
-        PROJECTIONS, "patterns over paths of parameters: quantized linear layers"
+        PROJECTIONS,
+        "patterns over paths of parameters: quantized weights of linear layers, experts and "
+        "tables; a router only by its name",
     )
     base: StoredFormat = setting(
         "int8",

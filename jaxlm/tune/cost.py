@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxlm.models.cost.tensors import Tensor
 from jaxlm.ops.kernels import SCALES_BLOCK
-from jaxlm.parallel.logical import LAYERS
+from jaxlm.parallel.logical import STACKED
 from jaxlm.tune.config import (
     FIRST,
     AdapterConfig,
@@ -23,6 +23,7 @@ from jaxlm.tune.config import (
     Quantized,
     Tune,
     VirtualConfig,
+    is_at,
 )
 
 
@@ -47,7 +48,9 @@ def split(tune: Tune, leaves: Iterable[Tensor]) -> tuple[list[Tensor], list[Tens
 def adapted_weights(tune: AdapterConfig | Quantized, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the weights that the patterns of `tune.at` match."""
     for each in leaves:
-        if each.is_matrix and any(fnmatch.fnmatchcase(each.path, pattern) for pattern in tune.at):
+        is_table = each.path.endswith("/table") and not each.path.endswith("relative/table")
+        is_weight = each.is_matrix or (is_table and isinstance(tune, Quantized))
+        if is_weight and any(is_at(pattern, each.path) for pattern in tune.at):
             yield each
 
 
@@ -89,6 +92,9 @@ def _of_virtual_tokens(tune: VirtualConfig, leaves: Iterable[Tensor]) -> Iterato
 def _codes(tune: QLora | Quantized, weight: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that store a quantized weight, see `ops.weight_codes`."""
     stack, (in_axes, in_sizes), (out_axes, out_sizes) = _parts(weight)
+    is_table = weight.path.endswith("/table")
+    if is_table:
+        (in_axes, in_sizes), (out_axes, out_sizes) = (out_axes, out_sizes), (in_axes, in_sizes)
     inputs = math.prod(in_sizes)
     blocks = 1 if tune.block == "all" else -(-inputs // tune.block)
     scales = blocks * math.prod(out_sizes)
@@ -106,6 +112,7 @@ def _codes(tune: QLora | Quantized, weight: Tensor) -> Iterator[Tensor]:
         parts["scale_mean"] = [], 4
     for name, (dims, item_bytes) in parts.items():
         axes, shape = stack
+        dims = dims[::-1] if is_table else dims
         axes, shape = (*axes, *(a for a, _ in dims)), (*shape, *(size for _, size in dims))
         yield Tensor(f"{weight.path}_{name}", shape, axes, 0, item_bytes)
 
@@ -114,8 +121,8 @@ Dims = tuple[tuple[str | None, ...], tuple[int, ...]]  # axes and sizes
 
 
 def _parts(weight: Tensor) -> tuple[Dims, Dims, Dims]:
-    """Return the dimensions of the stack, of the inputs and of the outputs of a weight."""
-    first = int(weight.axes[0] in LAYERS)  # the axis of a stack
+    """Return the dimensions of the stack and experts, of the inputs and of the outputs."""
+    first = sum(axis in STACKED for axis in weight.axes)
     middle = first + weight.ins
     stack, ins, outs = (
         (weight.axes[a:b], weight.shape[a:b])

@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxlm.nn.attention import Attention, LatentAttention
 from jaxlm.nn.block import Block
-from jaxlm.nn.linear import Linear
+from jaxlm.nn.linear import GroupedLinear, Linear
 from jaxlm.nn.mlp import Mlp
 from jaxlm.nn.moe import Moe
 from jaxlm.nn.norm import Norm
@@ -67,6 +67,12 @@ def linear_layers(block: nnx.Module) -> dict[str, Linear]:
     """Return the linear layers of a block by path."""
     nodes = (("/".join(map(str, path)), node) for path, node in nnx.iter_graph(block))
     return {path: node for path, node in nodes if isinstance(node, Linear)}
+
+
+def expert_layers(block: nnx.Module) -> dict[str, GroupedLinear]:
+    """Return the linear maps of a block's experts by path."""
+    nodes = (("/".join(map(str, path)), node) for path, node in nnx.iter_graph(block))
+    return {path: node for path, node in nodes if isinstance(node, GroupedLinear)}
 
 
 def apply(fold: Fold, factors: Array, layers: dict[str, Linear]) -> None:

@@ -1,15 +1,18 @@
-"""Linear layers whose weight is stored in four or eight bits, and not trained."""
+"""Linear layers, experts and tables whose weight is stored in four or eight bits, not trained."""
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from jaxlm.nn.linear import LOGICAL_AXES, HeadLinear, Linear
+from jaxlm.nn.embedding import Embedding
+from jaxlm.nn.linear import LOGICAL_AXES, GroupedLinear, HeadLinear, Linear
 from jaxlm.ops import integer_product
 from jaxlm.ops.matmul import stored_matmul
 from jaxlm.ops.weight_codes import WeightFormat
@@ -18,11 +21,66 @@ from jaxlm.parallel.rules import constrain
 from jaxlm.tune import config
 
 LEAVES = ("codes", "scales", "zeros", "scale_scales", "scale_mean")
-PREFIX = "weight_"  # of the names of these leaves
+PREFIX = "weight_"  # of the names of these leaves in a layer
+Settings = config.QLora | config.Quantized
+Axes = dict[str, tuple[str, ...]]  # logical axes of each leaf of one layer's weight
 
 
-class QuantizedLinear(Linear):
-    """y = x W + b with W in blocks of codes along the inputs, see `ops.weight_codes`.
+class StoredWeight(nnx.Module):
+    """Mixin: a weight as blocks of codes along its inputs, see `ops.weight_codes`.
+
+    Each weight of a stack of layers, and of experts, is quantized by itself. Attributes:
+      weight_name: the name of the weight; those of its leaves begin with it.
+      format: of codes and scales.
+    """
+
+    weight_name: ClassVar[str] = "weight"
+    format: WeightFormat
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The first axes of a leaf, those of a stack and of experts; () for one weight."""
+        raise NotImplementedError
+
+    def _one(self, weight: Array) -> dict[str, Array]:
+        """Return the leaves of one weight, by names without a prefix."""
+        raise NotImplementedError
+
+    def _read(self, leaves: dict[str, Array]) -> Array:
+        """Return one weight in float32."""
+        raise NotImplementedError
+
+    def quantized(self, weight: Array) -> dict[str, Array]:
+        """Return the leaves of a weight, of a whole stack if the layer is stacked."""
+        leaves = self._each(self._one, weight)
+        return {f"{self.weight_name}_{name}": leaf for name, leaf in leaves.items()}
+
+    def dequantized(self, leaves: dict[str, Array]) -> Array:
+        """Return the weight in float32, of a whole stack; leaves have names without a prefix."""
+        return self._each(self._read, leaves)
+
+    def read_layer(self, leaves: dict[str, Array]) -> Array:
+        """Return the weight of one layer in float32; leaves have names without a prefix."""
+        return self._read(leaves)
+
+    def _each(self, function: Callable[[Any], Any], arrays: Any) -> Any:
+        # One weight at a time, as a stack in float32 would be larger than the stack that is read.
+        for _ in self.lead:
+            function = functools.partial(jax.lax.map, function)
+        return function(arrays)
+
+    def _store(self, weight: Array, axes: Axes) -> None:
+        for name, leaf in self.quantized(weight).items():
+            named: Any = {"logical_axes": axes[name.removeprefix(f"{self.weight_name}_")]}
+            setattr(self, name, nnx.Param(leaf, **named))
+
+    def _leaves(self) -> dict[str, Array]:
+        leaves = {name: getattr(self, f"{self.weight_name}_{name}", None) for name in LEAVES}
+        return {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
+
+
+class QuantizedLinear(StoredWeight, Linear):
+    """y = x W + b with W as codes.
 
     W is read for each product, in the backward pass again: one layer's values exist at a time.
     fsdp gathers codes, not values. A token loop that wants another layout reads W once before it.
@@ -35,33 +93,27 @@ class QuantizedLinear(Linear):
     axes: tuple[tuple[str, ...], tuple[str, ...]]
     stack: tuple[int, ...]
 
-    def __init__(self, base: Linear, settings: config.QLora | config.Quantized):
+    def __init__(self, base: Linear, settings: Settings):
         share_fields(self, base)
         self.format = WeightFormat(settings.base, settings.block)
         self.weight: Any = None
-        axes = leaf_axes(settings.base, *self.axes)
-        for name, leaf in self.quantized(base.weight[...]).items():
-            named: Any = {"logical_axes": axes[name.removeprefix(PREFIX)]}
-            setattr(self, name, nnx.Param(leaf, **named))
+        self._store(base.weight[...], leaf_axes(settings.base, *self.axes))
 
-    def quantized(self, weight: Array) -> dict[str, Array]:
-        """Return the leaves of a weight, of a whole stack if the layer is stacked."""
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The axis of layers in a stack."""
+        return self.stack
 
-        def one(weight: Array) -> dict[str, Array]:
-            leaves = self.format.quantize(weight.reshape(math.prod(self.ins), *self.outs))
-            return {PREFIX + name: leaf for name, leaf in leaves.items()}
+    def _one(self, weight: Array) -> dict[str, Array]:
+        return self.format.quantize(weight.reshape(math.prod(self.ins), *self.outs))
 
-        # One layer at a time, as a stack in float32 would be larger than the stack that is read.
-        return jax.lax.map(one, weight) if self.stack else one(weight)
-
-    def _leaves(self) -> dict[str, Array]:
-        leaves = {name: getattr(self, PREFIX + name, None) for name in LEAVES}
-        return {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
+    def _read(self, leaves: dict[str, Array]) -> Array:
+        return self.format.dequantize(leaves, math.prod(self.ins)).reshape(self.ins + self.outs)
 
     def _flat(self) -> Float[Array, "I O"]:
         if self.weight is not None:
             return super()._flat()
-        return _read(self.format, self.ins, self.outs, self.axes, self._leaves())
+        return _values(self.format, self.ins, self.outs, self.axes, self._leaves())
 
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Costs a few operations an element of W, twice in training, more than `Linear`."""
@@ -69,13 +121,13 @@ class QuantizedLinear(Linear):
             return super()._product(x)
         leading = x.shape[: x.ndim - len(self.ins)]
         if integer_product.is_integer(self.format):
-            leaves = _placed(self.format, self.axes, self._leaves())
+            leaves = _placed(self._leaves(), leaf_axes(self.format.base, *self.axes))
             flat = {name: leaf.reshape(len(leaf), -1) for name, leaf in leaves.items()}
             dtype = self.result or self.precision.activations
             x = x.reshape(*leading, -1)
             y = integer_product.integer_product(x, flat, self.format, dtype)
             return y.reshape(*leading, *self.outs)
-        read = functools.partial(_read, self.format, self.ins, self.outs, self.axes)
+        read = functools.partial(_values, self.format, self.ins, self.outs, self.axes)
         x = x.reshape(*leading, -1)
         y = stored_matmul(x, self._leaves(), read, self.precision, self.result)
         return y.reshape(*leading, *self.outs)
@@ -95,9 +147,111 @@ class QuantizedHeadLinear(QuantizedLinear, HeadLinear):
         self.weight = nnx.Param(weight.reshape(self.ins + self.outs))
 
 
-QUANTIZED: dict[type, type[QuantizedLinear]] = {
+class QuantizedGrouped(StoredWeight, GroupedLinear):
+    """One linear map for each expert, each with its W as codes.
+
+    All experts of a layer are read before its products; fsdp gathers codes.
+    """
+
+    def __init__(self, base: GroupedLinear, settings: Settings):
+        self.precision, self.axes = base.precision, base.axes
+        self.stack = base.weight[...].shape[: -len(self.axes)]
+        self.sizes = base.weight[...].shape[-len(self.axes) :]
+        self.format = WeightFormat(settings.base, settings.block)
+        self.weight: Any = nnx.data(None)
+        first, *rest = self.axes
+        axes = leaf_axes(settings.base, (rest[0],), tuple(rest[1:]))
+        self._leaf_axes = {name: (first, *each) for name, each in axes.items()}
+        self._store(base.weight[...], self._leaf_axes)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The axis of layers in a stack, and that of experts."""
+        return (*self.stack, self.sizes[0])
+
+    def _one(self, weight: Array) -> dict[str, Array]:
+        return self.format.quantize(weight)
+
+    def _read(self, leaves: dict[str, Array]) -> Array:
+        return self.format.dequantize(leaves, self.sizes[1])
+
+    def read_layer(self, leaves: dict[str, Array]) -> Array:
+        """Return the weights of one layer's experts in float32."""
+        return jax.vmap(self._read)(leaves)
+
+    def values(self) -> Float[Array, "E I O"]:
+        """Return the weights in float32, or as `relayout_for_decode` has read them."""
+        if self.weight is not None:
+            return super().values()
+        return self.read_layer(_placed(self._leaves(), self._leaf_axes))
+
+    def relayout_for_decode(self) -> None:
+        """Read the codes once, before the loop over tokens."""
+        self.weight = nnx.Param(self.values().astype(self.precision.compute))
+
+
+class QuantizedEmbedding(StoredWeight, Embedding):
+    """A table of codes: a lookup reads those of its rows, and the unembedding all of them.
+
+    The width is the inputs of a row, with which the unembedding multiplies. Leaves have the axis of
+    rows first.
+    """
+
+    weight_name = "table"
+
+    def __init__(self, base: Embedding, settings: Settings):
+        table = base.table[...]
+        self.precision, self.axis, self.width = base.precision, base.axis, table.shape[1]
+        self.format = WeightFormat(settings.base, settings.block)
+        self._decode_table: Array | None = None
+        self._side = 1
+        axes = leaf_axes(settings.base, ("embed",), (self.axis,))
+        self._leaf_axes = {name: each[::-1] for name, each in axes.items()}
+        self._store(table, self._leaf_axes)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """A table is one weight."""
+        return ()
+
+    def _one(self, weight: Array) -> dict[str, Array]:
+        return _transposed(self.format.quantize(weight.T))
+
+    def _read(self, leaves: dict[str, Array]) -> Array:
+        return self.format.dequantize(_transposed(leaves), self.width).T
+
+    def _values(self) -> Float[Array, "V D"]:
+        return self._read(_placed(self._leaves(), self._leaf_axes))
+
+    def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Return the rows of `ids` in the dtype of parameters, read from their codes."""
+        placed = _transposed(_placed(self._leaves(), self._leaf_axes))
+        leaves = self.format.with_float_scales(placed)
+        rows = {
+            name: leaf.T.at[ids.reshape(-1)].get(mode="promise_in_bounds").T
+            for name, leaf in leaves.items()
+        }
+        values = self.format.dequantize(rows, self.width).T
+        return values.reshape(*ids.shape, self.width).astype(self.precision.params)
+
+    def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Return the dot products of `x` with every row, in float32: the tied output layer."""
+        if not integer_product.is_integer(self.format):
+            return super().unembed(x)
+        leaves = _transposed(_placed(self._leaves(), self._leaf_axes))
+        return integer_product.integer_product(x, leaves, self.format, jnp.dtype(jnp.float32))
+
+    def relayout_for_decode(self) -> None:
+        """Read the codes once for the unembedding, unless its products have integers."""
+        if not integer_product.is_integer(self.format):
+            super().relayout_for_decode()
+
+
+QUANTIZED: dict[type, Callable[[Any, Settings], StoredWeight]] = {
     Linear: QuantizedLinear,
     HeadLinear: QuantizedHeadLinear,
+    GroupedLinear: QuantizedGrouped,
+    Embedding: QuantizedEmbedding,
 }
 
 
@@ -119,7 +273,7 @@ def share_fields(layer: Any, base: Linear) -> None:
         setattr(layer, name, getattr(base, name))
 
 
-def leaf_axes(base: str, ins: tuple[str, ...], outs: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def leaf_axes(base: str, ins: tuple[str, ...], outs: tuple[str, ...]) -> Axes:
     """Return the logical axes of each leaf of one layer's weight.
 
     Codes are split as the weight is: its inputs are one axis, with the name of the first. Scales
@@ -133,7 +287,7 @@ def leaf_axes(base: str, ins: tuple[str, ...], outs: tuple[str, ...]) -> dict[st
     return axes
 
 
-def _read(
+def _values(
     format: WeightFormat,
     ins: tuple[int, ...],
     outs: tuple[int, ...],
@@ -141,15 +295,17 @@ def _read(
     leaves: dict[str, Array],
 ) -> Float[Array, "I O"]:
     """Return the weight in float32; fsdp gathers its codes."""
-    inputs, placed = math.prod(ins), _placed(format, axes, leaves)
+    inputs, placed = math.prod(ins), _placed(leaves, leaf_axes(format.base, *axes))
     return format.dequantize(placed, inputs).reshape(inputs, math.prod(outs))
 
 
-def _placed(
-    format: WeightFormat, axes: tuple[tuple[str, ...], tuple[str, ...]], leaves: dict[str, Array]
-) -> dict[str, Array]:
+def _placed(leaves: dict[str, Array], axes: Axes) -> dict[str, Array]:
     """Return the leaves, gathered over fsdp."""
     return {
-        name: constrain(leaves[name], *(None if "fsdp" in mesh_axes(each) else each for each in of))
-        for name, of in leaf_axes(format.base, *axes).items()
+        name: constrain(leaf, *(None if "fsdp" in mesh_axes(each) else each for each in axes[name]))
+        for name, leaf in leaves.items()
     }
+
+
+def _transposed(leaves: dict[str, Array]) -> dict[str, Array]:
+    return {name: leaf.T for name, leaf in leaves.items()}

@@ -12,10 +12,12 @@ from jax import Array
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.build import Blueprint, Params
+from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.linear import GroupedLinear, Linear
+from jaxlm.ops.integer_product import INTEGERS
 from jaxlm.tune import config, virtual
 from jaxlm.tune.adapters import LAYERS
-from jaxlm.tune.quantized import PREFIX, QUANTIZED, QuantizedLinear
+from jaxlm.tune.quantized import PREFIX, QUANTIZED, StoredWeight
 
 Surgery = Callable[[nnx.Module, Array], None]
 
@@ -42,7 +44,7 @@ def build(
 
     def apply(module: nnx.Module, key: Array) -> None:
         for name, path, node in _matched_layers(settings, module):
-            if isinstance(settings, config.QLora) and type(node) in QUANTIZED:
+            if isinstance(settings, config.QLora) and _has_codes(settings, node):
                 node = QUANTIZED[type(node)](node, settings)
             if type(node) not in classes:
                 raise _not_supported(settings, name, node)
@@ -61,28 +63,35 @@ def build(
 
 
 def quantization(settings: config.Tune) -> Surgery | None:
-    """Return the function (module, key) that quantizes the adapted layers; None if none are."""
+    """Return the function (module, key) that quantizes the matched layers; None if none are."""
     if not isinstance(settings, config.QLora | config.Quantized):
         return None
 
     def apply(module: nnx.Module, key: Array) -> None:
         del key
         for name, path, node in _matched_layers(settings, module):
-            if type(node) not in QUANTIZED:
+            if not _has_codes(settings, node):
                 raise _not_supported(settings, name, node)
             replace(module, path, QUANTIZED[type(node)](node, settings))
 
     return apply
 
 
-def quantized_weights(base: Blueprint) -> dict[str, QuantizedLinear]:
+def _has_codes(settings: config.QLora | config.Quantized, node: nnx.Module) -> bool:
+    """Return whether a layer can be quantized; products of integers have no groups of rows."""
+    if isinstance(node, GroupedLinear):
+        return isinstance(settings, config.Quantized) and settings.base not in INTEGERS
+    return type(node) in QUANTIZED
+
+
+def quantized_weights(base: Blueprint) -> dict[str, StoredWeight]:
     """Return the quantized layers of a base by the paths of the weights that they store."""
     module = base.merge(base.shapes)
     nodes = ((path, node) for path, node in nnx.iter_graph(module))
     return {
-        "/".join((*map(str, path), "weight")): node
+        "/".join((*map(str, path), node.weight_name)): node
         for path, node in nodes
-        if isinstance(node, QuantizedLinear)
+        if isinstance(node, StoredWeight)
     }
 
 
@@ -90,13 +99,19 @@ def _matched_layers(
     settings: config.AdapterConfig | config.Quantized, module: nnx.Module
 ) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
     """Yield name, path and node of each layer that the patterns of `tune.at` match."""
+    kinds: tuple[type, ...] = (Linear, GroupedLinear)
+    if isinstance(settings, config.Quantized):
+        kinds += (Embedding,)
     layers = {
-        "/".join(map(str, path)): (path, node)
+        "/".join((*map(str, path), "table" if isinstance(node, Embedding) else "weight")): (
+            path,
+            node,
+        )
         for path, node in nnx.iter_graph(module)
-        if isinstance(node, (Linear, GroupedLinear))
+        if isinstance(node, kinds)
     }
-    for name in adapted_layers(settings, list(layers)):
-        yield name, *layers[name]
+    for weight in adapted_weights(settings, list(layers)):
+        yield weight.rpartition("/")[0], *layers[weight]
 
 
 def replace(module: Any, path: tuple[Any, ...], node: Any) -> None:
@@ -120,23 +135,23 @@ def adapted_params(stored: Blueprint, surgery: Surgery, base: Params, key: Array
     return nnx.to_pure_dict(nnx.state(module))
 
 
-def adapted_layers(
+def adapted_weights(
     settings: config.AdapterConfig | config.Quantized, names: list[str]
 ) -> list[str]:
-    """Return the layers of these names that the patterns of `tune.at` match by their weights.
+    """Return the weights of these paths that the patterns of `tune.at` match.
 
     Raises:
       ConfigError: if a pattern matches no layer.
     """
     matched: dict[str, None] = {}
     for pattern in settings.at:
-        hits = [name for name in names if fnmatch.fnmatchcase(f"{name}/weight", pattern)]
+        hits = [name for name in names if config.is_at(pattern, name)]
         if not hits:
             raise ConfigError(
                 f"the pattern {pattern!r} matches no linear layer",
                 where="tune.at",
                 why="their weights are "
-                + ", ".join(f"{name}/weight" for name in names[:6])
+                + ", ".join(names[:6])
                 + (" ..." if len(names) > 6 else ""),
                 fix=f"--config.tune.at={','.join(config.PROJECTIONS)}",
             )
@@ -166,7 +181,7 @@ def base_paths(settings: config.Tune, stored: Blueprint) -> frozenset[str]:
                 fix="'--config.tune.also=()'",
             )
         whole |= set(hits)
-    layers = [path.removesuffix("weight") for path in quantized_weights(stored)]
+    layers = [path.rpartition("/")[0] + "/" for path in quantized_weights(stored)]
     codes = [
         path
         for path in sorted(whole)
@@ -183,12 +198,13 @@ def base_paths(settings: config.Tune, stored: Blueprint) -> frozenset[str]:
 
 
 def _not_supported(settings: Any, name: str, node: nnx.Module) -> ConfigError:
-    kind = "a projection of experts" if isinstance(node, GroupedLinear) else "a latent projection"
+    is_experts, name_of = isinstance(node, GroupedLinear), settings.name
+    kind = "it is a projection of experts" if is_experts else "it is a latent projection"
+    if isinstance(settings, config.Quantized):
+        name_of, kind = settings.base, "it is of experts, whose products are of floats"
     return ConfigError(
-        f"{settings.name} does not support {name}",
+        f"{name_of} does not support {name}",
         where="tune.at",
-        why=f"it is {kind}",
-        fix="'--config.tune.at=*/attention/*'"
-        if isinstance(node, GroupedLinear)
-        else "--config.tune.name=lora",
+        why=kind,
+        fix="'--config.tune.at=*/attention/*'" if is_experts else "--config.tune.name=lora",
     )

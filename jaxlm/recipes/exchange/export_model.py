@@ -142,7 +142,12 @@ def export_model(
         shard_bytes=shard_bytes,
         say=say,
     )
-    format_ = FORMATS[to](job)
+    try:
+        format_ = FORMATS[to](job)
+    except ConfigError as error:
+        if error.fix.startswith("--to=hf") and isinstance(quantized.run.tune, Quantized):
+            _give_folder_fix(error, quantized, out)
+        raise
     partial = out.with_name(f"{out.name}.partial")
     try:
         files = format_.write(partial)
@@ -205,6 +210,14 @@ def _check_folder(opened: load.LoadedRun, out: Path) -> None:
         ) from error
 
 
+def _give_folder_fix(error: ConfigError, opened: load.LoadedRun, out: Path) -> None:
+    """Replace the fix of a refused GGUF, if a folder is refused too, by that of the folder."""
+    try:
+        _check_folder(opened, out.with_suffix(""))
+    except ConfigError as refusal:
+        error.fix = refusal.fix
+
+
 def _dequantized(opened: load.LoadedRun) -> load.LoadedRun:
     """Return the plain model of the numbers that the codes stand for, in float32."""
     layers = surgery.quantized_weights(opened.model.blueprint)
@@ -221,9 +234,7 @@ def _dequantized(opened: load.LoadedRun) -> load.LoadedRun:
             for name, leaf in leaves.items()
             if name.startswith(start)
         }
-        read = functools.partial(layer.format.dequantize, inputs=math.prod(layer.ins))
-        values = jax.lax.map(read, codes) if layer.stack else read(codes)
-        return jax.device_put(values.reshape(like.shape), like.sharding)
+        return jax.device_put(layer.dequantized(codes), like.sharding)
 
     params = tree.map_with_path(numbers, setup.abstract_params(plain.model))
     return dataclasses.replace(plain, params=params)

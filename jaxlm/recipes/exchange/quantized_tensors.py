@@ -1,7 +1,6 @@
 """Codes of a quantized run as tensors of a folder of compressed-tensors, and back."""
 
 import dataclasses
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +24,8 @@ from jaxlm.checkpoint.quantized_folder import (
 )
 from jaxlm.core.errors import ConfigError
 from jaxlm.ops import integer_product
-from jaxlm.tune.config import PROJECTIONS, Quantized
-from jaxlm.tune.quantized import QuantizedLinear
+from jaxlm.tune.config import PROJECTIONS, Quantized, is_at
+from jaxlm.tune.quantized import QuantizedEmbedding, StoredWeight
 
 # The name of each format, and its settings of weights in config.json.
 SCHEMES = {
@@ -42,7 +41,7 @@ KEPT: dict[str, Scheme] = {
     "int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0", "w4a8": "q4_0", "int4_zero": "q4_1"
 }  # fmt: skip
 UNSUPPORTED = "no format of compressed-tensors has"
-Layers = Mapping[str, QuantizedLinear]  # by the paths of their weights
+Layers = Mapping[str, StoredWeight]  # by the paths of their weights
 Array = Callable[[HFTensor], np.ndarray]
 
 
@@ -74,7 +73,7 @@ def leaf_tensors(tensors: Sequence[HFTensor], layers: Layers) -> list[HFTensor]:
     return result
 
 
-def _leaf_part(part: MappedSlice, layer: QuantizedLinear, leaf: str) -> MappedSlice:
+def _leaf_part(part: MappedSlice, layer: StoredWeight, leaf: str) -> MappedSlice:
     inputs, format = part.sizes[0], layer.format
     if leaf != CODES:
         rows = 1 if format.block == "all" else -(-inputs // format.block)
@@ -113,7 +112,7 @@ def file_tensors(
     if format.base not in SCHEMES:
         raise _refused(layers, f"{UNSUPPORTED} {format.base}")
     result: list[HFTensor | FileTensor] = []
-    ignored = ["lm_head"]
+    ignored = [] if "unembedding/weight" in layers else ["lm_head"]
     for each in plain:
         if each.parts[0].path not in layers:
             result.append(each)
@@ -121,6 +120,8 @@ def file_tensors(
                 ignored.append(each.name.removesuffix(".weight"))
             continue
         inputs = each.parts[0].sizes[0]
+        if isinstance(layers[each.parts[0].path], QuantizedEmbedding):
+            raise _refused(layers, f"{each.name} is a table, {UNSUPPORTED} tables")
         if each.layout == "same":
             raise _refused(layers, f"{each.name} is [inputs, outputs], {UNSUPPORTED} such matrices")
         if format.block != "all" and inputs % format.block:
@@ -213,7 +214,7 @@ def kept_format(source: ModelSource, tensors: Sequence[HFTensor]) -> tuple[Quant
     if not all(all(paths[path]) for path in quantized):
         return None, "a matrix is quantized in some layers, and not in others"
     linear = {part.path for each in tensors for part in each.parts if part.ins}
-    usual = {path for path in linear if any(fnmatch.fnmatchcase(path, at) for at in PROJECTIONS)}
+    usual = {path for path in linear if any(is_at(at, path) for at in PROJECTIONS)}
     at = PROJECTIONS if usual == set(quantized) else tuple(quantized)
     return Quantized(base=cast(Any, base), block=cast(Any, block), at=at), ""
 
@@ -233,7 +234,8 @@ def code_steps(
     format = next(iter(layers.values())).format
     scheme, steps_of = KEPT.get(format.base), {}
     for each in tensors:
-        if each.parts[0].path not in layers:
+        first = each.parts[0].path
+        if first not in layers or isinstance(layers[first], QuantizedEmbedding):
             continue
         inputs = each.parts[0].sizes[0]
         size = inputs if format.block == "all" else format.block
@@ -242,7 +244,7 @@ def code_steps(
         leaves = {one.name.rpartition("_")[2]: one for one in leaf_tensors([each], layers)}
         zeros = leaves[ZERO].joined(leaf) if ZERO in leaves else None
         steps_of[each.name] = CodeSteps(leaves[SCALE].joined(leaf), zeros)
-    return (scheme, steps_of) if scheme else (None, {})
+    return (scheme, steps_of) if scheme and steps_of else (None, {})
 
 
 def _refused(layers: Layers, why: str) -> ConfigError:

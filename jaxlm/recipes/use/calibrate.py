@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,20 @@ from jaxlm.ops.weight_codes import WeightFormat
 from jaxlm.recipes.use.layer_runner import LayerPath, LayerRunner, Stream
 from jaxlm.training.lock import Lock
 from jaxlm.tune import folding
-from jaxlm.tune.quantized import PREFIX, QuantizedLinear
+from jaxlm.tune.quantized import PREFIX, StoredWeight
 
 Method = Literal["gptq", "awq"]
 Leaves = dict[str, np.ndarray]
 STREAM = "stream.bin"  # inputs of the layer that is next, on the disk
 FACTS = "calibration.json"
+UNREAD = "unread"  # in the place of a leaf: the number of experts that no token chose
+
+
+class Calibrated(NamedTuple):
+    """The new leaves by path, and how many experts, over all layers, no token chose."""
+
+    leaves: Leaves
+    unread: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,7 @@ class Calibration:
 
     blueprint: Blueprint
     params: Params
-    layers: Mapping[str, QuantizedLinear]
+    layers: Mapping[str, StoredWeight]
     method: Method
     batches: Sequence[Tokens]
     facts: dict[str, Any]
@@ -60,7 +68,7 @@ class Calibration:
     nearest: str
     say: Log
 
-    def leaves(self) -> Leaves:
+    def run(self) -> Calibrated:
         """Return the codes and, of AWQ, the other leaves that changed; stacks are whole.
 
         A layer is on one device at a time, with the sums of its inputs; the inputs themselves are
@@ -84,7 +92,7 @@ class Calibration:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
             self._clear_other()
-            return self._leaves()
+            return self._run()
         except OSError as error:
             fix = "--out=another/place"
             raise cannot_write("a quantized layer", self.folder, error, fix=fix) from error
@@ -99,24 +107,25 @@ class Calibration:
                 old.unlink()
             sinks.replace(file, facts)
 
-    def _leaves(self) -> Leaves:
+    def _run(self) -> Calibrated:
         runner = LayerRunner(self.blueprint, self.params)
         with open(self.folder / STREAM, "w+b") as file:
             stream = Stream(file)
             for number, batch in enumerate(self.batches):
                 stream.write(number, runner.embed(batch))
             made: dict[str, list[np.ndarray]] = {}
-            places = list(runner.places)
+            places, unread = list(runner.places), 0
             for number, place in enumerate(places):
                 block = runner.block(place)
                 result = self._layer(number, place, block, runner, stream)
+                unread += int(result.pop(UNREAD, 0))
                 for name, leaf in result.items():
                     made.setdefault(f"{place.path}/{name}", []).append(leaf)
                 if number + 1 < len(places):
                     self._advance(place, block, result, runner, stream)
                 self.say(f"{self.method}: layer {number + 1} of {len(places)}")
         (self.folder / STREAM).unlink()
-        return {path: np.stack(leaves) for path, leaves in made.items()}
+        return Calibrated({path: np.stack(leaves) for path, leaves in made.items()}, unread)
 
     def _layer(
         self, number: int, place: LayerPath, block: Block, runner: LayerRunner, stream: Stream
@@ -161,14 +170,13 @@ class Calibration:
             if not name.startswith(PREFIX):
                 getattr(nodes[node], name)[...] = jnp.asarray(leaf)
         path = f"{place.path}/{{}}/weight"
-        for name, layer in folding.linear_layers(block).items():
+        layers: dict[str, Any] = {**folding.linear_layers(block), **folding.expert_layers(block)}
+        for name, layer in layers.items():
             stored = {each: result.get(f"{name}/{PREFIX}{each}") for each in LEAVES}
             leaves = {each: jnp.asarray(leaf) for each, leaf in stored.items() if leaf is not None}
             if leaves:
-                inputs = int(np.prod(layer.ins))
-                values = self.layers[path.format(name)].format.dequantize(leaves, inputs)
-                shape, dtype = layer.weight[...].shape, layer.weight[...].dtype
-                layer.weight[...] = values.reshape(shape).astype(dtype)
+                values = self.layers[path.format(name)].read_layer(leaves)
+                layer.weight[...] = values.astype(layer.weight[...].dtype)
         for number, batch in enumerate(self.batches):
             stream.write(number, runner.outputs(place, block, stream.read(number), batch))
 
@@ -187,12 +195,13 @@ def solved(
     Args:
       block: the block; AWQ changes its leaves.
       formats: of the quantized layers by path.
-      sums: x^T x and the sum of |x| of the inputs of layers, by their paths joined by commas.
-      method: the search.
+      sums: x^T x and the sum of |x| of the inputs of layers, by their paths joined by commas; for
+        each expert of the weights of experts.
+      method: the search. The weights of an expert that no token chose are rounded to nearest.
     """
     grams, magnitudes = {}, {}
     for names, (gram, magnitude) in sums.items():
-        both = np.asarray(gram), np.asarray(magnitude)
+        both = np.asarray(gram), np.asarray(magnitude)  # of all experts, if it is theirs
         for name in names.split(","):
             grams[name], magnitudes[name] = both
     layers, result = folding.linear_layers(block), {}
@@ -209,16 +218,34 @@ def solved(
             for path, leaf in _leaves(block).items()
             if path.rpartition("/")[0] in changed and path not in quantized
         }
+    experts = folding.expert_layers(block)
+    unread = np.ones(0, bool)
     for name, format in formats.items():
-        layer = layers[name]
-        weight = _matrix(layer)
-        if method == "gptq":
-            codes = int4.gptq(weight, grams[name], format)
+        if name in experts:
+            weights = np.asarray(experts[name].weight[...]).astype(np.float32)
+            made = [
+                _searched(*each, format, method) for each in zip(weights, grams[name], strict=True)
+            ]
+            leaves = {leaf: np.stack([each[leaf] for each in made]) for leaf in made[0]}
+            is_zero = ~magnitudes[name].any(-1)
+            unread = unread & is_zero if unread.size else is_zero
         else:
-            codes = int4.nearest(weight, int4.searched(weight, grams[name], format), format)
-        for leaf, values in codes.leaves(format).items():
-            result[f"{name}/{PREFIX}{leaf}"] = values.reshape(len(values), *layer.outs)
-    return result
+            layer = layers[name]
+            leaves = _searched(_matrix(layer), grams[name], format, method)
+            leaves = {key: each.reshape(len(each), *layer.outs) for key, each in leaves.items()}
+        result |= {f"{name}/{PREFIX}{leaf}": values for leaf, values in leaves.items()}
+    return result | {UNREAD: np.asarray(unread.sum())}
+
+
+def _searched(weight: np.ndarray, gram: np.ndarray, format: WeightFormat, method: Method) -> Leaves:
+    """Return the leaves of a weight [I, O], rounded to nearest if all its inputs were 0."""
+    if not gram.any():
+        return {
+            name: np.asarray(leaf) for name, leaf in format.quantize(jnp.asarray(weight)).items()
+        }
+    if method == "gptq":
+        return int4.gptq(weight, gram, format).leaves(format)
+    return int4.nearest(weight, int4.searched(weight, gram, format), format).leaves(format)
 
 
 def _fold(

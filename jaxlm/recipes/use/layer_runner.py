@@ -15,11 +15,15 @@ from jaxlm.models.decoder import Decoder
 from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.block import Block
 from jaxlm.nn.linear import Linear
+from jaxlm.nn.mlp import ACTIVATIONS, gated
+from jaxlm.nn.moe import Moe
 from jaxlm.nn.stack import Stack
+from jaxlm.ops.matmul import matmul
 from jaxlm.tune import folding, surgery
 
 STACKS = ("prefix", "stack")
-# By the paths of layers that read the same inputs x, joined by commas: x^T x and the sum of |x|.
+# By the paths of layers that read the same inputs x, joined by commas: x^T x and the sum of |x|;
+# for each expert, if they are the weights of experts.
 Sums = dict[str, tuple[Array, Array]]
 
 
@@ -74,6 +78,42 @@ class _Observed:
         return self._layer(x)
 
 
+class _ObservedRouter:
+    """In the place of a router: it sums the inputs of the experts that it chooses.
+
+    `is_counted` is [B, T], False for padding.
+    """
+
+    def __init__(self, moe: Moe, is_counted: Array, sums: Sums):
+        self._moe, self._router = moe, moe.router
+        self._is_counted, self._sums = is_counted, sums
+
+    def __call__(self, x: Array) -> Array:
+        logits, moe = self._router(x), self._moe
+        chosen = moe.routes(logits).choices.reshape(-1, moe.config.top_k)
+        rows, activation = x.reshape(-1, x.shape[-1]), ACTIVATIONS[moe.config.activation]
+        is_counted = self._is_counted.reshape(-1)
+
+        def of_expert(number: Array, gate: Array, up: Array) -> Any:
+            is_read = (chosen == number).any(-1) & is_counted
+            inputs = jnp.where(is_read[:, None], rows, 0.0)
+            low = inputs.astype(moe.gate.precision.activations)
+            products = (matmul(low, weight, moe.gate.precision) for weight in (gate, up))
+            hidden = gated(activation, *products).astype(jnp.float32)
+            return _sums(inputs), _sums(hidden)
+
+        numbers = jnp.arange(moe.config.experts)
+        inputs = numbers, moe.gate.values(), moe.up.values()
+        read, hidden = jax.lax.map(lambda each: of_expert(*each), inputs)
+        self._sums |= {"mlp/gate,mlp/up": read, "mlp/down": hidden}
+        return logits
+
+
+def _sums(rows: Array) -> tuple[Array, Array]:
+    """Return x^T x and the sum of |x| over rows."""
+    return jnp.matmul(rows.T, rows, precision="highest"), jnp.abs(rows).sum(0)
+
+
 class LayerRunner:
     """One layer at a time of a decoder, on one device."""
 
@@ -120,7 +160,7 @@ class LayerRunner:
 
         Args:
           place, block: the layer.
-          names: paths of the linear layers in it.
+          names: paths of the linear layers and of the experts' weights in it.
           x: inputs of the layer, the stream.
           batch: the batch.
         """
@@ -141,21 +181,24 @@ class LayerRunner:
         block, inputs = nnx.merge(graph, state), self._start(outer, batch).inputs
         layers = folding.linear_layers(block)
         seen: list[tuple[str, int, Array]] = []
+        sums: Sums = {}
         for name in names:
-            surgery.replace(block, tuple(name.split("/")), _Observed(name, layers[name], seen))
+            if name in layers:
+                surgery.replace(block, tuple(name.split("/")), _Observed(name, layers[name], seen))
+        if not layers.keys() >= set(names):
+            assert isinstance(block.mlp, Moe)
+            router: Any = _ObservedRouter(block.mlp, batch.segments > 0, sums)
+            block.mlp.router = router
         y, _, _ = block(x, inputs)
         groups: dict[int, list[str]] = {}
         for name, _, each in seen:
             groups.setdefault(id(each), []).append(name)
-        sums = {}
         for _, dims, each in seen:
             if not (group := groups.pop(id(each), None)):
                 continue
             rows = each.reshape(*each.shape[: each.ndim - dims], -1).astype(jnp.float32)
             rows = jnp.where((batch.segments > 0)[..., None], rows, 0.0)
-            rows = rows.reshape(-1, rows.shape[-1])
-            gram = jnp.matmul(rows.T, rows, precision="highest")
-            sums[",".join(group)] = gram, jnp.abs(rows).sum(0)
+            sums[",".join(group)] = _sums(rows.reshape(-1, rows.shape[-1]))
         return y, sums
 
     def _start(self, outer: Params, batch: Tokens) -> _Start:

@@ -347,7 +347,7 @@ def load_base(source: InitSource, model: setup.ShardedModel) -> Any:
         read = source.store.restore_leaf(source.step, f"params/{path}", leaf)
         if layer := quantized.get(path):
             parts = jax.eval_shape(layer.quantized, leaf)
-            names = {name: f"{path.removesuffix('weight')}{name}" for name in parts}
+            names = {name: f"{path.rpartition('/')[0]}/{name}" for name in parts}
             layout = {name: targets[new].sharding for name, new in names.items()}
             made = jax.jit(layer.quantized, out_shardings=layout)(read)
             base |= {new: made[name] for name, new in names.items()}

@@ -26,12 +26,13 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.import_model import copy_hub_files
 from jaxlm.recipes.use import calibrate, calibration_text, evaluate, load, model_difference, tasks
+from jaxlm.recipes.use.layer_runner import STACKS
 from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.recipes.use.tasks import TaskSettings
 from jaxlm.training.rundir import RunDir
 from jaxlm.tune import surgery
 from jaxlm.tune.config import PROJECTIONS, Full, Quantized
-from jaxlm.tune.quantized import QuantizedLinear
+from jaxlm.tune.quantized import StoredWeight
 
 Scheme = Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double", "w8a8", "w4a8"]
 # Inputs of one output that share a scale.
@@ -39,7 +40,6 @@ BLOCKS: dict[Scheme, int | Literal["all"]] = {
     "int8": "all", "fp8": "all", "int4": 128, "int4_zero": 128, "nf4": 64, "nf4_double": 64,
     "w8a8": "all", "w4a8": "all",
 }  # fmt: skip
-INTEGERS = ("w8a8", "w4a8")
 LIMIT = re.compile(r"(loss|flips):(\d+(?:\.\d+)?)%")
 LOSS = 0.01  # its growth without a limit of its own
 
@@ -103,9 +103,9 @@ def quantize(
     settings = TaskSettings(limit=options.limit)
     shared = (settings, tokenizers, row, model.mesh, model.blueprint.config)
     prepared = [tasks.PreparedTask(each, *shared) for each in files]
-    rounded = _rounded(opened, options, loaders, say)
+    rounded, unread = _rounded(opened, options, loaders, say)
     models = {"before": opened, "after": rounded}
-    if options.scheme in INTEGERS:
+    if options.scheme in integer_product.INTEGERS:
         say(integer_product.describe_speed())
     table: dict[str, dict[str, Any]] = {}
     for name, each in models.items():
@@ -123,6 +123,7 @@ def quantize(
         "method": options.method,
         "calibration": list(options.calibration),
         "quantized": len(surgery.quantized_weights(rounded.model.blueprint)),
+        "unread_experts": unread,
         "loss_growth": growth,
         **model_difference.divergence(opened, rounded, loader),
         **model_difference.texts(models, loader, table),
@@ -204,7 +205,7 @@ def _enough(value: float) -> float:
 def _check_method(options: QuantizeOptions) -> None:
     """Raise CommandError if the method needs another scheme or a text."""
     where = f"--method={options.method}"
-    if options.scheme in INTEGERS and options.block:
+    if options.scheme in integer_product.INTEGERS and options.block:
         what, why = f"{options.scheme} has no blocks", "products of integers have a scale an output"
         block = f"--block={options.block}"
         raise CommandError(what, where=block, why=why, fix="--scheme=int4")
@@ -226,13 +227,13 @@ def _check_method(options: QuantizeOptions) -> None:
 def _calibrated(
     opened: LoadedRun,
     options: QuantizeOptions,
-    layers: dict[str, QuantizedLinear],
+    layers: dict[str, StoredWeight],
     reported: dict[str, Loader],
     say: Log,
-) -> dict[str, np.ndarray]:
+) -> calibrate.Calibrated:
     """Return the leaves that the calibration gives, by path; none for rounding to nearest."""
     if options.method == "rtn":
-        return {}
+        return calibrate.Calibrated({}, 0)
     text = options.calibration, options.tokens
     batches = calibration_text.read(opened, *text, reported, say)
     names = ("scheme", "method", "calibration", "tokens", "block", "at")
@@ -250,7 +251,7 @@ def _calibrated(
         folder=_unfinished(options),
         nearest=_nearest_command(options),
         say=say,
-    ).leaves()
+    ).run()
 
 
 def _nearest_command(options: QuantizeOptions) -> str:
@@ -264,8 +265,8 @@ def _nearest_command(options: QuantizeOptions) -> str:
 
 def _rounded(
     opened: LoadedRun, options: QuantizeOptions, reported: dict[str, Loader], say: Log
-) -> LoadedRun:
-    """Return the run with quantized weights."""
+) -> tuple[LoadedRun, int]:
+    """Return the run with quantized weights, and how many experts no token of the text chose."""
     block = options.block or BLOCKS[options.scheme]
     tune = Quantized(base=options.scheme, block=block, at=options.at)
     precision = dataclasses.replace(opened.run.precision, qat="none", products="compute")
@@ -288,21 +289,45 @@ def _rounded(
                 why="it has numbers that are not finite",
                 fix=EARLIER_STEP,
             )
-    calibrated = _calibrated(opened, options, layers, reported, say)
+    # The layers that are calibrated read the rounded tables.
+    made = {
+        path: _nearest(path, layers[path], plain[path])
+        for path in layers
+        if not path.startswith(STACKS)
+    }
+    values = {path: layers[path].dequantized(_parts(path, each)) for path, each in made.items()}
+    read = tree.map_with_path(
+        lambda path, leaf: values[path].astype(leaf.dtype) if path in values else leaf,
+        opened.params,
+    )
+    calibrated, unread = _calibrated(
+        dataclasses.replace(opened, params=read), options, layers, reported, say
+    )
+    if options.method != "rtn" and made:
+        say(f"rounded to nearest, as they are outside of the layers: {', '.join(made)}")
+    if unread:
+        say(f"experts that no token of the text chose, rounded to nearest: {unread}")
+    for path in [path for path in layers if path not in made]:
+        codes = {new: leaf for new, leaf in calibrated.items() if new.startswith(f"{path}_")}
+        made[path] = codes or _nearest(path, layers[path], plain[path])
     leaves: dict[str, Array] = {}
     for path, leaf in plain.items():
-        if path not in layers:
-            leaves[path] = jax.device_put(calibrated.get(path, leaf), shardings[path])
-            continue
-        stem = path.removesuffix("weight")
-        made = {new: each for new, each in calibrated.items() if new.startswith(f"{path}_")}
-        if not made:
-            rounded = jax.jit(layers[path].quantized)(jnp.asarray(np.asarray(leaf)))
-            made = {f"{stem}{name}": np.asarray(each) for name, each in rounded.items()}
-        for new, each in made.items():
-            leaves[new] = jax.device_put(each, shardings[new])
+        new = made.get(path, {path: calibrated.get(path, leaf)})
+        leaves |= {name: jax.device_put(each, shardings[name]) for name, each in new.items()}
     params = tree.map_with_path(lambda path, _: leaves[path], model.blueprint.shapes)
-    return dataclasses.replace(opened, run=run, model=model, params=params)
+    return dataclasses.replace(opened, run=run, model=model, params=params), unread
+
+
+def _nearest(path: str, layer: StoredWeight, weight: Array) -> dict[str, np.ndarray]:
+    """Return the leaves of a weight that is rounded to nearest, by their paths."""
+    made = jax.jit(layer.quantized)(jnp.asarray(np.asarray(weight)))
+    stem = path.removesuffix(layer.weight_name)
+    return {f"{stem}{name}": np.asarray(leaf) for name, leaf in made.items()}
+
+
+def _parts(path: str, leaves: dict[str, np.ndarray]) -> dict[str, Array]:
+    """Return the leaves of a weight by their names in `WeightFormat`."""
+    return {name.removeprefix(f"{path}_"): jnp.asarray(leaf) for name, leaf in leaves.items()}
 
 
 def is_finite(weight: np.ndarray) -> bool:

@@ -11,15 +11,18 @@ from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.mistral import Mixtral
+from jaxlm.ops.weight_codes import WeightFormat
 from jaxlm.recipes.use import calibrate, calibration_text
 from jaxlm.recipes.use.calibrate import Calibration
 from jaxlm.tune import surgery
 from jaxlm.tune.config import Quantized
 
 FAMILY = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=2, hidden=48)
-BLUEPRINT = Blueprint(FAMILY.build(), Precision.float32())
+PRECISION = Precision.float32()
+BLUEPRINT = Blueprint(FAMILY.build(), PRECISION)
 CODES = Quantized(base="int4", block=16)
-STORED = Blueprint(FAMILY.build(), Precision.float32(), surgery=surgery.quantization(CODES))
+STORED = Blueprint(FAMILY.build(), PRECISION, surgery=surgery.quantization(CODES))
 
 
 def rows(count=2, length=16, seed=0, used=None):
@@ -42,11 +45,14 @@ def params():
     return jax.tree.map(lambda leaf: leaf + 0.1 * draw.normal(size=leaf.shape), params)
 
 
-def calibration(params, folder, method="gptq", batches=None, facts=None, said=None):
+def calibration(
+    params, folder, method="gptq", batches=None, facts=None, said=None, blueprint=BLUEPRINT
+):
+    stored = Blueprint(blueprint.config, PRECISION, surgery=surgery.quantization(CODES))
     return Calibration(
-        blueprint=BLUEPRINT,
+        blueprint=blueprint,
         params=params,
-        layers=surgery.quantized_weights(STORED),
+        layers=surgery.quantized_weights(stored),
         method=method,
         batches=batches or rows(),
         facts={"a": 1} if facts is None else facts,
@@ -62,7 +68,7 @@ def calibration(params, folder, method="gptq", batches=None, facts=None, said=No
 def test_a_killed_search_continues_with_the_next_layer_and_has_the_same_bytes(
     params, method, tmp_path, monkeypatch
 ):
-    whole = calibration(params, tmp_path / "whole", method).leaves()
+    whole = calibration(params, tmp_path / "whole", method).run().leaves
     assert whole["stack/0/mlp/down/weight_codes"].shape == (2, 24, 32)
     solved, calls = calibrate.solved, []
 
@@ -74,13 +80,13 @@ def test_a_killed_search_continues_with_the_next_layer_and_has_the_same_bytes(
 
     monkeypatch.setattr(calibrate, "solved", killed)
     with pytest.raises(KeyboardInterrupt):
-        calibration(params, tmp_path / "killed", method).leaves()
-    resumed = calibration(params, tmp_path / "killed", method).leaves()
+        calibration(params, tmp_path / "killed", method).run()
+    resumed = calibration(params, tmp_path / "killed", method).run().leaves
     assert len(calls) == 3
     assert resumed.keys() == whole.keys()
     for path, leaf in whole.items():
         np.testing.assert_array_equal(leaf, resumed[path])
-    calibration(params, tmp_path / "killed", method, facts={"a": 2}).leaves()
+    calibration(params, tmp_path / "killed", method, facts={"a": 2}).run()
     assert len(calls) == 5  # other facts: no layer is finished
 
 
@@ -89,7 +95,7 @@ def test_a_killed_search_continues_with_the_next_layer_and_has_the_same_bytes(
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_outputs_change_less_than_by_rounding_to_nearest(params, method, tmp_path):
     batches = rows(count=4)
-    leaves = calibration(params, tmp_path, method, batches).leaves()
+    leaves = calibration(params, tmp_path, method, batches).run().leaves
     layers = surgery.quantized_weights(STORED)
     flat = {"/".join(str(key.key) for key in path): leaf for path, leaf in paths(params)}
 
@@ -139,7 +145,7 @@ def test_padding_of_a_text_shorter_than_a_row_is_not_read(params, tmp_path):
     is_used = one[0].segments > 0
     mixed = one[0]._replace(tokens=np.where(is_used, one[0].tokens, other[0].tokens))
     made = [
-        calibration(params, tmp_path / str(number), batches=[batch]).leaves()
+        calibration(params, tmp_path / str(number), batches=[batch]).run()
         for number, batch in enumerate((one[0], mixed))
     ]
     for path, leaf in made[0].items():
@@ -151,14 +157,14 @@ def test_inputs_that_are_not_finite_and_a_full_disk_are_named(params, tmp_path, 
     wrong = jax.tree.map(lambda leaf: leaf, params)
     wrong["embedding"]["table"] = wrong["embedding"]["table"] * np.inf
     with pytest.raises(DataError, match="not finite"):
-        calibration(wrong, tmp_path / "a").leaves()
+        calibration(wrong, tmp_path / "a").run()
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises(NotWritable, match="quantized layer") as error:
-        calibration(params, tmp_path / "b").leaves()
+        calibration(params, tmp_path / "b").run()
     assert error.value.fix == "--out=another/place"
 
 
@@ -172,3 +178,41 @@ def test_the_share_of_a_text_in_another_is_that_of_its_runs_of_ids():
     assert calibration_text.shared(half, text) == pytest.approx(0.5, abs=0.1)
     assert calibration_text.shared(text, other) == calibration_text.shared([], text) == 0
     assert calibration_text.shared(short, short) == 1
+
+
+EXPERTS = Mixtral(vocab=64, width=16, depth=2, heads=2, kv_heads=2, experts=4, top_k=2, hidden=16)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_are_searched_and_those_that_no_token_chose_are_rounded_to_nearest(
+    method, tmp_path
+):
+    """The router prefers three experts by far, and the pads alone would choose the fourth."""
+    blueprint = Blueprint(EXPERTS.build(), PRECISION)
+    params = blueprint.init(jax.random.key(0))
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * draw.normal(size=leaf.shape), params)
+    table = np.array(params["embedding"]["table"])
+    table[:, 0] = 30.0  # of all tokens but that of the padding
+    table[63, 0] = -30.0
+    router = np.zeros((2, 16, 4))
+    router[:, 0, 3] = -10.0  # all tokens avoid the last expert, and pads choose it
+    router[:, 1:] = 0.1 * draw.normal(size=(2, 15, 4))
+    params["embedding"]["table"] = table
+    params["stack"]["0"]["mlp"]["router"]["weight"] = router
+    (batch,) = rows(count=1, used=12)
+    tokens = np.where(batch.segments > 0, batch.tokens % 63, 63)
+    batch = batch._replace(tokens=tokens.astype(np.int32))
+    words = {"method": method, "batches": [batch], "blueprint": blueprint}
+    made, unread = calibration(params, tmp_path, **words).run()
+    assert unread == 2  # one of each layer
+    assert calibration(params, tmp_path, **words).run().unread == 2  # from the folder
+    for name in ("gate", "up", "down"):
+        path = f"stack/0/mlp/{name}/weight"
+        weight = params["stack"]["0"]["mlp"][name]["weight"]
+        assert made[f"{path}_codes"].shape == (2, 4, 8, 16)
+        for layer in range(2):
+            for expert in range(4):
+                plain = WeightFormat("int4", 16).quantize(weight[layer, expert])
+                same = np.array_equal(made[f"{path}_codes"][layer, expert], plain["codes"])
+                assert same == (expert == 3), (name, layer, expert)

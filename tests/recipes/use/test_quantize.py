@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -199,3 +200,53 @@ def test_the_bytes_do_not_depend_on_the_devices(run, flags, tmp_path):
     assert one.keys() == four.keys()
     for path, leaf in one.items():
         np.testing.assert_array_equal(leaf, four[path])
+
+
+@pytest.mark.slow
+def test_experts_and_a_tied_table_are_quantized_to_the_same_bytes_on_any_devices(tmp_path, capsys):
+    """GPTQ, as its layers read the rounded table; then the run is used as any other."""
+    settings = SETTINGS | {"train.steps": 2, "model.tied": True}
+    config = harness.write_config(tmp_path, settings)
+    file = Path(config)
+    file.write_text(
+        file.read_text().replace(
+            "    c.model.width", '    c.model.family = "mixtral"\n    c.model.width', 1
+        )
+    )
+    workdir = tmp_path / "run"
+    assert main(harness.words(config, workdir, "--config.model.experts=4")) == 0
+    outs = []
+    for count in (1, 4):
+        outs.append(tmp_path / str(count))
+        words = ["quantize", f"--workdir={workdir}", f"--out={outs[-1]}", "--scheme=int4"]
+        words += ["--block=16", "--method=gptq", "--calibration=train", "--allow=loss:50%"]
+        words += ["--at=*/attention/*,*/mlp/*,embedding/*", f"--cpu_devices={count}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxlm", *words], check=True, env=os.environ, text=True,
+            capture_output=True,
+        )  # fmt: skip
+        assert "rounded to nearest, as they are outside of the layers: embedding/table" in (
+            done.stdout + done.stderr
+        )
+    one, four = (harness.store(out).arrays(0) for out in outs)
+    assert one.keys() == four.keys()
+    assert {"params/embedding/table_codes", "params/stack/0/mlp/up/weight_codes"} <= one.keys()
+    assert "params/stack/0/mlp/router/weight" in one
+    for path, leaf in one.items():
+        np.testing.assert_array_equal(leaf, four[path])
+    table = json.loads((outs[0] / IMPORTED).read_text())
+    code, answer = call(capsys, "eval", f"--workdir={outs[0]}")
+    assert code == 0
+    assert answer["loss_nats"] == pytest.approx(table["after"]["loss_nats"], rel=1e-6)
+    assert call(capsys, "generate", f"--workdir={outs[0]}", "--prompt=a", "--max_tokens=4")[0] == 0
+    code, answer = call(capsys, "export", f"--workdir={outs[0]}", f"--out={tmp_path}/folder")
+    assert code == 2
+    assert "is a table" in answer["error"]["why"]
+    # A GGUF has no tokenizer of bytes, and a folder no codes of a table.
+    words = ("export", f"--workdir={outs[0]}", f"--out={tmp_path}/m.gguf")
+    code, answer = call(capsys, *words)
+    assert (code, answer["error"]["what"]) == (2, "a GGUF cannot hold this tokenizer")
+    fix = shlex.split(answer["error"]["fix"])
+    assert fix[0] == "jaxlm"
+    assert call(capsys, *fix[1:])[0] == 0
+    assert (tmp_path / "m/config.json").exists()
