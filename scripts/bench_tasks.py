@@ -130,15 +130,14 @@ def ours(folder: Path) -> Callable[[], dict[str, Any]]:
         sys.exit("the model was not imported")
     opened = load.load_run(run)
     length = checked_length(opened, None)
-    shared = (tasks.Tokenizers(opened.tokenizer), length, opened.model.mesh)
+    tokenizers = tasks.Tokenizers(opened.tokenizer)
+    rows = tasks.ModelRows(length, opened.model.mesh, opened.model.blueprint.config)
 
     def score() -> dict[str, Any]:
         shutil.rmtree(run / "evals", ignore_errors=True)
         begin = time.process_time()
         task = tasks.read_tasks([str(folder / "bench.yaml")])[0]
-        prepared = tasks.PreparedTask(
-            task, tasks.TaskSettings(), *shared, opened.model.blueprint.config
-        )
+        prepared = tasks.PreparedTask(task, tasks.TaskSettings(), tokenizers, rows)
         (result,) = tasks.score_tasks(opened, [prepared], run, lambda _: None).values()
         seconds = time.process_time() - begin
         samples = Path(result["folder"], "samples.jsonl").read_text().splitlines()

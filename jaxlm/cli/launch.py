@@ -11,7 +11,7 @@ from typing import Any
 from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, at_least_one, extract
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
-from jaxlm.training.launch import ElasticJob
+from jaxlm.training.launch import ElasticJob, RestartPolicy
 
 
 def add_arguments(parser: Parser) -> None:
@@ -40,10 +40,8 @@ def run(args: Any, out: Output) -> int:
         [sys.executable, "-m", "jaxlm", *words, *devices],
         args.processes,
         workdir=Path(workdir) if workdir else None,
-        restarts=args.restarts,
+        policy=RestartPolicy(args.restarts, args.silence, args.pause),
         log=out.log,
-        silence_seconds=args.silence,
-        pause_seconds=args.pause,
     )
     before = {number: signal.signal(number, job.stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -20,7 +20,7 @@ from jaxlm.nn.cache import AnyCache, BlockedCache, KVCache, LayerCache
 from jaxlm.nn.config import BlockConfig, NormConfig
 from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.linear import Linear
+from jaxlm.nn.linear import Linear, Product
 from jaxlm.nn.norm import Norm
 from jaxlm.nn.stack import Caches, Layers, Stack, StackSpec
 from jaxlm.ops.masks import Mask
@@ -82,7 +82,7 @@ class EmbeddingBuilder:
             {"vocab": vocab},
             key=random.stream(self.key, "unembedding"),
             init=dataclasses.replace(self.init.exact, width_ratio=1.0),
-            result=jnp.dtype(jnp.float32),
+            product=Product(result=jnp.dtype(jnp.float32)),
         )
 
 

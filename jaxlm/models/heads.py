@@ -15,7 +15,7 @@ from jaxlm.models import config as configs
 from jaxlm.models.backbone import optional_norm
 from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.linear import Linear, parameter
+from jaxlm.nn.linear import Linear, Product, parameter
 from jaxlm.nn.stack import Stack, StackSpec
 from jaxlm.parallel.rules import constrain
 
@@ -44,7 +44,8 @@ class Head(nnx.Module):
         inner = (config.final_norm or block.norm) if is_sequential else None
         self.hidden_norm = optional_norm(width, inner, init)
         self.token_norm = optional_norm(width, inner, init)
-        join = functools.partial(Linear, {"joined": 2 * width}, {"embed": width}, is_gathered=True)
+        gathered = Product(is_gathered=True)
+        join = functools.partial(Linear, {"joined": 2 * width}, {"embed": width}, product=gathered)
         self.join = join(key=random.stream(key, "join"), init=init.exact) if is_sequential else None
         self.block = Stack(
             StackSpec(width, 1, (block,), "prefix", f"{name}/block"),

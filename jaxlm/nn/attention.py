@@ -238,7 +238,7 @@ class Attention(AttentionBase):
         self.query = linear(stream, queries, key=keys[0], bias=config.bias)
         self.key = linear(stream, shared, key=keys[1], bias=config.bias)
         self.value = linear(stream, shared, key=keys[2], bias=config.bias)
-        self.out = linear(queries, stream, key=keys[3], bias=config.out_bias, ends_on_residual=True)
+        self.out = linear(queries, stream, key=keys[3], bias=config.out_bias, init=init.residual)
 
         def norm(dims: dict[str, int]) -> Norm | None:
             if config.qk_norm is None:
@@ -332,7 +332,7 @@ class LatentAttention(AttentionBase):
         self.rotary_key = linear(stream, {"rank": latent.rotary_dim}, key=keys["rotary_key"])
         self.key = per_head("key", config.head_dim - latent.rotary_dim)
         self.value = per_head("value", latent.value_dim)
-        self.out = linear(heads(latent.value_dim), stream, key=keys["out"], ends_on_residual=True)
+        self.out = linear(heads(latent.value_dim), stream, key=keys["out"], init=init.residual)
 
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> Projected:
         """Return queries without and with rotation, the rotated key, and the latent."""

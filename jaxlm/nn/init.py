@@ -23,8 +23,9 @@ class Initializer:
 
     Embeddings are N(0, std) in all schemes. `width_ratio` is the width over the one that std was
     tuned at: `normal` and `gpt2` divide the variance by it (muP; Yang et al. 2022,
-    arXiv:2203.03466, table 8). With `ends_outside` only the input has the width, as in a router;
-    then the deviation is divided by the ratio. Layers compute with the `precision`.
+    arXiv:2203.03466, table 8). Layers compute with the `precision`. `ends` is the place
+    where the outputs of a layer end: inside of a block, on the residual stream, or outside of both,
+    as a router's; there only the input has the width, and the deviation is divided by the ratio.
     """
 
     scheme: Literal["gpt2", "normal", "xavier", "he"]
@@ -32,6 +33,7 @@ class Initializer:
     depth: int
     precision: Precision
     width_ratio: float = 1.0
+    ends: Literal["inside", "residual", "outside"] = "inside"
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -43,20 +45,18 @@ class Initializer:
         """The initializer of a layer without rounded products."""
         return dataclasses.replace(self, precision=self.precision.exact)
 
-    def weight(
-        self,
-        key: Array,
-        shape: tuple[int, int],
-        *,
-        ends_on_residual: bool = False,
-        ends_outside: bool = False,
-    ) -> Array:
+    @property
+    def residual(self) -> "Initializer":
+        """The initializer of a layer whose outputs are added to the residual stream."""
+        return dataclasses.replace(self, ends="residual")
+
+    def weight(self, key: Array, shape: tuple[int, int]) -> Array:
         """Return an [ins, outs] matrix."""
         ins, outs = shape
-        scaled = self.std / self.width_ratio ** (1.0 if ends_outside else 0.5)
+        scaled = self.std / self.width_ratio ** (1.0 if self.ends == "outside" else 0.5)
         std = {
             "normal": scaled,
-            "gpt2": scaled / (math.sqrt(2 * self.depth) if ends_on_residual else 1.0),
+            "gpt2": scaled / (math.sqrt(2 * self.depth) if self.ends == "residual" else 1.0),
             "xavier": math.sqrt(2 / (ins + outs)),
             "he": math.sqrt(2 / ins),
         }[self.scheme]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +27,26 @@ def parameter(value: Array, *axes: str) -> nnx.Param:
     return nnx.Param(value, logical_axes=axes)  # type: ignore[call-arg]
 
 
+class Product(NamedTuple):
+    """Dtype of y, by default that of activations, and the layout of the weight in x W.
+
+    If `is_gathered`, fsdp gathers the weight before the product: for a weight that tensor does not
+    split, which XLA would gather over both axes (jax 0.12).
+    """
+
+    result: jnp.dtype | None = None
+    is_gathered: bool = False
+
+
+PLAIN = Product()
+
+
 class Linear(nnx.Module):
     """y = x W + b from one or several input dimensions to one or several output dimensions.
 
     `ins` and `outs` map logical axes to sizes: attention's query is
     `{"embed": D} -> {"heads": N, "head_dim": H}`. The weight keeps these dimensions, so each can
-    be split over its own mesh axis. `result` is the dtype of y (that of activations). With
-    `is_gathered` fsdp gathers the weight before the product: for a weight that tensor does not
-    split, which XLA would gather over both axes (jax 0.12).
+    be split over its own mesh axis.
     """
 
     def __init__(
@@ -44,19 +57,14 @@ class Linear(nnx.Module):
         key: Array,
         init: Initializer,
         bias: bool = False,
-        ends_on_residual: bool = False,
-        ends_outside: bool = False,
-        result: jnp.dtype | None = None,
-        is_gathered: bool = False,
+        product: Product = PLAIN,
     ):
         self.ins, self.outs = tuple(ins.values()), tuple(outs.values())
-        self._is_gathered = is_gathered
-        self.precision, self.result = init.precision, result
+        self._is_gathered = product.is_gathered
+        self.precision, self.result = init.precision, product.result
         self._side: Side = 0  # the input's axis of the flat weight
         flat = (math.prod(self.ins), math.prod(self.outs))
-        weight = init.weight(
-            key, flat, ends_on_residual=ends_on_residual, ends_outside=ends_outside
-        ).reshape(self.ins + self.outs)
+        weight = init.weight(key, flat).reshape(self.ins + self.outs)
         self.weight = parameter(weight, *ins, *outs)
         self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
 
@@ -136,13 +144,12 @@ class GroupedLinear(nnx.Module):
         *,
         key: Array,
         init: Initializer,
-        ends_on_residual: bool = False,
     ):
         self.precision = init.precision
         self.axes = ("experts", *ins, *outs)
         shape = (math.prod(ins.values()), math.prod(outs.values()))
 
-        weight = functools.partial(init.weight, shape=shape, ends_on_residual=ends_on_residual)
+        weight = functools.partial(init.weight, shape=shape)
         self.weight = parameter(jax.vmap(weight)(jax.random.split(key, experts)), *self.axes)
 
     def values(self) -> Float[Array, "E I O"]:

@@ -53,7 +53,7 @@ class Mlp(nnx.Module):
         linear = functools.partial(Linear, init=init, bias=config.bias)
         self.gate = linear(stream, hidden, key=keys[0]) if config.gated else None
         self.up = linear(stream, hidden, key=keys[1])
-        self.down = linear(hidden, stream, key=keys[2], ends_on_residual=True)
+        self.down = linear(hidden, stream, key=keys[2], init=init.residual)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Costs two or three products of 2 D F FLOPs a token."""

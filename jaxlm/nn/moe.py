@@ -13,7 +13,7 @@ from jaxlm.core.mean import Mean
 from jaxlm.nn import intermediates
 from jaxlm.nn.config import MlpConfig, MoeConfig
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.linear import GroupedLinear, Linear, parameter
+from jaxlm.nn.linear import GroupedLinear, Linear, Product, parameter
 from jaxlm.nn.mlp import ACTIVATIONS, Mlp, gated
 from jaxlm.ops import routing
 from jaxlm.ops.routing import Routes
@@ -39,15 +39,14 @@ class Moe(nnx.Module):
             {"embed": width},
             {"routes": config.experts},
             key=keys[0],
-            init=dataclasses.replace(init, precision=exact),
-            ends_outside=True,
-            result=float32,
+            init=dataclasses.replace(init, precision=exact, ends="outside"),
+            product=Product(result=float32),
         )
         stream, hidden = {"embed": width}, {"mlp": config.hidden}
         grouped = functools.partial(GroupedLinear, config.experts, init=init)
         self.gate = grouped(stream, hidden, key=keys[1])
         self.up = grouped(stream, hidden, key=keys[2])
-        self.down = grouped(hidden, stream, key=keys[3], ends_on_residual=True)
+        self.down = grouped(hidden, stream, key=keys[3], init=init.residual)
         shared = MlpConfig(hidden=config.shared, activation=config.activation, gated=True)
         mlp = functools.partial(Mlp, width, shared, init=init)
         self.shared = mlp(key=keys[4]) if config.shared else None

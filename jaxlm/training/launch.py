@@ -212,6 +212,21 @@ PAUSE_SECONDS = (1.0, 60.0)  # pause before a restart: first and maximum
 SPACE_SECONDS = 600.0  # longest wait for free space on the disk
 
 
+@dataclasses.dataclass(frozen=True)
+class RestartPolicy:
+    """Limits of the restarts of a job.
+
+    Args:
+      restarts: most restarts.
+      silence_seconds: time without a heartbeat after which a rank is killed.
+      pause_seconds: pause before the first restart.
+    """
+
+    restarts: int
+    silence_seconds: float = 120.0
+    pause_seconds: float = PAUSE_SECONDS[0]
+
+
 class ElasticJob:
     """A run of several processes with restarts after failures that a restart may fix.
 
@@ -223,10 +238,8 @@ class ElasticJob:
       command: command of a rank, without the options of the rendezvous.
       count: number of ranks.
       workdir: the run directory.
-      restarts: maximal number of restarts.
+      policy: limits of the restarts.
       log: receives the output of the ranks and a line about each restart.
-      silence_seconds: time without a heartbeat after which a rank is killed.
-      pause_seconds: pause before the first restart.
     """
 
     def __init__(
@@ -235,14 +248,11 @@ class ElasticJob:
         count: int,
         *,
         workdir: Path | None,
-        restarts: int,
+        policy: RestartPolicy,
         log: Log,
-        silence_seconds: float = 120.0,
-        pause_seconds: float = PAUSE_SECONDS[0],
     ):
         self._command, self._count, self._workdir = command, count, workdir
-        self._restarts, self._log, self._silence = restarts, log, silence_seconds
-        self._pause = pause_seconds
+        self._policy, self._log = policy, log
         self._ranks: WorkerGroup | None = None
         self._stopped = threading.Event()
         self.started = 0
@@ -273,8 +283,9 @@ class ElasticJob:
     def _attempts(self) -> WorkerFailure | None:
         previous, tries = self._latest_step(), 0
         while True:
+            silence = self._policy.silence_seconds
             with WorkerGroup(
-                self._command, self._count, log=self._log, silence_seconds=self._silence
+                self._command, self._count, log=self._log, silence_seconds=silence
             ) as self._ranks:
                 self.started += 1
                 if self._stopped.is_set():
@@ -298,12 +309,12 @@ class ElasticJob:
                     why=f"rank {failure.rank}, exit code {failure.code}: {failure.cause}",
                     fix="repair the cause; then the same command resumes the run",
                 )
-            if self.started > self._restarts or not self._wait(failure, tries):
+            if self.started > self._policy.restarts or not self._wait(failure, tries):
                 return failure
 
     def _wait(self, failure: WorkerFailure, tries: int) -> bool:
         """Pause; return whether a restart is sensible."""
-        pause = min(self._pause * 2 ** (tries - 1), PAUSE_SECONDS[1])
+        pause = min(self._policy.pause_seconds * 2 ** (tries - 1), PAUSE_SECONDS[1])
         self._log(f"starting again in {pause:g} s")
         if failure.code != SaveFailed.code or self._workdir is None:
             return not self._stopped.wait(pause)

@@ -19,7 +19,7 @@ from jaxlm.data.documents import Corpus
 from jaxlm.data.tokenizer import Bytes, Tokenizer
 from jaxlm.evals import samples
 from jaxlm.evals.tasks import answers, config, items, made, packing, requests, results
-from jaxlm.evals.tasks.requests import Prompter, ScoringRequest
+from jaxlm.evals.tasks.requests import Examples, Prompter, ScoringRequest
 from jaxlm.generate.sampler import Continuation
 
 CHOICE = """
@@ -58,7 +58,7 @@ def text_of(request):
 def test_an_item_is_asked_with_examples_that_its_id_draws(tmp_path):
     task = task_in(tmp_path)
     every = items.read(task, task.file)
-    ask = Prompter(task, Bytes(), every, shots=2, seed=0).questions
+    ask = Prompter(task, Bytes(), Examples(every, 2)).questions
     first, *_ = questions = ask(every)
     assert [each.shots for each in questions] == [ask([item])[0].shots for item in every]
     assert all(len(set(q.shots)) == 2 and q.item.id not in q.shots for q in questions)
@@ -72,7 +72,7 @@ def test_an_item_is_asked_with_examples_that_its_id_draws(tmp_path):
         ("", " it is 0"),
         ("", " x"),
     ]
-    lettered = Prompter(task, Bytes(), [], form="letters").questions(every[:1])[0]
+    lettered = Prompter(task, Bytes(), form="letters").questions(every[:1])[0]
     assert text_of(lettered.requests[1]) == (
         "Q: what is 0\nA:\nA. no\nB. it is 0\nC. x\nAnswer:", " B"
     )  # fmt: skip
@@ -124,9 +124,9 @@ def test_scoring_begins_at_the_token_with_the_first_byte_of_the_answer(
 def test_every_item_whose_border_is_inside_a_token_is_counted(tmp_path):
     text = CHOICE.replace("delimiter", "#").replace("A:", "A")
     task = task_in(tmp_path, f'delimiter = ": "\n{text}')
-    questions = Prompter(task, Merging(), []).questions(items.read(task, task.file))
+    questions = Prompter(task, Merging()).questions(items.read(task, task.file))
     task = task_in(tmp_path)
-    crossing = Prompter(task, Merging(), []).questions(items.read(task, task.file))
+    crossing = Prompter(task, Merging()).questions(items.read(task, task.file))
     for each, expected in ((questions, 0), (crossing, len(RECORDS))):
         lines = [results.sample(task, question, [1.0, 2.0, 3.0], []) for question in each]
         assert results.summary(lines)["spans_border"] == expected
@@ -143,13 +143,13 @@ def test_a_chat_makes_the_context_a_turn_and_scores_the_whole_answer(tmp_path):
     chat = ChatTokenizer(tokenizer, template)
     task = task_in(tmp_path)
     every = items.read(task, task.file)
-    prompter = Prompter(task, tokenizer, [], chat=chat)
+    prompter = Prompter(task, tokenizer, chat=chat)
     (question,) = prompter.questions(every[:1])
     prompt = tuple(chat.encode("Q: what is 0\nA:"))
     assert [each.ids[: each.begin] for each in question.requests] == [prompt] * 3
     assert text_of(question.requests[1])[1] == "it is 0"
     # Examples with their answers are in the turn, and there the delimiter is.
-    (question,) = Prompter(task, tokenizer, every, shots=1, chat=chat).questions(every[:1])
+    (question,) = Prompter(task, tokenizer, Examples(every, 1), chat=chat).questions(every[:1])
     number = question.shots[0][1:]
     prompt = f"Q: what is {number}\nA: it is {number}\n\nQ: what is 0\nA:"
     assert list(question.requests[1].ids) == [*chat.encode(prompt), *tokenizer.encode("it is 0")]
@@ -478,7 +478,7 @@ def test_windows_of_a_text_score_each_token_once(count):
 def test_the_pick_of_each_normalization_is_that_of_its_formula(tmp_path):
     options = ["\u00fc\u00fc\u00fc", "it is 0", "x"]  # 6 bytes, 3 characters, 4 tokens
     task = task_in(tmp_path, records=[RECORDS[0] | {"options": options}])
-    (question,) = Prompter(task, Merging(), []).questions(items.read(task, task.file))
+    (question,) = Prompter(task, Merging()).questions(items.read(task, task.file))
     tokens = [each.tokens for each in question.requests]
     draw = random.Random(0)
     for _ in range(40):
@@ -495,7 +495,7 @@ def test_the_pick_of_each_normalization_is_that_of_its_formula(tmp_path):
 
 def test_choices_are_picked_by_every_normalization(tmp_path):
     task = task_in(tmp_path)
-    question = Prompter(task, Bytes(), []).questions(items.read(task, task.file)[:1])[0]
+    question = Prompter(task, Bytes()).questions(items.read(task, task.file)[:1])[0]
     line = results.sample(task, question, [4.0, 9.0, 5.0], [1.0, 8.5, 1.0])
     assert line["picks"] == {
         "accuracy": 0,  # 4

@@ -5,7 +5,7 @@ import pytest
 
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
-from jaxlm.nn.linear import LOGICAL_AXES, Linear, parameter
+from jaxlm.nn.linear import LOGICAL_AXES, Linear, Product, parameter
 from tests.nn import reference
 
 STREAM, HEADS = {"embed": 6}, {"heads": 3, "head_dim": 4}
@@ -48,7 +48,8 @@ def test_the_bias_is_added_in_the_dtype_that_comes_out(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     for result, expected in ((None, jnp.bfloat16), (jnp.dtype(jnp.float32), jnp.float32)):
-        linear, params = made(STREAM, {"mlp": 5}, precision=precision, bias=True, result=result)
+        product = Product(result)
+        linear, params = made(STREAM, {"mlp": 5}, precision=precision, bias=True, product=product)
         x = jax.random.normal(jax.random.key(2), (1, 3, 6), jnp.bfloat16)
         out = linear(x)
         assert out.dtype == expected

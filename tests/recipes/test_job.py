@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxlm.core.errors import JaxlmError
-from jaxlm.training.launch import ElasticJob, WorkerGroup
+from jaxlm.training.launch import ElasticJob, RestartPolicy, WorkerGroup
 from tests import machine
 from tests.distributed.processes import running
 
@@ -40,10 +40,8 @@ def job(tmp_path):
             command(tmp_path, script),
             count,
             workdir=tmp_path,
-            restarts=restarts,
+            policy=RestartPolicy(restarts, pause_seconds=pause, **options),
             log=output.append,
-            pause_seconds=pause,
-            **options,
         )
         return made
 

@@ -106,16 +106,25 @@ def encode_chats(
     return requests
 
 
+class Examples(NamedTuple):
+    """Solved items before each item: `count` of `pool`, drawn by `seed` and the item's id."""
+
+    pool: Sequence[Item] = ()
+    count: int = 0
+    seed: int = 0
+
+
+NO_EXAMPLES = Examples()
+
+
 class Prompter:
     """Questions of the items of a task: contexts with examples, and the encoded requests.
 
     Args:
       task: the task.
       tokenizer: the tokenizer of the run.
-      pool: items from which examples are drawn.
-      shots: number of examples.
+      examples: solved items before each item.
       form: text of the choices, or letters.
-      seed: seed of the examples.
       chat: makes each context a user's turn; None for text.
     """
 
@@ -123,19 +132,17 @@ class Prompter:
         self,
         task: Task,
         tokenizer: Tokenizer,
-        pool: Sequence[Item],
+        examples: Examples = NO_EXAMPLES,
         *,
-        shots: int = 0,
         form: Form = "cloze",
-        seed: int = 0,
         chat: ChatTokenizer | None = None,
     ):
-        self._task, self._tokenizer, self._pool = task, tokenizer, pool
-        self._shots, self._form, self._seed, self._chat = shots, form, seed, chat
+        self._task, self._tokenizer, self._examples = task, tokenizer, examples
+        self._form, self._chat = form, chat
 
     def questions(self, items: Sequence[Item]) -> list[Question]:
         """Return the questions of some items. Raises DataError if the letters template fails."""
-        shots = [self._examples(item) for item in items]
+        shots = [self._drawn(item) for item in items]
         every = self._asked([*items, *itertools.chain.from_iterable(shots)])
         asked, solved = every[: len(items)], iter(every[len(items) :])
         texts: list[list[tuple[str, str]]] = []
@@ -161,13 +168,14 @@ class Prompter:
             for item, examples, *parts in zip(items, shots, requests, unconditional, strict=True)
         ]
 
-    def _examples(self, item: Item) -> list[Item]:
-        """Return the examples of an item, which is none of its own."""
-        if not self._shots:
+    def _drawn(self, item: Item) -> list[Item]:
+        """Return the examples of an item, which is none of them."""
+        pool, count, seed = self._examples
+        if not count:
             return []
-        chosen = task_items.drawn(item.id, len(self._pool), self._shots + 1, seed=self._seed)
-        examples = (self._pool[number] for number in chosen)
-        return [each for each in examples if each.id != item.id][: self._shots]
+        chosen = task_items.drawn(item.id, len(pool), count + 1, seed=seed)
+        examples = (pool[number] for number in chosen)
+        return [each for each in examples if each.id != item.id][:count]
 
     def _encoded(self, texts: Sequence[tuple[str, str]]) -> list[ScoringRequest]:
         if self._chat is None or not isinstance(self._task.kind, Prompted):

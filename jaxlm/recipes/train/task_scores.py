@@ -14,7 +14,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.use import tasks
-from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings, Tokenizers
+from jaxlm.recipes.use.tasks import ModelRows, PreparedTask, ScoredModel, TaskSettings, Tokenizers
 from jaxlm.training.state import TrainState
 
 SPLIT = "tasks"  # of the records in metrics.jsonl
@@ -51,19 +51,19 @@ class TaskScores:
             )
         blueprint, self._decoded = setup.decoding(programs.model)
         tokenizers = Tokenizers.of(programs.data.tokenizer, self._template())
-        length, mesh = run.data.sequence, programs.model.mesh
         settings = TaskSettings(
             shots=run.eval.tasks_shots,
             form=run.eval.tasks_form,
             limit=FEWEST,
             is_chat=run.eval.tasks_chat,
         )
-        shared = (settings, tokenizers, length, mesh, blueprint.config)
+        flag = "--config.data.sequence"
+        rows = ModelRows(run.data.sequence, programs.model.mesh, blueprint.config, flag)
         self._passes = self._number_of_passes()
         self._prepared = []
         with context.console.timer("reading the tasks"):
             for each in read:
-                probe = PreparedTask(each, *shared, length_flag="--config.data.sequence")
+                probe = PreparedTask(each, settings, tokenizers, rows)
                 self._prepared.append(self._limited(probe, len(read)))
         self._scorers = tasks.scorers(self._prepared, blueprint)
 

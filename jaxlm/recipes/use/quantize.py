@@ -101,8 +101,8 @@ def quantize(
     row, model = evaluate.checked_length(opened, None), opened.model
     tokenizers = tasks.Tokenizers(opened.tokenizer)
     settings = TaskSettings(limit=options.limit)
-    shared = (settings, tokenizers, row, model.mesh, model.blueprint.config)
-    prepared = [tasks.PreparedTask(each, *shared) for each in files]
+    rows = tasks.ModelRows(row, model.mesh, model.blueprint.config)
+    prepared = [tasks.PreparedTask(each, settings, tokenizers, rows) for each in files]
     rounded, unread = _rounded(opened, options, loaders, say)
     models = {"before": opened, "after": rounded}
     if options.scheme in integer_product.INTEGERS:

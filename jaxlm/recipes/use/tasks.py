@@ -106,12 +106,12 @@ def evaluate_tasks(
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
     length = checked_length(opened, sequence)
-    mesh, model = opened.model.mesh, opened.model.blueprint.config
     template = None
     if settings.is_chat:
         template = template_of(workdir, adapters.run_of(adapter), say)
     tokenizers = Tokenizers.of(opened.tokenizer, template)
-    prepared = [PreparedTask(each, settings, tokenizers, length, mesh, model) for each in read]
+    rows = ModelRows(length, opened.model.mesh, opened.model.blueprint.config)
+    prepared = [PreparedTask(each, settings, tokenizers, rows) for each in read]
     if batch and any(isinstance(each.kind, Answer) for each in read):
         say(f"answers are written in passes of {answers.ROWS} rows a device, for any --batch")
     scored = score_tasks(opened, prepared, workdir, say, batch=batch)
@@ -230,6 +230,19 @@ class Tokenizers(NamedTuple):
         return cls(tokenizer, ChatTokenizer(tokenizer, template), chat_templates.digest(template))
 
 
+class ModelRows(NamedTuple):
+    """Rows that a model reads: their length in tokens, and what reads them.
+
+    `mesh` is that of the parameters, `model` has the attention kernels of its layers, and errors
+    name `length_flag` as the setting of the length.
+    """
+
+    length: int
+    mesh: Mesh
+    model: ModelConfig
+    length_flag: str = SEQUENCE
+
+
 class PreparedTask:
     """A task whose items were read, encoded and checked: all that does not depend on weights.
 
@@ -237,11 +250,8 @@ class PreparedTask:
       task: the task.
       settings: examples, form and limits.
       tokenizers: the tokenizers of the run.
-      length: tokens of a row that the model reads.
-      mesh: mesh of the parameters.
-      model: the model, with the attention kernels of its layers.
+      rows: the rows that the model reads.
       stored: the items of the task, if they were read before.
-      length_flag: flag that sets the length of rows, for errors.
 
     Attributes:
       shape: shape of the rows.
@@ -259,15 +269,11 @@ class PreparedTask:
         task: Task,
         settings: TaskSettings,
         tokenizers: Tokenizers,
-        length: int,
-        mesh: Mesh,
-        model: ModelConfig,
+        rows: ModelRows,
         stored: items.StoredItems | None = None,
-        *,
-        length_flag: str = SEQUENCE,
     ):
         check_code(task, settings)
-        self.task, self._settings, self.mesh = task, settings, mesh
+        self.task, self._settings, self.mesh, self._rows = task, settings, rows.mesh, rows
         self._tokenizers, tokenizer = tokenizers, tokenizers.text
         self.pad = tokenizer.pad
         self._classifier = task.classifier()
@@ -277,15 +283,12 @@ class PreparedTask:
         self.prompter = Prompter(
             task,
             tokenizer,
-            pool,
-            shots=settings.shots,
+            requests.Examples(pool, settings.shots, settings.seed),
             form=settings.form,
-            seed=settings.seed,
             chat=tokenizers.chat,
         )
-        parts = rules.split(mesh, "length")
-        self.is_shared = packing.is_shareable(model, length, parts)
-        self._length, self._model, self._length_flag = length, model, length_flag
+        length, parts = rows.length, rules.split(rows.mesh, "length")
+        self.is_shared = packing.is_shareable(rows.model, length, parts)
         sizes, longest = array.array("q"), array.array("q")  # of a few numbers an item
         totals = packing.Sizes()
         more = task.kind.max_tokens if isinstance(task.kind, Answer) else 0
@@ -337,8 +340,7 @@ class PreparedTask:
     def limited(self, limit: int | None) -> "PreparedTask":
         """Return the task with another limit of items."""
         settings = dataclasses.replace(self._settings, limit=limit)
-        shared = (self._tokenizers, self._length, self.mesh, self._model, self._every)
-        return PreparedTask(self.task, settings, *shared, length_flag=self._length_flag)
+        return PreparedTask(self.task, settings, self._tokenizers, self._rows, self._every)
 
     def scored_items(self, part: slice = slice(None)) -> Iterator[items.Item]:
         """Yield the scored items, or a part of them."""
@@ -372,12 +374,13 @@ class PreparedTask:
         if not len(long) or (self._settings.too_long == "skip" and len(long) < len(chosen)):
             return
         most = longest.max()
-        is_option = self._length_flag == SEQUENCE and len(long) < len(chosen)
+        length, flag = self._rows.length, self._rows.length_flag
+        is_option = flag == SEQUENCE and len(long) < len(chosen)
         raise ConfigError(
             f"{len(long)} of {len(chosen)} items of {self.task.name} do not fit a row",
             where=f"{self.task.file}, {', '.join(self._every[n].id for n in long[:SHOWN])}",
-            why=f"rows have {self._length} tokens, the longest item {most}; texts are not cut",
-            fix="--too_long=skip" if is_option else f"{self._length_flag}={most}",
+            why=f"rows have {length} tokens, the longest item {most}; texts are not cut",
+            fix="--too_long=skip" if is_option else f"{flag}={most}",
         )
 
     def writer(self, blueprint: Blueprint) -> Writer | None:
@@ -423,12 +426,12 @@ class PreparedTask:
         """
         if not isinstance(self.task.kind, Text):
             return question.requests, question.unconditional
-        return [(each,) for each in requests.windows(question.requests[0], self._length)]
+        return [(each,) for each in requests.windows(question.requests[0], self._rows.length)]
 
     def _groups(self, question: Question) -> Iterator[list[packing.PrefixGroup]]:
         """Yield the groups of an item."""
         for each in self._read(question):
-            yield packing.groups(each, self._length, is_shared=self.is_shared)
+            yield packing.groups(each, self._rows.length, is_shared=self.is_shared)
 
     def record(self) -> dict[str, Any]:
         """Return the facts of the results that do not depend on weights."""

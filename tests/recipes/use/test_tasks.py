@@ -25,7 +25,7 @@ from jaxlm.monitor import sinks
 from jaxlm.objectives.config import Masked
 from jaxlm.recipes.train.task_scores import affordable
 from jaxlm.recipes.use import load, tasks
-from jaxlm.recipes.use.tasks import PreparedTask, ScoredModel, TaskSettings, Tokenizers
+from jaxlm.recipes.use.tasks import ModelRows, PreparedTask, ScoredModel, TaskSettings, Tokenizers
 from jaxlm.training.lock import Lock
 from tests.faults import harness
 from tests.mutation import mutate
@@ -76,8 +76,8 @@ def call(capsys, run, *words):
 
 def prepared(opened, path, **settings):
     settings, tokenizers = TaskSettings(**settings), Tokenizers(opened.tokenizer)
-    model = opened.model.blueprint.config
-    return PreparedTask(config.read(path), settings, tokenizers, 64, opened.model.mesh, model)
+    rows = ModelRows(64, opened.model.mesh, opened.model.blueprint.config)
+    return PreparedTask(config.read(path), settings, tokenizers, rows)
 
 
 def samples(result):
