@@ -28,7 +28,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.generate import draft
 from jaxlm.generate.draft import Draft, DraftModel, Lookup
-from jaxlm.generate.engine import Engine
+from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.requests import Counters, Request
 from jaxlm.generate.rows import Sampling
 from jaxlm.models.build import Blueprint
@@ -76,13 +76,13 @@ def main() -> None:
         "run": DraftModel(blueprint(small, args.compute), small.params),
     }
     with jax.set_mesh(large.loaded.model.mesh):
+        settings = EngineSettings(rows=args.slots, context=PROMPT + args.new)
         engines = {
             name: Engine(
                 blueprint(large, args.compute),
                 large.params,
                 large.tokenizer,
-                rows=args.slots,
-                context=PROMPT + args.new,
+                settings,
                 draft=each,
             )
             for name, each in drafts.items()

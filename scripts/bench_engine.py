@@ -30,7 +30,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import decode, sampling
-from jaxlm.generate.engine import Engine
+from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.grammar import Grammar, GrammarCompiler, GrammarSource
 from jaxlm.generate.requests import Request
 from jaxlm.generate.rows import Sampling
@@ -144,7 +144,8 @@ def main() -> None:
         "geometric": np.minimum(random.geometric(1 / args.new, args.requests), room),
     }
     tokenizer = Words(args.vocab)
-    engine = Engine(blueprint, params, tokenizer, rows=ROWS, context=args.context)
+    settings = EngineSettings(rows=ROWS, context=args.context)
+    engine = Engine(blueprint, params, tokenizer, settings)
     schema = json.dumps({"type": "string", "minLength": 100 * args.context})
     with GrammarCompiler(tokenizer, args.vocab) as compiler:
         grammar = compiler.compile(GrammarSource("json", schema), tokenizer.ends)

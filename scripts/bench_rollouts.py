@@ -17,7 +17,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.data.tokenizer import Characters
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
-from jaxlm.rl.rollout import RolloutSampler, root_key, row_keys
+from jaxlm.rl.rollout import RolloutSampler, RolloutSizes, root_key, row_keys
 
 PROMPT, MAX_TOKENS = 8, 64
 
@@ -44,9 +44,7 @@ def main() -> None:
     sampler = RolloutSampler(
         blueprint,
         Characters("abcdefg"),
-        slots=args.slots,
-        longest=PROMPT,
-        max_tokens=MAX_TOKENS,
+        RolloutSizes(args.slots, PROMPT, MAX_TOKENS),
         temperature=1.0,
     )
     prompts = [np.arange(PROMPT, dtype=np.int32)] * args.samples

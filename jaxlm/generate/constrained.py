@@ -9,7 +9,7 @@ from jaxlm.core.callbacks import OnText
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.engine import Engine
+from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.grammar import Grammar
 from jaxlm.generate.requests import Delta, Request, joined
 from jaxlm.generate.rows import Sampling
@@ -44,16 +44,14 @@ def continue_constrained(
       ConfigError: if the grammar became too complex while a text was drawn.
     """
     context = max(map(len, rows)) + config.max_tokens
-    engine = Engine(
-        blueprint,
-        params,
-        tokenizer,
+    settings = EngineSettings(
         rows=min(len(rows), MAX_ROWS),
         context=context,
         chunk=min(MAX_CHUNK, context),
         is_int8=config.kv_cache_dtype == "int8",
         max_waiting=len(rows) * context,
     )
+    engine = Engine(blueprint, params, tokenizer, settings)
     sampling = Sampling(
         temperature=config.temperature,
         top_k=config.top_k,

@@ -49,6 +49,28 @@ MEASURED_PASSES = 8  # to compare the time of passes with guesses and without
 LEAST_CPU_ROWS = 2
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Sizes of the slots, of the queue, and of the kept beginnings of prompts.
+
+    Args:
+      rows: number of slots; on a CPU at least two.
+      context: largest number of tokens of a request, its prompt included.
+      chunk: tokens of a prompt that are read in one pass.
+      is_int8: store the KV cache in int8.
+      max_waiting: tokens of requests that may wait for a slot.
+      prefix_bytes: bytes of beginnings of prompts that are kept for later requests; a model whose
+        layers have windows keeps none.
+    """
+
+    rows: int = 8
+    context: int = 1024
+    chunk: int = 64
+    is_int8: bool = False
+    max_waiting: int = 2**20
+    prefix_bytes: int = 0
+
+
 class Engine:
     """Slots of one KV cache with a static number of rows, and the requests in them.
 
@@ -60,13 +82,7 @@ class Engine:
       blueprint: the model, a decoder.
       params: its parameters.
       tokenizer: the tokenizer of the model.
-      rows: number of slots; on a CPU at least two.
-      context: largest number of tokens of a request, its prompt included.
-      chunk: tokens of a prompt that are read in one pass.
-      is_int8: store the KV cache in int8.
-      max_waiting: tokens of requests that may wait for a slot.
-      prefix_bytes: bytes of beginnings of prompts that are kept for later requests; a model whose
-        layers have windows keeps none.
+      settings: sizes of the slots and of the queue.
       draft: guesses tokens that each pass verifies; no text depends on it. It is turned off for
         good, with a log line, once it costs more time than it saves. The last bits of
         log-probabilities are those of another program then.
@@ -81,25 +97,21 @@ class Engine:
         blueprint: Blueprint,
         params: Any,
         tokenizer: Tokenizer,
+        settings: EngineSettings,
         *,
-        rows: int = 8,
-        context: int = 1024,
-        chunk: int = 64,
-        is_int8: bool = False,
-        max_waiting: int = 2**20,
-        prefix_bytes: int = 0,
         draft: Draft | None = None,
         say: Log = lambda _: None,
     ):
         check_supported(blueprint)
         self.draft, self.is_drafting, self._say = draft, draft is not None, say
-        self.tokenizer, self.context, self.max_waiting = tokenizer, context, max_waiting
-        self.rows = max(rows, LEAST_CPU_ROWS) if backend.name() == "cpu" else rows
-        self.chunk = min(chunk, context)
+        self.tokenizer, self.context = tokenizer, settings.context
+        self.max_waiting = settings.max_waiting
+        self.rows = max(settings.rows, LEAST_CPU_ROWS if backend.name() == "cpu" else 1)
+        self.chunk = min(settings.chunk, settings.context)
         self.vocab = blueprint.config.vocab
         self.counters = self._fresh_counters()
         self.failure: Exception | None = None
-        self._length = -(-context // self.chunk) * self.chunk
+        self._length = -(-self.context // self.chunk) * self.chunk
         self._tables: dict[tuple[int, ...], np.ndarray] = {}
         self._end_masks: dict[tuple[int, ...], np.ndarray] = {}
         self._text = np.zeros(self.vocab, bool)
@@ -114,7 +126,7 @@ class Engine:
             rows=self.rows,
             length=self._length,
             chunk=self.chunk,
-            is_int8=is_int8,
+            is_int8=settings.is_int8,
             draft=draft,
         )
         self._ready = self._programs.prepare(params)
@@ -123,8 +135,8 @@ class Engine:
         if draft is not None:
             named.append(draft.caches(self._state.draft))
         layers = [each for layers in named for caches in layers.values() for each in caches]
-        self._has_prefixes = prefix_bytes > 0 and not any(each.is_ring for each in layers)
-        self.prefixes = PrefixCache(prefix_bytes)
+        self._has_prefixes = settings.prefix_bytes > 0 and not any(each.is_ring for each in layers)
+        self.prefixes = PrefixCache(settings.prefix_bytes)
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
         self._balance = DraftBalance(0.0)
         self._warm_up()

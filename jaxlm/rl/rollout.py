@@ -111,6 +111,22 @@ def root_key(seed: int, name: str = "rollout") -> Array:
     return random.stream(jax.random.key(seed), name)
 
 
+class RolloutSizes(NamedTuple):
+    """Sizes of rollouts.
+
+    Args:
+      slots: samples that are drawn at once; rounded up to what the mesh divides.
+      longest: most ids of a prompt, those of earlier turns included.
+      max_tokens: maximum new ids of a turn.
+      samples: usual number of samples of a prompt, which are drawn one after another.
+    """
+
+    slots: int
+    longest: int
+    max_tokens: int
+    samples: int = 1
+
+
 class RolloutSampler:
     """Draws samples, `slots` at a time. A slot whose sample has ended gets the next prompt.
 
@@ -128,10 +144,7 @@ class RolloutSampler:
     Args:
       blueprint: the model, a decoder.
       tokenizer: its tokenizer.
-      slots: samples that are drawn at once; rounded up to what the mesh divides.
-      samples: usual number of samples of a prompt, which are drawn one after another.
-      longest: most ids of a prompt, those of earlier turns included.
-      max_tokens: maximum new ids of a turn.
+      sizes: slots, prompts and samples.
       temperature: divisor of the logits; 0 draws the likeliest ids, without log-probabilities.
 
     Raises:
@@ -142,13 +155,10 @@ class RolloutSampler:
         self,
         blueprint: Blueprint,
         tokenizer: Tokenizer,
-        *,
-        slots: int,
-        longest: int,
-        max_tokens: int,
+        sizes: RolloutSizes,
         temperature: float,
-        samples: int = 1,
     ):
+        slots, longest, max_tokens, samples = sizes
         _check(blueprint, longest, max_tokens)
         mesh = jax.sharding.get_abstract_mesh()
         ways = rules.split(mesh, "batch")

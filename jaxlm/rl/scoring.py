@@ -1,5 +1,6 @@
 """Samples of prompts with their rewards, and the figures of held-out prompts."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jaxlm.evals.statistics import pass_at_k
 from jaxlm.models.build import Blueprint
 from jaxlm.rl.config import RLConfig
 from jaxlm.rl.rewards import Rewards, Sample, Verdict
-from jaxlm.rl.rollout import DrawnSample, RolloutSampler, root_key, row_keys
+from jaxlm.rl.rollout import DrawnSample, RolloutSampler, RolloutSizes, root_key, row_keys
 from jaxlm.rl.turns import Ended, Turns
 
 PASSED = 1.0  # value of the first reward of a sample that passes
@@ -88,52 +89,64 @@ class ScoredSamples(NamedTuple):
         return figures
 
 
+class Samplers(NamedTuple):
+    """Programs that draw samples: by the temperature of the run, and the likeliest ids."""
+
+    drawing: RolloutSampler
+    greedy: RolloutSampler
+
+    @classmethod
+    def of(
+        cls,
+        blueprint: Blueprint,
+        tokenizer: Tokenizer,
+        settings: RLConfig,
+        *,
+        rows: int,
+        longest: int,
+    ) -> "Samplers":
+        """Return the samplers of a run.
+
+        Args:
+          blueprint: the model, a decoder.
+          tokenizer: its tokenizer.
+          settings: samples and their length.
+          rows: samples of an update.
+          longest: most ids of a prompt.
+
+        Raises:
+          ConfigError: if a prompt and its sample do not fit the positions of the model.
+        """
+        slots = settings.slots_of(rows)
+        sizes = RolloutSizes(slots, longest, settings.max_tokens, settings.samples)
+        sampler = functools.partial(RolloutSampler, blueprint, tokenizer, sizes)
+        return cls(sampler(settings.temperature), sampler(0.0))
+
+
 class PromptScorer:
     """Draws samples of prompts and rewards them, under the mesh of the parameters.
 
     Args:
-      blueprint: the model, a decoder.
-      tokenizer: its tokenizer.
-      settings: samples and their length.
+      samplers: the programs that draw samples.
+      tokenizer: the tokenizer of the model.
       rewards: the rewards, in their `with` block.
-      rows: samples of an update.
-      longest: most ids of a prompt.
       turns: the turns after those of the model, in their `with` block; None for samples of one.
       share: returns the verdicts of the first process in every process; None for one process.
       is_scorer: False in a process whose verdicts are shared by another one.
-
-    Raises:
-      ConfigError: if a prompt and its sample do not fit the positions of the model.
     """
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        samplers: Samplers,
         tokenizer: Tokenizer,
-        settings: RLConfig,
         rewards: Rewards,
-        *,
-        rows: int,
-        longest: int,
         turns: Turns | None = None,
         share: Callable[[Any], Any] | None = None,
+        *,
         is_scorer: bool = True,
     ):
-        self._tokenizer, self._settings, self._rewards = tokenizer, settings, rewards
+        self._samplers, self._tokenizer, self._rewards = samplers, tokenizer, rewards
         self._share, self._is_scorer, self._turns = share, is_scorer, turns
-
-        def sampler(temperature: float) -> RolloutSampler:
-            return RolloutSampler(
-                blueprint,
-                tokenizer,
-                slots=settings.slots_of(rows),
-                longest=longest,
-                max_tokens=settings.max_tokens,
-                temperature=temperature,
-                samples=settings.samples,
-            )
-
-        self._sampler, self._greedy = sampler(settings.temperature), sampler(0.0)
 
     def score(
         self,
@@ -185,7 +198,7 @@ class PromptScorer:
                 ids = self._share([each if each is None else each.tolist() for each in ids])
             return [each if each is None else np.array(each, np.int32) for each in ids]
 
-        sampler = self._greedy if is_greedy else self._sampler
+        sampler = self._samplers.greedy if is_greedy else self._samplers.drawing
         prompts = [ids[document] for document in repeated]
         has_turns = self._turns is not None
         drawn = sampler.draw(
@@ -207,14 +220,23 @@ class PromptScorer:
             score_seconds=time.perf_counter() - drawn_at,
         )
 
-    def evaluate(self, params: Any, loader: Loader, most: int | None, seed: int) -> dict[str, Any]:
+    def evaluate(
+        self, params: Any, loader: Loader, most: int | None, *, samples: int, seed: int
+    ) -> dict[str, Any]:
         """Return the figures of the prompts of a validation set, or of `most` of them.
 
-        Each prompt has a greedy sample, and `rl.held_out_samples` drawn ones by the same keys at
-        every evaluation. `pass_k` is the probability that one of k drawn samples passes, without
-        bias. `loss_nats` is the negative mean reward of drawn samples, which ranks checkpoints.
+        Each prompt has a greedy sample, and drawn ones by the same keys at every evaluation.
+        `pass_k` is the probability that one of k drawn samples passes, without bias. `loss_nats` is
+        the negative mean reward of drawn samples, which ranks checkpoints.
+
+        Args:
+          params: all parameters, of the blueprint.
+          loader: the prompts.
+          most: maximum number of prompts; None for all.
+          samples: drawn samples of each prompt.
+          seed: seed of the keys.
         """
-        count, samples = loader.shards.documents, self._settings.held_out_samples
+        count = loader.shards.documents
         chosen = [shuffled(n, count, EVALUATION_SEED) for n in range(min(most or count, count))]
         keys = row_keys(root_key(seed, "held out"), 0, len(chosen), samples)
         drawn = self.score(params, loader, chosen, samples, keys)

@@ -21,7 +21,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.generate.draft import Draft, DraftModel, Lookup
-from jaxlm.generate.engine import Engine, check_supported
+from jaxlm.generate.engine import Engine, EngineSettings, check_supported
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.generate.requests import Counters
 from jaxlm.recipes.plan import oom
@@ -195,12 +195,14 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
             opened.model.blueprint,
             opened.params,
             opened.tokenizer,
-            rows=options.slots,
-            context=context,
-            chunk=options.chunk,
-            is_int8=is_int8,
-            max_waiting=options.max_waiting,
-            prefix_bytes=prefix_bytes,
+            EngineSettings(
+                rows=options.slots,
+                context=context,
+                chunk=options.chunk,
+                is_int8=is_int8,
+                max_waiting=options.max_waiting,
+                prefix_bytes=prefix_bytes,
+            ),
             draft=open_draft(opened, options, context, say),
             say=say,
         )

@@ -16,7 +16,7 @@ from jaxlm.core.random import key
 from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import decode, sampling, slots
-from jaxlm.generate.engine import Engine
+from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.requests import QueueFull, Request, joined
 from jaxlm.generate.rows import RowSettings, Sampling, draw_rows
 from jaxlm.models.build import Blueprint
@@ -26,7 +26,7 @@ from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mistral import Mistral
 from jaxlm.models.families.t5 import T5
 from jaxlm.objectives import loss
-from jaxlm.rl.rollout import RolloutSampler
+from jaxlm.rl.rollout import RolloutSampler, RolloutSizes
 
 TOKENIZER = Bytes()
 SIZES = {"vocab": TOKENIZER.size, "width": 32, "depth": 2, "heads": 4}
@@ -48,12 +48,13 @@ def made(family="llama", compute="float32"):
     return blueprint, jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
 
 
-def started(family="llama", compute="float32", **more):
+def started(family="llama", compute="float32", draft=None, say=print, **more):
     """Its KV cache has blocks of 8 slots."""
     sizes = {"rows": 3, "context": CONTEXT, "chunk": 8, "prefix_bytes": 20_000, **more}
+    settings = EngineSettings(**sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "BLOCK", 8)
-        return Engine(*made(family, compute), TOKENIZER, **sizes)
+        return Engine(*made(family, compute), TOKENIZER, settings, draft=draft, say=say)
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +168,7 @@ def test_the_engine_draws_the_samples_of_a_rollout(engine):
         for number in numbers
     ]
     blueprint, params = made()
-    sampler = RolloutSampler(
-        blueprint, TOKENIZER, slots=4, longest=12, max_tokens=size, temperature=1.3
-    )
+    sampler = RolloutSampler(blueprint, TOKENIZER, RolloutSizes(4, 12, size), 1.3)
     prompts = [np.array(each.ids, np.int32) for each in requests]
     drawn = sampler.draw(params, prompts, jnp.stack([key(n, "sample") for n in numbers]))
     for one, other in zip(engine.complete(requests), drawn, strict=True):
@@ -362,4 +361,4 @@ def test_a_prompt_that_begins_as_an_earlier_one_has_the_same_bits_and_is_read_fr
 def test_an_encoder_decoder_is_refused():
     blueprint = Blueprint(T5(**SIZES).build(), Precision.float32())
     with pytest.raises(ConfigError, match="does not support this model"):
-        Engine(blueprint, {}, TOKENIZER)
+        Engine(blueprint, {}, TOKENIZER, EngineSettings())

@@ -17,6 +17,7 @@ from jaxlm.objectives.policy_config import Policy
 from jaxlm.rl.rollout import (
     DrawnSample,
     RolloutSampler,
+    RolloutSizes,
     Weighted,
     allowed_ids,
     as_rows,
@@ -44,8 +45,7 @@ def params(blueprint):
 
 
 def sampler(blueprint, slots, temperature=TEMPERATURE):
-    options = {"slots": slots, "longest": 5, "max_tokens": MOST, "temperature": temperature}
-    return RolloutSampler(blueprint, TOKENIZER, **options)
+    return RolloutSampler(blueprint, TOKENIZER, RolloutSizes(slots, 5, MOST), temperature)
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +73,13 @@ def test_a_sample_does_not_depend_on_slots_and_neighbors(blueprint, params, keys
 def test_a_prompt_is_read_once_for_its_samples(blueprint, params, monkeypatch):
     """Also in slots that are filled again; the samples are those of a prompt for each row."""
     prompts, keys = [each for each in PROMPTS for _ in range(4)], row_keys(root_key(3), 0, 6, 4)
-    options = {"slots": 8, "longest": 5, "max_tokens": MOST, "temperature": 1.0}
-    alone = RolloutSampler(blueprint, TOKENIZER, **options).draw(params, prompts, keys)
+    sizes = RolloutSizes(8, 5, MOST)
+    alone = RolloutSampler(blueprint, TOKENIZER, sizes, 1.0).draw(params, prompts, keys)
     rows, prefill = [], decode.prefill
     monkeypatch.setattr(
         decode, "prefill", lambda *args, **more: rows.append(len(args[1])) or prefill(*args, **more)
     )
-    shared = RolloutSampler(blueprint, TOKENIZER, **options, samples=4)
+    shared = RolloutSampler(blueprint, TOKENIZER, sizes._replace(samples=4), 1.0)
     for one, other in zip(shared.draw(params, prompts, keys), alone, strict=True):
         np.testing.assert_array_equal(one.ids, other.ids)
         np.testing.assert_allclose(one.log_p, other.log_p, atol=1e-5)
@@ -91,8 +91,7 @@ def wide(blueprint, params):
     """A sampler of 8 slots whose samples end by chance, with a ninth of it at each token."""
     few = Characters("abcdefgh")
     flat = jax.tree.map(lambda x: x / 16, params)
-    options = {"slots": 8, "longest": 12, "max_tokens": 64, "temperature": 1.0}
-    return RolloutSampler(blueprint, few, **options), flat
+    return RolloutSampler(blueprint, few, RolloutSizes(8, 12, 64), 1.0), flat
 
 
 def test_free_slots_are_filled_again(wide):

@@ -6,6 +6,7 @@ Example:
   [ScoringRequest(ids=(1, 137, 72, 138), begin=2, spans_border=False)]
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -106,7 +107,8 @@ def encode_chats(
     return requests
 
 
-class Examples(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Examples:
     """Solved items before each item: `count` of `pool`, drawn by `seed` and the item's id."""
 
     pool: Sequence[Item] = ()
@@ -170,10 +172,10 @@ class Prompter:
 
     def _drawn(self, item: Item) -> list[Item]:
         """Return the examples of an item, which is none of them."""
-        pool, count, seed = self._examples
+        pool, count = self._examples.pool, self._examples.count
         if not count:
             return []
-        chosen = task_items.drawn(item.id, len(pool), count + 1, seed=seed)
+        chosen = task_items.drawn(item.id, len(pool), count + 1, seed=self._examples.seed)
         examples = (pool[number] for number in chosen)
         return [each for each in examples if each.id != item.id][:count]
 

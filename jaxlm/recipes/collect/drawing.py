@@ -1,17 +1,17 @@
 """Draws of answers by one engine, and the ids of what they answer."""
 
+import dataclasses
 import functools
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
 from jaxlm.core.callbacks import Log
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate.engine import Engine
+from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.requests import CompletedRequest, Delta, Request, joined
-from jaxlm.generate.rows import Sampling
 from jaxlm.recipes.collect.prompts import Messages
 from jaxlm.recipes.use import generate
 from jaxlm.recipes.use.load import LoadedRun
@@ -61,41 +61,14 @@ class Drawer:
 
     Args:
       opened: the run.
-      slots: answers that are drawn at a time.
-      context: most tokens of ids and answer.
-      chunk: ids that are read at a time, see `chunk_of`.
-      max_tokens: most tokens of an answer.
-      temperature: of the draws.
-      ends: ids that end an answer.
+      settings: sizes of the engine.
+      answer: the request of an answer, but for its ids and its seed.
     """
 
-    def __init__(
-        self,
-        opened: LoadedRun,
-        *,
-        slots: int,
-        context: int,
-        chunk: int,
-        max_tokens: int,
-        temperature: float,
-        ends: tuple[int, ...],
-    ):
-        self._slots = slots
-        self._terms: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "sampling": Sampling(temperature=temperature),
-            "ends": ends,
-            "top": 0,
-        }
-        self._engine = Engine(
-            opened.model.blueprint,
-            opened.params,
-            opened.tokenizer,
-            rows=slots,
-            context=context,
-            prefix_bytes=2**28,
-            chunk=chunk,
-        )
+    def __init__(self, opened: LoadedRun, settings: EngineSettings, answer: Request):
+        self._slots, self._answer = settings.rows, answer
+        model = opened.model.blueprint, opened.params, opened.tokenizer
+        self._engine = Engine(*model, settings)
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +89,8 @@ class Drawer:
                     break
                 answers: list[list[Delta]] = [[] for _ in group]
                 for (ids, seed), parts in zip(group, answers, strict=True):
-                    engine.submit(Request(ids=tuple(ids), seed=seed, **self._terms), parts.append)
+                    request = dataclasses.replace(self._answer, ids=tuple(ids), seed=seed)
+                    engine.submit(request, parts.append)
                 running.append(answers)
             while running and all(parts and parts[-1].reason for parts in running[0]):
                 yield [joined(parts) for parts in running.popleft()]

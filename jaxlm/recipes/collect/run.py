@@ -21,7 +21,9 @@ from jaxlm.core import disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError, cannot_write
 from jaxlm.evals.samples import SAMPLES, Samples, read
-from jaxlm.generate.requests import CompletedRequest
+from jaxlm.generate.engine import EngineSettings
+from jaxlm.generate.requests import CompletedRequest, Request
+from jaxlm.generate.rows import Sampling
 from jaxlm.monitor import sinks
 from jaxlm.recipes.collect import critique, judges, keeping, over_optimization, prompts
 from jaxlm.recipes.collect.critique import Principles, Revision
@@ -35,6 +37,7 @@ from jaxlm.rl.rewards import check_scored
 
 FACTS, KEPT, REPORT = "collect.json", "kept.jsonl", "best_of_n.html"
 VERSION = 2  # of samples.jsonl and of the rule of its seeds
+PREFIX_BYTES = 2**28  # of beginnings of prompts that the engine keeps
 BLOCK = 64  # samples that are scored and written at a time, at least
 TOO_LONG = "longer than the context"
 NOT_FINITE = "its logits were not finite"
@@ -251,19 +254,22 @@ def _collect(
     known = samples.lines[done * size :]
     longest = max(len(ids) for _, ids in fitting) + settings.max_tokens
     context = longest if principles is None else _context(opened)
+    sizes = EngineSettings(
+        rows=settings.slots,
+        context=context,
+        chunk=chunk_of([len(ids) for _, ids in fitting]),
+        prefix_bytes=PREFIX_BYTES,
+    )
+    answer = Request(
+        ids=(),
+        max_tokens=settings.max_tokens,
+        sampling=Sampling(temperature=settings.temperature),
+        ends=encoder.ends(prompt.messages for prompt, _ in fitting),
+        top=0,
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(opened.model.mesh))
-        drawer = stack.enter_context(
-            Drawer(
-                opened,
-                slots=settings.slots,
-                context=context,
-                chunk=chunk_of([len(ids) for _, ids in fitting]),
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                ends=encoder.ends(prompt.messages for prompt, _ in fitting),
-            )
-        )
+        drawer = stack.enter_context(Drawer(opened, sizes, answer))
         critic: Critic | None = None
         if principles is not None:
             critic = functools.partial(

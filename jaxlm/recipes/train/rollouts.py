@@ -32,7 +32,7 @@ from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.recipes.train.rescoring import Rescorer
 from jaxlm.rl.rewards import Rewards, check_scored, unscored
 from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows, empty_last, root_key, row_keys
-from jaxlm.rl.scoring import PromptScorer, ScoredSamples, mean
+from jaxlm.rl.scoring import PromptScorer, Samplers, ScoredSamples, mean
 from jaxlm.rl.turns import Turns
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import Step
@@ -93,15 +93,13 @@ class Rollouts(contextlib.ExitStack):
         if run.rl.turns > 1:
             template, tokenizer = programs.data.template, programs.data.tokenizer
             self._turns = Turns(run.rl, run.reward, tokenizer, template, longest)
+        tokenizer = programs.data.tokenizer
         self._scorer = PromptScorer(
-            blueprint,
-            programs.data.tokenizer,
-            run.rl,
+            Samplers.of(blueprint, tokenizer, run.rl, rows=run.train.batch, longest=longest),
+            tokenizer,
             self._rewards,
-            rows=run.train.batch,
-            longest=longest,
-            turns=self._turns,
-            share=context.processes.sharer("rewards"),
+            self._turns,
+            context.processes.sharer("rewards"),
             is_scorer=context.processes.peers.is_first,
         )
         self._rescorer = Rescorer(programs) if run.rescores_rollouts else None
@@ -278,7 +276,8 @@ class Rollouts(contextlib.ExitStack):
         """Return the figures of a validation set, see `PromptScorer.evaluate`."""
         self._wait()  # the sampler draws one thing at a time
         whole = self._decoded(self._programs.whole(params))
-        return self._scorer.evaluate(whole, loader, most, self._run.seed)
+        samples = self._run.rl.held_out_samples
+        return self._scorer.evaluate(whole, loader, most, samples=samples, seed=self._run.seed)
 
     def _drawn(self, number: int, step: int, params: Any) -> Drawing:
         """Return a rollout that is trained on from a step."""

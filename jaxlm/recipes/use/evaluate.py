@@ -36,7 +36,7 @@ from jaxlm.recipes.use import load
 from jaxlm.recipes.use import verify as answers
 from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.rl.rewards import Rewards
-from jaxlm.rl.scoring import PromptScorer
+from jaxlm.rl.scoring import PromptScorer, Samplers
 from jaxlm.rl.turns import Turns
 
 
@@ -150,16 +150,11 @@ def _rewarded(opened: LoadedRun, loader: Loader) -> dict[str, Any]:
             template = loader.shards.template
             turns = Turns(run.rl, run.reward, opened.tokenizer, template, longest)
             stack.enter_context(turns)
-        scorer = PromptScorer(
-            opened.model.blueprint,
-            opened.tokenizer,
-            run.rl,
-            rewards,
-            rows=run.train.batch,
-            longest=longest,
-            turns=turns,
-        )
-        return scorer.evaluate(opened.params, loader, None, run.seed)
+        model = opened.model.blueprint, opened.tokenizer
+        samplers = Samplers.of(*model, run.rl, rows=run.train.batch, longest=longest)
+        scorer = PromptScorer(samplers, opened.tokenizer, rewards, turns)
+        samples = run.rl.held_out_samples
+        return scorer.evaluate(opened.params, loader, None, samples=samples, seed=run.seed)
 
 
 def _is_compared(run: Run, loader: Loader) -> bool:
