@@ -9,11 +9,12 @@ from jaxtyping import Float
 
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
+from jaxlm.evals.loss import Sums
 from jaxlm.generate.config import GUESSES
 from jaxlm.models.build import Model
 from jaxlm.objectives.loss import logits_function, read_sharded
-from jaxlm.ops.cross_entropy import in_chunks
-from jaxlm.parallel import context
+from jaxlm.ops.cross_entropy import TokenScores, in_chunks, token_scores
+from jaxlm.parallel import context, pipeline
 
 Merge = Callable[[Any], Model]
 
@@ -26,9 +27,16 @@ class Agreement(NamedTuple):
 
 
 def build(
-    draft: Merge, target: Merge, *, chunk: int | None = None
-) -> Callable[[Any, Any, Tokens], dict[str, Mean]]:
-    """Return the function (draft's parameters, target's, batch) -> means, to be jitted.
+    draft: Merge,
+    target: Merge,
+    summed: Callable[[TokenScores, Tokens], Sums],
+    *,
+    chunk: int | None = None,
+    microbatches: int = 1,
+) -> Callable[[Any, Any, Tokens], tuple[Sums, dict[str, Mean]]]:
+    """Return the function (draft's parameters, target's, batch) -> (sums, means), to be jitted.
+
+    The sums are those of an evaluation of the draft, from the same pass.
 
     `draft_greedy` and `draft_sampled` are the shares of guesses that stand at temperature 0, and at
     most at temperature 1. `draft_greedy_tokens` and `draft_sampled_tokens` are the tokens of a pass
@@ -37,35 +45,42 @@ def build(
 
     Args:
       draft, target: functions of the parameters that build the models.
+      summed: function of the draft's scores of all targets, see `loss.sums_function`.
       chunk: tokens whose logits are in memory at a time; None for all.
+      microbatches: parts of the batch, computed one after the other.
     """
 
-    def step(small: Any, large: Any, batch: Tokens) -> dict[str, Mean]:
-        models = draft(small), target(large)
-        read = [read_sharded(model, batch, None) for model in models]
-        sharded, _, parts = read[0]
-        logits = [logits_function(model) for model in models]
+    def step(small: Any, large: Any, batch: Tokens) -> tuple[Sums, dict[str, Mean]]:
+        def read(part: Tokens) -> tuple[TokenScores, Agreement]:
+            models = draft(small), target(large)
+            outputs = [read_sharded(model, part, None) for model in models]
+            sharded, _, parts = outputs[0]
+            logits = [logits_function(model) for model in models]
 
-        def compared(hidden: tuple[Array, Array], targets: Array) -> Agreement:
-            del targets
-            ours, theirs = (
-                function(values).astype(jnp.float32)
-                for function, values in zip(logits, hidden, strict=True)
-            )
-            is_same = ours.argmax(-1) == theirs.argmax(-1)
-            smaller = jnp.minimum(_probabilities(ours), _probabilities(theirs))
-            return Agreement(is_same.astype(jnp.float32), smaller.sum(-1))
+            def compared(
+                hidden: tuple[Array, Array], targets: Array
+            ) -> tuple[TokenScores, Agreement]:
+                ours, theirs = (
+                    function(values).astype(jnp.float32)
+                    for function, values in zip(logits, hidden, strict=True)
+                )
+                is_same = ours.argmax(-1) == theirs.argmax(-1)
+                smaller = jnp.minimum(_probabilities(ours), _probabilities(theirs))
+                agreement = Agreement(is_same.astype(jnp.float32), smaller.sum(-1))
+                return token_scores(ours, targets), agreement
 
-        hidden = tuple(values.values for _, values, _ in read)
-        agreement = in_chunks(compared, hidden, sharded.targets, tokens=chunk)
-        agreement = context.zigzag_unshard(agreement, parts)
+            hidden = tuple(values.values for _, values, _ in outputs)
+            both = in_chunks(compared, hidden, sharded.targets, tokens=chunk)
+            return context.zigzag_unshard(both, parts)
+
+        scores, agreement = pipeline.map_microbatches(read, batch, microbatches)
         counted = (batch.weights > 0).astype(jnp.float32)
         means = {}
         for name, stands in agreement._asdict().items():
             tokens, is_whole = _pass_tokens(stands, counted, batch.segments)
             means[f"draft_{name}"] = Mean.of(stands, counted)
             means[f"draft_{name}_tokens"] = Mean.of(tokens, is_whole)
-        return means
+        return summed(scores, batch), means
 
     return step
 

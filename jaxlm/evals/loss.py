@@ -96,13 +96,24 @@ def build(
       microbatches: parts of the batch, computed one after the other.
       prefix: bytes of the tokenizer that are not in the text.
     """
-    table = np.asarray(token_bytes, np.int32)
+    summed = sums_function(token_bytes, prefix)
 
     def step(params: Any, batch: Tokens) -> Sums:
         def scored(part: Tokens) -> TokenScores:
             return score(merge(params), part, None, chunk)[0]
 
-        scores = pipeline.map_microbatches(scored, batch, microbatches)
+        return summed(pipeline.map_microbatches(scored, batch, microbatches), batch)
+
+    return step
+
+
+def sums_function(
+    token_bytes: np.ndarray, prefix: TokenizerPrefix | None = None
+) -> Callable[[TokenScores, Tokens], Sums]:
+    """Return the function (scores of all targets, batch) -> Sums; arguments as of `build`."""
+    table = np.asarray(token_bytes, np.int32)
+
+    def summed(scores: TokenScores, batch: Tokens) -> Sums:
         counted = batch.weights > 0
         weights = jnp.where(counted, batch.weights, 0.0)
         nll = jnp.where(counted, scores.nll * weights, 0.0)
@@ -122,7 +133,7 @@ def build(
             bins=bin_sums(scores.confidence, scores.correct, weights),
         )
 
-    return step
+    return summed
 
 
 def _row_sums(nll_b: Array, weight_b: Array) -> Array:

@@ -1,6 +1,6 @@
 """Named means over the batches of a set, added on the host in float64."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -17,19 +17,25 @@ def totals(
 
     Each batch is fetched after the next has been dispatched; `put` places it on the devices.
     """
-    added: dict[str, np.ndarray] = {}
-    pending: dict[str, Mean] = {}
 
-    def add(means: dict[str, Mean]) -> None:
+    def computed() -> Iterator[dict[str, Mean]]:
+        pending: dict[str, Mean] = {}
+        for batch in batches:
+            means = step(put(batch))
+            yield pending
+            pending = means
+        yield pending
+
+    return added(computed())
+
+
+def added(batches: Iterable[Mapping[str, Mean]]) -> dict[str, np.ndarray]:
+    """Return (total, weight) of each mean over the means of batches, float64."""
+    sums: dict[str, np.ndarray] = {}
+    for means in batches:
         for name, mean in means.items():
-            added[name] = added.get(name, np.zeros(2)) + np.asarray(mean, np.float64)
-
-    for batch in batches:
-        means = step(put(batch))
-        add(pending)
-        pending = means
-    add(pending)
-    return added
+            sums[name] = sums.get(name, np.zeros(2)) + np.asarray(mean, np.float64)
+    return sums
 
 
 def figures(totals: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """Acceptance of a draft, against a computation in float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ import scipy.special
 
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
-from jaxlm.evals import acceptance, means
+from jaxlm.evals import acceptance, loss, means
 from jaxlm.generate.config import GUESSES
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
@@ -18,6 +16,8 @@ from jaxlm.models.families.llama import Llama
 pytestmark = pytest.mark.usefixtures("one_device")
 SIZES = dict(vocab=32, heads=2, kv_heads=2, hidden=32)
 LENGTH = 24
+SIZE_OF_EACH = np.arange(32) % 5  # bytes of the ids
+SUMMED = loss.sums_function(SIZE_OF_EACH)
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +68,22 @@ def test_the_means_are_those_of_a_loop_over_tokens(models):
                 tokens.append(1 + np.cumprod(agree[row, slot : slot + GUESSES]).sum())
         expected |= {f"draft_{name}": np.mean(shares), f"draft_{name}_tokens": np.mean(tokens)}
     (draft, small), (target, large) = models
-    for chunk in (None, 8):
-        step = jax.jit(acceptance.build(draft.merge, target.merge, chunk=chunk))
-        step = functools.partial(step, small, large)
-        figures = means.figures(means.totals(step, [batch, batch], lambda each: each))
-        assert figures == pytest.approx(expected, rel=1e-5)
+    alone = jax.jit(loss.build(draft.merge, SIZE_OF_EACH))(small, batch)
+    for parts in ({}, {"chunk": 8}, {"microbatches": 2}):
+        sums, agreement = jax.jit(acceptance.build(draft.merge, target.merge, SUMMED, **parts))(
+            small, large, batch
+        )
+        assert means.figures(means.added([agreement, agreement])) == pytest.approx(
+            expected, rel=1e-5
+        )
+        for one, other in zip(sums, alone, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_accepts_all_of_its_own_guesses(models):
     (_, (target, params)) = models
-    step = jax.jit(acceptance.build(target.merge, target.merge))
-    totals = means.totals(functools.partial(step, params, params), [rows()], lambda each: each)
-    figures = means.figures(totals)
+    step = jax.jit(acceptance.build(target.merge, target.merge, SUMMED))
+    figures = means.figures(means.added([step(params, params, rows())[1]]))
     assert figures["draft_greedy"] == 1
     assert figures["draft_sampled"] == pytest.approx(1)
     assert figures["draft_greedy_tokens"] == 1 + GUESSES

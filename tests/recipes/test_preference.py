@@ -136,6 +136,23 @@ def test_a_run_that_stops_resumes_to_the_same_bits_without_cache_and_reference(
 
 
 @pytest.mark.slow
+def test_a_quantized_reference_gives_the_scores_of_its_dequantized_weights(config, base, tmp_path):
+    """Its scores differ from those of the run that was rounded, so that it is not taken for it."""
+    codes, text = tmp_path / "codes", tmp_path / "text.txt"
+    text.write_text("1+1=2 and 2+1=3, " * 100)
+    words = ["quantize", f"--workdir={base}", f"--out={codes}", "--scheme=int4", "--block=8"]
+    assert main([*words, f"--text={text}", "--allow=loss:100%", "--quiet"]) == 0
+    exact, rounded = tmp_path / "exact", tmp_path / "rounded"
+    for workdir, reference in ((exact, base), (rounded, codes)):
+        flag = f"--config.objective.reference={reference}"
+        assert train(config, workdir, flag, "--stop_at=1") == 0
+    before, after = scores_of(exact, "train"), scores_of(rounded, "train")
+    assert 0 < np.abs(before - after).max() < 0.1 * np.abs(before).max()
+    first, *_ = train_records(rounded)
+    assert first["loss_nats"] != pytest.approx(train_records(exact)[0]["loss_nats"], abs=1e-7)
+
+
+@pytest.mark.slow
 def test_a_pass_that_was_interrupted_reads_the_other_rows_alone(
     config, base, tmp_path, monkeypatch
 ):

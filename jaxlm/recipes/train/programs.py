@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,21 +207,19 @@ class TrainPrograms:
             out_shardings=(self._layout, None),
             compiler_options=rules.compiler_options(model.mesh),
         )
+        token_bytes = setup.token_bytes(model, data.tokenizer)
+        prefix = setup.prefix(data.tokenizer)
+        parts: dict[str, Any] = {"chunk": run.loss.chunk, "microbatches": self._eval_parts}
         self.eval_step = jax.jit(
             self._answer_sums
             if run.objective.compares_answers
-            else evals.build(
-                blueprint.merge,
-                setup.token_bytes(model, data.tokenizer),
-                chunk=run.loss.chunk,
-                microbatches=self._eval_parts,
-                prefix=setup.prefix(data.tokenizer),
-            )
+            else evals.build(blueprint.merge, token_bytes, prefix=prefix, **parts)
         )
-        self.accept_step = None
+        self.accept_step = None  # in the place of `eval_step`
         if self.teacher is not None and isinstance(run.objective, Distill):
             merges = blueprint.merge, self.teacher.blueprint.merge
-            self.accept_step = jax.jit(acceptance.build(*merges, chunk=run.loss.chunk))
+            accept = acceptance.build(*merges, evals.sums_function(token_bytes, prefix), **parts)
+            self.accept_step = jax.jit(accept)
         self._rows = {
             phase.rows: host.host_rows(model.mesh, phase.rows) for phase in self.pace.phases
         }
@@ -331,17 +329,29 @@ class TrainPrograms:
             )
             if run.objective.compares_answers:
                 record = evaluate_answers(eval_step, batches, self._put)
+            elif self.accept_step is not None:
+                record = self._accepted(params, batches, sample)
             else:
                 record = evals.evaluate(eval_step, batches, self._put, sample).record()
-            if self.accept_step is not None:
-                second_pass = loader.evaluation(batch=size, rows=rows, limit=limit)
-                assert self.teacher is not None
-                accept = functools.partial(
-                    self.accept_step, self.whole(params), self.teacher.params
-                )
-                record |= means.figures(means.totals(accept, second_pass, self._put))
             results[name] = record | {"share": sample.rows / sample.of}
         return results
+
+    def _accepted(
+        self, params: Any, batches: Iterable[Tokens], sample: evals.EvaluatedRows
+    ) -> dict[str, Any]:
+        """Return the figures of a set, and the acceptance as a draft of the teacher."""
+        assert self.teacher is not None
+        assert self.accept_step is not None
+        accept = functools.partial(self.accept_step, self.whole(params), self.teacher.params)
+        agreements: list[dict[str, Mean]] = []
+
+        def step(batch: Tokens) -> evals.Sums:
+            sums, agreement = accept(batch)
+            agreements.append(agreement)
+            return sums
+
+        record = evals.evaluate(step, batches, self._put, sample).record()
+        return record | means.figures(means.added(agreements))
 
     def bytes_per_device(self) -> dict[str, int]:
         """Return the bytes on each device of parameters, gradients, optimizer state and average.
