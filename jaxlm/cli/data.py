@@ -84,6 +84,8 @@ def _peek(args: Any, out: Output) -> int:
     from jaxlm.objectives.loss import mtp_views
 
     chosen, data = _open(args, out)
+    if data.train.shards.prompts:
+        return _peek_prompts(args, out, chosen, data)
     batch = chosen.pace
     rows = min(args.rows, batch.phase(args.step).rows)
     tokens = data.train.at(args.step, batch=batch, rows=slice(0, rows))
@@ -124,6 +126,26 @@ def _peek(args: Any, out: Output) -> int:
             named = ((f"{name}: " if name != "text" else "", text) for name, text in each.items())
             lines += [f"{label}{cut(text)}" for label, text in named]
     return out.result({"step": args.step, "rows": answer}, lines)
+
+
+def _peek_prompts(args: Any, out: Output, chosen: Run, data: Any) -> int:
+    from jaxlm.data import formats
+    from jaxlm.data.mixture import MixtureLoader
+    from jaxlm.data.peek import token_text
+    from jaxlm.rl.scoring import prompt_ids
+
+    numbers = chosen.rl.prompts_at(args.step, chosen.train.batch)[: args.rows]
+    answer, lines = [], ["prompts, whose answers the model samples"]
+    for number, document in zip(
+        numbers, data.train.documents(numbers.start, numbers.stop), strict=True
+    ):
+        source = formats.place(*data.train.shards.origin(document))
+        if isinstance(data.train, MixtureLoader):
+            source = f"{data.train.source_of(document)}, {source}"
+        text = token_text(prompt_ids(data.train, document).tolist(), data.tokenizer)
+        answer.append({"source": source, "text": text})
+        lines += [f"--- step {args.step}, prompt {number}: {cut(source)}", cut(text)]
+    return out.result({"step": args.step, "prompts": answer}, lines)
 
 
 def _stats(args: Any, out: Output) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from jaxlm.core.errors import DataError
+from jaxlm.core.quoting import printable
 from jaxlm.monitor import charts, formatting, layer_maps, reward_report, sinks, task_results
 from jaxlm.monitor.charts import Chart, Series
 from jaxlm.monitor.plots import PLOTS
@@ -103,6 +104,7 @@ def filled(template: str, **values: Any) -> str:
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    templates.filters["printable"] = printable  # of texts that a model wrote
     style, script = markupsafe.Markup(STYLE), markupsafe.Markup(charts.SCRIPT)
     values |= {"style": style, "script": script, "contents": markupsafe.Markup(CONTENTS)}
     return with_contents(templates.get_template(template).render(**values))

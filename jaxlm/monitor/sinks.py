@@ -83,7 +83,7 @@ class Jsonl(AppendFile):
     """A file of one JSON object a line.
 
     Opening the file removes a torn last line and the lines of steps after `keep_through`, which a
-    run resumed at that step will write again. `dropped` is the number of removed lines.
+    run resumed at that step will write again. `dropped` are the removed lines.
 
     Floats are written with all digits. JSON has no infinity: a number that is not finite is
     written as null and its name added to `not_finite`.
@@ -99,7 +99,11 @@ class Jsonl(AppendFile):
         super().__init__(path, make_room=make_room)
 
     def write(self, record: Record) -> None:  # type: ignore[override]
-        super().write(line(record))
+        self.write_all([record])
+
+    def write_all(self, records: Iterable[Record]) -> None:
+        """Write records in one piece."""
+        super().write("".join(map(line, records)))
 
 
 @contextlib.contextmanager
@@ -231,24 +235,24 @@ def misshapen(value: Any, shape: Shape) -> str:
     return f"has {value.get(bad[0])!r} for {bad[0]!r}" if bad else ""
 
 
-def _kept(path: Path, keep_through: int | None) -> tuple[int, int]:
-    """Return the bytes of a file to keep, and the number of lines after them."""
+def _kept(path: Path, keep_through: int | None) -> tuple[int, list[bytes]]:
+    """Return the bytes of a file to keep, and the lines after them."""
     if not path.is_file():
-        return 0, 0
+        return 0, []
     kept_bytes = 0
     lines = path.read_bytes().splitlines(keepends=True)
     for index, text in enumerate(lines):
         if not text.endswith(b"\n"):
-            return kept_bytes, len(lines) - index
+            return kept_bytes, lines[index:]
         if keep_through is not None:
             try:
                 late = json.loads(text).get("step", 0) > keep_through
             except (ValueError, AttributeError, TypeError, RecursionError):
                 late = False  # `read` reports damage in the middle; it is not cut off here
             if late:
-                return kept_bytes, len(lines) - index
+                return kept_bytes, lines[index:]
         kept_bytes += len(text)
-    return kept_bytes, 0
+    return kept_bytes, []
 
 
 Function = Callable[[int, dict[str, Any]], Any]

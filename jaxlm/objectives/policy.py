@@ -149,8 +149,9 @@ class PolicyLearning(Objective[PolicySettings]):
             targets = jnp.take_along_axis(targets, places, axis=1)
         scores = in_chunks(scored, values, targets, tokens=self.loss_settings.chunk)
         if places is not None:
-            rows, zeros = jnp.arange(len(targets))[:, None], jnp.zeros(sharded.targets.shape)
-            scores = jax.tree.map(lambda x: zeros.at[rows, places].set(x), scores)
+            zeros = jnp.zeros(sharded.targets.shape[1])
+            spread = jax.vmap(lambda x, at: zeros.at[at].set(x))  # of a row, so within its device
+            scores = jax.tree.map(lambda x: spread(x, places), scores)
         if isinstance(model, Decoder) and model.value is not None:
             scores = scores._replace(value=model.value(hidden.values))
         return context.zigzag_unshard(scores, parts), hidden.losses

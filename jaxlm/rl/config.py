@@ -2,8 +2,8 @@
 
 Example:
   >>> rl = RLConfig(samples=8)
-  >>> rl.prompts(rows=64), rl.slots_of(rows=64)
-  (8, 64)
+  >>> rl.prompts(rows=64), rl.prompts_at(step=2, rows=64), rl.slots_of(rows=64)
+  (8, range(16, 24), 64)
 """
 
 import dataclasses
@@ -168,6 +168,12 @@ class RLConfig:
     def prompts(self, rows: int) -> int:
         """Return the prompts of a rollout, for updates of some rows."""
         return rows * self.updates // self.samples
+
+    def prompts_at(self, step: int, rows: int) -> range:
+        """Return the numbers of the prompts in the run that an update of some rows trains on."""
+        rollout, part = divmod(step, self.steps)
+        first = (rollout * self.updates + part % self.updates) * rows
+        return range(first // self.samples, -(-(first + rows) // self.samples))
 
     def slots_of(self, rows: int) -> int:
         """Return the samples that are drawn at once, for updates of some rows."""

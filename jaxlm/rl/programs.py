@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals import code
-from jaxlm.rl.reward_config import RewardConfig
+from jaxlm.rl.reward_config import PROGRAMS, RewardConfig
 from jaxlm.rl.verifiers import Sample, Unscorable
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -45,7 +45,7 @@ def passed(name: str, sample: Sample, settings: RewardConfig) -> float:
     `doctest`; without them the answer has the tests. Raises Unscorable if there are none.
     """
     info: Any = sample.info if isinstance(sample.info, dict) else {}
-    text = info.get("tests" if name == "python" else "doctest", sample.answer)
+    text = info.get(PROGRAMS[name], sample.answer)
     text = "\n".join(map(str, text)) if isinstance(text, list) else text
     if not isinstance(text, str) or not text.strip():
         raise Unscorable("the prompt has no tests")

@@ -20,7 +20,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.rl import verifiers
 
-PROGRAMS = ("python", "doctest")  # rewards that run the completion
+# Rewards that run the completion, and the field of `info` with its tests, else the answer has them.
+PROGRAMS = {"python": "tests", "doctest": "doctest"}
 PATTERN = "regex"
 NAMES = (*verifiers.VERIFIERS, PATTERN, *PROGRAMS)
 NEED_ANSWER = (*verifiers.NEED_ANSWER, PATTERN, *PROGRAMS)
@@ -65,7 +66,8 @@ class RewardConfig:
     )
     tolerance: float = setting(
         0.05,
-        "share of the samples of a step that may have no score; more end the run",
+        "share of the samples of a rollout or an evaluation that may have no score; more end the "
+        "run",
         low=0.0,
         high=1.0,
     )
@@ -80,10 +82,14 @@ class RewardConfig:
         """The rewards of `functions`. Raises ValueError if one has no weight."""
         return tuple(map(term, self.functions))
 
-    @property
-    def needs_answer(self) -> tuple[str, ...]:
-        """Labels of the rewards that compare with the answer of a prompt."""
-        return tuple(each.label for each in self.terms if each.name in NEED_ANSWER)
+    def unanswered(self, answer: str | None, info: Any) -> str:
+        """Return the label of a reward that a prompt has nothing to compare with; empty if none."""
+        fields = info if answer is None and isinstance(info, dict) else {}
+        for each in self.terms:
+            is_known = answer is not None or PROGRAMS.get(each.name) in fields
+            if each.name in NEED_ANSWER and not is_known:
+                return each.label
+        return ""
 
     @property
     def recorded_files(self) -> Iterator[tuple[str, str]]:

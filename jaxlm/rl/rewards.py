@@ -41,7 +41,8 @@ class Verdict(NamedTuple):
 class Rewards:
     """The rewards of a run, in a `with` block that starts and ends their processes.
 
-    `digest` identifies the functions, their files, weights and arguments.
+    `digest` identifies the functions, their files, weights and arguments. `tolerance` is the share
+    of samples that may have no score.
 
     Args:
       settings: the rewards and their limits.
@@ -49,6 +50,7 @@ class Rewards:
 
     def __init__(self, settings: RewardConfig) -> None:
         self._settings, self._terms = settings, settings.terms
+        self.tolerance = settings.tolerance
         identity = repr((self._terms, settings.sources))
         self.digest = hashlib.sha256(identity.encode()).hexdigest()
         self._stack = contextlib.ExitStack()

@@ -16,7 +16,7 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals.statistics import pass_at_k
 from jaxlm.models.build import Blueprint
 from jaxlm.rl.config import RLConfig
-from jaxlm.rl.rewards import Rewards, Sample, Verdict
+from jaxlm.rl.rewards import Rewards, Sample, Verdict, check_scored, unscored
 from jaxlm.rl.rollout import DrawnSample, RolloutSampler, RolloutSizes, root_key, row_keys
 from jaxlm.rl.turns import Ended, Turns
 
@@ -156,6 +156,7 @@ class PromptScorer:
         count: int,
         keys: Array,
         *,
+        where: str,
         is_greedy: bool = False,
     ) -> ScoredSamples:
         """Draw `count` samples of each prompt with a key each, and score them.
@@ -168,7 +169,11 @@ class PromptScorer:
           documents: numbers of the prompts.
           count: samples of each.
           keys: the keys of the samples, those of a prompt one after another.
+          where: place of the samples in an error.
           is_greedy: draw the likeliest ids instead.
+
+        Raises:
+          DataError: if too many samples have no score.
         """
         begun = time.perf_counter()
         ids = {document: prompt_ids(loader, document) for document in documents}
@@ -209,10 +214,13 @@ class PromptScorer:
         verdicts = [waiting[number]() for number in sorted(waiting)]
         if self._share is not None:
             verdicts = [Verdict(*each) for each in self._share(verdicts)]
+        ordered = [samples[number] for number in range(len(repeated))]
+        missing = unscored(ordered, verdicts)
+        check_scored(missing, len(ordered), self._rewards.tolerance, where=where)
         return ScoredSamples(
             repeated,
             prompts,
-            [samples[number] for number in range(len(repeated))],
+            ordered,
             drawn,
             verdicts,
             [self._text(each.ids) for each in drawn],
@@ -239,8 +247,9 @@ class PromptScorer:
         count = loader.shards.documents
         chosen = [shuffled(n, count, EVALUATION_SEED) for n in range(min(most or count, count))]
         keys = row_keys(root_key(seed, "held out"), 0, len(chosen), samples)
-        drawn = self.score(params, loader, chosen, samples, keys)
-        greedy = self.score(params, loader, chosen, 1, keys[::samples], is_greedy=True)
+        where = f"evaluation on {loader.shards.source}"
+        drawn = self.score(params, loader, chosen, samples, keys, where=where)
+        greedy = self.score(params, loader, chosen, 1, keys[::samples], where=where, is_greedy=True)
         figures = drawn.figures()
         passed = drawn.has_passed.reshape(-1, samples).sum(1)
         figures |= {f"pass_{k}": pass_at_k(passed, samples, k) for k in sorted({1, samples})}

@@ -3,7 +3,16 @@
 import json
 
 from jaxlm.monitor import report, reward_report
-from jaxlm.recipes.train.records.metric_warnings import HeldOutRewardWarning
+from jaxlm.recipes.train.records.metric_warnings import (
+    HeldOutRewardWarning,
+    RedrawnSampleWarning,
+)
+
+SAMPLES = [
+    {"document": 1, "prompt": "1+1=", "digest": "a", "reward": None},
+    {"document": 2, "prompt": "2+1=", "digest": "b", "reward": 0.0},
+]
+CONTROLS = "\x1b\u202e"  # of a link of a terminal, and of another direction of text
 
 
 def sample(step, document, reward, text):
@@ -19,7 +28,8 @@ def test_the_report_shows_the_best_the_worst_and_what_changed(tmp_path):
     """Both ends of a large file are read; texts of a model are no HTML."""
     filler = [sample(2, 99, 0, "x" * 2000) for _ in range(3000)]
     first = [sample(1, 1, 0, "wrong"), sample(1, 1, -1, "worse"), sample(1, 2, 1, "2")]
-    last = [sample(3, 1, 1, "<script>alert(1)</script>"), sample(3, 1, None, "lost")]
+    last = [sample(3, 1, 1, "<script>alert(1)</script>" + CONTROLS)]
+    last += [sample(3, 1, None, "lost")]
     last += [sample(3, 3, place / 10, f"p{place}") for place in range(9)]
     write(tmp_path / "rollouts.jsonl", [*first, *filler, *last])
     groups = dict(reward_report.samples(tmp_path))
@@ -40,6 +50,7 @@ def test_the_report_shows_the_best_the_worst_and_what_changed(tmp_path):
     assert "Rewards by name" in page
     assert "&lt;script&gt;alert(1)" in page
     assert "<script>alert(1)" not in page
+    assert not set(CONTROLS) & set(page)
 
 
 def test_a_run_without_rewards_has_no_such_part(tmp_path):
@@ -63,3 +74,27 @@ def test_a_reward_that_rises_while_the_held_out_one_falls_is_named_once():
     see(5, 0.5, 0.2)
     assert len(lines) == 1
     assert "fell from 0.5 to 0.3 while that in training rose from 0.2 to 0.4" in lines[0]
+
+
+def test_samples_of_a_resumed_run_that_differ_are_named_once():
+    def warnings_of(*rollouts):
+        """Return the warnings of rollouts of steps 3, 5, ..., which were all SAMPLES before."""
+        lines: list[str] = []
+        steps = range(3, 3 + 2 * len(rollouts), 2)
+        before = [json.dumps({"step": step} | each) for step in steps for each in SAMPLES]
+        alarm = RedrawnSampleWarning(
+            lambda text, **_: lines.append(text), [*map(str.encode, before), b'{"step": 9, "re']
+        )
+        for step, rollout in zip(steps, rollouts, strict=True):
+            alarm.check(step, rollout)
+        return lines
+
+    other = [SAMPLES[0], SAMPLES[1] | {"digest": "c"}]
+    raised = [SAMPLES[0], SAMPLES[1] | {"reward": 0.5}]
+    assert warnings_of(SAMPLES, SAMPLES) == []
+    assert warnings_of(SAMPLES, other) == []  # after a step with another learning rate
+    (line,) = warnings_of(other, other)
+    assert line.startswith("step 3: the prompt '2+1=' has other samples than before")
+    (line,) = warnings_of(SAMPLES, raised, raised)
+    assert line.startswith("step 5: the reward of the prompt '2+1=' was 0.0 before")
+    assert line.endswith("and is 0.5: draw from the argument `seed` alone")

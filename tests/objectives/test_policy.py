@@ -81,14 +81,21 @@ def weighted(batch, mean):
     return batch._replace(weights=weights, rollout=batch.rollout._replace(counts=counts))
 
 
+def log_ratio(log_p, batch, terms):
+    """The logarithm of the ratio of each token, in float64."""
+    is_drawn = np.asarray(batch.weights > 0)
+    each = np.where(is_drawn, log_p - np.asarray(batch.rollout.log_p, np.float64), 0)
+    if terms.ratio == "sequence":
+        mean = each.sum(1) / is_drawn.sum(1)
+        return np.where(is_drawn, mean[:, None], 0)
+    return each
+
+
 def by_formula(log_p, batch, terms):
     """The loss in float64."""
     is_drawn = np.asarray(batch.weights > 0)
-    ratio_log = np.where(is_drawn, log_p - np.asarray(batch.rollout.log_p, np.float64), 0)
-    if terms.ratio == "sequence":
-        mean = ratio_log.sum(1) / is_drawn.sum(1)
-        ratio_log = np.where(is_drawn, mean[:, None], 0)
-    ratio, advantage = np.exp(ratio_log), np.asarray(batch.rollout.advantages, np.float64)
+    ratio = np.exp(log_ratio(log_p, batch, terms))
+    advantage = np.asarray(batch.rollout.advantages, np.float64)
     limited = np.clip(ratio, 1 - terms.clip_low, 1 + terms.clip_high)
     each = {
         "plain": -ratio * advantage,
@@ -97,6 +104,25 @@ def by_formula(log_p, batch, terms):
     }[terms.surrogate]
     total = (np.asarray(batch.weights, np.float64) * np.where(is_drawn, each, 0)).sum()
     return total / float(batch.rollout.counts.sum())
+
+
+def figures_by_formula(log_p, batch, terms):
+    """The figures of a step, means over the drawn tokens in float64."""
+    is_drawn = np.asarray(batch.weights > 0)
+    ratio = np.exp(log_ratio(log_p, batch, terms))[is_drawn]
+    sign = np.sign(np.asarray(batch.rollout.advantages, np.float64)[is_drawn])
+    is_clipped = {
+        "plain": np.zeros_like(ratio),
+        "clip": np.where(sign > 0, ratio > 1 + terms.clip_high, ratio < 1 - terms.clip_low),
+        "weight": ratio > 1 + terms.clip_high,
+    }[terms.surrogate] * (sign != 0 if terms.surrogate == "clip" else 1)
+    gap = (log_p - np.asarray(batch.rollout.log_p, np.float64))[is_drawn]
+    return {
+        "clipped_share": is_clipped.mean(),
+        "drift_nats": (np.exp(gap) - 1 - gap).mean(),
+        "sampler_gap_nats": np.abs(gap).mean(),
+        "sampler_gap_high_nats": np.quantile(np.abs(gap), 0.999),
+    }
 
 
 @functools.cache
@@ -120,6 +146,9 @@ def test_each_algorithm_is_its_formula_in_float64(blueprint, models, batch, algo
     by_formula.constant = np.exp(log_p - np.asarray(batch.rollout.log_p, np.float64))
     expected = by_formula(log_p, batch, terms)
     assert float(part.objective.value) == pytest.approx(expected, rel=2e-5)
+    figures = {name: float(each.value) for name, each in part.metrics.items()}
+    expected = figures_by_formula(log_p, batch, terms)
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-3)
     slopes = np.zeros_like(log_p)
     for place in zip(*np.nonzero(np.asarray(batch.weights)), strict=True):
         step = np.zeros_like(log_p)

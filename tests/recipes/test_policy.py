@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.rl import verifiers
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -81,19 +83,28 @@ def test_the_parts_of_an_iteration_are_its_seconds(base):
 
 
 def test_a_run_logs_its_rewards_and_every_sample(base):
-    steps = [each for each in records(base) if each["split"] == "train"]
+    steps = [each for each in harness.records(base) if each["split"] == "train"]
     drawn = [each for each in steps if "reward" in each]
     assert [each["step"] for each in drawn] == [1, 3]  # two updates of a rollout
-    figures = {"reward/ended", "reward_std", "dead_groups", "ended_share", "sample_tokens"}
-    assert figures | {"entropy_nats", "clipped_share", "drift_nats"} <= drawn[0].keys()
+    assert {"reward/ended", "entropy_nats", "clipped_share", "drift_nats"} <= drawn[0].keys()
     for each in drawn:  # the model that draws is the model that is trained
         assert each["sampler_gap_nats"] < 1e-5
         assert each["sampler_gap_high_nats"] < 1e-4
     assert steps[1]["sampler_gap_nats"] > 1e-4  # the second update is of another model
     samples = records(base, "rollouts.jsonl")
     assert len(samples) == 2 * 16
-    rewards = [each["reward"] for each in samples if each["step"] == 1]
-    assert sum(rewards) / len(rewards) == pytest.approx(drawn[0]["reward"])
+    for record in drawn:
+        groups = [each for each in samples if each["step"] == record["step"]]
+        rewards = np.array([each["reward"] for each in groups]).reshape(-1, 4)
+        spreads = rewards.std(1)
+        expected = {"reward": rewards.mean(), "reward_std": spreads.mean()}
+        expected |= {"reward_stderr": rewards.mean(1).std(ddof=1) / len(rewards) ** 0.5}
+        expected |= {"dead_groups": (spreads == 0).mean(), "unscorable_share": 0}
+        expected |= {"ended_share": np.mean([each["reason"] == "eos_token" for each in groups])}
+        expected |= {"sample_tokens": np.mean([each["tokens"] for each in groups])}
+        assert {name: record[name] for name in expected} == pytest.approx(expected)
+        assert 0 < record["ended_share"] < 1
+        assert record["score_seconds"] < record["draw_seconds"]
     assert {each["prompt"] for each in samples[:4]} == {samples[0]["prompt"]}
     assert len({each["digest"] for each in samples[:4]}) > 1
     held_out = [each for each in records(base) if each["split"] == "val"][-1]
@@ -102,16 +113,27 @@ def test_a_run_logs_its_rewards_and_every_sample(base):
 
 
 @pytest.mark.slow
-def test_an_evaluation_has_the_rewards_of_the_last_one_of_the_run(base, capsys):
+def test_an_evaluation_has_the_rewards_of_the_last_one_of_the_run(base, capsys, monkeypatch):
+    """It ends as a run does if more samples than reward.tolerance have no score."""
     assert main(["eval", f"--workdir={base}", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["sets"]["val"]
     logged = [each for each in records(base) if each["split"] == "val"][-1]
     for name in ("reward", "pass_1", "pass_2", "greedy_reward", "sample_tokens"):
         assert figures[name] == pytest.approx(logged[name]), name
 
+    def fails(sample, argument):
+        raise verifiers.Unscorable("it fails")
+
+    monkeypatch.setitem(verifiers.VERIFIERS, "ended", fails)
+    assert main(["eval", f"--workdir={base}"]) == 65
+    assert "12 of 12 samples have no score" in capsys.readouterr().err
+
 
 def test_a_run_that_stops_inside_a_rollout_resumes_to_the_same_bits(config, base, tmp_path, capsys):
-    """The samples, rewards and losses of the uninterrupted run; never without its samples."""
+    """The samples, rewards and losses of the uninterrupted run; never without its samples.
+
+    Records that were changed in between are named: another reward, and a fall of the held-out one.
+    """
     workdir = tmp_path / "parts"
     assert train(config, workdir, "--stop_at=1") == 0
     (file,) = (workdir / "rollouts").iterdir()
@@ -123,6 +145,22 @@ def test_a_run_that_stops_inside_a_rollout_resumes_to_the_same_bits(config, base
     assert train(config, workdir) == 0
     assert records(workdir) == records(base)
     assert records(workdir, "rollouts.jsonl") == records(base, "rollouts.jsonl")
+
+    def change(name, step, split, **fields):
+        lines = (workdir / name).read_text().splitlines()
+        changed = [
+            each | fields if (each["step"], each.get("split")) == (step, split) else each
+            for each in map(json.loads, lines)
+        ]
+        (workdir / name).write_text("".join(json.dumps(each) + "\n" for each in changed))
+
+    change("rollouts.jsonl", 3, None, reward=7.0)
+    change("metrics.jsonl", 1, "train", reward=-9.0)
+    change("metrics.jsonl", 2, "val", reward=9.0)
+    assert train(config, workdir, "--start_at=2", "--force") == 0
+    log = (workdir / "log.txt").read_text()
+    assert "was 7.0 before the run resumed, and is" in log
+    assert "the reward of val fell from 9 to" in log
 
 
 @pytest.mark.slow
@@ -264,12 +302,13 @@ def test_groups_of_equal_rewards_change_nothing_and_end_the_run(config, tmp_path
     assert all(each["tokens"] == 0 for each in steps)
 
 
+@pytest.mark.parametrize("part", ["train", "validation"])
 def test_prompts_without_the_answers_of_a_reward_end_the_run_before_it_begins(
-    config, tmp_path, capsys
+    config, tmp_path, capsys, part
 ):
     path = tmp_path / "bare.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30)))
-    flags = [f"--config.data.train={path}", "--config.reward.functions=number"]
+    path.write_text("".join(json.dumps({"prompt": f"{n}1="}) + "\n" for n in range(30)))
+    flags = [f"--config.data.{part}={path}", "--config.reward.functions=number"]
     assert train(config, tmp_path / "a", *flags) == 65
     error = capsys.readouterr().err
     assert "prompts have no answer" in error
@@ -309,3 +348,10 @@ def test_a_mixture_of_prompts_has_its_shares_and_resumes_to_the_same_bits(tmp_pa
     for verb in ("stats", "peek"):
         assert main(["data", verb, f"--config={config}"]) == 0
     assert "signs 25.0% of the prompts" in capsys.readouterr().out
+    flags = ["--step=3", "--rows=9", "--json"]  # the last update
+    assert main(["data", "peek", f"--config={config}", *flags]) == 0
+    shown = json.loads(capsys.readouterr().out)["prompts"]
+    assert [each["text"].removeprefix("<|bos|>") for each in shown] == prompts[6:]
+    for each in shown:
+        name = "signs" if "?" in each["text"] else "sums"
+        assert each["source"].startswith(f"{name}, {tmp_path}/{name}.jsonl")

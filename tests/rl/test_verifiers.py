@@ -1,5 +1,7 @@
 """Verifiers earn only what is right; attacks, and what cannot be scored, earn nothing."""
 
+import dataclasses
+
 import pytest
 
 from jaxlm.core import config
@@ -70,6 +72,16 @@ def test_the_total_is_the_weighted_sum_and_a_sample_without_a_value_has_none():
     assert bad.by_name == {"number": None, "format:a": 0, "ended": 0}
     assert bad.problem == "number: the answer has no number"
     assert scorer.digest != Rewards(RewardConfig(functions=("number=2",))).digest
+
+
+def test_a_prompt_has_what_its_rewards_compare_with():
+    settings = RewardConfig(functions=("ended", "python", "number"))
+    programs = dataclasses.replace(settings, functions=("ended", "python"))
+    assert settings.unanswered("12", None) == ""
+    assert settings.unanswered(None, None) == "python"
+    assert settings.unanswered(None, {"tests": "assert True"}) == "number"
+    assert programs.unanswered(None, {"tests": "assert True"}) == ""
+    assert programs.unanswered(None, {"doctest": ">>> 1"}) == "python"
 
 
 def test_too_many_samples_without_a_score_end_the_run():

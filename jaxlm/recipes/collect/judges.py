@@ -104,7 +104,7 @@ class RewardJudge:
     """Rewards of reinforcement learning as a judge."""
 
     def __init__(self, settings: RewardConfig):
-        self.needs_answer = settings.needs_answer
+        self.unanswered = settings.unanswered
         self._rewards = Rewards(settings)
         self._stack = contextlib.ExitStack()
         self.digest = self._rewards.digest
@@ -217,8 +217,9 @@ def check_answers(
       globs: their files.
       flag: the flag.
     """
-    missing = [each for each in prompts if each.answer is None]
-    if getattr(judge, "needs_answer", ()) and len(missing) > FAILURES * len(prompts):
+    unanswered = getattr(judge, "unanswered", lambda answer, info: "")
+    missing = [each for each in prompts if unanswered(each.answer, each.info)]
+    if len(missing) > FAILURES * len(prompts):
         raise DataError(
             f"{len(missing)} of {len(prompts)} prompts have no answer",
             where=f"--prompts={globs[0]}",

@@ -17,7 +17,6 @@ from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import conversations
 from jaxlm.data.conversations import Rejected
 
-FIELDS = ("prompt", "answer")  # of a line; the others are `info`
 EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
 
 
@@ -27,7 +26,7 @@ Messages = str | list[dict[str, Any]]
 class CollectPrompt(NamedTuple):
     """A prompt; `messages` is a text without a chat template.
 
-    `info` has the other fields of its line.
+    `info` is the field of that name of its line.
     """
 
     messages: Messages
@@ -134,5 +133,4 @@ def _parsed(line: str, place: str) -> CollectPrompt:
         file, _, number = place.rpartition(":")
         fix = f"sed -i {number}d {shlex.quote(file)}"
         raise DataError("a line has no prompt", where=place, why=str(error), fix=fix) from error
-    info = {name: value for name, value in record.items() if name not in FIELDS}
-    return CollectPrompt(prompt, answer, info)
+    return CollectPrompt(prompt, answer, record.get("info"))

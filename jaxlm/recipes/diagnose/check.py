@@ -125,6 +125,8 @@ def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
         other = next(other for other in others if -sequence % other % mark)
         raw["tune"]["length"] = -sequence % other
         mark *= other
+    if run.objective.samples_answers:  # a batch of any size is whole groups over the updates
+        raw["rl"] |= {"updates": run.rl.samples, "max_tokens": mark}
     raw["schedule"] = {"name": "constant", "warmup": "0"}
     raw["precision"] = {"params": "float32", "compute": "float32"}
     if hasattr(run.optim, "newton_schulz_dtype"):

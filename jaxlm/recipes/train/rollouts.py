@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,7 +30,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.recipes.train.rescoring import Rescorer
-from jaxlm.rl.rewards import Rewards, check_scored, unscored
+from jaxlm.rl.rewards import Rewards
 from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows, empty_last, root_key, row_keys
 from jaxlm.rl.scoring import PromptScorer, Samplers, ScoredSamples, mean
 from jaxlm.rl.turns import Turns
@@ -43,7 +43,7 @@ FOLDER = (
 )
 NOTES = "notes"  # of such a file: what is logged when the rollout is trained on
 NOTHING = DrawnSample(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")
-Note = Callable[[int, list[dict[str, Any]]], None]
+Note = Callable[[int, Sequence[Mapping[str, Any]]], None]
 
 
 class Drawing(NamedTuple):
@@ -67,7 +67,8 @@ class Rollouts(contextlib.ExitStack):
     Args:
       context: the run.
       programs: the model and the data.
-      note: called with the step, and a record of each sample, of every rollout.
+      note: called with the step, and a record of each sample, of every rollout that is trained on;
+        while the device computes the first step with it.
 
     Raises:
       ConfigError: if the data has no prompts, or a sample does not fit the model.
@@ -84,7 +85,7 @@ class Rollouts(contextlib.ExitStack):
         sets = self._loader, *programs.data.validation.values()
         for each in sets:
             _check_prompts(each)
-        self._check_answers()
+            self._check_answers(each)
         self._rewards = Rewards(run.reward)
         blueprint, self._decoded = setup.decoding(programs.model)
         most = max(each.shards.manifest.figures["longest"] for each in sets)
@@ -108,23 +109,25 @@ class Rollouts(contextlib.ExitStack):
         self._drawings: dict[int, Future[Drawing]] = {}
         self._thread: ThreadPoolExecutor | None = None  # draws ahead
         self._dead = 0  # rollouts in a row without a gradient
+        self._unnoted: tuple[int, list[dict[str, Any]]] | None = None  # arguments of `note`
         self._figures: dict[int, dict[str, float]] = {}
 
-    def _check_answers(self) -> None:
+    def _check_answers(self, loader: Loader) -> None:
         """Raise DataError if a reward needs answers, and too many prompts have none."""
-        reward, prompts = self._run.reward, self._loader.shards.prompts
+        reward, prompts = self._run.reward, loader.shards.prompts
+        missing = [each for each in prompts if reward.unanswered(each.answer, each.info)]
+        reader, other = "the reward {} compares with it", "reward.functions=ended"
         is_copied = isinstance(self._objective, Distill) and self._objective.sampled < 1
-        needs = bool(reward.needs_answer) or is_copied
-        missing = [each for each in prompts if each.answer is None] if needs else []
-        if len(missing) > reward.tolerance * len(prompts):
+        if missing:
+            reader = reader.format(reward.unanswered(missing[0].answer, missing[0].info))
+        elif is_copied and loader is self._loader:
+            missing = [each for each in prompts if each.answer is None]
             reader = "answers that are not sampled are those of the data"
             other = "objective.sampled=1"
-            if reward.needs_answer:
-                reader = f"the reward {reward.needs_answer[0]} compares with it"
-                other = "reward.functions=ended"
+        if len(missing) > reward.tolerance * len(prompts):
             raise DataError(
                 f"{len(missing)} of {len(prompts)} prompts have no answer",
-                where=", ".join(self._run.data.train),
+                where=loader.shards.source,
                 why=f"{reader}; the first prompt begins with {missing[0].text[:SHOWN]!r}",
                 fix=f"{ONE_PROMPT}\n--config.{other}    # needs no answer",
             )
@@ -144,6 +147,7 @@ class Rollouts(contextlib.ExitStack):
         def stepped(state: TrainState, batch: Any) -> Any:
             state, metrics = step(state, batch)
             self._params = state.params
+            self._note_samples()  # the step is being computed
             return state, metrics
 
         return stepped
@@ -206,10 +210,16 @@ class Rollouts(contextlib.ExitStack):
             each.exception()
 
     def _begin(self, drawing: Drawing, step: int) -> None:
-        """Note the samples and figures of a rollout that is trained on from a step."""
+        """Keep the figures and samples of a rollout that is trained on from a step."""
         self._figures[step] = drawing.figures
-        self._note(step, drawing.records)
+        self._unnoted = step, drawing.records
         self._count_dead(drawing, step)
+
+    def _note_samples(self) -> None:
+        """Note the samples of a rollout, once."""
+        if self._unnoted is not None:
+            self._note(*self._unnoted)
+            self._unnoted = None
 
     def keep(self, step: int, skips: Skips = ()) -> None:
         """Write the rollouts to the run directory that a run which resumes at a step cannot draw.
@@ -370,10 +380,8 @@ class Rollouts(contextlib.ExitStack):
         keys = row_keys(root, number, prompts, run.rl.samples)
         if attempt:
             keys = keys.reshape(prompts, -1)[np.array(groups)].reshape(-1)
-        scored = self._scorer.score(params, self._loader, chosen, run.rl.samples, keys)
-        missing, where = unscored(scored.samples, scored.verdicts), f"rollout of step {step}"
-        check_scored(missing, len(scored.samples), run.reward.tolerance, where=where)
-        return scored
+        where = f"rollout of step {step}"
+        return self._scorer.score(params, self._loader, chosen, run.rl.samples, keys, where=where)
 
     def _source_figures(self, scored: ScoredSamples) -> dict[str, float]:
         """Return the mean reward of the prompts of each source of a mixture."""
@@ -397,6 +405,7 @@ class Rollouts(contextlib.ExitStack):
         self._dead = self._dead + 1 if drawing.is_dead else 0
         if self._dead < run.guard.budget or not self._objective.terms.has_group_baseline:
             return
+        self._note_samples()
         raise Diverged(
             f"all samples of each prompt had equal rewards in {self._dead} rollouts in a row",
             where=f"rollout of step {step}",

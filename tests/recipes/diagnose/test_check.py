@@ -108,6 +108,28 @@ def test_a_stored_teacher_passes_without_its_folder(file, capsys, sizes):
     assert max(report["gradients"].values()) < 1e-4
 
 
+@pytest.mark.slow
+def test_samples_of_a_mixture_of_prompts_stay_on_their_devices(file, capsys, sharded_only):
+    """A scatter of their scores once gathered those of all rows. The files are not read."""
+    settings = {
+        "data.kind": "prompts",
+        "data.train": "a=a.jsonl,b=b.jsonl",
+        "data.mixture.name": "weights",
+        "data.mixture.weights": "a=0.25,b=0.75",
+        "data.sequence": 16,
+        "objective.name": "policy",
+        "rl.max_tokens": 6,
+        "reward.functions": "ended",
+        "mesh.fsdp": 1,
+        "mesh.data": 4,
+        "mesh.tensor": 1,
+    }
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    assert main(["plan", f"--config={file}", "--on=v5e-4", "--json", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["rollout"]["samples"] == 16
+    assert check(capsys, file, "--steps=1", *flags, code=1)["unexpected"] == []  # no deviation
+
+
 def test_one_leaf_whose_gradient_has_another_sign_is_named_though_losses_and_norms_agree(
     file, capsys, monkeypatch
 ):

@@ -1,11 +1,16 @@
-"""Warnings about logged metrics: dropped tokens, unlikelier answers, held-out rewards."""
+"""Warnings about records: dropped tokens, unlikelier answers, held-out rewards, other samples."""
 
+import contextlib
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from jaxlm.core.quoting import safe
 
 STEPS_JUDGED = 3  # logged steps whose mean likelihood of chosen answers is judged
 UNLIKELIER = 1.2  # of their first nats
+SHOWN = 60  # characters of a prompt in a warning
 
 
 class DroppedTokenWarning:
@@ -107,3 +112,40 @@ class HeldOutRewardWarning:
             f" rose from {trained:.4g} to {self._trained:.4g}: the model learns what is not asked;"
             " read the samples of the report, and try the reward by `jaxlm reward try`"
         )
+
+
+class RedrawnSampleWarning:
+    """Warns once if a run that resumes draws other samples, or rewards the same ones differently.
+
+    The first rollout is drawn from parameters that were saved, and has the earlier samples. Later
+    ones have other samples after other steps, such as those of another learning rate.
+
+    `lines` are those of rollouts.jsonl that the run will write again.
+    """
+
+    def __init__(self, warn: Callable[..., None], lines: Iterable[bytes]):
+        self._warn, self._is_first = warn, True
+        self._earlier: dict[int, list[dict[str, Any]]] = {}
+        for text in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a torn one
+                record = json.loads(text)
+                self._earlier.setdefault(record["step"], []).append(record)
+
+    def check(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the samples of a step with those that it had before."""
+        is_first, self._is_first = self._is_first, False
+        for mine, earlier in zip(records, self._earlier.pop(step, ()), strict=False):
+            prompt = f"the prompt {safe(str(mine['prompt'])[:SHOWN])!r}"
+            if any(mine[name] != earlier.get(name) for name in ("document", "digest")):
+                text = f"{prompt} has other samples than before the run resumed: its device, its"
+                text += " versions or rl.slots differ"
+            elif mine["reward"] != earlier.get("reward"):
+                text = f"the reward of {prompt} was {earlier.get('reward')} before the run resumed,"
+                text += f" and is {mine['reward']}: draw from the argument `seed` alone"
+                is_first = True
+            else:
+                continue
+            self._earlier.clear()
+            if is_first:
+                self._warn(f"step {step}: {text}", step=step)
+            return

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import DataError
 from jaxlm.generate.sampler import Continuation
 from jaxlm.monitor import formatting, profiling, sinks, trackers
-from jaxlm.monitor.sinks import Sink
+from jaxlm.monitor.sinks import Jsonl, Sink
 from jaxlm.monitor.tensorboard import TensorBoard
 from jaxlm.parallel import hlo
 from jaxlm.recipes.plan.predict import Forecast
@@ -24,6 +24,7 @@ from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.train.records.metric_warnings import (
     DroppedTokenWarning,
     HeldOutRewardWarning,
+    RedrawnSampleWarning,
     UnlikelierAnswerWarning,
 )
 from jaxlm.recipes.train.records.spikes import skip_notice, spike_evidence
@@ -55,7 +56,8 @@ class MetricsLogger:
         self._metrics: Sink = sinks.NullSink()
         self._samples: Sink = sinks.NullSink()
         self._spikes: Sink = sinks.NullSink()
-        self._rollouts: Sink = sinks.NullSink()
+        self._rollouts: Jsonl | None = None
+        self._redrawn: RedrawnSampleWarning | None = None
         self._sinks: list[Sink] = []
         self._text_sinks: list[trackers.GuardedSink] = []
 
@@ -65,7 +67,7 @@ class MetricsLogger:
         if not self._directory.is_writer:
             return
 
-        def opened(name: str, keep_through: int | None) -> Sink:
+        def opened(name: str, keep_through: int | None) -> Jsonl:
             sink = self._directory.journal(name, keep_through=keep_through)
             return self._open.enter_context(contextlib.closing(sink))
 
@@ -79,6 +81,8 @@ class MetricsLogger:
         self._spikes = opened("spikes.jsonl", None)
         if self._context.run.objective.samples_answers:
             self._rollouts = opened(ROLLOUTS, through)
+            dropped = () if self._redrawn else self._rollouts.dropped  # a rewind has other batches
+            self._redrawn = RedrawnSampleWarning(self._console.warn, dropped)
             self._held_out = HeldOutRewardWarning(self._console.warn, known)
         others = [self._open.enter_context(contextlib.closing(s)) for s in self._trackers(through)]
         self._text_sinks = others
@@ -174,10 +178,12 @@ class MetricsLogger:
             for tracker in self._text_sinks:
                 tracker.sample(step, each.prompt, each.text)
 
-    def note_rollout(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def note_rollout(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Write the samples of the rollout that is drawn for a step."""
-        for each in records:
-            self._rollouts.write({"step": step, **each})
+        if self._rollouts is None or self._redrawn is None:
+            return
+        self._rollouts.write_all({"step": step, **each} for each in records)
+        self._redrawn.check(step, records)
 
     def note_memory(self, forecast: Forecast | None, compiled: dict[str, int]) -> None:
         """Write the memory of the largest compiled step next to that of the plan."""
@@ -206,7 +212,8 @@ class MetricsLogger:
     def flush(self) -> None:
         """Return when every record so far would survive a crash of the machine."""
         for sink in (self._metrics, self._samples, self._spikes, self._rollouts):
-            sink.flush()
+            if sink is not None:
+                sink.flush()
 
     def close(self) -> None:
         """Close all open files and trackers."""
