@@ -11,6 +11,8 @@ import lzma
 
 import numpy as np
 
+from jaxlm.core.errors import JaxlmError
+from jaxlm.data.loader import Loader
 from jaxlm.data.shards import AnyShards
 
 COUNTED_TOKENS, COUNTED_DOCUMENTS = 2**20, 2048  # for token frequencies: a second at most
@@ -41,6 +43,19 @@ def unigram_nats(train: AnyShards, text: AnyShards, limit: int = COUNTED_TOKENS)
         return None
     share = (known + 1) / (known.sum() + len(known))
     return float(-(counts * np.log(share)).sum() / counts.sum())
+
+
+def unigram_of(train: Loader, text: Loader | None) -> float | None:
+    """Return `unigram_nats` of the text of a loader.
+
+    Return None without a text, if not every token of it is predicted, or if a shard is damaged.
+    """
+    if text is None or not text.predicts_all:
+        return None
+    try:
+        return unigram_nats(train.shards, text.shards)
+    except JaxlmError:  # a damaged shard, which the loader handles
+        return None
 
 
 def _frequencies(shards: AnyShards, limit: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 import json
 
 from jaxlm.monitor import report, reward_report
-from jaxlm.recipes.train.records.metric_warnings import (
+from jaxlm.monitor.metric_warnings import (
     HeldOutRewardWarning,
     RedrawnSampleWarning,
 )

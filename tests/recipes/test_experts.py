@@ -15,6 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.models.config import balance_rate
 from jaxlm.models.families.mistral import Mixtral
+from jaxlm.monitor.metric_warnings import DroppedTokenWarning
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
 from jaxlm.optim import build as optimizers
@@ -23,7 +24,6 @@ from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.records.metric_warnings import DroppedTokenWarning
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig, TrainConfig

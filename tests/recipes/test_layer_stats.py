@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.span import Span
 from jaxlm.monitor.config import LogConfig
 from jaxlm.nn.intermediates import Intermediates
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.layer_stats import LayerStatsCollector, is_observed, microbatches_for_noise
+from jaxlm.recipes.train.layer_stats import LayerStatsCollector, is_observed
 from jaxlm.training import observe
 from jaxlm.training.config import TrainConfig
 from jaxlm.training.gradient import SQUARE
@@ -134,15 +133,6 @@ def test_a_clock_cannot_say_beforehand_which_step_is_logged():
     log = LogConfig(layers=("norms",), every=Span.parse("10s"), layers_every=Span.parse("1m"))
     assert [field for field, _, _ in log.problems()] == ["every", "layers_every"]
     assert not list(LogConfig(every=Span.parse("10s")).problems())
-
-
-def test_one_row_a_device_has_no_noise_to_tell():
-    run = Run(train=TrainConfig(batch=8), log=LogConfig(layers=("noise",)))
-    assert microbatches_for_noise(run, {"data": 2}) == 4
-    with pytest.raises(ConfigError, match="noise"):
-        microbatches_for_noise(run, {"data": 8})
-    many = dataclasses.replace(run, train=TrainConfig(batch=8, microbatches=2))
-    assert microbatches_for_noise(many, {"data": 4}) == 2
 
 
 def test_the_noise_scale_of_a_known_problem_is_found():

@@ -328,7 +328,7 @@ def test_labels_train_by_kto_and_orpo_has_no_reference(config, pairs, tmp_path):
 
 
 def test_answers_that_become_unlikelier_are_warned_of_once():
-    from jaxlm.recipes.train.records.metric_warnings import UnlikelierAnswerWarning
+    from jaxlm.monitor.metric_warnings import UnlikelierAnswerWarning
 
     lines: list[str] = []
     records = [{"split": "train", "chosen_nats": 2.0}]

@@ -11,7 +11,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core.errors import DataError
 from jaxlm.recipes.train.checkpointing import Rewinds
-from jaxlm.recipes.train.records.spikes import skip_notice
+from jaxlm.recipes.train.spikes import skip_notice
 from jaxlm.training.config import GuardConfig
 
 GUARD = GuardConfig(rewind_steps=4, skip=2)

@@ -28,7 +28,7 @@ from jaxlm.recipes.train import checkpointing, reference, resume
 from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.train.records.spikes import spike_evidence
+from jaxlm.recipes.train.spikes import spike_evidence
 from jaxlm.recipes.train.teacher import find_teacher, load_teacher, with_teacher
 from jaxlm.recipes.use import load
 from jaxlm.training import control

@@ -30,6 +30,7 @@ from jaxlm.tune.config import Quantized
 
 MAX_TRIED = 200  # combinations of settings; the nearest come first
 MESHES_TRIED = 8  # with other settings, if no mesh fits by itself
+MAX_NOISE_PARTS = 8  # of a batch, to measure gradient noise if the step has no micro-batches
 LINES = 6  # of the why and the fix of an error
 
 
@@ -202,6 +203,34 @@ def _warmups(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisib
         if length % parts:
             why = f"{length} tokens of the warm-up do not divide by {parts}"
             yield Indivisible(why, "data.sequence_warmup", ((),))
+
+
+def observer_microbatches(run: Run, sizes: Sizes) -> int:
+    """Return the micro-batches of the observer: the step's, or enough to measure gradient noise.
+
+    Raises ConfigError if `log.layers` has the noise and a device has one row.
+    """
+    microbatches = run.train.microbatches
+    if microbatches > 1 or "noise" not in run.log.layers:
+        return microbatches
+    ways = logical.ways(sizes, "batch")
+    rows = math.gcd(*(phase.rows for phase in run.pace.phases))
+    parts = max(n for n in divisors(max(rows // ways, 1)) if n <= MAX_NOISE_PARTS)
+    if parts == 1:
+        entries = [entry.partition("@") for entry in run.train.batch_warmup]
+        doubled = ",".join(f"{2 * int(rows)}@{span}" for rows, _, span in entries)
+        warmup = f" --config.train.batch_warmup={doubled}" if doubled else ""
+        rest = ",".join(name for name in run.log.layers if name != "noise")
+        without = f"--config.log.layers={rest}" if rest else "'--config.log.layers=()'"
+        raise ConfigError(
+            "log.layers cannot measure the noise of the gradient",
+            where="log.layers",
+            why=f"noise is the difference between the gradients of equal parts of a batch, and"
+            f" {rows} rows on {ways} devices do not divide into parts of whole rows",
+            fix=f"--config.train.batch={2 * run.train.batch}{warmup}\n"
+            f"{without}    # does not measure the noise",
+        )
+    return parts
 
 
 def _misfit(

@@ -1,46 +1,15 @@
 """Layer statistics and gradient noise: the steps that are observed, and the results."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.nearest import divisors
-from jaxlm.parallel import host, logical
+from jaxlm.parallel import host
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import divisibility
 from jaxlm.training.observe import Noise, Observed, gradient_noise, layer_metrics
 
-MAX_NOISE_PARTS = 8  # of a batch, to measure gradient noise if the step has no micro-batches
 NOISE_WINDOW = 20  # estimates of the noise that are averaged
-
-
-def microbatches_for_noise(run: Run, sizes: Sizes) -> int:
-    """Return the micro-batches of the observer: the step's, or enough to measure gradient noise.
-
-    Raises ConfigError if a device has one row.
-    """
-    microbatches = run.train.microbatches
-    if microbatches > 1:
-        return microbatches
-    ways = logical.ways(sizes, "batch")
-    rows = math.gcd(*(phase.rows for phase in run.pace.phases))
-    parts = max(n for n in divisors(max(rows // ways, 1)) if n <= MAX_NOISE_PARTS)
-    if parts == 1:
-        entries = [entry.partition("@") for entry in run.train.batch_warmup]
-        doubled = ",".join(f"{2 * int(rows)}@{span}" for rows, _, span in entries)
-        warmup = f" --config.train.batch_warmup={doubled}" if doubled else ""
-        rest = ",".join(name for name in run.log.layers if name != "noise")
-        without = f"--config.log.layers={rest}" if rest else "'--config.log.layers=()'"
-        raise ConfigError(
-            "log.layers cannot measure the noise of the gradient",
-            where="log.layers",
-            why=f"noise is the difference between the gradients of equal parts of a batch, and"
-            f" {rows} rows on {ways} devices do not divide into parts of whole rows",
-            fix=f"--config.train.batch={2 * run.train.batch}{warmup}\n"
-            f"{without}    # does not measure the noise",
-        )
-    return parts
 
 
 def is_observed(run: Run, step: int) -> bool:
@@ -63,7 +32,7 @@ class LayerStatsCollector:
 
     def __init__(self, run: Run, sizes: Sizes, records: Iterable[Mapping[str, Any]]):
         self._run = run
-        self._parts = microbatches_for_noise(run, sizes) if "noise" in run.log.layers else 1
+        self._parts = divisibility.observer_microbatches(run, sizes)
         self._observed: dict[int, Observed] = {}  # a step is logged after the next one began
         self._noises = [
             Noise(record["gradient_square"], record["gradient_noise"])

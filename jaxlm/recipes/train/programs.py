@@ -40,11 +40,11 @@ from jaxlm.parallel import host, pipeline, rules
 from jaxlm.parallel.replicas import Replicas
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan import oom
+from jaxlm.recipes.plan import divisibility, oom
 from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train.api import RunContext
-from jaxlm.recipes.train.layer_stats import LayerStatsCollector, microbatches_for_noise
+from jaxlm.recipes.train.layer_stats import LayerStatsCollector
 from jaxlm.recipes.train.teacher import Teacher
 from jaxlm.rl.rollout import allowed_ids
 from jaxlm.training import gradient as gradients
@@ -169,9 +169,7 @@ class TrainPrograms:
         observed_model = setup.observer_model(model)
         observed = dataclasses.replace(
             spec,
-            microbatches=microbatches_for_noise(run, dict(model.mesh.shape))
-            if "noise" in run.log.layers
-            else run.train.microbatches,
+            microbatches=divisibility.observer_microbatches(run, dict(model.mesh.shape)),
         )
 
         def step(

@@ -14,11 +14,12 @@ Files of `jaxlm/recipes` between `jaxlm train` and the first step, in the order 
 - `recipes/train/programs.py`: step, observer, gradient and evaluation, and their compilation
 - `recipes/train/trainer.py`: the loop's state and what is due in it
 - `recipes/train/checkpointing.py`: the first state, saves and rewinds
-- `recipes/train/records`: header, metrics, warnings, spikes, verdict, summary
+- `recipes/train/records.py`: header, metrics, samples, summary
 
 Other runs also use, in `recipes/train`, the weights of another run (`init_from.py`), a teacher
 (`teacher.py`), statistics of layers (`layer_stats.py`), scores of answers under a reference
-(`reference.py`), scores of tasks (`task_scores.py`), and rollouts (`rollouts.py`, `rescoring.py`).
+(`reference.py`), scores of tasks (`task_scores.py`), rollouts (`rollouts.py`, `rescoring.py`), and
+documents of steps that were not applied (`spikes.py`).
 """
 
 import contextlib
@@ -63,7 +64,7 @@ from jaxlm.recipes.train.init_from import (
     write_base,
 )
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.train.records.summary import print_header, print_summary, write_partial_report
+from jaxlm.recipes.train.records import print_header, print_summary, write_partial_report
 from jaxlm.recipes.train.resume import ResumePoint, StartRecord
 from jaxlm.recipes.train.teacher import find_teacher, load_teacher, with_teacher
 from jaxlm.recipes.train.trainer import Trainer

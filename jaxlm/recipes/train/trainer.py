@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxlm.core.callbacks import Event
 from jaxlm.core.errors import Preempted
 from jaxlm.core.span import Span
 from jaxlm.data import loader
+from jaxlm.data.baselines import unigram_of
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.evals.config import EvalConfig
 from jaxlm.generate.sampler import Sampler
@@ -28,8 +30,7 @@ from jaxlm.recipes.train import checkpointing
 from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.checkpointing import CheckpointSaver, SaveRequest
 from jaxlm.recipes.train.programs import CompiledStep, Skips, TrainPrograms, compiled_memory
-from jaxlm.recipes.train.records.divergence_alarm import DivergenceAlarm
-from jaxlm.recipes.train.records.metrics_log import MetricsLogger
+from jaxlm.recipes.train.records import MetricsLogger
 from jaxlm.recipes.train.resume import ResumePoint
 from jaxlm.recipes.train.rollouts import Rollouts
 from jaxlm.recipes.train.task_scores import SPLIT, TaskScores
@@ -37,6 +38,8 @@ from jaxlm.recipes.use.load import InitSource
 from jaxlm.training import control
 from jaxlm.training.cadence import Cadence
 from jaxlm.training.control import Control
+from jaxlm.training.divergence import Divergence
+from jaxlm.training.divergence_alarm import AlarmTerms, DivergenceAlarm
 from jaxlm.training.loop import BudgetSpent, LoopLimits, Progress, TrainLoop
 from jaxlm.training.signals import StopRequest
 from jaxlm.training.state import TrainState
@@ -353,13 +356,28 @@ class Trainer(TrainLoop):
         self._logger.open(self.start)
 
     def _new_alarm(self) -> DivergenceAlarm:
+        run, data, progress = self.run_config, self.programs.data, self.progress
+        ids, ranking_set = data.tokenizer.size, self.evaluator.ranking_set
+        terms = AlarmTerms(
+            ids=ids, rate=run.optim.lr, ranking_set=ranking_set or "train", guard=run.guard
+        )
+        divergence = None
+        # Coders compare with the likelihood of tokens, not with a loss of whole answers.
+        if not (run.objective.compares_answers or run.objective.samples_answers):
+            uniform, first = math.log(ids), progress.first_loss
+            text = data.validation.get(ranking_set or "")
+            divergence = Divergence(
+                steps=run.train.steps,
+                uniform=uniform,
+                unigram=functools.cache(functools.partial(unigram_of, data.train, text)),
+                # A checkpoint of an earlier version does not have the first loss.
+                first=uniform if first is None and self.start else first,
+                best=math.inf if progress.best_loss is None else progress.best_loss,
+                worse=progress.divergence["worse_than"] if progress.divergence else None,
+            )
+        context = self.context
         return DivergenceAlarm(
-            self.context,
-            self.programs,
-            self.evaluator.ranking_set,
-            self.progress,
-            self.start,
-            self._finish_saves,
+            divergence, terms, progress, context.directory, context.console, self._finish_saves
         )
 
     def _warn(self, text: str) -> None:

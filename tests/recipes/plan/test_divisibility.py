@@ -1,5 +1,6 @@
 """Runs that do not fit their mesh: one error with every problem, and fix lines that work."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -9,9 +10,11 @@ import pytest
 
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
+from jaxlm.monitor.config import LogConfig
 from jaxlm.parallel.config import AXES, MAX_FIXES
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
+from jaxlm.training.config import TrainConfig
 
 SMALL = {
     "model.vocab": "64",
@@ -338,3 +341,13 @@ def test_what_fits_is_left_alone():
     divisibility.check(load(SMALL | {"mesh.fsdp": "2", "mesh.tensor": "4", "mesh.data": "1"}), 8)
     divisibility.check(load(SMALL | {"mesh.pipe": "2", "mesh.context": "2", "mesh.tensor": "2"}), 8)
     divisibility.check(load(SMALL | {"model.vocab": "auto", "mesh.tensor": "2"}), 8)
+
+
+def test_one_row_a_device_has_no_noise_to_measure():
+    run = Run(train=TrainConfig(batch=8), log=LogConfig(layers=("noise",)))
+    assert divisibility.observer_microbatches(run, {"data": 2}) == 4
+    with pytest.raises(ConfigError, match="noise"):
+        divisibility.observer_microbatches(run, {"data": 8})
+    many = dataclasses.replace(run, train=TrainConfig(batch=8, microbatches=2))
+    assert divisibility.observer_microbatches(many, {"data": 4}) == 2
+    assert divisibility.observer_microbatches(Run(train=TrainConfig(batch=8)), {"data": 8}) == 1
