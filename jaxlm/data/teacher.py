@@ -28,7 +28,6 @@ VERSION = 1
 NAME = "teacher.json"
 COLUMNS = "log_p", "tail", "nll"
 MAX_BYTES = 2**24  # of teacher.json
-LEAST = -1e4  # log-probability that stands for 0, in nats
 EXCESS = 0.02  # of the mass of a row over 1, by rounding to float16
 OPEN_SHARDS = 200
 PIECE = 2**22  # bytes that are hashed at a time

@@ -9,12 +9,12 @@ from jax import Array
 
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import TeacherTop, Tokens
-from jaxlm.data.teacher import LEAST
 from jaxlm.models.build import Model
 from jaxlm.objectives import config
 from jaxlm.objectives.loss import Loss, auxiliary_loss, logits_function, read_sharded, weighted
 from jaxlm.objectives.objective import Objective
 from jaxlm.ops.cross_entropy import TokenScores, in_chunks, token_scores
+from jaxlm.ops.top_parts import top_parts
 from jaxlm.parallel import context
 
 
@@ -110,9 +110,10 @@ def top_of(logits: Array, targets: Array, top: int, temperature: float) -> Teach
       top: number of ids.
       temperature: divisor of the logits.
     """
-    log_p = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
-    values, ids = jax.lax.top_k(log_p, top)
-    return TeacherTop(ids, values, _rest(log_p, ids), token_scores(logits, targets).nll)
+    scaled = logits.astype(jnp.float32) / temperature
+    _, ids = jax.lax.top_k(scaled, top)
+    parts = top_parts(scaled, ids)
+    return TeacherTop(ids, parts[..., :-1], parts[..., -1], token_scores(logits, targets).nll)
 
 
 def parts_of(teacher: TeacherTop, logits: Array, temperature: float) -> tuple[Array, Array]:
@@ -120,22 +121,9 @@ def parts_of(teacher: TeacherTop, logits: Array, temperature: float) -> tuple[Ar
 
     They are [B, T, K + 1]. Those of the teacher were rounded, and do not sum to 1.
     """
-    log_q = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
-    chosen = jnp.take_along_axis(log_q, teacher.ids, -1)
-    student = jnp.concatenate((chosen, _rest(log_q, teacher.ids)[..., None]), -1)
+    student = top_parts(logits.astype(jnp.float32) / temperature, teacher.ids)
     stored = jnp.concatenate((teacher.log_p, teacher.tail[..., None]), -1)
     return stored.astype(jnp.float32), student
-
-
-def _rest(log_p: Array, ids: Array) -> Array:
-    """Return the log-probability of all ids but some; about `LEAST` if there is no other."""
-
-    def without(row: Array, ids: Array) -> Array:
-        return row.at[ids].set(LEAST)
-
-    # A scatter with batch axes, which meshes split; that of put_along_axis gathers all ids.
-    others = jax.vmap(jax.vmap(without))(log_p, ids)
-    return jax.nn.logsumexp(others, axis=-1).clip(LEAST)
 
 
 def divergence(

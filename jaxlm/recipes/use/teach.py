@@ -40,6 +40,7 @@ from jaxlm.monitor import formatting
 from jaxlm.objectives.config import Causal, Distill
 from jaxlm.objectives.distill import top_of
 from jaxlm.objectives.loss import logits_function, read_sharded
+from jaxlm.ops import top_parts
 from jaxlm.ops.cross_entropy import in_chunks
 from jaxlm.parallel import context, host
 from jaxlm.parallel.config import format_mesh
@@ -281,7 +282,7 @@ class _Pass:
         rows = np.zeros(top.ids.shape[:2], self._facts.dtype)
         rows["ids"], rows["nll"] = top.ids, top.nll
         for name in ("log_p", "tail"):
-            rows[name] = np.maximum(getattr(top, name), teacher.LEAST)
+            rows[name] = np.maximum(getattr(top, name), top_parts.LEAST)
         for row in range(first, min(first + len(rows), loader.plan.rows)):
             faults.point("teach.row", row)
             slot = 0
