@@ -9,6 +9,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.generate import beam, decode
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
+from tests.models.parameters import draw_params
 
 VOCAB, END, PAD, LENGTH = 12, 2, 0, 6
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
@@ -19,7 +20,7 @@ def model():
     blueprint = Blueprint(
         Llama(vocab=VOCAB, width=32, depth=1, heads=4, kv_heads=2).build(), Precision.float32()
     )
-    params = jax.tree.map(lambda x: 3 * x, jax.jit(blueprint.init)(jax.random.key(3)))
+    params = draw_params(blueprint, 3, std=0.06)
 
     @jax.jit
     def forward(tokens):

@@ -17,6 +17,7 @@ from jaxlm.models.families.mistral import Mistral
 from jaxlm.models.families.phi3 import Phi3
 from jaxlm.models.families.t5 import T5
 from jaxlm.nn.rotary import LongScaling
+from tests.models.parameters import draw_params
 
 VOCAB, END, PAD = 40, 2, 0
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [20, 21, 22]]
@@ -40,7 +41,7 @@ GUESSING = FAMILIES | {
 
 def made(name):
     blueprint = Blueprint(GUESSING[name].build(), Precision.float32())
-    return blueprint, jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
+    return blueprint, draw_params(blueprint, 0, std=0.1)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

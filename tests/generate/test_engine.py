@@ -27,6 +27,7 @@ from jaxlm.models.families.mistral import Mistral
 from jaxlm.models.families.t5 import T5
 from jaxlm.objectives import loss
 from jaxlm.rl.rollout import RolloutSampler, RolloutSizes
+from tests.models.parameters import draw_params
 
 TOKENIZER = Bytes()
 SIZES = {"vocab": TOKENIZER.size, "width": 32, "depth": 2, "heads": 4}
@@ -45,7 +46,7 @@ def made(family="llama", compute="float32"):
     blueprint = Blueprint(
         FAMILIES[family].build(), Precision.of(PrecisionConfig(compute=compute)).exact
     )
-    return blueprint, jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
+    return blueprint, draw_params(blueprint, 0, std=0.1)
 
 
 def started(family="llama", compute="float32", draft=None, say=print, **more):

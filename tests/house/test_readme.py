@@ -84,7 +84,7 @@ SLOW = "|".join(
     (
         r"--cpu_devices|^jaxlm (check|bench|lr-find|sweep) |workdir=runs/c ",
         r"config=(rl|preference)/|qlora|^jaxlm (quantize|replay|teach) |=runs/(prefix|small|e)\b",
-        r"config.objective.stored=taught|--workdir=runs/shorter",
+        r"config.objective.stored=taught|--workdir=runs/(shorter|student) |config=distill/draft",
     )
 )
 FIRST_RUN = "jaxlm train --config=quickstart --workdir=runs/a --stop_at=20"  # many read it

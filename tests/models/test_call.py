@@ -1,6 +1,5 @@
 """`model(ids)`: logits with positions by default, of packed rows, and with a KV cache."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
+from tests.models.parameters import draw_params
 
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 8)), jnp.int32)
 FAMILIES = {
@@ -20,7 +20,7 @@ FAMILIES = {
 @pytest.fixture(params=FAMILIES, scope="module")
 def model(request):
     blueprint = Blueprint(FAMILIES[request.param].build(), Precision.float32())
-    return blueprint.merge(jax.jit(blueprint.init)(jax.random.key(0)))
+    return blueprint.merge(draw_params(blueprint))
 
 
 @pytest.mark.few(1)

@@ -15,6 +15,7 @@ from jaxlm.models.cost import model_cost
 from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.bert import BERT
 from jaxlm.models.families.modernbert import ModernBERT
+from tests.models.parameters import draw_params
 from tests.models.test_laws import dot_flops
 
 LENGTH, VOCAB, WINDOW = 14, 50, 2
@@ -28,7 +29,7 @@ CONFIG = dataclasses.replace(LOCAL, positions=LENGTH, first_position=3, token_ty
 @pytest.fixture(scope="module")
 def built():
     blueprint = Blueprint(CONFIG, Precision.float32())
-    params = jax.jit(blueprint.init)(jax.random.key(0))
+    params = draw_params(blueprint)
 
     # Away from the initial ones and zeros, so that every scale and bias matters.
     def away(path, leaf):
@@ -86,7 +87,7 @@ def test_every_token_sees_its_document_both_ways_and_nothing_of_another(logits):
 def test_a_window_reaches_as_far_to_either_side():
     local = dataclasses.replace(LOCAL, depth=1, prefix=(), pattern=LOCAL.pattern[:1])
     blueprint = Blueprint(local, Precision.float32())
-    params = jax.jit(blueprint.init)(jax.random.key(0))
+    params = draw_params(blueprint)
 
     @jax.jit
     def run(tokens, positions, segments, types):

@@ -15,6 +15,7 @@ from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.t5 import T5
 from jaxlm.nn.attention import bucket
 from jaxlm.nn.config import RelativeBias
+from tests.models.parameters import draw_params
 from tests.models.test_laws import dot_flops
 
 LENGTH, READ, VOCAB = 7, 9, 50
@@ -26,7 +27,7 @@ CONFIG = T5(
 @pytest.fixture(scope="module")
 def built():
     blueprint = Blueprint(CONFIG, Precision.float32())
-    return blueprint, jax.jit(blueprint.init)(jax.random.key(0))
+    return blueprint, draw_params(blueprint)
 
 
 @pytest.fixture(scope="module")

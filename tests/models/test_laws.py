@@ -24,6 +24,7 @@ from jaxlm.models.families.union import BY_PARAMETERS, SIZES, Family
 from jaxlm.nn.config import BlockConfig, NormConfig, Residual
 from jaxlm.nn.rotary import Rope, YarnScaling
 from jaxlm.ops import masks
+from tests.models.parameters import draw_params
 
 LENGTH, VOCAB = 12, 50
 FAMILIES = {
@@ -155,14 +156,7 @@ def logits(blueprint, params, tokens, positions, **rest):
 @pytest.fixture(scope="module", params=CONFIGS)
 def built(request):
     blueprint = Blueprint(CONFIGS[request.param], Precision.float32())
-
-    # Away from the initial ones and zeros, so that every scale and bias matters.
-    def away(path, leaf):
-        noise = np.random.default_rng([1, *jax.tree_util.keystr(path).encode()])
-        return leaf + 0.1 * noise.standard_normal(leaf.shape, np.float32)
-
-    params = jax.jit(blueprint.init)(jax.random.key(0))
-    return blueprint, jax.device_put(jax.tree_util.tree_map_with_path(away, jax.device_get(params)))
+    return blueprint, draw_params(blueprint, std=0.1)
 
 
 @pytest.mark.few(1)
@@ -238,7 +232,7 @@ def test_what_is_computed_again_changes_no_gradient(remat):
     gradients = []
     for policy in ("none", remat):
         blueprint = Blueprint(CONFIGS["llama"], Precision.float32(), remat=policy)
-        params = jax.jit(blueprint.init)(jax.random.key(0))
+        params = draw_params(blueprint)
         loss = lambda p, b=blueprint: (logits(b, p, tokens, positions) ** 2).mean()  # noqa: E731
         gradients.append(tree.leaves(jax.jit(jax.grad(loss))(params)))
     for path, leaf in gradients[0].items():
@@ -248,7 +242,7 @@ def test_what_is_computed_again_changes_no_gradient(remat):
 def test_a_remat_policy_that_does_not_exist_is_refused():
     blueprint = Blueprint(CONFIGS["llama"], Precision.float32(), remat="save:everything")
     with pytest.raises(ValueError, match="save:everything"):
-        logits(blueprint, blueprint.init(jax.random.key(0)), *inputs())
+        logits(blueprint, draw_params(blueprint), *inputs())
 
 
 @pytest.mark.slow
@@ -303,7 +297,7 @@ def test_cached_decoding_is_the_full_forward_row_by_row(built):
 
 def test_segments_with_a_cache_are_refused():
     blueprint = Blueprint(CONFIGS["llama"], Precision.float32())
-    model = blueprint.merge(blueprint.init(jax.random.key(0)))
+    model = blueprint.merge(draw_params(blueprint))
     tokens, positions = inputs()
     with pytest.raises(ValueError, match="segments with a cache"):
         model.hidden(

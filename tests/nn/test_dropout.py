@@ -12,6 +12,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.config import DecoderConfig, RegularizationConfig
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.nn.dropout import layer_drop, noise
+from tests.models.parameters import draw_params
 from tests.nn.test_stack import KEY, LENGTH, PLAIN, ROWS, WIDTH, made, run
 
 
@@ -75,7 +76,7 @@ def test_embeddings_are_dropped_at_their_rate_and_the_mean_stays():
     plain = GPT2(vocab=64, width=32, depth=1, heads=2, max_positions=16, dropout=0.0).build()
     model = RegularizationConfig(embedding_dropout=0.3).applied(plain)
     blueprint = Blueprint(model, Precision.float32())
-    params = jax.jit(blueprint.init)(jax.random.key(0))
+    params = draw_params(blueprint)
     params["stack"] = jax.tree.map(jnp.zeros_like, params["stack"])
     tokens = np.random.default_rng(0).integers(0, 64, (8, 16))
     positions = np.broadcast_to(np.arange(16), (8, 16))
@@ -116,7 +117,7 @@ def test_a_model_without_a_key_has_no_noise_and_drops_no_layer():
 
     def values(config, key):
         blueprint = Blueprint(config, Precision.float32())
-        model = blueprint.merge(blueprint.init(jax.random.key(0)))
+        model = blueprint.merge(draw_params(blueprint))
         return np.asarray(model.hidden(tokens, positions=positions, key=key).values)
 
     np.testing.assert_array_equal(values(quiet, None), values(loud, None))

@@ -16,6 +16,7 @@ from jaxlm.objectives.build import build
 from jaxlm.objectives.config import Distill, LossConfig
 from jaxlm.objectives.distill import divergence
 from tests.faults import harness
+from tests.models.parameters import draw_params
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
@@ -37,7 +38,7 @@ def blueprint():
 
 @pytest.fixture(scope="module")
 def models(blueprint):
-    return [blueprint.init(jax.random.key(seed)) for seed in (0, 1)]
+    return [draw_params(blueprint, seed) for seed in (0, 1)]
 
 
 def rows(shape=(2, 16)):

@@ -24,6 +24,7 @@ from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
 from jaxlm.parallel import host, mesh, rules
 from jaxlm.parallel.config import MeshConfig
+from tests.models.parameters import draw_params
 from tests.nn import reference
 
 VOCAB, LENGTH = 40, 12
@@ -51,15 +52,7 @@ def batch():
 def built(request):
     config = dataclasses.replace(MODEL.build(), mtp=MtpConfig(tokens=2, kind=request.param))
     blueprint = Blueprint(config, Precision.float32())
-
-    @jax.jit
-    def moved():
-        """No norm's scale is one, and no head like another."""
-        params = blueprint.init(jax.random.key(0))
-        keys = iter(jax.random.split(jax.random.key(1), 200))
-        return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params)
-
-    return blueprint, moved()
+    return blueprint, draw_params(blueprint, std=0.1)
 
 
 def loss(blueprint, params, rows, **settings):
@@ -221,7 +214,7 @@ def test_any_family_learns_from_further_tokens(family, kind):
     model = family(vocab=VOCAB, width=16, depth=2, heads=4, **heads, **sizes)
     config = dataclasses.replace(model.build(), mtp=MtpConfig(tokens=2, kind=kind))
     blueprint = Blueprint(config, Precision.float32())
-    params = jax.jit(blueprint.init)(jax.random.key(0))
+    params = draw_params(blueprint)
     rows = batch()
 
     def value(params):

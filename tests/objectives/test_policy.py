@@ -17,6 +17,7 @@ from jaxlm.objectives.build import build
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.policy import PolicyLearning
 from jaxlm.objectives.policy_config import ALGORITHMS, Policy
+from tests.models.parameters import draw_params
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -35,7 +36,7 @@ def blueprint():
 
 @pytest.fixture(scope="module")
 def models(blueprint):
-    return [blueprint.init(jax.random.key(seed)) for seed in (0, 1)]
+    return [draw_params(blueprint, seed) for seed in (0, 1)]
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from jaxlm.objectives.build import build
 from jaxlm.objectives.config import Causal, LossConfig
 from jaxlm.objectives.preference import score_answers
 from jaxlm.objectives.preference_config import Preference
+from tests.models.parameters import draw_params
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -39,7 +40,7 @@ def blueprint():
 
 @pytest.fixture(scope="module")
 def models(blueprint):
-    return [blueprint.init(jax.random.key(seed)) for seed in (0, 1)]
+    return [draw_params(blueprint, seed) for seed in (0, 1)]
 
 
 def rows(pairs, length=40, answers=32, order=(0, 1)):

@@ -20,6 +20,7 @@ from jaxlm.objectives.config import (
     Span,
     Weights,
 )
+from tests.models.parameters import draw_params
 from tests.objectives.reading import loader_of, shards_of
 
 SEQUENCE = 32
@@ -38,7 +39,7 @@ def dependence():
     """
     family = Llama(vocab=SEQUENCE, width=8, depth=1, heads=2, kv_heads=1)
     blueprint = Blueprint(family.build(), Precision.float32())
-    params = jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
+    params = draw_params(blueprint, 0, std=0.1)
     slots = jnp.arange(SEQUENCE, dtype=jnp.int32)[None]
     weights = jax.random.normal(jax.random.key(1), (SEQUENCE,))
 

@@ -15,6 +15,7 @@ from jaxlm.objectives.loss import token_nll
 from jaxlm.parallel import host, mesh
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
+from tests.models.parameters import draw_params
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def blueprint():
 
 @pytest.fixture(scope="module")
 def params(blueprint):
-    return jax.jit(blueprint.init)(jax.random.key(0))
+    return draw_params(blueprint)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.config import MtpConfig
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
+from tests.models.parameters import draw_params
 from tests.objectives.test_mtp import MODEL, VOCAB, WEIGHTS, batch
 
 
@@ -21,7 +22,7 @@ from tests.objectives.test_mtp import MODEL, VOCAB, WEIGHTS, batch
 )
 def test_the_target_of_an_untrained_slot_changes_no_bit(mtp, chunk):
     blueprint = Blueprint(dataclasses.replace(MODEL.build(), mtp=mtp), Precision.float32())
-    params = blueprint.init(jax.random.key(0))
+    params = draw_params(blueprint)
     rows = batch()
     others = np.where(rows.weights > 0, rows.targets, (rows.targets + 7) % VOCAB)
     config = LossConfig(chunk=chunk, z_loss=0.01, label_smoothing=0.1)

@@ -14,6 +14,7 @@ from jaxlm.ops.integer_product import FORMATS, integer_product, qat_matmul
 from jaxlm.ops.matmul import matmul
 from jaxlm.tune import surgery
 from jaxlm.tune.config import Quantized
+from tests.models.parameters import draw_params
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -71,7 +72,7 @@ def test_a_model_that_is_trained_with_rounding_has_the_bits_of_the_stored_one(sc
     family = Llama(vocab=50, width=32, depth=1, heads=2, kv_heads=2, tied=False)
     precision = Precision.of(PrecisionConfig(qat=scheme))
     trained = Blueprint(family.build(), precision)
-    params = trained.init(jax.random.key(0))
+    params = draw_params(trained)
     settings = Quantized(base=scheme, block=FORMATS[scheme].block)
     surgeon = surgery.quantization(settings)
     stored = Blueprint(family.build(), Precision.float32(), surgery=surgeon)

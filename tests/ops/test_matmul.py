@@ -8,6 +8,7 @@ from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.ops.matmul import matmul
+from tests.models.parameters import draw_params
 
 
 def operands(rows=(2, 5)):
@@ -81,7 +82,7 @@ def test_logits_are_not_rounded_where_activations_are_bfloat16(tied, monkeypatch
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     family = Llama(vocab=50, width=32, depth=1, heads=2, kv_heads=2, tied=tied)
     blueprint = Blueprint(family.build(), Precision.of(PrecisionConfig(compute="bfloat16")))
-    model = blueprint.merge(blueprint.init(jax.random.key(0)))
+    model = blueprint.merge(draw_params(blueprint))
     ids = jnp.arange(8, dtype=jnp.int32)[None]
     hidden = model.hidden(ids, positions=ids).values
     assert hidden.dtype == jnp.bfloat16

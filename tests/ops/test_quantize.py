@@ -13,6 +13,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.ops import quantize
 from jaxlm.ops.matmul import matmul
+from tests.models.parameters import draw_params
 
 ROWS, INS, OUTS = 24, 48, 32
 
@@ -142,7 +143,7 @@ def test_scales_are_those_of_whole_rows_and_tensors_where_devices_split_them(pro
 def test_only_the_projections_of_layers_are_rounded():
     family = Llama(vocab=50, width=32, depth=1, heads=2, kv_heads=2, tied=False)
     blueprint = Blueprint(family.build(), Precision.of(PrecisionConfig(products="int8")))
-    params = blueprint.init(jax.random.key(0))
+    params = draw_params(blueprint)
     ids = jnp.arange(8, dtype=jnp.int32)[None]
 
     def logits(params):

@@ -16,6 +16,7 @@ from jaxlm.models.families.deepseek import DeepSeekV2
 from jaxlm.models.families.gemma import Gemma3
 from jaxlm.recipes.use import load, prune
 from tests.faults import harness
+from tests.models.parameters import draw_params
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -131,7 +132,7 @@ def test_layers_of_several_kinds_keep_their_bits(name):
     small = dataclasses.replace(family, depth=len(numbers), **settings).build()
     before = Blueprint(family.build(), Precision.float32())
     after = Blueprint(small, Precision.float32())
-    params = before.init(jax.random.key(0))
+    params = draw_params(before)
     chosen = prune.kept(params, before.config, small, numbers)
     shapes = jax.tree.map(lambda x: x.shape, after.shapes)
     assert jax.tree.map(lambda x: x.shape, chosen) == shapes

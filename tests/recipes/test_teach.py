@@ -31,6 +31,7 @@ from jaxlm.objectives.config import Distill, LossConfig
 from jaxlm.objectives.distill import top_of
 from jaxlm.recipes.use import teach as recipe
 from tests.faults import harness
+from tests.models.parameters import draw_params
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -57,7 +58,7 @@ def blueprint():
 
 @pytest.fixture(scope="module")
 def models(blueprint):
-    return [jax.tree.map(lambda x: 5 * x, blueprint.init(jax.random.key(n))) for n in (0, 1)]
+    return [draw_params(blueprint, n, std=0.1) for n in (0, 1)]
 
 
 def rows(shape=(2, 8)):

@@ -25,6 +25,7 @@ from jaxlm.rl.rollout import (
     root_key,
     row_keys,
 )
+from tests.models.parameters import draw_params
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -41,7 +42,7 @@ def blueprint():
 
 @pytest.fixture(scope="module")
 def params(blueprint):
-    return jax.tree.map(lambda x: 4 * x, blueprint.init(jax.random.key(0)))
+    return draw_params(blueprint, 0, std=0.08)
 
 
 def sampler(blueprint, slots, temperature=TEMPERATURE):

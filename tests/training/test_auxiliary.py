@@ -16,6 +16,7 @@ from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
 from jaxlm.training import gradient
 from jaxlm.training.gradient import GradientSpec
+from tests.models.parameters import draw_params
 
 ROWS, LENGTH, VOCAB = 8, 16, 64
 PLAIN = Mixtral(
@@ -49,7 +50,7 @@ def mean(model, share, microbatches=1):
     of = gradient.build_gradient(
         GradientSpec(loss=loss, precision=Precision.float32(), microbatches=microbatches)
     )
-    params = jax.jit(blueprint.init)(jax.random.key(0))
+    params = draw_params(blueprint)
     # Weights of the size of one, so that routes are uneven.
     params = jax.tree.map(lambda leaf: 4 * leaf if leaf.ndim > 1 else leaf, params)
     grads, _, _ = jax.jit(of)(params, batch(share), jax.random.key(1), np.float32(1))
@@ -89,7 +90,7 @@ def test_micro_batches_of_uneven_weights_give_the_gradient_of_one_batch(share):
 def test_a_batch_that_is_trained_on_whole_has_the_sum_of_both_losses_over_its_tokens():
     """Both losses are divided by the number of trained tokens."""
     blueprint = Blueprint(ADDING.build(), Precision.float32())
-    params = jax.jit(blueprint.init)(jax.random.key(0))
+    params = draw_params(blueprint)
     loss = jax.jit(lambda p: token_nll(blueprint.merge(p), batch(ALL), None, LossConfig()))(params)
     assert loss.added.weight == loss.objective.weight == batch(ALL).weights.sum()
     together = (loss.objective.total + loss.added.total) / loss.objective.weight

@@ -24,6 +24,7 @@ from jaxlm.training import observe
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.step import StepSpec
+from tests.models.parameters import draw_params
 from tests.nn import reference
 from tests.training.test_step import GUARD, batches
 
@@ -71,7 +72,7 @@ class Pieces:
 
     def fresh(self):
         """A state whose weights are large enough for figures that differ."""
-        params = self.blueprint.init(jax.random.key(0))
+        params = draw_params(self.blueprint)
         params = jax.tree.map(lambda x: x * 6 if x.ndim > 2 else x, params)
         return states.init_state(params, self.optimizer, GUARD)
 

@@ -35,6 +35,7 @@ from jaxlm.training.config import GuardConfig
 from jaxlm.training.gradient import Curvature, GradientSpec
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import StepSpec
+from tests.models.parameters import draw_params
 
 FAMILY = Llama(vocab=64, width=32, depth=2, heads=8, kv_heads=8, hidden=64, tied=True)
 ROWS, LENGTH = 8, 16
@@ -124,7 +125,7 @@ def on_mesh(grid, *, zero=3, arm=AdamW, guard=GUARD, average=None, **options):
     )
 
     def fresh():
-        params = blueprint.init(jax.random.key(0))
+        params = draw_params(blueprint)
         return states.init_state(
             params, optimizer, guard, averages.init(params) if average else None
         )
@@ -214,7 +215,7 @@ def test_uneven_micro_batches_are_one_batch(parts):
     out = {}
     for microbatches in (1, parts):
         blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
-        state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        state = states.init_state(draw_params(blueprint), optimizer, GUARD)
         _, metrics = jax.jit(step)(state, batch)
         out[microbatches] = metrics
     for name in ("loss_nats", "grad_norm", "tokens"):
@@ -226,7 +227,7 @@ def test_micro_batches_give_the_gradient_of_one_batch_leaf_by_leaf():
     moments = {}
     for microbatches in (1, 4):
         blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
-        state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        state = states.init_state(draw_params(blueprint), optimizer, GUARD)
         moments[microbatches] = tree.leaves(jax.jit(step)(state, batch)[0].opt_state)
     # AdamW's first mean after one step is a tenth of the gradient.
     means = [path for path in moments[1] if "/mu/" in path]
@@ -243,7 +244,7 @@ def test_bfloat16_keeps_float32_weights_and_moments_and_a_loss_near_float32s():
     losses = []
     for policy in (Precision.float32(), precision):
         blueprint, optimizer, step = pieces(precision=policy)
-        state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        state = states.init_state(draw_params(blueprint), optimizer, GUARD)
         state, metrics = jax.jit(step)(state, batch)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
         losses.append(float(metrics["loss_nats"]))
@@ -275,7 +276,7 @@ def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated():
     family = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=4, hidden=64, dropout=0.5)
     blueprint, optimizer, step = pieces(family=family, weight_decay=0.0)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    state = states.init_state(draw_params(blueprint), optimizer, GUARD)
     compiled = jax.jit(step)
     first, repeated = compiled(state, batch)[1], compiled(state, batch)[1]
     later = compiled(state._replace(step=jnp.int32(1)), batch)[1]
@@ -286,7 +287,7 @@ def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated():
 def test_metrics_say_what_happened():
     blueprint, optimizer, step = pieces(weight_decay=0.0, clip_norm=0.01)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    before = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    before = states.init_state(draw_params(blueprint), optimizer, GUARD)
     after, metrics = jax.jit(step)(before, batch)
     assert int(after.step) == 1
     assert float(metrics["tokens"]) == float(batch.weights.sum())
@@ -314,7 +315,7 @@ def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else(
             is_measured=lambda completed: completed % 2 == 0,
         )
     )
-    first = second = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    first = second = states.init_state(draw_params(blueprint), optimizer, GUARD)
     always, some = jax.jit(always), jax.jit(some)
     for completed in (1, 2):
         first, known = always(first, batch)
@@ -451,7 +452,7 @@ def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
             axes=blueprint.axes,
         )
     )
-    state = states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    state = states.init_state(draw_params(blueprint), optimizer, GUARD)
     _, metrics = jax.jit(step)(state, jax.tree.map(jnp.asarray, next(batches(1))))
     norms = metrics["layers"]
     assert norms.keys() == tree.leaves(state.params).keys()
@@ -573,7 +574,7 @@ def test_the_schedule_follows_the_applied_updates_after_the_optimizer_state_was_
     blueprint, optimizer, step = pieces(arm=arm, weight_decay=0.0, clip_norm=None, shape=shape)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
     state, compiled = (
-        states.init_state(blueprint.init(jax.random.key(0)), optimizer, GUARD),
+        states.init_state(draw_params(blueprint), optimizer, GUARD),
         jax.jit(step),
     )
     for _ in range(6):

@@ -32,6 +32,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.tune import config, cost, merge, surgery
 from jaxlm.tune.adapters import BottleneckLinear, DoraLinear, Ia3Linear, LoraLinear
+from tests.models.parameters import draw_params
 
 SLOW = pytest.mark.slow
 FULL = Precision.float32()
@@ -87,7 +88,7 @@ def batch(rows=4, length=12):
 @functools.cache
 def plain_model(family="llama"):
     plain = Blueprint(FAMILIES[family].build(), FULL)
-    return plain, plain.init(jax.random.key(1))
+    return plain, draw_params(plain, 1)
 
 
 def settings_of(arm, family):

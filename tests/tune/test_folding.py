@@ -14,6 +14,7 @@ from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.mistral import Mixtral
 from jaxlm.models.families.qwen import Qwen2
 from jaxlm.tune import folding
+from tests.models.parameters import draw_params
 
 SIZES = {"vocab": 50, "width": 32, "depth": 1, "heads": 4}
 FAMILIES = {
@@ -37,7 +38,7 @@ def test_a_folded_block_computes_the_same(name):
         noise = draw.normal(size=leaf.shape).astype(np.float32)
         return leaf + (0.3 if leaf.ndim < 3 else 0.1) * noise
 
-    params = jax.tree.map(spread, blueprint.init(jax.random.key(0)))
+    params = jax.tree.map(spread, draw_params(blueprint))
     ids = jnp.arange(12, dtype=jnp.int32)[None]
 
     def streams(fold):

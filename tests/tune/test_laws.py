@@ -32,6 +32,7 @@ from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig
 from jaxlm.tune import config, cost, surgery
+from tests.models.parameters import draw_params
 from tests.tune.test_adapters import batch
 
 LLAMA = Llama(vocab=64, width=16, depth=2, heads=4, kv_heads=2, hidden=24)
@@ -45,7 +46,7 @@ def pieces(*, precision=None, microbatches=1, **layout):
     plain = Blueprint(LLAMA.build(), precision)
     change = surgery.build(config.Lora(rank=2))
     blueprint = Blueprint(plain.config, precision, surgery=change, **layout)
-    base = plain.init(jax.random.key(1))
+    base = draw_params(plain, 1)
     whole = surgery.adapted_params(plain, change, base, jax.random.key(2))
     frozen = frozenset(tree.leaves(base))
     axes = tree.drop_leaves(blueprint.axes, frozen)

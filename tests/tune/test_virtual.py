@@ -24,6 +24,7 @@ from jaxlm.ops.kernels import Target
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.tune import config, surgery
+from tests.models.parameters import draw_params
 
 FULL = Precision.float32()
 AHEAD = [5, 9, 2]  # ids that the virtual tokens stand for
@@ -49,7 +50,7 @@ def plain_model(family, **changes):
     # Larger than the initial values, so that each key counts.
     draw = np.random.default_rng(1)
     scale = lambda x: x + 0.3 * draw.standard_normal(x.shape).astype(np.float32)  # noqa: E731
-    return plain, jax.tree.map(scale, plain.init(jax.random.key(1)))
+    return plain, jax.tree.map(scale, draw_params(plain, 1))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from jaxlm.monitor import chips, host_machine
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan.serving import forecast_serving
+from tests.models.parameters import draw_params
 
 pytestmark = pytest.mark.usefixtures("one_device")
 SMALL = {"model.vocab": 320, "model.width": 64, "model.depth": 2, "model.heads": 4}
@@ -32,7 +33,7 @@ def bytes_of(shapes):
 
 def model_of(run):
     model = setup.build_sharded_model(run, 320, setup.build_mesh_for(run)).blueprint
-    return model, jax.jit(model.init)(jax.random.key(0))
+    return model, draw_params(model)
 
 
 @pytest.mark.parametrize(("compute", "is_int8"), [("bfloat16", False), ("float32", True)])

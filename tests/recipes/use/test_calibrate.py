@@ -17,6 +17,7 @@ from jaxlm.recipes.use import calibrate, calibration_text
 from jaxlm.recipes.use.calibrate import Calibration
 from jaxlm.tune import surgery
 from jaxlm.tune.config import Quantized
+from tests.models.parameters import draw_params
 
 FAMILY = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=2, hidden=48)
 PRECISION = Precision.float32()
@@ -41,7 +42,7 @@ def rows(count=2, length=16, seed=0, used=None):
 @pytest.fixture(scope="module")
 def params():
     draw = np.random.default_rng(0)
-    params = BLUEPRINT.init(jax.random.key(0))
+    params = draw_params(BLUEPRINT)
     return jax.tree.map(lambda leaf: leaf + 0.1 * draw.normal(size=leaf.shape), params)
 
 
