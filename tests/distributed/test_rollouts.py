@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.test_processes import train
 from tests.faults import harness
-from tests.recipes.test_policy import SETTINGS, records
+from tests.recipes.train.test_rollouts import SETTINGS, records
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.faults import harness
-from tests.recipes.test_policy import SETTINGS, records
+from tests.recipes.train.test_rollouts import SETTINGS, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_device")]
 

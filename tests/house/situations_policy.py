@@ -84,7 +84,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
 }
 SAMPLED = "tests/rl/test_rollout.py"
-ANSWERED = "tests/recipes/test_policy.py"
+ANSWERED = "tests/recipes/train/test_rollouts.py"
 SLOW = {"prompts without the answers of a reward"}  # it trains a model
 ELSEWHERE = {
     "recipes/train/rollouts.py:_count_dead:1": f"{ANSWERED}::"

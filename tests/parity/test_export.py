@@ -11,7 +11,7 @@ from jaxlm.cli.main import main
 from jaxlm.recipes.use import load
 from tests.cli.test_exchange import write
 from tests.faults import harness
-from tests.recipes.test_preference import SETTINGS
+from tests.recipes.train.test_reference import SETTINGS
 
 pytestmark = pytest.mark.parity
 TEXT = "def caf\u00e9(x):\n    return '\U0001f600' * x\n"

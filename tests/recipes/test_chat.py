@@ -13,7 +13,7 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.config import DataConfig
 from jaxlm.recipes.use import generate
 from tests.faults import harness
-from tests.recipes.test_pretrain import final_state
+from tests.recipes.train.test_run import final_state
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -11,7 +11,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.train.api import ResumeOptions
 from tests.faults import harness
-from tests.recipes.test_pretrain import SETTINGS, records, train
+from tests.recipes.train.test_run import SETTINGS, records, train
 
 STEPS = ("--config.train.steps=4", "--config.checkpoint.every=2", "--config.eval.every=4")
 LAYOUTS = {

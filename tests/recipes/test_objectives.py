@@ -49,7 +49,7 @@ def named():
     """Every objective; the mixture, in which each has a share, is quick to try."""
     for arm in typing.get_args(Objective):
         name = arm_name(arm)
-        if name == "distill":  # needs a teacher: tests/objectives/test_distill.py
+        if name == "distill":  # needs a teacher: tests/recipes/train/test_teacher.py
             continue
         yield pytest.param(name, marks=() if name == "mixture" else pytest.mark.slow)
 

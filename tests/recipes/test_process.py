@@ -9,7 +9,7 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.data import conversations
 from tests.faults import harness
-from tests.recipes.test_preference import SETTINGS, losses, train, train_records
+from tests.recipes.train.test_reference import SETTINGS, losses, train, train_records
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

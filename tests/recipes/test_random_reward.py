@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxlm
-from tests.recipes.test_policy import SETTINGS
+from tests.recipes.train.test_rollouts import SETTINGS
 
 RUNS, STEPS = 10, 24
 LUCK = """

@@ -7,7 +7,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from tests.faults import harness
-from tests.recipes.test_policy import SETTINGS, train
+from tests.recipes.train.test_rollouts import SETTINGS, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_device")]  # four runs
 

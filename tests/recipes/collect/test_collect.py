@@ -14,8 +14,8 @@ from jaxlm.cli.main import main
 from jaxlm.data import preferred
 from jaxlm.data.conversations import Rejected
 from tests.faults import harness
-from tests.recipes.test_preference import SETTINGS, pairs, train
 from tests.recipes.test_reward import config, reward
+from tests.recipes.train.test_reference import SETTINGS, pairs, train
 
 pytestmark = pytest.mark.usefixtures("one_device")
 __all__ = ["config", "pairs", "reward"]

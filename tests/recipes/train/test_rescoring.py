@@ -11,7 +11,7 @@ from jaxlm.ops.advantage import gae
 from jaxlm.recipes.train.rescoring import corrected, valued
 from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows
 from tests.faults import harness
-from tests.recipes.test_policy import SETTINGS, prompts, records, train  # noqa: F401
+from tests.recipes.train.test_rollouts import SETTINGS, prompts, records, train  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -11,7 +11,7 @@ from jaxlm.cli.main import main
 from jaxlm.data.tokenizer import Bytes
 from tests.faults import harness
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
 SETTINGS = {
     "train.steps": 24,
