@@ -2,10 +2,11 @@
 
     python scripts/bench_drafts.py --workdir=runs/large --draft=runs/small
 
-The engine without a draft, with `lookup` and with the draft run take turns at the same requests:
-64 tokens of a file, then new ones, greedy and sampled. Speed is tokens per second of the processor,
-since other programs may run. No draft turns itself off here; `ratio` is the time of its pass over
-that of a pass without, as the engine measured it at its start.
+The engine without a draft, with `lookup`, with the draft run, and with the heads of a run of
+`objective.name=mtp` take turns at the same requests: 64 tokens of a file, then new ones, greedy and
+sampled. Each draft guesses in all passes (`always`) and where the engine expects that it saves time
+(`balanced`). Speed is tokens per second of the processor, since other programs may run. `ratio` is
+the time of a pass with guesses over that of one without, as the engine measures it.
 """
 
 import argparse
@@ -26,8 +27,7 @@ import jax
 import jaxlm
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
-from jaxlm.generate import draft
-from jaxlm.generate.draft import Draft, DraftModel, Lookup
+from jaxlm.generate.draft import Draft, DraftModel, Heads, Lookup
 from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.requests import Counters, Request
 from jaxlm.generate.rows import Sampling
@@ -64,7 +64,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compute", help="dtype of products; that of the run by default")
     args = parser.parse_args()
-    draft.WINDOW = 2**60
     large, small = jaxlm.load(args.workdir), jaxlm.load(args.draft)
     compute = args.compute or large.config.precision.compute_dtype
     print(large, small, compute, sep="\n", flush=True)
@@ -75,6 +74,13 @@ def main() -> None:
         "lookup": Lookup(),
         "run": DraftModel(blueprint(small, args.compute), small.params),
     }
+    if heads := large.loaded.model.blueprint.config.heads:
+        drafts["heads"] = Heads(len(heads))
+    arms = [
+        (name, mode)
+        for name, each in drafts.items()
+        for mode in (("always", "balanced") if each else ("never",))
+    ]
     with jax.set_mesh(large.loaded.model.mesh):
         settings = EngineSettings(rows=args.slots, context=PROMPT + args.new)
         engines = {
@@ -98,31 +104,39 @@ def main() -> None:
                 )
                 for seed, ids in enumerate(rows)
             ]
-            texts: dict[str, list[tuple[int, ...]]] = {}
-            speeds: dict[str, list[float]] = {name: [] for name in engines}
-            for engine in engines.values():
-                engine.counters = Counters(accepted=(0,) * len(engine.counters.accepted))
+            texts: dict[Any, list[tuple[int, ...]]] = {}
+            speeds: dict[Any, list[float]] = {arm: [] for arm in arms}
+            totals = {arm: Counters() for arm in arms}
             for _ in range(args.rounds):
-                for name, engine in engines.items():
+                for arm in arms:
+                    engine = engines[arm[0]]
+                    if engine.drafting is not None:
+                        engine.drafting.mode = arm[1]
+                    engine.counters = totals[arm]
+                    if not totals[arm].accepted and engine.drafting is not None:
+                        totals[arm].accepted = (0,) * engine.drafting.draft.guesses
                     begun = time.process_time()
                     results = engine.complete(requests)
                     seconds = time.process_time() - begun
-                    speeds[name].append(sum(len(each.ids) for each in results) / seconds)
-                    texts[name] = [each.ids for each in results]
-            for name, engine in engines.items():
-                counters = engine.counters
-                ratios = [a / b for a, b in zip(speeds[name], speeds["none"], strict=True)]
+                    speeds[arm].append(sum(len(each.ids) for each in results) / seconds)
+                    texts[arm] = [each.ids for each in results]
+            none = arms[0]
+            for arm in arms:
+                counters, drafting = totals[arm], engines[arm[0]].drafting
+                ratios = [a / b for a, b in zip(speeds[arm], speeds[none], strict=True)]
                 shares = [round(each / max(counters.drafts, 1), 3) for each in counters.accepted]
                 figures = {
                     "temperature": temperature,
-                    "draft": name,
-                    "tokens_per_second": round(statistics.median(speeds[name]), 1),
+                    "draft": arm[0],
+                    "mode": arm[1],
+                    "tokens_per_second": round(statistics.median(speeds[arm]), 1),
                     "over_none": [round(each, 3) for each in ratios],
+                    "guessed": round(counters.guessed_passes / counters.passes, 3),
                     "tokens_a_pass": round(counters.mean_acceptance_length or 1, 3),
                     "accepted_by_position": shares,
-                    "ratio": round(engine._balance.ratio, 2),
+                    "ratio": drafting and round(drafting.balance.ratio, 2),
                     "equal_texts": sum(
-                        a == b for a, b in zip(texts[name], texts["none"], strict=True)
+                        a == b for a, b in zip(texts[arm], texts[none], strict=True)
                     ),
                 }
                 print(json.dumps(figures), flush=True)

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--slots", "N", int, "with --serve: requests that run at once (8)")
     add_flag(parser, "--context", "TOKENS", int, "with --serve: largest request (the run's rows)")
     add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], str, "with --serve: dtype of its cache")
-    add_flag(parser, "--draft", "lookup|RUN", str, "with --serve: source of draft tokens")
+    add_flag(parser, "--draft", "lookup|heads|RUN", str, "with --serve: source of draft tokens")
     parser.add_switch("--fit", "search for the fastest settings that fit")
     parser.add_switch("--exact", "compile the step and compare")
     parser.add_switch("--sharding", "print the sharding of each parameter")
@@ -101,10 +101,10 @@ def run(args: Any, out: Output) -> int:
 
 
 def _draft(ref: str | None) -> Any:
-    """Return the config of a draft run, or `lookup`, or None; errors name --draft."""
+    """Return the config of a draft run, or another kind of draft; errors name --draft."""
     from jaxlm.recipes.config import Run
 
-    if ref in (None, "lookup"):
+    if ref in (None, "lookup", "heads"):
         return ref
     try:
         return config.load(Run, ref).value

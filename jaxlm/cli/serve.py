@@ -37,7 +37,9 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--drain_seconds", "X", 30.0, "time for running requests after a SIGTERM")
     add_flag(parser, "--stall_seconds", "X", 300.0, "time limit of a pass; then the process ends")
     add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], "auto", "dtype of the KV cache")
-    add_flag(parser, "--draft", "lookup|RUN", str, "what guesses tokens; no text depends on it")
+    add_flag(
+        parser, "--draft", "lookup|heads|RUN", str, "what guesses tokens; no text depends on it"
+    )
     add_flag(parser, "--price", "X", float, "price per device-hour, to compute the cost of tokens")
     parser.add_run_selection()
     add_flag(parser, *ADAPTER)

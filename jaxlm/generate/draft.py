@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxlm.generate import decode
 from jaxlm.generate.config import GUESSES
@@ -17,39 +17,16 @@ from jaxlm.generate.decode import RowTokens
 from jaxlm.generate.reading import read_chunk, read_next
 from jaxlm.generate.rows import draw_rows, penalized
 from jaxlm.models.build import Blueprint
-from jaxlm.models.decoder import Decoder
-from jaxlm.nn.cache import KVCache
+from jaxlm.models.decoder import Decoder, cache_mask
+from jaxlm.nn.attention import LayerInputs
+from jaxlm.nn.cache import AnyCache, KVCache, LayerCache
 
-WINDOW = 2048  # passes of rows, over which time that is saved and lost is compared
 
+class Sources(NamedTuple):
+    """What a draft computes guesses with: the model, and arrays that the draft has itself."""
 
-class DraftBalance:
-    """Compares the tokens that guesses add with the time that verifying them takes.
-
-    Args:
-      ratio: time of a pass that verifies guesses over that of a pass without.
-    """
-
-    def __init__(self, ratio: float):
-        self.ratio = ratio
-        self._passes = self._accepted = 0
-        self.loss = ""
-
-    def pays(self, passes: int, accepted: int) -> bool:
-        """Count passes of rows and the guesses that stood; return False if time is lost."""
-        self._passes += passes
-        self._accepted += accepted
-        if self._passes < WINDOW:
-            return True
-        tokens = 1 + self._accepted / self._passes
-        self._passes = self._accepted = 0
-        if tokens >= self.ratio:
-            return True
-        self.loss = (
-            f"the draft is off: {tokens:.2f} tokens a pass, which takes {self.ratio:.2f} times as "
-            "long as one without guesses"
-        )
-        return False
+    model: Decoder
+    weights: list[Array]
 
 
 class Draft(Protocol):
@@ -63,28 +40,45 @@ class Draft(Protocol):
     def guesses(self) -> int:
         """Number of ids that are guessed at a time."""
 
-    def weights(self) -> list[Array]:
-        """Return the arrays that the functions below get as `weights`."""
+    @property
+    def is_reader(self) -> bool:
+        """True if guesses need that `follow` has read all ids but the newest."""
 
-    def empty(self, rows: int, length: int, chunk: int, block: int | None) -> Any:
+    @property
+    def reread(self) -> int:
+        """Number of the newest ids that `guess` reads itself, if `follow` has not."""
+
+    def weights(self) -> list[Array]:
+        """Return the arrays of `Sources.weights`."""
+
+    def empty(self, model: Decoder, rows: int, length: int, chunk: int, block: int | None) -> Any:
         """Return the state of `rows` slots of `length` tokens, see `slots.build`."""
 
     def admit(self, state: Any, slot: Array, arrival: Any) -> Any:
         """Return the state with a request in a slot."""
 
-    def read(
-        self, weights: list[Array], slots: Any, slot: Array, ids: Array, start: Array, count: Array
+    def seen(self, state: Any, slot: Array, start: Array, stream: Float[Array, "1 C D"]) -> Any:
+        """Return the state after the model has read a chunk of a prompt."""
+
+    def follow(
+        self, sources: Sources, slots: Any, slot: Array, ids: Array, start: Array, count: Array
     ) -> Any:
-        """Return the state after a chunk of a prompt, see `reading.read_chunk`.
+        """Return the state after the draft has read a chunk too, see `slots.Programs.follow`.
 
         Args: as there; `slots` is the state of all slots.
         """
 
-    def guess(self, weights: list[Array], slots: Any, active: Array) -> tuple[Array, Any]:
+    def guess(self, sources: Sources, slots: Any, active: Array) -> tuple[Array, Any]:
         """Return the guesses [B, G] of active rows, and the state."""
 
-    def extended(self, state: Any, token: Int[Array, "B"], where: Bool[Array, "B"]) -> Any:
-        """Return the state with one more id in some rows."""
+    def extended(
+        self,
+        state: Any,
+        token: Int[Array, "B"],
+        stream: Float[Array, "B D"],
+        where: Bool[Array, "B"],
+    ) -> Any:
+        """Return the state with one more id in some rows, and the stream it was drawn from."""
 
     def caches(self, state: Any) -> dict[str, tuple[Any, ...]]:
         """Return the KV caches of the state, which are kept with prefixes."""
@@ -98,28 +92,33 @@ class Lookup(NamedTuple):
 
     guesses: int = GUESSES
     name: str = "lookup"
+    is_reader: bool = False
+    reread: int = 0
 
     def weights(self) -> list[Array]:
         return []
 
-    def empty(self, rows: int, length: int, chunk: int, block: int | None) -> RowTokens:
+    def empty(
+        self, model: Decoder, rows: int, length: int, chunk: int, block: int | None
+    ) -> RowTokens:
         return RowTokens(jnp.zeros((rows, length), jnp.int32), jnp.zeros((rows,), jnp.int32))
 
     def admit(self, state: RowTokens, slot: Array, arrival: Any) -> RowTokens:
         ids = state.ids.at[slot].set(arrival.ids)
         return RowTokens(ids, state.length.at[slot].set(arrival.count))
 
-    def read(self, weights: list[Array], slots: Any, *chunk: Array) -> RowTokens:
+    def seen(self, state: RowTokens, slot: Array, start: Array, stream: Array) -> RowTokens:
+        return state
+
+    def follow(self, sources: Sources, slots: Any, *chunk: Array) -> RowTokens:
         return slots.draft
 
     def guess(
-        self, weights: list[Array], slots: Any, active: Array
+        self, sources: Sources, slots: Any, active: Array
     ) -> tuple[Int[Array, "B G"], RowTokens]:
         return slots.draft.guess(self.guesses), slots.draft
 
-    def extended(
-        self, state: RowTokens, token: Int[Array, "B"], where: Bool[Array, "B"]
-    ) -> RowTokens:
+    def extended(self, state: RowTokens, token: Array, stream: Array, where: Array) -> RowTokens:
         return state.extended(token, where)
 
     def caches(self, state: RowTokens) -> dict[str, tuple[Any, ...]]:
@@ -141,7 +140,7 @@ class DraftModel:
       guesses: ids that are guessed at a time.
     """
 
-    name = "run"
+    name, is_reader, reread = "run", True, 0
 
     def __init__(self, blueprint: Blueprint, params: Any, guesses: int = GUESSES):
         self.guesses = guesses
@@ -157,7 +156,7 @@ class DraftModel:
     def weights(self) -> list[Array]:
         return self._weights
 
-    def empty(self, rows: int, length: int, chunk: int, block: int | None) -> Any:
+    def empty(self, model: Decoder, rows: int, length: int, chunk: int, block: int | None) -> Any:
         model = self._model(self._weights)
         slots = length + -self.guesses % chunk
         return model.empty_cache(rows, slots, spare=self.guesses, block=block).layers
@@ -165,18 +164,26 @@ class DraftModel:
     def admit(self, state: Any, slot: Array, arrival: Any) -> Any:
         return state
 
-    def read(self, weights: list[Array], slots: Any, *chunk: Array) -> Any:
-        cache = slots.cache._replace(layers=slots.draft)
-        return read_chunk(self._model(weights), cache, *chunk)[0].layers
+    def seen(self, state: Any, slot: Array, start: Array, stream: Array) -> Any:
+        return state
 
-    def guess(self, weights: list[Array], slots: Any, active: Array) -> tuple[Array, Any]:
-        model = self._model(weights)
+    def follow(
+        self, sources: Sources, slots: Any, slot: Array, ids: Array, start: Array, count: Array
+    ) -> Any:
+        cache = slots.cache._replace(layers=slots.draft)
+        chunk = ids[: len(ids) - self.guesses]
+        model = self._model(sources.weights)
+        return read_chunk(model, cache, slot, chunk, start, count)[0].layers
+
+    def guess(self, sources: Sources, slots: Any, active: Array) -> tuple[Array, Any]:
+        model = self._model(sources.weights)
         keys = jax.random.wrap_key_data(slots.keys)
 
         def step(place: Array, carry: Any) -> Any:
             cache, token, history, guessed = carry
-            cache, raw = read_next(model, cache, active, token[:, None])
-            logits = penalized(raw[:, 0], history, slots.settings, active) + slots.bias
+            cache, hidden = read_next(model, cache, active, token[:, None])
+            raw = model.logits(hidden.values)[:, 0]
+            logits = penalized(raw, history, slots.settings, active) + slots.bias
             folded = jax.vmap(jax.random.fold_in)(keys, slots.drawn + place)
             token = draw_rows(logits, folded, slots.settings, active)
             cache = cache._replace(length=cache.length + active)
@@ -190,7 +197,7 @@ class DraftModel:
         cache, _, _, guessed = jax.lax.fori_loop(0, places, step, carry)
         return guessed[:, :-1], cache.layers
 
-    def extended(self, state: Any, token: Int[Array, "B"], where: Bool[Array, "B"]) -> Any:
+    def extended(self, state: Any, token: Array, stream: Array, where: Array) -> Any:
         return state
 
     def caches(self, state: Any) -> dict[str, tuple[Any, ...]]:
@@ -198,3 +205,128 @@ class DraftModel:
 
     def with_caches(self, state: Any, layers: dict[str, tuple[Any, ...]]) -> Any:
         return layers
+
+
+class HeadsState(NamedTuple):
+    """The ids of each row, the stream at each id that the model has read, and each head's cache."""
+
+    tokens: RowTokens
+    stream: LayerCache  # its keys, of one head as wide as the model
+    heads: tuple[AnyCache, ...]
+
+
+class Heads:
+    """Guesses the next ids with the heads of `objective.name=mtp`, one guess each.
+
+    At the newest id that the model has read, head k predicts the id k + 1 ahead: the first of them
+    was drawn already, so head k makes guess k. All draw with the model's keys, as `DraftModel`
+    does. Head k reads the id k ahead, which may be a guess. So each time the heads first read again
+    the G + 1 newest ids, which include all that were read with guesses that did not stand.
+
+    Args:
+      guesses: number of heads, G.
+    """
+
+    name, is_reader = "heads", True
+
+    def __init__(self, guesses: int):
+        self.guesses, self.reread = guesses, guesses + 1
+
+    def weights(self) -> list[Array]:
+        return []
+
+    def empty(
+        self, model: Decoder, rows: int, length: int, chunk: int, block: int | None
+    ) -> HeadsState:
+        slots = length + -self.guesses % chunk
+        tokens = RowTokens(
+            jnp.zeros((rows, slots + self.guesses), jnp.int32), jnp.zeros((rows,), jnp.int32)
+        )
+        dtype, width = model.precision.activations, model.config.width
+        stream = LayerCache.empty(rows, slots, (1, width, 0), dtype, None, self.guesses)
+        heads = model.empty_head_caches(rows, slots, spare=self.guesses, block=block)
+        return HeadsState(tokens, stream, heads)
+
+    def admit(self, state: HeadsState, slot: Array, arrival: Any) -> HeadsState:
+        length = arrival.ids.shape[0]
+        ids = state.tokens.ids.at[slot, :length].set(arrival.ids)
+        return state._replace(
+            tokens=RowTokens(ids, state.tokens.length.at[slot].set(arrival.count))
+        )
+
+    def seen(
+        self, state: HeadsState, slot: Array, start: Array, stream: Float[Array, "1 C D"]
+    ) -> HeadsState:
+        new = _entries(state.stream, stream)
+        return state._replace(stream=state.stream.with_part(slot, start, new))
+
+    def follow(
+        self, sources: Sources, slots: Any, slot: Array, ids: Array, start: Array, count: Array
+    ) -> HeadsState:
+        state: HeadsState = slots.draft
+        size = len(ids) - self.guesses
+        stream = state.stream.part(slot, start, size).keys[:, 0]
+        place = start + jnp.arange(size, dtype=jnp.int32)[None]
+        cache = KVCache({}, start[None], reach=start + size)
+        inputs = LayerInputs(
+            place, cache_mask(cache, size, count=count[None]), None, start[None], cache.reach
+        )
+        heads = []
+        for number, before in enumerate(state.heads):
+            ahead = ids[None, number + 1 : number + 1 + size]
+            stream, _, row = sources.model.read_head(
+                number, stream, ahead, inputs, before.row(slot)
+            )
+            heads.append(before.with_row(slot, row))
+        return state._replace(heads=tuple(heads))
+
+    def guess(
+        self, sources: Sources, slots: Any, active: Array
+    ) -> tuple[Int[Array, "B G"], HeadsState]:
+        state: HeadsState = slots.draft
+        model, window = sources.model, self.guesses + 1
+        rows, read = jnp.arange(len(active)), slots.cache.length
+        keys = jax.random.wrap_key_data(slots.keys)
+        start = jnp.maximum(read - window, 0)
+        place = start[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
+        newest = jnp.maximum(read - 1 - start, 0)  # place in the window that guesses come from
+        cache = KVCache({}, start, reach=jnp.max(jnp.where(active, start + window, 0)))
+        count = jnp.where(active, jnp.minimum(read, window), 0)
+        inputs = LayerInputs(
+            place, cache_mask(cache, window, count=count), None, start, cache.reach
+        )
+        stream = jnp.take_along_axis(state.stream.keys[:, 0], place[..., None], axis=1)
+        ids, history, heads, guesses = state.tokens.ids, slots.history, [], []
+        for number, before in enumerate(state.heads):
+            ahead = jnp.take_along_axis(ids, place + number + 1, axis=1)
+            stream, values, written = model.read_head(number, stream, ahead, inputs, before)
+            heads.append(written)
+            chosen = jnp.take_along_axis(values, newest[:, None, None], axis=1)
+            raw = model.logits(chosen)[:, 0]
+            logits = penalized(raw, history, slots.settings, active) + slots.bias
+            folded = jax.vmap(jax.random.fold_in)(keys, slots.drawn + number)
+            token = draw_rows(logits, folded, slots.settings, active)
+            history = history.extended(token, active)
+            guesses.append(token)
+            ids = ids.at[rows, read + number + 1].set(token, mode="drop")
+        return jnp.stack(guesses, axis=1), state._replace(heads=tuple(heads))
+
+    def extended(
+        self, state: HeadsState, token: Array, stream: Float[Array, "B D"], where: Array
+    ) -> HeadsState:
+        # The stream is that at the newest id before this one.
+        place = jnp.where(where, state.tokens.length - 1, state.stream.slots)
+        written = state.stream.overwritten(_entries(state.stream, stream[:, None]), place[:, None])
+        return state._replace(tokens=state.tokens.extended(token, where), stream=written)
+
+    def caches(self, state: HeadsState) -> dict[str, tuple[Any, ...]]:
+        return {"stream": (state.stream,), "heads": state.heads}
+
+    def with_caches(self, state: HeadsState, layers: dict[str, tuple[Any, ...]]) -> HeadsState:
+        return state._replace(stream=layers["stream"][0], heads=layers["heads"])
+
+
+def _entries(cache: LayerCache, stream: Float[Array, "B T D"]) -> LayerCache:
+    """Return the stream as the cache stores it."""
+    keys = stream[:, :, None]
+    return cache.entries(keys, keys[..., :0])

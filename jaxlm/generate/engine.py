@@ -13,15 +13,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool
 
 from jaxlm.core import backend
-from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import prefix, slots
+from jaxlm.generate.balance import Call, DraftBalance
 from jaxlm.generate.decode import supports_prompt_lookup
-from jaxlm.generate.draft import Draft, DraftBalance
+from jaxlm.generate.draft import Draft
+from jaxlm.generate.drafting import Chunk, Drafting
 from jaxlm.generate.prefix import PrefixCache
 from jaxlm.generate.requests import (
     CompletedRequest,
@@ -83,10 +83,9 @@ class Engine:
       params: its parameters.
       tokenizer: the tokenizer of the model.
       settings: sizes of the slots and of the queue.
-      draft: guesses tokens that each pass verifies; no text depends on it. It is turned off for
-        good, with a log line, once it costs more time than it saves. The last bits of
-        log-probabilities are those of another program then.
-      `say`: receives log lines.
+      draft: guesses tokens that a pass verifies; no text depends on it. Passes verify none while
+        that costs more time than it saves, see `balance`. The last bits of log-probabilities are
+        those of another program then.
 
     Raises:
       ConfigError: if the engine does not support the model or its mesh.
@@ -100,14 +99,13 @@ class Engine:
         settings: EngineSettings,
         *,
         draft: Draft | None = None,
-        say: Log = lambda _: None,
     ):
         check_supported(blueprint)
-        self.draft, self.is_drafting, self._say = draft, draft is not None, say
         self.tokenizer, self.context = tokenizer, settings.context
         self.max_waiting = settings.max_waiting
         self.rows = max(settings.rows, LEAST_CPU_ROWS if backend.name() == "cpu" else 1)
         self.chunk = min(settings.chunk, settings.context)
+        self.drafting = draft and Drafting(draft, self.chunk, tokenizer.pad)
         self.vocab = blueprint.config.vocab
         self.counters = self._fresh_counters()
         self.failure: Exception | None = None
@@ -138,14 +136,11 @@ class Engine:
         self._has_prefixes = settings.prefix_bytes > 0 and not any(each.is_ring for each in layers)
         self.prefixes = PrefixCache(settings.prefix_bytes)
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
-        self._balance = DraftBalance(0.0)
         self._warm_up()
-        if draft is not None:
-            self._balance = DraftBalance(self._pass_ratio())
         self.counters = self._fresh_counters()
 
     def _fresh_counters(self) -> Counters:
-        return Counters(accepted=(0,) * (0 if self.draft is None else self.draft.guesses))
+        return Counters(accepted=(0,) * (self.drafting.draft.guesses if self.drafting else 0))
 
     def _count_compile(self, event: str, duration_secs: float, **more: str | int) -> None:
         if event == COMPILED:
@@ -157,6 +152,8 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Run each program twice: its own outputs are the inputs of the second time."""
+        if self.drafting is not None:
+            self.drafting.mode = "always"
         ids = (self.tokenizer.eos,) * min(self.chunk + 2, self.context - 1)
         for is_scored in (True, False, True, False):
             top = 1 if is_scored else None
@@ -168,13 +165,13 @@ class Engine:
                 block = self._programs.save(self._state, np.int32(0), np.int32(0))
                 self._state = self._programs.load(self._state, np.int32(0), np.int32(0), block)
         self.prefixes.clear()
-        if self.is_drafting:
-            self.is_drafting = False
+        if self.drafting is not None:
+            self.drafting.mode = "never"
             self.complete([Request(ids=ids, max_tokens=1, top=1), Request(ids=ids, max_tokens=1)])
-            self.is_drafting = True
+            self.drafting.mode, self.drafting.balance = "balanced", self._measured()
 
-    def _pass_ratio(self) -> float:
-        """Return the time of a pass that verifies guesses over that of a pass without."""
+    def _measured(self) -> DraftBalance:
+        """Return the balance of passes with guesses and without, of greedy rows without text."""
         seconds = []
         for program, more in (
             (self._programs.draw, ()),
@@ -193,7 +190,7 @@ class Engine:
                 times.append(time.perf_counter() - begun)
                 self._state = self._programs.empty()
             seconds.append(min(times))
-        return seconds[1] / seconds[0]
+        return DraftBalance(seconds[1] / seconds[0], seconds[0] / MEASURED_PASSES)
 
     @property
     def waiting_tokens(self) -> int:
@@ -284,7 +281,7 @@ class Engine:
             for _ in range(chunks):
                 if not self._read_chunk():
                     break
-            self._draw(passes)
+            self._draw(passes, chunks)
             self.counters.seconds += time.perf_counter() - begun
         except Exception as error:
             self.counters.failures += 1
@@ -368,11 +365,14 @@ class Engine:
         if request.is_prompt_scored:
             return
         for name in ticket.blocks:
-            block = self.prefixes.get(name)
-            if block is None:
+            kept = self.prefixes.get(name)
+            if kept is None:
                 return
+            block, is_followed = kept
             inputs = np.int32(slot), np.int32(ticket.read), block
             self._state = self._programs.load(self._state, *inputs)
+            if is_followed and ticket.followed == ticket.read:
+                ticket.followed += self.chunk
             ticket.read += self.chunk
             ticket.cached += self.chunk
             self.counters.cached_tokens += self.chunk
@@ -426,19 +426,42 @@ class Engine:
             )
         else:
             self._state = self._programs.read(*inputs)
-        if count == self.chunk and self._has_prefixes:
-            name = ticket.blocks[start // self.chunk]
-            if name not in self.prefixes:
-                block = self._programs.save(self._state, np.int32(slot), np.int32(start))
-                size = sum(leaf.nbytes for leaf in jax.tree.leaves(block))
-                self.prefixes.add(name, block, size)
         ticket.read += count
+        if self._has_prefixes and count == self.chunk:
+            self._keep(slot, ticket, start)
         self.counters.chunks += 1
         self.counters.prompt_tokens += count
         return True
 
-    def _draw(self, passes: int) -> None:
-        """Draw up to `passes` tokens for each row whose prompt is read."""
+    def _keep(self, slot: int, ticket: Ticket, start: int) -> None:
+        """Keep a chunk that a slot has read for later prompts, and if the draft has read it."""
+        name, is_followed = (
+            ticket.blocks[start // self.chunk],
+            ticket.followed >= start + self.chunk,
+        )
+        kept = self.prefixes.get(name)
+        if kept is None or is_followed > kept[1]:
+            block = self._programs.save(self._state, np.int32(slot), np.int32(start))
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(block))
+            self.prefixes.add(name, (block, is_followed), size)
+
+    def _follow(self, chunk: Chunk) -> None:
+        """Let the draft read a chunk."""
+        assert self._programs.follow is not None
+        slot, ids, start, count = chunk
+        inputs = np.int32(slot), ids, np.int32(start), np.int32(count)
+        self._state = self._programs.follow(self._ready, self._state, *inputs)
+        jax.block_until_ready(self._state.token)
+        ticket = self._tickets[slot]
+        assert ticket is not None
+        if self._has_prefixes and start // self.chunk < len(ticket.blocks):
+            self._keep(slot, ticket, start)
+
+    def _draw(self, passes: int, chunks: int) -> None:
+        """Draw up to `passes` tokens for each row whose prompt is read.
+
+        The draft reads up to `chunks` chunks before.
+        """
         drawing = [
             (slot, ticket)
             for slot, ticket in enumerate(self._tickets)
@@ -451,35 +474,40 @@ class Engine:
         drawing = [(slot, ticket) for slot, ticket in drawing if ticket.request.max_tokens]
         if not drawing:
             return
-        active, is_scored, is_guessed = np.zeros((3, self.rows), bool)
+        active, is_scored = np.zeros((2, self.rows), bool)
         left = np.zeros(self.rows, np.int32)
         allowed = np.full((self.rows, -(-self.vocab // 32)), ALL)
         for slot, ticket in drawing:
             active[slot], is_scored[slot] = True, ticket.request.top is not None
             left[slot] = ticket.request.max_tokens - len(ticket.ids)
-            is_guessed[slot] = ticket.matcher is None  # the mask is that of one token
             if ticket.matcher is not None:
                 allowed[slot] = ticket.matcher.mask()
                 passes = 1
-        limits = left, np.int32(passes), np.bool_(len(self._waiting) > 0)
-        rows = (active, is_scored, allowed, *limits)
-        guesses = 0
-        if self.draft is not None and self.is_drafting:
+        drafting, call, ready = self.drafting, Call(False, passes), []
+        if drafting is not None:
+            jax.block_until_ready(self._state.token)  # of chunks, whose time is not that of passes
+            call, ready = drafting.next_call(drawing, passes, chunks, self._follow)
+        limits = left, np.int32(call.passes), np.bool_(len(self._waiting) > 0)
+        inputs = (self._ready, self._state, active, is_scored, allowed, *limits)
+        begun = time.perf_counter()
+        if call.is_guessed:
             assert self._programs.draw_guessed is not None
-            guesses = self.draft.guesses
-            inputs = (self._ready, self._state, *rows, is_guessed)
-            self._state, drawn = self._programs.draw_guessed(*inputs)
+            is_guessed = np.zeros(self.rows, bool)
+            is_guessed[ready] = True
+            self._state, drawn = self._programs.draw_guessed(*inputs, is_guessed)
         else:
-            self._state, drawn = self._programs.draw(self._ready, self._state, *rows)
+            self._state, drawn = self._programs.draw(*inputs)
         scores = drawn.scores if is_scored.any() else None
         done, is_drawn, tokens, is_finite, scores = jax.device_get((*drawn[:4], scores))
+        places = is_drawn[: int(done) * len(is_drawn) // slots.PASSES]
         self.counters.passes += int(done)
-        self.counters.drawn_tokens += int(is_drawn.sum())
-        if guesses:
-            self._count_guesses(is_drawn, is_guessed, guesses)
-        for number in range(int(done) * (1 + guesses)):
+        self.counters.drawn_tokens += int(places.sum())
+        if drafting is not None:
+            seconds, call = time.perf_counter() - begun, call._replace(passes=int(done))
+            drafting.count(self.counters, drawing, call, ready, places, seconds)
+        for number in range(len(places)):
             for slot, ticket in drawing:
-                if not is_drawn[number, slot] or self._tickets[slot] is not ticket:
+                if not places[number, slot] or self._tickets[slot] is not ticket:
                     continue  # its text has reached a stop that the device does not know
                 if not is_finite[number, slot]:
                     self._tickets[slot] = None
@@ -490,19 +518,6 @@ class Engine:
                 score = None if top is None else _score(scores, (number, slot), token, top)
                 if ticket.push(token, self.tokenizer.table, score):
                     self._tickets[slot] = None
-
-    def _count_guesses(
-        self, is_drawn: Bool[np.ndarray, "N B"], is_guessed: Bool[np.ndarray, "B"], guesses: int
-    ) -> None:
-        """Count guesses, and turn the draft off if it does not pay."""
-        places = is_drawn.reshape(-1, 1 + guesses, self.rows)
-        drawn = places.sum((0, 2)).tolist()
-        counters = self.counters
-        counters.drafts += int((places[:, 0] & is_guessed).sum())
-        counters.accepted = tuple(map(sum, zip(counters.accepted, drawn[1:], strict=True)))
-        if not self._balance.pays(drawn[0], sum(drawn[1:])):
-            self.is_drafting = False
-            self._say(self._balance.loss)
 
 
 def check_supported(blueprint: Blueprint) -> None:

@@ -4,16 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
+from jaxlm.models.backbone import Hidden
 from jaxlm.models.decoder import Decoder
 from jaxlm.nn.cache import KVCache
 
 
 def read_chunk(
     model: Decoder, cache: KVCache, slot: Array, ids: Int[Array, "C"], start: Array, count: Array
-) -> tuple[KVCache, Float[Array, "1 C D"]]:
-    """Read a chunk into a slot; return the cache and the hidden states.
+) -> tuple[KVCache, Hidden]:
+    """Read a chunk into a slot; return the cache and the hidden states [1, C, D].
 
     Args:
       model: the decoder.
@@ -35,13 +36,16 @@ def read_chunk(
     written = map_layers(
         lambda each, new: each.with_row(slot, new), cache.layers, hidden.cache.layers
     )
-    return KVCache(written, cache.length.at[slot].set(start + count)), hidden.values
+    return KVCache(written, cache.length.at[slot].set(start + count)), hidden
 
 
 def read_next(
     model: Decoder, cache: KVCache, active: Bool[Array, "B"], tokens: Int[Array, "B T"]
-) -> tuple[KVCache, Float[Array, "B T V"]]:
-    """Read the next tokens of active rows; return the cache, its lengths unchanged, and logits."""
+) -> tuple[KVCache, Hidden]:
+    """Read the next tokens of active rows; return the cache, its lengths unchanged.
+
+    Also return the hidden states [B, T, D].
+    """
     count = tokens.shape[1]
     positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     if model.text_positions is not None:  # of guesses, and of rows that are not active
@@ -54,7 +58,7 @@ def read_next(
         count=count * active.astype(jnp.int32),
     )
     assert hidden.cache is not None
-    return KVCache(hidden.cache.layers, cache.length), model.logits(hidden.values)
+    return KVCache(hidden.cache.layers, cache.length), hidden
 
 
 def map_layers(function: Callable[..., Any], *layers: dict[str, tuple[Any, ...]]) -> Any:

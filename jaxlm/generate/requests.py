@@ -111,6 +111,7 @@ class Counters:
     drafts: int = 0  # guesses of a row in a pass, one for each position
     accepted: tuple[int, ...] = ()  # by position, guesses that equal what the model drew
     passes: int = 0
+    guessed_passes: int = 0  # of these, with guesses
     chunks: int = 0
     seconds: float = 0.0  # on the device
     failures: int = 0  # passes that raised an exception
@@ -140,6 +141,7 @@ class Ticket:
         self.is_cancelled = False
         self.read = 0  # ids of the prompt that the slot has
         self.cached = 0  # of these, from the prefix cache
+        self.followed = 0  # ids that the draft has read
         self.blocks: list[bytes] = []  # names of the chunks of the prompt, see `prefix`
         self.ids: list[int] = []
         self._waiting: list[tuple[int, TokenScore | None, int]] = []  # not delivered; end in bytes
@@ -153,6 +155,11 @@ class Ticket:
     def is_read(self) -> bool:
         """Return True if the next pass can draw a token."""
         return self.read == len(self.request.ids) - 1
+
+    @property
+    def known(self) -> int:
+        """Number of ids that the slot has, of the prompt and drawn: all but the newest."""
+        return self.read + len(self.ids)
 
     def add_prompt_scores(self, scores: Sequence[TokenScore]) -> None:
         """Keep scores of the prompt for the next delta."""

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlm.core import backend, random
 from jaxlm.generate import decode
-from jaxlm.generate.draft import Draft
+from jaxlm.generate.draft import Draft, Sources
 from jaxlm.generate.reading import map_layers, read_chunk, read_next
 from jaxlm.generate.rows import RowSettings, draw_rows, limited, penalized
 from jaxlm.generate.sampling import History
@@ -85,6 +85,8 @@ class Programs:
     `admit(state, slot, arrival)` puts a request into a slot.
     `read(ready, state, slot, ids [C], start, count)` reads a chunk of a prompt.
     `score(...)` does the same and returns `Scores` of the ids `after` the chunk's ids.
+    `follow(ready, state, slot, ids [C + G], start, count)` lets the draft read a chunk of ids that
+    the model has read; the G ids after the chunk are known to the extent that they are drawn.
     `draw(ready, state, active, is_scored, allowed, left, passes, is_awaited)` draws up to `left`
     tokens for each active row in at most `passes` passes; if a slot `is_awaited`, until one of them
     has ended. `allowed` has a bit for each id of a row that may be drawn, see `rows.limited`.
@@ -99,6 +101,7 @@ class Programs:
     empty: Callable[[], Slots]
     admit: Callable[..., Slots]
     read: Callable[..., Slots]
+    follow: Callable[..., Slots] | None
     score: Callable[..., tuple[Slots, Scores]]
     draw: Callable[..., tuple[Slots, DecodedTokens]]
     draw_guessed: Callable[..., tuple[Slots, DecodedTokens]] | None
@@ -143,6 +146,9 @@ def build(
         assert isinstance(model, Decoder)
         return model
 
+    def sources_of(ready: tuple[list[Array], list[Array]]) -> Sources:
+        return Sources(model_of(ready), ready[1])
+
     def empty(params: Any) -> Slots:
         model: Decoder = merge(params)
         vocab = model.config.vocab
@@ -153,7 +159,7 @@ def build(
         keys = jnp.zeros((rows, 2), jnp.uint32)
         bias, ends = jnp.zeros((rows, vocab)), jnp.zeros((rows, vocab), bool)
         settings = RowSettings.empty(rows)
-        begun = draft.empty(rows, length, chunk, block) if draft is not None else None
+        begun = draft and draft.empty(model, rows, length, chunk, block)
         return Slots(cache, none, none, keys, history, bias, ends, settings, begun)
 
     def admit(state: Slots, slot: Array, arrival: Arrival) -> Slots:
@@ -182,16 +188,21 @@ def build(
         ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
     ) -> tuple[Slots, Array]:
         """Read a chunk into a slot; return the hidden states [1, C, D]."""
-        model, inputs = model_of(ready), (slot, ids, start, count)
-        if draft is not None:
-            state = state._replace(draft=draft.read(ready[1], state, *inputs))
-        cache, values = read_chunk(model, state.cache, *inputs)
-        return state._replace(cache=cache), values
+        cache, hidden = read_chunk(model_of(ready), state.cache, slot, ids, start, count)
+        drafted = draft and draft.seen(state.draft, slot, start, hidden.stream)
+        return state._replace(cache=cache, draft=drafted), hidden.values
 
     def read(
         ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
     ) -> Slots:
         return _chunk(ready, state, slot, ids, start, count)[0]
+
+    def follow(
+        ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
+    ) -> Slots:
+        assert draft is not None
+        read = draft.follow(sources_of(ready), state, slot, ids, start, count)
+        return state._replace(draft=read)
 
     def score(
         ready: Any,
@@ -206,12 +217,13 @@ def build(
         return state, scores_of(model_of(ready).logits(values)[0], after)
 
     def draw_one(
-        raw: Array, state: Slots, active: Array, is_scored: Array, allowed: Array
+        raw: Array, stream: Array, state: Slots, active: Array, is_scored: Array, allowed: Array
     ) -> tuple[Slots, Array, Array, Scores]:
         """Draw a token for each active row; return the state, tokens, finiteness and scores.
 
         Args:
           raw: logits of the model [B, V].
+          stream: its stream after the last layer [B, D].
           state: the slots.
           active: rows that draw.
           is_scored: rows whose scores are returned.
@@ -229,7 +241,7 @@ def build(
             token=jnp.where(active, token, state.token),
             drawn=state.drawn + active,
             history=state.history.extended(token, active),
-            draft=draft and draft.extended(state.draft, token, active),
+            draft=draft and draft.extended(state.draft, token, stream, active),
         )
         return new, token, jnp.isfinite(jnp.max(raw, axis=-1)), scores
 
@@ -261,10 +273,11 @@ def build(
             state, on, drawn = carry
             tokens = state.token[:, None]
             if draft is not None and guesses:
-                guessed, drafted = draft.guess(ready[1], state, on)
+                guessed, drafted = draft.guess(sources_of(ready), state, on)
                 tokens = jnp.concatenate((tokens, jnp.clip(guessed, 0, vocab - 1)), axis=1)
                 state = state._replace(draft=drafted)
-            cache, raw = read_next(model, state.cache, on, tokens)
+            cache, hidden = read_next(model, state.cache, on, tokens)
+            raw = model.logits(hidden.values)
             first = drawn.passes * places
 
             def pick(place: Array | int, carry: Any) -> Any:
@@ -273,7 +286,7 @@ def build(
                     stands = is_guessed & (state.token == tokens[:, place])
                     live = live & on & ((place == 0) | stands)
                 state, token, is_finite, scores = draw_one(
-                    raw[:, place], state, live, is_scored, allowed
+                    raw[:, place], hidden.stream[:, place], state, live, is_scored, allowed
                 )
                 parts, number = (live, token, is_finite, scores), first + place
                 arrays = jax.tree.map(lambda x, new: x.at[number].set(new), arrays, parts)
@@ -324,6 +337,7 @@ def build(
         empty=lambda: made(params),
         admit=jax.jit(admit, donate_argnums=0),
         read=jax.jit(read, donate_argnums=1),
+        follow=jax.jit(follow, donate_argnums=1) if draft is not None and draft.is_reader else None,
         score=jax.jit(score, donate_argnums=1),
         draw=jax.jit(functools.partial(drawn_with, 0), donate_argnums=1),
         draw_guessed=jax.jit(functools.partial(drawn_with, spare), donate_argnums=1)

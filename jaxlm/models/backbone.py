@@ -303,13 +303,7 @@ class Backbone(nnx.Module):
         dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.activations
 
         def empty(layer: BlockConfig) -> AnyCache:
-            attention = layer.attention
-            # Relative biases index all slots in order, so no window is applied to the cache.
-            window = None if attention.relative else attention.window
-            sizes = attention.cached
-            whole = LayerCache.empty(rows, slots, sizes, dtype, window, spare, self.leading)
-            is_plain = not (whole.is_ring or self.leading or attention.relative)
-            return BlockedCache.of(whole, block) if block and is_plain else whole
+            return layer_cache(layer, (rows, slots, spare, self.leading), dtype, block)
 
         layers: Caches = {f"prefix/{i}": (empty(layer),) for i, layer in enumerate(config.prefix)}
         repeated, kinds = config.depth - len(config.prefix), len(config.pattern)
@@ -317,6 +311,22 @@ class Backbone(nnx.Module):
             count = len(range(kind, repeated, kinds))
             layers[f"stack/{kind}"] = tuple(empty(layer) for _ in range(count))
         return KVCache(layers, jnp.zeros((rows,), jnp.int32))
+
+
+def layer_cache(
+    layer: BlockConfig, sizes: tuple[int, int, int, int], dtype: jnp.dtype, block: int | None
+) -> AnyCache:
+    """Return the empty KV cache of a layer, see `Backbone.empty_cache`.
+
+    `sizes` are rows, slots, spare slots, and virtual tokens before each row.
+    """
+    rows, slots, spare, leading = sizes
+    attention = layer.attention
+    # Relative biases index all slots in order, so no window is applied to the cache.
+    window = None if attention.relative else attention.window
+    whole = LayerCache.empty(rows, slots, attention.cached, dtype, window, spare, leading)
+    is_plain = not (whole.is_ring or leading or attention.relative)
+    return BlockedCache.of(whole, block) if block and is_plain else whole
 
 
 def _layer_drops(rate: float, depth: int) -> tuple[float, ...]:

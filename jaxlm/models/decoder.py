@@ -14,7 +14,7 @@ from jaxlm.models import config as configs
 from jaxlm.models.backbone import Backbone, Execution, Hidden, Unembedder
 from jaxlm.models.heads import Heads, ScoreHead
 from jaxlm.nn.attention import LayerInputs
-from jaxlm.nn.cache import KVCache
+from jaxlm.nn.cache import AnyCache, KVCache
 from jaxlm.nn.dropout import dropout, noise, noise_key
 from jaxlm.ops import masks
 from jaxlm.ops.masks import Mask
@@ -201,6 +201,47 @@ class Decoder(Backbone, Unembedder):
         mask = masks.causal(stream.shape[1], segments, parts=parts)
         return self.heads(stream, embed, ahead, LayerInputs(positions, mask), key=key)
 
+    def empty_head_caches(
+        self, rows: int, slots: int, *, spare: int, block: int | None
+    ) -> tuple[AnyCache, ...]:
+        """Return the KV cache of each head.
+
+        Args: as in `Backbone.empty_cache`; virtual tokens are not read by heads.
+        """
+        sizes, dtype = (rows, slots, spare, 0), self.precision.activations
+        return tuple(
+            backbone.layer_cache(layer, sizes, dtype, block) for layer in self.config.heads
+        )
+
+    def read_head(
+        self,
+        number: int,
+        stream: Float[Array, "B T D"],
+        ahead: Int[Array, "B T"],
+        inputs: LayerInputs,
+        cache: AnyCache,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], AnyCache]:
+        """Read tokens with a head and its cache.
+
+        Return the stream that the next head reads, the input of the unembedding, and the cache.
+
+        Args:
+          number: the head; it predicts the token `number` + 2 ahead.
+          stream: what `Hidden.stream`, or the head before, has at the tokens.
+          ahead: ids of the tokens `number` + 1 ahead.
+          inputs: positions, mask and slots of the tokens, as those of a layer.
+          cache: KV cache of the head.
+        """
+        assert self.heads is not None
+        head = self.heads.head(number)
+
+        def token() -> Array:
+            return self.embedding(ahead) * self.config.embed_scale
+
+        x, written, _ = head(stream, token, inputs, None, cache)
+        assert written is not None
+        return stream if self.heads.kind == "parallel" else x, head.normed(x), written
+
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the logits, float32, of all rows or of a chunk of them."""
         out = constrain(self.unembed(hidden), "batch", "length", "vocab")
@@ -214,6 +255,8 @@ class Decoder(Backbone, Unembedder):
     def relayout_for_decode(self) -> Self:
         """Relayout the model in place for decoding, see `Backbone.unstack_layers`."""
         self.relayout_unembedding()
+        if self.heads is not None:
+            self.heads.relayout_for_decode()
         return self.unstack_layers()
 
 

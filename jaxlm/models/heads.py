@@ -14,9 +14,10 @@ from jaxlm.core.mean import Mean
 from jaxlm.models import config as configs
 from jaxlm.models.backbone import optional_norm
 from jaxlm.nn.attention import LayerInputs
+from jaxlm.nn.cache import AnyCache
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear, Product, parameter
-from jaxlm.nn.stack import Stack, StackSpec
+from jaxlm.nn.stack import Stack, StackSpec, Unstacked
 from jaxlm.parallel.rules import constrain
 
 SCORE_HEADS = "reward/", "value/"  # path prefixes of the heads of a reward model, and of PPO
@@ -47,7 +48,7 @@ class Head(nnx.Module):
         gathered = Product(is_gathered=True)
         join = functools.partial(Linear, {"joined": 2 * width}, {"embed": width}, product=gathered)
         self.join = join(key=random.stream(key, "join"), init=init.exact) if is_sequential else None
-        self.block = Stack(
+        self.block: Stack | Unstacked = Stack(
             StackSpec(width, 1, (block,), "prefix", f"{name}/block"),
             key=random.stream(key, "block"),
             init=init,
@@ -62,16 +63,38 @@ class Head(nnx.Module):
         token: Callable[[], Float[Array, "B T D"]],
         inputs: LayerInputs,
         key: Array | None,
-    ) -> tuple[Float[Array, "B T D"], dict[str, Mean]]:
-        """Return the stream after this head, and its losses; `token` embeds the token ahead."""
+        cache: AnyCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], AnyCache | None, dict[str, Mean]]:
+        """Return the stream after this head, its KV cache and losses.
+
+        Args:
+          x: the stream that it reads.
+          token: embeds the token ahead.
+          inputs: positions and mask.
+          key: turns dropout on.
+          cache: KV cache of its layer.
+        """
         if self.join is not None:
             assert self.hidden_norm is not None
             assert self.token_norm is not None
             token_stream = self.token_norm(token().astype(x.dtype))
             both = jnp.concatenate([self.hidden_norm(x), token_stream], -1)
             x = constrain(self.join(both), "batch", "length", None)
-        x, _, losses = self.block(x, inputs, key=key)
-        return x, losses
+        caches = None if cache is None else {"0": (cache,)}
+        x, written, losses = self.block(x, inputs, caches=caches, key=key)
+        return x, None if written is None else written["0"][0], losses
+
+    def relayout_for_decode(self) -> None:
+        """Store the weights as `Unstacked.relayout_for_decode` does; calls need a cache then."""
+        block = self.block.unstacked()
+        block.relayout_for_decode()
+        self.block = block
+        if self.join is not None:
+            self.join.relayout_for_decode()
+
+    def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Return what is unembedded of the stream after this head."""
+        return x if self.norm is None else self.norm(x)
 
 
 class Heads(nnx.Module):
@@ -108,16 +131,26 @@ class Heads(nnx.Module):
         """
         x, outputs, losses = stream, [], []
         for number, (ids, exists) in enumerate(ahead):
-            head = getattr(self, str(number))
+            head = self.head(number)
 
             def token(ids: Array = ids, exists: Array = exists) -> Array:
                 return jnp.where(exists[..., None], embed(ids), 0)
 
             head_key = None if key is None else jax.random.fold_in(key, number)
-            x, added = head(stream if self.kind == "parallel" else x, token, inputs, head_key)
-            outputs.append(x if head.norm is None else head.norm(x))
+            x = stream if self.kind == "parallel" else x
+            x, _, added = head(x, token, inputs, head_key)
+            outputs.append(head.normed(x))
             losses.append(added)
         return outputs, Mean.merged(*losses)
+
+    def relayout_for_decode(self) -> None:
+        """Relayout each head, see `Head.relayout_for_decode`."""
+        for number in range(self.count):
+            self.head(number).relayout_for_decode()
+
+    def head(self, number: int) -> Head:
+        """Return a head by its number from 0."""
+        return getattr(self, str(number))
 
 
 class ScoreHead(nnx.Module):

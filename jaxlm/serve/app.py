@@ -204,11 +204,11 @@ class Server:
         is_well = not (self.bridge.is_failed or self.bridge.is_stuck)
         answer: dict[str, Any] = {"status": "ok" if is_well else "failed"}
         engine = self.bridge.engine
-        if engine is not None and engine.draft is not None:
+        if engine is not None and (drafting := engine.drafting) is not None:
             counters = engine.counters
             share = counters.accepted_tokens / max(counters.guessed_tokens, 1)
-            facts = {"is_on": engine.is_drafting, "accepted": round(share, 4)}
-            answer["draft"] = {"name": engine.draft.name} | facts
+            facts = {"is_on": drafting.is_on, "accepted": round(share, 4)}
+            answer["draft"] = {"name": drafting.draft.name} | facts
         return JSONResponse(answer, 200 if is_well else 500)
 
     async def ready(self, request: HttpRequest) -> Response:

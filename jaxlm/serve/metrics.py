@@ -46,6 +46,7 @@ class _EngineMetrics(Collector):
         totals = {
             "compiles": ("compilations after the start", counters.compiles),
             "passes": ("decode passes", counters.passes),
+            "spec_decode_passes": ("decode passes with guesses", counters.guessed_passes),
             "chunks": ("chunks of prompts", counters.chunks),
             "prefix_cache_queries": (
                 "tokens of prompts in slots",

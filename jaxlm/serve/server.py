@@ -20,12 +20,12 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
-from jaxlm.generate.draft import Draft, DraftModel, Lookup
+from jaxlm.generate.draft import Draft, DraftModel, Heads, Lookup
 from jaxlm.generate.engine import Engine, EngineSettings, check_supported
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.generate.requests import Counters
 from jaxlm.recipes.plan import oom
-from jaxlm.recipes.plan.serving import PlannedDraft
+from jaxlm.recipes.plan.serving import PlannedDraft, check_heads
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
@@ -58,8 +58,8 @@ class ServeOptions:
       kv_cache_dtype: `auto` for the dtype of activations, or `int8`.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
       price: price of the device for an hour, for the cost of tokens; None prints no cost.
-      draft: `lookup` guesses tokens from the text so far, a run those that it draws itself; None
-        guesses none.
+      draft: `lookup` guesses tokens from the text so far, `heads` those of the model's heads of
+        multi-token prediction, a run those that it draws itself; None guesses none.
     """
 
     host: str = "127.0.0.1"
@@ -122,8 +122,8 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
                     say(f"serving {server.served.name}, step {opened.step}, at {place}")
                     with server.served.grammars, watch(bridge, options.stall_seconds, workdir):
                         bridge.run()
-    if engine.draft is not None and engine.counters.drafts:
-        say(_accepted(engine.draft.name, engine.counters))
+    if engine.drafting is not None and engine.counters.drafts:
+        say(_accepted(engine.drafting.draft.name, engine.counters))
     say(f"stopped{_cost(engine.counters, options.price)}")
     return 0
 
@@ -132,8 +132,9 @@ def _accepted(name: str, counters: Counters) -> str:
     """Return the log line of the guesses of a draft."""
     shares = " ".join(f"{count / counters.drafts:.2f}" for count in counters.accepted)
     return (
-        f"draft {name}: {counters.mean_acceptance_length:.2f} tokens of a row in a pass, guesses "
-        f"that stood by position {shares}"
+        f"draft {name}: in {counters.guessed_passes / counters.passes:.0%} of the passes, "
+        f"{counters.mean_acceptance_length:.2f} tokens of a row in those, guesses that stood by "
+        f"position {shares}"
     )
 
 
@@ -177,9 +178,10 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
             fix=f"at most {limit} for --context",
         )
     drafting: PlannedDraft = None
-    if options.draft is not None:
-        is_lookup = options.draft == "lookup"
-        drafting = "lookup" if is_lookup else load.read_config(Path(options.draft), "--draft")
+    if options.draft == "lookup" or options.draft == "heads":
+        drafting = options.draft
+    elif options.draft is not None:
+        drafting = load.read_config(Path(options.draft), "--draft")
     is_int8, prefix_bytes = options.kv_cache_dtype == "int8", options.prefix_mib * 2**20
     with oom.explain_serving_oom(
         opened.run,
@@ -204,19 +206,21 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
                 prefix_bytes=prefix_bytes,
             ),
             draft=open_draft(opened, options, context, say),
-            say=say,
         )
 
 
 def open_draft(opened: LoadedRun, options: ServeOptions, context: int, say: Log) -> Draft | None:
     """Return what guesses tokens.
 
-    Raises ConfigError if the draft run has other ids, or fewer positions than the context.
+    Raises ConfigError if the draft run has other ids, or fewer positions than the context, and if
+    the model has no heads that are to guess.
     """
     if options.draft is None:
         return None
     if options.draft == "lookup":
         return Lookup()
+    if options.draft == "heads":
+        return Heads(check_heads(opened.run, opened.model.blueprint.config))
     smaller = load.load_run(Path(options.draft), say=say)
     generate.check_generates(smaller, is_chat=False)
     check_supported(smaller.model.blueprint)

@@ -49,13 +49,13 @@ def made(family="llama", compute="float32"):
     return blueprint, draw_params(blueprint, 0, std=0.1)
 
 
-def started(family="llama", compute="float32", draft=None, say=print, **more):
-    """Its KV cache has blocks of 8 slots."""
+def started(family="llama", compute="float32", of=None, draft=None, **more):
+    """Its KV cache has blocks of 8 slots; `of` are a model and its parameters, by default made."""
     sizes = {"rows": 3, "context": CONTEXT, "chunk": 8, "prefix_bytes": 20_000, **more}
     settings = EngineSettings(**sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "BLOCK", 8)
-        return Engine(*made(family, compute), TOKENIZER, settings, draft=draft, say=say)
+        return Engine(*(of or made(family, compute)), TOKENIZER, settings, draft=draft)
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,9 @@ SITUATIONS = {
         "plan --config=c.py --serve --draft=runs/nowhere", code=66
     ),
     "a server with a draft that is not there": Situation(f"{SERVE} --draft=runs/nowhere", code=66),
+    "a draft of heads that are not there": Situation(
+        "plan --config=c.py --serve --draft=heads", code=2
+    ),
     "a draft of no server": Situation("plan --config=c.py --draft=lookup", code=2),
     "a server on eight devices": Situation("plan --config=c.py --serve --on=h100x8", code=2),
     "a text of a wrong grammar": Situation(f"{GENERATE} --regex=[", code=2),

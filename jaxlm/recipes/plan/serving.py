@@ -16,7 +16,7 @@ from typing import Any, Literal
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.generate.config import GUESSES
-from jaxlm.models.config import EncoderDecoderConfig, ModelConfig, OneStack
+from jaxlm.models.config import DecoderConfig, EncoderDecoderConfig, ModelConfig, OneStack
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
 from jaxlm.monitor.chips import Machine
@@ -29,7 +29,7 @@ LEAST_CPU_SLOTS = 2  # a row alone is slower on a CPU, so the engine has two (ge
 ID_BYTES = 1 + 4 + 4 + 1
 LOGITS_COPIES = 3  # float32 logits of all slots in a pass: raw, penalized, sorted
 CHUNK = 64  # tokens of a prompt that a pass reads, as of `jaxlm serve`
-PlannedDraft = Run | Literal["lookup"] | None
+PlannedDraft = Run | Literal["lookup", "heads"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,11 +106,12 @@ def forecast_serving(
       context: largest number of tokens of a request; by default `data.sequence`.
       chunk: tokens of a prompt that are read in one pass.
       is_int8: store the KV cache in int8.
-      draft: the run that guesses tokens, or `lookup`; it has the vocabulary of the model.
+      draft: the run that guesses tokens, which has the vocabulary of the model, or another kind.
       assumed: assumptions made so far.
 
     Raises:
-      ConfigError: if the machine has several devices, or a model has an encoder.
+      ConfigError: if the machine has several devices, or a model has an encoder, or no heads that
+        are to guess tokens.
     """
     assumed = [] if assumed is None else list(assumed)
     chip, is_cpu = machine.chip, machine.chip.name == "cpu"
@@ -134,11 +135,19 @@ def forecast_serving(
     held = weights.stored + (weights.placed if is_cpu else 0)
     # Whole chunks, of the prompt and of the guesses beyond a text's end.
     chunk, spare = min(chunk, context), 0 if draft is None else GUESSES
+    if draft == "heads":
+        spare = check_heads(run, decoder)
     tokens = chunk * (math.ceil(context / chunk) + math.ceil(spare / chunk))
     cache = _cache_bytes(run, decoder, tokens, spare, is_cpu=is_cpu, is_int8=is_int8)
     more, drafted = 0.0, 0.0
     if draft == "lookup":
         drafted = 4 * (chunk * math.ceil(context / chunk) + 1)  # ids of the text, their number
+    elif draft == "heads":
+        # The heads are decoders of a layer; the stream is that of the last layer, at each id.
+        heads = dataclasses.replace(decoder, pattern=decoder.layers[-1:], prefix=(), depth=spare)
+        drafted = _cache_bytes(run, heads, tokens, spare, is_cpu=is_cpu)
+        each = ITEM_BYTES["float32" if is_cpu else run.precision.compute_dtype]
+        drafted += (tokens + spare) * (each * decoder.width + 4) + 4
     elif draft is not None:
         smaller = draft.with_compute(chips.fastest_dtype(chip))
         its = _served(
@@ -211,6 +220,18 @@ def _cache_bytes(
     each, scale = (1, ITEM_BYTES["float32"]) if is_int8 else (each, 0)
     return float(
         model_cost.cache_bytes(decoder, tokens, element_bytes=each, scale_bytes=scale, spare=spare)
+    )
+
+
+def check_heads(run: Run, decoder: ModelConfig) -> int:
+    """Return the number of heads that guess tokens. Raises ConfigError if there are none."""
+    if isinstance(decoder, DecoderConfig) and decoder.heads:
+        return len(decoder.heads)
+    raise ConfigError(
+        "this model has no heads that guess tokens",
+        where="--draft=heads",
+        why=f"the run trained none, with objective.name={run.objective.name}; mtp trains them",
+        fix="--draft=lookup    # needs no heads",
     )
 
 

@@ -9,7 +9,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.generate import slots
-from jaxlm.generate.draft import DraftModel, Lookup
+from jaxlm.generate.draft import DraftModel, Heads, Lookup
 from jaxlm.models.config import EncoderDecoderConfig
 from jaxlm.monitor import chips, host_machine
 from jaxlm.recipes import setup
@@ -37,17 +37,18 @@ def model_of(run):
 
 
 @pytest.mark.parametrize(("compute", "is_int8"), [("bfloat16", False), ("float32", True)])
-@pytest.mark.parametrize("guessing", ["nothing", "lookup", "run"])
+@pytest.mark.parametrize("guessing", ["nothing", "lookup", "heads", "run"])
 def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessing):
     """A context of 100 takes two chunks of 64, and so do four guesses of it a third one."""
-    run = run_of(precision__compute=compute)
+    mtp = {"objective__name": "mtp", "objective__weights": "0.3,0.1"}
+    run = run_of(precision__compute=compute, **(mtp if guessing == "heads" else {}))
     smaller = run_of(model__depth=1, model__width=32, model__tied="true")
-    planned = {"nothing": None, "lookup": "lookup", "run": smaller}[guessing]
+    planned = {"nothing": None, "run": smaller}.get(guessing, guessing)
     machine = host_machine.this_machine(1, [])
     chosen = {"context": 100, "is_int8": is_int8, "draft": planned}
     plan = forecast_serving(run, machine, slots=4, **chosen)
     model, params = model_of(run)
-    guesser = {"nothing": None, "lookup": Lookup()}.get(guessing)
+    guesser = {"nothing": None, "lookup": Lookup(), "heads": Heads(2)}.get(guessing)
     if guessing == "run":
         guesser = DraftModel(*model_of(smaller))
     sizes = {"rows": 4, "length": 128, "chunk": 64, "is_int8": is_int8}
@@ -56,7 +57,7 @@ def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessin
     assert plan.weights_bytes == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
     assert plan.draft_bytes == pytest.approx(bytes_of(ready[1]), rel=0.02)
     assert (plan.draft_bytes > 0) == (guessing == "run")
-    logits = 4 * 320 * (3 if planned is None else 7)
+    logits = 4 * 320 * (3 + {"nothing": 0, "heads": 2}.get(guessing, 4))
     held = bytes_of(programs.empty())
     assert 4 * (plan.slot_bytes - logits) == pytest.approx(held, rel=0.01)
     expected = plan.weights_bytes + plan.draft_bytes + 4 * plan.slot_bytes

@@ -1,0 +1,169 @@
+"""Whether passes verify guesses: only if that saves time, and trying it costs little. Free of JAX.
+
+A pass with guesses takes r times as long as one without, and draws a tokens of a row: it saves time
+if a > r. Both are measured while requests run, since they depend on the texts, the sampling
+settings and the machine.
+
+Example:
+  >>> balance = DraftBalance(ratio=1.5, seconds=0.01)
+  >>> balance.next_call(1)
+  Call(is_guessed=True, passes=1)
+  >>> for _ in range(20):
+  ...     balance.add_guessed(0.015, passes=1, row_passes=2, tokens=2)
+  ...     balance.add_plain(0.01, passes=1)
+  >>> balance.is_on, balance.next_call(32)
+  (False, Call(is_guessed=False, passes=32))
+"""
+
+from typing import NamedTuple
+
+SHARE = 0.01  # of the time of draws, which guesses may lose
+MAX_GUESSED = 16  # passes of a call with guesses, all of which may lose time
+EXPLORED = 4  # passes of a call with guesses while they are not expected to save time
+REFRESH = 32  # most calls with guesses between two without, which measure the ratio
+LEAST_LOSS = 0.25  # of the time of a pass, which the bucket has to pay for one with guesses
+KEPT_ROWS = 64  # passes of rows over which tokens are averaged
+KEPT_RATIOS = 32  # samples over which the ratio is averaged
+FIRST_RATIOS = 2  # samples that the ratio measured at the start counts as
+OUTLIER = 2.0  # factor from the mean beyond which the time of a call has another reason
+
+
+class Call(NamedTuple):
+    """The next call of the device: if its passes verify guesses, and the most passes."""
+
+    is_guessed: bool
+    passes: int
+
+
+class DecayedMean:
+    """Mean of samples; a sample counts 1 - 1 / `kept` times as much after each later one."""
+
+    def __init__(self, kept: int):
+        self._kept = kept
+        self._sum = self._weight = 0.0
+
+    def add(self, total: float, count: float = 1) -> None:
+        """Add `count` samples with a sum."""
+        decay = (1 - 1 / self._kept) ** count
+        self._sum, self._weight = self._sum * decay + total, self._weight * decay + count
+
+    @property
+    def mean(self) -> float | None:
+        """The mean; None without samples."""
+        return self._sum / self._weight if self._weight else None
+
+
+class DraftBalance:
+    """Chooses calls such that guesses lose at most a share of the time, and a few passes.
+
+    What guesses may still lose, in seconds, is a token bucket: each call adds its share, time that
+    guesses save is added too, and time that they lose is taken away. A call with guesses has as
+    many passes as the bucket pays if none of its guesses stands.
+
+    Args:
+      ratio: time of a pass that verifies guesses over that of a pass without, at first.
+      seconds: time of a pass without guesses, at first.
+    """
+
+    def __init__(self, ratio: float, seconds: float):
+        self._ratio = DecayedMean(KEPT_RATIOS)
+        self._ratio.add(ratio * FIRST_RATIOS, FIRST_RATIOS)
+        self._tokens = DecayedMean(KEPT_ROWS)
+        self._reading = DecayedMean(KEPT_ROWS)  # time of the draft's own reading, over passes' time
+        self._plain = seconds  # of a pass without guesses
+        self._last, self._last_seconds = Call(False, 0), 0.0  # the last call, and of a pass of it
+        self._bucket = EXPLORED * self._worst
+        self._since_plain, self._refresh = 0, 1  # calls with guesses, and how many there may be
+        self._unread = 0.0  # seconds of reading since the last call with guesses
+
+    @property
+    def ratio(self) -> float:
+        """Time of a pass with guesses over that of a pass without, the draft's reading included."""
+        return self._pass_ratio * (1 + (self._reading.mean or 0))
+
+    @property
+    def _pass_ratio(self) -> float:
+        mean = self._ratio.mean
+        assert mean is not None
+        return max(mean, 1.0)
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens of a row in a pass with guesses; None before the first."""
+        return self._tokens.mean
+
+    @property
+    def is_on(self) -> bool:
+        """Return True if guesses are expected to save time."""
+        return self.tokens is None or self.tokens > self.ratio
+
+    def next_call(self, passes: int) -> Call:
+        """Return the next call, of at most `passes` passes."""
+        if self._since_plain and (not self.is_on or self._since_plain >= self._refresh):
+            # Of as many passes as the one before: a call takes some time for itself.
+            return Call(False, min(passes, self._last.passes))
+        paid, explored = int(self._bucket / self._worst + 1e-6), min(passes, EXPLORED)
+        if self.is_on:
+            count = min(passes, paid, MAX_GUESSED)
+            return Call(True, count) if count > 0 else Call(False, explored)
+        return Call(True, explored) if paid >= explored else Call(False, passes)
+
+    @property
+    def _worst(self) -> float:
+        """Seconds that a pass loses if no guess stands."""
+        return self._plain * max(self.ratio - 1, LEAST_LOSS)
+
+    def affords(self, seconds: float) -> bool:
+        """Return True if the bucket pays for so much reading of the draft and a pass."""
+        return self.is_on or self._bucket >= seconds + self._worst
+
+    def add_reading(self, seconds: float) -> None:
+        """Add time in which the draft has read ids that the model had read before."""
+        self._add(seconds, -seconds)
+        if self.is_on:
+            self._unread += seconds
+
+    def add_guessed(self, seconds: float, *, passes: int, row_passes: int, tokens: int) -> None:
+        """Add a call with guesses.
+
+        Args:
+          seconds: its time.
+          passes: its passes.
+          row_passes: sum over passes of the rows that drew.
+          tokens: tokens that they drew.
+        """
+        self._compare(Call(True, passes), seconds / passes)
+        self._since_plain += 1
+        gained = tokens / row_passes * seconds / self._pass_ratio - seconds
+        self._tokens.add(tokens, row_passes)
+        self._reading.add(self._unread / seconds * passes, passes)
+        self._unread = 0.0
+        self._add(seconds, gained)
+
+    def add_plain(self, seconds: float, *, passes: int) -> None:
+        """Add a call without guesses, see `add_guessed`."""
+        self._plain = seconds / passes
+        self._compare(Call(False, passes), self._plain)
+        if self._since_plain:
+            self._since_plain, self._refresh = 0, min(2 * self._refresh, REFRESH)
+        if not self.is_on:
+            self._reading.add(0.0, passes)
+        self._add(seconds, 0.0)
+
+    def _compare(self, call: Call, seconds: float) -> None:
+        """Add a sample of the ratio, of a call and of the other kind of call before it.
+
+        Args:
+          call: the call that was done.
+          seconds: time of one of its passes.
+        """
+        before, was = self._last_seconds, self._last
+        self._last, self._last_seconds = call, seconds
+        if before and was.is_guessed != call.is_guessed and was.passes == call.passes:
+            sample, mean = seconds / before, self._pass_ratio
+            sample = sample if call.is_guessed else 1 / sample
+            self._ratio.add(min(max(sample, mean / OUTLIER), mean * OUTLIER))
+
+    def _add(self, seconds: float, gained: float) -> None:
+        full = MAX_GUESSED * self._worst
+        self._bucket = min(self._bucket + SHARE * seconds + gained, full)
