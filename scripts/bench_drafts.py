@@ -28,6 +28,7 @@ import jaxlm
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.generate.draft import Draft, DraftModel, Heads, Lookup
+from jaxlm.generate.drafting import Mode
 from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.requests import Counters, Request
 from jaxlm.generate.rows import Sampling
@@ -76,11 +77,9 @@ def main() -> None:
     }
     if heads := large.loaded.model.blueprint.config.heads:
         drafts["heads"] = Heads(len(heads))
-    arms = [
-        (name, mode)
-        for name, each in drafts.items()
-        for mode in (("always", "balanced") if each else ("never",))
-    ]
+    modes: tuple[Mode, ...] = ("always", "balanced")
+    arms: list[tuple[str, Mode]] = [("none", "never")]
+    arms += [(name, mode) for name, each in drafts.items() if each for mode in modes]
     with jax.set_mesh(large.loaded.model.mesh):
         settings = EngineSettings(rows=args.slots, context=PROMPT + args.new)
         engines = {

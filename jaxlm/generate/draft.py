@@ -277,7 +277,7 @@ class Heads:
             stream, _, row = sources.model.read_head(
                 number, stream, ahead, inputs, before.row(slot)
             )
-            heads.append(before.with_row(slot, row))
+            heads.append(before.with_row(slot, row))  # type: ignore[arg-type]
         return state._replace(heads=tuple(heads))
 
     def guess(

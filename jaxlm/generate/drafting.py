@@ -12,6 +12,7 @@ from jaxlm.generate.draft import Draft
 from jaxlm.generate.requests import Counters, Ticket
 
 Rows = Sequence[tuple[int, Ticket]]  # slots and their requests
+Mode = Literal["balanced", "always", "never"]
 KEPT_CHUNKS = 16  # over which the time in which the draft reads a chunk is averaged
 
 
@@ -21,7 +22,7 @@ class Chunk(NamedTuple):
     slot: int
     ids: Int[np.ndarray, "C+G"]
     start: int
-    count: int
+    size: int  # ids that are no padding
 
 
 class Drafting:
@@ -40,7 +41,7 @@ class Drafting:
         kind of call alone, such that all tokens are drawn by one program.
     """
 
-    mode: Literal["balanced", "always", "never"] = "balanced"
+    mode: Mode = "balanced"
 
     def __init__(self, draft: Draft, chunk: int, pad: int):
         self.draft, self._chunk, self._pad = draft, chunk, pad

@@ -105,7 +105,9 @@ class Engine:
         self.max_waiting = settings.max_waiting
         self.rows = max(settings.rows, LEAST_CPU_ROWS if backend.name() == "cpu" else 1)
         self.chunk = min(settings.chunk, settings.context)
-        self.drafting = draft and Drafting(draft, self.chunk, tokenizer.pad)
+        self.drafting: Drafting | None = None
+        if draft is not None:
+            self.drafting = Drafting(draft, self.chunk, tokenizer.pad)
         self.vocab = blueprint.config.vocab
         self.counters = self._fresh_counters()
         self.failure: Exception | None = None
@@ -448,8 +450,8 @@ class Engine:
     def _follow(self, chunk: Chunk) -> None:
         """Let the draft read a chunk."""
         assert self._programs.follow is not None
-        slot, ids, start, count = chunk
-        inputs = np.int32(slot), ids, np.int32(start), np.int32(count)
+        slot, ids, start, size = chunk
+        inputs = np.int32(slot), ids, np.int32(start), np.int32(size)
         self._state = self._programs.follow(self._ready, self._state, *inputs)
         jax.block_until_ready(self._state.token)
         ticket = self._tickets[slot]
@@ -483,7 +485,8 @@ class Engine:
             if ticket.matcher is not None:
                 allowed[slot] = ticket.matcher.mask()
                 passes = 1
-        drafting, call, ready = self.drafting, Call(False, passes), []
+        drafting, call = self.drafting, Call(False, passes)
+        ready: list[int] = []
         if drafting is not None:
             jax.block_until_ready(self._state.token)  # of chunks, whose time is not that of passes
             call, ready = drafting.next_call(drawing, passes, chunks, self._follow)

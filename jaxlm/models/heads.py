@@ -17,7 +17,7 @@ from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.cache import AnyCache
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear, Product, parameter
-from jaxlm.nn.stack import Stack, StackSpec, Unstacked
+from jaxlm.nn.stack import Caches, Stack, StackSpec, Unstacked
 from jaxlm.parallel.rules import constrain
 
 SCORE_HEADS = "reward/", "value/"  # path prefixes of the heads of a reward model, and of PPO
@@ -80,12 +80,13 @@ class Head(nnx.Module):
             token_stream = self.token_norm(token().astype(x.dtype))
             both = jnp.concatenate([self.hidden_norm(x), token_stream], -1)
             x = constrain(self.join(both), "batch", "length", None)
-        caches = None if cache is None else {"0": (cache,)}
-        x, written, losses = self.block(x, inputs, caches=caches, key=key)
+        caches: Caches | None = None if cache is None else {"0": (cache,)}
+        x, written, losses = self.block(x, inputs, caches=caches, key=key)  # type: ignore[arg-type]
         return x, None if written is None else written["0"][0], losses
 
     def relayout_for_decode(self) -> None:
         """Store the weights as `Unstacked.relayout_for_decode` does; calls need a cache then."""
+        assert isinstance(self.block, Stack)
         block = self.block.unstacked()
         block.relayout_for_decode()
         self.block = block

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -36,6 +36,7 @@ from jaxlm.serve.watchdog import watch
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PACKAGES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
+KINDS: dict[str, Literal["lookup", "heads"]] = {"lookup": "lookup", "heads": "heads"}
 CLOSE_SECONDS = 5  # for open responses after the engine has ended
 
 
@@ -178,10 +179,8 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
             fix=f"at most {limit} for --context",
         )
     drafting: PlannedDraft = None
-    if options.draft == "lookup" or options.draft == "heads":
-        drafting = options.draft
-    elif options.draft is not None:
-        drafting = load.read_config(Path(options.draft), "--draft")
+    if options.draft is not None:
+        drafting = KINDS.get(options.draft) or load.read_config(Path(options.draft), "--draft")
     is_int8, prefix_bytes = options.kv_cache_dtype == "int8", options.prefix_mib * 2**20
     with oom.explain_serving_oom(
         opened.run,
