@@ -27,7 +27,7 @@ import jax
 import jaxlm
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
-from jaxlm.generate.draft import Draft, DraftModel, Heads, Lookup
+from jaxlm.generate.draft import Draft, DraftHeads, DraftModel, Lookup
 from jaxlm.generate.drafting import Mode
 from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.requests import Counters, Request
@@ -76,7 +76,7 @@ def main() -> None:
         "run": DraftModel(blueprint(small, args.compute), small.params),
     }
     if heads := large.loaded.model.blueprint.config.heads:
-        drafts["heads"] = Heads(len(heads))
+        drafts["heads"] = DraftHeads(len(heads))
     modes: tuple[Mode, ...] = ("always", "balanced")
     arms: list[tuple[str, Mode]] = [("none", "never")]
     arms += [(name, mode) for name, each in drafts.items() if each for mode in modes]

@@ -7,12 +7,12 @@ settings and the machine.
 Example:
   >>> balance = DraftBalance(ratio=1.5, seconds=0.01)
   >>> balance.next_call(1)
-  Call(is_guessed=True, passes=1)
+  DrawCall(is_guessed=True, passes=1)
   >>> for _ in range(20):
   ...     balance.add_guessed(0.015, passes=1, row_passes=2, tokens=2)
   ...     balance.add_plain(0.01, passes=1)
   >>> balance.is_on, balance.next_call(32)
-  (False, Call(is_guessed=False, passes=32))
+  (False, DrawCall(is_guessed=False, passes=32))
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ FIRST_RATIOS = 2  # samples that the ratio measured at the start counts as
 OUTLIER = 2.0  # factor from the mean beyond which the time of a call has another reason
 
 
-class Call(NamedTuple):
+class DrawCall(NamedTuple):
     """The next call of the device: if its passes verify guesses, and the most passes."""
 
     is_guessed: bool
@@ -71,7 +71,10 @@ class DraftBalance:
         self._tokens = DecayedMean(KEPT_ROWS)
         self._reading = DecayedMean(KEPT_ROWS)  # time of the draft's own reading, over passes' time
         self._plain = seconds  # of a pass without guesses
-        self._last, self._last_seconds = Call(False, 0), 0.0  # the last call, and of a pass of it
+        self._last, self._last_seconds = (
+            DrawCall(False, 0),
+            0.0,
+        )  # the last call, and of a pass of it
         self._bucket = EXPLORED * self._worst
         self._since_plain, self._refresh = 0, 1  # calls with guesses, and how many there may be
         self._unread = 0.0  # seconds of reading since the last call with guesses
@@ -97,16 +100,16 @@ class DraftBalance:
         """Return True if guesses are expected to save time."""
         return self.tokens is None or self.tokens > self.ratio
 
-    def next_call(self, passes: int) -> Call:
+    def next_call(self, passes: int) -> DrawCall:
         """Return the next call, of at most `passes` passes."""
         if self._since_plain and (not self.is_on or self._since_plain >= self._refresh):
             # Of as many passes as the one before: a call takes some time for itself.
-            return Call(False, min(passes, self._last.passes))
+            return DrawCall(False, min(passes, self._last.passes))
         paid, explored = int(self._bucket / self._worst + 1e-6), min(passes, EXPLORED)
         if self.is_on:
             count = min(passes, paid, MAX_GUESSED)
-            return Call(True, count) if count > 0 else Call(False, explored)
-        return Call(True, explored) if paid >= explored else Call(False, passes)
+            return DrawCall(True, count) if count > 0 else DrawCall(False, explored)
+        return DrawCall(True, explored) if paid >= explored else DrawCall(False, passes)
 
     @property
     def _worst(self) -> float:
@@ -132,7 +135,7 @@ class DraftBalance:
           row_passes: sum over passes of the rows that drew.
           tokens: tokens that they drew.
         """
-        self._compare(Call(True, passes), seconds / passes)
+        self._compare(DrawCall(True, passes), seconds / passes)
         self._since_plain += 1
         gained = tokens / row_passes * seconds / self._pass_ratio - seconds
         self._tokens.add(tokens, row_passes)
@@ -143,14 +146,14 @@ class DraftBalance:
     def add_plain(self, seconds: float, *, passes: int) -> None:
         """Add a call without guesses, see `add_guessed`."""
         self._plain = seconds / passes
-        self._compare(Call(False, passes), self._plain)
+        self._compare(DrawCall(False, passes), self._plain)
         if self._since_plain:
             self._since_plain, self._refresh = 0, min(2 * self._refresh, REFRESH)
         if not self.is_on:
             self._reading.add(0.0, passes)
         self._add(seconds, 0.0)
 
-    def _compare(self, call: Call, seconds: float) -> None:
+    def _compare(self, call: DrawCall, seconds: float) -> None:
         """Add a sample of the ratio, of a call and of the other kind of call before it.
 
         Args:

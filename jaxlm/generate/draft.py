@@ -215,7 +215,7 @@ class HeadsState(NamedTuple):
     heads: tuple[AnyCache, ...]
 
 
-class Heads:
+class DraftHeads:
     """Guesses the next ids with the heads of `objective.name=mtp`, one guess each.
 
     At the newest id that the model has read, head k predicts the id k + 1 ahead: the first of them

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxlm.generate.balance import Call, DecayedMean, DraftBalance
+from jaxlm.generate.balance import DecayedMean, DraftBalance, DrawCall
 from jaxlm.generate.draft import Draft
 from jaxlm.generate.requests import Counters, Ticket
 
@@ -55,7 +55,7 @@ class Drafting:
 
     def next_call(
         self, rows: Rows, passes: int, chunks: int, follow: Callable[[Chunk], None]
-    ) -> tuple[Call, list[int]]:
+    ) -> tuple[DrawCall, list[int]]:
         """Return the next call, of at most `passes` passes, and the slots that may take guesses.
 
         Args:
@@ -67,9 +67,9 @@ class Drafting:
         # The mask of a grammar is that of one token.
         free = [(slot, ticket) for slot, ticket in rows if ticket.matcher is None]
         if self.mode == "never" or not free:
-            return Call(False, passes), []
+            return DrawCall(False, passes), []
         is_balanced = self.mode == "balanced"
-        call = self.balance.next_call(passes) if is_balanced else Call(True, passes)
+        call = self.balance.next_call(passes) if is_balanced else DrawCall(True, passes)
         if not call.is_guessed:
             return call, []
         ready = []
@@ -87,7 +87,7 @@ class Drafting:
                 chunks -= 1
             if not self._unread(ticket):
                 ready.append(slot)
-        return (Call(False, passes), []) if is_balanced and not ready else (call, ready)
+        return (DrawCall(False, passes), []) if is_balanced and not ready else (call, ready)
 
     def _unread(self, ticket: Ticket) -> int:
         """Return the number of chunks that the draft has to read before it guesses."""
@@ -109,7 +109,7 @@ class Drafting:
         self,
         counters: Counters,
         rows: Rows,
-        call: Call,
+        call: DrawCall,
         ready: Sequence[int],
         is_drawn: Bool[np.ndarray, "N B"],
         seconds: float,

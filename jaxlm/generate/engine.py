@@ -18,7 +18,7 @@ from jaxlm.core import backend
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import prefix, slots
-from jaxlm.generate.balance import Call, DraftBalance
+from jaxlm.generate.balance import DraftBalance, DrawCall
 from jaxlm.generate.decode import supports_prompt_lookup
 from jaxlm.generate.draft import Draft
 from jaxlm.generate.drafting import Chunk, Drafting
@@ -485,7 +485,7 @@ class Engine:
             if ticket.matcher is not None:
                 allowed[slot] = ticket.matcher.mask()
                 passes = 1
-        drafting, call = self.drafting, Call(False, passes)
+        drafting, call = self.drafting, DrawCall(False, passes)
         ready: list[int] = []
         if drafting is not None:
             jax.block_until_ready(self._state.token)  # of chunks, whose time is not that of passes

@@ -20,7 +20,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
-from jaxlm.generate.draft import Draft, DraftModel, Heads, Lookup
+from jaxlm.generate.draft import Draft, DraftHeads, DraftModel, Lookup
 from jaxlm.generate.engine import Engine, EngineSettings, check_supported
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.generate.requests import Counters
@@ -219,7 +219,7 @@ def open_draft(opened: LoadedRun, options: ServeOptions, context: int, say: Log)
     if options.draft == "lookup":
         return Lookup()
     if options.draft == "heads":
-        return Heads(check_heads(opened.run, opened.model.blueprint.config))
+        return DraftHeads(check_heads(opened.run, opened.model.blueprint.config))
     smaller = load.load_run(Path(options.draft), say=say)
     generate.check_generates(smaller, is_chat=False)
     check_supported(smaller.model.blueprint)

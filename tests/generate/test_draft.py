@@ -12,7 +12,7 @@ import pytest
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.generate.decode import RowTokens
-from jaxlm.generate.draft import DraftModel, Heads, Lookup
+from jaxlm.generate.draft import DraftHeads, DraftModel, Lookup
 from jaxlm.generate.drafting import Drafting
 from jaxlm.generate.grammar import GrammarCompiler, GrammarSource
 from jaxlm.generate.requests import Request, joined
@@ -187,7 +187,7 @@ def with_heads():
             config = dataclasses.replace(blueprint.config, mtp=MtpConfig(tokens=2, kind=kind))
             blueprint = Blueprint(config, Precision.of(PrecisionConfig(compute="float32")).exact)
             params = jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
-            made_so_far[kind] = always(started(of=(blueprint, params), draft=Heads(2)))
+            made_so_far[kind] = always(started(of=(blueprint, params), draft=DraftHeads(2)))
             made_so_far[kind].model = blueprint.merge(params)
         return made_so_far[kind]
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Characters
-from jaxlm.generate.balance import Call, DraftBalance
+from jaxlm.generate.balance import DraftBalance, DrawCall
 from jaxlm.monitor import host_machine
 from jaxlm.recipes.plan.serving import forecast_serving
 from jaxlm.recipes.use import load
@@ -61,7 +61,7 @@ def test_a_draft_changes_no_text_and_its_guesses_are_counted(trained):
     for draft in ("lookup", str(trained), None):
         with pytest.MonkeyPatch.context() as patch:
             # If a draft saves time depends on the machine.
-            patch.setattr(DraftBalance, "next_call", lambda _, passes: Call(True, passes))
+            patch.setattr(DraftBalance, "next_call", lambda _, passes: DrawCall(True, passes))
             running = Running(trained, patch, draft=draft)
             try:
                 text, metrics, health = served_text(running)

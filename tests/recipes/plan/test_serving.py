@@ -9,7 +9,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.generate import slots
-from jaxlm.generate.draft import DraftModel, Heads, Lookup
+from jaxlm.generate.draft import DraftHeads, DraftModel, Lookup
 from jaxlm.models.config import EncoderDecoderConfig
 from jaxlm.monitor import chips, host_machine
 from jaxlm.recipes import setup
@@ -48,7 +48,7 @@ def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessin
     chosen = {"context": 100, "is_int8": is_int8, "draft": planned}
     plan = forecast_serving(run, machine, slots=4, **chosen)
     model, params = model_of(run)
-    guesser = {"nothing": None, "lookup": Lookup(), "heads": Heads(2)}.get(guessing)
+    guesser = {"nothing": None, "lookup": Lookup(), "heads": DraftHeads(2)}.get(guessing)
     if guessing == "run":
         guesser = DraftModel(*model_of(smaller))
     sizes = {"rows": 4, "length": 128, "chunk": 64, "is_int8": is_int8}
