@@ -15,6 +15,7 @@ Example:
   (False, DrawCall(is_guessed=False, passes=32))
 """
 
+import math
 from typing import NamedTuple
 
 SHARE = 0.01  # of the time of draws, which guesses may lose
@@ -66,8 +67,9 @@ class DraftBalance:
     """
 
     def __init__(self, ratio: float, seconds: float):
+        # Of logarithms: the mean of ratios of two noisy times is too large.
         self._ratio = DecayedMean(KEPT_RATIOS)
-        self._ratio.add(ratio * FIRST_RATIOS, FIRST_RATIOS)
+        self._ratio.add(math.log(ratio) * FIRST_RATIOS, FIRST_RATIOS)
         self._tokens = DecayedMean(KEPT_ROWS)
         self._reading = DecayedMean(KEPT_ROWS)  # time of the draft's own reading, over passes' time
         self._plain = seconds  # of a pass without guesses
@@ -88,7 +90,7 @@ class DraftBalance:
     def _pass_ratio(self) -> float:
         mean = self._ratio.mean
         assert mean is not None
-        return max(mean, 1.0)
+        return max(math.exp(mean), 1.0)
 
     @property
     def tokens(self) -> float | None:
@@ -108,7 +110,7 @@ class DraftBalance:
         paid, explored = int(self._bucket / self._worst + 1e-6), min(passes, EXPLORED)
         if self.is_on:
             count = min(passes, paid, MAX_GUESSED)
-            return DrawCall(True, count) if count > 0 else DrawCall(False, explored)
+            return DrawCall(True, count) if count > 0 else DrawCall(False, passes)
         return DrawCall(True, explored) if paid >= explored else DrawCall(False, passes)
 
     @property
@@ -165,7 +167,7 @@ class DraftBalance:
         if before and was.is_guessed != call.is_guessed and was.passes == call.passes:
             sample, mean = seconds / before, self._pass_ratio
             sample = sample if call.is_guessed else 1 / sample
-            self._ratio.add(min(max(sample, mean / OUTLIER), mean * OUTLIER))
+            self._ratio.add(math.log(min(max(sample, mean / OUTLIER), mean * OUTLIER)))
 
     def _add(self, seconds: float, gained: float) -> None:
         full = MAX_GUESSED * self._worst
