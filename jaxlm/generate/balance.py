@@ -1,8 +1,8 @@
-"""Whether passes verify guesses: only if that saves time, and trying it costs little. Free of JAX.
+"""The choice of passes that verify guesses: those that save time, tried at a small cost.
 
 A pass with guesses takes r times as long as one without, and draws a tokens of a row: it saves time
 if a > r. Both are measured while requests run, since they depend on the texts, the sampling
-settings and the machine.
+settings and the machine. Free of JAX.
 
 Example:
   >>> balance = DraftBalance(ratio=1.5, seconds=0.01)
@@ -18,8 +18,8 @@ Example:
 import math
 from typing import NamedTuple
 
-SHARE = 0.01  # of the time of draws, which guesses may lose
-MAX_GUESSED = 16  # passes of a call with guesses, all of which may lose time
+SHARE = 0.01  # part of the time of draws that guesses may lose
+MAX_GUESSED = 16  # most passes of a call with guesses
 EXPLORED = 4  # passes of a call with guesses while they are not expected to save time
 REFRESH = 32  # most calls with guesses between two without, which measure the ratio
 LEAST_LOSS = 0.25  # of the time of a pass, which the bucket has to pay for one with guesses
@@ -37,15 +37,15 @@ class DrawCall(NamedTuple):
 
 
 class DecayedMean:
-    """Mean of samples; a sample counts 1 - 1 / `kept` times as much after each later one."""
+    """Mean of samples; a sample counts 1 - 1 / `window` times as much after each later one."""
 
-    def __init__(self, kept: int):
-        self._kept = kept
+    def __init__(self, window: int):
+        self._window = window
         self._sum = self._weight = 0.0
 
     def add(self, total: float, count: float = 1) -> None:
         """Add `count` samples with a sum."""
-        decay = (1 - 1 / self._kept) ** count
+        decay = (1 - 1 / self._window) ** count
         self._sum, self._weight = self._sum * decay + total, self._weight * decay + count
 
     @property

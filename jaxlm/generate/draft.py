@@ -23,7 +23,7 @@ from jaxlm.nn.cache import AnyCache, KVCache, LayerCache
 
 
 class Sources(NamedTuple):
-    """What a draft computes guesses with: the model, and arrays that the draft has itself."""
+    """Inputs of a guess: the model, and the arrays that the draft has itself."""
 
     model: Decoder
     weights: list[Array]
@@ -52,7 +52,13 @@ class Draft(Protocol):
         """Return the arrays of `Sources.weights`."""
 
     def empty(self, model: Decoder, rows: int, length: int, chunk: int, block: int | None) -> Any:
-        """Return the state of `rows` slots of `length` tokens, see `slots.build`."""
+        """Return the state of `rows` slots of `length` tokens.
+
+        Args:
+          model: the model.
+          rows, length, chunk: as in `slots.build`.
+          block: slots of a block of a KV cache, see `Backbone.empty_cache`.
+        """
 
     def admit(self, state: Any, slot: Array, arrival: Any) -> Any:
         """Return the state with a request in a slot."""

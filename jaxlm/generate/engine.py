@@ -367,10 +367,10 @@ class Engine:
         if request.is_prompt_scored:
             return
         for name in ticket.blocks:
-            kept = self.prefixes.get(name)
-            if kept is None:
+            stored = self.prefixes.get(name)
+            if stored is None:
                 return
-            block, is_followed = kept
+            block, is_followed = stored
             inputs = np.int32(slot), np.int32(ticket.read), block
             self._state = self._programs.load(self._state, *inputs)
             if is_followed and ticket.followed == ticket.read:
@@ -441,8 +441,8 @@ class Engine:
             ticket.blocks[start // self.chunk],
             ticket.followed >= start + self.chunk,
         )
-        kept = self.prefixes.get(name)
-        if kept is None or is_followed > kept[1]:
+        before = self.prefixes.get(name)
+        if before is None or is_followed > before[1]:
             block = self._programs.save(self._state, np.int32(slot), np.int32(start))
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(block))
             self.prefixes.add(name, (block, is_followed), size)

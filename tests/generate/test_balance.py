@@ -1,4 +1,4 @@
-"""The balance of guesses: it loses little time, whatever they cost, and keeps what they gain."""
+"""The balance of guesses: it loses little time if they do not pay, and keeps what they gain."""
 
 import random
 
@@ -10,7 +10,7 @@ SECONDS, ROWS, NOISE = 0.03, 4, 0.2
 
 
 def speed(balance, passes, tokens, ratio, *, call, seed):
-    """Return the speed over no guesses, of texts of so many passes without.
+    """Return the speed over that without guesses.
 
     Args:
       balance: chooses the calls.
@@ -42,7 +42,12 @@ def speed(balance, passes, tokens, ratio, *, call, seed):
 
 
 def speeds(passes, tokens, ratio, call, measured=None):
-    """Return the speeds of five texts in order, each with a balance of its own."""
+    """Return the speeds of five texts in order, each with another balance.
+
+    Args:
+      passes, tokens, ratio, call: as in `speed`.
+      measured: the ratio that the start has measured; by default the right one.
+    """
     return sorted(
         speed(DraftBalance(measured or ratio, SECONDS), passes, tokens, ratio, call=call, seed=seed)
         for seed in range(5)

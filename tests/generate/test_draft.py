@@ -150,7 +150,7 @@ def test_a_draft_that_comes_and_goes_reads_what_it_missed(engine, drafted, plain
         random_modes(patch, 5)
         share_of_first_guesses(engine, plain, requests)
         drafted.prefixes.clear()
-        for _ in range(2):  # the second time with kept beginnings, of which the draft has read some
+        for _ in range(2):  # the second time with kept beginnings, some of them read by the draft
             assert share_of_first_guesses(drafted, plain, requests) > 0.8
     always(engine), always(drafted)
 
