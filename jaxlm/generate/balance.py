@@ -16,6 +16,7 @@ Example:
 """
 
 import math
+import time
 from typing import NamedTuple
 
 SHARE = 0.01  # part of the time of draws that guesses may lose
@@ -27,6 +28,9 @@ KEPT_ROWS = 64  # passes of rows over which tokens are averaged
 KEPT_RATIOS = 32  # samples over which the ratio is averaged
 FIRST_RATIOS = 2  # samples that the ratio measured at the start counts as
 OUTLIER = 2.0  # factor from the mean beyond which the time of a call has another reason
+
+
+clock = time.perf_counter  # of calls; a benchmark on a busy machine sets another
 
 
 class DrawCall(NamedTuple):

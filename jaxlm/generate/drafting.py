@@ -1,12 +1,12 @@
 """The draft of an engine while it runs: what it has read, and which calls verify its guesses."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxlm.generate import balance
 from jaxlm.generate.balance import DecayedMean, DraftBalance, DrawCall
 from jaxlm.generate.draft import Draft
 from jaxlm.generate.requests import Counters, Ticket
@@ -78,9 +78,9 @@ class Drafting:
                 seconds = unread * (self._chunk_seconds.mean or 0.0)
                 if is_balanced and not self.balance.affords(seconds):
                     break
-                begun = time.perf_counter()
+                begun = balance.clock()
                 follow(self._next_chunk(slot, ticket))
-                taken = time.perf_counter() - begun
+                taken = balance.clock() - begun
                 self._chunk_seconds.add(taken)
                 if is_balanced:
                     self.balance.add_reading(taken)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxlm.core import backend
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate import prefix, slots
+from jaxlm.generate import balance, prefix, slots
 from jaxlm.generate.balance import DraftBalance, DrawCall
 from jaxlm.generate.decode import supports_prompt_lookup
 from jaxlm.generate.draft import Draft
@@ -186,10 +186,10 @@ class Engine:
             inputs = (on, off, allowed, left, np.int32(MEASURED_PASSES), np.bool_(False), *more)
             times = []
             for _ in range(3):
-                begun = time.perf_counter()
+                begun = balance.clock()
                 self._state, drawn = program(self._ready, self._state, *inputs)
                 jax.block_until_ready(drawn.passes)
-                times.append(time.perf_counter() - begun)
+                times.append(balance.clock() - begun)
                 self._state = self._programs.empty()
             seconds.append(min(times))
         return DraftBalance(seconds[1] / seconds[0], seconds[0] / MEASURED_PASSES)
@@ -492,7 +492,7 @@ class Engine:
             call, ready = drafting.next_call(drawing, passes, chunks, self._follow)
         limits = left, np.int32(call.passes), np.bool_(len(self._waiting) > 0)
         inputs = (self._ready, self._state, active, is_scored, allowed, *limits)
-        begun = time.perf_counter()
+        begun = balance.clock()
         if call.is_guessed:
             assert self._programs.draw_guessed is not None
             is_guessed = np.zeros(self.rows, bool)
@@ -506,7 +506,7 @@ class Engine:
         self.counters.passes += int(done)
         self.counters.drawn_tokens += int(places.sum())
         if drafting is not None:
-            seconds, call = time.perf_counter() - begun, call._replace(passes=int(done))
+            seconds, call = balance.clock() - begun, call._replace(passes=int(done))
             drafting.count(self.counters, drawing, call, ready, places, seconds)
         for number in range(len(places)):
             for slot, ticket in drawing:
