@@ -92,14 +92,14 @@ class Corruption(RowChange):
         pieces = whole_pieces(row)
         free = int((row.segments == 0).sum())
         changed = iter(self.change([ids for ids in pieces if ids is not None], free, key))
-        laid = []
+        placed = []
         for segment, ids in enumerate(pieces, 1):
             if ids is None:
                 length = int((row.segments == segment).sum())
-                laid.append(left_to_right(np.zeros(length + 1, np.int32), length + 2))
+                placed.append(left_to_right(np.zeros(length + 1, np.int32), length + 2))
             else:
-                laid.append(next(changed))
-        return _packed(laid, len(row.tokens))
+                placed.append(next(changed))
+        return _packed(placed, len(row.tokens))
 
 
 def whole_pieces(row: Tokens) -> list[Ids | None]:
