@@ -107,14 +107,14 @@ def test_a_product_with_an_updated_weight_and_its_gradients_are_those_of_numpy()
 
     results = all_of(x, a, b, (weight / 2, weight / 2))
     x, a, b, weight, grad = (np.asarray(each, np.float64) for each in (x, a, b, weight, grad))
-    expected = (
+    references = (
         x @ (weight + a @ b),
         grad @ (weight + a @ b).T,
         np.einsum("bti,bto,ro->ir", x, grad, b),
         np.einsum("bti,bto,ir->ro", x, grad, a),
     )
-    for actual, wanted in zip(results, expected, strict=True):
-        np.testing.assert_allclose(actual, wanted, atol=1e-5 * np.abs(wanted).max())
+    for actual, expected in zip(results, references, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_one_updated_weight_of_all_layers_is_in_memory():
