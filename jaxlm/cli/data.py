@@ -28,11 +28,14 @@ CLASSIFIER = "jaxlm data train-classifier"
 
 def add_arguments(parser: Parser) -> None:
     peek = parser.add_action("peek", _peek, "examples as the model sees them, targets marked")
+    _add_init_from(peek)
     add_flag(peek, "--rows", "N", 2, "number of rows")
     add_flag(peek, "--step", "N", 0, "step of the batch")
-    parser.add_action("stats", _stats, "documents, tokens, rows, skipped documents")
+    stats = parser.add_action("stats", _stats, "documents, tokens, rows, skipped documents")
+    _add_init_from(stats)
     doc = "write token shards of data.train and data.validation"
     tokenize = parser.add_action("tokenize", _tokenize, doc)
+    _add_init_from(tokenize)
     add_flag(tokenize, "--out", "DIR", str, "new folder", required=True)
     check = parser.add_action("check", _check, "compare token shards with the manifest's digests")
     check.withhold("shards are compared with the manifest of their folder")
@@ -67,6 +70,11 @@ def add_arguments(parser: Parser) -> None:
     add_flag(train, "--run", "N", 2, "words of the longest n-gram")
     add_flag(train, "--buckets", "N", 2**18, "hash buckets of the n-grams")
     add_flag(train, "--seed", "N", 0, "seed of the order of examples")
+
+
+def _add_init_from(parser: Parser) -> None:
+    doc = "as of `jaxlm train`: the model whose tokenizer and chat template are used"
+    add_flag(parser, "--init_from", "RUN[@STEP]", str, doc)
 
 
 def add_engine(parser: Parser) -> None:
@@ -215,7 +223,7 @@ def _tokenizer_line(tokenizer: dict[str, Any]) -> str:
 def _tokenize(args: Any, out: Output) -> int:
     from jaxlm.data import dataset
 
-    section = config.load(Run, args.config or args.workdir, args.overrides).value.data
+    section = _config(args, out).data
     with progress_bars(out) as progress:
         written = dataset.tokenize(section, Path(args.out), out.log, progress)
     answer: dict[str, dict[str, Any]] = {}
@@ -250,10 +258,25 @@ def _check(args: Any, out: Output) -> int:
     return out.result(answer, text)
 
 
+def _config(args: Any, out: Output) -> Run:
+    """Return the config that `jaxlm train` would have with these flags."""
+    loaded = config.load(Run, args.config or args.workdir, args.overrides)
+    if args.init_from is None:
+        return loaded.value
+    from jaxlm.recipes.train.init_from import as_run, with_model_of
+
+    workdir = Path(args.workdir) if args.workdir else None
+    ref = as_run(args.init_from, workdir, None, out.log)
+    loaded, lines = with_model_of(loaded, ref, workdir)
+    for line in lines:
+        out.log(line)
+    return loaded.value
+
+
 def _open(args: Any, out: Output) -> tuple[Run, Any]:
     from jaxlm.recipes import setup
 
-    chosen = config.load(Run, args.config or args.workdir, args.overrides).value
+    chosen = _config(args, out)
     with progress_bars(out) as progress:
         return chosen, setup.open_data(chosen, say=out.log, warn=out.log, progress=progress)
 

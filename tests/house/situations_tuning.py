@@ -44,6 +44,7 @@ PEFT = (
     f"{TUNED}; {sys.executable} -m jaxlm export --workdir=runs/tuned --to=peft --out=peft "
     "--quiet >&2"
 )
+FOLDER = f"{sys.executable} -m jaxlm export --workdir=runs/a --out=hf --quiet >&2"
 MOVED = 'mv runs/a runs/base; sed -i \'s#"run": ".*"#"run": "gone"#\' runs/tuned/base.json'
 EARLIER = 'sed -i \'s/"step": 2/"step": 1/\' runs/tuned/base.json'
 
@@ -73,6 +74,7 @@ def overflows(patch):
 
 
 SITUATIONS: dict[str, Situation] = {
+    "the data of a model that is no run": Situation(f"data peek {CONFIG} --init_from=hf", FOLDER),
     "an imported model without text": Situation(
         "train --init_from=runs/a --workdir=new", "touch runs/a/imported.json", more="--stop_at=1"
     ),

@@ -340,8 +340,10 @@ def test_a_config_without_a_model_begins_with_that_of_a_folder(base, tmp_path, c
         *("--config.train.steps=2", "--config.train.batch=4", "--config.data.sequence=32"),
         *("--config.sample.prompts=()", "--config.eval.batches=1"),
     ]
+    assert main(["data", "peek", *command[1:]]) == 0
+    assert f"tokenizer: that of {tmp_path / 'run-base'}" in capsys.readouterr().out
     assert main(command) == 0
-    assert "importing" in capsys.readouterr().err
+    assert "importing" not in capsys.readouterr().err, "the model was imported to look at the data"
     model = json.loads((run / "config.json").read_text())["model"]
     assert (model["family"], model["width"], model["depth"]) == ("llama", 32, 2)
     assert json.loads((run / "base.json").read_text())["run"] == str(tmp_path / "run-base")

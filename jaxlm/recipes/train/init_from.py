@@ -105,21 +105,28 @@ def with_imported_source(options: StartOptions) -> StartOptions:
 
 
 def as_run(
-    ref: str, workdir: Path, cpu_devices: int | None, say: Log, *, is_alone: bool = True
+    ref: str, workdir: Path | None, cpu_devices: int | None, say: Log, *, is_alone: bool = True
 ) -> str:
     """Return a run in place of a model of another library, which is imported to WORKDIR-base.
 
-    Raises CommandError if the process is not alone, and else as `import_model`.
+    Raises CommandError if the process is not alone or has no WORKDIR, and else as `import_model`.
 
     Args:
       ref: RUN[@STEP], or a model of another library.
-      workdir: the new run directory.
+      workdir: the new run directory, if it is known.
       cpu_devices: number of devices of a CPU.
       `say`: receives log lines.
       is_alone: if there is one process.
     """
     if not is_model_of_another_library(ref):
         return ref
+    if workdir is None:
+        raise CommandError(
+            "the model is not a run yet",
+            where=f"--init_from={ref}",
+            why="it is imported to the directory of the run to train, with -base at its end",
+            fix="--workdir=runs/new",
+        )
     target = workdir.with_name(f"{workdir.name}-base")
     if (target / "config.json").exists():
         return str(target)
@@ -136,7 +143,7 @@ def as_run(
     return str(target)
 
 
-def with_model_of(loaded: Loaded, ref: str, workdir: Path) -> tuple[Loaded, list[str]]:
+def with_model_of(loaded: Loaded, ref: str, workdir: Path | None) -> tuple[Loaded, list[str]]:
     """Return the config with model and tokenizer of RUN[@STEP], and lines that name the changes.
 
     The weights have a meaning in that model alone, so only flags of the command line, and settings
@@ -145,8 +152,9 @@ def with_model_of(loaded: Loaded, ref: str, workdir: Path) -> tuple[Loaded, list
 
     Raises InputMissing if there is no such run.
     """
-    (named, _), is_begun = split_ref(ref), (workdir / "config.json").is_file()
-    folder = workdir if is_begun else named
+    named, _ = split_ref(ref)
+    is_begun = workdir is not None and (workdir / "config.json").is_file()
+    folder = workdir if workdir is not None and is_begun else named
     run, origins, lines = loaded.value, dict(loaded.provenance), []
     source = read_config(folder, "--workdir" if is_begun else "--init_from")
     origin = Origin("file", short(f"{folder}/config.json"))
