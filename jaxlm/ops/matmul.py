@@ -19,8 +19,8 @@ Side = Literal[0, 1]  # the axis of a weight that is contracted with the activat
 # Formats of the operands, and of gradient and weight, by `precision.products`.
 FORWARD = {"int8": (INT8, INT8), "fp8": (E4M3, E4M3)}
 BACKWARD = {"int8": (INT8, INT8), "fp8": (E5M2, E4M3)}
-# XLA for CPU sums x^T g over rows of float32 2 to 7 times as fast with g first if g has an eighth
-# of x's columns or less (jax 0.12, AMD, 128 to 3072 columns of x): the gradient of LoRA's A.
+# XLA for CPU computes x^T g of float32 1.3 to 7 times as fast with g first if g has at most an
+# eighth of x's columns (jax 0.12, Intel, 128 to 3072 columns of x): the gradient of LoRA's A.
 NARROW = 8
 
 
@@ -160,78 +160,6 @@ def _stored_backward(
 
 
 stored_matmul.defvjp(_stored_forward, _stored_backward)
-
-
-def is_exact(precision: Precision) -> bool:
-    """Return whether a product reads float32 operands without rounding them."""
-    is_rounded = precision.products != "compute" or precision.qat != "none"
-    return backend.name() == "cpu" and precision.compute == jnp.float32 and not is_rounded
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def updated_matmul(
-    x: Array,
-    a: Array,
-    b: Array,
-    stored: Any,
-    read: Callable[[Any], Array],
-    precision: Precision,
-    result: jnp.dtype | None = None,
-) -> Array:
-    """Return x (W + A B) as `matmul`, of a weight W = read(stored) that is not trained.
-
-    With M rows of x: 4 M I O FLOPs in both passes, 4 M r (I + O) for the gradients of A and B, and
-    4 I O r to add A B to W once in each pass, so that one sum of a layer exists at a time. Two
-    skinny products in place of A B take 2 M r (I + O) more, and add arrays of M rows. The sum is
-    in float32: in a shorter dtype an update below the rounding of W would be lost.
-
-    Args:
-      x: [..., I].
-      a: [I, r].
-      b: [r, O].
-      stored: arrays of the weight; their gradient is 0.
-      read: function of them to the weight [I, O].
-      precision: dtypes of operands, sums and results; `is_exact` of it.
-      result: dtype of the product; that of activations by default.
-    """
-    # Barriers order the sums: XLA would compute those of all unrolled layers before the first
-    # product, and keep them for the backward pass.
-    x, a = lax.optimization_barrier((x, a))
-    return _forward(x, _updated(a, b, read(stored)), precision, result, 0)[0]
-
-
-def _updated(a: Array, b: Array, weight: Array) -> Array:
-    wide = jnp.float32
-    return weight.astype(wide) + jnp.dot(a.astype(wide), b.astype(wide))
-
-
-def _updated_forward(
-    x: Array,
-    a: Array,
-    b: Array,
-    stored: Any,
-    read: Any,
-    precision: Precision,
-    result: jnp.dtype | None,
-) -> tuple[Array, Any]:
-    out = updated_matmul(x, a, b, stored, read, precision, result)
-    return out, (x, a, b, stored)
-
-
-def _updated_backward(
-    read: Any, precision: Precision, _result: Any, residuals: Any, out_grad: Array
-) -> tuple[Array, Array, Array, None]:
-    (x, a, b, stored), out_grad = lax.optimization_barrier((residuals, out_grad))
-    x_grad = _input_gradient(out_grad, _updated(a, b, read(stored)), precision, 0)
-    wide = jnp.dtype(jnp.float32)
-    low = _forward(x, a, precision, wide, 0)[0]
-    low_grad = _input_gradient(out_grad, b, precision, 0)
-    a_grad = _weight_gradient(x, low_grad, precision, 0)
-    b_grad = _weight_gradient(low, out_grad, precision, 0)
-    return x_grad, a_grad.astype(a.dtype), b_grad.astype(b.dtype), None
-
-
-updated_matmul.defvjp(_updated_forward, _updated_backward)
 
 
 def _dot(

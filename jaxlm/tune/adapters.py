@@ -2,7 +2,6 @@
 
 import fnmatch
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jaxlm.nn.dropout import dropout, layer_key
 from jaxlm.nn.linear import HeadLinear, Linear
 from jaxlm.nn.remat import stored_result
 from jaxlm.ops.low_rank import leading_factors
-from jaxlm.ops.matmul import is_exact, is_one_cpu, matmul, updated_matmul
+from jaxlm.ops.matmul import matmul
 from jaxlm.parallel.rules import constrain
 from jaxlm.tune import config
 from jaxlm.tune.quantized import QuantizedHeadLinear, QuantizedLinear, share_fields
@@ -93,35 +92,9 @@ class LoraLinear(Adapted):
         return jax.lax.map(one, weight) if self.stack else one(weight)
 
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-        """Costs 2 rank (ins + outs) FLOPs a token more than the base, or `updated_matmul`'s."""
-        if self._adds_to_weight(x):
-            return stored_result(self._updated_product(x))
+        """Costs 2 rank (ins + outs) FLOPs a token more than the base."""
         y = super()._product(x)
         return stored_result((y.astype(jnp.float32) + self._update(x)).astype(y.dtype))
-
-    def _adds_to_weight(self, x: Float[Array, "B T ..."]) -> bool:
-        """Return whether one product with W + s A B is faster and as exact.
-
-        Measured with ranks of 4 to 64 on a CPU: from as many tokens on as the weight's shorter side
-        has numbers. On several devices a sum would need the parts of A and B of others.
-        """
-        is_dropped = self.settings.dropout > 0 and layer_key() is not None
-        is_plain = self.settings.init != "pissa" and not is_dropped
-        tokens = math.prod(x.shape[: x.ndim - len(self.ins)])
-        smaller = min(math.prod(self.ins), math.prod(self.outs))
-        return is_plain and tokens >= smaller and is_one_cpu() and is_exact(self.precision)
-
-    def _updated_product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-        leading = x.shape[: x.ndim - len(self.ins)]
-        ((a, b),) = self._pairs()
-        stored, read = self._stored()
-        rows, scaled = x.reshape(*leading, -1), self.settings.factor * b
-        y = updated_matmul(rows, a, scaled, stored, read, self.precision, self.result)
-        return y.reshape(*leading, *self.outs)
-
-    def _stored(self) -> tuple[Any, Callable[[Any], Array]]:
-        """Return the base's weight as it is stored, and the function that reads it."""
-        return self._flat(), jnp.asarray
 
     def _update(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """Return s (x A) B in float32; in training x has dropout. PiSSA subtracts s (x A0) B0."""
@@ -176,8 +149,6 @@ class LoraLinear(Adapted):
 
 class QLoraLinear(LoraLinear, QuantizedLinear):
     """LoRA of a quantized layer."""
-
-    _stored = QuantizedLinear._stored
 
 
 class DoraLinear(LoraLinear):

@@ -127,14 +127,10 @@ class QuantizedLinear(StoredWeight, Linear):
             x = x.reshape(*leading, -1)
             y = integer_product.integer_product(x, flat, self.format, dtype)
             return y.reshape(*leading, *self.outs)
-        x = x.reshape(*leading, -1)
-        y = stored_matmul(x, *self._stored(), self.precision, self.result)
-        return y.reshape(*leading, *self.outs)
-
-    def _stored(self) -> tuple[dict[str, Array], Callable[[Any], Array]]:
-        """Return the codes and scales, and the function that reads them as the weight."""
         read = functools.partial(_values, self.format, self.ins, self.outs, self.axes)
-        return self._leaves(), read
+        x = x.reshape(*leading, -1)
+        y = stored_matmul(x, self._leaves(), read, self.precision, self.result)
+        return y.reshape(*leading, *self.outs)
 
     def relayout_for_decode(self) -> None:
         """Read the codes once, unless products have integers: those read them as they are."""

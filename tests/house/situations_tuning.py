@@ -74,7 +74,9 @@ def overflows(patch):
 
 
 SITUATIONS: dict[str, Situation] = {
-    "the data of a model that is no run": Situation("data peek --config=c.py --init_from=hf", FOLDER),
+    "the data of a model that is no run": Situation(
+        "data peek --config=c.py --init_from=hf", FOLDER
+    ),
     "an imported model without text": Situation(
         "train --init_from=runs/a --workdir=new", "touch runs/a/imported.json", more="--stop_at=1"
     ),

@@ -3,14 +3,19 @@
 import itertools
 import json
 import random
+import re
 
 import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core.load import load
 from jaxlm.data import chat_templates, dataset
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.config import DataConfig
+from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.train.run import _position_warnings
 from jaxlm.recipes.use import generate
 from tests.faults import harness
 from tests.recipes.train.test_run import final_state
@@ -127,3 +132,13 @@ def test_conversations_without_an_answer_end_before_the_first_step(config, tmp_p
     flags = (f"--config.data.train={train}", "--config.data.validation=()")
     assert main(harness.words(config, tmp_path / "run", *flags)) == 65
     assert "5 longer than a row" in capsys.readouterr().err
+
+
+def test_a_conversation_past_the_positions_of_the_model_is_a_warning(config):
+    def warnings(positions):
+        run = load(Run, str(config), [("model.max_positions", positions)]).value
+        return list(_position_warnings(run, setup.open_data(run)))
+
+    (line,) = warnings("32")
+    assert re.search(r"a conversation has \d+ tokens, and the model 32 positions", line)
+    assert warnings("96") == []

@@ -134,6 +134,7 @@ def run_training(
         model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
         platform = setup.target(mesh).platform
         notices += predict.dropless_warnings(run, model.blueprint.config, mesh.shape, platform)
+        notices += _position_warnings(run, data)
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
             teacher = load_teacher(run, teacher_source, model) if teacher_source else None
@@ -362,6 +363,19 @@ def _check_vocabulary(run: Run, data: Data) -> None:
             where="model.vocab",
             why=f"id {data.tokenizer.size - 1} would be past the embedding's last row",
             fix="--config.model.vocab=auto",
+        )
+
+
+def _position_warnings(run: Run, data: Data) -> Iterator[str]:
+    """Yield a line if a conversation has more tokens than the model has positions."""
+    longest, positions = (
+        data.train.shards.manifest.figures.get("longest", 0) - 1,
+        run.model.max_positions,
+    )
+    if longest > positions:
+        yield (
+            f"data: a conversation has {longest:,} tokens, and the model {positions:,} positions; "
+            f"if that is not meant, --config.data.sequence={positions} leaves out longer ones"
         )
 
 
