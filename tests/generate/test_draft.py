@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import random
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ from tests.generate.test_engine import (
     request,
     started,
 )
+from tests.models.parameters import draw_params
 
 
 def engine_with(*args, **more):
@@ -186,7 +186,7 @@ def with_heads():
             blueprint, _ = made()
             config = dataclasses.replace(blueprint.config, mtp=MtpConfig(tokens=2, kind=kind))
             blueprint = Blueprint(config, Precision.of(PrecisionConfig(compute="float32")).exact)
-            params = jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
+            params = draw_params(blueprint, 0, std=0.1)
             made_so_far[kind] = always(started(of=(blueprint, params), draft=DraftHeads(2)))
             made_so_far[kind].model = blueprint.merge(params)
         return made_so_far[kind]
