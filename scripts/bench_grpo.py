@@ -4,25 +4,28 @@
 
 --python names an interpreter with torch, transformers and trl. An iteration draws samples of 32
 tokens, 8 of each of 64 prompts (size 12M), rewards them by a verifier, and makes one update with
-AdamW in float32. Both sides train as their users do: `jaxlm.train` with the objective policy, and
-`GRPOTrainer.train` with the generation of transformers. Each has its own process, and all live
-together; the time of an iteration is the CPU time of its process, so that other work on the machine
-does not count. The first two iterations of a side, with its compilation, are left out. Samples
-of groups with equal rewards have no gradient, and jaxlm leaves their micro-batches out, so that its
-iterations are not equally long. TRL's side
-is trl_grpo_arm.py.
+AdamW in one micro-batch, in float32 or by --dtype in bfloat16 with float32 parameters. Both sides
+draw from all ids but a few, one of which ends a sample, and reward half of the samples, so that
+nearly all groups have a gradient. Both train as their users do: `jaxlm.train` with the objective
+policy, and `GRPOTrainer.train` with the generation of transformers. Each has its own process, and
+all live together; seconds are those of the processor in the process, so that other work on the
+machine does not count. The first two iterations of a side, with its compilation, are left out.
+Parts are drawing, and the rest: jaxlm's is nearly all its update. TRL's side is trl_grpo_arm.py.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +33,10 @@ RIVAL = Path(__file__).with_name("trl_grpo_arm.py")
 SIDES = "jaxlm", "trl"
 WARMUP = 2
 RATE = 1e-6  # so low that the share of groups with a gradient stays as it is
+REWARDED = 46  # one id of as many is rewarded: half of 32 ids have none
+DTYPES = "float32", "bfloat16"
+CHARACTERS = 0x4E00  # the first of the characters of jaxlm's prompts, each with its id
+OTHERS = 40  # ids of jaxlm's tokenizer that are no text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,30 +95,51 @@ class Turns:
     """Prints the CPU time of each iteration, and waits for a line before the next one."""
 
     def __init__(self) -> None:
-        self._begun = time.process_time()
+        self._begun, self._drawn = time.process_time(), 0.0
 
-    def ended(self, reward: float) -> bool:
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Count the seconds of the block as those of drawing."""
+        begun = time.process_time()
+        yield
+        self._drawn += time.process_time() - begun
+
+    def ended(self) -> bool:
         """Note the end of an iteration; return whether the input has ended."""
         seconds = time.process_time() - self._begun
-        print(json.dumps({"seconds": seconds, "reward": reward}), flush=True)
+        print(json.dumps({"seconds": seconds, "drawn": self._drawn}), flush=True)
         is_over = not sys.stdin.readline()
-        self._begun = time.process_time()
+        self._begun, self._drawn = time.process_time(), 0.0
         return is_over
 
 
-def train_jaxlm(size: Size, folder: Path) -> None:
+def train_jaxlm(size: Size, dtype: str, folder: Path) -> None:
     """Train by jaxlm until the input ends."""
     import jaxlm
+    from jaxlm.rl.rollout import RolloutSampler
 
-    prompts = folder / "prompts.jsonl"
-    texts = [f"{n:0{size.prompt_tokens - 1}}=" for n in range(8 * size.prompts)]
-    prompts.write_text("".join(json.dumps({"prompt": t, "answer": "a"}) + "\n" for t in texts))
-    turns = Turns()
+    prompts, turns = folder / "prompts.jsonl", Turns()
+    characters = [chr(CHARACTERS + n) for n in range(size.vocab - OTHERS)]
+    draw = random.Random(0)
+    texts = [draw.choices(characters, k=size.prompt_tokens) for _ in range(8 * size.prompts)]
+    texts[: len(characters)] = itertools.batched(characters, size.prompt_tokens)  # all have an id
+    lines = [{"prompt": "".join(text), "answer": "".join(text[:1])} for text in texts]
+    prompts.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    (folder / "rewards.py").write_text(
+        "def one(completion):\n"
+        f"    return float(any(ord(each) % {REWARDED} == 0 for each in completion))\n"
+    )
+
+    def draw_timed(*args: Any, **named: Any) -> Any:
+        with turns.drawing():
+            return drawn(*args, **named)
+
+    drawn, RolloutSampler.draw = RolloutSampler.draw, draw_timed  # type: ignore[method-assign]
     settings = {
         "data.kind": "prompts",
         "data.train": [str(prompts)],
         "data.validation": [],
-        "data.tokenizer": "bytes",
+        "data.tokenizer": "characters",
         "data.sequence": size.prompt_tokens + size.new_tokens,
         "model.depth": size.depth,
         "model.width": size.width,
@@ -124,11 +152,11 @@ def train_jaxlm(size: Size, folder: Path) -> None:
         "objective.name": "policy",
         "rl.samples": size.samples,
         "rl.max_tokens": size.new_tokens,
-        "reward.functions": ["regex:[a-p]=1"],
+        "reward.functions": [f"{folder}/rewards.py:one"],
         "train.batch": size.prompts * size.samples,
-        "train.microbatches": 4,  # as in the config rl/grpo
         "train.steps": 1000,
         "optim.lr": RATE,
+        "precision.compute": dtype,
         "loss.chunk": 2048,
         "log.every": 1,
         "log.sinks": [],
@@ -138,7 +166,7 @@ def train_jaxlm(size: Size, folder: Path) -> None:
     }
 
     def on_record(step: int, record: dict[str, Any]) -> bool:
-        return record.get("split") == "train" and turns.ended(record.get("reward", 0.0))
+        return record.get("split") == "train" and turns.ended()
 
     jaxlm.train(settings, workdir=folder / "run", callbacks=[on_record], quiet=True)
 
@@ -158,10 +186,11 @@ class Side:
             env=os.environ | quiet,
         )
         self.seconds: list[float] = []
+        self.drawn: list[float] = []
         self._is_begun = False
 
-    def iterate(self) -> float:
-        """Return the CPU seconds of one more iteration. Raise RuntimeError if the process ended."""
+    def iterate(self, *, is_counted: bool) -> None:
+        """Make one more iteration, and keep its seconds. Raise RuntimeError if the process ended."""
         assert self._process.stdin
         assert self._process.stdout
         if self._is_begun:
@@ -170,7 +199,11 @@ class Side:
         self._is_begun = True
         for line in self._process.stdout:
             if line.startswith("{") and '"seconds"' in line:
-                return float(json.loads(line)["seconds"])
+                figures = json.loads(line)
+                if is_counted:
+                    self.seconds.append(figures["seconds"])
+                    self.drawn.append(figures["drawn"])
+                return
         self._process.wait()
         self._errors.seek(0)
         raise RuntimeError(self._errors.read().decode(errors="replace")[-2000:])
@@ -188,6 +221,7 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="interpreter of TRL")
     parser.add_argument("--size", choices=SIZES, default="12M")
     parser.add_argument("--sides", default=",".join(SIDES), metavar="A,B")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of products")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument("--arm", choices=SIDES, help=argparse.SUPPRESS)
@@ -195,15 +229,17 @@ def main() -> int:
     size = SIZES[args.size]
     if args.arm == "trl":
         shape = json.dumps(dataclasses.asdict(size))
-        os.execv(args.python, [args.python, str(RIVAL), f"--size={shape}"])
+        flags = [f"--size={shape}", f"--dtype={args.dtype}"]
+        os.execv(args.python, [args.python, str(RIVAL), *flags])
     if args.arm == "jaxlm":
         with tempfile.TemporaryDirectory() as folder:
-            train_jaxlm(size, Path(folder))
+            train_jaxlm(size, args.dtype, Path(folder))
         return 0
     names = args.sides.split(",")
     if unknown := [name for name in names if name not in SIDES]:
         parser.error(f"there is no {unknown[0]!r}; sides are {', '.join(SIDES)}")
     shared = [sys.executable, __file__, f"--python={args.python}", f"--size={args.size}"]
+    shared.append(f"--dtype={args.dtype}")
     sides: dict[str, Side] = {}
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -212,16 +248,18 @@ def main() -> int:
             stack.callback(sides[name].close)
         for turn in range(WARMUP + args.rounds):
             for name in names if turn % 2 == 0 else reversed(names):
-                seconds = sides[name].iterate()
-                if turn >= WARMUP:
-                    sides[name].seconds.append(seconds)
+                sides[name].iterate(is_counted=turn >= WARMUP)
     if args.json:
-        print(json.dumps({name: side.seconds for name, side in sides.items()}))
+        figures = {name: {"seconds": x.seconds, "drawn": x.drawn} for name, x in sides.items()}
+        print(json.dumps(figures))
         return 0
-    print(f"{args.size}: CPU seconds of an iteration, median (least to most)")
+    print(
+        f"{args.size}, {args.dtype}: CPU seconds of an iteration, median (least to most), drawing"
+    )
     for name, side in sides.items():
         low, high = min(side.seconds), max(side.seconds)
-        print(f"  {name:<6} {statistics.median(side.seconds):8.3f} ({low:.3f} to {high:.3f})")
+        middle, drawn = statistics.median(side.seconds), statistics.median(side.drawn)
+        print(f"  {name:<6} {middle:8.3f} ({low:.3f} to {high:.3f}) {drawn:8.3f}")
     if len(names) == 2:
         pairs = zip(sides["trl"].seconds, sides["jaxlm"].seconds, strict=True)
         print(f"  trl over jaxlm: {statistics.median(a / b for a, b in pairs):.2f}")

@@ -11,13 +11,15 @@ import tokenizers
 import torch
 import transformers
 import trl
-from bench_grpo import RATE, Turns
+from bench_grpo import RATE, REWARDED, Turns
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", required=True, help="JSON")
-    size = SimpleNamespace(**json.loads(parser.parse_args().size))
+    parser.add_argument("--dtype", required=True)
+    args = parser.parse_args()
+    size = SimpleNamespace(**json.loads(args.size))
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = transformers.LlamaConfig(
@@ -40,14 +42,14 @@ def main() -> None:
     prompts = [" ".join(f"w{n}" for n in row) for row in draw]
 
     def reward(completions: list[str], **_: Any) -> list[float]:
-        """Return 1 for one id of 16 in a text, as often as 16 letters of all bytes."""
+        """Return 1 for a text with one of the rewarded ids."""
         ids = [[int(word[1:]) for word in text.split()] for text in completions]
-        return [float(any(n % 16 == 0 for n in each)) for each in ids]
+        return [float(any(n % REWARDED == 0 for n in each)) for each in ids]
 
     settings = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
-        bf16=False,
+        bf16=args.dtype == "bfloat16",
         gradient_checkpointing=False,
         per_device_train_batch_size=size.prompts * size.samples,
         num_generations=size.samples,
@@ -65,10 +67,15 @@ def main() -> None:
 
     class Callback(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-            control.should_training_stop = turns.ended(0.0)
+            control.should_training_stop = turns.ended()
             return control
 
-    trainer = trl.GRPOTrainer(
+    class Trainer(trl.GRPOTrainer):
+        def _generate(self, *args: Any, **named: Any) -> Any:
+            with turns.drawing():
+                return super()._generate(*args, **named)
+
+    trainer = Trainer(
         transformers.LlamaForCausalLM(config),
         reward,
         settings,

@@ -365,6 +365,14 @@ def empty_last(samples: Sequence[Weighted], microbatches: int) -> list[Weighted]
     return [placed[row] for row in range(len(samples))]
 
 
+def _places(
+    rows: Int[np.ndarray, "n"], firsts: Int[np.ndarray, "n"], counts: Int[np.ndarray, "n"]
+) -> tuple[Int[np.ndarray, "m"], Int[np.ndarray, "m"]]:
+    """Return row and slot of the slots of each row from its first on, `counts` of them."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(rows, counts), np.arange(counts.sum()) + np.repeat(firsts - before, counts)
+
+
 def as_rows(
     samples: Sequence[Weighted], length: int, *, mean: MeanOf = "sum", max_tokens: int = 1
 ) -> Tokens:
@@ -376,20 +384,29 @@ def as_rows(
     shape = (len(samples), length)
     tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
     weights, log_p, advantages, counts = (np.zeros(shape, np.float32) for _ in range(4))
-    for row, (prompt, drawn, advantage) in enumerate(samples):
-        if advantage is None:
-            continue
-        ids = np.concatenate((prompt, drawn.ids))
-        size, first = len(ids) - 1, len(prompt) - 1
-        tokens[row, :size], targets[row, :size] = ids[:-1], ids[1:]
-        segments[row, :size], positions[row, :size] = 1, np.arange(size)
-        here = (row, slice(first, size))
-        log_p[here] = drawn.log_p
-        mask = drawn.mask
-        advantages[here] = advantage * mask
-        divisor = {"sequence": mask.sum(), "constant": max_tokens}.get(mean, 1)
-        weights[here] = mask / divisor
-        counts[here if mean == "token" else (row, first)] = mask if mean == "token" else 1
+    used = [(row, each) for row, each in enumerate(samples) if each.advantage is not None]
+    if used:  # all rows at once: a loop over them is a share of a small model's iteration
+        rows = np.array([row for row, _ in used])
+        prompts = np.array([len(each.prompt) for _, each in used])
+        sizes = np.array([len(each.drawn.ids) for _, each in used])
+        ids = np.concatenate([x for _, each in used for x in (each.prompt, each.drawn.ids)])
+        stops = np.cumsum(prompts + sizes)
+        read = _places(rows, np.zeros_like(prompts), prompts + sizes - 1)
+        tokens[read], targets[read] = np.delete(ids, stops - 1), np.delete(ids, stops[:-1])[1:]
+        segments[read], positions[read] = 1, read[1]
+        here = _places(rows, prompts - 1, sizes)
+        masks = [each.drawn.mask for _, each in used]
+        mask = np.concatenate(masks)
+        log_p[here] = np.concatenate([each.drawn.log_p for _, each in used])
+        advantages[here] = np.repeat([each.advantage for _, each in used], sizes) * mask
+        divisors = np.full(len(used), max_tokens if mean == "constant" else 1)
+        if mean == "sequence":
+            divisors = np.array([each.sum() for each in masks])
+        weights[here] = mask / np.repeat(divisors, sizes)
+        if mean == "token":
+            counts[here] = mask
+        else:
+            counts[rows, prompts - 1] = 1
     columns: Any = log_p, advantages, counts
     fields: Any = tokens, targets, weights, segments, positions
     return Tokens(*fields)._replace(rollout=Rollout(*columns))

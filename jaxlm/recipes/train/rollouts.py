@@ -1,6 +1,7 @@
 """Rollouts of a run: samples of its own parameters, their rewards, and rows to train on."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -50,7 +51,7 @@ class Drawing(NamedTuple):
     """A rollout: its rows, the record of each sample, figures, and if all its groups are dead."""
 
     rows: Tokens
-    records: list[dict[str, Any]]
+    records: Callable[[], list[dict[str, Any]]]  # made while a step is computed
     figures: dict[str, float]
     is_dead: bool
 
@@ -109,7 +110,7 @@ class Rollouts(contextlib.ExitStack):
         self._drawings: dict[int, Future[Drawing]] = {}
         self._thread: ThreadPoolExecutor | None = None  # draws ahead
         self._dead = 0  # rollouts in a row without a gradient
-        self._unnoted: tuple[int, list[dict[str, Any]]] | None = None  # arguments of `note`
+        self._unnoted: tuple[int, Drawing] | None = None  # of `note`
         self._figures: dict[int, dict[str, float]] = {}
 
     def _check_answers(self, loader: Loader) -> None:
@@ -212,14 +213,15 @@ class Rollouts(contextlib.ExitStack):
     def _begin(self, drawing: Drawing, step: int) -> None:
         """Keep the figures and samples of a rollout that is trained on from a step."""
         self._figures[step] = drawing.figures
-        self._unnoted = step, drawing.records
+        self._unnoted = step, drawing
         self._count_dead(drawing, step)
 
     def _note_samples(self) -> None:
         """Note the samples of a rollout, once."""
         if self._unnoted is not None:
-            self._note(*self._unnoted)
+            step, drawing = self._unnoted
             self._unnoted = None
+            self._note(step, drawing.records())
 
     def keep(self, step: int, skips: Skips = ()) -> None:
         """Write the rollouts to the run directory that a run which resumes at a step cannot draw.
@@ -239,7 +241,8 @@ class Rollouts(contextlib.ExitStack):
             if int(file.stem) < oldest:
                 file.unlink()
         for number in remaining:
-            rows, *notes = self._drawings[number].result()
+            rows, records, *others = self._drawings[number].result()
+            notes = [records(), *others]
             content = safetensors.numpy.save(_columns(rows), {NOTES: json.dumps(notes)})
             directory.write_bytes(f"{FOLDER}/{number}.safetensors", content)
 
@@ -274,7 +277,7 @@ class Rollouts(contextlib.ExitStack):
         rollout = Rollout(**{name: arrays.pop(name) for name in Rollout._fields if name in blank})
         _, figures, is_dead = notes
         rows = Tokens(**arrays)._replace(rollout=rollout)
-        return Drawing(rows, stored[1][0] if stored else [], figures, is_dead)
+        return Drawing(rows, lambda: stored[1][0] if stored else [], figures, is_dead)
 
     def take(self, step: int) -> dict[str, float]:
         """Return the figures of the rollout that was drawn for a step; empty if none was."""
@@ -342,7 +345,8 @@ class Rollouts(contextlib.ExitStack):
             begun = time.perf_counter()
             rows, more = self._rescorer.rescored(rows, params)
             figures |= more | {"rescore_seconds": time.perf_counter() - begun}
-        return Drawing(rows, _records(scored, used), figures, bool(dead.all()))
+        records = functools.partial(_records, scored, used)
+        return Drawing(rows, records, figures, bool(dead.all()))
 
     def _taught(
         self, share: float, number: int, scored: ScoredSamples
