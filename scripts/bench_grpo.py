@@ -5,8 +5,8 @@
 --python names an interpreter with torch, transformers and trl. An iteration draws samples of 32
 tokens, 8 of each of 64 prompts (size 12M), rewards them by a verifier, and makes one update with
 AdamW in one micro-batch, in float32 or by --dtype in bfloat16 with float32 parameters. Both sides
-draw from all ids but a few, one of which ends a sample, and reward half of the samples, so that
-nearly all groups have a gradient. Both train as their users do: `jaxlm.train` with the objective
+draw from all ids but a few; one id ends a sample. Half of the samples are rewarded, so that nearly
+all groups have a gradient. Both train as their users do: `jaxlm.train` with the objective
 policy, and `GRPOTrainer.train` with the generation of transformers. Each has its own process, and
 all live together; seconds are those of the processor in the process, so that other work on the
 machine does not count. The first two iterations of a side, with its compilation, are left out.
@@ -121,8 +121,9 @@ def train_jaxlm(size: Size, dtype: str, folder: Path) -> None:
     prompts, turns = folder / "prompts.jsonl", Turns()
     characters = [chr(CHARACTERS + n) for n in range(size.vocab - OTHERS)]
     draw = random.Random(0)
-    texts = [draw.choices(characters, k=size.prompt_tokens) for _ in range(8 * size.prompts)]
-    texts[: len(characters)] = itertools.batched(characters, size.prompt_tokens)  # all have an id
+    count = 8 * size.prompts * size.prompt_tokens - len(characters)
+    order = [*characters, *draw.choices(characters, k=count)]  # all have an id
+    texts = itertools.batched(order, size.prompt_tokens)
     lines = [{"prompt": "".join(text), "answer": "".join(text[:1])} for text in texts]
     prompts.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     (folder / "rewards.py").write_text(
@@ -190,7 +191,7 @@ class Side:
         self._is_begun = False
 
     def iterate(self, *, is_counted: bool) -> None:
-        """Make one more iteration, and keep its seconds. Raise RuntimeError if the process ended."""
+        """Make an iteration, and keep its seconds. Raise RuntimeError if the process ended."""
         assert self._process.stdin
         assert self._process.stdout
         if self._is_begun:

@@ -45,6 +45,7 @@ EIGHT_BITS = {"int8": 2 / 3, "fp8": 1.0}
 # report: from small models and long rows to large models. A CPU is compared with its own BLAS; its
 # other work is that of `cpu_work`.
 REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.60, 1.00)}
+SMALL = 0.8e6  # parameters below which a CPU's time is that of other work than `cpu_work`
 # XLA for CPU writes out the gradient, the direction and, to measure it, the update. Bytes of a step
 # of one short row over its parameters, 34M model: AdamW 3.00, Muon 3.00, Lion 2.00 to 3.00.
 CPU_COPIES = 3.0
@@ -216,6 +217,8 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     reached = f"products reach between {low_share:.0%} and {high_share:.0%}"
     timed = f"{reached} of {peak / 1e12:.3g} TFLOP/s"
     assumed.append(timed if machine.chip.is_known else unknown)
+    if is_cpu and model_cost.parameters(decoder) < SMALL:
+        assumed.append("below 0.8M parameters steps and samples took twice as long as planned")
     if not machine.chip.is_tpu and machine.devices > HOST:
         assumed.append(f"links between hosts are as fast as those within a host of {HOST}")
     low, high = max(compute / high_share + update, moved), compute / low_share + update + moved
