@@ -19,6 +19,7 @@ from jaxlm.tune import config, virtual
 from jaxlm.tune.adapters import LAYERS
 from jaxlm.tune.quantized import PREFIX, QUANTIZED, StoredWeight
 
+HEAD, TABLE = "unembedding/weight", "embedding/table"  # a tied model has the second alone
 Surgery = Callable[[nnx.Module, Array], None]
 
 
@@ -171,6 +172,13 @@ def base_paths(settings: config.Tune, stored: Blueprint) -> frozenset[str]:
     whole: set[str] = set()
     for pattern in settings.also:
         hits = fnmatch.filter(base, pattern)
+        if not hits and fnmatch.fnmatchcase(HEAD, pattern):
+            raise ConfigError(
+                f"the pattern {pattern!r} matches no parameter",
+                where="tune.also",
+                why=f"the head is tied to the embedding: {TABLE} is the weight of both",
+                fix=f"--config.tune.also={TABLE}",
+            )
         if not hits:
             raise ConfigError(
                 f"the pattern {pattern!r} matches no parameter",

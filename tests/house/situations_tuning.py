@@ -74,6 +74,10 @@ def overflows(patch):
 
 
 SITUATIONS: dict[str, Situation] = {
+    "a tied head that is trained whole": Situation(
+        f"train {CONFIG} {LORA} {TIED} --init_from=runs/tied '--config.tune.also=unembedding/*'",
+        trained("tied", TIED),
+    ),
     "the data of a model that is no run": Situation(
         "data peek --config=c.py --init_from=hf", FOLDER
     ),

@@ -256,6 +256,24 @@ def test_the_norm_of_dora_is_a_constant_of_the_backward_pass():
     assert not np.allclose(gradient, jax.grad(expected)(b, False), rtol=1e-2)
 
 
+def test_the_norm_of_dora_makes_no_matrix_of_the_weights_size():
+    """Neither in its sum nor in the gradient of the magnitude."""
+    init = Initializer("normal", std=0.5, depth=1, precision=FULL)
+    sizes = {"embed": 256}, {"mlp": 256}
+    base = Linear(*sizes, key=jax.random.key(0), init=init)
+    graphdef, state = nnx.split(DoraLinear(base, config.Dora(rank=2), "a", jax.random.key(1)))
+
+    def largest(function):
+        compiled = jax.jit(jax.value_and_grad(function)).lower(state).compile()
+        gradients = tree.size_bytes(state)
+        return compiled.memory_analysis().temp_size_in_bytes, gradients
+
+    temporary, weight = largest(lambda state: nnx.merge(graphdef, state)._gain().sum())
+    assert temporary < weight / 4
+    temporary, weight = largest(lambda state: jnp.linalg.norm(nnx.merge(graphdef, state)._sum()))
+    assert temporary > weight / 2, "the test can fail"
+
+
 def gradients(blueprint, params, new, key=None):
     """Return loss and gradients of the new leaves alone."""
 

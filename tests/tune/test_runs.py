@@ -340,6 +340,8 @@ def test_a_config_without_a_model_begins_with_that_of_a_folder(base, tmp_path, c
         *("--config.train.steps=2", "--config.train.batch=4", "--config.data.sequence=32"),
         *("--config.sample.prompts=()", "--config.eval.batches=1"),
     ]
+    assert main([*command, "--config.data.train=gone.txt"]) == 66
+    assert not (tmp_path / "run-base").exists(), "nothing was imported for data that is not there"
     assert main(["data", "peek", *command[1:]]) == 0
     assert f"tokenizer: that of {tmp_path / 'run-base'}" in capsys.readouterr().out
     assert main(command) == 0

@@ -89,6 +89,8 @@ def run_training(
     """
     loaded, notices = resume.with_own_validation(loaded, options.workdir)
     if options.init_from is not None:
+        with rendezvous.report_failure_to_peers(options.process):
+            parts.check_names(loaded.value.data)  # an import may take minutes
         options = with_imported_source(options)
         assert options.init_from is not None
         loaded, lines = with_model_of(loaded, options.init_from, options.workdir)
