@@ -257,7 +257,7 @@ def test_the_norm_of_dora_is_a_constant_of_the_backward_pass():
 
 
 def test_the_norm_of_dora_makes_no_matrix_of_the_weights_size():
-    """Neither in its sum nor in the gradient of the magnitude."""
+    """In its sum, and in the gradient of the magnitude."""
     init = Initializer("normal", std=0.5, depth=1, precision=FULL)
     sizes = {"embed": 256}, {"mlp": 256}
     base = Linear(*sizes, key=jax.random.key(0), init=init)
