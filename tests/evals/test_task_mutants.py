@@ -89,11 +89,11 @@ MUTANTS = {
         crossings,
     ),
     "an item is its own example": (
-        *(requests.Prompter, "_examples", "if each.id != item.id", "if True"),
+        *(requests.Prompter, "_drawn", "if each.id != item.id", "if True"),
         examples,
     ),
     "examples do not depend on the id": (
-        *(requests.Prompter, "_examples", "drawn(item.id,", "drawn('',"),
+        *(requests.Prompter, "_drawn", "drawn(item.id,", "drawn('',"),
         examples,
     ),
     "bytes are characters": (results, "_choice", "len(each.encode())", "len(each)", picks),
