@@ -173,7 +173,8 @@ def run_trl(out: Path, task: str, side: str, steps: int) -> dict[str, Any]:
 
         def __call__(self, rows: list[dict[str, Any]]) -> Any:
             batch = self._collate(rows)
-            lengths.append(int(batch["attention_mask"].sum()))
+            mask = batch.get("attention_mask")  # packed rows have none, and no padding
+            lengths.append(int(batch["input_ids"].numel() if mask is None else mask.sum()))
             return batch
 
     name = "chat" if task == "sft" else "pairs"
