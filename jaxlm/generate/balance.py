@@ -77,10 +77,8 @@ class DraftBalance:
         self._tokens = DecayedMean(KEPT_ROWS)
         self._reading = DecayedMean(KEPT_ROWS)  # time of the draft's own reading, over passes' time
         self._plain = seconds  # of a pass without guesses
-        self._last, self._last_seconds = (
-            DrawCall(False, 0),
-            0.0,
-        )  # the last call, and of a pass of it
+        self._last = DrawCall(False, 0)
+        self._last_seconds = 0.0  # of a pass of the last call
         self._bucket = EXPLORED * self._worst
         self._since_plain, self._refresh = 0, 1  # calls with guesses, and how many there may be
         self._unread = 0.0  # seconds of reading since the last call with guesses

@@ -272,11 +272,7 @@ class DraftHeads:
         state: HeadsState = slots.draft
         size = len(ids) - self.guesses
         stream = state.stream.part(slot, start, size).keys[:, 0]
-        place = start + jnp.arange(size, dtype=jnp.int32)[None]
-        cache = KVCache({}, start[None], reach=start + size)
-        inputs = LayerInputs(
-            place, cache_mask(cache, size, count=count[None]), None, start[None], cache.reach
-        )
+        inputs = _head_inputs(start[None], size, count[None], start + size)
         heads = []
         for number, before in enumerate(state.heads):
             ahead = ids[None, number + 1 : number + 1 + size]
@@ -294,13 +290,11 @@ class DraftHeads:
         rows, read = jnp.arange(len(active)), slots.cache.length
         keys = jax.random.wrap_key_data(slots.keys)
         start = jnp.maximum(read - window, 0)
-        place = start[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
         newest = jnp.maximum(read - 1 - start, 0)  # place in the window that guesses come from
-        cache = KVCache({}, start, reach=jnp.max(jnp.where(active, start + window, 0)))
+        reach = jnp.max(jnp.where(active, start + window, 0))
         count = jnp.where(active, jnp.minimum(read, window), 0)
-        inputs = LayerInputs(
-            place, cache_mask(cache, window, count=count), None, start, cache.reach
-        )
+        inputs = _head_inputs(start, window, count, reach)
+        place = inputs.positions
         stream = jnp.take_along_axis(state.stream.keys[:, 0], place[..., None], axis=1)
         ids, history, heads, guesses = state.tokens.ids, slots.history, [], []
         for number, before in enumerate(state.heads):
@@ -330,6 +324,15 @@ class DraftHeads:
 
     def with_caches(self, state: HeadsState, layers: dict[str, tuple[Any, ...]]) -> HeadsState:
         return state._replace(stream=layers["stream"][0], heads=layers["heads"])
+
+
+def _head_inputs(
+    start: Int[Array, "B"], size: int, count: Int[Array, "B"], reach: Int[Array, ""]
+) -> LayerInputs:
+    """Return a head's inputs for `size` slots from `start` on; the first `count` have an id."""
+    place = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    mask = cache_mask(KVCache({}, start), size, count=count)
+    return LayerInputs(place, mask, start=start, reach=reach)
 
 
 def _entries(cache: LayerCache, stream: Float[Array, "B T D"]) -> LayerCache:

@@ -437,10 +437,8 @@ class Engine:
 
     def _keep(self, slot: int, ticket: Ticket, start: int) -> None:
         """Keep a chunk that a slot has read for later prompts, and if the draft has read it."""
-        name, is_followed = (
-            ticket.blocks[start // self.chunk],
-            ticket.followed >= start + self.chunk,
-        )
+        name = ticket.blocks[start // self.chunk]
+        is_followed = ticket.followed >= start + self.chunk
         before = self.prefixes.get(name)
         if before is None or is_followed > before[1]:
             block = self._programs.save(self._state, np.int32(slot), np.int32(start))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import Store
+from jaxlm.cli.main import main
 from tests import forked, machine
 
 # XLA_FLAGS of processes with a user's devices: those of the tests, without fake devices. The others
@@ -105,6 +106,12 @@ def write_config(folder: Path, settings: dict[str, object] | None = None) -> str
 def words(config: str, workdir: Path, *flags: str) -> list[str]:
     """The words of a training command."""
     return ["train", f"--config={config}", f"--workdir={workdir}", "--quiet", *flags]
+
+
+def trained(config: str, workdir: Path, *flags: str) -> Path:
+    """Train in this process, and return the run directory."""
+    assert main(words(config, workdir, *flags)) == 0
+    return workdir
 
 
 def start(

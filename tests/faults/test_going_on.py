@@ -26,9 +26,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def half(config, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "half"
-    assert main(harness.words(config, workdir, "--stop_at=6")) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "half", "--stop_at=6")
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ GUESSING = FAMILIES | {
 
 def made(name):
     blueprint = Blueprint(GUESSING[name].build(), Precision.float32())
-    return blueprint, draw_params(blueprint, 0, std=0.1)
+    return blueprint, draw_params(blueprint, std=0.1)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -186,7 +186,7 @@ def with_heads():
             blueprint, _ = made()
             config = dataclasses.replace(blueprint.config, mtp=MtpConfig(tokens=2, kind=kind))
             blueprint = Blueprint(config, Precision.of(PrecisionConfig(compute="float32")).exact)
-            params = draw_params(blueprint, 0, std=0.1)
+            params = draw_params(blueprint, std=0.1)
             made_so_far[kind] = always(started(of=(blueprint, params), draft=DraftHeads(2)))
             made_so_far[kind].model = blueprint.merge(params)
         return made_so_far[kind]

@@ -46,7 +46,7 @@ def made(family="llama", compute="float32"):
     blueprint = Blueprint(
         FAMILIES[family].build(), Precision.of(PrecisionConfig(compute=compute)).exact
     )
-    return blueprint, draw_params(blueprint, 0, std=0.1)
+    return blueprint, draw_params(blueprint, std=0.1)
 
 
 def started(family="llama", compute="float32", of=None, draft=None, **more):

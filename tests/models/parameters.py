@@ -10,17 +10,22 @@ from jaxlm.models.build import Blueprint
 
 
 def draw_params(blueprint: Blueprint, seed: int = 0, std: float = 0.05) -> Any:
-    """Return parameters of a model: weights of deviation `std`, scales near 1, biases near 0.
+    """Return parameters of a model, see `draw_like`."""
+    return draw_like(jax.eval_shape(blueprint.init, jax.random.key(0)), seed, std)
 
-    No leaf is all ones or zeros, so that each scale and each bias matters.
+
+def draw_like(shapes: Any, seed: int = 0, std: float = 0.05, spread: float = 0.1) -> Any:
+    """Return arrays of given shapes: weights of deviation `std`, scales near 1, biases near 0.
+
+    `spread` is the deviation of scales and biases. No leaf is all ones or zeros, so that each
+    scale and each bias matters. A leaf depends on the seed and its path alone.
     """
-    shapes = jax.eval_shape(blueprint.init, jax.random.key(0))
 
-    def leaf(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def leaf(path: Any, like: Any) -> jax.Array:
         name = jax.tree_util.keystr(path)
         draw = np.random.default_rng([seed, *name.encode()])
         is_scale = "scale" in name
-        deviation = 0.1 if is_scale or "bias" in name else std
+        deviation = spread if is_scale or "bias" in name else std
         return jnp.asarray(is_scale + deviation * draw.standard_normal(like.shape), like.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, shapes)

@@ -1,32 +1,21 @@
 """The parts of a block in float64 numpy, one query at a time: the reference of these tests."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
+from tests.models.parameters import draw_like
 
 FLOAT32 = Precision.float32()
 
 
 def moved(make, *, std=0.3, seed=0, precision=FLOAT32):
-    """`make(key, init)` with every parameter moved off one and zero; and its arrays.
-
-    NumPy draws them: JAX would compile a program for each shape.
-    """
+    """`make(key, init)` with every parameter moved off one and zero; and its arrays."""
     init = Initializer("normal", std, 1, precision)
-    key, draw = jax.random.key(seed), np.random.default_rng(seed)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(key, init)))
-
-    def drawn(path, like):
-        name = jax.tree_util.keystr(path)
-        is_scale = "scale" in name
-        deviation = 0.2 if is_scale or "bias" in name else (std**2 + 0.04) ** 0.5
-        return jnp.asarray(is_scale + deviation * draw.standard_normal(like.shape), like.dtype)
-
-    module = nnx.merge(graphdef, jax.tree_util.tree_map_with_path(drawn, state))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(seed), init)))
+    module = nnx.merge(graphdef, draw_like(state, seed, (std**2 + 0.04) ** 0.5, spread=0.2))
     return module, arrays(module)
 
 

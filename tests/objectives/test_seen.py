@@ -39,7 +39,7 @@ def dependence():
     """
     family = Llama(vocab=SEQUENCE, width=8, depth=1, heads=2, kv_heads=1)
     blueprint = Blueprint(family.build(), Precision.float32())
-    params = draw_params(blueprint, 0, std=0.1)
+    params = draw_params(blueprint, std=0.1)
     slots = jnp.arange(SEQUENCE, dtype=jnp.int32)[None]
     weights = jax.random.normal(jax.random.key(1), (SEQUENCE,))
 

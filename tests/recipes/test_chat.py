@@ -57,9 +57,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(config, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "unbroken"
-    assert main(harness.words(config, workdir)) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "unbroken")
 
 
 def test_the_loss_of_answers_falls_and_a_resumed_run_is_the_same(config, unbroken, tmp_path):

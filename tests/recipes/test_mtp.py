@@ -37,9 +37,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "mtp"
-    assert main(harness.words(config, workdir)) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "mtp")
 
 
 def answer(capsys, *words):

@@ -33,9 +33,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(config, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "unbroken"
-    assert main(harness.words(config, workdir)) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "unbroken")
 
 
 @pytest.mark.slow

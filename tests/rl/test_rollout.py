@@ -42,7 +42,7 @@ def blueprint():
 
 @pytest.fixture(scope="module")
 def params(blueprint):
-    return draw_params(blueprint, 0, std=0.08)
+    return draw_params(blueprint, std=0.08)
 
 
 def sampler(blueprint, slots, temperature=TEMPERATURE):

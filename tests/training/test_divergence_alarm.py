@@ -33,16 +33,12 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def diverged(config, tmp_path_factory):
     """A run at a huge rate, of fewer steps than the guard needs to know a spike."""
-    workdir = tmp_path_factory.mktemp("runs") / "diverged"
-    assert main(harness.words(config, workdir, HUGE)) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "diverged", HUGE)
 
 
 @pytest.fixture(scope="module")
 def healthy(config, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "healthy"
-    assert main(harness.words(config, workdir)) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "healthy")
 
 
 def warned(workdir):

@@ -72,9 +72,7 @@ class Pieces:
 
     def fresh(self):
         """A state whose weights are large enough for figures that differ."""
-        params = draw_params(self.blueprint)
-        params = jax.tree.map(lambda x: x * 6 if x.ndim > 2 else x, params)
-        return states.init_state(params, self.optimizer, GUARD)
+        return states.init_state(draw_params(self.blueprint, std=0.12), self.optimizer, GUARD)
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(settings, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "base"
-    assert main(harness.words(settings, workdir)) == 0
-    return workdir
+    return harness.trained(settings, tmp_path_factory.mktemp("runs") / "base")
 
 
 def words(settings, workdir, base, *flags):

@@ -47,10 +47,7 @@ IDS = np.random.default_rng(0).integers(0, 32, (2, 9)).astype(np.int32)
 @functools.cache
 def plain_model(family, **changes):
     plain = Blueprint(dataclasses.replace(FAMILIES[family], **changes).build(), FULL)
-    # Larger than the initial values, so that each key counts.
-    draw = np.random.default_rng(1)
-    scale = lambda x: x + 0.3 * draw.standard_normal(x.shape).astype(np.float32)  # noqa: E731
-    return plain, jax.tree.map(scale, draw_params(plain, 1))
+    return plain, draw_params(plain, 1, std=0.3)  # so large that each key counts
 
 
 @functools.cache

@@ -171,7 +171,7 @@ class Prompter:
         ]
 
     def _drawn(self, item: Item) -> list[Item]:
-        """Return the examples of an item, which is none of them."""
+        """Return the examples of an item: other items of the pool."""
         pool, count = self._examples.pool, self._examples.count
         if not count:
             return []

@@ -228,12 +228,21 @@ def _calibrated(
     opened: LoadedRun,
     options: QuantizeOptions,
     layers: dict[str, StoredWeight],
+    tables: dict[str, calibrate.Leaves],
     reported: dict[str, Loader],
     say: Log,
 ) -> calibrate.Calibrated:
-    """Return the leaves that the calibration gives, by path; none for rounding to nearest."""
+    """Return the leaves that the calibration gives, by path; none for rounding to nearest.
+
+    The layers that are calibrated read the rounded `tables`.
+    """
     if options.method == "rtn":
         return calibrate.Calibrated({}, 0)
+    values = {path: layers[path].dequantized(_parts(path, each)) for path, each in tables.items()}
+    read = tree.map_with_path(
+        lambda path, leaf: values[path].astype(leaf.dtype) if path in values else leaf,
+        opened.params,
+    )
     text = options.calibration, options.tokens
     batches = calibration_text.read(opened, *text, reported, say)
     names = ("scheme", "method", "calibration", "tokens", "block", "at")
@@ -243,7 +252,7 @@ def _calibrated(
     digest = load.InitSource(opened.run, store, opened.step).digest
     return calibrate.Calibration(
         blueprint=opened.model.blueprint,
-        params=opened.params,
+        params=read,
         layers=layers,
         method=options.method,
         batches=batches,
@@ -289,20 +298,12 @@ def _rounded(
                 why="it has numbers that are not finite",
                 fix=EARLIER_STEP,
             )
-    # The layers that are calibrated read the rounded tables.
     made = {
         path: _nearest(path, layers[path], plain[path])
         for path in layers
         if not path.startswith(STACKS)
     }
-    values = {path: layers[path].dequantized(_parts(path, each)) for path, each in made.items()}
-    read = tree.map_with_path(
-        lambda path, leaf: values[path].astype(leaf.dtype) if path in values else leaf,
-        opened.params,
-    )
-    calibrated, unread = _calibrated(
-        dataclasses.replace(opened, params=read), options, layers, reported, say
-    )
+    calibrated, unread = _calibrated(opened, options, layers, made, reported, say)
     if options.method != "rtn" and made:
         say(f"rounded to nearest, as they are outside of the layers: {', '.join(made)}")
     if unread:

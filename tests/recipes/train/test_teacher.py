@@ -25,9 +25,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def teacher(config, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "teacher"
-    assert main(harness.words(config, workdir)) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "teacher")
 
 
 def distill(teacher, *flags):

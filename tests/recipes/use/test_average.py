@@ -30,9 +30,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "ema"
-    assert main(harness.words(config, workdir)) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "ema")
 
 
 def params(run, step):

@@ -41,9 +41,7 @@ def rows(count=2, length=16, seed=0, used=None):
 
 @pytest.fixture(scope="module")
 def params():
-    draw = np.random.default_rng(0)
-    params = draw_params(BLUEPRINT)
-    return jax.tree.map(lambda leaf: leaf + 0.1 * draw.normal(size=leaf.shape), params)
+    return draw_params(BLUEPRINT, std=0.1)
 
 
 def calibration(

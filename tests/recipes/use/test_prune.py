@@ -38,9 +38,7 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory):
     """A run of four layers."""
-    workdir = tmp_path_factory.mktemp("runs") / "whole"
-    assert main(harness.words(config, workdir)) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "whole")
 
 
 def keeping(whole, out, keep, *flags):

@@ -27,9 +27,7 @@ SETTINGS = {"train.steps": 6, "eval.batches": 2, "optim.lr": 1e-2}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     config = harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
-    workdir = tmp_path_factory.mktemp("runs") / "run"
-    assert main(harness.words(config, workdir)) == 0
-    return workdir
+    return harness.trained(config, tmp_path_factory.mktemp("runs") / "run")
 
 
 def call(capsys, *words):
