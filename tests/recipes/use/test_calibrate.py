@@ -144,7 +144,7 @@ def test_padding_of_a_text_shorter_than_a_row_is_not_read(params, tmp_path):
     is_used = one[0].segments > 0
     mixed = one[0]._replace(tokens=np.where(is_used, one[0].tokens, other[0].tokens))
     made = [
-        calibration(params, tmp_path / str(number), batches=[batch]).run()
+        calibration(params, tmp_path / str(number), batches=[batch]).run().leaves
         for number, batch in enumerate((one[0], mixed))
     ]
     for path, leaf in made[0].items():
