@@ -1,5 +1,6 @@
 """Trial of a run on fake devices: equal results to one device, and no unexpected communication."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -214,8 +215,6 @@ def check(
     check_real(run)
     small = reduced_run(run, steps, devices)
     count = math.prod(small.mesh.values())
-    # Compiled programs carry the source lines of this code.
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     try:
         setup.start(count)
     except CommandError:  # JAX has started; it may have enough devices
@@ -223,9 +222,10 @@ def check(
             raise
     compiling = "compiling a step for them, and one for one device"
     say(f"{format_mesh(small.mesh)}, on fake devices; {compiling}")
-    trial = _try(small.run, mesh.build(small.run.mesh, jax.devices()[:count]))
     on_one = dataclasses.replace(small.run, mesh=ALONE)
-    alone = _try(on_one, mesh.build(ALONE, jax.devices()[:1]))
+    with keyed_by_source_lines():
+        trial = _try(small.run, mesh.build(small.run.mesh, jax.devices()[:count]))
+        alone = _try(on_one, mesh.build(ALONE, jax.devices()[:1]))
     step = step_of(small)
     rows = collectives.table(hlo.read_collectives(trial.program), small.mesh, step)
     whole = collectives.unsharded_arrays(hlo.read_results(trial.program), small.mesh, step)
@@ -255,6 +255,22 @@ def check(
         "unexpected": [row.record() for row in unwanted],
         "collectives": [row.record() for row in rows],
     }
+
+
+@contextlib.contextmanager
+def keyed_by_source_lines() -> Iterator[None]:
+    """Compile programs that carry the source lines of this code, for a report that names them.
+
+    Without them in the key of the compile cache, a program may come from the cache with the lines
+    of an older version. Programs that are compiled after the context are found by the plain key.
+    """
+    setting = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, setting)
+    jax.config.update(setting, True)
+    try:
+        yield
+    finally:
+        jax.config.update(setting, before)
 
 
 def check_real(run: Run) -> None:

@@ -20,7 +20,7 @@ from jaxlm.optim.config import Optimizer
 from jaxlm.parallel import hlo, logical, mesh
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import check, collectives
-from jaxlm.recipes.diagnose.check import reduced_run
+from jaxlm.recipes.diagnose.check import keyed_by_source_lines, reduced_run
 from jaxlm.recipes.plan import predict
 from jaxlm.recipes.train.programs import without_data
 
@@ -104,9 +104,8 @@ def engine_of(settings):
 @pytest.fixture(autouse=True)
 def sources():
     """Source lines in what is compiled that are those of this code."""
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    yield
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+    with keyed_by_source_lines():
+        yield
 
 
 def compiled(settings, program):
