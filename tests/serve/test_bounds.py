@@ -5,7 +5,9 @@ import hmac
 import http.client
 import json
 import os
+import shutil
 import time
+from pathlib import Path
 
 import jax
 import openai
@@ -19,6 +21,7 @@ from jaxlm.recipes.use import load
 from jaxlm.serve import app, server
 from jaxlm.serve.keys import ApiKeys, add_key
 from jaxlm.serve.server import ServeOptions
+from tests.faults.test_security import payloads
 
 PROMPT = "1+2?"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -166,18 +169,38 @@ def test_v28_a_step_of_the_clock_ends_no_request(client, running, monkeypatch, j
     assert running.get("/health")[0] == 200
 
 
-def test_v29_a_checkpoint_that_is_deleted_changes_no_answer(client, running, trained):
+@pytest.mark.parametrize("change", ["deleted", "replaced"])
+def test_v29_a_checkpoint_that_is_deleted_or_replaced_changes_no_answer(
+    client, running, trained, change
+):
     def answer():
         (model,) = client.models.list()
         return complete(client, logprobs=2, temperature=1).choices, model.digest, model.step
 
     before = answer()
     os.rename(trained / "checkpoints", trained / "moved")
+    if change == "replaced":
+        shutil.copytree(trained / "moved", trained / "checkpoints")
+        for file in filter(Path.is_file, (trained / "checkpoints").rglob("*")):
+            file.write_bytes(file.read_bytes()[::-1])
     try:
         assert answer() == before
         assert running.get("/ready")[0] == 200
     finally:
+        shutil.rmtree(trained / "checkpoints", ignore_errors=True)
         os.rename(trained / "moved", trained / "checkpoints")
+
+
+def test_v18_a_draft_of_a_pickle_is_refused_and_not_run(trained, tmp_path, capsys):
+    for name, bomb in payloads(tmp_path / "marker").items():
+        draft = tmp_path / name.replace(" ", "_")
+        draft.mkdir()
+        shutil.copy(trained / "config.json", draft)
+        for file in ("pytorch_model.bin", "model.safetensors", "draft.py"):
+            (draft / file).write_bytes(bomb)
+        assert main(["serve", f"--workdir={trained}", "--port=0", f"--draft={draft}"]) == 2
+        assert "is a model of another library" in capsys.readouterr().err
+    assert not (tmp_path / "marker").exists()
 
 
 def test_v30_a_server_beyond_the_memory_names_slots_and_a_context_that_fit(

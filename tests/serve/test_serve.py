@@ -1,6 +1,7 @@
 """The server as its clients see it: the `openai` package, and raw sockets."""
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -199,8 +200,13 @@ def test_v1_v5_v8_limits_of_the_transport(running):
     assert b" 431 " in exchange(running, posted(b"{}", *many))[:20]
     long = posted(b"{}", "X-Long: " + "a" * 20_000)
     assert b" 431 " in exchange(running, long)[:20]
-    both = posted(b"{}", "Transfer-Encoding: chunked")
-    assert b" 400 " in exchange(running, both)[:20]
+    # A folded header stands for one with a space, so that it hides no second length.
+    for chunked in ("Transfer-Encoding: chunked", "Transfer-Encoding:\r\n chunked"):
+        assert b" 400 " in exchange(running, posted(b"{}", chunked))[:20]
+    folded = posted(b"{}").replace(b"Content-Length: 2", b"Content-Length: 2\r\n 0")
+    assert b" 400 " in exchange(running, folded)[:20]
+    twice = posted(b"{}", "Content-Length: 3")
+    assert b" 400 " in exchange(running, twice)[:20]
     other = posted(b"{}").replace(b"Host: localhost", b"Host: evil.example")
     assert b" 421 " in exchange(running, other)[:20]
     form = posted(b"{}").replace(b"application/json", b"text/plain")
@@ -213,6 +219,53 @@ def test_v6_half_a_header_and_half_a_body_are_closed_by_a_deadline(running, monk
     with pytest.raises((ConnectionResetError, AssertionError)):
         assert exchange(running, b"POST /v1/completions HTT")
     assert b" 408 " in exchange(running, posted(b"{", length=100))[:20]
+
+
+@pytest.mark.parametrize("sent", [b"", posted(b"", length=1000)], ids=["headers", "a body"])
+def test_v6_bytes_that_come_slowly_do_not_prolong_a_deadline(running, monkeypatch, sent):
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.4)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.4)
+    with socket.create_connection(("127.0.0.1", running.port), timeout=0.05) as link:
+        link.sendall(sent)
+        answer, begun = b"", time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - begun < 20:
+                link.sendall(b"a")
+                with contextlib.suppress(TimeoutError):
+                    if not (more := link.recv(65536)):
+                        break
+                    answer += more
+        assert 0.3 < time.monotonic() - begun < 10
+    assert answer == b"" if not sent else b" 408 " in answer[:20]
+
+
+def test_v6_a_client_that_does_not_read_is_cut_off(running, monkeypatch):
+    monkeypatch.setattr(guard, "WRITE_SECONDS", 0.2)
+    connected = guard.GuardedProtocol.connection_made
+
+    def with_small_buffer(self, transport):  # else the kernel takes the whole answer
+        end = transport.get_extra_info("socket")
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connected(self, transport)
+
+    monkeypatch.setattr(guard.GuardedProtocol, "connection_made", with_small_buffer)
+    more = {"max_tokens": 100, "n": 2, "logprobs": 20, "ignore_eos": True, "stream": True}
+    with socket.socket() as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        link.settimeout(20)
+        link.connect(("127.0.0.1", running.port))
+        link.sendall(posted(json.dumps({"prompt": PROMPT} | more).encode()))
+        assert link.recv(12).endswith(b" 200")
+        limit = time.monotonic() + 20
+        while not running.engine.is_idle and time.monotonic() < limit:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        received = []
+        with contextlib.suppress(ConnectionError):
+            while part := link.recv(65536):
+                received.append(part)
+    assert b"data: " in b"".join(received)
+    assert b"[DONE]" not in b"".join(received)
 
 
 def test_v4_a_full_queue_answers_429_and_when_to_come_back(client, running, monkeypatch):
