@@ -11,10 +11,13 @@ Example:
 import dataclasses
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jaxlm.core import config
 from jaxlm.core.precision_config import ITEM_BYTES
+from jaxlm.data import tokenizer_file
+from jaxlm.data.config import TOKENIZER_FILES
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost import comm_cost, model_cost
 from jaxlm.models.cost.activations import DeviceShare
@@ -317,9 +320,11 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     """Return `model.vocab`, or the maximum for a tokenizer that is not trained yet."""
     if run.model.vocab != "auto":
         return run.model.vocab
-    kind, _, size = run.data.tokenizer.partition(":")
+    setting, unit = run.data.tokenizer, VOCAB_MULTIPLE * logical.ways(sizes, "vocab")
+    if setting.endswith(TOKENIZER_FILES) and Path(setting).is_file():
+        return -(-tokenizer_file.read(setting).size // unit) * unit
+    kind, _, size = setting.partition(":")
     known = 320 if kind == "bytes" else int(size) if size.isdigit() else 4096
-    unit = VOCAB_MULTIPLE * logical.ways(sizes, "vocab")
     vocab = -(-known // unit) * unit
     why = f"model.vocab is auto, the tokenizer {run.data.tokenizer}"
     assumed.append(f"a vocabulary of {vocab:,}: {why}")

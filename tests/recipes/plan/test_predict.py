@@ -17,6 +17,7 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import host_machine
 from jaxlm.monitor.chips import machine
@@ -689,6 +690,20 @@ def test_a_price_makes_a_cost_and_a_cpu_has_no_mfu(capsys):
     assert answer["mfu"] is None
     assert any("this CPU measured" in line for line in answer["assumed"])
     assert any("vocabulary of 2,048" in line for line in answer["assumed"])
+
+
+def test_the_ids_of_a_tokenizer_that_is_there_are_counted_and_not_assumed(tmp_path, capsys):
+    (tmp_path / "tokenizer").write_bytes(Bytes().serialize())
+    words = ["--config=configs/quickstart.py", "--on=cpu", "--config.data.tokenizer"]
+    plans = [
+        ask(capsys, *words[:2], f"{words[2]}={each}")[1]
+        for each in ("bytes", f"{tmp_path}/tokenizer")
+    ]
+    assert plans[0]["parameters"] == plans[1]["parameters"]
+    assert [any("a vocabulary of" in line for line in each["assumed"]) for each in plans] == [
+        True,
+        False,
+    ]
 
 
 def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_a_risk_where_not():
