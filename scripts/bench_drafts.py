@@ -1,6 +1,9 @@
-"""Acceptance and speed of drafts on Python's own tests, which the quickstart does not train on.
+"""Acceptance and speed of drafts on a text that the runs have not read.
 
     python scripts/bench_drafts.py --workdir=runs/large --draft=runs/small
+    python scripts/bench_drafts.py --workdir=runs/a --draft=runs/draft --text=held_out.txt
+
+Without --text prompts are of Python's own tests, which the quickstart does not train on.
 
 The engine without a draft, with `lookup`, with the draft run, and with the heads of a run of
 `objective.name=mtp` take turns at the same requests: 64 tokens of a file, then new ones, greedy and
@@ -39,12 +42,17 @@ from jaxlm.models.build import Blueprint
 PROMPT = 64  # tokens
 
 
-def prompts(model: jaxlm.LanguageModel, count: int) -> list[tuple[int, ...]]:
-    """Return the ids in the middle of the largest files of Python's own tests."""
-    folder = Path(sysconfig.get_paths()["stdlib"]) / "test"
-    files = sorted(folder.glob("test_*.py"), key=lambda path: -path.stat().st_size)[:count]
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    rows = [model.tokenizer.encode(text[len(text) // 2 :][:1000]) for text in texts]
+def prompts(model: jaxlm.LanguageModel, count: int, text: Path | None) -> list[tuple[int, ...]]:
+    """Return ids at even distances of a file, or in the middle of Python's largest tests."""
+    if text is None:
+        folder = Path(sysconfig.get_paths()["stdlib"]) / "test"
+        files = sorted(folder.glob("test_*.py"), key=lambda path: -path.stat().st_size)[:count]
+        texts = [path.read_text(encoding="utf-8") for path in files]
+        texts = [text[len(text) // 2 :][:1000] for text in texts]
+    else:
+        whole = text.read_text(encoding="utf-8")
+        texts = [whole[len(whole) * n // count :][:1000] for n in range(count)]
+    rows = [model.tokenizer.encode(text) for text in texts]
     return [(model.tokenizer.eos, *row[: PROMPT - 1]) for row in rows]
 
 
@@ -61,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workdir", required=True)
     parser.add_argument("--draft", required=True)
+    parser.add_argument("--text", type=Path, help="file of the prompts (Python's own tests)")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--new", type=int, default=64)
@@ -95,7 +104,7 @@ def main() -> None:
             )
             for name, each in drafts.items()
         }
-        rows = prompts(large, args.requests)
+        rows = prompts(large, args.requests, args.text)
         for temperature in (0.0, 0.8):
             requests = [
                 Request(

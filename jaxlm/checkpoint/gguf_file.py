@@ -98,6 +98,8 @@ class GGUFFile:
         """Return rows of a tensor (all first dimensions as one), and adjacent columns of them.
 
         Quantized tensors become float32; only the blocks that overlap the columns are read.
+
+        Raises DataError if numbers of them are not finite, as the scale of their block is damaged.
         """
         count = math.prod(entry.shape[:-1])
         whole = np.memmap(
@@ -117,6 +119,10 @@ class GGUFFile:
             chunk = slice(first, first + step)
             blocks = np.ascontiguousarray(whole[part[chunk], inside])
             out[chunk] = _dequantize(blocks, name, self.path)[:, within]
+            if wrong := int((~np.isfinite(out[chunk])).sum()):
+                tensor = next(key for key, each in self.tensors.items() if each == entry)
+                why = f"{wrong} numbers of its blocks of {name} are not finite"
+                raise self._damaged(why, tensor)
         return out
 
     def _read(self) -> None:
@@ -213,15 +219,16 @@ class GGUFFile:
         if count * size > left:
             raise self._damaged(f"it claims {count:,} {what!s:.80}, but {left:,} bytes are left")
 
-    def _damaged(self, why: str) -> DataError:
-        what = "a file is not a complete GGUF"
+    def _damaged(self, why: str, tensor: str = "") -> DataError:
+        what = f"the tensor {tensor} is damaged" if tensor else "a file is not a complete GGUF"
         return DataError(what, where=str(self.path), why=why, fix="download the file again")
 
 
 def _dequantize(rows: np.ndarray, name: str, path: Path) -> np.ndarray:
-    """Return float32 [rows, numbers] of uint8 [rows, bytes]."""
+    """Return float32 [rows, numbers] of uint8 [rows, bytes]; damaged scales overflow in silence."""
     gguf = library(f"reading {name}", path)
-    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])
+    with np.errstate(over="ignore", invalid="ignore"):
+        return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])
 
 
 def library(purpose: str, path: Path) -> Any:

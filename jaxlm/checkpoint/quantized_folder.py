@@ -22,6 +22,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each of the eight numbers of a
 CODES, SCALE, ZERO = "codes", "scales", "zeros"
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 FOUR_BITS = ("int4", "int4_zero", "w4a8")  # our formats with two codes a byte
+LARGEST = 1e30  # of a scale: no sum of its products overflows float32
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -247,11 +248,10 @@ class Layer:
         return fetch(name, tuple(slice(0, size) for size in self.stored[name][1]))
 
     def scales(self, end: str, fetch: Fetch) -> np.ndarray:
-        """Return a tensor of scales in float32. Raises DataError if one is not finite."""
+        """Return a tensor of scales in float32. Raises DataError if numbers of one overflow."""
         scales = self.read(end, fetch).astype(np.float32)
-        if not np.isfinite(scales).all():
-            count = int((~np.isfinite(scales)).sum())
-            raise self.wrong(end, f"{count} of its scales are not finite")
+        if wrong := int((~(np.abs(scales) < LARGEST)).sum()):
+            raise self.wrong(end, f"{wrong} of its scales are not finite, or {LARGEST:g} and more")
         return scales
 
     def has(self, end: str) -> bool:

@@ -45,6 +45,7 @@ def draft_config(workdir: Path) -> ml_collections.ConfigDict:
     c.train.batch = target.train.batch
     c.train.steps = target.train.steps
     c.train.stack = "auto"
+    c.eval.every = "25%"
     c.eval.batches = 64
     c.sample.prompts = ()
     return c

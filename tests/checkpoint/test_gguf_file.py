@@ -19,6 +19,7 @@ from tests.checkpoint import ggufs
 from tests.parity.weights import FAMILIES
 
 COLUMNS, ROWS = 512, 37
+QUANTIZED = [each for each in STORAGES.values() if each.numbers > 1]
 DRAW = np.random.default_rng(0)
 
 
@@ -94,6 +95,22 @@ def test_numbers_of_a_block_are_those_of_the_formats_definition(name, one, tmp_p
     expected = [one(block) for block in stored.reshape(4, -1)]
     numbers = file.rows(file.tensors["x"], slice(None)).reshape(4, -1)
     np.testing.assert_allclose(numbers, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("storage", QUANTIZED, ids=lambda each: each.name)
+def test_changed_blocks_are_read_as_finite_numbers_or_refused(storage, tmp_path):
+    """Scales that are not finite, among all others that random bytes are."""
+    path, draw = tmp_path / "x.gguf", np.random.default_rng(0)
+    stored = draw.integers(0, 256, (400, storage.bytes)).astype(np.uint8)
+    file = write(path, other=("F32", np.ones(8, np.float32)), x=(storage.name, stored))
+    refused = []
+    for row in range(len(stored)):
+        try:
+            assert np.isfinite(file.rows(file.tensors["x"], slice(row, row + 1))).all()
+        except DataError as error:
+            refused.append(error.what)
+    assert set(refused) == {"the tensor x is damaged"}
+    assert 5 < len(refused) < 100  # an exponent of float16 is that of infinity in 1 of 32
 
 
 def test_plain_numbers_keep_their_dtype(tmp_path):

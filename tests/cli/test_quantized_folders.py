@@ -1,6 +1,7 @@
 """Folders of quantized weights: exports of compressed-tensors, and imports of three methods."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -206,6 +207,12 @@ def with_nan(array):
     return np.where(np.arange(array.size).reshape(array.shape) == 3, np.nan, array)
 
 
+def with_huge(array):
+    """Return the scales with one that no weight has."""
+    places = np.arange(array.size).reshape(array.shape)
+    return np.where(places == 3, np.float32(-1e36), array.astype(np.float32))
+
+
 REFUSED = {
     "bits": ("gptq", {"bits": 3}, None, "bits = 3 is not supported"),
     "bits as text": ("gptq", {"bits": "4"}, None, "bits = '4' is not supported"),
@@ -223,6 +230,7 @@ REFUSED = {
     ),
     "no scales": ("gptq", {}, ("scales", removed), "the tensor is missing"),
     "scales": ("gptq", {}, ("scales", with_nan), "1 of its scales are not finite"),
+    "huge scales": ("awq", {}, ("scales", with_huge), "not finite, or 1e+30 and more"),
     "fewer scales": ("gptq", {}, ("scales", lambda array: array[1:]), "its shape is"),
     "codes": ("gptq", {}, ("qweight", lambda array: array.view(np.float32)), "must be I32"),
     "no zeros": ("awq", {}, ("qzeros", removed), "the tensor is missing"),
@@ -246,6 +254,31 @@ def test_a_folder_that_is_not_as_specified_is_refused(kind, tmp_path, capsys):
     assert name in error["where"] or kind == "other group"
     assert error["fix"]
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_changed_bytes_of_codes_and_scales_are_read_or_refused_and_nothing_else(method, tmp_path):
+    quantized(tmp_path / "folder", method)
+    file = tmp_path / "folder" / "model.safetensors"
+    whole, draw, codes = file.read_bytes(), np.random.default_rng(0), Counter()
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+    start = 8 + int.from_bytes(whole[:8], "little")
+    ends = ("scales", "qzeros", "qweight", "g_idx")
+    spans = [each["data_offsets"] for name, each in header.items() if name.endswith(ends)]
+    for _ in range(60):
+        content = bytearray(whole)
+        first, last = spans[draw.integers(len(spans))]
+        for place in draw.integers(start + first, start + last, 3):
+            content[place] = draw.choice([0, 127, 128, 255, draw.integers(256)])
+        file.write_bytes(content)
+        try:
+            folder = QuantizedFolder(Folder(tmp_path / "folder"))
+            with folder.opened() as fetch:
+                assert all(np.isfinite(fetch(name, WHOLE)).all() for name in folder.matrices)
+            codes[0] += 1
+        except DataError:
+            codes[65] += 1
+    assert min(codes[0], codes[65]) > 3, codes
 
 
 COMPRESSED = {

@@ -28,7 +28,6 @@ from jaxlm.monitor.metric_warnings import (
 )
 from jaxlm.monitor.sinks import Jsonl, Sink
 from jaxlm.monitor.tensorboard import TensorBoard
-from jaxlm.objectives.config import Sampling
 from jaxlm.parallel import hlo
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import format_mesh
@@ -549,7 +548,7 @@ def _best(trainer: "Trainer") -> str:
     warning = ", worse than uniform" if trainer.alarm.is_worse_than_uniform(loss) else ""
     ranking_set = trainer.evaluator.ranking_set
     figure = f"{loss:.4f} nats"
-    if isinstance(trainer.run_config.objective, Sampling):  # whose loss is the negative reward
+    if trainer.run_config.objective.samples_answers:  # whose loss is the negative reward
         figure, warning = f"reward {-loss:z.4f}", ""
     return f"step {progress.best_step}, {figure} on {ranking_set}{sample}{warning}"
 

@@ -1,6 +1,8 @@
 """The frozen model that an objective reads: find its run, load it, record its digest."""
 
 import dataclasses
+import hashlib
+import json
 from typing import Any
 
 from jax.sharding import Mesh
@@ -56,8 +58,13 @@ def find_teacher(
 
 
 def with_teacher(data: Data, source: InitSource) -> Data:
-    """Return the data with the digest of the teacher's weights in its fingerprint."""
-    return dataclasses.replace(data, fingerprint=data.fingerprint | {"teacher": source.digest})
+    """Return the data with digests of the teacher's weights and precision in its fingerprint."""
+    precision = json.dumps(dataclasses.asdict(source.run.precision), sort_keys=True)
+    digests = {
+        "teacher": source.digest,
+        "teacher.precision": hashlib.sha256(precision.encode()).hexdigest(),
+    }
+    return dataclasses.replace(data, fingerprint=data.fingerprint | digests)
 
 
 def load_teacher(run: Run, source: InitSource, model: ShardedModel) -> Teacher:

@@ -1,8 +1,10 @@
 """Codes of weights by what their inputs are: layer after layer, each behind the rounded ones."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,15 +17,16 @@ from jax import Array
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError, cannot_write
+from jaxlm.core.nearest import divisors
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint, Params
 from jaxlm.models.decoder import Decoder
 from jaxlm.monitor import sinks
 from jaxlm.nn.block import Block
-from jaxlm.nn.linear import Linear
+from jaxlm.nn.linear import GroupedLinear, Linear
 from jaxlm.ops import int4
 from jaxlm.ops.weight_codes import WeightFormat
-from jaxlm.recipes.use.layer_runner import LayerPath, LayerRunner, Stream
+from jaxlm.recipes.use.layer_runner import ExpertRange, LayerPath, LayerRunner, Stream, Sums
 from jaxlm.training.lock import Lock
 from jaxlm.tune import folding
 from jaxlm.tune.quantized import PREFIX, StoredWeight
@@ -140,25 +143,39 @@ class Calibration:
             for path, layer in self.layers.items()
             if path.startswith(f"{place.path}/")
         }
-        sums: dict[str, tuple[Array, Array]] = {}
-        if formats:
-            for n, batch in enumerate(self.batches):
-                added = runner.inputs(place, block, tuple(formats), stream.read(n), batch)
-                sums = jax.tree.map(jnp.add, sums, added) if sums else added
-        arrays = [np.asarray(each) for each in jax.tree.leaves(sums)]
-        if not is_finite(arrays):
+        sums = functools.partial(self._sums, place, block, runner, stream)
+        experts = folding.expert_layers(block)
+        of_experts = {name: each for name, each in formats.items() if name in experts}
+        others = {name: each for name, each in formats.items() if name not in experts}
+        result = solved(block, others, sums(tuple(others)), self.method) if others else {}
+        result |= solved_experts(experts, of_experts, sums, self.method) if of_experts else {}
+        partial = file.with_suffix(".partial")
+        with open(partial, "wb") as opened:
+            np.savez(opened, **result)  # type: ignore[arg-type]
+        partial.replace(file)
+        return result
+
+    def _sums(
+        self,
+        place: LayerPath,
+        block: Block,
+        runner: LayerRunner,
+        stream: Stream,
+        reads: tuple[str, ...] | ExpertRange,
+    ) -> Sums:
+        """Return the sums of `LayerRunner.inputs` over all batches."""
+        sums: Sums = {}
+        for number, batch in enumerate(self.batches):
+            added = runner.inputs(place, block, reads, stream.read(number), batch)
+            sums = jax.tree.map(jnp.add, sums, added) if sums else added
+        if not is_finite([np.asarray(each) for each in jax.tree.leaves(sums)]):
             raise DataError(
                 "the inputs of a layer are not finite",
                 where=f"{place.path}, layer {place.number}",
                 why="the calibration text overflows there",
                 fix=self.nearest,
             )
-        result = solved(block, formats, sums, self.method)
-        partial = file.with_suffix(".partial")
-        with open(partial, "wb") as opened:
-            np.savez(opened, **result)  # type: ignore[arg-type]
-        partial.replace(file)
-        return result
+        return sums
 
     def _advance(
         self, place: LayerPath, block: Block, result: Leaves, runner: LayerRunner, stream: Stream
@@ -187,23 +204,18 @@ LEAVES = ("codes", "scales", "zeros")
 def solved(
     block: Block,
     formats: Mapping[str, WeightFormat],
-    sums: Mapping[str, tuple[Array, Array]],
+    sums: Sums,
     method: Method,
 ) -> Leaves:
     """Return the codes of a block's weights and, of AWQ, the leaves that its factors changed.
 
     Args:
       block: the block; AWQ changes its leaves.
-      formats: of the quantized layers by path.
-      sums: x^T x and the sum of |x| of the inputs of layers, by their paths joined by commas; for
-        each expert of the weights of experts.
-      method: the search. The weights of an expert that no token chose are rounded to nearest.
+      formats: of the quantized linear layers by path.
+      sums: of their inputs, see `LayerRunner.inputs`.
+      method: the search.
     """
-    grams, magnitudes = {}, {}
-    for names, (gram, magnitude) in sums.items():
-        both = np.asarray(gram), np.asarray(magnitude)  # of all experts, if it is theirs
-        for name in names.split(","):
-            grams[name], magnitudes[name] = both
+    grams, magnitudes = _by_name(sums)
     layers, result = folding.linear_layers(block), {}
     if method == "awq":
         folds = list(folding.folds(block))
@@ -218,23 +230,72 @@ def solved(
             for path, leaf in _leaves(block).items()
             if path.rpartition("/")[0] in changed and path not in quantized
         }
-    experts = folding.expert_layers(block)
-    unread = np.ones(0, bool)
     for name, format in formats.items():
-        if name in experts:
-            weights = np.asarray(experts[name].weight[...]).astype(np.float32)
-            made = [
-                _searched(*each, format, method) for each in zip(weights, grams[name], strict=True)
-            ]
-            leaves = {leaf: np.stack([each[leaf] for each in made]) for leaf in made[0]}
-            is_zero = ~magnitudes[name].any(-1)
-            unread = unread & is_zero if unread.size else is_zero
-        else:
-            layer = layers[name]
-            leaves = _searched(_matrix(layer), grams[name], format, method)
-            leaves = {key: each.reshape(len(each), *layer.outs) for key, each in leaves.items()}
-        result |= {f"{name}/{PREFIX}{leaf}": values for leaf, values in leaves.items()}
-    return result | {UNREAD: np.asarray(unread.sum())}
+        layer = layers[name]
+        leaves = _searched(_matrix(layer), grams[name], format, method)
+        result |= {
+            f"{name}/{PREFIX}{leaf}": values.reshape(len(values), *layer.outs)
+            for leaf, values in leaves.items()
+        }
+    return result
+
+
+def solved_experts(
+    experts: Mapping[str, GroupedLinear],
+    formats: Mapping[str, WeightFormat],
+    sums: Callable[[ExpertRange], Sums],
+    method: Method,
+) -> Leaves:
+    """Return the codes of the experts of a block, and at UNREAD how many no token chose.
+
+    Those are rounded to nearest. The inputs are summed for `experts_at_once` experts at a time.
+
+    Args:
+      experts: all weights of the experts by path.
+      formats: of those that are quantized.
+      sums: returns the sums of the inputs of some experts.
+      method: the search.
+    """
+    count, at_once = len(experts["mlp/gate"].weight[...]), experts_at_once(experts)
+    made: dict[str, list[np.ndarray]] = {}
+    unread = 0
+
+    def solve(some: ExpertRange) -> int:  # its sums are freed before those of the next ones
+        grams, magnitudes = _by_name(sums(some))
+        for name, format in formats.items():
+            weights = experts[name].weight[some.first : some.first + some.count]
+            for each, gram in zip(np.asarray(weights), grams[name], strict=True):
+                leaves = _searched(each.astype(np.float32), gram, format, method)
+                for leaf, values in leaves.items():
+                    made.setdefault(f"{name}/{PREFIX}{leaf}", []).append(values)
+        is_read = np.stack([magnitudes[name].any(-1) for name in formats]).any(0)
+        return some.count - int(is_read.sum())
+
+    for first in range(0, count, at_once):
+        unread += solve(ExpertRange(first, at_once))
+    return {path: np.stack(leaves) for path, leaves in made.items()} | {UNREAD: np.asarray(unread)}
+
+
+def experts_at_once(experts: Mapping[str, GroupedLinear]) -> int:
+    """Return the experts for which two sets of Gram matrices are no larger than all weights.
+
+    One set is that of a batch, which is added to the other. At least one expert has its own.
+    """
+    shapes = {name: layer.weight[...].shape for name, layer in experts.items()}
+    weights = sum(map(math.prod, shapes.values()))
+    count, width, hidden = shapes["mlp/gate"]
+    sizes = (each for each in divisors(count) if 2 * each * (width**2 + hidden**2) <= weights)
+    return max(sizes, default=1)
+
+
+def _by_name(sums: Sums) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the Gram matrices and the sums of |x| by the path of each weight."""
+    grams, magnitudes = {}, {}
+    for names, (gram, magnitude) in sums.items():
+        both = np.asarray(gram), np.asarray(magnitude)
+        for name in names.split(","):
+            grams[name], magnitudes[name] = both
+    return grams, magnitudes
 
 
 def _searched(weight: np.ndarray, gram: np.ndarray, format: WeightFormat, method: Method) -> Leaves:

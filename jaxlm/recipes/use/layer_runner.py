@@ -78,14 +78,22 @@ class _Observed:
         return self._layer(x)
 
 
-class _ObservedRouter:
-    """In the place of a router: it sums the inputs of the experts that it chooses.
+class ExpertRange(NamedTuple):
+    """`count` experts of a layer from number `first` on."""
 
-    `is_counted` is [B, T], False for padding.
+    first: int
+    count: int
+
+
+class _ObservedRouter:
+    """In the place of a router: it sums the inputs of experts for which it chooses them.
+
+    `first` and `count` are of an `ExpertRange`; `is_counted` is [B, T], False for padding.
     """
 
-    def __init__(self, moe: Moe, is_counted: Array, sums: Sums):
+    def __init__(self, moe: Moe, first: Array, count: int, is_counted: Array, sums: Sums):
         self._moe, self._router = moe, moe.router
+        self._first, self._count = first, count
         self._is_counted, self._sums = is_counted, sums
 
     def __call__(self, x: Array) -> Array:
@@ -93,18 +101,17 @@ class _ObservedRouter:
         chosen = moe.routes(logits).choices.reshape(-1, moe.config.top_k)
         rows, activation = x.reshape(-1, x.shape[-1]), ACTIVATIONS[moe.config.activation]
         is_counted = self._is_counted.reshape(-1)
+        weights = moe.gate.values(), moe.up.values()
 
-        def of_expert(number: Array, gate: Array, up: Array) -> Any:
+        def of_expert(number: Array) -> Any:
             is_read = (chosen == number).any(-1) & is_counted
             inputs = jnp.where(is_read[:, None], rows, 0.0)
             low = inputs.astype(moe.gate.precision.activations)
-            products = (matmul(low, weight, moe.gate.precision) for weight in (gate, up))
+            products = (matmul(low, each[number], moe.gate.precision) for each in weights)
             hidden = gated(activation, *products).astype(jnp.float32)
             return _sums(inputs), _sums(hidden)
 
-        numbers = jnp.arange(moe.config.experts)
-        inputs = numbers, moe.gate.values(), moe.up.values()
-        read, hidden = jax.lax.map(lambda each: of_expert(*each), inputs)
+        read, hidden = jax.lax.map(of_expert, self._first + jnp.arange(self._count))
         self._sums |= {"mlp/gate,mlp/up": read, "mlp/down": hidden}
         return logits
 
@@ -151,45 +158,68 @@ class LayerRunner:
 
     def outputs(self, place: LayerPath, block: Block, x: np.ndarray, batch: Tokens) -> Array:
         """Return the stream after a layer."""
-        return self._run(place, block, (), x, batch)[0]
+        program = self._program(place, "outputs", self._outputs)
+        return program(self._outer, nnx.state(block), x, batch)
 
     def inputs(
-        self, place: LayerPath, block: Block, names: tuple[str, ...], x: np.ndarray, batch: Tokens
+        self,
+        place: LayerPath,
+        block: Block,
+        reads: tuple[str, ...] | ExpertRange,
+        x: np.ndarray,
+        batch: Tokens,
     ) -> Sums:
         """Return sums over the tokens of a batch, padding left out.
 
         Args:
           place, block: the layer.
-          names: paths of the linear layers and of the experts' weights in it.
+          reads: paths of the linear layers in it, or experts.
           x: inputs of the layer, the stream.
           batch: the batch.
         """
-        return self._run(place, block, names, x, batch)[1]
+        given = self._outer, nnx.state(block), x, batch
+        if not isinstance(reads, ExpertRange):
+            return self._program(place, reads, self._inputs, reads)(*given)
+        program = self._program(place, reads.count, self._expert_inputs, reads.count)
+        return program(*given, reads.first)
 
-    def _run(
-        self, place: LayerPath, block: Block, names: tuple[str, ...], x: np.ndarray, batch: Tokens
-    ) -> Any:
-        key = (place.path, names)
-        if key not in self._programs:
+    def _program(self, place: LayerPath, key: Any, function: Any, *fixed: Any) -> Any:
+        """Return a compiled function of the outer leaves, those of a layer, x and the batch."""
+        if (place.path, key) not in self._programs:
             graph, _ = self._graphs[place.path]
-            self._programs[key] = jax.jit(functools.partial(self._layer, graph, names))
-        return self._programs[key](self._outer, nnx.state(block), x, batch)
+            compiled = jax.jit(functools.partial(function, graph, *fixed))
+            self._programs[place.path, key] = compiled
+        return self._programs[place.path, key]
 
-    def _layer(
+    def _outputs(self, graph: Any, outer: Params, state: Any, x: Array, batch: Tokens) -> Array:
+        return nnx.merge(graph, state)(x, self._start(outer, batch).inputs)[0]
+
+    def _expert_inputs(
+        self,
+        graph: Any,
+        count: int,
+        outer: Params,
+        state: Any,
+        x: Array,
+        batch: Tokens,
+        first: Array,
+    ) -> Sums:
+        block, sums = nnx.merge(graph, state), Sums()
+        moe = block.mlp
+        moe.router = _ObservedRouter(moe, first, count, batch.segments > 0, sums)
+        block(x, self._start(outer, batch).inputs)
+        return sums
+
+    def _inputs(
         self, graph: Any, names: tuple[str, ...], outer: Params, state: Any, x: Array, batch: Tokens
-    ) -> tuple[Array, Sums]:
+    ) -> Sums:
         block, inputs = nnx.merge(graph, state), self._start(outer, batch).inputs
         layers = folding.linear_layers(block)
         seen: list[tuple[str, int, Array]] = []
         sums: Sums = {}
         for name in names:
-            if name in layers:
-                surgery.replace(block, tuple(name.split("/")), _Observed(name, layers[name], seen))
-        if not layers.keys() >= set(names):
-            assert isinstance(block.mlp, Moe)
-            router: Any = _ObservedRouter(block.mlp, batch.segments > 0, sums)
-            block.mlp.router = router
-        y, _, _ = block(x, inputs)
+            surgery.replace(block, tuple(name.split("/")), _Observed(name, layers[name], seen))
+        block(x, inputs)
         groups: dict[int, list[str]] = {}
         for name, _, each in seen:
             groups.setdefault(id(each), []).append(name)
@@ -199,7 +229,7 @@ class LayerRunner:
             rows = each.reshape(*each.shape[: each.ndim - dims], -1).astype(jnp.float32)
             rows = jnp.where((batch.segments > 0)[..., None], rows, 0.0)
             sums[",".join(group)] = _sums(rows.reshape(-1, rows.shape[-1]))
-        return y, sums
+        return sums
 
     def _start(self, outer: Params, batch: Tokens) -> _Start:
         module = self._blueprint.merge({**self._blueprint.shapes, **outer})

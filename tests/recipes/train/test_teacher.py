@@ -1,6 +1,8 @@
 """Runs with a frozen teacher, by the command line: learning, resuming, replay, and refusals."""
 
 import json
+import re
+import shutil
 
 import pytest
 
@@ -51,6 +53,7 @@ def test_a_student_learns_from_a_run_which_stays_as_it_is(config, teacher, tmp_p
     log = (tmp_path / "run/log.txt").read_text()
     assert f"distill; teacher {teacher}; evaluated as causal" in log
     assert "of teacher" in log  # the memory of its parameters
+    assert re.search(r"best +step 6, [\d.]+ nats on val", log)
 
 
 @pytest.mark.slow
@@ -102,12 +105,38 @@ def test_a_teacher_that_cannot_teach_is_refused(
     assert not (tmp_path / "run/config.json").exists()
 
 
+def deleted(copy):
+    shutil.rmtree(copy)
+
+
+def replaced(copy):
+    """The newest step is another one, of the same path."""
+    shutil.rmtree(copy / "checkpoints/6")
+
+
+def in_another_precision(copy):
+    file = copy / "config.json"
+    file.write_text(file.read_text().replace('"products": "compute"', '"products": "int8"'))
+
+
 @pytest.mark.slow
 def test_a_teacher_that_changed_is_refused_when_the_run_resumes(config, teacher, tmp_path, capsys):
-    """Resumed from another teacher, a run would minimize another loss from one step to the next."""
-    run = tmp_path / "run"
-    assert main(harness.words(config, run, *distill(f"{teacher}@4"), "--stop_at=2")) == 0
-    assert main(harness.words(config, run, *distill(f"{teacher}@6"))) == 2
+    """Resumed with another teacher, a run would minimize another loss from one step to the next."""
+    run, copy = tmp_path / "run", tmp_path / "teacher"
+    shutil.copytree(teacher, copy)
+    assert main(harness.words(config, run, *distill(copy), "--stop_at=2")) == 0
+    for change, code, text in (
+        (in_another_precision, 2, "data (teacher.precision)"),
+        (replaced, 2, "data (teacher)"),
+        (deleted, 66, "there is no config.json"),
+    ):
+        shutil.rmtree(copy)
+        shutil.copytree(teacher, copy)
+        change(copy)
+        capsys.readouterr()
+        assert main(harness.words(config, run, *distill(copy))) == code, text
+        assert text in capsys.readouterr().err
+    assert main(harness.words(config, run, *distill(f"{teacher}@4"))) == 2
     assert "objective.teacher" in capsys.readouterr().err
     exits = json.loads((run / "exit.json").read_text())
     assert exits["code"] == 0

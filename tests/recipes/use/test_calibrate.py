@@ -1,5 +1,6 @@
 """Calibrated codes: layer after layer, resumed after a kill, from text that no report has."""
 
+import dataclasses
 import errno
 
 import jax
@@ -15,6 +16,7 @@ from jaxlm.models.families.mistral import Mixtral
 from jaxlm.ops.weight_codes import WeightFormat
 from jaxlm.recipes.use import calibrate, calibration_text
 from jaxlm.recipes.use.calibrate import Calibration
+from jaxlm.recipes.use.layer_runner import ExpertRange, LayerRunner
 from jaxlm.tune import surgery
 from jaxlm.tune.config import Quantized
 from tests.models.parameters import draw_params
@@ -180,6 +182,38 @@ def test_the_share_of_a_text_in_another_is_that_of_its_runs_of_ids():
 
 
 EXPERTS = Mixtral(vocab=64, width=16, depth=2, heads=2, kv_heads=2, experts=4, top_k=2, hidden=16)
+
+
+@pytest.mark.slow
+def test_gram_matrices_of_experts_are_in_memory_for_a_part_of_them(tmp_path, monkeypatch):
+    """Sixteen experts, whose matrices would take five times the bytes of their weights."""
+    family = dataclasses.replace(EXPERTS, experts=16, hidden=256, depth=1)
+    blueprint = Blueprint(family.build(), PRECISION)
+    params = blueprint.init(jax.random.key(0))
+    words = {"blueprint": blueprint, "batches": rows(count=2)}
+    layer = 4 * 3 * 16 * 16 * 256
+    read, before, peaks = LayerRunner.inputs, [], []
+
+    def watched(*given):
+        if isinstance(given[3], ExpertRange):
+            live = sum(each.nbytes for each in jax.live_arrays())
+            before.append(live)
+            sums = read(*given)
+            peaks.append(sum(each.nbytes for each in jax.live_arrays()) - before[0])
+            return sums
+        return read(*given)
+
+    monkeypatch.setattr(LayerRunner, "inputs", watched)
+    some = calibration(params, tmp_path / "some", **words).run()
+    assert len(peaks) == 16 * 2
+    assert max(peaks) < layer
+    monkeypatch.setattr(calibrate, "experts_at_once", lambda experts: 16)
+    peaks.clear()
+    whole = calibration(params, tmp_path / "whole", **words).run()
+    assert max(peaks) > 5 * layer
+    assert some.unread == whole.unread
+    for path, leaf in whole.leaves.items():
+        np.testing.assert_array_equal(leaf, some.leaves[path])
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
