@@ -60,7 +60,7 @@ def find_teacher(
 def with_teacher(data: Data, source: InitSource) -> Data:
     """Return the data with digests of the teacher's weights and precision in its fingerprint."""
     precision = json.dumps(dataclasses.asdict(source.run.precision), sort_keys=True)
-    digests = {
+    digests: dict[str, str | int] = {
         "teacher": source.digest,
         "teacher.precision": hashlib.sha256(precision.encode()).hexdigest(),
     }

@@ -263,13 +263,13 @@ def solved_experts(
     def solve(some: ExpertRange) -> int:  # its sums are freed before those of the next ones
         grams, magnitudes = _by_name(sums(some))
         for name, format in formats.items():
-            weights = experts[name].weight[some.first : some.first + some.count]
+            weights = experts[name].weight[some.first : some.first + some.size]
             for each, gram in zip(np.asarray(weights), grams[name], strict=True):
                 leaves = _searched(each.astype(np.float32), gram, format, method)
                 for leaf, values in leaves.items():
                     made.setdefault(f"{name}/{PREFIX}{leaf}", []).append(values)
         is_read = np.stack([magnitudes[name].any(-1) for name in formats]).any(0)
-        return some.count - int(is_read.sum())
+        return some.size - int(is_read.sum())
 
     for first in range(0, count, at_once):
         unread += solve(ExpertRange(first, at_once))

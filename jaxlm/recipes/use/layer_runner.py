@@ -79,21 +79,21 @@ class _Observed:
 
 
 class ExpertRange(NamedTuple):
-    """`count` experts of a layer from number `first` on."""
+    """`size` experts of a layer from number `first` on."""
 
     first: int
-    count: int
+    size: int
 
 
 class _ObservedRouter:
     """In the place of a router: it sums the inputs of experts for which it chooses them.
 
-    `first` and `count` are of an `ExpertRange`; `is_counted` is [B, T], False for padding.
+    `first` and `size` are of an `ExpertRange`; `is_counted` is [B, T], False for padding.
     """
 
-    def __init__(self, moe: Moe, first: Array, count: int, is_counted: Array, sums: Sums):
+    def __init__(self, moe: Moe, first: Array, size: int, is_counted: Array, sums: Sums):
         self._moe, self._router = moe, moe.router
-        self._first, self._count = first, count
+        self._first, self._size = first, size
         self._is_counted, self._sums = is_counted, sums
 
     def __call__(self, x: Array) -> Array:
@@ -111,7 +111,7 @@ class _ObservedRouter:
             hidden = gated(activation, *products).astype(jnp.float32)
             return _sums(inputs), _sums(hidden)
 
-        read, hidden = jax.lax.map(of_expert, self._first + jnp.arange(self._count))
+        read, hidden = jax.lax.map(of_expert, self._first + jnp.arange(self._size))
         self._sums |= {"mlp/gate,mlp/up": read, "mlp/down": hidden}
         return logits
 
@@ -180,7 +180,7 @@ class LayerRunner:
         given = self._outer, nnx.state(block), x, batch
         if not isinstance(reads, ExpertRange):
             return self._program(place, reads, self._inputs, reads)(*given)
-        program = self._program(place, reads.count, self._expert_inputs, reads.count)
+        program = self._program(place, reads.size, self._expert_inputs, reads.size)
         return program(*given, reads.first)
 
     def _program(self, place: LayerPath, key: Any, function: Any, *fixed: Any) -> Any:
@@ -197,7 +197,7 @@ class LayerRunner:
     def _expert_inputs(
         self,
         graph: Any,
-        count: int,
+        size: int,
         outer: Params,
         state: Any,
         x: Array,
@@ -206,7 +206,7 @@ class LayerRunner:
     ) -> Sums:
         block, sums = nnx.merge(graph, state), Sums()
         moe = block.mlp
-        moe.router = _ObservedRouter(moe, first, count, batch.segments > 0, sums)
+        moe.router = _ObservedRouter(moe, first, size, batch.segments > 0, sums)
         block(x, self._start(outer, batch).inputs)
         return sums
 
