@@ -177,11 +177,11 @@ class LayerRunner:
           x: inputs of the layer, the stream.
           batch: the batch.
         """
-        given = self._outer, nnx.state(block), x, batch
+        inputs = self._outer, nnx.state(block), x, batch
         if not isinstance(reads, ExpertRange):
-            return self._program(place, reads, self._inputs, reads)(*given)
+            return self._program(place, reads, self._inputs, reads)(*inputs)
         program = self._program(place, reads.size, self._expert_inputs, reads.size)
-        return program(*given, reads.first)
+        return program(*inputs, reads.first)
 
     def _program(self, place: LayerPath, key: Any, function: Any, *fixed: Any) -> Any:
         """Return a compiled function of the outer leaves, those of a layer, x and the batch."""

@@ -194,14 +194,14 @@ def test_gram_matrices_of_experts_are_in_memory_for_a_part_of_them(tmp_path, mon
     layer = 4 * 3 * 16 * 16 * 256
     read, before, peaks = LayerRunner.inputs, [], []
 
-    def watched(*given):
-        if isinstance(given[3], ExpertRange):
+    def watched(*words):
+        if isinstance(words[3], ExpertRange):
             live = sum(each.nbytes for each in jax.live_arrays())
             before.append(live)
-            sums = read(*given)
+            sums = read(*words)
             peaks.append(sum(each.nbytes for each in jax.live_arrays()) - before[0])
             return sums
-        return read(*given)
+        return read(*words)
 
     monkeypatch.setattr(LayerRunner, "inputs", watched)
     some = calibration(params, tmp_path / "some", **words).run()
