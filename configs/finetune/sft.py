@@ -4,8 +4,8 @@
       --workdir=runs/sft
 
 MODEL is a run, a folder of transformers, a .gguf file or hf:ORG/NAME; the model, its tokenizer and
-its chat template come from it. The loss is that of the assistant's tokens. A tenth of the
-conversations is held out for validation unless data.validation names others.
+its chat template come from it. The loss is that of the assistant's tokens. A twentieth of
+the conversations is held out for validation unless data.validation names others.
 """
 
 from jaxlm.core import config
@@ -23,6 +23,7 @@ def get_config():
     c.precision.compute = "auto"
     c.train.steps = 500
     c.train.batch = 16
+    c.train.epochs = 3.0  # a small set has fewer steps, and smaller batches
     c.train.stack = "auto"
     c.eval.every = "10%"
     c.checkpoint.every = "10%"

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, get_args
 
 from jaxlm.core import batch_schedule
@@ -20,10 +21,12 @@ from jaxlm.data.mixture_config import MixtureConfig, Temperature
 
 TOKENIZERS = (
     "bytes, characters, sentencepiece:SIZE (byte pairs across words), unigram:SIZE, bpe:SIZE "
-    "(inside words), wordpiece:SIZE, or a path: .model, tokenizer.json, or a run's tokenizer"
+    "(inside words), wordpiece:SIZE, or a path: .model, tokenizer.json, a run's tokenizer, or the "
+    "folder of one of them"
 )
 SIZED = ("sentencepiece", "unigram", "bpe", "wordpiece")
 TOKENIZER_FILES = (".model", ".json", "/tokenizer")
+FOLDER_FILES = ("tokenizer.json", "tokenizer", "tokenizer.model")  # of a folder, the first is read
 AUTO = "auto"
 HELD_OUT = "tail:5%"  # share of data.train, if data.validation is not set
 HELD_OUT_CHATS = "5%"  # of conversations, which are never cut
@@ -216,6 +219,9 @@ class DataConfig:
             why = "shorter rows would cut conversations"
             yield "sequence_warmup", why, "'--config.data.sequence_warmup=()'"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokenizer", file_of_tokenizer(self.tokenizer))
+
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield (setting, why, fix) for each invalid setting."""
         yield from self._chat_problems()
@@ -226,7 +232,7 @@ class DataConfig:
         elif kind not in ("bytes", "characters", *SIZED) and not self.tokenizer.endswith(
             TOKENIZER_FILES
         ):
-            why = f"{self.tokenizer!r} is none of: {TOKENIZERS}"
+            why = unknown_tokenizer(self.tokenizer)
             yield "tokenizer", why, near_tokenizer("data.tokenizer", self.tokenizer)
         yield from self._uncut()
         if not self.train:
@@ -279,6 +285,25 @@ class DataConfig:
                 if self.sequence % 4 == 0
                 else "'--config.data.sequence_warmup=()'",
             )
+
+
+def file_of_tokenizer(text: str) -> str:
+    """Return the tokenizer file of a folder, such as a run or a folder of transformers.
+
+    Any other value, and a folder without such a file, is returned as it is.
+    """
+    is_kind = text.partition(":")[0] in ("", "bytes", "characters", *SIZED)
+    if is_kind or not Path(text).is_dir():
+        return text
+    files = (Path(text) / name for name in FOLDER_FILES)
+    return next((str(file) for file in files if file.is_file()), text)
+
+
+def unknown_tokenizer(text: str) -> str:
+    """Return why a value is refused that names no kind of tokenizer, and no file of one."""
+    if text and Path(text).is_dir():
+        return f"the folder {text} has no {', '.join(FOLDER_FILES[:-1])} or {FOLDER_FILES[-1]}"
+    return f"{text!r} is none of: {TOKENIZERS}"
 
 
 def near_tokenizer(path: str, text: str) -> str:

@@ -71,7 +71,8 @@ class Console(contextlib.AbstractContextManager["Console"]):
         if screen:
             self._screen = Screen(file=screen, force_terminal=screen.isatty(), **plain)
             self._is_live = self._screen.is_terminal and not self._screen.is_dumb_terminal
-        self._log, self._total, self._rows = log, total, 0
+        self._log, self._rows = log, 0
+        self.total = total  # steps of the run
         self._is_verbose = is_verbose
         self._figures: tuple[str, float | None] = ("-", None)  # last loss, and the end of the run
         self._columns: list[Column] = []  # those of the last heads
@@ -206,9 +207,9 @@ class Console(contextlib.AbstractContextManager["Console"]):
     def _advance(self, record: Record) -> None:
         """Move the bar to a record; those of training also have the loss and the time left."""
         step = record["step"]
-        if step >= self._total:
+        if step >= self.total:
             self.close()
-        if not self._is_live or step >= self._total:
+        if not self._is_live or step >= self.total:
             return
         if not self._bar:
             self._bar = Progress(
@@ -218,7 +219,7 @@ class Console(contextlib.AbstractContextManager["Console"]):
                 transient=True,
                 refresh_per_second=4,
             )
-            self._bar.add_task("", total=self._total)
+            self._bar.add_task("", total=self.total)
             self._bar.start()
         if record["split"] == "train":
             left: float | None = record.get("left_seconds")

@@ -24,6 +24,12 @@ class TrainConfig:
     batch: int = setting(
         32, "rows of the global batch, over all devices and micro-batches", unit="rows", low=1
     )
+    epochs: float | None = setting(
+        None,
+        "most passes over the training set: a set with fewer rows gets a smaller batch, then fewer "
+        "steps, unless the command line sets them; None keeps train.steps and train.batch",
+        above=0,
+    )
     microbatches: int = setting(
         1,
         "micro-batches of a batch for gradient accumulation: gradients are summed over them, then "

@@ -1,7 +1,10 @@
 """The data section refuses what cannot be read."""
 
+from pathlib import Path
+
 import pytest
 
+from jaxlm.corpus.mix.config import Mix
 from jaxlm.data.config import DataConfig
 from jaxlm.data.parts import held_out
 
@@ -31,6 +34,29 @@ def test_a_wrong_setting_is_named_and_its_fix_is_right(
     value = fix.partition("=")[2].strip("'")
     fixed = {field: value if field == "tokenizer" else (value,)}
     assert not list(DataConfig(**(settings | fixed)).problems())  # type: ignore[arg-type]
+
+
+def test_a_folder_is_the_tokenizer_in_it(tmp_path: Path) -> None:
+    """A folder of transformers, or a run; what a run keeps is the file."""
+    for name in ("tokenizer.model", "tokenizer", "tokenizer.json"):  # each before the one above it
+        (tmp_path / name).touch()
+        for settings in (DataConfig(tokenizer=str(tmp_path)), Mix(tokenizer=str(tmp_path))):
+            assert settings.tokenizer == str(tmp_path / name)
+    assert not [*DataConfig(tokenizer=str(tmp_path)).problems()]
+    assert DataConfig(tokenizer=f"{tmp_path}/tokenizer").tokenizer == f"{tmp_path}/tokenizer"
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_the_names_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((name, why, _),) = DataConfig(tokenizer=str(tmp_path)).problems()
+    assert name == "tokenizer"
+    assert why == f"the folder {tmp_path} has no tokenizer.json, tokenizer or tokenizer.model"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer").touch()
+    (tmp_path / "bytes").mkdir()
+    assert DataConfig(tokenizer="").tokenizer == ""
+    assert DataConfig(tokenizer="bytes").tokenizer == "bytes"
 
 
 @pytest.mark.parametrize("tokenizer", ["sentencepiece", "sentencepiece:100", "gpt2", "bpe"])

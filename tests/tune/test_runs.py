@@ -43,6 +43,46 @@ def words(config, workdir, base, arm="lora", *flags):
     return harness.words(config, workdir, *EXACT, *tuned, *flags)
 
 
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """Conversations of ShareGPT's form, which are four rows of 96 tokens."""
+    path = tmp_path_factory.mktemp("few") / "few.jsonl"
+    pairs = [
+        [{"from": "human", "value": f"{number}?"}, {"from": "gpt", "value": str(number + 1)}]
+        for number in range(13)
+    ]
+    path.write_text("".join(json.dumps({"conversations": each}) + "\n" for each in pairs))
+    return path
+
+
+def test_the_shipped_config_makes_three_epochs_of_a_small_set(base, few, tmp_path, capsys):
+    """Smaller batches, then fewer steps, as printed; the same command resumes the same run."""
+    run = tmp_path / "run"
+    command = ["train", "--config=finetune/lora", f"--init_from={base}", f"--workdir={run}"]
+    command += [f"--config.data.train={few}", "--config.data.sequence=96"]
+    command += ["--config.eval.every=100%", "--config.checkpoint.every=100%"]
+    assert main([*command, "--stop_at=2"]) == 0
+    printed = capsys.readouterr().err
+    assert (
+        "train.epochs = 3: the training set has 4 rows, so train.batch = 1 in place of 16 "
+        "and train.steps = 12 in place of 500; --config.train.steps=N" in printed
+    )
+    assert main([*command, "--quiet"]) == 0
+    saved = json.loads((run / "config.json").read_text())["train"]
+    assert (saved["batch"], saved["steps"], saved["epochs"]) == (1, 12, 3.0)
+    assert ("train", 12) in harness.losses(run)
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "already complete at step 12" in capsys.readouterr().out
+
+
+def test_a_batch_of_the_command_line_that_is_too_large_is_refused(base, few, tmp_path, capsys):
+    command = ["train", "--config=finetune/lora", f"--init_from={base}", f"--workdir={tmp_path}"]
+    command += [f"--config.data.train={few}", "--config.data.sequence=96"]
+    assert main([*command, "--config.train.batch=5"]) == 65
+    assert "--config.train.batch=4" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module", params=ARMS)
 def run(request, config, base, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("tuned") / request.param

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jaxlm.core.config import setting
-from jaxlm.data.config import TOKENIZER_FILES, TOKENIZERS, near_tokenizer
+from jaxlm.data.config import (
+    TOKENIZER_FILES,
+    TOKENIZERS,
+    file_of_tokenizer,
+    near_tokenizer,
+    unknown_tokenizer,
+)
 
 _NAME = re.compile(r"[A-Za-z]\w*")
 Problems = Iterator[tuple[str, str, str]]  # setting, what is wrong, and a fix
@@ -32,6 +38,9 @@ class ShardSettings:
         low=1,
     )
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokenizer", file_of_tokenizer(self.tokenizer))
+
     def problems_with(self, sources: Sequence[str], path: str = "") -> Problems:
         """Yield the settings that do not fit these sources; `path` is the prefix of the section."""
         for name in ("weights", "licences"):
@@ -50,7 +59,7 @@ class ShardSettings:
         is_trained = kind == "sentencepiece" and size.isdigit() and int(size) >= 512
         is_known = self.tokenizer in ("bytes", "characters") or is_trained
         if not (is_known or self.tokenizer.endswith(TOKENIZER_FILES)):
-            why = f"{self.tokenizer!r} is not one of: {TOKENIZERS}"
+            why = unknown_tokenizer(self.tokenizer)
             yield "tokenizer", why, near_tokenizer(f"{path}tokenizer", self.tokenizer)
 
 

@@ -10,6 +10,7 @@ Files of `jaxlm/recipes` between `jaxlm train` and the first step, in the order 
 - `recipes/train/run.py`: this file
 - `recipes/train/resume.py`: checkpoint to resume from, allowed changes, history of starts
 - `recipes/setup.py`: JAX, mesh, sharded model, data
+- `recipes/train/epochs.py`: fewer steps and a smaller batch for a small set
 - `recipes/plan`: kernels, divisibility, and the memory that the compiled step is compared with
 - `recipes/train/programs.py`: step, observer, gradient and evaluation, and their compilation
 - `recipes/train/trainer.py`: the loop's state and what is due in it
@@ -26,10 +27,11 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import StoreWriter
@@ -44,13 +46,13 @@ from jaxlm.monitor.console import Console
 from jaxlm.monitor.formatting import ProgressLines
 from jaxlm.monitor.sinks import Callbacks
 from jaxlm.objectives.policy_config import START
-from jaxlm.parallel import rendezvous
+from jaxlm.parallel import rendezvous, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange.import_model import copy_hub_files, keep_template
 from jaxlm.recipes.plan import attention_kernels, oom, predict
 from jaxlm.recipes.setup import ShardedModel
-from jaxlm.recipes.train import checkpointing, reference, resume
+from jaxlm.recipes.train import checkpointing, epochs, reference, resume
 from jaxlm.recipes.train.api import ResumeOptions, RunContext, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.init_from import (
@@ -100,7 +102,7 @@ def run_training(
         _check_cheaply(run, options)
     with contextlib.ExitStack() as stack:
         context = _open(stack, loaded, options, callbacks or Callbacks())
-        context, loaded = _with_compute(context, loaded)
+        context, loaded = _with_saved(context, loaded)
         run = context.run
         stop = stack.enter_context(context.processes.stop)
         point = _resume_point(context, stop)
@@ -109,10 +111,7 @@ def run_training(
             _record_base(context, stop, point)
             return _answer_complete(context, point.meta)
         selection, mesh = point.selection, point.mesh or setup.build_mesh_for(run)
-        cautions = [
-            f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()
-        ]
-        notices = [*cautions, *notices, *context.store.notices]
+        notices += context.store.notices
         origin = loaded.provenance["data.validation"]
         held_out = origin.where if origin.kind == "default" else ""  # else the user chose the set
         notices += [f"validation: {held_out}\n{OTHER_VALIDATION}"] if held_out else []
@@ -121,6 +120,14 @@ def run_training(
             _keep_log(stack, context)
         start = _start(context, source, notices.append)
         data = _open_data(context, stop, notices.append)
+        if not point.meta:
+            context, loaded, data = _with_epochs(context, loaded, data, mesh, notices.append)
+            run = context.run
+        notices[:0] = [
+            f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()
+        ]
+        if not run.objective.samples_answers:  # else rows are of samples
+            data.train.check_batch(run.pace)
         teacher_source = _teacher_source(context, stop, data, start, notices.append)
         if teacher_source:
             data = with_teacher(data, teacher_source)
@@ -255,21 +262,42 @@ def _open(
     )
 
 
-def _with_compute(context: RunContext, loaded: Loaded) -> tuple[RunContext, Loaded]:
-    """Replace `precision.compute=auto` by the dtype of the run, or for a new run of its devices.
+def _with_saved(context: RunContext, loaded: Loaded) -> tuple[RunContext, Loaded]:
+    """Replace settings that a run chooses when it begins by those of the run, if it has begun.
+
+    These are `precision.compute=auto`, which a new run chooses here by its devices, and what
+    `train.epochs` limits, which a new run chooses when its data is open.
 
     JAX may not start before the processes are joined, so this is not part of the config's checks.
     """
     run, is_first = context.run, context.processes.peers.is_first
-    if run.precision.compute != "auto":
+    is_auto, names = run.precision.compute == "auto", []
+    if run.train.epochs is not None:
+        names = [name for name in epochs.NAMES if name not in epochs.typed_names(loaded)]
+    if not is_auto and not names:
         return context, loaded
-    chosen = None
+    chosen: dict[str, Any] = {}
     if is_first:
         saved = resume.saved_run(context.store, context.options.resume, context.rewinds)
-        chosen = saved.precision.compute if saved else setup.with_compute(run).precision.compute
-    run = run.with_compute(context.processes.share("precision.compute", chosen))
-    context.console.say(f"precision.compute: auto is {run.precision.compute} in this run")
-    return dataclasses.replace(context, run=run), dataclasses.replace(loaded, value=run)
+        if saved:
+            flat = config.flatten(saved)
+            chosen = {name: flat[name] for name in names}
+        if is_auto:
+            chosen["precision.compute"] = (saved or setup.with_compute(run)).precision.compute
+    chosen = context.processes.share("settings of the run", chosen)
+    if is_auto:
+        compute = chosen["precision.compute"]
+        context.console.say(f"precision.compute: auto is {compute} in this run")
+    return _changed(context, loaded, chosen)
+
+
+def _changed(
+    context: RunContext, loaded: Loaded, values: Mapping[str, Any]
+) -> tuple[RunContext, Loaded]:
+    """Return both with other values of settings."""
+    loaded = epochs.with_values(loaded, values)
+    context.console.total = loaded.value.train.steps
+    return dataclasses.replace(context, run=loaded.value), loaded
 
 
 def _resume_point(context: RunContext, stop: StopRequest) -> ResumePoint:
@@ -352,10 +380,27 @@ def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:
         )
     setup.ranking_set(run, data.validation)
     setup.check_held_out(run.data, data)
-    if not run.objective.samples_answers:  # else rows are of samples
-        data.train.check_batch(run.pace)
     processes.agree("data", data.fingerprint)
     return data
+
+
+def _with_epochs(
+    context: RunContext, loaded: Loaded, data: Data, mesh: Mesh, warn: Log
+) -> tuple[RunContext, Loaded, Data]:
+    """Limit the passes of a new run over its data by `train.epochs`."""
+    run, rows = context.run, data.train.plan.rows
+    if run.objective.samples_answers:  # its rows are of samples
+        return context, loaded, data
+    unit = rules.split(mesh, "batch") * run.train.microbatches
+    typed = epochs.typed_names(loaded)
+    values = epochs.fewer_steps(run.train, rows=rows, unit=unit, typed=typed)
+    flat = config.flatten(run)
+    if all(flat[name] == value for name, value in values.items()):
+        return context, loaded, data
+    context, loaded = _changed(context, loaded, values)
+    warn(epochs.explain(run.train, context.run.train, rows))
+    # Weights of a mixture may depend on the number of steps.
+    return context, loaded, setup.open_data(context.run, workdir=context.directory.path)
 
 
 def _check_vocabulary(run: Run, data: Data) -> None:

@@ -1,0 +1,68 @@
+"""Steps and batch of a run whose `train.epochs` limits the passes over its data.
+
+Settings of the command line stay as they are. A run that resumes keeps the values that it began
+with.
+
+Example:
+  >>> from jaxlm.recipes.train.epochs import fewer_steps
+  >>> from jaxlm.training.config import TrainConfig
+  >>> fewer_steps(TrainConfig(steps=500, batch=16, epochs=3), rows=20, unit=1, typed=())
+  {'train.batch': 2, 'train.steps': 30}
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxlm.core.config import Loaded
+from jaxlm.training.config import TrainConfig
+
+NAMES = ("train.batch", "train.steps")
+EPOCH_STEPS = 8  # steps of an epoch below which the batch becomes smaller
+
+
+def fewer_steps(
+    train: TrainConfig, *, rows: int, unit: int, typed: Collection[str]
+) -> dict[str, Any]:
+    """Return the batch and the steps with which `train.epochs` passes are not exceeded, by path.
+
+    The batch becomes smaller, so that an epoch has `EPOCH_STEPS` steps, and then the run shorter.
+
+    Args:
+      train: the settings; without `epochs` the answer is empty.
+      rows: rows of the training set.
+      unit: rows that devices and micro-batches divide: a batch is a multiple of it.
+      typed: settings of the command line, which stay.
+    """
+    if train.epochs is None:
+        return {}
+    batch, steps = train.batch, train.steps
+    if "train.batch" not in typed and not train.batch_warmup:
+        batch = min(batch, max(rows // EPOCH_STEPS // unit, 1) * unit)
+    if "train.steps" not in typed:
+        steps = min(steps, max(math.ceil(train.epochs * rows / batch), 1))
+    return {"train.batch": batch, "train.steps": steps}
+
+
+def typed_names(loaded: Loaded) -> list[str]:
+    """Return those of the settings that the command line sets."""
+    return [name for name in NAMES if loaded.provenance[name].kind == "command line"]
+
+
+def with_values(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
+    """Return the config with other values. Raises ConfigError if they contradict other settings."""
+    return Loaded(loaded.value.changed(values), loaded.provenance)
+
+
+def explain(before: TrainConfig, after: TrainConfig, rows: int) -> str:
+    """Return a line about a batch or a number of steps that `train.epochs` made smaller."""
+    wide = "row" if rows == 1 else "rows"
+    changes = [
+        f"train.{name} = {new} in place of {old}"
+        for name in ("batch", "steps")
+        if (new := getattr(after, name)) != (old := getattr(before, name))
+    ]
+    return (
+        f"train.epochs = {before.epochs:g}: the training set has {rows} {wide}, so "
+        f"{' and '.join(changes)}; --config.train.steps=N and --config.train.batch=N set others"
+    )
