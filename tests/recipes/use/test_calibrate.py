@@ -66,29 +66,39 @@ def calibration(
 @pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_killed_search_continues_with_the_next_layer_and_has_the_same_bytes(
+def test_a_search_that_is_killed_at_every_layer_has_the_same_bytes(
     params, method, tmp_path, monkeypatch
 ):
+    """Killed as each layer is searched and as its file is half written: each is searched twice."""
     whole = calibration(params, tmp_path / "whole", method).run().leaves
     assert whole["stack/0/mlp/down/weight_codes"].shape == (2, 24, 32)
-    solved, calls = calibrate.solved, []
+    solved, savez, calls, files = calibrate.solved, np.savez, [], []
 
     def killed(*words):
         calls.append(words)
-        if len(calls) == 2:
+        if len(calls) in (1, 4):
             raise KeyboardInterrupt
         return solved(*words)
 
+    def cut_off(file, **leaves):
+        files.append(file.name)
+        if len(files) in (1, 3):
+            file.write(b"PK")
+            raise KeyboardInterrupt
+        savez(file, **leaves)
+
     monkeypatch.setattr(calibrate, "solved", killed)
-    with pytest.raises(KeyboardInterrupt):
-        calibration(params, tmp_path / "killed", method).run()
+    monkeypatch.setattr(np, "savez", cut_off)
+    for _ in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            calibration(params, tmp_path / "killed", method).run()
     resumed = calibration(params, tmp_path / "killed", method).run().leaves
-    assert len(calls) == 3
+    assert (len(calls), len(files)) == (6, 4)  # the layers that were finished were not searched
     assert resumed.keys() == whole.keys()
     for path, leaf in whole.items():
         np.testing.assert_array_equal(leaf, resumed[path])
     calibration(params, tmp_path / "killed", method, facts={"a": 2}).run()
-    assert len(calls) == 5  # other facts: no layer is finished
+    assert len(calls) == 8  # other facts: no layer is finished
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """`jaxlm quantize`: a run of codes that is used as any other, or nothing."""
 
+import dataclasses
 import json
 import math
 import os
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core import tree
+from jaxlm.core.errors import DataError
 from jaxlm.data.teacher import StoredTeacher
-from jaxlm.recipes.use import quantize
+from jaxlm.recipes.use import load, quantize
 from jaxlm.recipes.use.quantize import QualityLost, QuantizeOptions
 from jaxlm.training.rundir import IMPORTED
 from tests.faults import harness
@@ -39,7 +42,8 @@ def call(capsys, *words):
 @pytest.fixture(scope="module")
 def codes(run):
     out = run.parent / "quantized"
-    words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4_zero", "--block=8"]
+    words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4_zero"]
+    words.append("--block=12")  # which divides no width of the model
     assert main([*words, "--allow=loss:50%", "--quiet"]) == 0
     return out
 
@@ -138,6 +142,11 @@ def test_the_limits_that_are_exceeded_are_in_the_fix():
         ),
         ("plan --config={q}/config.json", "quantized weights cannot be trained"),
         ("average --workdir={q} --steps=0 --with={r} --out={o}", "an average of quantized"),
+        (
+            "quantize --workdir={r} --out={o} --scheme=int4 --method=gptq --calibration={e}",
+            "the data contains no document",
+        ),
+        ("export --workdir={r} --out={o}.gguf", "a GGUF cannot hold this tokenizer"),
         ("train --config={c} --workdir={o} --init_from={q}", "is quantized"),
         ("train --config={c} --workdir={q}", "cannot resume from an imported model"),
         ("prune --workdir={q} --out={o} --keep=0", "layers are kept of plain weights"),
@@ -146,6 +155,8 @@ def test_the_limits_that_are_exceeded_are_in_the_fix():
 )
 def test_what_cannot_be_done_is_refused(run, codes, words, what, tmp_path, capsys):
     places = {"q": codes, "r": run, "o": tmp_path / "out", "c": run / "config.json"}
+    places["e"] = tmp_path / "empty.txt"
+    places["e"].write_text("")
     places["t"] = json.loads((run / "config.json").read_text())["data"]["train"][0].rpartition("/")[
         0
     ]
@@ -153,8 +164,23 @@ def test_what_cannot_be_done_is_refused(run, codes, words, what, tmp_path, capsy
     code, answer = call(capsys, *words)
     assert code in (2, 65)
     assert what in answer["error"]["what"]
+    if words[0] in ("quantize", "export"):
+        assert not list(tmp_path.glob("out*"))
     if words[0] in ("train", "prune") or "the run is quantized" in what:
         assert str(run) in answer["error"]["fix"]  # the run that was rounded
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_named(run, value, tmp_path):
+    opened = load.load_run(run)
+    path = "stack/0/mlp/down/weight"
+    params = tree.map_with_path(
+        lambda place, leaf: leaf.at[1, 3, 5].set(value) if place == path else leaf, opened.params
+    )
+    options = QuantizeOptions(workdir=run, out=tmp_path / "out", scheme="int8")
+    with pytest.raises(DataError, match="cannot be quantized") as error:
+        quantize._rounded(dataclasses.replace(opened, params=params), options, {}, print)
+    assert error.value.where == path
 
 
 def test_codes_teach_and_the_rows_have_their_loss(run, codes, tmp_path, capsys):
