@@ -316,15 +316,17 @@ def not_a_conversation(rejected: Rejected, name: str, number: int) -> DataError:
 def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
     is_object = isinstance(record, dict)
     keys = [k for k, value in record.items() if isinstance(value, str)] if is_object else []
+    if is_object and not record.keys().isdisjoint(("messages", "conversations")):
+        fix = "--config.data.kind=chat"
+    elif keys:
+        fix = f"--config.data.text_key={keys[0]}"
+    else:
+        fix = "one JSON object a line, with its text in one field"
     return DataError(
         f"a record has no text under {text_key!r}",
         where=formats.place(name, number),
         why=f"its fields with text: {', '.join(keys) or 'none'}"
         if is_object
         else f"it is a {type(record).__name__}, not an object",
-        fix=f"--config.data.text_key={keys[0]}"
-        if keys
-        else "--config.data.kind=chat"
-        if is_object and not record.keys().isdisjoint(("messages", "conversations"))
-        else "one JSON object a line, with its text in one field",
+        fix=fix,
     )

@@ -222,6 +222,10 @@ def test_a_broken_record_has_its_line_and_its_fix(tmp_path):
     with pytest.raises(DataError, match="no text under 'text'") as caught:
         opened(tmp_path, write(tmp_path / "chat.jsonl", turns), kind="text")
     assert caught.value.fix == "--config.data.kind=chat"
+    (tmp_path / "share.jsonl").write_text('{"id": "1", "conversations": []}\n')
+    with pytest.raises(DataError, match="no text under 'text'") as caught:
+        opened(tmp_path, str(tmp_path / "share.jsonl"), kind="text")
+    assert caught.value.fix == "--config.data.kind=chat", "the text of id is no text to train on"
     (tmp_path / "text.txt").write_text("a")
     with pytest.raises(DataError, match="without messages"):
         opened(tmp_path, str(tmp_path / "text.txt"))
