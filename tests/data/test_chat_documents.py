@@ -119,6 +119,19 @@ def test_conversations_too_long_for_a_row_are_dropped_cut_or_an_error(tmp_path):
     assert caught.value.fix.startswith("--config.data.sequence=")
 
 
+def test_a_conversation_cut_before_its_first_answer_is_left_out_and_counted(tmp_path):
+    """The cut leaves a question, and an answer that is not trained: no token has a loss."""
+    late = pair("then", "two")
+    late[1]["train"] = False
+    long = pair("first", "x" * 100)
+    train = write(tmp_path / "chat.jsonl", [[*long, *late], [*long, late[0]], pair("a", "b")])
+    data = opened(tmp_path, train, sequence=60, overlong="left")
+    assert trained(data, rows(data)) == ["b<|eos|>"]
+    manifest = data.train.shards.manifest
+    assert manifest.left_out == {"longer than a row": 2}
+    assert manifest.figures.get("turns_cut", 0) == 0
+
+
 def test_equal_prompts_are_on_one_side_of_a_split(tmp_path):
     asked = [f"q{n % 20}" for n in range(200)]
     turns = [pair(each, f"a{n}") for n, each in enumerate(asked)]

@@ -394,8 +394,20 @@ def test_leaves_of_the_base_can_be_trained_whole():
     trained = every - surgery.base_paths(config.Lora(also=("*norm/scale",)), plain)
     assert trained
     assert all(path.endswith("norm/scale") for path in trained)
-    with pytest.raises(ConfigError, match="matches no parameter"):
-        surgery.base_paths(config.Lora(also=("head/*",)), plain)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fix"),
+    [
+        ("unembedding/*", "--config.tune.also=embedding/table"),  # which is the tied head
+        ("head/*", "'--config.tune.also=()'"),
+    ],
+)
+def test_a_pattern_of_no_parameter_of_the_base_is_refused(pattern, fix):
+    tied = Blueprint(dataclasses.replace(LLAMA, tied=True).build(), FULL)
+    with pytest.raises(ConfigError, match="matches no parameter") as caught:
+        surgery.base_paths(config.Lora(also=("*norm/scale", pattern)), tied)
+    assert (caught.value.where, caught.value.fix) == ("tune.also", fix)
 
 
 @pytest.mark.slow
