@@ -149,6 +149,17 @@ class RunDir:
         """Replace a JSON file atomically."""
         self.write(name, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
+    def copy_folder(self, source: Path, name: str) -> None:
+        """Copy the files of a folder into one of this directory. Raises as `write_bytes`."""
+        for file in sorted(source.rglob("*")):
+            if file.is_file() and self.is_writer:
+                target = self.path / name / file.relative_to(source)
+                try:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise cannot_keep("a folder", target.parent, error) from error
+                sinks.replace(target, file.read_bytes())
+
     def write_command(self, arguments: list[str]) -> None:
         """Write command.sh, the command that repeats the run."""
         self.write("command.sh", f"#!/bin/sh\njaxlm {shlex.join(arguments)}\n")

@@ -121,9 +121,11 @@ def test_the_bits_of_a_weight(base, bits):
 def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(base):
     values = weight((64, 4)).astype(np.float32)
     values[:16, 1] = 0
-    _, decoded = stored(values, base)
+    leaves, decoded = stored(values, base)
     assert (decoded[:16, 1] == 0).all()
     assert np.isfinite(decoded).all()
+    if base in ("int4", "w4a8"):
+        assert (np.asarray(leaves["codes"])[:8, 1] == 0x88).all()  # 0 is 8, in both halves
     for bad in (np.nan, np.inf):
         values[20, 2] = bad
         _, decoded = stored(values, base)

@@ -85,7 +85,7 @@ def import_adapter(options: AdapterOptions, say: Log = lambda _: None) -> dict[s
     }
     with RunDir(options.workdir) as directory:
         directory.write_json(load.BASE, base.record())
-        copy_hub_files(base.workdir, directory.path)
+        copy_hub_files(base.workdir, directory)
         facts = answer | {"source": options.adapter.name}
         tokenizer = (base.workdir / "tokenizer").read_bytes()
         import_model.write(directory, run, params, tokenizer, facts)

@@ -1,7 +1,6 @@
 """Make a run of a Hugging Face folder or a GGUF: its config, tokenizer and weights."""
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -335,11 +334,9 @@ class MeanInitRows:
         return self._means[path]
 
 
-def copy_hub_files(source: Path, workdir: Path) -> None:
+def copy_hub_files(source: Path, directory: RunDir) -> None:
     """Copy the files of an imported model, such as its chat template, for exports of this run."""
-    folder = source / FOLDER
-    if folder.is_dir():
-        shutil.copytree(folder, workdir / FOLDER, dirs_exist_ok=True)
+    directory.copy_folder(source / FOLDER, FOLDER)
 
 
 def keep_template(template: ChatTemplate, workdir: Path, warn: Log) -> None:

@@ -169,7 +169,7 @@ def run_training(
                     _keep_log(stack, context)
                 selection.clear(context.store, notices.append)
                 if source and not point.meta:
-                    copy_hub_files(source.trained.workdir, context.directory.path)
+                    copy_hub_files(source.trained.workdir, context.directory)
                 if source and base is not None:
                     is_begun = point.meta is not None
                     write_base(context.directory, source, is_begun=is_begun)

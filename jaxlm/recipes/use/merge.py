@@ -104,8 +104,8 @@ def merge(
         dtype = merged.run.precision.params
         marks = facts | answer | {"dtype": dtype if is_quantized else facts.get("dtype", dtype)}
         tokenizer = (workdir / "tokenizer").read_bytes()
+        copy_hub_files(workdir, directory)
         import_model.write(directory, merged.run, merged.params, tokenizer, marks)
-        copy_hub_files(workdir, directory.path)
     return answer
 
 

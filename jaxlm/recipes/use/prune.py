@@ -101,8 +101,8 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
     with RunDir(options.out) as directory:
         tokenizer = (options.workdir / "tokenizer").read_bytes()
         facts = answer | {"dtype": run.precision.params}
+        copy_hub_files(options.workdir, directory)
         import_model.write(directory, run, params, tokenizer, facts)
-        copy_hub_files(options.workdir, directory.path)
     return answer
 
 

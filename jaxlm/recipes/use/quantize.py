@@ -135,15 +135,13 @@ def quantize(
     _check(answer, allowed, options)
     store = Store(options.workdir / "checkpoints", CheckpointConfig(), read_only=True)
     base = load.InitSource(opened.run, store, opened.step)
-    results = _unfinished(options) / tasks.EVALS
     with RunDir(options.out) as directory:
-        if results.is_dir():
-            shutil.copytree(results, directory.path / tasks.EVALS, dirs_exist_ok=True)
+        directory.copy_folder(_unfinished(options) / tasks.EVALS, tasks.EVALS)
+        copy_hub_files(options.workdir, directory)
         directory.write_json(load.BASE, base.record())
         tokenizer = (options.workdir / "tokenizer").read_bytes()
         facts = answer | {"dtype": opened.run.precision.params}
         import_model.write(directory, rounded.run, rounded.params, tokenizer, facts)
-        copy_hub_files(options.workdir, directory.path)
     shutil.rmtree(_unfinished(options), ignore_errors=True)
     return answer
 

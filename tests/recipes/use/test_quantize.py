@@ -1,6 +1,7 @@
 """`jaxlm quantize`: a run of codes that is used as any other, or nothing."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.core import tree
+from jaxlm.core import disk, faults, tree
 from jaxlm.core.errors import DataError
 from jaxlm.data.teacher import StoredTeacher
 from jaxlm.recipes.use import load, quantize
@@ -181,6 +182,40 @@ def test_a_weight_that_is_not_finite_is_named(run, value, tmp_path):
     with pytest.raises(DataError, match="cannot be quantized") as error:
         quantize._rounded(dataclasses.replace(opened, params=params), options, {}, print)
     assert error.value.where == path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["a layer", "answers", "the checkpoint"])
+def test_on_a_full_disk_nothing_is_a_run_and_the_command_continues(
+    run, place, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "items.jsonl").write_text(json.dumps({"a": "x", "b": "y"}) + "\n")
+    (tmp_path / "one.toml").write_text(
+        'kind = "choice"\nitems = "items.jsonl"\ncontext = "{{ a }}"\n'
+        'choices = ["{{ a }}", "{{ b }}"]\nanswer = "0"\n'
+    )
+    out = tmp_path / "out"
+    words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4", "--method=gptq"]
+    words += ["--block=16", "--calibration=train", "--calibration_tokens=256"]
+    words += ["--allow=loss:50%", f"--tasks={tmp_path}/one.toml"]
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if place == "a layer":
+            patch.setattr(np, "savez", full)
+        elif place == "answers":
+            rename = disk.rename
+            patch.setattr(disk, "rename", lambda a, b: (full if out in b.parents else rename)(a, b))
+        else:
+            patch.setattr(faults, "_faults", faults.parse("save.digest:enospc"))
+        code, answer = call(capsys, *words)
+    assert code == (73 if place == "a layer" else 74)
+    assert not (out / "config.json").exists()
+    assert str(tmp_path) in answer["error"]["where"]
+    assert call(capsys, *words)[0] == 0
+    assert list(out.glob("evals/one.*/results.json"))
 
 
 def test_codes_teach_and_the_rows_have_their_loss(run, codes, tmp_path, capsys):
