@@ -82,7 +82,18 @@ def test_factors_by_magnitude_and_scales_by_ratio_lose_less():
 @pytest.mark.few(3)
 @pytest.mark.parametrize("form", [SYMMETRIC, ZERO], ids=lambda form: form.base)
 @pytest.mark.parametrize(
-    "case", ["constant", "zero", "outlier", "singular", "unseen", "no input", "short block"]
+    "case",
+    [
+        "constant",
+        "zero",
+        "outlier",
+        "singular",
+        "indefinite",
+        "unseen",
+        "no input",
+        "short block",
+        "weakly correlated",
+    ],
 )
 def test_bad_weights_and_inputs_never_lose_more_than_rounding_to_nearest(case, form):
     weight, gram, magnitudes = problem(inputs=67 if case == "short block" else 64)
@@ -94,6 +105,17 @@ def test_bad_weights_and_inputs_never_lose_more_than_rounding_to_nearest(case, f
         x = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32)
         x[:, 1] = x[:, 0]
         gram = x.T @ x
+    if case == "indefinite":  # by the rounding of its products
+        x = np.random.default_rng(1).normal(size=(40, 64))
+        noise = np.random.default_rng(2).normal(size=(64, 64))
+        gram = x.T @ x + 0.15 * (noise + noise.T)
+        assert np.linalg.eigvalsh(gram).min() < -0.02 * np.diag(gram).mean()
+    if case == "weakly correlated":  # the searched codes of some outputs have a larger error
+        draw = np.random.default_rng(3)
+        weight = draw.normal(size=(32, 64)).astype(np.float32)
+        x = draw.normal(size=(4000, 32))
+        x += 0.1 * x @ draw.normal(size=(32, 32))
+        gram, magnitudes = x.T @ x, np.abs(x).mean(0)
     if case == "unseen":
         gram[:, 20], gram[20], magnitudes[20] = 0, 0, 0
     if case == "no input":
@@ -106,6 +128,8 @@ def test_bad_weights_and_inputs_never_lose_more_than_rounding_to_nearest(case, f
     assert (factors > 0).all()
     least = int4.error(plain, weight, gram)
     assert (int4.error(made, weight, gram) <= least * (1 + 1e-6)).all()
+    is_plain = (made.codes == plain.codes).all(0) & (made.grid.scales == plain.grid.scales).all(0)
+    assert is_plain.any() or case != "weakly correlated"
     if case == "no input":
         np.testing.assert_array_equal(made.codes, plain.codes)
         np.testing.assert_array_equal(factors, 1)
