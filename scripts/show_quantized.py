@@ -103,12 +103,12 @@ def measure(runs: list[str], rounds: int) -> list[float]:
         writers.append((sampler, loaded))
     speeds: list[list[float]] = [[] for _ in runs]
     for number in range(rounds + 1):  # the first one compiles
-        for (sampler, loaded), kept in zip(writers, speeds, strict=True):
+        for (sampler, loaded), each in zip(writers, speeds, strict=True):
             begun = time.process_time()
             with jax.set_mesh(loaded.model.mesh):
                 tokens = sum(len(text.ids) for text in sampler.write(loaded.params))
             if number:
-                kept.append(tokens / (time.process_time() - begun))
+                each.append(tokens / (time.process_time() - begun))
     first, *others = speeds
     return [statistics.median(a / b for a, b in zip(each, first, strict=True)) for each in others]
 

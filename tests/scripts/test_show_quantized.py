@@ -12,9 +12,19 @@ show = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(show)
 
 
-def quantized(folder, scheme, size, growth, *, method="rtn", block="all", loss=2.0, flips=None):
-    """A directory with the files of `jaxlm quantize` that the table has figures of."""
+def quantized(folder, size, growth, codes=("int8", "rtn", "all"), loss=2.0, flips=None):
+    """A directory with the files of `jaxlm quantize` that the table has figures of.
+
+    Args:
+      folder: the new directory.
+      size: bytes of the weights.
+      growth: of the loss, as a share.
+      codes: scheme, method and block.
+      loss: of the run before, nats.
+      flips: share of changed items of the first of two tasks.
+    """
     folder.mkdir()
+    scheme, method, block = codes
     figures = {
         "scheme": scheme,
         "method": method,
@@ -38,8 +48,8 @@ def call(monkeypatch, *words):
 
 
 def test_runs_are_shown_by_their_bytes(tmp_path, monkeypatch, capsys):
-    wide = quantized(tmp_path / "a", "int8", 2000, 0.001)
-    small = quantized(tmp_path / "b", "int4", 1200, 0.02, method="gptq", block=128, flips=0.03)
+    wide = quantized(tmp_path / "a", 2000, 0.001)
+    small = quantized(tmp_path / "b", 1200, 0.02, ("int4", "gptq", 128), flips=0.03)
     speeds = {"runs/a": 0, str(wide): 0.5, str(small): 2.0}
     monkeypatch.setattr(show, "measure", lambda runs, rounds: [speeds[run] for run in runs[1:]])
     plot = tmp_path / "plot.svg"
@@ -56,8 +66,6 @@ def test_runs_are_shown_by_their_bytes(tmp_path, monkeypatch, capsys):
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path, monkeypatch):
-    one, other = (
-        quantized(tmp_path / str(loss), "int8", 2000, 0.001, loss=loss) for loss in (2.0, 2.1)
-    )
+    one, other = (quantized(tmp_path / str(loss), 2000, 0.001, loss=loss) for loss in (2.0, 2.1))
     with pytest.raises(SystemExit, match="different texts"):
         call(monkeypatch, one, other)
