@@ -139,7 +139,7 @@ class LanguageModel:
         generate.check_generates(self.loaded, is_chat=chat)
         template = None
         if chat:
-            template = generate.template_of(self.workdir, adapters.run_of(self.adapter))
+            template = generate.template_of(self.workdir, adapters.template_folder(self.adapter))
         return generate.continue_prompts(self.loaded, built, template, on_text)
 
     def score(self, text: str) -> TextScores:

@@ -122,6 +122,30 @@ def test_a_folder_is_read_back_bit_for_bit(runs, tmp_path, arm):
         np.testing.assert_array_equal(array, others[key], err_msg=key)
 
 
+def test_a_folder_carries_the_chat_template_and_the_base_answers_with_it(runs, tmp_path, capsys):
+    chat, base = tmp_path / "chat.jsonl", f"--workdir={runs['base']}"
+    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
+    chat.write_text(json.dumps({"messages": turns}) + "\n")
+    words = [f"--config={runs['base'] / 'config.json'}", f"--config.data.train={chat}"]
+    words += ["--config.data.kind=chat", "--config.data.validation=()", "--config.data.sequence=96"]
+    words += ["--config.tune.name=lora", "--config.tune.rank=2", "--config.train.epochs=1"]
+    words += [f"--init_from={runs['base']}", f"--workdir={tmp_path / 'run'}", "--quiet"]
+    assert main(["train", *words]) == 0
+    exported(tmp_path / "run", tmp_path / "peft")
+    template = (tmp_path / "run/hub/chat_template.jinja").read_text()
+    assert imported(tmp_path / "peft", runs["base"], tmp_path / "again") == 0
+    for folder in ("peft", "again/hub"):
+        assert (tmp_path / folder / "chat_template.jinja").read_text() == template
+    asked = ["generate", "--chat", "--prompt=1?", "--max_tokens=4", "--temperature=0", "--json"]
+    answers = []
+    for flags in ([f"--workdir={tmp_path / 'run'}"], [base, f"--adapter={tmp_path / 'peft'}"]):
+        capsys.readouterr()
+        assert main([*asked, *flags]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["samples"])
+    assert answers[0] == answers[1]
+    assert main([*asked, base]) == 2, "the base has no template"
+
+
 def test_the_folder_has_the_names_shapes_and_settings_of_peft(runs, tmp_path):
     settings, tensors = exported(runs["lora"], tmp_path / "lora")
     assert tensors[f"{QUERY}lora_A.weight"].shape == (2, 32)

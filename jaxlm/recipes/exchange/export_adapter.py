@@ -21,6 +21,8 @@ from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, NotWritable, cannot_write
 from jaxlm.core.hub import PREFIX as HUB_PREFIX
+from jaxlm.data import chat_templates
+from jaxlm.data.chat import ChatTemplate
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.recipes.exchange import adapter_places, export_formats, virtual_tensors
 from jaxlm.recipes.exchange.adapter_places import (
@@ -122,7 +124,8 @@ def export_adapter(
         "task_type": TASKS.get(run.architecture),
     } | _base(load.find_base(workdir, run, None, say))
     kind = export_formats.DTYPES[dtype or "float32"]
-    _write(out, settings, {name: array.astype(kind) for name, array in arrays.items()})
+    template = chat_templates.of_folder(workdir / chat_templates.HUB)
+    _write(out, settings, {name: array.astype(kind) for name, array in arrays.items()}, template)
     return {
         "out": str(out),
         "adapter": run.tune.name,
@@ -341,8 +344,13 @@ def _base(source: load.InitSource) -> dict[str, Any]:
     return {"base_model_name_or_path": name, "revision": revision or None}
 
 
-def _write(out: Path, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Write the folder as NAME.partial and rename it. Raises NotWritable."""
+def _write(
+    out: Path,
+    settings: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    template: ChatTemplate | None,
+) -> None:
+    """Write the folder, with a chat template, as NAME.partial and rename it. Raises NotWritable."""
     from safetensors.numpy import save_file
 
     partial = out.with_name(f"{out.name}.partial")
@@ -352,6 +360,8 @@ def _write(out: Path, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -
         write_json(partial / adapter_places.CONFIG, settings)
         arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         save_file(arrays, str(partial / adapter_places.TENSORS), metadata={"format": "pt"})
+        for name, content in (chat_templates.keep(template, partial) if template else {}).items():
+            (partial / name).write_bytes(content)
         os.replace(partial, out)
     except OSError as error:
         raise cannot_write("the export", partial, error, fix="--out=another/place") from error

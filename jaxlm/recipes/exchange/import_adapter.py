@@ -15,7 +15,7 @@ from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, layout
 from jaxlm.core import config, random, tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, listed
-from jaxlm.data import tokenizer_file
+from jaxlm.data import chat_templates, tokenizer_file
 from jaxlm.models.families.hub import Attributes
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
@@ -28,7 +28,7 @@ from jaxlm.recipes.exchange.adapter_places import (
     PREFIX,
     AdapterPlace,
 )
-from jaxlm.recipes.exchange.import_model import copy_hub_files
+from jaxlm.recipes.exchange.import_model import copy_hub_files, keep_template
 from jaxlm.recipes.exchange.virtual_tensors import KINDS, VirtualContents
 from jaxlm.recipes.train.init_from import as_run
 from jaxlm.recipes.use import load
@@ -86,6 +86,8 @@ def import_adapter(options: AdapterOptions, say: Log = lambda _: None) -> dict[s
     with RunDir(options.workdir) as directory:
         directory.write_json(load.BASE, base.record())
         copy_hub_files(base.workdir, directory)
+        if (template := chat_templates.of_folder(options.adapter)) is not None:
+            keep_template(template, directory.path, say)
         facts = answer | {"source": options.adapter.name}
         tokenizer = (base.workdir / "tokenizer").read_bytes()
         import_model.write(directory, run, params, tokenizer, facts)

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError
+from jaxlm.data import chat_templates
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import adapter_places
 from jaxlm.recipes.exchange.import_adapter import read_folder
@@ -43,6 +44,14 @@ def run_of(ref: str | None) -> Path | None:
         is_run = (path / "config.json").is_file() and not (path / adapter_places.CONFIG).is_file()
         return path if is_run else None
     return split_ref(ref)[0]
+
+
+def template_folder(ref: str | None) -> Path | None:
+    """Return the folder with the chat template of an adapter, if it has one; None without one."""
+    workdir = run_of(ref)
+    if workdir is None:
+        return None if ref is None else Path(ref)
+    return workdir / chat_templates.HUB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ def evaluate(
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
     if verify is not None:
-        answers.check_run(workdir, text, adapters.run_of(adapter))
+        answers.check_run(workdir, text, adapters.template_folder(adapter))
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
     sequence = checked_length(opened, sequence)
@@ -77,7 +77,9 @@ def evaluate(
     if verify is None:
         sets = measure(opened, open_loaders(opened, text, sequence, say), batch)
     else:
-        verifier = answers.AnswerVerifier(opened, workdir, verify, adapters.run_of(adapter), say)
+        verifier = answers.AnswerVerifier(
+            opened, workdir, verify, adapters.template_folder(adapter), say
+        )
         chat = verifier.encoder(sequence)
         loaders = open_loaders(opened, text, sequence, say, chat)
         asked = verifier.questions(loaders)

@@ -57,7 +57,7 @@ def generate(
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, adapter=reader, say=say, **selection)
     check_generates(opened, is_chat=is_chat)
-    template = template_of(workdir, adapters.run_of(adapter), say) if is_chat else None
+    template = template_of(workdir, adapters.template_folder(adapter), say) if is_chat else None
     samples = continue_prompts(opened, settings, template, on_text)
     return {"step": opened.step, "samples": [each.as_json() for each in samples]}
 
@@ -165,14 +165,14 @@ def _continue_constrained(
 def template_of(
     workdir: Path, adapter: Path | None = None, say: Log = lambda _: None
 ) -> ChatTemplate:
-    """Return the chat template of the run with the adapter, or else of the run.
+    """Return the chat template in the folder of an adapter, or else that of the run.
 
     A date in place of today's is logged. Raises ConfigError without a template, DataError.
     """
-    for folder in (adapter, workdir):
+    for folder in (adapter, workdir / chat_templates.HUB):
         if folder is None:
             continue
-        if (template := chat_templates.of_folder(folder / chat_templates.HUB)) is not None:
+        if (template := chat_templates.of_folder(folder)) is not None:
             if date := chat_templates.date_of(template):
                 say(f"the chat template's date is {date} on every day: answers do not depend on it")
             return template

@@ -108,7 +108,7 @@ def evaluate_tasks(
     length = checked_length(opened, sequence)
     template = None
     if settings.is_chat:
-        template = template_of(workdir, adapters.run_of(adapter), say)
+        template = template_of(workdir, adapters.template_folder(adapter), say)
     tokenizers = Tokenizers.of(opened.tokenizer, template)
     rows = ModelRows(length, opened.model.mesh, opened.model.blueprint.config)
     prepared = [PreparedTask(each, settings, tokenizers, rows) for each in read]

@@ -57,7 +57,7 @@ def check_run(workdir: Path, text: Sequence[str], adapter: Path | None = None) -
     Args:
       workdir: the run.
       text: globs of other conversations.
-      adapter: the run whose adapter and template are used; None without one.
+      adapter: the folder with the chat template of an adapter; None without one.
     """
     run = read_config(workdir)
     what, fix = "this run has no answers to verify", _without(workdir)
@@ -65,7 +65,7 @@ def check_run(workdir: Path, text: Sequence[str], adapter: Path | None = None) -
         where = f"objective.name={run.objective.name}"
         why = f"{run.model.family} does not continue a conversation"
         raise ConfigError(what, where=where, why=why, fix=fix)
-    folders = [each / chat_templates.HUB for each in (adapter, workdir) if each is not None]
+    folders = [each for each in (adapter, workdir / chat_templates.HUB) if each is not None]
     has_template = any(chat_templates.of_folder(folder) is not None for folder in folders)
     if not run.data.has_chats and not (text and has_template):
         why = "it was trained on text, not on conversations"
@@ -85,7 +85,7 @@ class AnswerVerifier:
       opened: the run.
       workdir: its directory.
       settings: the comparison.
-      adapter: the run whose adapter and template are used; None without one.
+      adapter: the folder with the chat template of an adapter; None without one.
       `say`: receives log lines.
     """
 
