@@ -17,7 +17,7 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.core.mean import Mean
 from jaxlm.corpus.config import Perplexity
 from jaxlm.corpus.filters.models import Scorer
-from jaxlm.data import cache, dataset, parts, writer
+from jaxlm.data import cache, chat_templates, dataset, parts, writer
 from jaxlm.data.batch import Tokens
 from jaxlm.data.chat_documents import ChatEncoder
 from jaxlm.data.conversations import ChatFields
@@ -175,6 +175,16 @@ def _answer_sums(opened: LoadedRun) -> Callable[[Tokens], dict[str, Mean]]:
     return functools.partial(sums, opened.params)
 
 
+def _fix_of_run(opened: LoadedRun, fix: str) -> str:
+    """Return what replaces a fix that sets how records are read: a run has its own settings."""
+    if not fix.startswith("--config.data.kind=chat"):
+        key = opened.run.data.text_key
+        return f"name files with one JSON object a line, whose text is in {key!r}"
+    if chat_templates.of_folder(opened.workdir / chat_templates.HUB) is not None:
+        return "--verify=exact    # reads conversations by the template of the run"
+    return "name files of text: the run has no chat template, which conversations need"
+
+
 def open_loaders(
     opened: LoadedRun,
     text: Sequence[str],
@@ -211,6 +221,8 @@ def open_loaders(
         except DataError as error:
             if error.fix == writer.EMPTY_CHAT:
                 error.fix = f"--sequence={2 * sequence}    # if they are longer than a row"
+            elif error.fix.startswith("--config."):
+                error.fix = _fix_of_run(opened, error.fix)
             raise
     # Mixture weights do not matter for validation sets, and other lengths change the row counts.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())

@@ -68,6 +68,22 @@ def untrained(config, folder):
     return folder / "untrained"
 
 
+def test_other_files_without_text_get_a_fix_that_eval_takes(untrained, folder, capsys):
+    """The fixes of `jaxlm train` set how records are read, which eval cannot."""
+    (folder / "body.jsonl").write_text('{"body": "a"}\n')
+    bare = folder / "bare"
+    shutil.copytree(untrained, bare)
+    shutil.rmtree(bare / chat_templates.HUB)
+    for run, name, fix in (
+        (untrained, "asked", "--verify=exact "),
+        (bare, "asked", "name files of text"),
+        (untrained, "body", "one JSON object a line, whose text is in 'text'"),
+    ):
+        capsys.readouterr()
+        assert main(["eval", f"--workdir={run}", f"--text={folder / name}.jsonl"]) == 65
+        assert fix in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_trained_model_answers_all_and_ends_by_itself(trained, folder, capsys):
     words = [f"--workdir={trained}", f"--text={folder / 'asked.jsonl'}", "--max_tokens=20"]
