@@ -1,7 +1,6 @@
 """Acceptance of a draft, against a computation in float64."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
@@ -12,6 +11,7 @@ from jaxlm.evals import acceptance, loss, means
 from jaxlm.generate.config import GUESSES
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
+from tests.models.parameters import draw_params
 
 pytestmark = pytest.mark.usefixtures("one_device")
 SIZES = dict(vocab=32, heads=2, kv_heads=2, hidden=32)
@@ -25,9 +25,7 @@ def models():
     """A draft and a target whose distributions are far from even."""
     families = Llama(width=16, depth=1, **SIZES), Llama(width=32, depth=2, **SIZES)
     blueprints = [Blueprint(each.build(), Precision.float32()) for each in families]
-    keys = jax.random.split(jax.random.key(3), 2)
-    inits = zip(blueprints, keys, strict=True)
-    return [(each, jax.tree.map(lambda x: 3 * x, each.init(key))) for each, key in inits]
+    return [(each, draw_params(each, seed, std=0.3)) for seed, each in enumerate(blueprints)]
 
 
 def rows():
@@ -40,17 +38,21 @@ def rows():
     positions[1, 10:] -= 10
     weights = (segments > 0).astype(np.float32)
     fields = tokens, np.roll(tokens, -1, 1), weights, segments, positions
-    return Tokens(*map(jnp.asarray, fields))
+    return Tokens(*fields)
 
 
 def test_the_means_are_those_of_a_loop_over_tokens(models):
     batch = rows()
     probabilities = []
     for blueprint, params in models:
-        model = blueprint.merge(params)
-        hidden = model.hidden(batch.tokens, segments=batch.segments, positions=batch.positions)
-        logits = np.asarray(model.logits(hidden.values), np.float64)
-        probabilities.append(scipy.special.softmax(logits, -1))
+
+        @jax.jit
+        def logits(params, blueprint=blueprint):
+            model = blueprint.merge(params)
+            hidden = model.hidden(batch.tokens, segments=batch.segments, positions=batch.positions)
+            return model.logits(hidden.values)
+
+        probabilities.append(scipy.special.softmax(np.float64(logits(params)), -1))
     first, second = probabilities
     stands = {
         "greedy": (first.argmax(-1) == second.argmax(-1)).astype(np.float64),
@@ -69,7 +71,7 @@ def test_the_means_are_those_of_a_loop_over_tokens(models):
         expected |= {f"draft_{name}": np.mean(shares), f"draft_{name}_tokens": np.mean(tokens)}
     (draft, small), (target, large) = models
     alone = jax.jit(loss.build(draft.merge, SIZE_OF_EACH))(small, batch)
-    for parts in ({}, {"chunk": 8}, {"microbatches": 2}):
+    for parts in ({}, {"chunk": 8, "microbatches": 2}):
         sums, agreement = jax.jit(acceptance.build(draft.merge, target.merge, SUMMED, **parts))(
             small, large, batch
         )

@@ -225,7 +225,7 @@ def test_heads_of_a_latent_send_what_the_closed_form_says(monkeypatch):
     latent = {key: value for key, value in (plain | latent).items() if key != "model.kv_heads"}
     sums = []
     for settings in (plain, latent):
-        monkeypatch.setattr("tests.models.test_wire.SETTINGS", settings)
+        monkeypatch.setitem(globals(), "SETTINGS", settings)
         actual, run, sizes = sent({"mesh.tensor": "2", "mesh.fsdp": "2"}, 4)
         output = comm_cost.tensor_bytes(work(run, sizes), sizes)
         sums.append((actual["all-reduce", "tensor", "activations"], output))

@@ -47,17 +47,22 @@ def made(depth, pattern, *, layers="scan", remat="none"):
     return Stack(spec, key=key, init=init, layers=layers, remat=remat)
 
 
-def run(stack, *, key=None, **rest):
-    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
-    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
-    return stack(x, LayerInputs(positions, masks.causal(LENGTH)), key=key, **rest)[0]
+X = np.random.default_rng(1).standard_normal((ROWS, LENGTH, WIDTH)).astype(np.float32)
+POSITIONS = np.broadcast_to(np.arange(LENGTH, dtype=np.int32)[None], (ROWS, LENGTH))
+
+
+def traced(stack, key=None):
+    return stack(X, LayerInputs(POSITIONS, masks.causal(LENGTH)), key=key)[0]
+
+
+run = nnx.jit(traced)
 
 
 def loss_and_gradients(stack):
     graphdef, state = nnx.split(stack)
 
     def loss(state):
-        return jnp.square(run(nnx.merge(graphdef, state), key=KEY)).sum()
+        return jnp.square(traced(nnx.merge(graphdef, state), key=KEY)).sum()
 
     loss, gradients = jax.jit(jax.value_and_grad(loss))(state)
     return loss, tree.leaves(nnx.to_pure_dict(gradients))
@@ -118,7 +123,7 @@ def test_remat_computes_again_what_its_policy_does_not_keep():
     def products(remat):
         """Matrix products of the backward pass of one layer, by its program."""
         graphdef, state = nnx.split(made(1, (PLAIN,), layers="unroll", remat=remat))
-        program = jax.make_jaxpr(jax.grad(lambda s: run(nnx.merge(graphdef, s)).sum()))(state)
+        program = jax.make_jaxpr(jax.grad(lambda s: traced(nnx.merge(graphdef, s)).sum()))(state)
         return str(program).count("dot_general[")
 
     counts = {remat: products(remat) for remat in ("none", "dots", "save:mlp_out", "full")}
@@ -134,7 +139,7 @@ def test_remat_computes_again_what_its_policy_does_not_keep():
 def test_of_several_policies_layers_take_turns(layers):
     def products(remat):
         graphdef, state = nnx.split(made(4, (PLAIN,), layers=layers, remat=remat))
-        program = jax.make_jaxpr(jax.grad(lambda s: run(nnx.merge(graphdef, s)).sum()))(state)
+        program = jax.make_jaxpr(jax.grad(lambda s: traced(nnx.merge(graphdef, s)).sum()))(state)
         return str(program).count("dot_general[")
 
     none, half, full = (products(remat) for remat in ("none/none", "full/none", "full/full"))
@@ -181,16 +186,20 @@ def test_a_layer_draws_by_its_place_and_not_by_the_pattern():
 def test_layers_are_run_in_the_order_of_the_pattern(pattern):
     depth, kinds = pattern
     stack = made(depth, kinds)
-    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
-    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
-    for index in range(depth):
-        kind, repeat = index % len(kinds), index // len(kinds)
-        graphdef, state = nnx.split(getattr(stack, str(kind)))
-        block = nnx.merge(graphdef, jax.tree.map(lambda leaf, r=repeat: leaf[r], state))
-        assert isinstance(block, Block)
-        assert block.config == kinds[kind]
-        x, _, _ = block(x, LayerInputs(positions, masks.causal(LENGTH)))
-    np.testing.assert_allclose(run(stack), x, rtol=1e-5, atol=1e-5)
+
+    @nnx.jit
+    def one_by_one(stack):
+        x = X
+        for index in range(depth):
+            kind, repeat = index % len(kinds), index // len(kinds)
+            graphdef, state = nnx.split(getattr(stack, str(kind)))
+            block = nnx.merge(graphdef, jax.tree.map(lambda leaf, r=repeat: leaf[r], state))
+            assert isinstance(block, Block)
+            assert block.config == kinds[kind]
+            x, _, _ = block(x, LayerInputs(POSITIONS, masks.causal(LENGTH)))
+        return x
+
+    np.testing.assert_allclose(run(stack), one_by_one(stack), rtol=1e-5, atol=1e-5)
 
 
 def test_a_kind_that_is_never_reached_has_no_parameters():
@@ -217,13 +226,8 @@ def test_a_cache_comes_back_in_its_own_shape_with_every_layer_written(pattern):
         str(kind): (empty,) * len(range(kind, depth, len(kinds)))
         for kind in range(min(depth, len(kinds)))
     }
-    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
-    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
-    out, written, _ = stack(
-        x,
-        LayerInputs(positions, masks.causal(LENGTH), start=jnp.zeros((ROWS,), jnp.int32)),
-        caches=caches,
-    )
+    inputs = LayerInputs(POSITIONS, masks.causal(LENGTH), start=np.zeros((ROWS,), np.int32))
+    out, written, _ = nnx.jit(lambda stack, caches: stack(X, inputs, caches=caches))(stack, caches)
     np.testing.assert_allclose(out, run(stack), rtol=1e-5, atol=1e-5)
     assert jax.tree.map(jnp.shape, written) == jax.tree.map(jnp.shape, caches)
     assert all(bool((leaf != 0).all()) for leaf in jax.tree.leaves(written))
@@ -233,7 +237,7 @@ def test_a_cache_comes_back_in_its_own_shape_with_every_layer_written(pattern):
 def test_going_back_keeps_no_copy_of_the_weights():
     """They are arguments already. Few tokens, so that nothing else of the size is kept."""
     graphdef, state = nnx.split(made(16, (PLAIN,)))
-    program = jax.make_jaxpr(jax.grad(lambda s: run(nnx.merge(graphdef, s)).sum()))(state)
+    program = jax.make_jaxpr(jax.grad(lambda s: traced(nnx.merge(graphdef, s)).sum()))(state)
     (forward, _) = (each for each in program.eqns if each.primitive.name == "scan")
     weights = {leaf.shape for leaf in jax.tree.leaves(state) if leaf.ndim > 2}
     assert weights

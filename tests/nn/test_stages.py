@@ -101,15 +101,15 @@ def test_an_evaluation_of_other_rows_runs_without_a_pipeline_where_it_must():
 
 def test_caches_are_written_without_a_pipeline():
     cache = LayerCache.empty(ROWS, LENGTH, (1, 4, 4), jnp.dtype(jnp.float32), None)
-    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
-    outs = [
-        made(plan)(
-            x,
-            LayerInputs(POSITIONS, masks.causal(LENGTH), start=jnp.zeros((ROWS,), jnp.int32)),
-            caches={"0": (cache,) * 4},
-        )[:2]
-        for plan in (None, Schedule(2, 4))
-    ]
+    x = np.random.default_rng(1).standard_normal((ROWS, LENGTH, WIDTH)).astype(np.float32)
+    start = np.zeros((ROWS,), np.int32)
+
+    @nnx.jit
+    def written(stack):
+        inputs = LayerInputs(POSITIONS, masks.causal(LENGTH), start=start)
+        return stack(x, inputs, caches={"0": (cache,) * 4})[:2]
+
+    outs = [written(made(plan)) for plan in (None, Schedule(2, 4))]
     jax.tree.map(np.testing.assert_array_equal, *outs)
 
 

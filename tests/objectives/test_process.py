@@ -11,6 +11,7 @@ from jaxlm.models.heads import add_reward_head
 from jaxlm.objectives.build import build
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.preference_config import Process
+from tests.models.parameters import draw_params
 from tests.objectives.test_preference import FAMILY, IDS, rows
 
 ENDS = (3, 5)  # slots of a right and of a wrong step
@@ -42,8 +43,9 @@ def loss(blueprint):
 
 
 def test_packed_steps_have_the_loss_of_their_scores_alone(blueprint, loss):
-    params = blueprint.init(jax.random.key(0))
-    params["reward"]["weight"] = jax.random.normal(jax.random.key(1), (FAMILY.width,))
+    params = draw_params(blueprint)
+    weight = np.random.default_rng(1).standard_normal(FAMILY.width)
+    params["reward"]["weight"] = weight.astype(np.float32)
 
     @jax.jit
     def stream(ids):
@@ -71,7 +73,9 @@ def test_packed_steps_have_the_loss_of_their_scores_alone(blueprint, loss):
 
 
 def test_a_head_of_zeros_has_ln_2_and_learns(loss, blueprint):
-    (_, part), grads = loss(blueprint.init(jax.random.key(0)), labeled([[0, 1], [2]]))
+    params = draw_params(blueprint)
+    params["reward"]["weight"] = np.zeros(FAMILY.width, np.float32)
+    (_, part), grads = loss(params, labeled([[0, 1], [2]]))
     assert float(part.objective.value) == pytest.approx(np.log(2), rel=1e-7)
     assert float(part.metrics["right_accuracy"].value) == 0.5
     assert np.abs(grads["reward"]["weight"]).max() > 0

@@ -12,6 +12,7 @@ from jaxlm.objectives.build import build
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.preference_config import Reward
 from jaxlm.objectives.reward import score_texts
+from tests.models.parameters import draw_params
 from tests.objectives.test_preference import FAMILY, IDS, rows
 
 CENTER = 0.3
@@ -25,8 +26,9 @@ def blueprint():
 
 @pytest.fixture(scope="module")
 def params(blueprint):
-    params = blueprint.init(jax.random.key(0))
-    params["reward"]["weight"] = jax.random.normal(jax.random.key(1), (FAMILY.width,))
+    params = draw_params(blueprint)
+    weight = np.random.default_rng(1).standard_normal(FAMILY.width)
+    params["reward"]["weight"] = weight.astype(np.float32)
     return params
 
 
@@ -84,7 +86,8 @@ def test_packed_pairs_have_the_loss_of_their_scores_in_every_layout(loss, params
 
 
 def test_a_head_of_zeros_has_ln_2_and_swapped_sides_mirror_the_gap(loss, blueprint, params):
-    fresh = blueprint.init(jax.random.key(0))
+    fresh = draw_params(blueprint)
+    fresh["reward"]["weight"] = np.zeros(FAMILY.width, np.float32)
     (_, part), grads = loss(fresh, rows([[0, 1], [2]]))
     assert float(part.objective.value) == pytest.approx(np.log(2), rel=1e-7)
     assert np.abs(grads["reward"]["weight"]).max() > 0

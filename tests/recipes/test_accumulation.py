@@ -176,13 +176,13 @@ def sums(family, settings=None, *, platform="gpu", mesh=None, program="step"):
     return traced(family, platform, program, *pairs)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_sums_in_float32(family):
     assert not forbidden(sums(family))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", sorted(set(TIED) - set(EXPERTS)))
 def test_tied_models_untied_and_untied_models_tied_sum_in_float32(family):
     settings = {"model.tied": not FAMILIES[family]().tied, "loss.chunk": 2**20}
@@ -197,7 +197,7 @@ def test_experts_of_limited_capacity_sum_in_float32(family):
     assert not forbidden(sums(family, {f"model.{name}": v for name, v in settings.items()}))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_sums_in_float32(objective):
     settings = {"objective.name": objective, "loss.z_loss": 1e-4}
@@ -213,7 +213,7 @@ def test_every_objective_sums_in_float32(objective):
     assert not forbidden(sums("gpt2", settings))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_sums_and_averages_in_float32(optimizer):
     """State that persists between steps is a running sum too, as are parameters and averages."""
@@ -243,7 +243,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_way_to_compute_a_step_sums_in_float32(name):
     assert not forbidden(sums(*VARIANTS[name]))
@@ -273,7 +273,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "settings", "mesh"), MESHES, ids=str)
 def test_devices_add_up_gradients_in_float32(family, settings, mesh):
     """Collectives of the program; `test_the_compiler...` has those that the compiler adds."""

@@ -1,5 +1,6 @@
 """`jaxlm.load`: a model in Python, from runs and from other libraries; and the page about it."""
 
+import ast
 import dataclasses
 import inspect
 import json
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
+from flax import nnx
 
 import jaxlm
 from jaxlm.cli.docs import page
@@ -58,10 +61,16 @@ def test_importing_jaxlm_is_light_and_shows_what_there_is():
         _ = jaxlm.trian
 
 
+def log_softmax(model, ids):
+    """Return the logits of a text less their log-sum-exp, [tokens, vocabulary] in float64."""
+    logits = np.float64(nnx.jit(lambda module, rows: module(rows))(model.model, np.array([ids]))[0])
+    return scipy.special.log_softmax(logits, axis=-1)
+
+
 def test_a_score_is_the_log_softmax_of_the_logits(model):
     scores = model.score(TEXT)
     ids = [*model.tokenizer.before, *model.tokenizer.encode(TEXT)]
-    log_p = jax.nn.log_softmax(model.model(jnp.asarray([ids]))[0].astype(jnp.float32))
+    log_p = log_softmax(model, ids)
     expected = [-float(log_p[at, ids[at + 1]]) for at in range(len(ids) - 1)]
     assert scores.nats == pytest.approx(expected, rel=1e-5)
     assert "".join(scores.tokens) == TEXT
@@ -75,8 +84,7 @@ def test_the_last_lens_is_the_output_and_attention_sees_what_was_before(model, m
     inside = model.inspect(TEXT)
     ids = [*model.tokenizer.before, *model.tokenizer.encode(TEXT)]
     assert inside.ids == ids
-    log_p = jax.nn.log_softmax(model.model(jnp.asarray([ids]))[0].astype(jnp.float32))
-    np.testing.assert_allclose(inside.lens(-1), log_p, atol=2e-5)
+    np.testing.assert_allclose(inside.lens(-1), log_softmax(model, ids), atol=2e-5)
     layers, heads = model.config.model.depth, model.config.model.heads
     assert inside.attention.shape == (layers, heads, len(ids), len(ids))
     np.testing.assert_allclose(inside.attention.sum(-1), 1, atol=1e-5)
@@ -233,7 +241,28 @@ TOGETHER = {
 }
 
 
-@pytest.mark.few(1)
+def sections():
+    """Return the title and the blocks of Python of each section of the page."""
+    text = page("python").read_text()
+    parts = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    return [(name, re.findall(r"```python\n(.*?)```", part, re.DOTALL)) for name, part in parts]
+
+
+def test_the_programs_of_the_page_are_python_with_names_that_exist():
+    """The slow tests run them, in the parts above."""
+    assert [name for name, _ in sections()] == ["Train", *TOGETHER], "each is in a part"
+    for _, blocks in sections():
+        assert blocks
+        for block in blocks:
+            names = {
+                node.attr
+                for node in ast.walk(ast.parse(block))
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "jaxlm"
+            }
+            assert names <= set(dir(jaxlm))
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxlm.recipes.use.fresh.Untrained")
 @pytest.mark.parametrize("part", [1, 2, 3, 4])
 def test_the_programs_of_the_page_run_in_order(part, tiny, tmp_path, monkeypatch, capsys):
@@ -241,14 +270,8 @@ def test_the_programs_of_the_page_run_in_order(part, tiny, tmp_path, monkeypatch
     (tmp_path / "texts").mkdir()
     for path in sorted(Path(jaxlm.__file__).parent.glob("core/*.py"))[:12]:
         (tmp_path / "texts" / f"{path.stem}.txt").write_text(path.read_text())
-    sections = re.findall(
-        r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page("python").read_text(), re.M | re.S
-    )
-    assert [name for name, _ in sections] == ["Train", *TOGETHER], "each is in a part"
     names: dict = {}
-    for name, text in sections:
-        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        assert blocks
+    for name, blocks in sections():
         if TOGETHER.get(name, part) != part:
             if TOGETHER[name] < part:  # what the program defines before it trains or prints
                 exec(re.split(r"^(?:jaxlm\.train|print)\(", blocks[0], flags=re.M)[0], names)

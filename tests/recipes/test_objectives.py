@@ -16,10 +16,8 @@ from tests.faults import harness
 pytestmark = pytest.mark.usefixtures("one_device")
 
 EVERY = ("causal", "prefix", "masked", "span", "ul2", "fim", "blank", "mtp")
-MIXED = ["--config.objective.name=mixture"] + [
-    f"--config.objective.weights.{name}=1" for name in EVERY
-]
-PARTS = {"val.prefix", "val.masked", "val.span", "val.ul2", "val.blank"}
+SOME = ("prefix", "masked", "fim", "mtp")  # one of each way to read and to be evaluated
+PARTS = {"prefix", "masked", "span", "ul2", "blank"}  # those with an evaluation of their own
 SHOWN = {
     "<|mask|>": ("masked", "blank"),
     "<|sentinel_0|>": ("span", "ul2", "blank"),
@@ -45,24 +43,32 @@ def losses(workdir):
     return {(r["split"], r["step"]): float(r["loss_nats"]).hex() for r in harness.records(workdir)}
 
 
+def mixed(members):
+    """Flags of a mixture in which each of some objectives has the same share."""
+    shares = [f"--config.objective.weights.{name}=1" for name in members]
+    return ["--config.objective.name=mixture", *shares]
+
+
 def named():
-    """Every objective; the mixture, in which each has a share, is quick to try."""
+    """Every objective with the members that it mixes; a mixture of some is quick to try."""
+    yield pytest.param("mixture", SOME, id="mixture of some")
     for arm in typing.get_args(Objective):
         name = arm_name(arm)
         if name == "distill":  # needs a teacher: tests/recipes/train/test_teacher.py
             continue
-        yield pytest.param(name, marks=() if name == "mixture" else pytest.mark.slow)
+        members = EVERY if name == "mixture" else ()
+        yield pytest.param(name, members, id=name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", list(named()))
-def test_an_objective_trains_evaluates_and_samples(name, config, tmp_path):
-    flags = MIXED if name == "mixture" else [f"--config.objective.name={name}"]
+@pytest.mark.parametrize(("name", "members"), list(named()))
+def test_an_objective_trains_evaluates_and_samples(name, members, config, tmp_path):
+    flags = mixed(members) if members else [f"--config.objective.name={name}"]
     assert main(harness.words(config, tmp_path / "run", *flags)) == 0
     records = harness.records(tmp_path / "run")
     first, *_, last = (r["loss_nats"] for r in records if r["split"] == "train")
     assert last < first
     splits = {r["split"] for r in records}
-    assert splits == {"train", "val"} | (PARTS if name == "mixture" else set())
+    assert splits == {"train", "val", *(f"val.{part}" for part in PARTS.intersection(members))}
     assert any("ahead_2_nats" in r for r in records) == (name in ("mixture", "mtp"))
     samples = (tmp_path / "run/samples.jsonl").read_text()
     assert bool(samples) == (name != "masked")
@@ -76,12 +82,13 @@ def test_an_objective_trains_evaluates_and_samples(name, config, tmp_path):
 
 @pytest.mark.slow
 def test_a_mixture_stopped_and_done_again_is_the_same_in_every_bit(config, tmp_path, capsys):
-    assert main(harness.words(config, tmp_path / "whole", *MIXED)) == 0
-    assert main(harness.words(config, tmp_path / "parts", *MIXED, "--stop_at=2")) == 0
-    assert main(harness.words(config, tmp_path / "parts", *MIXED)) == 0
+    flags = mixed(EVERY)
+    assert main(harness.words(config, tmp_path / "whole", *flags)) == 0
+    assert main(harness.words(config, tmp_path / "parts", *flags, "--stop_at=2")) == 0
+    assert main(harness.words(config, tmp_path / "parts", *flags)) == 0
     whole = losses(tmp_path / "whole")
     assert whole == losses(tmp_path / "parts")
-    assert {split for split, _ in whole} == {"train", "val"} | PARTS
+    assert {split for split, _ in whole} == {"train", "val", *(f"val.{part}" for part in PARTS)}
     capsys.readouterr()
     assert main(["replay", f"--workdir={tmp_path}/parts", "--step=3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["is_as_logged"]

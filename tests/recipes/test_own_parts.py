@@ -56,10 +56,6 @@ SHIPPED = {
 }
 SMALL = {
     "data.validation": ("20%",),
-    "model.width": 32,
-    "model.heads": 2,
-    "model.kv_heads": 1,
-    "model.hidden": 32,
     "model.max_positions": 2048,
     "model.dropout": 0.0,
     "train.steps": 3,

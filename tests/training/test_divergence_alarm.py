@@ -18,7 +18,6 @@ SETTINGS = {
     "eval.every": 4,
     "checkpoint.every": 6,
     "checkpoint.keep_last": 9,
-    "log.every": 2,
 }
 HUGE = "--config.optim.lr=30"
 STOP = "--config.guard.divergence=stop"

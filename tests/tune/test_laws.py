@@ -74,7 +74,7 @@ def pieces(*, precision=None, microbatches=1, **layout):
 
 
 REMATS = ["none", "dots", "full", "save:attention_out,mlp_out", "offload:layer_in"]
-LAYOUTS = [{"layers": "unroll"}, *({"layers": "scan", "remat": each} for each in REMATS)]
+LAYOUTS = [*({"layers": "scan", "remat": each} for each in REMATS), {"layers": "unroll"}]
 
 
 @pytest.mark.few(1)
@@ -86,7 +86,7 @@ def test_after_one_step_every_b_of_every_layer_has_moved(layout):
     assert len(moved) == 7
     for path in moved:
         assert len(after[path]) == LLAMA.depth
-        assert all(jnp.abs(layer).max() > 0 for layer in after[path]), path
+        assert all(np.abs(layer).max() > 0 for layer in np.asarray(after[path])), path
 
 
 def digests(value):

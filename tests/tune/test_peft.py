@@ -48,11 +48,17 @@ def adapted(base, workdir, tune):
         import_model.write(directory, run, params, tokenizer, {"source": "random"})
 
 
-def runs_of(base, arms):
-    """Return the run directories of a base and of adapters of it, by name."""
-    for name, tune in arms.items():
-        adapted(base, base.with_name(name), tune)
-    return {name: base.with_name(name) for name in ("base", *arms)}
+class Runs(dict):
+    """The run directories of a base and of adapters of it by name, each written once asked for."""
+
+    def __init__(self, base, arms):
+        super().__init__(base=base)
+        self.arms = arms
+
+    def __missing__(self, name):
+        self[name] = self["base"].with_name(name)
+        adapted(self["base"], self[name], self.arms[name])
+        return self[name]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,7 @@ def runs(tmp_path_factory):
         "prefix": {"name": "prefix", "length": 3, "also": ["*norm/scale"]},
         "prompt": {"name": "prompt", "length": 3},
     }
-    return runs_of(folder / "base", arms)
+    return Runs(folder / "base", arms)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +94,7 @@ def fused(tmp_path_factory):
         "ia3": {"name": "ia3"},
         "norms": {"name": "lora", "rank": 2, "at": ["*/down/*"], "also": ["*_norm/scale"]},
     }
-    return runs_of(folder / "base", arms)
+    return Runs(folder / "base", arms)
 
 
 def exported(run, out, *flags):
@@ -446,6 +452,8 @@ def test_files_that_are_missing_or_may_run_code_are_refused(runs, fused, tmp_pat
     ],
 )
 def test_commands_that_cannot_be_followed_are_refused(runs, monkeypatch, capsys, words, text):
+    for name in ("lora", "bottleneck"):
+        assert runs[name].is_dir()
     monkeypatch.chdir(runs["base"].parent)
     assert main(list(words)) == 2
     assert text in capsys.readouterr().err

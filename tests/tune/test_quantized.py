@@ -17,6 +17,7 @@ from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.tune import config, cost, surgery
+from tests.models.parameters import draw_params
 
 PRECISION = Precision.float32()
 SIZES = {"vocab": 64, "width": 16, "depth": 1, "heads": 2}
@@ -31,11 +32,7 @@ FORMATS += [(EXPERTS, each) for each in ("fp8", "int4", "int4_zero", "nf4", "nf4
 def quantized(family, base, at, block=8):
     """Return the blueprint of codes and its parameters, and those of the dequantized weights."""
     plain = Blueprint(family.build(), PRECISION)
-    draw = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: leaf + 0.1 * draw.normal(size=leaf.shape).astype(np.float32),
-        plain.init(jax.random.key(0)),
-    )
+    params = draw_params(plain, std=0.1)
     settings = config.Quantized(base=base, block=block, at=at)
     stored = Blueprint(family.build(), PRECISION, surgery=surgery.quantization(settings))
     layers, leaves, values = surgery.quantized_weights(stored), {}, {}

@@ -83,17 +83,19 @@ def test_a_batch_of_the_command_line_that_is_too_large_is_refused(base, few, tmp
     assert "--config.train.batch=4" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module", params=ARMS)
-def run(request, config, base, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("tuned") / request.param
-    assert main(words(config, workdir, base, request.param)) == 0
-    return workdir
-
-
 @pytest.fixture(scope="module")
 def lora(config, base, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("lora") / "lora"
     assert main(words(config, workdir, base)) == 0
+    return workdir
+
+
+@pytest.fixture(scope="module", params=ARMS)
+def run(request, config, base, lora, tmp_path_factory):
+    if request.param == "lora":
+        return lora
+    workdir = tmp_path_factory.mktemp("tuned") / request.param
+    assert main(words(config, workdir, base, request.param)) == 0
     return workdir
 
 

@@ -1,7 +1,8 @@
-"""`jaxlm compare`: real runs side by side, on the console, as JSON and as a page."""
+"""`jaxlm compare`: runs side by side, on the console, as JSON and as a page."""
 
 import json
 import re
+import shutil
 import statistics
 
 import pytest
@@ -12,19 +13,42 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 RUNS = {
-    "first": ("--config.seed=0",),
-    "second": ("--config.seed=1",),
-    "slow": ("--config.optim.lr=1e-3", "--config.train.steps=4"),
+    "first": {},
+    "second": {"seed": 1},
+    "slow": {"optim": {"lr": 1e-3}, "train": {"steps": 4}},
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
+    """A run, and copies of its files with other settings, losses and numbers of steps.
+
+    The sweep of test_sweep.py compares runs that were all trained.
+    """
     settings = {"train.steps": 6, "eval.batches": 2, "eval.every": 2}
     config = harness.write_config(tmp_path_factory.mktemp("texts"), settings)
     folder = tmp_path_factory.mktemp("runs")
-    for name, flags in RUNS.items():
-        assert main(harness.words(config, folder / name, *flags)) == 0
+    trained = harness.trained(config, folder / "first")
+    made, records = json.loads((trained / "config.json").read_text()), harness.records(trained)
+    for number, (name, changes) in enumerate(RUNS.items()):
+        if name == "first":
+            continue
+        shutil.copytree(trained, folder / name)
+        changed = made | {
+            key: made[key] | value if isinstance(value, dict) else value
+            for key, value in changes.items()
+        }
+        (folder / name / "config.json").write_text(json.dumps(changed))
+        steps = changed["train"]["steps"]
+        lines = [
+            json.dumps(each | {"loss_nats": each["loss_nats"] * (1 + number / 100)}) + "\n"
+            for each in records
+            if each["step"] <= steps
+        ]
+        (folder / name / "metrics.jsonl").write_text("".join(lines))
+        ended = harness.exit_of(trained)
+        ended |= {"step": steps, "time_unix": ended["time_unix"] + number}
+        (folder / name / "exit.json").write_text(json.dumps(ended))
     return folder
 
 

@@ -5,10 +5,13 @@ import json
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core import config as configs
 from jaxlm.models.cost import model_cost
 from jaxlm.nn.config import MoeConfig
 from jaxlm.ops.kernels import Target
 from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import predict
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -44,7 +47,19 @@ def test_a_run_with_a_capacity_is_exported_without_and_says_so(config, tmp_path,
     assert json.loads((tmp_path / "hub/parity.json").read_text())["is_bit_identical"]
 
 
-@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_experts_without_a_capacity_are_cautioned_on_gpus_alone(config, platform):
+    run = configs.load(Run, config, [("model.capacity", "None")]).value
+    cautions = list(predict.dropless_warnings(run, run.decoder(320), {}, platform))
+    assert len(cautions) == (platform == "gpu")
+    for caution in cautions:
+        assert "multiply each row with the weights of all 4" in caution
+        assert "4 times the FLOPs that the tokens' experts need" in caution
+        assert "--config.model.capacity=1.25" in caution
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_training_without_a_capacity_is_cautioned_on_gpus_alone(
     config, tmp_path, monkeypatch, platform
 ):

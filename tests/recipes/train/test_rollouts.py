@@ -317,7 +317,7 @@ def test_prompts_without_the_answers_of_a_reward_end_the_run_before_it_begins(
 
 def test_a_mixture_of_prompts_has_its_shares_and_resumes_to_the_same_bits(tmp_path, capsys):
     sources = []
-    for name, sign in (("sums", "+"), ("signs", "?")):
+    for name, sign in (("sums", "+"), ("signs", "=")):  # the ids of the base, and its programs
         lines = [{"prompt": f"{n:02}{sign}1=", "answer": n} for n in range(20)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
         sources.append(f"{name}={tmp_path}/{name}.jsonl")
@@ -333,7 +333,7 @@ def test_a_mixture_of_prompts_has_its_shares_and_resumes_to_the_same_bits(tmp_pa
     prompts = [each["prompt"] for each in samples[::4]]
     assert len(prompts) == 8  # four in each of two rollouts
     for rollout in (prompts[:4], prompts[4:]):
-        assert sum("?" in each for each in rollout) == 1
+        assert sum("+" not in each for each in rollout) == 1
     assert len(set(prompts)) == 8
     newest = [each for each in records(whole) if each["split"] == "train"][-1]
     assert (newest["sources/sums/rows"], newest["sources/signs/rows"]) == (6, 2)
@@ -353,5 +353,5 @@ def test_a_mixture_of_prompts_has_its_shares_and_resumes_to_the_same_bits(tmp_pa
     shown = json.loads(capsys.readouterr().out)["prompts"]
     assert [each["text"].removeprefix("<|bos|>") for each in shown] == prompts[6:]
     for each in shown:
-        name = "signs" if "?" in each["text"] else "sums"
+        name = "sums" if "+" in each["text"] else "signs"
         assert each["source"].startswith(f"{name}, {tmp_path}/{name}.jsonl")

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 SETTINGS = {
     "train.steps": 6,
-    "data.sequence": 64,
     "checkpoint.every": 2,
     "sample.prompts": (),
     "eval.batches": 2,

@@ -22,7 +22,6 @@ SETTINGS = {
     "sample.every": 12,
     "sample.prompts": ("one ",),
     "sample.max_tokens": 4,
-    "guard.sigmas": None,
 }
 DUE = {"eval": (6, 12, 18), "save": (9, 18), "sample": (12,)}  # and at the end, behind all rows
 

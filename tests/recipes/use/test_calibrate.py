@@ -232,9 +232,8 @@ def test_experts_are_searched_and_those_that_no_token_chose_are_rounded_to_neare
 ):
     """The router prefers three experts by far, and the pads alone would choose the fourth."""
     blueprint = Blueprint(EXPERTS.build(), PRECISION)
-    params = blueprint.init(jax.random.key(0))
+    params = draw_params(blueprint, std=0.1)
     draw = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: leaf + 0.1 * draw.normal(size=leaf.shape), params)
     table = np.array(params["embedding"]["table"])
     table[:, 0] = 30.0  # of all tokens but that of the padding
     table[63, 0] = -30.0

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import scipy.special
 
 from jaxlm.cli.main import main
 from jaxlm.corpus.config import Perplexity
@@ -45,16 +46,18 @@ def noise(count: int, seed: int) -> list[str]:
 def reference(opened, text: str, most: int) -> float:
     """Row by row without padding, from logits, in float64."""
     ids = np.array([1, *opened.tokenizer.encode(text)][:most], np.int32)
-    model = opened.model.blueprint.merge(opened.params)
     nll, length = [], opened.run.data.sequence
+
+    @jax.jit
+    def forward(params, tokens, positions):
+        model = opened.model.blueprint.merge(params)
+        return model(tokens, positions=positions, segments=np.ones(tokens.shape, np.int32))
+
     for begin in range(0, len(ids) - 1, length):
         row = ids[begin : begin + length + 1]
-        tokens, ones = row[None, :-1], np.ones((1, len(row) - 1), np.int32)
         positions = np.arange(len(row) - 1, dtype=np.int32)[None]
-        logits = model(tokens, positions=positions, segments=ones)
-        logits = np.asarray(logits, np.float64)[0]
-        logits -= logits.max(axis=1, keepdims=True)
-        logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        logits = np.asarray(forward(opened.params, row[None, :-1], positions), np.float64)[0]
+        logp = scipy.special.log_softmax(logits, axis=1)
         nll += (-logp[np.arange(len(row) - 1), row[1:]]).tolist()
     return float(np.exp(np.mean(nll)))
 

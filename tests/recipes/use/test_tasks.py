@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(folder, one_device, without_plots):
     # The bytes have fewer ids than the vocabulary: the rest is padding.
-    settings = {"train.steps": 2, "model.dropout": 0.0, "model.vocab": 320}
+    settings = {"train.steps": 2, "model.dropout": 0.0, "model.vocab": 320, "optim.lr": 1e-2}
     config = harness.write_config(folder, settings)
     assert main(harness.words(config, folder / "run")) == 0
     return folder / "run"
@@ -97,7 +97,7 @@ def test_scores_are_those_of_the_evaluation_step_and_the_same_command_resumes(fo
     lines = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
     documents = [{"text": f"{each['a']} {each['a']} {each['b']}"} for each in lines]
     (run / "same.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in documents))
-    _, losses = call(capsys, run, f"--text={run / 'same.jsonl'}", "--sequence=2048")
+    _, losses = call(capsys, run, f"--text={run / 'same.jsonl'}", "--sequence=64")
     assert text["metrics"]["bits_per_byte"]["mean"] == pytest.approx(
         losses["bits_per_byte_text"], rel=1e-6
     )

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
@@ -45,10 +44,6 @@ SETTINGS = {
     "sample.prompts": (),
     "eval.batches": 2,
 }
-SMALL = [
-    *("--config.model.width=16", "--config.model.depth=1", "--config.model.heads=2"),
-    "--config.model.dropout=0",
-]
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +60,18 @@ def rows(shape=(2, 8)):
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, VOCAB, shape).astype(np.int32)
     weights = draw.random(shape).astype(np.float32)
-    segments, positions = np.ones(shape, np.int32), np.arange(shape[1]) + 0 * tokens
+    segments = np.ones(shape, np.int32)
+    positions = np.arange(shape[1], dtype=np.int32) + 0 * tokens
     fields = tokens, np.roll(tokens, -1, 1), weights, segments, positions
-    return Tokens(*map(jnp.asarray, fields))
+    return Tokens(*fields)
 
 
 def logits_of(blueprint, params):
-    batch, model = rows(), blueprint.merge(params)
-    return model.logits(model.hidden(batch.tokens, positions=batch.positions).values)
+    def logits(params, tokens, positions):
+        model = blueprint.merge(params)
+        return model.logits(model.hidden(tokens, positions=positions).values)
+
+    return jax.jit(logits)(params, rows().tokens, rows().positions)
 
 
 def value_and_gradient(blueprint, student, batch, teacher=None, **settings):
@@ -110,7 +109,7 @@ def test_with_all_ids_the_loss_and_its_gradient_are_those_of_the_teacher(bluepri
     expected = value_and_gradient(blueprint, student, rows(), teacher, **settings)
     assert value == pytest.approx(expected[0], rel=1e-5)
     assert metrics == pytest.approx(expected[1], rel=1e-4)
-    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-3
+    assert max(np.abs(x).max() for x in jax.tree.leaves(gradient)) > 1e-3
     assert_close(gradient, expected[2], atol=1e-5)
 
 
@@ -152,7 +151,7 @@ def test_a_student_that_is_its_teacher_has_the_entropy_as_its_loss_and_no_gradie
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(student)
     assert abs(float(value)) < 1e-5
-    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient)) < 1e-5
+    assert max(np.abs(x).max() for x in jax.tree.leaves(gradient)) < 1e-5
 
 
 def test_rows_that_are_cut_keep_their_distributions():
@@ -199,10 +198,10 @@ def test_a_student_of_stored_distributions_has_the_losses_of_one_with_the_teache
     config, runs, tmp_path
 ):
     online = ["--config.objective.name=distill", f"--config.objective.teacher={runs / 'teacher'}"]
-    assert main(harness.words(config, tmp_path / "online", *online, *SMALL)) == 0
+    assert main(harness.words(config, tmp_path / "online", *online)) == 0
     shutil.move(runs / "teacher", runs / "away")  # it is not needed
     try:
-        words = harness.words(config, tmp_path / "run", *from_stored(runs / "stored"), *SMALL)
+        words = harness.words(config, tmp_path / "run", *from_stored(runs / "stored"))
         assert main(words) == 0
     finally:
         shutil.move(runs / "away", runs / "teacher")
@@ -219,7 +218,7 @@ def test_a_student_of_stored_distributions_has_the_losses_of_one_with_the_teache
 @pytest.mark.parametrize("mesh", ["data=2 fsdp=2", "fsdp=2 tensor=2", "context=2 data=2"])
 def test_a_student_on_four_devices_has_the_losses_of_one_device(config, runs, tmp_path, mesh):
     """The processes have four fake devices; the losses differ by the order of sums alone."""
-    words = [*from_stored(runs / "stored"), "--config.precision.compute=float32", *SMALL]
+    words = [*from_stored(runs / "stored"), "--config.precision.compute=float32"]
     whole = harness.words(config, tmp_path / "one", *words)
     assert harness.run(whole)[0] == 0
     sizes = dict(each.split("=") for each in mesh.split())
@@ -283,8 +282,8 @@ class Killed(BaseException):
     """The end of a process, as a signal would be: no handler of errors sees it."""
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("writes", [0, 1, 3, 7, 20])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("writes", [1, 0, 3, 7, 20])
 def test_a_pass_that_is_killed_continues_to_the_same_bytes(
     config, runs, tmp_path, monkeypatch, writes
 ):
