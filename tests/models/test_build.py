@@ -67,6 +67,7 @@ def test_the_sharded_model_gives_the_logits_of_one_device(built):
     np.testing.assert_allclose(split, jax.jit(logits)(alone), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(1)
 def test_shapes_are_those_of_the_parameters_and_cost_nothing_to_know(built):
     blueprint, params = built
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(

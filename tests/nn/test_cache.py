@@ -6,7 +6,9 @@ import pytest
 from jaxlm.nn.cache import LayerCache
 
 ROWS, SLOTS, WINDOW, HEADS, SIZE = 3, 12, 4, 2, 8
-KEYS, VALUES = jax.random.normal(jax.random.key(0), (2, ROWS, SLOTS, HEADS, SIZE))
+DRAW = np.random.default_rng(0)
+KEYS, VALUES = DRAW.standard_normal((2, ROWS, SLOTS, HEADS, SIZE)).astype(np.float32)
+append = jax.jit(LayerCache.append)
 
 
 def seen(read, last):
@@ -32,7 +34,8 @@ def test_a_query_finds_what_was_written_in_its_window_however_it_was_written(win
         count = lengths - start if size == 5 else np.full(ROWS, size, np.int32)
         index = np.minimum(start[:, None] + np.arange(size), SLOTS - 1)
         new = [np.take_along_axis(np.asarray(x), index[..., None, None], 1) for x in (KEYS, VALUES)]
-        cache, read = cache.append(*map(jnp.asarray, new), jnp.asarray(start), jnp.asarray(count))
+        cache, read = append(cache, *new, start, count)
+        read = jax.tree.map(np.asarray, read)
         for row, visible in enumerate(seen(read, start + count - 1)):
             stop = start[row] + count[row]
             span = slice(max(0, stop - WINDOW), stop)
@@ -45,10 +48,10 @@ def test_a_query_finds_what_was_written_in_its_window_however_it_was_written(win
 
 
 def test_what_a_token_becomes_does_not_depend_on_those_written_with_it():
-    start, count = jnp.zeros((ROWS,), jnp.int32), jnp.full((ROWS,), WINDOW)
+    start, count = np.zeros((ROWS,), np.int32), np.full((ROWS,), WINDOW, np.int32)
     empty = LayerCache.empty(ROWS, SLOTS, (HEADS, SIZE, SIZE), jnp.dtype("int8"), WINDOW)
-    whole, _ = empty.append(KEYS[:, :WINDOW], VALUES[:, :WINDOW], start, count)
+    whole, _ = append(empty, KEYS[:, :WINDOW], VALUES[:, :WINDOW], start, count)
     for place in range(WINDOW):
         one = slice(place, place + 1)
-        empty, _ = empty.append(KEYS[:, one], VALUES[:, one], start + place, None)
+        empty, _ = append(empty, KEYS[:, one], VALUES[:, one], start + np.int32(place), None)
     jax.tree.map(np.testing.assert_array_equal, empty, whole)

@@ -36,7 +36,8 @@ EXPECTED = {
 
 
 def initial(family):
-    return tree.leaves(Blueprint(family.build(), Precision.float32()).init(jax.random.key(0)))
+    leaves = tree.leaves(Blueprint(family.build(), Precision.float32()).init(jax.random.key(0)))
+    return {path: np.asarray(leaf) for path, leaf in leaves.items()}
 
 
 @pytest.mark.parametrize("scheme", EXPECTED)

@@ -171,8 +171,13 @@ def _log_p_and_vjp(blueprint, params, batch):
 
 def test_log_probabilities_are_those_of_the_distribution_drawn_from(blueprint, models, batch):
     """At the temperature, over the ids that may be drawn; the entropy is of them too."""
-    model = blueprint.merge(models[0])
-    logits = model.logits(model.hidden(batch.tokens, positions=batch.positions).values)
+
+    @jax.jit
+    def forward(params):
+        model = blueprint.merge(params)
+        return model.logits(model.hidden(batch.tokens, positions=batch.positions).values)
+
+    logits = forward(models[0])
     logits = np.where(ALLOWED, np.asarray(logits, np.float64), -np.inf) / TEMPERATURE
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     scores = scorer(blueprint)(models[0], batch)
@@ -224,7 +229,7 @@ def test_a_reference_adds_its_penalty_alone(blueprint, models, batch, kl):
         (np.exp(gap) - 1 - gap).mean(), rel=1e-4
     )
     assert any(
-        float(jnp.abs(a - b).max()) > 1e-4
+        np.abs(np.asarray(a) - b).max() > 1e-4
         for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(plain[1]), strict=True)
     )
 

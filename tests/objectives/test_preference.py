@@ -245,6 +245,7 @@ def test_training_reaches_the_closed_form_optimum_of_three_answers(blueprint, mo
     np.testing.assert_allclose(share, optimum / optimum.sum(), rtol=0.01)
 
 
+@pytest.mark.slow  # the compiled step; a fast test above reads the traced one
 def test_no_array_of_tokens_and_vocabulary_is_in_a_step_with_chunks(blueprint, models):
     """Both forms of it: rows and slots apart, and together."""
     batch = rows([[0, 1], [2]])

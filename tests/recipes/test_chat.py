@@ -60,9 +60,13 @@ def unbroken(config, tmp_path_factory):
     return harness.trained(config, tmp_path_factory.mktemp("runs") / "unbroken")
 
 
-def test_the_loss_of_answers_falls_and_a_resumed_run_is_the_same(config, unbroken, tmp_path):
+def test_the_loss_of_answers_falls(unbroken):
     losses = [r["loss_nats"] for r in harness.records(unbroken) if r["split"] == "train"]
     assert losses[-1] < 0.4 * losses[0]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same(config, unbroken, tmp_path):
     workdir = tmp_path / "broken"
     assert main(harness.words(config, workdir, "--stop_at=25")) == 0
     assert main(harness.words(config, workdir)) == 0

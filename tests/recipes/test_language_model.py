@@ -131,7 +131,8 @@ def test_a_step_is_named_after_the_run(run, model):
     assert model.step == 12
 
 
-def test_a_grammar_limits_texts_and_is_refused_before_a_program_is_compiled(model):
+@pytest.mark.slow  # tests/recipes/use/test_generate.py has a fast test of the command
+def test_a_grammar_limits_texts(model):
     schema = {"enum": ["yes", "no"]}
     answers = model.generate([TEXT, "other"], json_schema=schema, max_tokens=20, seed=[1, 2])
     assert [each.prompt for each in answers] == [TEXT, "other"]
@@ -141,6 +142,9 @@ def test_a_grammar_limits_texts_and_is_refused_before_a_program_is_compiled(mode
         assert model.tokenizer.decode(answer.ids) == answer.text
     (one,) = model.generate(TEXT, choice="only", max_tokens=20)
     assert one.text == "only"
+
+
+def test_a_grammar_is_refused_before_a_program_is_compiled(model):
     with pytest.raises(ConfigError, match="refused") as caught:
         model.generate(TEXT, json_schema={"type": "nope"})
     assert "Invalid type: nope" in caught.value.why

@@ -32,6 +32,7 @@ def scaled(config, tmp_path_factory, one_device):
     return workdir
 
 
+@pytest.mark.slow  # tests/training/test_loss_scale.py has fast tests
 def test_the_scale_comes_down_is_told_and_grows_again(scaled):
     whole = [r for r in harness.records(scaled) if r["split"] == "train"]
     first = whole[0]

@@ -26,13 +26,15 @@ def reward(config, tmp_path_factory):
     return workdir
 
 
-def test_a_reward_model_begins_at_ln_2_learns_and_resumes_to_the_same_bits(
-    config, reward, tmp_path
-):
+def test_a_reward_model_begins_at_ln_2_and_learns(reward):
     first, *_, last = train_records(reward)
     assert first["loss_nats"] == pytest.approx(math.log(2), abs=1e-7)
     assert last["loss_nats"] < first["loss_nats"]
     assert {"margin", "preference_accuracy", "chosen_score", "rejected_score"} <= first.keys()
+
+
+@pytest.mark.slow
+def test_a_reward_model_that_stops_resumes_to_the_same_bits(config, reward, tmp_path):
     assert train(config, tmp_path / "parts", "--stop_at=2") == 0
     assert train(config, tmp_path / "parts") == 0
     assert losses(reward) == losses(tmp_path / "parts")

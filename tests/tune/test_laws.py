@@ -80,7 +80,7 @@ LAYOUTS = [*({"layers": "scan", "remat": each} for each in REMATS), {"layers": "
 @pytest.mark.few(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(each.values()))
 def test_after_one_step_every_b_of_every_layer_has_moved(layout):
-    state, step = pieces(**layout)
+    state, step = pieces(microbatches=2, **layout)
     after = tree.leaves(jax.jit(step)(state, batch())[0].params)
     moved = [path for path in after if path.endswith("lora_b")]
     assert len(moved) == 7

@@ -88,7 +88,7 @@ def places(ids, first=0):
     return jnp.broadcast_to(jnp.arange(first, first + ids.shape[1]), ids.shape)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("arm", "family"), CASES)
 def test_virtual_tokens_that_stand_for_ids_compute_what_the_ids_do(arm, family):
     whole = np.concatenate((np.broadcast_to(AHEAD, (2, 3)), IDS), axis=1)

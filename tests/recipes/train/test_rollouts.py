@@ -315,20 +315,34 @@ def test_prompts_without_the_answers_of_a_reward_end_the_run_before_it_begins(
     assert not (tmp_path / "a/config.json").exists()
 
 
-def test_a_mixture_of_prompts_has_its_shares_and_resumes_to_the_same_bits(tmp_path, capsys):
-    sources = []
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """The config of a mixture of two sources of prompts, and its run."""
+    folder, sources = tmp_path_factory.mktemp("mixed"), []
     for name, sign in (("sums", "+"), ("signs", "=")):  # the ids of the base, and its programs
         lines = [{"prompt": f"{n:02}{sign}1=", "answer": n} for n in range(20)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-        sources.append(f"{name}={tmp_path}/{name}.jsonl")
-    mixed = {
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        sources.append(f"{name}={folder}/{name}.jsonl")
+    settings = {
         "data.train": tuple(sources),
         "data.mixture.name": "weights",
         "data.mixture.weights": ("sums=0.75", "signs=0.25@0%..0.25@100%"),
     }
-    config = harness.write_config(tmp_path, SETTINGS | mixed)
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    assert train(config, whole) == 0
+    config = harness.write_config(folder, SETTINGS | settings)
+    assert train(config, folder / "whole") == 0
+    return config, folder / "whole"
+
+
+@pytest.mark.slow
+def test_a_mixture_of_prompts_resumes_to_the_same_bits(mixed, tmp_path):
+    config, whole = mixed
+    assert train(config, tmp_path / "part", "--stop_at=1") == 0
+    assert train(config, tmp_path / "part") == 0
+    assert records(tmp_path / "part", "rollouts.jsonl") == records(whole, "rollouts.jsonl")
+
+
+def test_a_mixture_of_prompts_has_its_shares(mixed, capsys):
+    config, whole = mixed
     samples = records(whole, "rollouts.jsonl")
     prompts = [each["prompt"] for each in samples[::4]]
     assert len(prompts) == 8  # four in each of two rollouts
@@ -341,9 +355,6 @@ def test_a_mixture_of_prompts_has_its_shares_and_resumes_to_the_same_bits(tmp_pa
     by_source = [drawn[f"sources/{name}/reward"] for name in ("sums", "signs")]
     assert 0.75 * by_source[0] + 0.25 * by_source[1] == pytest.approx(drawn["reward"])
 
-    assert train(config, part, "--stop_at=1") == 0
-    assert train(config, part) == 0
-    assert records(part, "rollouts.jsonl") == samples
     capsys.readouterr()
     for verb in ("stats", "peek"):
         assert main(["data", verb, f"--config={config}"]) == 0
@@ -354,4 +365,4 @@ def test_a_mixture_of_prompts_has_its_shares_and_resumes_to_the_same_bits(tmp_pa
     assert [each["text"].removeprefix("<|bos|>") for each in shown] == prompts[6:]
     for each in shown:
         name = "sums" if "+" in each["text"] else "signs"
-        assert each["source"].startswith(f"{name}, {tmp_path}/{name}.jsonl")
+        assert each["source"].startswith(f"{name}, {whole.parent}/{name}.jsonl")

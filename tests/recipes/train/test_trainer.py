@@ -26,7 +26,7 @@ SETTINGS = {
 DUE = {"eval": (6, 12, 18), "save": (9, 18), "sample": (12,)}  # and at the end, behind all rows
 
 
-# What makes steps slow, and every how many of them are logged; each of both is in a fast test.
+# What makes steps slow, and every how many of them are logged; the first pair is in fast tests.
 RUNS = {
     "slow steps": ("step.before", 1),
     "slow data, every second step": ("data.next", 2),
@@ -38,7 +38,7 @@ RUNS = {
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(each, marks=[pytest.mark.slow] * (number > 1), id=name)
+        pytest.param(each, marks=[pytest.mark.slow] * (number > 0), id=name)
         for number, (name, each) in enumerate(RUNS.items())
     ],
 )
