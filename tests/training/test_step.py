@@ -223,17 +223,16 @@ def test_uneven_micro_batches_are_one_batch(parts):
 
 
 def test_micro_batches_give_the_gradient_of_one_batch_leaf_by_leaf():
-    batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    moments = {}
-    for microbatches in (1, 4):
-        blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
-        state = states.init_state(draw_params(blueprint), optimizer, GUARD)
-        moments[microbatches] = tree.leaves(jax.jit(step)(state, batch)[0].opt_state)
-    # AdamW's first mean after one step is a tenth of the gradient.
-    means = [path for path in moments[1] if "/mu/" in path]
-    assert len(means) > 8
-    for path in means:
-        one, four = (np.asarray(moments[parts][path]) for parts in (1, 4))
+    blueprint, batch = Blueprint(FAMILY.build(), Precision.float32()), next(batches(1))
+    loss, rest = functools.partial(_loss, blueprint), (jax.random.key(1), jnp.float32(1))
+    found = {}
+    for count in (1, 4):
+        spec = GradientSpec(loss=loss, precision=Precision.float32(), microbatches=count)
+        grads, *_ = jax.jit(gradients.build_gradient(spec))(draw_params(blueprint), batch, *rest)
+        found[count] = tree.leaves(grads)
+    assert len(found[1]) > 8
+    for path in found[1]:
+        one, four = (np.asarray(found[count][path]) for count in (1, 4))
         assert np.abs(one - four).max() <= 1e-6 * np.abs(one).max(), path
 
 
@@ -272,23 +271,26 @@ def test_micro_batches_are_added_up_in_the_dtype_of_precision_reduce(reduce, tot
     assert float(grads["x"]) == total / 4  # by the weight of all four
 
 
-def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated():
+@pytest.fixture(scope="module")
+def clipped():
+    """A step with dropout whose gradient is clipped, the state before it, and a batch."""
     family = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=4, hidden=64, dropout=0.5)
-    blueprint, optimizer, step = pieces(family=family, weight_decay=0.0)
-    batch = jax.tree.map(jnp.asarray, next(batches(1)))
+    blueprint, optimizer, step = pieces(family=family, weight_decay=0.0, clip_norm=0.01)
     state = states.init_state(draw_params(blueprint), optimizer, GUARD)
-    compiled = jax.jit(step)
+    return jax.jit(step), state, jax.tree.map(jnp.asarray, next(batches(1)))
+
+
+def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated(clipped):
+    compiled, state, batch = clipped
     first, repeated = compiled(state, batch)[1], compiled(state, batch)[1]
     later = compiled(state._replace(step=jnp.int32(1)), batch)[1]
     assert float(first["loss_nats"]) == float(repeated["loss_nats"])
     assert float(first["loss_nats"]) != float(later["loss_nats"])
 
 
-def test_metrics_say_what_happened():
-    blueprint, optimizer, step = pieces(weight_decay=0.0, clip_norm=0.01)
-    batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    before = states.init_state(draw_params(blueprint), optimizer, GUARD)
-    after, metrics = jax.jit(step)(before, batch)
+def test_metrics_say_what_happened(clipped):
+    step, before, batch = clipped
+    after, metrics = step(before, batch)
     assert int(after.step) == 1
     assert float(metrics["tokens"]) == float(batch.weights.sum())
     assert float(metrics["grad_norm"]) > 0.01  # before clipping

@@ -15,7 +15,7 @@ from jaxlm.data import preferred
 from jaxlm.data.conversations import Rejected
 from tests.faults import harness
 from tests.recipes.test_reward import config, reward
-from tests.recipes.train.test_reference import SETTINGS, pairs, train
+from tests.recipes.train.test_reference import pairs, train
 
 pytestmark = pytest.mark.usefixtures("one_device")
 __all__ = ["config", "pairs", "reward"]
@@ -24,16 +24,14 @@ JUDGE = "def long(completion, **_):\n    return float(len(completion))\n"
 
 
 @pytest.fixture(scope="module")
-def writer(pairs, tmp_path_factory):
-    """A run that continues text."""
+def writer(tmp_path_factory):
+    """A run that continues text, of which a collection reads and writes 256 tokens at a time."""
     folder = tmp_path_factory.mktemp("writer")
-    orpo = {"objective.name": "preference", "objective.loss": "orpo", "train.steps": 1}
-    config = harness.write_config(
-        folder,
-        SETTINGS | orpo | {"data.sequence": 256, "train.batch": 1, "data.train": (str(pairs),)},
-    )
-    assert train(config, folder / "run") == 0
-    return folder / "run"
+    run = harness.trained(harness.write_config(folder, {"train.steps": 1}), folder / "run")
+    settings = json.loads((run / "config.json").read_text())
+    settings["data"]["sequence"] = 256  # its step has the rows, and so the program, of other tests
+    (run / "config.json").write_text(json.dumps(settings))
+    return run
 
 
 @pytest.fixture(scope="module")

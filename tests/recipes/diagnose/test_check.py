@@ -83,7 +83,7 @@ def test_a_sound_config_passes_and_shows_what_it_sends(file, capsys):
     assert report["deviation"] < 1e-5
     assert len(report["gradients"]) > 8
     assert max(report["gradients"].values()) == report["gradients"][report["worst_gradient"]] < 1e-4
-    assert report["replicated"] == report["unexpected"] == []
+    assert report["replicated"] == report["unexpected"] == report["whole_logits"] == []
     assert report["mesh"] == dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2}
     assert report["changes"]["model.depth"] == [12, 2]
     sent = {}

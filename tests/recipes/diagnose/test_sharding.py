@@ -147,7 +147,7 @@ def wrong(small, text, **known):
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow  # the sound config of test_check.py is a fast test
 @pytest.mark.parametrize("name", QUICK)
 def test_a_step_holds_no_whole_logits_and_sends_nothing_unexplained(name):
     small, text = compiled(QUICK[name], "step")
