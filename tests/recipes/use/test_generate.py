@@ -152,6 +152,7 @@ def test_choices_go_together_with_a_stop_and_prompts_beyond_the_slots(capsys, ru
     ]
 
 
+@pytest.mark.slow  # tests/generate/test_grammar.py has fast tests of limits
 def test_a_grammar_at_its_limit_is_an_error(capsys, run, tmp_path):
     (tmp_path / "bomb.lark").write_text(BOMBS["rules"].text)
     code, answer = call(capsys, run, PROMPTS[0], f"--grammar={tmp_path / 'bomb.lark'}")
@@ -189,7 +190,7 @@ def test_text_printed_as_it_is_made_is_the_text_printed_at_the_end(capsys, run, 
         assert len([part for part in parts if part]) > (2 if "--max_tokens=1" in words else 6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow  # tests/generate/test_decode.py has fast tests of guesses
 @pytest.mark.parametrize(
     "words",
     [

@@ -97,7 +97,7 @@ def test_scores_are_those_of_the_evaluation_step_and_the_same_command_resumes(fo
     lines = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
     documents = [{"text": f"{each['a']} {each['a']} {each['b']}"} for each in lines]
     (run / "same.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in documents))
-    _, losses = call(capsys, run, f"--text={run / 'same.jsonl'}", "--sequence=64")
+    _, losses = call(capsys, run, f"--text={run / 'same.jsonl'}", "--sequence=2048")
     assert text["metrics"]["bits_per_byte"]["mean"] == pytest.approx(
         losses["bits_per_byte_text"], rel=1e-6
     )
