@@ -24,7 +24,7 @@ WITH_GRADIENTS = {"gpt2", "gemma2", "deepseek_v3", "t5"}
 
 
 def models(fast):
-    """Return all names, of which those that are not `fast` are slow tests."""
+    """Return all names; those that are not `fast` are slow tests."""
     marks = {name: () if name in fast else pytest.mark.slow for name in weights.FAMILIES}
     return [pytest.param(name, marks=mark, id=name) for name, mark in marks.items()]
 

@@ -225,14 +225,14 @@ def test_uneven_micro_batches_are_one_batch(parts):
 def test_micro_batches_give_the_gradient_of_one_batch_leaf_by_leaf():
     blueprint, batch = Blueprint(FAMILY.build(), Precision.float32()), next(batches(1))
     loss, rest = functools.partial(_loss, blueprint), (jax.random.key(1), jnp.float32(1))
-    found = {}
+    sums = {}
     for count in (1, 4):
         spec = GradientSpec(loss=loss, precision=Precision.float32(), microbatches=count)
         grads, *_ = jax.jit(gradients.build_gradient(spec))(draw_params(blueprint), batch, *rest)
-        found[count] = tree.leaves(grads)
-    assert len(found[1]) > 8
-    for path in found[1]:
-        one, four = (np.asarray(found[count][path]) for count in (1, 4))
+        sums[count] = tree.leaves(grads)
+    assert len(sums[1]) > 8
+    for path in sums[1]:
+        one, four = (np.asarray(sums[count][path]) for count in (1, 4))
         assert np.abs(one - four).max() <= 1e-6 * np.abs(one).max(), path
 
 

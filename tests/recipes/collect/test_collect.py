@@ -25,7 +25,7 @@ JUDGE = "def long(completion, **_):\n    return float(len(completion))\n"
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory):
-    """A run that continues text, of which a collection reads and writes 256 tokens at a time."""
+    """A run that continues text, in rows of 256 tokens when it is used."""
     folder = tmp_path_factory.mktemp("writer")
     run = harness.trained(harness.write_config(folder, {"train.steps": 1}), folder / "run")
     settings = json.loads((run / "config.json").read_text())

@@ -25,8 +25,7 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
-# The settings of the step are those of test_perplexity.py and test_tasks.py: one program.
-SETTINGS = {"train.steps": 6, "eval.batches": 2, "optim.lr": 1e-2, "model.dropout": 0.0}
+SETTINGS = {"train.steps": 6, "eval.batches": 2, "optim.lr": 1e-2}
 
 
 @pytest.fixture(scope="module")
