@@ -28,7 +28,6 @@ def broken(monkeypatch, plan: str) -> None:
 
 # The same programs, as the compiler fuses them, without the faults.
 NEVER = "grads:nan@999"
-NEITHER = f"{NEVER},loss:nan@999"
 STEPS = ("--config.train.steps=40", "--config.guard.window=16")
 # Fewer steps are kept than a rewind goes back.
 LIMITS = (
@@ -37,6 +36,7 @@ LIMITS = (
     "--config.guard.skip=8",
     "--config.checkpoint.keep_last=1",
 )
+STRETCH = "batch:nan@20-25"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,15 @@ def test_an_ordinary_run_skips_nothing(unbroken):
     assert harness.records(unbroken)[-1]["split"] == "val"
     assert {r["skipped_total"] for r in harness.records(unbroken) if r["split"] == "train"} == {0}
     assert harness.records(unbroken, "spikes.jsonl") == []
+
+
+def moved(workdir, earlier: int, later: int) -> list[str]:
+    """Arrays that differ between two saved steps, but for the count of steps and the guard's."""
+    before, after = (harness.store(workdir).arrays(step) for step in (earlier, later))
+    different = {path for path in before if before[path].tobytes() != after[path].tobytes()}
+    own = {path for path in different if path == "step" or path.startswith("guard/")}
+    assert own, "the guard and the step are counted"
+    return sorted(different - own)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +83,10 @@ def records(tmp_path_factory):
 def test_c3_a_bad_gradient_or_loss_is_skipped_counted_told_apart_and_explained(
     config, records, tmp_path, monkeypatch
 ):
-    flags = (*STEPS, f"--config.data.train={','.join(records)}", "--config.checkpoint.every=100%")
-    broken(monkeypatch, NEITHER)
-    assert main(harness.words(config, tmp_path / "whole", *flags, "--stop_at=8")) == 0
+    flags = (*STEPS, f"--config.data.train={','.join(records)}")
     broken(monkeypatch, "grads:nan@7,loss:nan@12,batch:nan@20")
-    assert main(harness.words(config, tmp_path / "run", *flags)) == 0
+    saves = ("--config.checkpoint.every=1", "--config.checkpoint.keep_last=99", "--stop_at=22")
+    assert main(harness.words(config, tmp_path / "run", *flags, *saves)) == 0
     spikes = harness.records(tmp_path / "run", "spikes.jsonl")
     assert [(s["step"], s["batch"], s["kind"]) for s in spikes] == [
         (7, 6, "gradient not finite"),
@@ -100,9 +108,8 @@ def test_c3_a_bad_gradient_or_loss_is_skipped_counted_told_apart_and_explained(
     assert sum(len(d["preview"]) >= 12 for d in documents) >= 8
     last = [r for r in harness.records(tmp_path / "run") if r["split"] == "train"][-1]
     assert last["skipped_total"] == 3
-    ours, theirs = harness.losses(tmp_path / "run"), harness.losses(tmp_path / "whole")
-    assert [ours["train", n] for n in range(1, 8)] == [theirs["train", n] for n in range(1, 8)]
-    assert ours["train", 8] != theirs["train", 8], "step 7 was not applied"
+    unmoved = [step for step in range(2, 23) if not moved(tmp_path / "run", step - 1, step)]
+    assert unmoved == [7, 12, 21], "these alone were not applied"
     log = (tmp_path / "run/log.txt").read_text()
     assert "step 7 was not applied: gradient not finite (loss " in log
     assert "step 12 was not applied: loss not finite (loss nan, gradient " in log
@@ -123,55 +130,50 @@ def test_c2_a_spent_budget_ends_with_79_and_the_next_bad_step_is_not_applied(
     record_property("C2", "10 bad steps, none applied")
     newest = harness.steps(tmp_path / "run")[-1]
     assert newest >= 15, "saved among the bad steps"
-    before, after = (harness.store(tmp_path / "run").arrays(step) for step in (14, newest))
+    after = harness.store(tmp_path / "run").arrays(newest)
     assert all(np.isfinite(leaf).all() for leaf in after.values())
-    moved = [path for path in before if before[path].tobytes() != after[path].tobytes()]
-    assert moved
-    assert all(path == "step" or path.startswith("guard/") for path in moved)
+    assert not moved(tmp_path / "run", 14, newest)
 
 
-def test_c6_a_bad_stretch_of_data_is_rewound_and_gone_around(
-    config, tmp_path, monkeypatch, capsys, record_property
-):
-    broken(monkeypatch, "batch:nan@20-25")
-    assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 0
-    made = json.loads((tmp_path / "run/rewinds.json").read_text())
+@pytest.fixture(scope="module")
+def rewound(config, tmp_path_factory):
+    """A run that was rewound once, around a bad stretch of data."""
+    with pytest.MonkeyPatch.context() as patch:
+        broken(patch, STRETCH)
+        return harness.trained(config, tmp_path_factory.mktemp("runs") / "run", *STEPS, *LIMITS)
+
+
+def test_c6_a_bad_stretch_of_data_is_rewound_and_gone_around(rewound, record_property):
+    made = json.loads((rewound / "rewinds.json").read_text())
     # Batch 20 is read by step 21: back at least six steps to a saved one, around batches 16 to 23.
     assert made[0] == {"first_bad": 21, "to": 14, "low": 16, "high": 24}
     assert len(made) == 1
-    bad = [s["batch"] for s in harness.records(tmp_path / "run", "spikes.jsonl")]
+    bad = [s["batch"] for s in harness.records(rewound, "spikes.jsonl")]
     assert bad == [20, 21, 22, 24, 25], "the last two are within the budget"
-    log = (tmp_path / "run/log.txt").read_text()
+    log = (rewound / "log.txt").read_text()
     gone = "returning to step 14, without batches 16 to 23"
     assert f"rewind 1 of 3: steps 21 to 23 could not be applied; {gone}" in log
-    steps = [r["step"] for r in harness.records(tmp_path / "run") if r["split"] == "train"]
+    steps = [r["step"] for r in harness.records(rewound) if r["split"] == "train"]
     assert steps == list(range(1, 41))
-    given_up = [int(p.name) for p in (tmp_path / "run/quarantine").iterdir() if p.is_dir()]
+    given_up = [int(p.name) for p in (rewound / "quarantine").iterdir() if p.is_dir()]
     assert 14 < min(given_up) < 21
-    assert harness.steps(tmp_path / "run")[-1] == 40
+    assert harness.steps(rewound)[-1] == 40
     record_property("C6", f"back to step {made[0]['to']}, around 8 batches")
 
 
-def rewound(config, workdir, monkeypatch):
-    broken(monkeypatch, "batch:nan@20-22")
-    assert main(harness.words(config, workdir, *STEPS, *LIMITS, "--stop_at=30")) == 0
-    broken(monkeypatch, "")
-
-
 def test_c7_a_kill_straight_after_a_rewind_does_not_bring_the_given_up_future_back(
-    config, tmp_path, monkeypatch
+    config, rewound, tmp_path, monkeypatch
 ):
-    rewound(config, tmp_path / "whole", monkeypatch)
-    words = harness.words(config, tmp_path / "killed", *STEPS, *LIMITS, "--stop_at=30")
-    code, output = harness.run(words, "batch:nan@20-22,rewind:sigkill")
+    words = harness.words(config, tmp_path / "killed", *STEPS, *LIMITS)
+    code, output = harness.run(words, f"{STRETCH},rewind:sigkill")
     assert code == -9, output
     assert max(harness.steps(tmp_path / "killed")) > 14, "killed before they were given up"
-    broken(monkeypatch, "batch:nan@20-22")
+    broken(monkeypatch, STRETCH)
     assert main(words) == 0
     assert len(json.loads((tmp_path / "killed/rewinds.json").read_text())) == 1
     assert "was abandoned by a rewind" in (tmp_path / "killed/log.txt").read_text()
-    assert harness.losses(tmp_path / "killed") == harness.losses(tmp_path / "whole")
-    assert harness.state_digest(tmp_path / "killed") == harness.state_digest(tmp_path / "whole")
+    assert harness.losses(tmp_path / "killed") == harness.losses(rewound)
+    assert harness.state_digest(tmp_path / "killed") == harness.state_digest(rewound)
 
 
 @pytest.mark.slow
@@ -209,14 +211,16 @@ def test_c8_a_rewind_that_leaves_nothing_out_replays_bit_for_bit(config, tmp_pat
     assert harness.state_digest(tmp_path / "run") == harness.state_digest(tmp_path / "unbroken")
 
 
-def test_c11_the_same_seed_is_the_same_run_and_another_is_another(config, unbroken, tmp_path):
-    assert main(harness.words(config, tmp_path / "same", *STEPS, "--stop_at=10")) == 0
-    same, theirs = harness.losses(tmp_path / "same"), harness.losses(unbroken)
-    assert same == {("train", n): theirs["train", n] for n in range(1, 11)}
-    assert harness.state_digest(tmp_path / "same") == harness.state_digest(unbroken, 10)
-    other = harness.words(config, tmp_path / "other", *STEPS, "--config.seed=1", "--stop_at=4")
-    assert main(other) == 0
-    assert all(value != theirs[key] for key, value in harness.losses(tmp_path / "other").items())
+def test_c11_the_same_seed_is_the_same_run_and_another_is_another(config, tmp_path):
+    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
+    for run in (one, same):
+        assert main(harness.words(config, run, *STEPS, "--stop_at=10")) == 0
+    theirs = harness.losses(one)
+    assert len(theirs) == 10
+    assert harness.losses(same) == theirs
+    assert harness.state_digest(same) == harness.state_digest(one)
+    assert main(harness.words(config, other, *STEPS, "--config.seed=1", "--stop_at=4")) == 0
+    assert all(value != theirs[key] for key, value in harness.losses(other).items())
 
 
 @pytest.mark.slow
