@@ -22,6 +22,8 @@ from tests.data.vocabularies.test_gguf_tokens import of_byte_pairs
 from tests.faults import harness
 from tests.parity import weights
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 VOCAB = 512
 SIZES = dict(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48, max_positions=64)
 FAMILIES = {

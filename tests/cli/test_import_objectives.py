@@ -20,6 +20,8 @@ from tests.cli.test_exchange import call
 from tests.faults import harness
 from tests.parity import weights
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def write_model(folder, family, special, **sizes):
     """A model of a byte-level tokenizer whose special tokens are behind the 256 bytes."""

@@ -110,8 +110,8 @@ def in_a_config_file(folder, wrong, value, arms):
     ("way", "part"),
     [
         (on_the_command_line, 4),
-        (in_a_config_json, 4),
-        (in_a_config_file, 4),
+        pytest.param(in_a_config_json, 4, marks=pytest.mark.slow),
+        pytest.param(in_a_config_file, 4, marks=pytest.mark.slow),
         pytest.param(on_the_command_line, 1, marks=pytest.mark.slow),
     ],
 )

@@ -44,6 +44,12 @@ def constants(node: ast.AST) -> set[int]:
     }
 
 
+def constants_of(side: ast.AST) -> list[int]:
+    """Return the number that one side of a comparison is, if it is one."""
+    is_number = isinstance(side, ast.Constant) and type(side.value) is int
+    return [side.value] if is_number else []
+
+
 def expected(source: str) -> dict[int, set[str]]:
     """Exit code -> the tests of a file that compare an exit code with it."""
     codes: dict[int, set[str]] = {}
@@ -53,10 +59,10 @@ def expected(source: str) -> dict[int, set[str]]:
         for node in ast.walk(test):
             if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
                 sides = [node.left, *node.comparators]
-                if any(LEFT.search(ast.unparse(side)) for side in sides):
-                    for side in sides:
-                        if isinstance(side, ast.Constant) and type(side.value) is int:
-                            codes.setdefault(side.value, set()).add(test.name)
+                numbers = [code for side in sides for code in constants_of(side)]
+                if numbers and any(LEFT.search(ast.unparse(side)) for side in sides):
+                    for code in numbers:
+                        codes.setdefault(code, set()).add(test.name)
     return codes
 
 

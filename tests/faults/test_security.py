@@ -27,7 +27,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.shards import TokenShards
 from tests.cli import test_exchange
 from tests.faults import harness
-from tests.faults.conftest import ROOT
+from tests.faults.conftest import ONE_DEVICE, ROOT
 
 SOURCES = sorted((ROOT / "jaxlm").rglob("*.py"))
 
@@ -282,7 +282,7 @@ print("codes", codes)
 """
     done = subprocess.run(
         [sys.executable, "-P", "-c", program, json.dumps(verbs), run, model],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | ONE_DEVICE | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import random
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -200,11 +201,15 @@ def heads_alone(model, ids, allowed):
     """Return the likeliest allowed ids after each prefix of a text: [G, T], head k's in row k."""
     text = jnp.array([ids])
     positions, ones = jnp.arange(len(ids))[None], jnp.ones_like(text)
-    stream = model.hidden(text, positions=positions).stream
-    ahead = [(jnp.roll(text, -k, axis=1), positions + k < len(ids)) for k in (1, 2)]
-    values, _ = model.mtp_hidden(stream, ahead, positions=positions, segments=ones)
-    logits = jnp.stack([model.logits(each)[0] for each in values])
-    return np.array(allowed)[logits[..., jnp.array(allowed)].argmax(-1)]
+
+    @jax.jit
+    def logits(text):
+        stream = model.hidden(text, positions=positions).stream
+        ahead = [(jnp.roll(text, -k, axis=1), positions + k < len(ids)) for k in (1, 2)]
+        values, _ = model.mtp_hidden(stream, ahead, positions=positions, segments=ones)
+        return jnp.stack([model.logits(each)[0] for each in values])
+
+    return np.array(allowed)[np.asarray(logits(text))[..., np.array(allowed)].argmax(-1)]
 
 
 @pytest.mark.parametrize("kind", ["sequential", pytest.param("parallel", marks=pytest.mark.slow)])

@@ -95,6 +95,8 @@ SITUATIONS: dict[str, Situation] = {
 
 # Of these, the ones that take long.
 SLOW = {
+    "layers of kinds that do not repeat",
+    "a kept layer that is none",
     "a stored teacher of another tokenizer",
     "a stored teacher of another vocabulary",
     "a stored teacher of another temperature",

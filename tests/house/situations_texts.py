@@ -289,6 +289,9 @@ SITUATIONS: dict[str, Situation] = {
 
 # Of these, the ones that take long.
 SLOW = {
+    "init of conversations",
+    "an epoch of less than a row",
+    "no weight where a source has ended",
     "a batch of more rows than the text has",
     "rows too short for an objective",
     "training on token shards changed in place",

@@ -274,6 +274,8 @@ SITUATIONS: dict[str, Situation] = {
 
 # Each trains a model, or several.
 SLOW = {
+    "a tied head that is trained whole",
+    "an adapter of PEFT that the library cannot write",
     "quantized weights that are quantized",
     "quantized weights that no folder has",
     "quantized weights that are averaged",

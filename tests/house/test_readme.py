@@ -84,6 +84,7 @@ SLOW = "|".join(
     (
         r"--cpu_devices|^jaxlm (check|bench|lr-find|sweep) |workdir=runs/c ",
         r"config=(rl|preference)/|qlora|^jaxlm (quantize|replay|teach) |=runs/(prefix|small|e)\b",
+        r"=runs/(chat|further|seed1)\b|^jaxlm compare |--adapter=adapter|--judge=number",
         r"config.objective.stored=taught|--workdir=runs/(shorter|student) |config=distill/draft",
     )
 )
@@ -185,7 +186,7 @@ def test_a_command_of_the_manual_runs(checkout, command, request, monkeypatch, c
     words = shlex.split(shortened(command))
     is_slow = request.node.get_closest_marker("slow") is not None
     needs_shell = set("|>;&<*?$") & set(re.sub(r"'[^']*'", "", command))
-    if is_slow and "=runs/a" in command and not (checkout / "runs/a").exists():
+    if is_slow and re.search(r"\bruns/a\b", command) and not (checkout / "runs/a").exists():
         done = run(shortened(FIRST_RUN), checkout)
         assert done.returncode == 0, done.stdout + done.stderr
     if is_slow or words[0] != "jaxlm" or words[1] == "launch" or needs_shell:
