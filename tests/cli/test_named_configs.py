@@ -16,6 +16,7 @@ from jaxlm.core import config, shipped
 from jaxlm.models.families.union import SIZES
 from jaxlm.recipes.config import Run
 from tests.faults import harness
+from tests.house import test_readme
 
 ROOT = Path(__file__).parents[2]
 FILES = {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.py")}
@@ -143,17 +144,15 @@ def test_a_wheel_trains_the_quickstart_from_an_empty_folder(installed, tmp_path)
     empty.mkdir()
     for number, path in enumerate(sorted((ROOT / "jaxlm/core").glob("*.py"))):
         (texts / f"{number}.txt").write_text(path.read_text())
-    tiny = [
-        *("--config.train.batch=4", f"--config.data.train={texts}/*.txt", "--stop_at=10"),
-        *("--config.data.validation=tail:10%", "--config.data.tokenizer=bytes"),
-        *("--config.data.sequence=32", "--config.model.depth=2", "--config.model.width=32"),
-        *("--config.model.heads=2", "--config.model.kv_heads=2", "--config.sample.prompts=()"),
-    ]
+    settings = test_readme.TINY | {
+        "--config.data.train": f"{texts}/*.txt"
+    }  # compiled once for both
+    tiny = [f"{name}={value}" for name, value in settings.items()]
     done = run(installed, empty, "train", "--config=quickstart", "--workdir=a", *tiny)
     assert done.returncode == 0, done.stderr
     assert str(ROOT) not in done.stderr
     record = json.loads((empty / "a/exit.json").read_text())
-    assert record["step"] == 10
+    assert record["step"] == 4
     command = shlex.split((empty / "a/command.sh").read_text().splitlines()[1])
     assert command[:3] == ["jaxlm", "train", "--config=quickstart"]
     origins = json.loads((empty / "a/provenance.json").read_text())

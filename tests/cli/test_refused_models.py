@@ -11,7 +11,9 @@ from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.gemma import Gemma2
 from jaxlm.models.families.llama import Llama
+from jaxlm.objectives.config import Reward
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.exchange import reward_head
 from jaxlm.recipes.use import prune
 from jaxlm.tune import surgery
 from jaxlm.tune.config import Lora
@@ -43,3 +45,15 @@ def test_layers_of_kinds_that_do_not_repeat_are_refused(keep, is_refused):
     with pytest.raises(ConfigError, match="no model of these layers") as refused:
         prune._student(run, run.decoder(64), keep, options)
     assert refused.value.fix == "--keep=0,1"
+
+
+@pytest.mark.parametrize(
+    ("family", "fix"),
+    [(Llama, "--to=hf "), (Gemma2, "jaxlm eval --workdir=run ")],
+    ids=["llama", "gemma2"],
+)
+def test_a_reward_model_is_no_gguf(family, fix):
+    run = Run(model=family(), objective=Reward())
+    with pytest.raises(ConfigError, match="a reward model cannot be exported") as refused:
+        reward_head.check(run, Path("run"), "gguf")
+    assert refused.value.fix.startswith(fix)

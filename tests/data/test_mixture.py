@@ -111,7 +111,8 @@ LIVES = (
 )  # from which batch on, on how many hosts
 
 
-@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("packing", ["first_fit", "concat"])
 def test_e2_a_mixture_of_three_resumed_on_other_numbers_of_hosts_is_the_same_stream(
     folder: Path, packing: str
 ) -> None:

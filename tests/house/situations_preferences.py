@@ -158,6 +158,7 @@ SITUATIONS: dict[str, Situation] = {
 
 # Each trains a model, or several.
 SLOW = {
+    "a seed that is too large",
     "an export of a reward model",
     "a collection without prompts",
     "a judge that is no reward model",

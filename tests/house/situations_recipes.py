@@ -216,6 +216,7 @@ SITUATIONS: dict[str, Situation] = {
 
 # Of these, the ones that take long.
 SLOW = {
+    "a classifier into a file",
     "a resumed run that diverges",
     "a vocabulary too small",
     "too large for a chip of no table",

@@ -268,6 +268,7 @@ DEVICES = "tests/house/test_fix_lines_of_devices.py::test"
 
 # Of these, the ones that take long.
 SLOW = {
+    "a cluster of letters",
     "a bench of no size",
     "a run in use",
     "inspection of a run without checkpoints",

@@ -68,6 +68,7 @@ SITUATIONS: dict[str, Situation] = {
 
 # Of these, the ones that take long.
 SLOW = {
+    "tasks of a chat in training without a template",
     "an encoder trained with tasks",
     "an item longer than a row in training",
     "damaged samples",
