@@ -753,7 +753,7 @@ def test_s4_an_archive_of_more_members_than_the_cap_ends_there(into, capsys, mem
     (into / "b.zip").write_bytes(zip_of_nothing(members))
     (into / "e.txt").write_text(prose(1))
     begun = time.process_time()
-    answer = read(capsys, *([f"--config.limits.archive_members={cap}"] if cap else []))
+    answer = read(capsys, *([f"--config.reading.archive_members={cap}"] if cap else []))
     machine.require_processor(time.process_time() - begun, 30)
     rows = [(row["file"], row["kind"], row["detail"]) for row in lines("broken/*.jsonl")]
     told = f"more than {cap or 100_000:,} members"
