@@ -9,8 +9,8 @@ Without the last three, they come from the environment of a cluster.
 """
 
 import argparse
+import ctypes
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -90,9 +90,10 @@ def work(args: argparse.Namespace, group: ProcessGroup) -> int:
         if step == hangs:
             float(stuck())
         if step == at(args.gil_hang, rank):
-            re.match(
-                r"(a+)+$", "a" * 60 + "b"
-            )  # Python's own regex engine does not let go of the interpreter
+            lock = ctypes.PyDLL(None).pthread_mutex_lock  # such a call keeps the interpreter
+            mutex = ctypes.create_string_buffer(64)
+            lock(mutex)
+            lock(mutex)  # waits for ever, without a processor
         time.sleep(args.pace)
         total = add(total, rows)
         if waiting is not None:

@@ -1,6 +1,7 @@
 """A server of a tiny run, in a thread of this process."""
 
 import re
+import shutil
 import threading
 import time
 import urllib.error
@@ -8,28 +9,34 @@ import urllib.request
 
 import pytest
 
-from jaxlm.cli.main import main
 from jaxlm.serve import server as servers
 from tests.faults import harness
 
 
+@pytest.fixture(scope="session")
+def trained_once():
+    """The folder of the run of `trained`, by its name, once a module has made it."""
+    return {}
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, one_device, without_plots):
-    """A run of a few steps on conversations, whose template it stores."""
+def trained(trained_once, tmp_path_factory, one_device, without_plots):
+    """A run of a few steps on conversations, whose template it stores: a copy for each module."""
     from tests.recipes.test_chat import conversations, write
 
-    folder = tmp_path_factory.mktemp("served")
-    settings = {
-        "data.train": (write(folder / "chat.jsonl", conversations()),),
-        "data.kind": "chat",
-        "data.sequence": 128,
-        "data.packing": "concat",
-        "train.steps": 2,
-        "model.dropout": 0.0,
-    }
-    config = harness.write_config(folder, settings)
-    assert main(harness.words(config, folder / "run")) == 0
-    return folder / "run"
+    if not trained_once:
+        folder = tmp_path_factory.mktemp("served")
+        settings = {
+            "data.train": (write(folder / "chat.jsonl", conversations()),),
+            "data.kind": "chat",
+            "data.sequence": 128,
+            "data.packing": "concat",
+            "train.steps": 2,
+            "model.dropout": 0.0,
+        }
+        config = harness.write_config(folder, settings)
+        trained_once["run"] = harness.trained(config, folder / "run")
+    return shutil.copytree(trained_once["run"], tmp_path_factory.mktemp("served") / "run")
 
 
 class Running:
