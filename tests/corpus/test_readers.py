@@ -756,8 +756,8 @@ def test_s4_an_archive_of_more_members_than_the_cap_ends_there(into, capsys, mem
     answer = read(capsys, *([f"--config.reading.archive_members={cap}"] if cap else []))
     machine.require_processor(time.process_time() - begun, 30)
     rows = [(row["file"], row["kind"], row["detail"]) for row in lines("broken/*.jsonl")]
-    told = f"more than {cap or 100_000:,} members"
-    assert ("in/a.tar.gz", "too large", told) in rows
-    assert ("in/b.zip", "too large", told) in rows
+    detail = f"more than {cap or 100_000:,} members"
+    assert ("in/a.tar.gz", "too large", detail) in rows
+    assert ("in/b.zip", "too large", detail) in rows
     assert prose(1) in kept()
     assert answer["broken"]["too large"] == 2

@@ -77,6 +77,7 @@ JAXLM = re.compile(
     rf"(?:\[ -d (\S+) \] \|\| )?{re.escape(sys.executable)} -m jaxlm ([^;|&]*?)"
     r"(?: >&2)?(?: \|\| exit 1)?(?:;|$)"
 )
+MADE = ("runs", "tokens", "clean", "mixed", "exported")  # folders of `base`
 LONGEST_CHAIN = 3  # fixes after each other, of a command line with several mistakes
 
 
@@ -1020,8 +1021,13 @@ def marked(name):
 
 
 def copied(base, folder, situation):
-    """Make a fresh copy of the base folder, apply the change of the situation, and enter it."""
-    shutil.copytree(base, folder)
+    """Make a fresh copy of the base folder, apply the change of the situation, and enter it.
+
+    Commands that only read a config get no copy of what other commands have made.
+    """
+    text = f"{situation.words} {situation.change}"
+    reads_config = text.startswith("config ") and not any(name in text for name in MADE)
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns(*MADE) if reads_config else None)
     os.chdir(folder)
     shell = situation.change
     while command := JAXLM.search(shell):
