@@ -133,6 +133,8 @@ def main() -> None:
 
     for name in ("cli.train", "cli.arguments", "recipes.train.run", "monitor.plots"):
         importlib.import_module(f"jaxlm.{name}")
+    for name in ("grain", "grain.experimental", "jinja2", "ml_collections"):  # imported late
+        importlib.import_module(name)
     from jaxlm.monitor import plots
 
     plots.draw = lambda _: []
