@@ -12,6 +12,7 @@ from jaxlm.core import errors
 
 ROOT = Path(__file__).parents[2]
 CONTRACT = {0, 1, 2, 65, 66, 69, 70, 71, 73, 74, 75, 76, 77, 79, 130}
+ENDS = re.compile(r"\b_exit\b|\bexit\(|def main\b")  # of the sources that end a process
 LEFT = re.compile(r"returncode|\bcode\b|\b(main|train|run)\(")  # what is compared with an exit code
 
 
@@ -23,7 +24,8 @@ def produced() -> set[int]:
         if isinstance(value, type) and issubclass(value, errors.JaxlmError)
     }
     for path in (ROOT / "jaxlm").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if ENDS.search(source) else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os._exit", "sys.exit"):
                 codes |= constants(node)
             elif isinstance(node, ast.FunctionDef) and node.name == "main":
@@ -76,11 +78,13 @@ def test_h8_every_exit_code_that_there_is_is_of_the_contract_documented_and_seen
     assert codes >= {0, 2, 65, 66, 70, 71, 73, 74, 75, 77, 79, 130}
     assert codes - CONTRACT == set()
     assert codes - documented() == set()
-    seen: dict[int, set[str]] = {}
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        for code, tests in expected(path.read_text()).items():
-            seen.setdefault(code, set()).update(tests)
-    assert codes - set(seen) == set()
+    unseen = set(codes)
+    paths = (ROOT / "tests").rglob("test_*.py")
+    for path in sorted(paths, key=lambda path: path.parent.name != "faults"):  # most are there
+        if not unseen:
+            break
+        unseen -= expected(path.read_text()).keys()
+    assert unseen == set()
 
 
 def test_h8_an_expectation_is_found_and_another_number_is_not():
