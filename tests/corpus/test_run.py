@@ -157,6 +157,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(crawl, capsys, point):
     assert tree(Path("out")) == whole
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("point", ["prepare.clean:sigkill@2", "prepare.finish:sigkill@1"])
 def test_a_file_that_was_written_while_the_run_was_stopped_is_read_again_or_told(
     crawl, capsys, point

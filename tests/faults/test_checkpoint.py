@@ -195,6 +195,7 @@ def test_b2_any_file_that_is_cut_removed_or_swapped_is_found(
     record_property("B2", f"{kind} {len(files)} of {len(files)} found")
 
 
+@pytest.mark.slow
 def test_b2_the_run_falls_back_whatever_the_damage(config, unbroken, tmp_path):
     damages = [functools.partial(spoilt, kind) for kind in DAMAGE]
     falls_back(config, unbroken, tmp_path / "run", damages)

@@ -95,6 +95,7 @@ def test_h8_an_expectation_is_found_and_another_number_is_not():
     assert expected(source) == {79: {"test_a"}, 2: {"test_a"}}
 
 
+@pytest.mark.usefixtures("one_device")
 def test_h8_a_model_that_does_not_fit_the_memory_ends_with_71(tiny_run, tmp_path, capsys):
     """Its weights would fill more than the addresses that a process has."""
     flags = (

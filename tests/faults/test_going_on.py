@@ -271,26 +271,28 @@ def test_f5_a_run_is_repeated_from_its_own_config_bit_for_bit(half, tmp_path):
     assert {"jax", "flax", "optax", "orbax-checkpoint"} <= set(facts["packages"])
 
 
-def test_f8_another_optimizer_needs_reset_optimizer(config, run, capsys):
-    words = harness.words(config, run, "--config.optim.name=lion")
+def test_f8_another_optimizer_needs_reset_optimizer_and_other_dtypes_need_cast(config, run, capsys):
+    """Each alone is refused, and both at once without one of the flags."""
+    optimizer, dtype = "--config.optim.name=lion", "--config.precision.params=bfloat16"
+    reset, cast = "--reset_optimizer", "--cast"
     before = harness.store(run).arrays(6)
-    assert main(words) == 2
-    assert "--reset_optimizer" in capsys.readouterr().err
-    assert main([*words, "--reset_optimizer", "--stop_at=7"]) == 0
+    for flags, missing in (
+        ([optimizer], reset),
+        ([dtype], cast),
+        ([optimizer, dtype, cast], reset),
+        ([optimizer, dtype, reset], cast),
+    ):
+        assert main(harness.words(config, run, *flags)) == 2
+        assert missing in capsys.readouterr().err
+    both = harness.words(config, run, optimizer, dtype, reset, cast, "--stop_at=7")
+    assert main(both) == 0
     after = harness.store(run).arrays(7)
     assert before["params/final_norm/scale"].shape == after["params/final_norm/scale"].shape
+    assert "bfloat16" in harness.store(run).layout(7)["params/final_norm/scale"]
     assert any("/nu/" in path for path in before)
     assert not any("/nu/" in path for path in after)
     losses = [r["loss_nats"] for r in harness.records(run) if r["split"] == "train"]
     assert abs(losses[6] - losses[5]) < 0.5, "it went on from the parameters"
-
-
-def test_f8_other_dtypes_need_cast(config, run, capsys):
-    words = harness.words(config, run, "--config.precision.params=bfloat16")
-    assert main(words) == 2
-    assert "--cast" in capsys.readouterr().err
-    assert main([*words, "--cast", "--stop_at=7"]) == 0
-    assert "bfloat16" in harness.store(run).layout(7)["params/final_norm/scale"]
 
 
 LOW = ("--config.precision.params=bfloat16", "--config.precision.moments=bfloat16")

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -80,14 +81,24 @@ def records(tmp_path_factory):
     return texts_by_path
 
 
-def test_c3_a_bad_gradient_or_loss_is_skipped_counted_told_apart_and_explained(
-    config, records, tmp_path, monkeypatch
-):
-    flags = (*STEPS, f"--config.data.train={','.join(records)}")
-    broken(monkeypatch, "grads:nan@7,loss:nan@12,batch:nan@20")
-    saves = ("--config.checkpoint.every=1", "--config.checkpoint.keep_last=99", "--stop_at=22")
-    assert main(harness.words(config, tmp_path / "run", *flags, *saves)) == 0
-    spikes = harness.records(tmp_path / "run", "spikes.jsonl")
+SPOILT = "grads:nan@7,loss:nan@12,batch:nan@20,grads:inf@27-99"  # one program for C3 and C2
+
+
+@pytest.fixture(scope="module")
+def spoilt(config, records, tmp_path_factory):
+    """A run that meets SPOILT and keeps each step, stopped at step 22; and its flags."""
+    saves = ("--config.checkpoint.every=1", "--config.checkpoint.keep_last=99")
+    data = f"--config.data.train={','.join(records)}"
+    flags = (*STEPS, data, *saves, "--config.guard.rewinds=0")
+    workdir = tmp_path_factory.mktemp("runs") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        broken(patch, SPOILT)
+        return harness.trained(config, workdir, *flags, "--stop_at=22"), flags
+
+
+def test_c3_a_bad_gradient_or_loss_is_skipped_counted_told_apart_and_explained(records, spoilt):
+    run, _ = spoilt
+    spikes = harness.records(run, "spikes.jsonl")
     assert [(s["step"], s["batch"], s["kind"]) for s in spikes] == [
         (7, 6, "gradient not finite"),
         (12, 11, "loss not finite"),
@@ -106,33 +117,33 @@ def test_c3_a_bad_gradient_or_loss_is_skipped_counted_told_apart_and_explained(
         others = [text for texts in records.values() for text in texts if named["preview"] in text]
         assert len(named["preview"]) < 12 or len(others) == 1
     assert sum(len(d["preview"]) >= 12 for d in documents) >= 8
-    last = [r for r in harness.records(tmp_path / "run") if r["split"] == "train"][-1]
+    last = [r for r in harness.records(run) if r["split"] == "train"][-1]
     assert last["skipped_total"] == 3
-    unmoved = [step for step in range(2, 23) if not moved(tmp_path / "run", step - 1, step)]
+    unmoved = [step for step in range(2, 23) if not moved(run, step - 1, step)]
     assert unmoved == [7, 12, 21], "these alone were not applied"
-    log = (tmp_path / "run/log.txt").read_text()
+    log = (run / "log.txt").read_text()
     assert "step 7 was not applied: gradient not finite (loss " in log
     assert "step 12 was not applied: loss not finite (loss nan, gradient " in log
 
 
 def test_c2_a_spent_budget_ends_with_79_and_the_next_bad_step_is_not_applied(
-    config, tmp_path, monkeypatch, capsys, record_property
+    config, spoilt, tmp_path, monkeypatch, capsys, record_property
 ):
-    broken(monkeypatch, "grads:inf@15-99")
-    flags = ("--config.guard.rewinds=0", "--config.checkpoint.keep_last=9")
-    assert main(harness.words(config, tmp_path / "run", *STEPS, *flags)) == 79
+    stopped, flags = spoilt
+    run = shutil.copytree(stopped, tmp_path / "run")
+    broken(monkeypatch, SPOILT)
+    assert main(harness.words(config, run, *flags)) == 79
     output = capsys.readouterr().err
-    assert "steps 15 to 24" in output
-    assert harness.exit_of(tmp_path / "run")["code"] == 79
-    spikes = harness.records(tmp_path / "run", "spikes.jsonl")
-    assert [s["step"] for s in spikes] == list(range(15, 25))
-    assert len(spikes) == 10
-    record_property("C2", "10 bad steps, none applied")
-    newest = harness.steps(tmp_path / "run")[-1]
-    assert newest >= 15, "saved among the bad steps"
-    after = harness.store(tmp_path / "run").arrays(newest)
+    assert "steps 27 to 36" in output
+    assert harness.exit_of(run)["code"] == 79
+    bad = [s["step"] for s in harness.records(run, "spikes.jsonl") if s["step"] > 22]
+    assert bad == list(range(27, 37))
+    record_property("C2", f"{len(bad)} bad steps, none applied")
+    newest = harness.steps(run)[-1]
+    assert newest >= 27, "saved among the bad steps"
+    after = harness.store(run).arrays(newest)
     assert all(np.isfinite(leaf).all() for leaf in after.values())
-    assert not moved(tmp_path / "run", 14, newest)
+    assert not moved(run, 26, newest)
 
 
 @pytest.fixture(scope="module")

@@ -345,8 +345,8 @@ def test_a5_a_kill_while_old_steps_are_removed_leaves_a_good_one(
 
 
 PHASES = {
-    "compiling": "compile:sigterm",
     "a step": "step.after:sigterm@7",
+    "compiling": "compile:sigterm",
     "an evaluation": "eval:sigterm@6",
     "a save": "save.files:sigterm@6",
     "the wait for data": "data.next:sigterm@6,data.next:hang@6",
@@ -355,7 +355,7 @@ PHASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a7_a_sigterm_in_any_phase_saves_and_says_75(
     config, unbroken, tmp_path, monkeypatch, phase, record_property
