@@ -276,6 +276,7 @@ SITUATIONS: dict[str, Situation] = {
 SLOW = {
     "a tied head that is trained whole",
     "an adapter of PEFT that the library cannot write",
+    "an adapter of PEFT into a file",
     "quantized weights that are quantized",
     "quantized weights that no folder has",
     "quantized weights that are averaged",
