@@ -21,6 +21,7 @@ from jaxlm.serve.app import Server
 from jaxlm.serve.bridge import Bridge
 from jaxlm.serve.keys import ApiKeys, add_key
 from jaxlm.serve.quotas import KeyLimits, Quotas
+from tests import machine
 
 PROMPT = "1+2?"
 
@@ -235,7 +236,7 @@ def test_v6_bytes_that_come_slowly_do_not_prolong_a_deadline(running, monkeypatc
                     if not (more := link.recv(65536)):
                         break
                     answer += more
-        assert 0.3 < time.monotonic() - begun < 10
+        machine.require_clock(time.monotonic() - begun, 4)
     assert answer == b"" if not sent else b" 408 " in answer[:20]
 
 
