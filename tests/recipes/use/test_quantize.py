@@ -214,6 +214,7 @@ def test_on_a_full_disk_nothing_is_a_run_and_the_command_continues(
     assert code == (73 if place == "a layer" else 74)
     assert not (out / "config.json").exists()
     assert str(tmp_path) in answer["error"]["where"]
+    assert place != "answers" or f"{out}/evals/" in answer["error"]["where"]
     assert call(capsys, *words)[0] == 0
     assert list(out.glob("evals/one.*/results.json"))
 
