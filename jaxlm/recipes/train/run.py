@@ -10,7 +10,6 @@ Files of `jaxlm/recipes` between `jaxlm train` and the first step, in the order 
 - `recipes/train/run.py`: this file
 - `recipes/train/resume.py`: checkpoint to resume from, allowed changes, history of starts
 - `recipes/setup.py`: JAX, mesh, sharded model, data
-- `recipes/train/epochs.py`: fewer steps and a smaller batch for a small set
 - `recipes/plan`: kernels, divisibility, and the memory that the compiled step is compared with
 - `recipes/train/programs.py`: step, observer, gradient and evaluation, and their compilation
 - `recipes/train/trainer.py`: the loop's state and what is due in it
@@ -52,7 +51,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange.import_model import copy_hub_files, keep_template
 from jaxlm.recipes.plan import attention_kernels, oom, predict
 from jaxlm.recipes.setup import ShardedModel
-from jaxlm.recipes.train import checkpointing, epochs, reference, resume
+from jaxlm.recipes.train import checkpointing, reference, resume
 from jaxlm.recipes.train.api import ResumeOptions, RunContext, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.init_from import (
@@ -71,6 +70,7 @@ from jaxlm.recipes.train.resume import ResumePoint, StartRecord
 from jaxlm.recipes.train.teacher import find_teacher, load_teacher, with_teacher
 from jaxlm.recipes.train.trainer import Trainer
 from jaxlm.recipes.use.load import InitSource, base_fix, load_base, read_config
+from jaxlm.training import epochs
 from jaxlm.training.processes import ProcessGroup
 from jaxlm.training.rundir import IMPORTED, RunDir, read_json
 from jaxlm.training.signals import Interrupted, StopRequest

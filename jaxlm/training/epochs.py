@@ -4,7 +4,7 @@ Settings of the command line stay as they are. A run that resumes keeps the valu
 with.
 
 Example:
-  >>> from jaxlm.recipes.train.epochs import fewer_steps
+  >>> from jaxlm.training.epochs import fewer_steps
   >>> from jaxlm.training.config import TrainConfig
   >>> fewer_steps(TrainConfig(steps=500, batch=16, epochs=3), rows=20, unit=1, typed=())
   {'train.batch': 2, 'train.steps': 30}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxlm.recipes.train.epochs import explain, fewer_steps
 from jaxlm.training.config import TrainConfig
+from jaxlm.training.epochs import explain, fewer_steps
 
 TRAIN = TrainConfig(steps=500, batch=16, epochs=3)
 BATCH, STEPS = "train.batch", "train.steps"
