@@ -66,3 +66,20 @@ def explain(before: TrainConfig, after: TrainConfig, rows: int) -> str:
         f"train.epochs = {before.epochs:g}: the training set has {rows} {wide}, so "
         f"{' and '.join(changes)}; --config.train.steps=N and --config.train.batch=N set others"
     )
+
+
+def explain_end(train: TrainConfig, rows: int) -> str:
+    """Return a line about steps that end the run before `train.epochs` passes; "" if they do not.
+
+    Rows are counted at the full batch, also in a run whose batch grows.
+    """
+    if train.epochs is None:
+        return ""
+    needed = math.ceil(train.epochs * rows / train.batch)
+    if train.steps >= needed:
+        return ""
+    passes = train.steps * train.batch / rows
+    return (
+        f"train.steps = {train.steps} ends the run after {passes:.2g} of train.epochs = "
+        f"{train.epochs:g} passes over {rows} rows; --config.train.steps={needed} makes all of them"
+    )

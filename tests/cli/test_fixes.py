@@ -86,7 +86,7 @@ def test_a_setting_given_as_a_flag_is_fixed_to_the_setting_with_its_value(words,
         ("--steps=100", "--config.train.steps=100"),
         ("--steps=2k", "--config.train.steps=2000"),
         ("--data=mine/*.txt", "jaxlm train --help"),
-        ("--epochs=3", "jaxlm train --help"),  # of a mixture or of a rollout
+        ("--epochs=3", "--config.train.epochs=3.0"),
         ("--heads=3", "--config.model.heads=3"),
         ("--batch_size=many", "jaxlm config explain train.batch"),
         ("--num_train_epochs=3", "jaxlm train --help"),

@@ -175,7 +175,12 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "message", "fix"),
     [
-        (["shards.tokenizer=words"], 2, "not one of", "jaxlm config explain shards.tokenizer"),
+        (
+            ["shards.tokenizer=words"],
+            2,
+            "'words' is none of",
+            "jaxlm config explain shards.tokenizer",
+        ),
         (["shards.tokenizer=none.model"], 66, "", "find . -name '*.model'"),
         (
             ["shards.weights=web=1"],

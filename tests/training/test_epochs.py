@@ -1,12 +1,13 @@
 """Fewer steps and smaller batches for sets that are small."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 
 from jaxlm.training.config import TrainConfig
-from jaxlm.training.epochs import explain, fewer_steps
+from jaxlm.training.epochs import explain, explain_end, fewer_steps
 
 TRAIN = TrainConfig(steps=500, batch=16, epochs=3)
 BATCH, STEPS = "train.batch", "train.steps"
@@ -58,3 +59,13 @@ def test_the_line_names_only_what_changed():
     assert "has 128 rows, so train.steps = 24 in place of 500; --config" in line
     assert "train.batch = " not in line
     assert "has 1 row, so" in explain(TRAIN, after, 1)
+
+
+def test_steps_that_end_before_the_passes_are_named_with_those_that_make_them():
+    assert explain_end(TRAIN, 2_666) == ""
+    assert explain_end(dataclasses.replace(TRAIN, epochs=None), 10**6) == ""
+    line = explain_end(TRAIN, 10_000)
+    assert "train.steps = 500 ends the run after 0.8 of train.epochs = 3 passes over 10000" in line
+    (steps,) = re.findall(r"--config.train.steps=(\d+)", line)
+    assert explain_end(dataclasses.replace(TRAIN, steps=int(steps)), 10_000) == ""
+    assert explain_end(dataclasses.replace(TRAIN, steps=int(steps) - 1), 10_000)

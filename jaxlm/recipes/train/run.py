@@ -395,10 +395,14 @@ def _with_epochs(
     typed = epochs.typed_names(loaded)
     values = epochs.fewer_steps(run.train, rows=rows, unit=unit, typed=typed)
     flat = config.flatten(run)
-    if all(flat[name] == value for name, value in values.items()):
+    is_kept = all(flat[name] == value for name, value in values.items())
+    if not is_kept:
+        context, loaded = _changed(context, loaded, values)
+        warn(epochs.explain(run.train, context.run.train, rows))
+    if line := epochs.explain_end(context.run.train, rows):
+        warn(line)
+    if is_kept:
         return context, loaded, data
-    context, loaded = _changed(context, loaded, values)
-    warn(epochs.explain(run.train, context.run.train, rows))
     # Weights of a mixture may depend on the number of steps.
     return context, loaded, setup.open_data(context.run, workdir=context.directory.path)
 
