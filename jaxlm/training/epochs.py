@@ -11,7 +11,7 @@ Example:
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from jaxlm.core.config import Loaded
@@ -47,11 +47,6 @@ def fewer_steps(
 def typed_names(loaded: Loaded) -> list[str]:
     """Return those of the settings that the command line sets."""
     return [name for name in NAMES if loaded.provenance[name].kind == "command line"]
-
-
-def with_values(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
-    """Return the config with other values. Raises ConfigError if they contradict other settings."""
-    return Loaded(loaded.value.changed(values), loaded.provenance)
 
 
 def explain(before: TrainConfig, after: TrainConfig, rows: int) -> str:

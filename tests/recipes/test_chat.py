@@ -39,20 +39,22 @@ def write(path, turns):
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("chats")
-    settings = {
+def chat_config(folder, sequence, **settings):
+    """Return the path of a config that trains on conversations without dropout."""
+    chats = {
         "data.train": (write(folder / "chat.jsonl", conversations()),),
         "data.kind": "chat",
-        "data.sequence": 96,
+        "data.sequence": sequence,
         "data.packing": "concat",
-        "optim.lr": 1e-2,
-        "train.steps": 40,
-        "checkpoint.every": 20,
         "model.dropout": 0.0,
     }
-    return harness.write_config(folder, settings)
+    return harness.write_config(folder, chats | settings)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    settings = {"optim.lr": 1e-2, "train.steps": 40, "checkpoint.every": 20}
+    return chat_config(tmp_path_factory.mktemp("chats"), 96, **settings)
 
 
 @pytest.fixture(scope="module")

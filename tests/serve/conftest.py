@@ -22,19 +22,11 @@ def trained_once():
 @pytest.fixture(scope="module")
 def trained(trained_once, tmp_path_factory, one_device, without_plots):
     """A run of a few steps on conversations, whose template it stores: a copy for each module."""
-    from tests.recipes.test_chat import conversations, write
+    from tests.recipes.test_chat import chat_config
 
     if not trained_once:
         folder = tmp_path_factory.mktemp("served")
-        settings = {
-            "data.train": (write(folder / "chat.jsonl", conversations()),),
-            "data.kind": "chat",
-            "data.sequence": 128,
-            "data.packing": "concat",
-            "train.steps": 2,
-            "model.dropout": 0.0,
-        }
-        config = harness.write_config(folder, settings)
+        config = chat_config(folder, 128, **{"train.steps": 2})
         trained_once["run"] = harness.trained(config, folder / "run")
     return shutil.copytree(trained_once["run"], tmp_path_factory.mktemp("served") / "run")
 

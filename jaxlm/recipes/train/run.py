@@ -294,8 +294,8 @@ def _with_saved(context: RunContext, loaded: Loaded) -> tuple[RunContext, Loaded
 def _changed(
     context: RunContext, loaded: Loaded, values: Mapping[str, Any]
 ) -> tuple[RunContext, Loaded]:
-    """Return both with other values of settings."""
-    loaded = epochs.with_values(loaded, values)
+    """Return both with other values of settings. Raises ConfigError if they contradict others."""
+    loaded = Loaded(loaded.value.changed(values), loaded.provenance)
     context.console.total = loaded.value.train.steps
     return dataclasses.replace(context, run=loaded.value), loaded
 
@@ -395,16 +395,14 @@ def _with_epochs(
     typed = epochs.typed_names(loaded)
     values = epochs.fewer_steps(run.train, rows=rows, unit=unit, typed=typed)
     flat = config.flatten(run)
-    is_kept = all(flat[name] == value for name, value in values.items())
-    if not is_kept:
+    if any(flat[name] != value for name, value in values.items()):
         context, loaded = _changed(context, loaded, values)
         warn(epochs.explain(run.train, context.run.train, rows))
+        # Weights of a mixture may depend on the number of steps.
+        data = setup.open_data(context.run, workdir=context.directory.path)
     if line := epochs.explain_end(context.run.train, rows):
         warn(line)
-    if is_kept:
-        return context, loaded, data
-    # Weights of a mixture may depend on the number of steps.
-    return context, loaded, setup.open_data(context.run, workdir=context.directory.path)
+    return context, loaded, data
 
 
 def _check_vocabulary(run: Run, data: Data) -> None:
