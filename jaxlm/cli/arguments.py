@@ -147,6 +147,16 @@ def needed_config(args: Any, schema: type, folder: str = "") -> str:
     return needed(args, "config", fix="\n".join(flags[:SHOWN]) or _example("--config"))
 
 
+PLACES = {"DIR", "FILE", "PLACE"}  # metavars of paths
+
+
+def _path(value: str) -> str:
+    """Return a path as it is typed. Raises ArgumentTypeError for none, as of an unset variable."""
+    if not value:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return value
+
+
 def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **options: Any) -> None:
     """Add a flag with a value.
 
@@ -165,6 +175,8 @@ def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **option
     else:
         options |= {"type": type(kind), "default": kind}
         doc += f" ({kind:g})" if isinstance(kind, float) else f" ({kind})".replace("%", "%%")
+    if isinstance(metavar, str) and metavar in PLACES:
+        options["type"] = _path
     options |= {"choices": metavar} if isinstance(metavar, list) else {"metavar": metavar}
     parser.add_argument(name, help=doc, **options)
 

@@ -6,6 +6,7 @@ jaxlm tokenizer show my.model
 jaxlm tokenizer compare my.model bpe:8192 bytes      compression of a text; sizes are trained first
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def _train(args: Any, out: Output) -> int:
     path = Path(args.out).with_suffix(".json" if content.startswith(b"{") else ".model")
     if path.exists():
         why = "a tokenizer is never overwritten: data made with it would become unreadable"
-        fix = f"--out={path.with_stem(path.stem + '-2')}"
+        fix = shlex.quote(f"--out={path.with_stem(path.stem + '-2')}")
         raise NotWritable("the tokenizer file exists", where=str(path), why=why, fix=fix)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

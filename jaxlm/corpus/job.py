@@ -152,7 +152,8 @@ class Job:
                     changes = config.diff(config.from_json(Recipe, theirs["recipe"]), self.recipe)
                     why = "; ".join(map(str, changes[:5]))
                 what = "the output folder belongs to another recipe or other files"
-                raise ConfigError(what, where=str(path), why=why, fix=f"--out={self.out}-2")
+                fix = shlex.quote(f"--out={self.out}-2")
+                raise ConfigError(what, where=str(path), why=why, fix=fix)
         elif any(not each.name.startswith(".") for each in self.out.iterdir()):
             raise other_files(self.out)
         else:  # first, so that the folder is recognized even if the process is killed next

@@ -28,6 +28,7 @@ MAX_DEPTH = 64  # of the JSON of tools and tool calls
 
 # Records of another form; a share of data.max_dropped is tolerated.
 NO_MESSAGES = "without messages"
+NO_FIELD = "without a field of data.kind"
 OTHER_FORM = "with messages of another form"
 UNKNOWN_ROLE = "with an unknown role"
 NO_TEXT_PART = "with a part that is no text"
@@ -35,7 +36,7 @@ BAD_WEIGHT = "with a weight that is no number"
 BAD_MARGIN = "with a margin that is no number"
 BAD_LABEL = "with a label other than true or false"
 BROKEN = (
-    *(NO_MESSAGES, OTHER_FORM, UNKNOWN_ROLE, NO_TEXT_PART, BAD_WEIGHT),
+    *(NO_MESSAGES, NO_FIELD, OTHER_FORM, UNKNOWN_ROLE, NO_TEXT_PART, BAD_WEIGHT),
     *(BAD_MARGIN, BAD_LABEL),
 )
 REFUSED = "refused by the chat template"
@@ -207,6 +208,11 @@ def _chat(record: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
+def no_field(record: dict[str, Any], missing: str, fix: str) -> Rejected:
+    """Return the error of a record without a field that its kind needs."""
+    return Rejected(NO_FIELD, f"it has no {missing}; its fields are {', '.join(record)}", fix)
+
+
 def _completion(record: dict[str, Any]) -> tuple[Any, Any]:
     prompt, completion = record.get("prompt"), record.get("completion")
     form = 'one object a line: {"prompt": "...", "completion": "..."}'
@@ -214,7 +220,7 @@ def _completion(record: dict[str, Any]) -> tuple[Any, Any]:
         missing = "prompt" if prompt is None else "completion"
         is_chat = "messages" in record or "conversations" in record
         fix = "--config.data.kind=chat" if is_chat else form
-        raise Rejected(NO_MESSAGES, f"it has no {missing}", fix)
+        raise no_field(record, missing, fix)
     if not all(isinstance(part, str | list) for part in (prompt, completion)):
         raise Rejected(OTHER_FORM, "prompt and completion are texts or lists of messages", form)
     return prompt, completion

@@ -250,7 +250,8 @@ def tokenize(
         if target.exists():
             what = "the output folder already exists"
             why = "shards are never overwritten"
-            raise DataError(what, where=str(target), why=why, fix=f"--out={out}-2")
+            fix = shlex.quote(f"--out={out}-2")
+            raise DataError(what, where=str(target), why=why, fix=fix)
         with cache.writing(target, fix="choose a writable --out folder on a disk with free space"):
             form = chat if part.corpus.chat is not None else None
             written[part.name] = _written(target, part, encoder, form, progress)

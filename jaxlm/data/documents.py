@@ -93,7 +93,7 @@ class Corpus:
                     flag = functools.partial(_flag, setting, pattern, others)
                     files = downloads.files(pattern, setting, flag)
                 else:
-                    matches = _matches(pattern, setting, others)
+                    matches = matching_files(pattern, setting, others)
                     files = {Path(path): path for path in matches}
                     if Path(pattern).is_dir():
                         not_text += sum(1 for _ in _files_in(Path(pattern))) - len(files)
@@ -196,7 +196,17 @@ def _listed_twice(before: str, name: str, pattern: str, setting: str) -> DataErr
     )
 
 
-def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
+def matching_files(pattern: str, setting: str, entries: tuple[str, ...] = ()) -> list[str]:
+    """Return the files of a path, a folder or a glob, sorted.
+
+    Args:
+      pattern: the path, the folder or the glob.
+      setting: name of the setting, or a flag, in errors.
+      entries: all patterns of the setting, which the fix keeps.
+
+    Raises:
+      InputMissing: if there are none; the fix has a similar name.
+    """
     is_folder = Path(pattern).is_dir()
     has_shards = is_folder and bool(_shards(pattern))
     globs = text_globs(Path(pattern)) if is_folder and not has_shards else ()

@@ -75,7 +75,7 @@ def _with_steps(record: dict[str, Any], roles: Sequence[str]) -> Conversation:
     texts, labels = record.get("steps", record.get("completions")), record.get("labels")
     if texts is None or labels is None:
         missing = "steps" if texts is None else "labels"
-        raise Rejected(NO_MESSAGES, f"it has no {missing}", ONE_PROCESS)
+        raise conversations.no_field(record, missing, ONE_PROCESS)
     if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
         raise Rejected(OTHER_FORM, "steps is no list of texts", ONE_PROCESS)
     if not isinstance(labels, list) or len(labels) != len(texts):
@@ -98,7 +98,7 @@ def _split(record: dict[str, Any]) -> tuple[Any, Any, Any]:
         missing = "chosen" if chosen is None else "rejected"
         is_labeled = "completion" in record and "label" in record
         fix = "--config.data.kind=labeled" if is_labeled else ONE_PAIR
-        raise Rejected(NO_MESSAGES, f"it has no {missing}", fix)
+        raise conversations.no_field(record, missing, fix)
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise Rejected(OTHER_FORM, "chosen and rejected are texts, or lists of messages", ONE_PAIR)
     if not isinstance(prompt, str | list | None):

@@ -44,8 +44,7 @@ def parse(record: Any) -> Conversation:
         raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object", ONE_PROMPT)
     prompt = record.get("prompt")
     if prompt is None:
-        why = f"its fields are {', '.join(map(str, record)) or 'none'}"
-        raise Rejected(NO_MESSAGES, why, ONE_PROMPT)
+        raise conversations.no_field(record, "prompt", ONE_PROMPT)
     goal = Goal(_answer(record.get("answer")), record.get("info"))
     if isinstance(prompt, str):
         if not prompt.strip():

@@ -23,7 +23,7 @@ from jaxlm.data.formats import BYTE_ORDER_MARK, NOT_JSON, NOT_UTF8, RecordFault,
 
 # Kinds of broken records, like NOT_UTF8 and NOT_JSON; only a small share of them is tolerated.
 NO_TEXT, OTHER_TYPE = "without the text key", "with a text of another type"
-OTHER_FIELDS = NO_TEXT, NO_MESSAGES  # probably of all records
+OTHER_FIELDS = NO_TEXT, NO_MESSAGES, conversations.NO_FIELD  # probably of all records
 # Kinds of records without content; any number of them may be dropped.
 EMPTY, BLANK = "empty", "only white space"
 # Changes to a document, or oddities of one that is kept unchanged.
@@ -100,7 +100,7 @@ def read(
       DataError: the rest of the file cannot be read.
     """
     if is_text(path) and chat is not None:
-        rejected = Rejected(NO_MESSAGES, "its name is that of a text")
+        rejected = Rejected(NO_MESSAGES, "a file of this name is read as text")
         yield Broken(NO_MESSAGES, not_a_conversation(rejected, name, 0))
         return
     if is_text(path):
@@ -307,7 +307,9 @@ def _damage_named(name: str) -> Iterator[None]:
 def not_a_conversation(rejected: Rejected, name: str, number: int) -> DataError:
     """Return the error of a record that is no usable conversation."""
     what = f"a record {rejected.reason} is no conversation"
-    if rejected.reason in (conversations.REFUSED, conversations.NO_MASK):
+    if rejected.reason == conversations.NO_FIELD:
+        what = f"a record is {rejected.reason}"
+    elif rejected.reason in (conversations.REFUSED, conversations.NO_MASK):
         what = f"a conversation is {rejected.reason}"
     where = formats.place(name, number)
     return DataError(what, where=where, why=rejected.why, fix=rejected.fix)

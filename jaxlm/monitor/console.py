@@ -267,6 +267,7 @@ def _evaluation(record: Record, is_best: bool) -> str:
     shown |= {"token_accuracy": "accuracy {:5.1%}"}
     shown |= {"reward": "reward {:.4f}", "pass_1": "pass@1 {:5.1%}"}
     shown |= {"greedy_pass": "greedy {:5.1%}"}
+    shown |= {"preference_accuracy": "preferred {:5.1%}", "margin": "margin {:.4f}"}
     for name, pattern in shown.items():
         value = record.get(name)
         text = "" if value is None else f"  {pattern.format(value)}"

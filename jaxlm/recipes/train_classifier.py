@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def train(options: ClassifierOptions, say: Log = lambda _: None) -> dict[str, An
             "the folder exists",
             where=str(options.out),
             why="a classifier is never overwritten: its filtered data could not be reproduced",
-            fix=f"--out={options.out}-2",
+            fix=shlex.quote(f"--out={options.out}-2"),
         )
     counts = Counter[str]()
     examples = _read(options, counts)

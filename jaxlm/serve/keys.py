@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import shlex
 import stat
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class ApiKeys:
         self._names: dict[str, str] = {}
         if path is None:
             return
-        add = f"jaxlm serve --keys={path} --add_key"
+        add = f"jaxlm serve {shlex.quote(f'--keys={path}')} --add_key"
         try:
             mode = path.stat().st_mode
             lines = path.read_text().splitlines()

@@ -102,6 +102,12 @@ def test_shared_flags_are_found_wherever_they_stand(verb):
     assert (values["max_tokens"], values["rest"]) == (3, ["one", "two"])
 
 
+@pytest.mark.parametrize("words", [["merge", "--workdir=a"], ["collect"], ["export"]])
+def test_an_empty_path_is_no_path(capsys, words):
+    assert main([*words, "--out="]) == 2
+    assert capsys.readouterr().err.startswith("command error: --out: the path is empty\n")
+
+
 def test_words_after_two_dashes_are_left_alone(verb):
     values = seen(verb)
     assert main(["probe", "--quiet", "--", "--config=a", "--json"]) == 0

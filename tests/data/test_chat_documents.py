@@ -239,6 +239,9 @@ def test_a_broken_record_has_its_line_and_its_fix(tmp_path):
     with pytest.raises(DataError, match="no text under 'text'") as caught:
         opened(tmp_path, str(tmp_path / "share.jsonl"), kind="text")
     assert caught.value.fix == "--config.data.kind=chat", "the text of id is no text to train on"
+    with pytest.raises(DataError, match="a record is without a field of data.kind") as caught:
+        opened(tmp_path, str(tmp_path / "chat.jsonl"), kind="pairs")
+    assert caught.value.why.startswith("it has no chosen; its fields are messages")
     (tmp_path / "text.txt").write_text("a")
     with pytest.raises(DataError, match="without messages"):
         opened(tmp_path, str(tmp_path / "text.txt"))

@@ -8,6 +8,7 @@ from jaxlm.data.conversations import (
     BAD_WEIGHT,
     EMPTY_TURN,
     NO_ANSWER,
+    NO_FIELD,
     NO_MESSAGES,
     NO_TEXT_PART,
     OTHER_FORM,
@@ -123,8 +124,8 @@ def test_a_record_that_is_no_conversation_is_rejected(record, reason, why):
 @pytest.mark.parametrize(
     ("record", "reason", "fix"),
     [
-        ({"prompt": "a"}, NO_MESSAGES, "one object a line"),
-        ({"messages": PAIR}, NO_MESSAGES, "--config.data.kind=chat"),
+        ({"prompt": "a"}, NO_FIELD, "one object a line"),
+        ({"messages": PAIR}, NO_FIELD, "--config.data.kind=chat"),
         ({"prompt": 1, "completion": "b"}, OTHER_FORM, "one object a line"),
         ({"prompt": "a", "completion": ""}, EMPTY_TURN, "one conversation a line"),
         ({"prompt": "a", "completion": "b", "train": False}, UNTRAINED, "one conversation a line"),

@@ -76,7 +76,7 @@ def test_a_pair_has_one_prompt_and_two_answers_in_every_form(record, messages):
     ("record", "reason"),
     [
         ([], conversations.NO_MESSAGES),
-        ({"prompt": "q", "chosen": "a"}, conversations.NO_MESSAGES),
+        ({"prompt": "q", "chosen": "a"}, conversations.NO_FIELD),
         ({"prompt": "q", "chosen": "a", "rejected": [said("b")]}, conversations.OTHER_FORM),
         ({"prompt": 1, "chosen": "a", "rejected": "b"}, conversations.OTHER_FORM),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, conversations.EQUAL),

@@ -41,7 +41,7 @@ def test_a_label_is_where_its_step_ends(tmp_path, prompt):
         ({"labels": [True]}, conversations.BAD_LABEL),
         ({"labels": [True, "no"]}, conversations.BAD_LABEL),
         ({"steps": "a", "labels": [True]}, conversations.OTHER_FORM),
-        ({"steps": None}, conversations.NO_MESSAGES),
+        ({"steps": None}, conversations.NO_FIELD),
     ],
 )
 def test_steps_that_cannot_be_used_have_a_reason(record, reason):

@@ -78,6 +78,12 @@ def test_an_evaluation_of_rewards_shows_the_reward_and_no_loss():
     assert row.split()[1] == "0.0000"
 
 
+def test_an_evaluation_of_pairs_shows_the_share_that_is_preferred():
+    figures = {"loss_nats": 0.693, "preference_accuracy": 0.9, "margin": 0.008}
+    (row,) = lines({"step": 10, "split": "val", "time_unix": 1e9} | figures)
+    assert row.split() == "10 0.6930 val best preferred 90.0% margin 0.0080".split()
+
+
 def test_a_long_row_keeps_the_doubt_of_its_loss():
     known = {"loss_stderr": 0.044, "share": 0.095, "token_accuracy": 0.5, "split": "validation"}
     (row,) = lines(VAL | known | {"worse_than": "unigram"})

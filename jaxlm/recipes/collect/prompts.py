@@ -1,6 +1,5 @@
 """Prompts of a collection: texts or messages, each with its reference answer."""
 
-import glob
 import hashlib
 import json
 import shlex
@@ -13,9 +12,10 @@ import jax
 import numpy as np
 
 from jaxlm.core import random
-from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.errors import DataError
 from jaxlm.data import conversations
 from jaxlm.data.conversations import Rejected
+from jaxlm.data.documents import matching_files
 
 EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
 
@@ -84,14 +84,7 @@ def read(globs: Sequence[str], *, is_chat: bool, left_out: Counter[str]) -> list
       InputMissing: if there are no files.
       DataError: if a line has no prompt, or no file has any.
     """
-    files = sorted({path for each in globs for path in glob.glob(each, recursive=True)})
-    if not files:
-        raise InputMissing(
-            "there are no files of prompts",
-            where=f"--prompts={globs[0]}",
-            why="it has JSON lines with a prompt (.jsonl), or a prompt on each line",
-            fix=f"echo '{EXAMPLE}' > {shlex.quote(globs[0])}",
-        )
+    files = sorted({path for each in globs for path in matching_files(each, "--prompts")})
     prompts: dict[str, CollectPrompt] = {}
     for path in files:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -125,12 +118,13 @@ def _parsed(line: str, place: str) -> CollectPrompt:
             asked = {"prompt": prompt, "completion": "a"}
             messages = conversations.parse(asked, "completion", ("assistant",)).messages
             prompt = list(messages[:-1])
+        if prompt is None:
+            raise ValueError(f"its fields are {', '.join(record) or 'none'}")
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(f"prompt is {prompt!r}")
         if answer is not None:
             answer = str(answer)
     except (ValueError, RecursionError, Rejected) as error:
-        file, _, number = place.rpartition(":")
-        fix = f"sed -i {number}d {shlex.quote(file)}"
+        fix = f"one prompt a line: {EXAMPLE}"
         raise DataError("a line has no prompt", where=place, why=str(error), fix=fix) from error
     return CollectPrompt(prompt, answer, record.get("info"))

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -221,7 +222,7 @@ def _check_folder(out: Path, facts: dict[str, Any]) -> None:
             "the folder has another collection",
             where=f"--out={out}",
             why=f"it differs in {', '.join(changed)}",
-            fix=f"--out={out}-2",
+            fix=shlex.quote(f"--out={out}-2"),
         )
 
 

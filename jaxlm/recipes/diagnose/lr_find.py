@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,7 +79,7 @@ def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict
             "the folder contains an earlier test",
             where=str(options.out / RECORD),
             why="a test never overwrites",
-            fix=f"--out={options.out}-2",
+            fix=shlex.quote(f"--out={options.out}-2"),
         )
     setup.start(options.cpu_devices)
     run = setup.with_compute(run)

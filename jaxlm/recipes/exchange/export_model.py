@@ -178,7 +178,8 @@ def check_new(out: Path) -> None:
     """Raise CommandError if the output exists."""
     if out.exists():
         what = f"the {'folder' if out.is_dir() else 'file'} already exists"
-        fix = f"--out={out.with_stem(f'{out.stem}-2')}"
+        other = out.with_stem(f"{out.stem}-2") if out.stem else out / "export"
+        fix = shlex.quote(f"--out={other}")
         raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
 
 

@@ -1,6 +1,7 @@
 """Make a run of a Hugging Face folder or a GGUF: its config, tokenizer and weights."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def check_free(workdir: Path, flag: str, what: str) -> None:
     if (workdir / "config.json").exists() or (has_steps and not (workdir / IMPORTED).exists()):
         where, why = f"{flag}={workdir}", f"{what} needs an empty directory"
         exists = "the directory already contains a run"
-        raise CommandError(exists, where=where, why=why, fix=f"{where}-2")
+        raise CommandError(exists, where=where, why=why, fix=shlex.quote(f"{where}-2"))
 
 
 def write(

@@ -18,6 +18,7 @@ from jaxlm.monitor.sinks import Jsonl, Shape
 if TYPE_CHECKING:
     from jaxlm.generate.config import GenerateConfig
 
+EXAMPLE = "Once upon a time"
 OTHER_FILE = "--out=ratings-2.jsonl"
 BATCH = 16  # prompts that are continued at a time
 SHAPE: Shape = {
@@ -73,8 +74,7 @@ def read_prompts(file: Path) -> list[str]:
 
 def _example(file: Path) -> str:
     """Return the command that writes a file of one prompt."""
-    prompt = "Once upon a time"
-    text = json.dumps({"prompt": prompt}) if file.suffix == ".jsonl" else prompt
+    text = json.dumps({"prompt": EXAMPLE}) if file.suffix == ".jsonl" else EXAMPLE
     return f"echo '{text}' > {shlex.quote(str(file))}"
 
 
@@ -86,8 +86,7 @@ def _prompt(line: str, place: str) -> str:
         why = f"prompt is {prompt!r}, not a string"
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
-    file, _, number = place.rpartition(":")
-    fix = f"sed -i {number}d {shlex.quote(file)}"
+    fix = f'one prompt a line: {{"prompt": "{EXAMPLE}"}}'
     raise DataError("a line has no prompt", where=place, why=why, fix=fix)
 
 

@@ -32,6 +32,7 @@ from jaxlm.parallel import hlo
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import format_mesh
 from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.train.api import RunContext
@@ -54,7 +55,7 @@ INTERNAL = ("verdict", "skipped_in_a_row", "tokens_read")
 ROLLOUTS = "rollouts.jsonl"  # every sample that was drawn to train on
 PREVIEW = 150  # characters of the example row in the header
 BRIEF = {
-    *("devices", "model", "data", "run", "plan"),
+    *("devices", "model", "data", "run", "reward", "plan"),
     *("tasks", "tune", "resumed", "changed", "by"),  # of few runs
 }
 
@@ -257,7 +258,7 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
         sources = [*data.train.describe(run.pace, run.train.steps)]  # what each will have read
     else:
         amount, sources = f"{data.train.epochs(run.rows):.3g} epochs", []
-    if train.figures:
+    if train.figures and not run.objective.samples_answers:
         amount += f"; {train.trained / train.tokens:.1%} of the tokens are trained"
     facts = [
         ("processes", _processes(trainer)),
@@ -283,6 +284,7 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
             f" {_arithmetic(run.precision)}",
         ),
         *(("stage", line) for line in _phases(trainer)),
+        *_reward(run),
         ("plan", _plan(trainer)),
         ("checks", _checks(trainer)),
         (
@@ -308,6 +310,14 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
         facts.append(("by", flags))
     title = f"jaxlm train, {trainer.context.directory.path}"
     trainer.context.console.block(title, facts, brief=BRIEF)
+
+
+def _reward(run: Run) -> list[tuple[str, str]]:
+    """Return the fact of the rewards, and of the samples that get them."""
+    if not (run.objective.samples_answers and run.reward.functions):
+        return []
+    samples = f"{run.rl.samples} samples of each prompt, at most {run.rl.max_tokens} tokens each"
+    return [("reward", f"{', '.join(run.reward.functions)}; {samples}")]
 
 
 def _objective(trainer: "Trainer") -> str:

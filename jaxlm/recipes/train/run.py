@@ -25,6 +25,7 @@ documents of steps that were not applied (`spikes.py`).
 import contextlib
 import dataclasses
 import functools
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -199,7 +200,7 @@ def run_training(
 def _check_cheaply(run: Run, options: StartOptions) -> None:
     """Check everything that takes no time: a wrong setting must not cost a minute."""
     if (options.workdir / IMPORTED).exists() and not names_other_base(options):
-        source = f"--init_from={options.workdir}"
+        source = shlex.quote(f"--init_from={options.workdir}")
         is_whole = (options.workdir / "config.json").exists()  # not an import that was killed
         if is_whole and isinstance(read_config(options.workdir).tune, Quantized):
             source = base_fix(options.workdir, "--init_from")
@@ -207,7 +208,7 @@ def _check_cheaply(run: Run, options: StartOptions) -> None:
             "cannot resume from an imported model",
             where=f"--workdir={options.workdir}",
             why="it has weights and no optimizer state, and stays as it was imported",
-            fix=f"--workdir={options.workdir}-trained {source}",
+            fix=f"{shlex.quote(f'--workdir={options.workdir}-trained')} {source}",
         )
     resume.check_place(options.workdir, run, options.resume)
     trackers.check(run.log.sinks)

@@ -10,6 +10,7 @@ from jaxlm.training import guard
 
 PREVIEW_TOKENS = 24  # of a document in a record of spikes.jsonl
 MAX_DOCUMENTS = 256  # in such a record
+NO_DIFFERENCE = "the rewards of the samples of each prompt are equal, or left out"
 PRINTED_SKIPS = 10  # first steps that were not applied and are printed; then each tenth is
 
 
@@ -51,7 +52,7 @@ def spike_evidence(
     documents, left_out = _documents(programs, number)
     return {
         "step": step,
-        "kind": guard.describe_verdict(int(values["verdict"])),
+        "kind": _kind(programs, int(values["verdict"])),
         "in_a_row": int(values["skipped_in_a_row"]),
         **{name: values[name] for name in ("loss_nats", "grad_norm", "learning_rate")},
         "batch": number,
@@ -60,6 +61,14 @@ def spike_evidence(
         "documents": documents,
         "documents_left_out": left_out,
     }
+
+
+def _kind(programs: TrainPrograms, verdict: int) -> str:
+    """Return why a step was not applied."""
+    kind = guard.describe_verdict(verdict)
+    if verdict == guard.NO_WEIGHT and programs.run.objective.samples_answers:
+        kind += f": {NO_DIFFERENCE}"
+    return kind
 
 
 def _finite(norm: Any) -> Any:

@@ -161,7 +161,8 @@ def test_a_judge_that_sees_two_answers_has_no_preference_for_a_place(
         (["--judge=numbre"], 2, "--judge=number"),
         (["--judge=ended", "--max_tokens=300"], 65, "--max_tokens="),
         (["--judge=reward:WRITER"], 2, "--config.objective.name=reward"),
-        (["--judge=ended", "--prompts=missing.jsonl"], 66, "echo"),
+        (["--judge=ended", "--prompts=TMP/unanswered.json"], 66, "unanswered.jsonl"),
+        (["--judge=ended", "--prompts=CHAT"], 65, 'one prompt a line: {"prompt": "1+1="'),
         (["--critique=missing.txt"], 66, "echo"),
         (["--critique=EMPTY"], 65, "echo"),
         (["--judge=number", "--prompts=UNANSWERED"], 65, "--judge=ended"),
@@ -172,9 +173,12 @@ def test_a_judge_that_sees_two_answers_has_no_preference_for_a_place(
 def test_each_unusable_input_names_its_fix(words, writer, tmp_path, capfd, flags, code, text):
     (tmp_path / "fails.py").write_text("def f(completion, **_):\n    return None\n")
     (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (tmp_path / "unanswered.jsonl").write_text('{"prompt": "1"}\n')
     places = {
         "WRITER": str(writer),
+        "CHAT": f"{tmp_path}/chat.jsonl",
+        "TMP": f"{tmp_path}",
         "UNANSWERED": f"{tmp_path}/unanswered.jsonl",
         "FAILS": f"{tmp_path}/fails.py:f",
         "EMPTY": f"{tmp_path}/empty.txt",

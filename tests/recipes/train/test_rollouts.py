@@ -69,6 +69,12 @@ def base(config, tmp_path_factory):
     return workdir
 
 
+def test_the_header_has_the_rewards_and_no_share_of_trained_tokens(base):
+    log = (base / "log.txt").read_text()
+    assert "  reward      ended; 4 samples of each prompt, at most 6 tokens each\n" in log
+    assert "tokens are trained" not in log
+
+
 def test_the_parts_of_an_iteration_are_its_seconds(base):
     """Drawing, scoring and training have no time in common.
 
@@ -297,6 +303,7 @@ def test_groups_of_equal_rewards_change_nothing_and_end_the_run(config, tmp_path
     error = capsys.readouterr().err
     assert "equal rewards in 3 rollouts in a row" in error
     assert "--config.rl.samples=8 --config.train.batch=16" in error
+    assert "no trained token: the rewards of the samples of each prompt are equal" in error
     steps = [each for each in records(tmp_path / "a") if each["split"] == "train"]
     assert [each["dead_groups"] for each in steps] == [1.0] * len(steps)
     assert all(each["tokens"] == 0 for each in steps)
