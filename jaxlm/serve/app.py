@@ -183,8 +183,7 @@ class Server:
                     "status": response.status_code,
                     "seconds": round(time.monotonic() - begun, 4),
                 }
-                with contextlib.suppress(OSError, ValueError):  # the log is full or closed
-                    self._log(safe(json.dumps(line)))
+                self._log(safe(json.dumps(line)))
             return response
 
         return handle
@@ -253,6 +252,8 @@ class Server:
         async with _cancelled_on_disconnect(request.receive, results.cancel):
             async for number, delta in results.parts():
                 deltas[number].append(delta)
+        if results.is_cancelled:
+            raise guard.CLIENT_LEFT
         reasons = [parts[-1].reason for parts in deltas]
         self.metrics.finish(response.usage, reasons, time.monotonic() - begun)
         for reason, failure in FAILURES.items():

@@ -25,6 +25,7 @@ class Results:
         self._engine = engine
         self._parts: asyncio.Queue[Part] = asyncio.Queue()
         self.tickets: list[Ticket] = []
+        self.is_cancelled = False
         self._ended = 0
 
     def put(self, part: Part) -> None:
@@ -37,6 +38,7 @@ class Results:
 
     def cancel(self) -> None:
         """Free the slots of the call within one tick."""
+        self.is_cancelled = True
         for ticket in self.tickets:
             self._engine.cancel(ticket)
 

@@ -16,6 +16,9 @@ MAX_HEADERS = 64
 MAX_PATH_BYTES = 8 * 2**10
 MAX_CONNECTIONS = 4096
 
+# In the log and the metrics; no client reads it.
+CLIENT_LEFT = RefusedRequest(499, "the client has left")
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -85,7 +88,7 @@ async def read_body(headers: Any, receive: Receive) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise RefusedRequest(400, "the client has left")
+                    raise CLIENT_LEFT
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > MAX_BODY:

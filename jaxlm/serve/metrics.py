@@ -42,6 +42,7 @@ class _EngineMetrics(Collector):
             "num_requests_waiting": ("requests without a slot", engine.waiting),
             "tokens_waiting": ("tokens of requests without a slot", engine.waiting_tokens),
             "kv_cache_usage_perc": ("share of slots in use", engine.running / engine.rows),
+            "prefix_cache_bytes": ("bytes of kept beginnings of prompts", engine.prefixes.size),
         }
         totals = {
             "compiles": ("compilations after the start", counters.compiles),

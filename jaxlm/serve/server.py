@@ -88,7 +88,7 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
     Args:
       workdir: the run.
       options: options of the server.
-      `say`: receives log lines.
+      `say`: receives log lines; an OSError or a ValueError of it drops the line.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
 
     Raises:
@@ -99,7 +99,8 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise not_installed("jaxlm serve", name, "serve", where="jaxlm serve")
-    keys = ApiKeys(options.keys)
+    say = _log_that_may_fail(say)
+    keys = ApiKeys(options.keys, say)
     is_local = options.host in LOOPBACK
     if not is_local and not keys:
         raise CommandError(
@@ -127,6 +128,16 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
         say(_accepted(engine.drafting.draft.name, engine.counters))
     say(f"stopped{_cost(engine.counters, options.price)}")
     return 0
+
+
+def _log_that_may_fail(say: Log) -> Log:
+    """Return a log whose lines are dropped while it is full or closed."""
+
+    def log(line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            say(line)
+
+    return log
 
 
 def _accepted(name: str, counters: Counters) -> str:

@@ -26,6 +26,7 @@ from pathlib import Path
 from tests import machine
 from tests.faults import harness
 from tests.faults.repeat import repeat
+from tests.serve import soak as servers
 
 CPU = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 POINTS = (
@@ -91,6 +92,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=0)
     kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--serve", action="store_true", help="line V33")
     kinds.add_argument("--fuzz", action="store_true", help="line S13, minutes for each kind")
     kinds.add_argument("--repeat", type=int, metavar="TIMES", help="line H3, on these tests")
     parser.add_argument("tests", nargs="*")
@@ -99,6 +101,8 @@ def main() -> int:
         return repeat(args.repeat, args.tests)
     if args.fuzz:
         return fuzz(args.minutes or 10, args.seed)
+    if args.serve:
+        return servers.soak(args.minutes or 60, args.seed)
     return soak(args.minutes or 20, args.seed)
 
 

@@ -1,6 +1,5 @@
 """Lines B of the reliability bar: a checkpoint is what was written, or it is no checkpoint."""
 
-import contextlib
 import functools
 import json
 import os
@@ -316,16 +315,6 @@ sys.exit(code)
 """
 
 
-def private_mounts(folder: Path) -> list[str] | None:
-    """Prefix of a command that mounts what no other process sees, or None if this is forbidden."""
-    for words in (["unshare", "-m"], ["unshare", "-rm"]):
-        with contextlib.suppress(FileNotFoundError):
-            tried = [*words, "mount", "-t", "tmpfs", "tmpfs", str(folder)]
-            if subprocess.run(tried, capture_output=True).returncode == 0:
-                return words
-    return None
-
-
 def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
     config, unbroken, tmp_path, record_property
 ):
@@ -337,7 +326,7 @@ def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
     limit on the size of a file, where only the saves fail.
     """
     run, left = tmp_path / "run", tmp_path / "left"
-    if private := private_mounts(tmp_path):
+    if private := harness.private_mounts(tmp_path):
         command = [*private, sys.executable, "-c", FILLING, run, unbroken / "half", left]
         slow = ""
     else:

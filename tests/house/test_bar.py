@@ -10,11 +10,11 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 SOAK = TESTS.parent / "scripts/soak"
-LINES = {"a": 14, "b": 17, "c": 12, "d": 11, "e": 12, "f": 9, "s": 15, "h": 9, "v": 32}
+LINES = {"a": 14, "b": 17, "c": 12, "d": 11, "e": 12, "f": 9, "s": 15, "h": 9, "v": 33}
 # These may be slow tests, or need what few machines have. All others are part of every run of the
 # tests.
 NIGHTLY = set("a1 a4 a5 a10 a12 a13 a14 b5 b13 b15 c8 c9 c10 c12 d8 d9 d10 d11 e9 h1 h5".split())
-NIGHTLY |= set("v20 v21 v23 v24 v31".split())
+NIGHTLY |= set("v20 v21 v23 v24 v31 v33".split())
 SOAKED = {"h3": "--repeat", "s13": "--fuzz", "h9": "--minutes"}  # as long as one likes
 SLOW_ANYWAY = {
     "h7": "a ratio of two times, within 3 %, needs an idle machine; scripts/test --slow does it",

@@ -63,11 +63,12 @@ class Running:
         patch.setattr(servers, "build_engine", build)
         patch.setattr(servers, "_http", watched)
         self.lines = []
+        self.log = self.lines.append
         chosen = servers.ServeOptions(port=0, slots=3, chunk=16, **options)
         self.code = None
 
         def run():
-            self.code = servers.serve(workdir, chosen, self.lines.append)
+            self.code = servers.serve(workdir, chosen, lambda line: self.log(line))
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()

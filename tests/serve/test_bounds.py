@@ -52,6 +52,36 @@ def test_v10_each_digest_is_compared_in_constant_time(tmp_path, monkeypatch):
     assert compared == [(64, 64)] * 9
 
 
+def test_v10_a_file_of_keys_that_changes_is_read_again_and_a_bad_one_changes_nothing(tmp_path):
+    file, lines = tmp_path / "keys", []
+    first, second = (add_key(file) for _ in range(2))
+    keys = ApiKeys(file, lines.append)
+
+    def accepted():
+        return [keys.name_of(f"Bearer {key}") is not None for key in (first, second)]
+
+    both = file.read_text()
+    revoked = tmp_path / "next"
+    revoked.touch(0o600)
+    revoked.write_text(both.splitlines(keepends=True)[1])
+    revoked.rename(file)
+    assert accepted() == accepted() == [False, True]
+    assert lines == ["the file of keys has changed: 1 keys"]
+    for bad in ("", "no digest", "\udcff"):
+        file.write_text(bad, errors="surrogateescape")
+        assert accepted() == [False, True]
+    file.write_text(both)
+    file.chmod(0o644)
+    assert accepted() == [False, True]
+    file.unlink()
+    assert accepted() == accepted() == [False, True]
+    assert len(lines) == 6
+    assert all(line.startswith("the keys are those of before: ") for line in lines[1:])
+    third = add_key(file)
+    assert accepted() == [False, False]
+    assert keys.name_of(f"Bearer {third}") is not None
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -146,7 +176,7 @@ def test_v25_a_log_that_cannot_be_written_stops_no_request(client, running, monk
         lines.append(line)
         raise error
 
-    monkeypatch.setattr(running.server, "_log", log)
+    monkeypatch.setattr(running, "log", log)
     before = running.engine.counters.drawn_tokens
     assert complete(client).usage.completion_tokens == 8
     assert len(lines) == 1

@@ -129,6 +129,22 @@ def test_a_canceled_stream_frees_its_slot(client, running):
     assert running.engine.is_idle
 
 
+def test_a_client_that_leaves_before_its_answer_is_no_failure_of_the_server(running):
+    running.lines.clear()
+    body = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "n": 16}
+    link = socket.create_connection(("127.0.0.1", running.port), timeout=30)
+    link.sendall(posted(json.dumps(body).encode()))
+    limit = time.monotonic() + 60
+    while running.engine.is_idle and time.monotonic() < limit:
+        time.sleep(0.001)
+    link.close()
+    while not running.lines and time.monotonic() < limit:
+        time.sleep(0.01)
+    (line,) = map(json.loads, running.lines)
+    assert line["status"] == 499
+    assert 'jaxlm:rejected_total{status="499"} 1.0' in running.get("/metrics")[1]
+
+
 @pytest.mark.parametrize(
     ("more", "status", "words"),
     [
