@@ -17,6 +17,7 @@ Then pairs are a revision and its draft, without a judge; a judge scores both.
 With --ask two answers are shown to a person, whose choices are saved in ratings.jsonl at each key.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,12 @@ def run(args: Any, out: Output) -> int:
         lines.append(f"left out: {', '.join(reasons)}")
     if args.keep in KINDS and answer["kept"]:
         kind, name = KINDS[args.keep], "finetune/sft" if args.keep == "best" else "preference/dpo"
-        lines.append(
-            f"next  jaxlm train --config={name} --init_from={workdir} --config.data.kind={kind} "
-            f"--config.data.train={target} --workdir={workdir}-{args.keep}"
-        )
+        words = [
+            *("jaxlm", "train", f"--config={name}", f"--init_from={workdir}"),
+            *(f"--config.data.kind={kind}", f"--config.data.train={target}"),
+            f"--workdir={workdir}-{args.keep}",
+        ]
+        lines.append(f"next  {shlex.join(words)}")
     return out.result(answer, lines)
 
 
@@ -141,6 +144,6 @@ def _ask(workdir: Path, args: Any, settings: Any, out: Output) -> int:
         rated = ask.ask(pairs, name, file, args.rater, read_key=read_key, say=out.log)
     lines = [
         f"{rated} ratings in {file}",
-        f"next  jaxlm rate --report {file}",
+        f"next  {shlex.join(['jaxlm', 'rate', '--report', str(file)])}",
     ]
     return out.result({"out": str(target), "rated": rated}, lines)

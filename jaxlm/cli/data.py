@@ -17,6 +17,7 @@ from typing import Any
 from jaxlm.cli import arguments
 from jaxlm.cli.arguments import Parser, add_flag, at_least_one, read_share, selection, train_next
 from jaxlm.cli.bars import progress_bars
+from jaxlm.cli.init_from import add_init_from, with_init_from
 from jaxlm.cli.output import Output, columns
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
@@ -24,18 +25,19 @@ from jaxlm.core.quoting import cut, printable
 from jaxlm.recipes.config import Run
 
 CLASSIFIER = "jaxlm data train-classifier"
+INIT_FROM = "tokenizer and chat template are"  # used by `--init_from`
 
 
 def add_arguments(parser: Parser) -> None:
     peek = parser.add_action("peek", _peek, "examples as the model sees them, targets marked")
-    _add_init_from(peek)
+    add_init_from(peek, INIT_FROM)
     add_flag(peek, "--rows", "N", 2, "number of rows")
     add_flag(peek, "--step", "N", 0, "step of the batch")
     stats = parser.add_action("stats", _stats, "documents, tokens, rows, skipped documents")
-    _add_init_from(stats)
+    add_init_from(stats, INIT_FROM)
     doc = "write token shards of data.train and data.validation"
     tokenize = parser.add_action("tokenize", _tokenize, doc)
-    _add_init_from(tokenize)
+    add_init_from(tokenize, INIT_FROM)
     add_flag(tokenize, "--out", "DIR", str, "new folder", required=True)
     check = parser.add_action("check", _check, "compare token shards with the manifest's digests")
     check.withhold("shards are compared with the manifest of their folder")
@@ -70,11 +72,6 @@ def add_arguments(parser: Parser) -> None:
     add_flag(train, "--run", "N", 2, "words of the longest n-gram")
     add_flag(train, "--buckets", "N", 2**18, "hash buckets of the n-grams")
     add_flag(train, "--seed", "N", 0, "seed of the order of examples")
-
-
-def _add_init_from(parser: Parser) -> None:
-    doc = "as of `jaxlm train`: the model whose tokenizer and chat template are used"
-    add_flag(parser, "--init_from", "RUN[@STEP]", str, doc)
 
 
 def add_engine(parser: Parser) -> None:
@@ -261,16 +258,7 @@ def _check(args: Any, out: Output) -> int:
 def _config(args: Any, out: Output) -> Run:
     """Return the config that `jaxlm train` would have with these flags."""
     loaded = config.load(Run, args.config or args.workdir, args.overrides)
-    if args.init_from is None:
-        return loaded.value
-    from jaxlm.recipes.train.init_from import as_run, with_model_of
-
-    workdir = Path(args.workdir) if args.workdir else None
-    ref = as_run(args.init_from, workdir, None, out.log)
-    loaded, lines = with_model_of(loaded, ref, workdir)
-    for line in lines:
-        out.log(line)
-    return loaded.value
+    return with_init_from(loaded, args, out).value
 
 
 def _open(args: Any, out: Output) -> tuple[Run, Any]:

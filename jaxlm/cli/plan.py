@@ -16,6 +16,7 @@ import shlex
 from typing import Any
 
 from jaxlm.cli.arguments import Parser, add_flag, needed_config
+from jaxlm.cli.init_from import add_init_from, with_init_from
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError, JaxlmError
@@ -32,6 +33,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
     add_flag(parser, "--devices", "N", 1, "with --on=cpu: number of devices")
     add_flag(parser, "--price", "X", float, "price per device-hour, to compute the cost")
+    add_init_from(parser, "sizes are")
     parser.add_switch("--serve", "plan a server, not a training run")
     add_flag(parser, "--slots", "N", int, "with --serve: requests that run at once (8)")
     add_flag(parser, "--context", "TOKENS", int, "with --serve: largest request (the run's rows)")
@@ -47,6 +49,7 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.plan import predict, search
 
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
+    loaded = with_init_from(loaded, args, out)
     if args.on is None and (args.exact or args.devices != 1):  # these are for this CPU
         args.on = "cpu"
     set_machine(args)

@@ -56,6 +56,8 @@ def _try(args: Any, out: Output) -> int:
     lines = [f"{len(questions)} prompts, {', '.join(settings.functions)}", *columns(rows, "<>>><")]
     if paid:
         lines.append(f"caution: a wrong completion earns a reward: {', '.join(paid)}")
+    if not results[attacks.ANSWER].share:
+        lines.append("caution: the right answer earns no reward")
     answer = {
         "rewards": settings.functions,
         "prompts": len(questions),

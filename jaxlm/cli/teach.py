@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, needed_config, needed_run, selection
+from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, needed, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 
@@ -26,8 +26,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.config import Run
 
-    loaded = config.load(Run, needed_config(args, Run), args.overrides)
     workdir = Path(needed_run(args))
+    flag = shlex.quote(f"--config={workdir}")  # a student of the teacher's size and data
+    loaded = config.load(Run, needed(args, "config", fix=flag), args.overrides)
 
     from jaxlm.monitor import formatting
     from jaxlm.recipes.use.teach import TeachOptions, teach

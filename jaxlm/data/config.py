@@ -236,7 +236,8 @@ class DataConfig:
             yield "tokenizer", why, near_tokenizer("data.tokenizer", self.tokenizer)
         yield from self._uncut()
         if not self.train:
-            yield "train", "nothing to read", "--config.data.train=stdlib:train"
+            example = "stdlib:train" if self.kind == "text" else f"{self.kind}.jsonl"
+            yield "train", "nothing to read", f"--config.data.train={example}"
         sources = self.sources
         if len(sources) > 1 and "train" in sources:
             why = (

@@ -73,7 +73,9 @@ def read_questions(file: Path) -> list[AttackPrompt]:
 def _question(line: str, where: str) -> AttackPrompt:
     try:
         record = json.loads(line)
-        prompt, answer = record["prompt"], record.get("answer")
+        prompt, answer = record.get("prompt"), record.get("answer")
+        if prompt is None:
+            raise ValueError(f"its fields are {', '.join(record) or 'none'}")
         if isinstance(prompt, list):
             prompt = "\n".join(message["content"] for message in prompt)
         if not isinstance(prompt, str):
@@ -82,7 +84,7 @@ def _question(line: str, where: str) -> AttackPrompt:
         raise DataError(
             "a line has no prompt",
             where=where,
-            why=f"{type(error).__name__}: {error}",
+            why=str(error),
             fix='{"prompt": "7 + 5 =", "answer": "12"}    # a line, as an example',
         ) from error
     return AttackPrompt(prompt, None if answer is None else str(answer), record.get("info"))

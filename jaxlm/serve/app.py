@@ -5,7 +5,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import JaxlmError
+from jaxlm.core.nearest import nearest_word
 from jaxlm.core.quoting import safe
 from jaxlm.generate.requests import Delta
 from jaxlm.serve import api, guard, page
@@ -124,7 +125,15 @@ class Server:
             Route(path, self._guarded(handler), methods=[method])
             for path, (method, handler) in table.items()
         ]
-        return guard.with_write_deadline(self._checked(Starlette(routes=routes)))
+        methods = {path: method for path, (method, _) in table.items()}
+        unrouted = self._guarded(functools.partial(_unrouted, methods))
+
+        async def refuse(request: HttpRequest, error: Exception) -> Response:
+            return await unrouted(request)
+
+        handlers: Any = {404: refuse, 405: refuse}
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        return guard.with_write_deadline(self._checked(app))
 
     def _checked(self, app: Any) -> guard.App:
         """Return the app behind the checks of every route: host, number of headers, key."""
@@ -347,6 +356,16 @@ class Server:
             "chat_template": None,
         }
         return JSONResponse(answer)
+
+
+async def _unrouted(methods: Mapping[str, str], request: HttpRequest) -> Response:
+    """Raise RefusedRequest for a path that is no route, or that takes another method."""
+    path = request.url.path
+    if method := methods.get(path):
+        raise RefusedRequest(405, f"{path} takes {method}, not {request.method}", allow=method)
+    near = nearest_word(path, methods)
+    hint = f"the nearest is {near}" if near else f"the routes are {', '.join(methods)}"
+    raise RefusedRequest(404, f"there is no route {path!r}; {hint}")
 
 
 def _error(refused: RefusedRequest) -> JSONResponse:

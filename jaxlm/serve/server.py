@@ -116,6 +116,7 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
             with _signals(bridge, options.drain_seconds, say):
                 opened = open_run(workdir, options, say, **selection)
                 with jax.set_mesh(opened.model.mesh):
+                    say("compiling the programs of the server ...")
                     engine = build_engine(opened, options, say)
                     bridge.engine = engine
                     server.served = describe(opened, engine, say)

@@ -51,7 +51,7 @@ class AdapterConfig:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield a problem if no place is named."""
         if not self.at:
-            yield "at", "an adapter needs a place", f"--config.tune.at={','.join(PROJECTIONS)}"
+            yield "at", "an adapter needs a place", f"'--config.tune.at={','.join(PROJECTIONS)}'"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

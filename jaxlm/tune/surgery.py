@@ -154,7 +154,7 @@ def adapted_weights(
                 why="their weights are "
                 + ", ".join(names[:6])
                 + (" ..." if len(names) > 6 else ""),
-                fix=f"--config.tune.at={','.join(config.PROJECTIONS)}",
+                fix=f"'--config.tune.at={','.join(config.PROJECTIONS)}'",
             )
         matched |= dict.fromkeys(hits)
     return list(matched)

@@ -66,7 +66,7 @@ def test_help_names_every_verb_and_imports_nothing_heavy():
 
 def test_every_module_of_the_room_is_a_verb():
     modules = {f"jaxlm.cli.{each.name}" for each in pkgutil.iter_modules(jaxlm.cli.__path__)}
-    shared = {f"jaxlm.cli.{name}" for name in ("main", "output", "arguments", "bars")}
+    shared = {f"jaxlm.cli.{name}" for name in ("main", "output", "arguments", "bars", "init_from")}
     assert modules - shared == {verb.module for verb in VERBS.values()}
 
 

@@ -27,6 +27,12 @@ def attempt(tmp_path, monkeypatch, capsys):
     return attempt
 
 
+def test_a_reward_that_the_right_answer_does_not_earn_is_named(attempt, tmp_path):
+    (tmp_path / "mine.py").write_text("def none(completion):\n    return 0.0\n")
+    assert attempt("mine.py:none")[1].out.endswith("caution: the right answer earns no reward\n")
+    assert "the right answer" not in attempt("number")[1].out
+
+
 def test_built_in_rewards_pay_for_no_attack(attempt):
     sandbox = "auto" if code.namespaces() else "process"
     names = ("exact", "number", "json", "regex", "format", "length:8", "ended", "python=2")

@@ -361,6 +361,9 @@ def test_tokens_text_models_and_metrics(running, client):
     assert cost == pytest.approx(2.0 * counters.seconds / 3600 / tokens * 1e6, rel=0.05)
     assert 8 <= running.engine.counters.drawn_tokens - drawn <= 9
     assert running.get("/nothing")[0] == 404
+    assert "the routes are /, /health" in running.get("/nothing")[1]
+    assert "the nearest is /v1/models" in running.get("/v1/model")[1]
+    assert "/v1/completions takes POST, not GET" in running.get("/v1/completions")[1]
 
 
 def test_v11_v14_the_page_runs_its_own_script_alone_and_inserts_text_as_text(running):

@@ -29,7 +29,8 @@ class RunSummary:
       code: exit code of the last start; None while it runs, or after a kill.
       cause: cause of the end, or what is damaged.
       step, steps: completed steps, and those of the config.
-      best: lowest loss in nats of the validation set that ranks checkpoints.
+      best: lowest loss in nats of the validation set that ranks checkpoints; the negative of its
+        highest reward if `is_rewarded`.
       tokens_per_second: median of the logged steps.
       time_unix: time of the last record or of the end.
       config: config.json.
@@ -43,6 +44,7 @@ class RunSummary:
     step: int | None = None
     steps: int | None = None
     best: float | None = None
+    is_rewarded: bool = False
     tokens_per_second: float | None = None
     time_unix: float | None = None
     config: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
@@ -98,7 +100,8 @@ def read(path: Path) -> RunSummary:
     end = report.read_object(path / "exit.json", report.EXIT)
     train = [each for each in records if each.get("split") == "train"]
     speeds = [each["tokens_per_second"] for each in train if each.get("tokens_per_second")]
-    scores = [loss for _, loss in losses(records, ranking_split(config, records))]
+    ranking = ranking_split(config, records)
+    scores = [loss for _, loss in losses(records, ranking)]
     times = [each["time_unix"] for each in (*records[-1:], end) if each.get("time_unix")]
     steps = config.get("train", {}).get("steps")
     step = max((each["step"] for each in records), default=None)
@@ -116,6 +119,7 @@ def read(path: Path) -> RunSummary:
         step=step,
         steps=steps,
         best=min(scores, default=None),
+        is_rewarded=any("reward" in each for each in records if each.get("split") == ranking),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         time_unix=max(times, default=None),
         config=config,

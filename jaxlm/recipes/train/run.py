@@ -77,6 +77,10 @@ from jaxlm.training.rundir import IMPORTED, RunDir, read_json
 from jaxlm.training.signals import Interrupted, StopRequest
 from jaxlm.tune.config import Full, Quantized
 
+RANDOM = (
+    "the weights are random: data.kind={} is for a model that was trained on text\n"
+    "  --init_from=MODEL names a run, a folder of transformers, a .gguf file or hf:ORG/NAME"
+)
 OTHER_VALIDATION = (
     "  --config.data.validation=GLOB names other text, '--config.data.validation=()' none"
 )
@@ -127,6 +131,8 @@ def run_training(
         notices[:0] = [
             f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()
         ]
+        if not point.meta and source is None and run.data.kind != "text":
+            notices.append(RANDOM.format(run.data.kind))
         if not run.objective.samples_answers:  # else rows are of samples
             data.train.check_batch(run.pace)
         teacher_source = _teacher_source(context, stop, data, start, notices.append)

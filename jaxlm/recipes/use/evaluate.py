@@ -38,6 +38,7 @@ from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.rl.rewards import Rewards
 from jaxlm.rl.scoring import PromptScorer, Samplers
 from jaxlm.rl.turns import Turns
+from jaxlm.training.rundir import IMPORTED
 
 
 def evaluate(
@@ -224,6 +225,8 @@ def open_loaders(
             elif error.fix.startswith("--config."):
                 error.fix = _fix_of_run(opened, error.fix)
             raise
+    if run.data.train == ("stdlib:train",) and (opened.workdir / IMPORTED).exists():
+        say("the text is Python's own library, as no data is named; --text=GLOB names other text")
     # Mixture weights do not matter for validation sets, and other lengths change the row counts.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())
     changed = dataclasses.replace(run, data=data)

@@ -68,6 +68,17 @@ def test_the_list_is_a_row_for_each_run_the_newest_first(folder, capsys, monkeyp
     assert [run.path.name for run in summary.find(folder)] == ["wild", "stopped", "whole"]
 
 
+def test_a_run_with_rewards_is_listed_with_its_best_reward(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    lines = [{"step": 1, "split": "val", "reward": each, "loss_nats": -each} for each in (0.5, 0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines[:1]))
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "  reward 0.5  " in capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(lines[1])}\n")
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "  reward 0  " in capsys.readouterr().out
+
+
 def test_a_run_that_trains_is_running_and_one_that_was_killed_is_not(config, tmp_path, capsys):
     steps = "--config.train.steps=100000"
     process = harness.start(harness.words(config, tmp_path / "run", steps))

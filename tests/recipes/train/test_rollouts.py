@@ -73,6 +73,7 @@ def test_the_header_has_the_rewards_and_no_share_of_trained_tokens(base):
     log = (base / "log.txt").read_text()
     assert "  reward      ended; 4 samples of each prompt, at most 6 tokens each\n" in log
     assert "tokens are trained" not in log
+    assert "the weights are random: data.kind=prompts is for a model that was trained" in log
 
 
 def test_the_parts_of_an_iteration_are_its_seconds(base):
