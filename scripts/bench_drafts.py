@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--modes", default="always,balanced", help="of always, balanced and never")
     parser.add_argument("--compute", help="dtype of products; that of the run by default")
     args = parser.parse_args()
     balance.clock = time.process_time
@@ -89,7 +90,7 @@ def main() -> None:
     }
     if heads := large.loaded.model.blueprint.config.heads:
         drafts["heads"] = DraftHeads(len(heads))
-    modes: tuple[Mode, ...] = ("always", "balanced")
+    modes: list[Mode] = args.modes.split(",")
     arms: list[tuple[str, Mode]] = [("none", "never")]
     arms += [(name, mode) for name, each in drafts.items() if each for mode in modes]
     with jax.set_mesh(large.loaded.model.mesh):
@@ -141,6 +142,7 @@ def main() -> None:
                     "draft": arm[0],
                     "mode": arm[1],
                     "tokens_per_second": round(statistics.median(speeds[arm]), 1),
+                    "median_over_none": round(statistics.median(ratios), 3),
                     "over_none": [round(each, 3) for each in ratios],
                     "guessed": round(counters.guessed_passes / counters.passes, 3),
                     "tokens_a_pass": round(counters.mean_acceptance_length or 1, 3),

@@ -45,18 +45,22 @@ class Draft(Protocol):
         """True if guesses need that `follow` has read all ids but the newest."""
 
     @property
+    def has_stream(self) -> bool:
+        """True if guesses need `seen`, whose stream takes the last layer of the model."""
+
+    @property
     def reread(self) -> int:
         """Number of the newest ids that `guess` reads itself, if `follow` has not."""
 
     def weights(self) -> list[Array]:
         """Return the arrays of `Sources.weights`."""
 
-    def empty(self, model: Decoder, rows: int, length: int, chunk: int, block: int | None) -> Any:
+    def empty(self, model: Decoder, rows: int, length: int, block: int | None) -> Any:
         """Return the state of `rows` slots of `length` tokens.
 
         Args:
           model: the model.
-          rows, length, chunk: as in `slots.build`.
+          rows, length: as in `slots.build`.
           block: slots of a block of a KV cache, see `Backbone.empty_cache`.
         """
 
@@ -99,14 +103,13 @@ class Lookup(NamedTuple):
     guesses: int = GUESSES
     name: str = "lookup"
     is_reader: bool = False
+    has_stream: bool = False
     reread: int = 0
 
     def weights(self) -> list[Array]:
         return []
 
-    def empty(
-        self, model: Decoder, rows: int, length: int, chunk: int, block: int | None
-    ) -> RowTokens:
+    def empty(self, model: Decoder, rows: int, length: int, block: int | None) -> RowTokens:
         return RowTokens(jnp.zeros((rows, length), jnp.int32), jnp.zeros((rows,), jnp.int32))
 
     def admit(self, state: RowTokens, slot: Array, arrival: Any) -> RowTokens:
@@ -146,7 +149,7 @@ class DraftModel:
       guesses: ids that are guessed at a time.
     """
 
-    name, is_reader, reread = "run", True, 0
+    name, is_reader, has_stream, reread = "run", True, False, 0
 
     def __init__(self, blueprint: Blueprint, params: Any, guesses: int = GUESSES):
         self.guesses = guesses
@@ -162,10 +165,9 @@ class DraftModel:
     def weights(self) -> list[Array]:
         return self._weights
 
-    def empty(self, model: Decoder, rows: int, length: int, chunk: int, block: int | None) -> Any:
+    def empty(self, model: Decoder, rows: int, length: int, block: int | None) -> Any:
         model = self._model(self._weights)
-        slots = length + -self.guesses % chunk
-        return model.empty_cache(rows, slots, spare=self.guesses, block=block).layers
+        return model.empty_cache(rows, length, spare=self.guesses, block=block).layers
 
     def admit(self, state: Any, slot: Array, arrival: Any) -> Any:
         return state
@@ -233,7 +235,7 @@ class DraftHeads:
       guesses: number of heads, G.
     """
 
-    name, is_reader = "heads", True
+    name, is_reader, has_stream = "heads", True, True
 
     def __init__(self, guesses: int):
         self.guesses, self.reread = guesses, guesses + 1
@@ -241,16 +243,12 @@ class DraftHeads:
     def weights(self) -> list[Array]:
         return []
 
-    def empty(
-        self, model: Decoder, rows: int, length: int, chunk: int, block: int | None
-    ) -> HeadsState:
-        slots = length + -self.guesses % chunk
-        tokens = RowTokens(
-            jnp.zeros((rows, slots + self.guesses), jnp.int32), jnp.zeros((rows,), jnp.int32)
-        )
+    def empty(self, model: Decoder, rows: int, length: int, block: int | None) -> HeadsState:
+        slots = length + self.guesses
+        tokens = RowTokens(jnp.zeros((rows, slots), jnp.int32), jnp.zeros((rows,), jnp.int32))
         dtype, width = model.precision.activations, model.config.width
-        stream = LayerCache.empty(rows, slots, (1, width, 0), dtype, None, self.guesses)
-        heads = model.empty_head_caches(rows, slots, spare=self.guesses, block=block)
+        stream = LayerCache.empty(rows, length, (1, width, 0), dtype, None, self.guesses)
+        heads = model.empty_head_caches(rows, length, spare=self.guesses, block=block)
         return HeadsState(tokens, stream, heads)
 
     def admit(self, state: HeadsState, slot: Array, arrival: Any) -> HeadsState:

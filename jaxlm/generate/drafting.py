@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxlm.generate import balance
-from jaxlm.generate.balance import DecayedMean, DraftBalance, DrawCall
+from jaxlm.generate.balance import CallTimes, DecayedMean, DraftBalance, DrawCall
 from jaxlm.generate.draft import Draft
 from jaxlm.generate.requests import Counters, Ticket
 
@@ -29,7 +29,8 @@ class Drafting:
     """Decides which calls of the device verify guesses, and for which rows.
 
     Guesses of a row need that the draft has read its ids. It does not read them while its guesses
-    lose time, so a row may have to catch up, in whole chunks, before it takes guesses.
+    lose time, so a row may have to catch up, in whole chunks, before it takes guesses. Those of
+    heads need the stream of the whole prompt: a row that was read without takes none.
 
     Args:
       draft: guesses tokens.
@@ -45,13 +46,18 @@ class Drafting:
 
     def __init__(self, draft: Draft, chunk: int, pad: int):
         self.draft, self._chunk, self._pad = draft, chunk, pad
-        self.balance = DraftBalance(1.0, 1.0)
+        self.balance = DraftBalance(CallTimes(0.0, 1.0), CallTimes(0.0, 1.0))
         self._chunk_seconds = DecayedMean(KEPT_CHUNKS)
 
     @property
     def is_on(self) -> bool:
         """Return True if the next calls verify guesses, but for those that measure."""
         return self.mode == "always" or (self.mode == "balanced" and self.balance.is_on)
+
+    @property
+    def is_due(self) -> bool:
+        """Return True if the next calls may verify guesses."""
+        return self.mode == "always" or (self.mode == "balanced" and self.balance.is_due)
 
     def next_call(
         self, rows: Rows, passes: int, chunks: int, follow: Callable[[Chunk], None]
@@ -64,8 +70,7 @@ class Drafting:
           chunks: most chunks that the draft may read before.
           follow: reads a chunk, and returns when that is done.
         """
-        # The mask of a grammar is that of one token.
-        free = [(slot, ticket) for slot, ticket in rows if ticket.matcher is None]
+        free = [(slot, ticket) for slot, ticket in rows if self._is_free(ticket)]
         if self.mode == "never" or not free:
             return DrawCall(False, passes), []
         is_balanced = self.mode == "balanced"
@@ -88,6 +93,11 @@ class Drafting:
             if not self._unread(ticket):
                 ready.append(slot)
         return (DrawCall(False, passes), []) if is_balanced and not ready else (call, ready)
+
+    def _is_free(self, ticket: Ticket) -> bool:
+        """Return True if a row may take guesses: it has no grammar, whose mask is of one token."""
+        is_seen = not self.draft.has_stream or ticket.seen == ticket.read
+        return ticket.matcher is None and is_seen
 
     def _unread(self, ticket: Ticket) -> int:
         """Return the number of chunks that the draft has to read before it guesses."""

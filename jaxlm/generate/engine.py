@@ -8,7 +8,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxlm.core import backend
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import balance, prefix, slots
-from jaxlm.generate.balance import DraftBalance, DrawCall
+from jaxlm.generate.balance import CallTimes, DraftBalance, DrawCall
 from jaxlm.generate.decode import supports_prompt_lookup
 from jaxlm.generate.draft import Draft
 from jaxlm.generate.drafting import Chunk, Drafting
@@ -166,33 +166,36 @@ class Engine:
             if self._has_prefixes:
                 block = self._programs.save(self._state, np.int32(0), np.int32(0))
                 self._state = self._programs.load(self._state, np.int32(0), np.int32(0), block)
-        self.prefixes.clear()
         if self.drafting is not None:
             self.drafting.mode = "never"
             self.complete([Request(ids=ids, max_tokens=1, top=1), Request(ids=ids, max_tokens=1)])
             self.drafting.mode, self.drafting.balance = "balanced", self._measured()
+        self.prefixes.clear()
 
     def _measured(self) -> DraftBalance:
-        """Return the balance of passes with guesses and without, of greedy rows without text."""
-        seconds = []
-        for program, more in (
-            (self._programs.draw, ()),
-            (self._programs.draw_guessed, (np.zeros(self.rows, bool),)),
-        ):
-            assert program is not None
-            on, off = np.ones(self.rows, bool), np.zeros(self.rows, bool)
-            allowed = np.full((self.rows, -(-self.vocab // 32)), ALL)
-            left = np.full(self.rows, 2**30, np.int32)
-            inputs = (on, off, allowed, left, np.int32(MEASURED_PASSES), np.bool_(False), *more)
-            times = []
-            for _ in range(3):
-                begun = balance.clock()
-                self._state, drawn = program(self._ready, self._state, *inputs)
-                jax.block_until_ready(drawn.passes)
-                times.append(balance.clock() - begun)
-                self._state = self._programs.empty()
-            seconds.append(min(times))
-        return DraftBalance(seconds[1] / seconds[0], seconds[0] / MEASURED_PASSES)
+        """Return the balance of calls with guesses and without, of greedy rows without text."""
+        assert self._programs.draw_guessed is not None
+        on, off = np.ones(self.rows, bool), np.zeros(self.rows, bool)
+        allowed = np.full((self.rows, -(-self.vocab // 32)), ALL)
+        left = np.full(self.rows, 2**30, np.int32)
+
+        def seconds(passes: int, program: Callable[..., Any], *more: np.ndarray) -> float:
+            inputs = (on, off, allowed, left, np.int32(passes), np.bool_(False), *more)
+            self._state = jax.block_until_ready(self._programs.empty())
+            begun = balance.clock()
+            self._state, drawn = program(self._ready, self._state, *inputs)
+            jax.block_until_ready(drawn.passes)
+            return balance.clock() - begun
+
+        times = []
+        for program in ((self._programs.draw,), (self._programs.draw_guessed, off)):
+            counts = (1,) * 6 + (MEASURED_PASSES,) * 3
+            taken = [(n, seconds(n, *program)) for n in counts]
+            one, several = (min(s for n, s in taken if n == k) for k in (1, MEASURED_PASSES))
+            each = max(several - one, several / 2) / (MEASURED_PASSES - 1)
+            times.append(CallTimes(max(one - each, 0.0), each))
+        self._state = self._programs.empty()
+        return DraftBalance(*times)
 
     @property
     def waiting_tokens(self) -> int:
@@ -370,9 +373,13 @@ class Engine:
             stored = self.prefixes.get(name)
             if stored is None:
                 return
-            block, is_followed = stored
+            block, (is_seen, is_followed) = stored
+            if self._needs_stream and not is_seen:
+                return
             inputs = np.int32(slot), np.int32(ticket.read), block
             self._state = self._programs.load(self._state, *inputs)
+            if is_seen and ticket.seen == ticket.read:
+                ticket.seen += self.chunk
             if is_followed and ticket.followed == ticket.read:
                 ticket.followed += self.chunk
             ticket.read += self.chunk
@@ -418,6 +425,7 @@ class Engine:
         ids = np.full(self.chunk, self.tokenizer.pad, np.int32)
         ids[:count] = request.ids[start : start + count]
         inputs = (self._ready, self._state, np.int32(slot), ids, np.int32(start), np.int32(count))
+        is_seen = ticket.seen == start and self._needs_stream
         if request.is_prompt_scored and request.top is not None:
             after = np.full(self.chunk, self.tokenizer.pad, np.int32)
             after[:count] = request.ids[start + 1 : start + 1 + count]
@@ -426,24 +434,35 @@ class Engine:
             ticket.add_prompt_scores(
                 [_score(scores, place, int(after[place]), request.top) for place in range(count)]
             )
+        elif is_seen:
+            assert self._programs.read_seen is not None
+            self._state = self._programs.read_seen(*inputs)
         else:
             self._state = self._programs.read(*inputs)
         ticket.read += count
+        if is_seen:
+            ticket.seen += count
         if self._has_prefixes and count == self.chunk:
             self._keep(slot, ticket, start)
         self.counters.chunks += 1
         self.counters.prompt_tokens += count
         return True
 
+    @property
+    def _needs_stream(self) -> bool:
+        """Return True if the draft is to see the stream of prompts that are read now."""
+        drafting = self.drafting
+        return drafting is not None and drafting.draft.has_stream and drafting.is_due
+
     def _keep(self, slot: int, ticket: Ticket, start: int) -> None:
         """Keep a chunk that a slot has read for later prompts, and if the draft has read it."""
-        name = ticket.blocks[start // self.chunk]
-        is_followed = ticket.followed >= start + self.chunk
+        name, stop = ticket.blocks[start // self.chunk], start + self.chunk
+        known = ticket.seen >= stop, ticket.followed >= stop
         before = self.prefixes.get(name)
-        if before is None or is_followed > before[1]:
+        if before is None or known > before[1]:
             block = self._programs.save(self._state, np.int32(slot), np.int32(start))
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(block))
-            self.prefixes.add(name, (block, is_followed), size)
+            self.prefixes.add(name, (block, known), size)
 
     def _follow(self, chunk: Chunk) -> None:
         """Let the draft read a chunk."""

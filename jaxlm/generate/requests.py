@@ -141,6 +141,7 @@ class Ticket:
         self.is_cancelled = False
         self.read = 0  # ids of the prompt that the slot has
         self.cached = 0  # of these, from the prefix cache
+        self.seen = 0  # ids whose stream the draft has seen, see `Draft.seen`
         self.followed = 0  # ids that the draft has read
         self.blocks: list[bytes] = []  # names of the chunks of the prompt, see `prefix`
         self.ids: list[int] = []

@@ -84,6 +84,7 @@ class Programs:
     `prepare(params)` returns the weights as the others read them. `empty()` returns a state.
     `admit(state, slot, arrival)` puts a request into a slot.
     `read(ready, state, slot, ids [C], start, count)` reads a chunk of a prompt.
+    `read_seen(...)` does the same, and the draft sees the stream; None if it needs no stream.
     `score(...)` does the same and returns `Scores` of the ids `after` the chunk's ids.
     `follow(ready, state, slot, ids [C + G], start, count)` lets the draft read a chunk of ids that
     the model has read; the G ids after the chunk are known to the extent that they are drawn.
@@ -101,6 +102,7 @@ class Programs:
     empty: Callable[[], Slots]
     admit: Callable[..., Slots]
     read: Callable[..., Slots]
+    read_seen: Callable[..., Slots] | None
     follow: Callable[..., Slots] | None
     score: Callable[..., tuple[Slots, Scores]]
     draw: Callable[..., tuple[Slots, DecodedTokens]]
@@ -152,14 +154,13 @@ def build(
     def empty(params: Any) -> Slots:
         model: Decoder = merge(params)
         vocab = model.config.vocab
-        slots = length + -spare % chunk  # with `spare`, whole chunks
-        cache = model.empty_cache(rows, slots, is_int8=is_int8, spare=spare, block=block)
+        cache = model.empty_cache(rows, length, is_int8=is_int8, spare=spare, block=block)
         none = jnp.zeros((rows,), jnp.int32)
         history = History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
         keys = jnp.zeros((rows, 2), jnp.uint32)
         bias, ends = jnp.zeros((rows, vocab)), jnp.zeros((rows, vocab), bool)
         settings = RowSettings.empty(rows)
-        begun = draft and draft.empty(model, rows, length, chunk, block)
+        begun = draft and draft.empty(model, rows, length, block)
         return Slots(cache, none, none, keys, history, bias, ends, settings, begun)
 
     def admit(state: Slots, slot: Array, arrival: Arrival) -> Slots:
@@ -184,18 +185,22 @@ def build(
             draft=draft and draft.admit(state.draft, slot, arrival),
         )
 
-    def _chunk(
+    def read(
+        ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
+    ) -> Slots:
+        cache, _ = read_chunk(model_of(ready), state.cache, slot, ids, start, count)
+        return state._replace(cache=cache)
+
+    def _seen(
         ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
     ) -> tuple[Slots, Array]:
-        """Read a chunk into a slot; return the hidden states [1, C, D]."""
+        """Read a chunk into a slot, for the draft too; return the hidden states [1, C, D]."""
         cache, hidden = read_chunk(model_of(ready), state.cache, slot, ids, start, count)
         drafted = draft and draft.seen(state.draft, slot, start, hidden.stream)
         return state._replace(cache=cache, draft=drafted), hidden.values
 
-    def read(
-        ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
-    ) -> Slots:
-        return _chunk(ready, state, slot, ids, start, count)[0]
+    def read_seen(*inputs: Any) -> Slots:
+        return _seen(*inputs)[0]
 
     def follow(
         ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
@@ -213,7 +218,7 @@ def build(
         count: Array,
         after: Array,
     ) -> tuple[Slots, Scores]:
-        state, values = _chunk(ready, state, slot, ids, start, count)
+        state, values = _seen(ready, state, slot, ids, start, count)
         return state, scores_of(model_of(ready).logits(values)[0], after)
 
     def draw_one(
@@ -337,6 +342,7 @@ def build(
         empty=lambda: made(params),
         admit=jax.jit(admit, donate_argnums=0),
         read=jax.jit(read, donate_argnums=1),
+        read_seen=jax.jit(read_seen, donate_argnums=1) if draft and draft.has_stream else None,
         follow=jax.jit(follow, donate_argnums=1) if draft is not None and draft.is_reader else None,
         score=jax.jit(score, donate_argnums=1),
         draw=jax.jit(functools.partial(drawn_with, 0), donate_argnums=1),

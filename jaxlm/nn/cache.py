@@ -232,13 +232,16 @@ class BlockedCache:
     def of(cls, cache: LayerCache, block: int) -> "BlockedCache":
         """Return an empty cache in blocks: two of `block` slots, then each as long as all before.
 
+        It has no spare slots: what is written beyond the last block is lost, and no token of a row
+        sees it.
+
         Each block is compiled apart (a GPT-2 of 12 layers and 4 blocks: 13.6 s of processor for the
         engine, 7.4 s for one block), so there are few, and at most half of what is read is unused.
         """
-        starts = [0]
-        while (start := max(2 * starts[-1], block)) < cache.slots:
+        starts, slots = [0], cache.slots - cache.spare
+        while (start := max(2 * starts[-1], block)) < slots:
             starts.append(start)
-        stops = [*starts[1:], cache.slots]
+        stops = [*starts[1:], slots]
         blocks = [
             jax.tree.map(lambda x, start=start, stop=stop: x[:, :, start:stop], cache)
             for start, stop in zip(starts, stops, strict=True)

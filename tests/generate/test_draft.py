@@ -240,6 +240,36 @@ def test_texts_are_those_without_heads_which_guess_as_in_training(kind, with_hea
         assert (accepted, passes < len(result.ids)) == (stood, True)
 
 
+def test_heads_guess_only_after_prompts_whose_stream_they_have_seen(with_heads, plain):
+    built, drafting = with_heads("sequential"), with_heads("sequential").drafting
+    asked = request(5, ids=tuple(range(60, 61 + 2 * built.chunk)), max_tokens=12, ends=())
+    (expected,) = plain.complete([asked])
+
+    def drafts(read, drawn):
+        """Return the guesses of a request whose prompt is read in one mode, and drawn in another."""
+        before, parts = built.counters.drafts, []
+        drafting.mode = read
+        built.submit(asked, parts.append)
+        built._admit()
+        while built._read_chunk():
+            pass
+        drafting.mode = drawn
+        while not built.is_idle:
+            built.tick()
+        assert joined(parts).ids == expected.ids
+        return built.counters.drafts - before
+
+    built.prefixes.clear()
+    compiles = built.counters.compiles
+    assert drafts("never", "always") == 0
+    assert drafts("always", "always") > 0  # kept beginnings without a stream are read again
+    cached = built.counters.cached_tokens
+    assert drafts("never", "always") > 0
+    assert built.counters.cached_tokens == cached + 2 * built.chunk
+    assert built.counters.compiles == compiles
+    always(built)
+
+
 def test_texts_are_those_without_a_draft_run_and_one_like_the_model_is_right(drafted, plain):
     before = dataclasses.replace(drafted.counters)
     check_texts(drafted, plain, [request(seed, top=3) for seed in range(16)])

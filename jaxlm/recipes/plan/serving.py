@@ -133,15 +133,14 @@ def forecast_serving(
     weights = _weights(run, decoder, is_cpu=is_cpu)
     # A CPU reads other arrays than the parameters, and the server keeps both.
     held = weights.stored + (weights.placed if is_cpu else 0)
-    # Whole chunks, of the prompt and of the guesses beyond a text's end.
     chunk, spare = min(chunk, context), 0 if draft is None else GUESSES
     if draft == "heads":
         spare = check_heads(run, decoder)
-    tokens = chunk * (math.ceil(context / chunk) + math.ceil(spare / chunk))
+    tokens = chunk * math.ceil(context / chunk)
     cache = _cache_bytes(run, decoder, tokens, spare, is_cpu=is_cpu, is_int8=is_int8)
     more, drafted = 0.0, 0.0
     if draft == "lookup":
-        drafted = 4 * (chunk * math.ceil(context / chunk) + 1)  # ids of the text, their number
+        drafted = 4 * (tokens + 1)  # ids of the text, their number
     elif draft == "heads":
         # The heads are decoders of a layer; the stream is that of the last layer, at each id.
         heads = dataclasses.replace(decoder, pattern=decoder.layers[-1:], prefix=(), depth=spare)
@@ -213,13 +212,15 @@ def _cache_bytes(
       decoder: its model.
       tokens: slots of a layer without a window.
       spare: guesses at a time.
-      is_cpu: a CPU keeps activations in float32 in every dtype, and so the cache.
+      is_cpu: a CPU keeps activations in float32 in every dtype, and so the cache, whose blocks have
+        no room for guesses beyond the end of a text.
       is_int8: it has numbers of int8, and a float32 scale for each head's key and value.
     """
     each = ITEM_BYTES["float32" if is_cpu else run.precision.compute_dtype]
     each, scale = (1, ITEM_BYTES["float32"]) if is_int8 else (each, 0)
+    slots = tokens if is_cpu else tokens + spare
     return float(
-        model_cost.cache_bytes(decoder, tokens, element_bytes=each, scale_bytes=scale, spare=spare)
+        model_cost.cache_bytes(decoder, slots, element_bytes=each, scale_bytes=scale, spare=spare)
     )
 
 

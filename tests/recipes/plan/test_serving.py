@@ -39,7 +39,7 @@ def model_of(run):
 @pytest.mark.parametrize(("compute", "is_int8"), [("bfloat16", False), ("float32", True)])
 @pytest.mark.parametrize("guessing", ["nothing", "lookup", "heads", "run"])
 def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessing):
-    """A context of 100 takes two chunks of 64, and so do four guesses of it a third one."""
+    """A context of 100 takes two chunks of 64."""
     mtp = {"objective__name": "mtp", "objective__weights": "0.3,0.1"}
     run = run_of(precision__compute=compute, **(mtp if guessing == "heads" else {}))
     smaller = run_of(model__depth=1, model__width=32, model__tied="true")
