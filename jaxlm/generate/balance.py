@@ -48,7 +48,7 @@ class CallTimes(NamedTuple):
     each: float
 
     def passes(self, seconds: float) -> float:
-        """Return what a call of so many seconds spent in passes."""
+        """Return the part of the seconds of a call that its passes took."""
         return max(seconds - self.call, seconds * LEAST_SPENT)
 
 
