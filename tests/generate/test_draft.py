@@ -246,7 +246,7 @@ def test_heads_guess_only_after_prompts_whose_stream_they_have_seen(with_heads, 
     (expected,) = plain.complete([asked])
 
     def drafts(read, drawn):
-        """Return the guesses of a request whose prompt is read in one mode, and drawn in another."""
+        """Return the guesses of a request, which is read in one mode and drawn in another."""
         before, parts = built.counters.drafts, []
         drafting.mode = read
         built.submit(asked, parts.append)
