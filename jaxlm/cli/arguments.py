@@ -61,6 +61,12 @@ class Shared:
         return [word for name, word in named.items() if known_as(name) not in without]
 
 
+def without_flag(words: Sequence[str], flag: str) -> list[str]:
+    """Return the words of a command line without a flag and its value."""
+    pairs = zip(words, ["", *words], strict=False)
+    return [each for each, before in pairs if flag not in (each.partition("=")[0], before)]
+
+
 def known_as(flag: str) -> str:
     """Return the name of a shared flag in SHARED: settings have one for all."""
     return "--config.a.b" if flag.startswith("--config.") else flag

@@ -26,6 +26,7 @@ from jaxlm.cli.arguments import (
     check_seed,
     needed_run,
     selection,
+    without_flag,
 )
 from jaxlm.cli.output import Output, columns
 from jaxlm.core.errors import CommandError
@@ -177,7 +178,7 @@ def _run_tasks(workdir: Path, args: Any, out: Output) -> int:
             f"--{other} and --tasks exclude each other",
             where=f"jaxlm eval --{other} --tasks={args.tasks}",
             why="tasks have their own items",
-            fix=shlex.join(["jaxlm", "eval", f"--workdir={workdir}", f"--tasks={args.tasks}"]),
+            fix=shlex.join(["jaxlm", *without_flag(args.words, f"--{other}")]),
         )
     flags = _named(args, *TASK_FLAGS)
     at_least_one("jaxlm eval", args, *(name for name in ("limit", "shots") if flags.get(name)))

@@ -153,8 +153,7 @@ def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
       Rejected: if the record cannot be used.
     """
     if not isinstance(record, dict):
-        fix = "jq -c '.[]' FILE.json > FILE.jsonl" if isinstance(record, list) else ONE_A_LINE
-        raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object", fix)
+        raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object")
     parts = _completion(record) if kind == "completion" else _chat(record)
     if all(isinstance(part, str) for part in parts):
         prompt, completion = parts

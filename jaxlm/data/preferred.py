@@ -27,6 +27,7 @@ ONE_PROCESS = (
     'one answer a line: {"prompt": "...", "steps": ["...", "..."], "labels": [true, false]}'
 )
 
+NEEDED = {"labeled": ("prompt", "completion"), "steps": ("prompt",)}
 FORMS: dict[str, str] = {"pairs": ONE_PAIR, "labeled": ONE_LABEL, "steps": ONE_PROCESS}
 
 
@@ -46,6 +47,9 @@ def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
     """
     if not isinstance(record, dict):
         raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object", FORMS[kind])
+    for name in NEEDED.get(kind, ()):
+        if record.get(name) is None:
+            raise conversations.no_field(record, name, FORMS[kind])
     if kind == "labeled":
         conversation = conversations.parse(record, "completion", roles)
         return dataclasses.replace(conversation, side=_side(record.get("label")))

@@ -150,6 +150,8 @@ def _document(
             read = preferred.parse if chat.kind in PREFERENCES else conversations.parse
             conversation = read(value, chat.kind, chat.roles)
     except Rejected as rejected:
+        if isinstance(value, list):
+            rejected.fix = _from_array(Path(name))
         is_broken = rejected.reason in conversations.BROKEN
         error = not_a_conversation(rejected, name, number) if is_broken else None
         return Broken(rejected.reason, error)
@@ -245,11 +247,11 @@ def _text(
 def _broken(fault: RecordFault, name: str, line: int) -> Broken:
     if isinstance(fault.error, UnicodeDecodeError):
         return Broken(NOT_UTF8, not_utf8(name, fault.error, f"line {line}, byte"))
+    fix = "one JSON object a line\na name that ends in .txt"
+    if line == 1 and getattr(fault.error, "doc", "").lstrip().startswith("["):
+        fix = _from_array(Path(name))
     damage = DataError(
-        "a line is not JSON",
-        where=formats.place(name, line),
-        why=str(fault.error),
-        fix="one JSON object a line\na name that ends in .txt",
+        "a line is not JSON", where=formats.place(name, line), why=str(fault.error), fix=fix
     )
     return Broken(NOT_JSON, damage)
 
@@ -259,6 +261,17 @@ def not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
     where = f"{name}, {unit} {error.start}"
     why = f"0x{error.object[error.start]:02x}: {error.reason}"
     return DataError("a file is not UTF-8", where=where, why=why, fix=_from_latin1(Path(name)))
+
+
+def _from_array(path: Path) -> str:
+    """Return the command that writes the elements of a JSON array as lines of another file."""
+    program = "import json, sys; [print(json.dumps(each)) for each in json.load(sys.stdin)]"
+    lines = path.with_name(f"{path.name.partition('.')[0]}-lines.jsonl")
+    unpack = f"{packer} -dc" if (packer := formats.COMPRESSIONS.get(path.suffix)) else "cat"
+    file, target = shlex.quote(str(path)), shlex.quote(str(lines))
+    return (
+        f"{unpack} {file} | python3 -c {shlex.quote(program)} > {target}    # and name these lines"
+    )
 
 
 def _from_latin1(path: Path) -> str:
@@ -322,6 +335,8 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
         fix = "--config.data.kind=chat"
     elif keys:
         fix = f"--config.data.text_key={keys[0]}"
+    elif isinstance(record, list):
+        fix = _from_array(Path(name))
     else:
         fix = "one JSON object a line, with its text in one field"
     return DataError(

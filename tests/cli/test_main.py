@@ -18,6 +18,7 @@ import pytest
 
 import jaxlm
 import jaxlm.cli
+from jaxlm.cli import arguments
 from jaxlm.cli import main as front
 from jaxlm.cli.arguments import Parser
 from jaxlm.cli.main import VERBS, Verb, main
@@ -106,6 +107,11 @@ def test_shared_flags_are_found_wherever_they_stand(verb):
 def test_an_empty_path_is_no_path(capsys, words):
     assert main([*words, "--out="]) == 2
     assert capsys.readouterr().err.startswith("command error: --out: the path is empty\n")
+
+
+def test_a_flag_is_left_out_with_its_value():
+    words = ["eval", "--samples=2", "--limit=10", "--samples", "3", "--tasks=a"]
+    assert arguments.without_flag(words, "--samples") == ["eval", "--limit=10", "--tasks=a"]
 
 
 def test_words_after_two_dashes_are_left_alone(verb):

@@ -1,7 +1,9 @@
 """Conversations in files become rows: weights, lengths, splits, mixtures, and what is left out."""
 
 import dataclasses
+import itertools
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +244,13 @@ def test_a_broken_record_has_its_line_and_its_fix(tmp_path):
     with pytest.raises(DataError, match="a record is without a field of data.kind") as caught:
         opened(tmp_path, str(tmp_path / "chat.jsonl"), kind="pairs")
     assert caught.value.why.startswith("it has no chosen; its fields are messages")
+    for indent, kind in itertools.product((None, 1), ("chat", "text", "pairs")):
+        (tmp_path / "my list.json").write_text(json.dumps(turns, indent=indent))
+        with pytest.raises(DataError) as caught:
+            opened(tmp_path, str(tmp_path / "my list.json"), kind=kind)
+        subprocess.run(caught.value.fix, shell=True, check=True)
+        lines = (tmp_path / "my list-lines.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == turns
     (tmp_path / "text.txt").write_text("a")
     with pytest.raises(DataError, match="without messages"):
         opened(tmp_path, str(tmp_path / "text.txt"))

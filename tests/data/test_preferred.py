@@ -73,6 +73,21 @@ def test_a_pair_has_one_prompt_and_two_answers_in_every_form(record, messages):
 
 
 @pytest.mark.parametrize(
+    ("kind", "record", "missing"),
+    [
+        ("labeled", {"prompt": "q", "chosen": "a", "rejected": "b"}, "completion"),
+        ("labeled", {"completion": "a", "label": True}, "prompt"),
+        ("steps", {"steps": ["a"], "labels": [True]}, "prompt"),
+    ],
+)
+def test_a_missing_field_is_named_with_the_form_of_the_kind(kind, record, missing):
+    with pytest.raises(Rejected) as caught:
+        parsed(record, kind)
+    assert caught.value.why == f"it has no {missing}; its fields are {', '.join(record)}"
+    assert caught.value.fix == preferred.FORMS[kind]
+
+
+@pytest.mark.parametrize(
     ("record", "reason"),
     [
         ([], conversations.NO_MESSAGES),

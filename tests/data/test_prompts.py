@@ -112,7 +112,7 @@ def test_records_of_another_form_are_refused_with_the_form(record, why):
 
 
 def test_files_without_prompts_are_refused(tmp_path):
-    with pytest.raises(DataError, match="no conversation") as refused:
+    with pytest.raises(DataError, match="without a field of data.kind") as refused:
         opened(tmp_path, [{"text": "a"}])
     assert prompts.ONE_PROMPT in refused.value.fix
 

@@ -82,6 +82,7 @@ class Trainer(TrainLoop):
         self._program: jax.stages.Compiled | None = None
         self._logged: dict[str, Any] = {}  # the newest record of a step
         self._batch: Any = None
+        self._compiled: set[str] = set()  # programs of pauses that have run
         self._flops_by_phase = flops_by_phase(programs)
         self.forecast = oom.forecast_here(run, programs.model.blueprint.config)
         self._step = CompiledStep(
@@ -136,6 +137,7 @@ class Trainer(TrainLoop):
             if self.evaluator.ranking_set:  # the same sets as later
                 with watch.phase("eval"), console.timer(f"evaluating {self._source.trained}"):
                     self.evaluation, _ = self.evaluator.evaluate(state, 0)
+                    self._compiled.add("evaluation")
             with watch.phase("save"), console.timer("saving the initial state"):
                 self._logger.flush()
                 self._saver.save(SaveRequest(0, state, self.progress, self.evaluation, None))
@@ -305,6 +307,7 @@ class Trainer(TrainLoop):
 
     def evaluate(self, state: TrainState, step: int) -> float | None:
         """Evaluate all validation sets and return the loss that ranks checkpoints."""
+        self._note_compiling("evaluation")
         with self._clock.pause("eval"), self.context.processes.watch.phase("eval"):
             faults.point("eval", step)
             judge = self.alarm.judge_evaluation
@@ -315,8 +318,15 @@ class Trainer(TrainLoop):
 
     def sample(self, state: TrainState, step: int) -> None:
         """Write samples after the prompts of the config."""
+        self._note_compiling("sampler")
         with self._clock.pause("sample"), self.context.processes.watch.phase("eval"):
             self.evaluator.sample(state, step)
+
+    def _note_compiling(self, program: str) -> None:
+        """Print that a program is compiled, before it first runs."""
+        if program not in self._compiled:
+            self._compiled.add(program)
+            self.context.console.say(f"compiling the {program} ...")
 
     def score_tasks(self, state: TrainState, step: int) -> None:
         """Score the tasks of the config, and record their means and intervals."""

@@ -154,6 +154,12 @@ def test_the_header_has_what_the_contract_names(unbroken):
     assert "space for checkpoints: ok" in header
 
 
+def test_a_program_of_a_pause_is_named_before_it_is_compiled(unbroken):
+    log = (unbroken / "log.txt").read_text()
+    for program in ("evaluation", "sampler"):
+        assert log.count(f"\ncompiling the {program} ...\n") == 1
+
+
 def test_the_run_stands_among_the_four_yardsticks_at_its_end(unbroken):
     log = (unbroken / "log.txt").read_text()
     _, _, block = log.partition("validation set val, bits per byte\n")
