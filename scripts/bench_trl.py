@@ -5,10 +5,11 @@
 
 --python names an interpreter with torch, transformers, trl and peft. Each step has its own process,
 and all live together, see bench_torch.py. A window's time is the CPU time of its process: other
-work on the machine does not count. All sides train in float32, with AdamW and clipping, on full
-rows without padding. `chat` is jaxlm's step on rows with half of the tokens trained. TRL's step is
-`SFTTrainer.compute_loss` in the loop of trl_arms.py, which has none of the trainer's logging and
-callbacks.
+work on the machine does not count. All sides train with AdamW and clipping, on full rows without
+padding, in float32 or, with --precision=bfloat16, with products in bfloat16: then PEFT's frozen
+weights are stored in bfloat16, and other weights of the rivals in float32, under autocast. `chat`
+is jaxlm's step on rows with half of the tokens trained. TRL's step is `SFTTrainer.compute_loss` in
+the loop of trl_arms.py, which has none of the trainer's logging and callbacks.
 """
 
 import argparse
@@ -46,13 +47,14 @@ def work(args: argparse.Namespace) -> None:
     if args.arm in THEIRS:
         shape = json.dumps(dataclasses.asdict(size) | {"rank": RANK, "alpha": ALPHA})
         rest = [f"--size={shape}", f"--optim={json.dumps(optim | {'clip': CLIP})}"]
+        rest.append(f"--precision={args.precision}")
         os.execv(args.python, [args.python, str(RIVALS), f"--arm={args.arm}", *rest])
     import jaxlm_arm
 
     kind = args.arm.partition(" ")[2]
     lora = [("tune.name", "lora"), ("tune.rank", str(RANK)), ("tune.alpha", str(ALPHA))]
     settings = [("train.stack", args.stack), *(lora if kind == "lora" else [])]
-    arm = jaxlm_arm.Arm(size, "float32", settings, is_chat=kind == "chat")
+    arm = jaxlm_arm.Arm(size, args.precision, settings, is_chat=kind == "chat")
     serve(arm.steps, arm.facts())
 
 
@@ -79,6 +81,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="of a window, instead of about 1 second")
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="X", help="at most")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--stack", choices=("auto", "scan", "unroll"), default="auto")
     parser.add_argument("--arm", choices=(*OURS, *THEIRS), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -89,7 +92,10 @@ def main() -> int:
     if unknown := [name for name in arms if name not in (*OURS, *THEIRS)]:
         parser.error(f"there is no {unknown[0]!r}; sides are {', '.join((*OURS, *THEIRS))}")
     plan = Plan(
-        command=[sys.executable, __file__, f"--python={args.python}", f"--stack={args.stack}"],
+        command=[
+            *(sys.executable, __file__, f"--python={args.python}"),
+            *(f"--stack={args.stack}", f"--precision={args.precision}"),
+        ],
         on="cpu",
         rounds=args.rounds,
         seconds=1.0,

@@ -1,8 +1,8 @@
 """The rivals of scripts/bench_trl.py: TRL's SFTTrainer, transformers and PEFT, on a CPU.
 
-They compute in float32 on one thread, without jax: bench_trl.py starts this file with the
-interpreter of --python. A step is a loss, a backward pass, clipping by the global norm and fused
-AdamW in a plain loop, without the logging of a trainer.
+They compute on one thread, in float32 or under autocast in bfloat16, without jax: bench_trl.py
+starts this file with the interpreter of --python. A step is a loss, a backward pass, clipping by
+the global norm and fused AdamW in a plain loop, without the logging of a trainer.
 """
 
 import argparse
@@ -95,14 +95,17 @@ def build_trainer(model: Any, ids: list[list[int]], length: int) -> Any:
 class Rival:
     """A model in training, on the rows of bench_sizes."""
 
-    def __init__(self, arm: str, size: SimpleNamespace, optim: dict[str, Any]):
+    def __init__(self, arm: str, size: SimpleNamespace, optim: dict[str, Any], precision: str):
         torch.manual_seed(0)
         torch.set_num_threads(1)
         draw = np.random.default_rng(0)
         ids = draw.integers(0, size.vocab, (size.rows, size.length + 1), np.int32).astype(np.int64)
         library, _, kind = arm.partition(" ")
         model = build_model(size)
+        self._is_half = precision == "bfloat16"
         if kind == "lora":
+            if self._is_half:
+                model = model.to(torch.bfloat16)  # the adapter is made in float32
             model = add_lora(model, size.family, size.rank, size.alpha)
         self._ids, self._targets = (torch.from_numpy(x.copy()) for x in (ids[:, :-1], ids[:, 1:]))
         self._trainer = None
@@ -134,7 +137,8 @@ class Rival:
     def steps(self, count: int) -> float:
         """Take `count` steps and return the loss of the last, before its update."""
         for _ in range(count):
-            loss = self._loss()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._is_half):
+                loss = self._loss()
             loss.backward()
             nn.utils.clip_grad_norm_(self._parameters, self._clip)
             self._optimizer.step()
@@ -147,8 +151,10 @@ if __name__ == "__main__":
     parser.add_argument("--arm", required=True)
     parser.add_argument("--size", required=True, help="JSON")
     parser.add_argument("--optim", required=True, help="JSON")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
-    rival = Rival(args.arm, SimpleNamespace(**json.loads(args.size)), json.loads(args.optim))
+    size, optim = SimpleNamespace(**json.loads(args.size)), json.loads(args.optim)
+    rival = Rival(args.arm, size, optim, args.precision)
     library = f"torch {torch.__version__}, transformers {transformers.__version__}"
     serve(
         rival.steps,

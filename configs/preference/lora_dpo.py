@@ -27,6 +27,7 @@ def get_config():
     c.precision.compute = "auto"
     c.train.steps = 500
     c.train.batch = 16
+    c.train.epochs = 3.0  # a small set has fewer steps, and smaller batches
     c.train.stack = "auto"
     c.loss.chunk = 2048
     c.eval.every = "10%"
