@@ -550,10 +550,10 @@ def check_supported(blueprint: Blueprint) -> None:
         why = "its rotary frequencies depend on the length of the text"
         raise ConfigError(what, where="rope_scaling.name=long", why=why, fix=fix)
     if (ways := rules.split(jax.sharding.get_abstract_mesh(), "batch")) > 1:
-        why = f"the mesh splits batches {ways} ways, and the engine reads prompts one at a time"
-        raise ConfigError(
-            what, where="mesh.data", why=why, fix="one device, as CUDA_VISIBLE_DEVICES=0 leaves"
-        )
+        what = "the engine does not support a mesh that splits batches"
+        why = f"the mesh splits them {ways} ways, and the engine reads prompts one at a time"
+        one_device = "--cpu_devices=1" if backend.name() == "cpu" else "CUDA_VISIBLE_DEVICES=0"
+        raise ConfigError(what, where="mesh.data", why=why, fix=one_device)
 
 
 def _score(scores: Scores, place: int | tuple[int, int], token: int, top: int) -> TokenScore:

@@ -1,8 +1,11 @@
-"""scripts/launch/serve.yaml and nginx.conf: many servers of one run."""
+"""scripts/launch/serve.yaml, nginx.conf and ray_serve.py: many servers of one run."""
 
+import ast
 import http.client
 import http.server
+import importlib
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -161,3 +164,25 @@ def test_the_limits_of_nginx_are_those_of_the_server():
     assert f"client_header_timeout {HEADER_SECONDS:g}s;" in text
     assert f"client_body_timeout {BODY_SECONDS:g}s;" in text
     assert f"send_timeout {WRITE_SECONDS:g}s;" in text
+
+
+def test_the_application_of_ray_has_the_flags_and_routes_of_the_server(running, monkeypatch):
+    """Without Ray, which no extra installs; `scripts/LOG.md` has a run of it."""
+    module = ast.parse((LAUNCH / "ray_serve.py").read_text())
+    (words,) = re.findall(r"ray_serve:app (.+)", ast.get_docstring(module))
+    arguments = dict(word.split("=") for word in words.split())
+    assert int(arguments.pop("replicas")) == 2
+    taken = []
+    monkeypatch.setattr(serve, "run", lambda args, out: taken.append(args) or 0)
+    assert main(["serve", "--port=0", *(f"--{k}={v}" for k, v in arguments.items())]) == 0
+    assert taken[0].workdir == arguments["workdir"]
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("jaxlm"):
+            assert all(hasattr(importlib.import_module(node.module), n.name) for n in node.names)
+    routes = {
+        each.value
+        for each in ast.walk(module)
+        if isinstance(each, ast.Constant) and re.fullmatch(r"/\w+", str(each.value))
+    }
+    assert routes == {"/ready", "/health"}
+    assert {running.get(route)[0] for route in routes} == {200}
