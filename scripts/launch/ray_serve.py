@@ -5,12 +5,17 @@
 
 `workdir` is a path that every machine of the cluster can read; other arguments are flags of `jaxlm
 serve`, such as slots=32. A replica has a server of its own on loopback, in a thread of its process:
-it ends with it, and its watchdog ends it. A request whose replica ends gets an error, later ones go
-to the others. Ray's proxy has no keys and no TLS: put one with both before it.
+it ends with it, and its watchdog ends it. Later requests go to the other replicas. Ray's proxy has
+no TLS, and the servers no --keys, which the probes of a replica do not have: put a proxy with both
+before it.
 """
 
-import asyncio
+import functools
 import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 from ray import serve
@@ -26,41 +31,44 @@ PASSED = ("content-type", "retry-after", "cache-control")  # headers, both ways
 
 @serve.deployment(max_ongoing_requests=256, health_check_period_s=5)
 class Replica:
-    """One server, and the way to it."""
+    """One server, and the way to it. `flags` are those of `jaxlm serve`."""
 
-    async def __init__(self, flags: list[str]):
+    def __init__(self, flags: list[str]):
         port = free_port()
+        self.base = f"http://127.0.0.1:{port}"
         words = ["serve", f"--port={port}", *flags]
         self.thread = threading.Thread(target=main, args=[words], daemon=True)
         self.thread.start()
-        self.http = aiohttp.ClientSession(
-            f"http://127.0.0.1:{port}", timeout=aiohttp.ClientTimeout()
-        )
-        while not await self.answers("/ready"):
+        while not self.answers("/ready"):
             if not self.thread.is_alive():
                 raise RuntimeError("jaxlm serve has ended; its error is in the log of this replica")
-            await asyncio.sleep(0.2)
+            time.sleep(0.2)
 
-    async def answers(self, path: str) -> bool:
+    def answers(self, path: str) -> bool:
         """Return True if a page of the server answers 200."""
         try:
-            async with self.http.get(path) as answer:
-                return answer.status == 200
-        except aiohttp.ClientConnectionError:
+            with urllib.request.urlopen(self.base + path, timeout=10) as answer:
+                return bool(answer.status == 200)
+        except OSError:
             return False
 
-    async def check_health(self) -> None:
+    def check_health(self) -> None:
         """Raise an error, for which Ray replaces the replica, if the server cannot work."""
-        if not await self.answers("/health"):
+        if not self.answers("/health"):
             raise RuntimeError("jaxlm serve does not work; its error is in the log of this replica")
+
+    @functools.cached_property
+    def session(self) -> aiohttp.ClientSession:
+        """Connections to the server, of the loop that answers requests."""
+        return aiohttp.ClientSession(self.base, timeout=aiohttp.ClientTimeout())
 
     async def __call__(self, request: Request) -> StreamingResponse:
         """Pass on a request and the parts of its answer; a client that leaves cancels both."""
         body, path = await request.body(), request.url.path
         headers = {name: request.headers[name] for name in PASSED if name in request.headers}
-        answer = await self.http.request(request.method, path, data=body, headers=headers)
+        answer = await self.session.request(request.method, path, data=body, headers=headers)
 
-        async def parts():
+        async def parts() -> AsyncIterator[bytes]:
             async with answer:
                 async for part in answer.content.iter_any():
                     yield part
@@ -70,7 +78,8 @@ class Replica:
 
 
 def app(args: dict[str, str]) -> Application:
-    """Return the application for arguments of `serve run`."""
+    """Return the application for the arguments of `serve run`."""
+    deployed: Any = Replica
     replicas = int(args.pop("replicas", "2"))
     flags = [f"--{name}={value}" for name, value in args.items()]
-    return Replica.options(num_replicas=replicas).bind(flags)
+    return deployed.options(num_replicas=replicas).bind(flags)

@@ -93,7 +93,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--serve", action="store_true", help="line V33")
-    kinds.add_argument("--fuzz", action="store_true", help="line S13, minutes for each kind")
+    kinds.add_argument(
+        "--fuzz", action="store_true", help="lines S13 and V33, minutes for each kind"
+    )
     kinds.add_argument("--repeat", type=int, metavar="TIMES", help="line H3, on these tests")
     parser.add_argument("tests", nargs="*")
     args = parser.parse_args()
@@ -107,7 +109,7 @@ def main() -> int:
 
 
 def fuzz(minutes: float, seed: int) -> int:
-    """Line S13: damage each kind of file for `minutes` minutes."""
+    """Lines S13 and V33: damage each kind of file, and of request, for `minutes` minutes."""
     command = [
         sys.executable,
         "-m",
@@ -120,7 +122,10 @@ def fuzz(minutes: float, seed: int) -> int:
         "logical",
     ]
     environment = {"JAXLM_FUZZ_MINUTES": str(minutes), "JAXLM_FUZZ_SEED": str(seed)}
-    return subprocess.call([*command, "tests/faults/fuzz"], env=os.environ | environment)
+    return subprocess.call(
+        [*command, "tests/faults/fuzz", "tests/serve/test_fuzz_requests.py"],
+        env=os.environ | environment,
+    )
 
 
 def soak(minutes: float, seed: int) -> int:
