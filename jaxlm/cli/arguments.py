@@ -61,6 +61,11 @@ class Shared:
         return [word for name, word in named.items() if known_as(name) not in without]
 
 
+def is_run(place: str) -> bool:
+    """Return whether a place is a run directory, which has the config of the run."""
+    return (Path(place) / "config.json").is_file()
+
+
 def without_flag(words: Sequence[str], flag: str) -> list[str]:
     """Return the words of a command line without a flag and its value."""
     pairs = zip(words, ["", *words], strict=False)
@@ -82,6 +87,9 @@ def check_taken(prog: str, withheld: dict[str, str], shared: Shared, rest: list[
         name = refused[0].partition("=")[0]
         what, where = f"{prog.removeprefix('jaxlm ')} takes no {name}", shlex.join(refused)
         moved = refused if "--" in rest else []
+        config, workdir = shared.config or "", withheld.keys() & {"--workdir"}
+        if name == "--config" and is_run(config) and not (shared.workdir or workdir or moved):
+            accepted = [f"--workdir={config}", *accepted]
         fix = shlex.join([*prog.split()[:2], *accepted, *rest, *moved])
         raise CommandError(what, where=f"{prog} {where}", why=withheld[known_as(name)], fix=fix)
 
@@ -368,15 +376,15 @@ class Parser(argparse.ArgumentParser):
 
     def _flag_of(self, word: str) -> str | None:
         """Return the flag that a word is probably the value of: a model, a run or a config."""
-        is_run = (Path(word) / "config.json").is_file()
+        has_run = is_run(word)
         is_config = word.endswith(".py") or shipped.find(word.partition(":")[0]) is not None
         flags = self._flags(None)
-        if "--from" in flags and (is_run or Path(word).exists() or word.startswith("hf:")):
+        if "--from" in flags and (has_run or Path(word).exists() or word.startswith("hf:")):
             return "--from"
         withheld = self.get_default("withheld") or ()
         if is_config and "--config" not in withheld:
             return "--config"
-        return "--workdir" if is_run and "--workdir" not in withheld else None
+        return "--workdir" if has_run and "--workdir" not in withheld else None
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error, for `read` to explain."""

@@ -15,7 +15,7 @@ import math
 import shlex
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, needed_config
+from jaxlm.cli.arguments import Parser, add_flag, is_run, needed_config
 from jaxlm.cli.init_from import add_init_from, with_init_from
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
@@ -68,7 +68,7 @@ def run(args: Any, out: Output) -> int:
             draft=_draft(args.draft),
             assumed=assumed,
         )
-        return out.result(plan.record(), _serving_text(plan.record()))
+        return out.result(plan.record(), _serving_text(plan.record(), args))
     chosen = loaded.value
     answer: dict[str, Any] = {}
     if args.fit:
@@ -176,7 +176,7 @@ def _flag_of(args: Any, name: str) -> str:
     return f"--{name}={getattr(args, name)}"
 
 
-def _serving_text(answer: dict[str, Any]) -> list[str]:
+def _serving_text(answer: dict[str, Any], args: Any) -> list[str]:
     size = formatting.size
     verdict = "fits" if answer["fits"] else "DOES NOT FIT"
     slots, most = answer["slots"], answer["most_slots"]
@@ -197,8 +197,10 @@ def _serving_text(answer: dict[str, Any]) -> list[str]:
         ("speed", speed),
         *(("assumed", text) for text in answer["assumed"]),
     ]
-    flags = f"--slots={min(slots, most)} --context={answer['context']}"
-    rows.append(("next", f"jaxlm serve --workdir=RUN {flags}" if most else "a smaller model"))
+    run = args.config if is_run(args.config) else "RUN"
+    words = [f"--workdir={run}", f"--slots={min(slots, most)}", f"--context={answer['context']}"]
+    words += [f"--draft={args.draft}"] if args.draft else []
+    rows.append(("next", f"jaxlm serve {shlex.join(words)}" if most else "a smaller model"))
     return table(rows)
 
 

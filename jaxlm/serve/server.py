@@ -190,6 +190,9 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
             why=f"the model has {limit} positions for text",
             fix=f"at most {limit} for --context",
         )
+    positions = opened.run.model.max_positions
+    if options.context is not None and context > positions:
+        say(f"caution: --context={context} exceeds model.max_positions = {positions}")
     drafting: PlannedDraft = None
     if options.draft is not None:
         drafting = KINDS.get(options.draft) or load.read_config(Path(options.draft), "--draft")

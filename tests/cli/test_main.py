@@ -109,6 +109,16 @@ def test_an_empty_path_is_no_path(capsys, words):
     assert capsys.readouterr().err.startswith("command error: --out: the path is empty\n")
 
 
+def test_a_run_that_is_named_as_a_config_is_its_directory(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "my run/config.json").write_text("{}")
+    assert main(["serve", "--port=1", "--config=my run"]) == 2
+    assert capsys.readouterr().err.endswith("fix    jaxlm serve '--workdir=my run' --port=1\n")
+    assert main(["serve", "--port=1", "--config=other"]) == 2
+    assert capsys.readouterr().err.endswith("fix    jaxlm serve --port=1\n")
+
+
 def test_a_flag_is_left_out_with_its_value():
     words = ["eval", "--samples=2", "--limit=10", "--samples", "3", "--tasks=a"]
     assert arguments.without_flag(words, "--samples") == ["eval", "--limit=10", "--tasks=a"]

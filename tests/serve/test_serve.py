@@ -15,8 +15,10 @@ from starlette.testclient import TestClient
 
 import jaxlm
 from jaxlm.cli.main import main
+from jaxlm.recipes.config import Run
 from jaxlm.recipes.use import load
 from jaxlm.serve import guard
+from jaxlm.serve import server as servers
 from jaxlm.serve.app import Server
 from jaxlm.serve.bridge import Bridge
 from jaxlm.serve.keys import ApiKeys, add_key
@@ -54,6 +56,20 @@ def test_a_stream_is_the_whole_text_in_whole_characters(client):
     assert parts[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert all(part.choices[0].text for part in parts[:-2])
     assert whole.usage.prompt_tokens == 1 + len(PROMPT)
+
+
+def test_a_context_beyond_the_positions_is_a_caution(monkeypatch):
+    from types import SimpleNamespace as Values
+
+    lines, run = [], Run()
+    model = Values(blueprint=Values(text_positions=None, config=None))
+    opened = Values(model=model, run=run, params=None, tokenizer=None)
+    monkeypatch.setattr(servers, "Engine", lambda *_, **__: None)
+    monkeypatch.setattr(servers, "open_draft", lambda *_: None)
+    for more in (0, 1):
+        context = run.model.max_positions + more
+        servers.build_engine(opened, servers.ServeOptions(context=context), lines.append)
+    assert lines == [f"caution: --context={context} exceeds model.max_positions = {context - 1}"]
 
 
 def test_a_text_is_that_of_jaxlm_generate(client, trained):

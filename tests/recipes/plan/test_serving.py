@@ -101,7 +101,7 @@ def test_what_no_engine_serves_is_refused():
     assert caught.value.fix.startswith("--draft=lookup")
 
 
-def test_the_command_prints_slots_memory_and_speed(capsys):
+def test_the_command_prints_slots_memory_and_speed(capsys, tmp_path, monkeypatch):
     words = ["plan", "--config=llama3-8b", "--serve", "--on=h200", "--context=8192"]
     assert main([*words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -112,6 +112,13 @@ def test_the_command_prints_slots_memory_and_speed(capsys):
     assert f"{answer['most_slots']} slots of this context" in text
     assert "jaxlm serve --workdir=RUN --slots=8 --context=8192" in text
     assert "draft" not in text
+    (tmp_path / "my run").mkdir()
+    settings = config.to_json(run_of())
+    (tmp_path / "my run/config.json").write_text(json.dumps(settings))
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--config=my run", *words[2:], "--draft=lookup"]) == 0
+    line = "serve '--workdir=my run' --slots=8 --context=8192 --draft=lookup\n"
+    assert line in capsys.readouterr().out
     assert main([*words, "--draft=llama3.2-1b", "--json"]) == 0
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["draft_bytes"] == pytest.approx(4 * 1.24e9, rel=0.01)
