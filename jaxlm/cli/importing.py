@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, needed, selection
+from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, is_run, needed, selection
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
@@ -41,6 +41,7 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.config import Run
     from jaxlm.recipes.exchange.import_model import ImportOptions, import_model
 
+    _check_source(args.source)
     flags = selection(args, "source", "overrides", "cpu_devices")
     options = ImportOptions(workdir=workdir, add_tokens=args.add_token, **flags)
     with progress_bars(out, "fetching ") as show:
@@ -63,6 +64,17 @@ def _check_flags(args: Any) -> None:
         why="import needs --from, or --adapter and --init_from, without --add_token",
         fix="--from=model\n--adapter=adapter --init_from=runs/base",
     )
+
+
+def _check_source(source: str) -> None:
+    """Raise CommandError if the model to import is a run, which needs no import."""
+    if is_run(source) and (Path(source) / "checkpoints").is_dir():
+        raise CommandError(
+            "the folder is a run of jaxlm",
+            where=f"--from={source}",
+            why="a run needs no import: --workdir and --init_from name it",
+            fix=f"jaxlm generate {shlex.quote(f'--workdir={source}')} --prompt=Hello",
+        )
 
 
 def _import_adapter(workdir: Path, args: Any, out: Output) -> int:

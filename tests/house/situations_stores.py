@@ -198,6 +198,7 @@ SITUATIONS: dict[str, Situation] = {
         "w.add_tensor('a', np.zeros(32, np.float32)); w.write_header_to_file(); "
         'w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()"',
     ),
+    "an import of a run": Situation("import --from=runs/a --workdir=new"),
     "a folder of no model": Situation("import --from=texts --workdir=new"),
     "a model that was damaged": Situation(
         "import --from=exported --workdir=new", "echo >> exported/config.json"
