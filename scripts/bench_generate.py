@@ -3,8 +3,8 @@
     python scripts/bench_generate.py --turns=3
 
 Both sides take turns in one process, with the same weights. It needs torch and transformers (Python
-3.11: the `parity` extra). A GPT-2 of 110M parameters, 8 prompts of 64 tokens, 128 new tokens each;
-jaxlm also with guesses (`--prompt_lookup`). All compile or warm up before they are timed.
+3.11: the `parity` extra). A GPT-2 of 110M parameters, 8 prompts of 64 tokens, 128 new tokens each.
+Both compile or warm up before they are timed.
 """
 
 import argparse
@@ -36,28 +36,15 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import Float, PrecisionConfig
 from jaxlm.generate import decode, sampling
 
-LOOKUP = 3  # tokens guessed at a time in the arm that guesses
 Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
 
 
-def ours(
-    folder: Path, compute: Float, prompts: np.ndarray, count: int, lookup: int = 0
-) -> Generate:
-    """jaxlm, with products of operands in `compute`.
-
-    Args:
-      folder: the exported model.
-      compute: dtype of the operands.
-      prompts: ids of the prompts.
-      count: number of new tokens.
-      lookup: number of tokens that are guessed at a time.
-    """
+def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Generate:
+    """jaxlm, with products of operands in `compute`."""
     precision = Precision.of(PrecisionConfig(compute=compute))
     blueprint, params = opened(Folder(folder), precision)
     draw = functools.partial(sampling.draw, temperature=0.0)
-    parts = decode.build(
-        blueprint.merge, draw, max_tokens=count, ends=(), pad=0, lookup=lookup
-    ).compiled()
+    parts = decode.build(blueprint.merge, draw, max_tokens=count, ends=(), pad=0).compiled()
     ready = parts.prepare(params)  # once, as a model is read once on the other side
     rows, length = prompts.shape
     keys = jax.random.split(jax.random.key(0), rows)
@@ -86,7 +73,6 @@ def theirs(folder: Path, dtype: str, prompts: np.ndarray, count: int) -> Generat
 
 SIDES: dict[str, Callable[..., Generate]] = {
     "jaxlm": ours,
-    "jaxlm, guessing": functools.partial(ours, lookup=LOOKUP),
     "transformers": theirs,
 }
 

@@ -21,6 +21,7 @@ RUNS = ("*", "*/*")  # folders that are searched for runs
 SHOWN = 4  # lines of a fix
 # Actions under names of other programs.
 OTHER_ACTIONS = {"print": "show", "cat": "show", "get": "show", "ls": "list", "info": "inspect"}
+REPLACED = {"--prompt_lookup": "--draft=lookup"}  # former flags, and what does the same now
 SAVED_CONFIG = "the run uses the config that it was saved with"
 CPU_DEVICES = ("--cpu_devices", "N", int, "number of devices to split the CPU into")
 ADAPTER = (
@@ -348,7 +349,9 @@ class Parser(argparse.ArgumentParser):
             module, _, kind = schema.partition(":")
             loaded = getattr(importlib.import_module(module), kind)
             setting = _for_setting(loaded, name.lstrip("-"), typed)
-        if setting:
+        if (now := REPLACED.get(spelled)) and now.partition("=")[0] in flags:
+            why, fix = f"{now} does the same", now
+        elif setting:
             why, fix = "it is a setting of the config, not a flag of the verb", setting
         elif meant:
             why = f"the nearest is {meant}"

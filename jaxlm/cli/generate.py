@@ -33,7 +33,7 @@ FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--grammar", "FILE", str, "file with a Lark grammar that each text matches"),
     ("--beams", "K", 1, "number of beams of a beam search, with --temperature=0"),
     ("--length_penalty", "X", 1.0, "exponent of the length that divides a beam's log-probability"),
-    ("--prompt_lookup", "N", 0, "tokens drafted from earlier text; the output is the same"),
+    ("--draft", "lookup|heads|RUN", str, "what guesses tokens; no text depends on it"),
     ("--kv_cache_dtype", "NAME", "auto", "KV-cache dtype; int8 uses 2-4x less memory"),
 )
 

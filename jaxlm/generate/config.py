@@ -39,8 +39,8 @@ BEAM_HAS_NONE: dict[str, object] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
-    "prompt_lookup": 0,
     "stop": (),
+    "draft": None,
     "json_schema": None,
     "regex": None,
     "choice": (),
@@ -86,12 +86,8 @@ class GenerateConfig:
         1.0, "power of a beam's length that divides its log-probability"
     )
     seed: tuple[int, ...] = setting((0,), "random seed: one for all prompts, or one for each")
-    prompt_lookup: int = setting(
-        0,
-        "tokens guessed at a time by prompt lookup and checked in one pass; same text",
-        unit="tokens",
-        low=0,
-        high=15,
+    draft: str | None = setting(
+        None, "what guesses tokens: lookup, heads or a run; no text depends on it"
     )
     kv_cache_dtype: Literal["auto", "int8"] = setting(
         "auto", "dtype of the KV cache; auto is the dtype of activations"
@@ -128,14 +124,14 @@ class GenerateConfig:
             yield second, f"{first} is given, and a text has one of them", "jaxlm generate --help"
         if "" in self.choice:
             yield "choice", "an empty text is no choice", "jaxlm generate --help"
-        if self.constraints and self.prompt_lookup:
+        if self.constraints and self.draft:
             why = f"a text with {self.constraints[0]} takes no guesses"
-            yield "prompt_lookup", why, "--prompt_lookup=0"
+            yield "draft", why, "without --draft the text is the same"
         for name, neutral in BEAM_HAS_NONE.items():
             if self.beams > 1 and getattr(self, name) != neutral:
                 why = (
                     "beam search ranks whole texts by the model's own probabilities: "
                     f"{name} must be {neutral!r}"
                 )
-                is_text = name in ("stop", *CONSTRAINTS)
+                is_text = name in ("stop", "draft", *CONSTRAINTS)
                 yield name, why, "--beams=1" if is_text else f"--{name}={neutral}"

@@ -2,18 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxlm.core import backend
 from jaxlm.data.batch import START
 from jaxlm.generate.sampling import History, Penalties
 from jaxlm.models.backbone import Hidden
-from jaxlm.models.config import ModelConfig
 from jaxlm.models.decoder import Decoder
 from jaxlm.models.encoder_decoder import EncoderDecoder
 from jaxlm.nn.cache import KVCache
@@ -22,47 +21,6 @@ TextModel = Decoder | EncoderDecoder
 Draw = Callable[[Array, Array], Array]
 NO_PENALTIES = Penalties()
 LENGTH, END, STOP = 0, 1, 2  # reason why a row ended: max_tokens, an end token, a stop
-MAX_NGRAM = 3  # longest n-gram at the end of a row that is searched for
-
-
-class RowTokens(NamedTuple):
-    """Ids of each row, prompt and continuation without a gap; ids from `length` on are padding."""
-
-    ids: Int[Array, "B S"]
-    length: Int[Array, "B"]
-
-    @classmethod
-    def of(cls, prompts: Int[Array, "B P"], lengths: Int[Array, "B"], more: int) -> Self:
-        """Return the rows of the prompts, with room for `more` ids; `lengths` ids are real."""
-        return cls(jnp.pad(prompts, ((0, 0), (0, more))), lengths)
-
-    def extended(self, ids: Int[Array, "B"], where: Bool[Array, "B"]) -> Self:
-        """Return the rows with one more id in those selected by `where`."""
-        row, size = jnp.arange(ids.shape[0]), self.ids.shape[1]
-        place = jnp.where(where, self.length, size)
-        return type(self)(self.ids.at[row, place].set(ids, mode="drop"), self.length + where)
-
-    def guess(self, number: int) -> Int[Array, "B G"]:
-        """Guess the next `number` ids: those after the last earlier match of the row's end.
-
-        The longest end of up to MAX_NGRAM ids is matched. A guess beyond the row's end continues
-        right after the match, as in a row that repeats itself. If the last id is new to the row,
-        the guess is arbitrary.
-
-        Source: Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding.
-        """
-        last = self.length[:, None] - 1
-        place = jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None]
-        equal, matched = place < last, jnp.zeros_like(self.ids)
-        for back in range(MAX_NGRAM):
-            suffix = jnp.take_along_axis(self.ids, jnp.maximum(last - back, 0), axis=1)
-            before = jnp.pad(self.ids, ((0, 0), (back, 0)), constant_values=-1)[:, : place.shape[1]]
-            equal = equal & (before == suffix) & (last >= back)
-            matched = matched + equal
-        # The last match among the longest.
-        match = jnp.argmax(matched * place.shape[1] + place * (matched > 0), axis=1)[:, None]
-        ahead = jnp.arange(number, dtype=jnp.int32)[None] % jnp.maximum(last - match, 1)
-        return jnp.take_along_axis(self.ids, match + 1 + ahead, axis=1)
 
 
 class Generated(NamedTuple):
@@ -84,7 +42,6 @@ class DecodeState(NamedTuple):
     reason: Array  # [B], -1 while a row is open
     stop_state: Array | None  # [B], states of the stop automaton
     history: History | None
-    tokens: RowTokens | None
     cache: KVCache
 
 
@@ -121,12 +78,6 @@ class Decoding:
         )
 
 
-def supports_prompt_lookup(config: ModelConfig) -> bool:
-    """Return True if guesses after a token cannot change its result: no length-dependent rotary."""
-    rotaries = (layer.attention.rotary for layer in config.layers)
-    return not any(rotary and rotary.beyond for rotary in rotaries)
-
-
 def is_in(token: Array, ids: Sequence[int]) -> Array:
     """Return a mask of the tokens that are among `ids`."""
     return jnp.isin(token, jnp.asarray(ids, jnp.int32))
@@ -152,7 +103,6 @@ def build(
     is_scored: bool = False,
     temperature: float | None = None,
     is_int8: bool = False,
-    lookup: int = 0,
 ) -> Decoding:
     """Return the functions that continue prompts, to be jitted.
 
@@ -174,9 +124,6 @@ def build(
         the allowed ids, after penalties. None returns those of the model.
       is_int8: store the KV cache in int8. It has P + max_tokens slots a row; after an encoder,
         which reads the prompts, max_tokens.
-      lookup: tokens guessed at a time and verified in one forward pass with the last drawn token.
-        Each token is still drawn from the model's own logits with its own key. Must be 0 if later
-        tokens can change a token's logits, see `supports_prompt_lookup`.
     """
     prepare, model_of = weight_layout(merge)
 
@@ -185,13 +132,7 @@ def build(
     ) -> DecodeState:
         model, rows = model_of(ready), len(keys)
         hidden = prefill(
-            model,
-            prompts,
-            lengths,
-            more=max_tokens,
-            both_ways=both_ways,
-            is_int8=is_int8,
-            spare=lookup,
+            model, prompts, lengths, more=max_tokens, both_ways=both_ways, is_int8=is_int8
         )
         assert hidden.cache is not None
         values, cache = hidden.values, hidden.cache
@@ -210,7 +151,6 @@ def build(
             reason=jnp.full((rows,), -1),
             stop_state=None if stops is None else jnp.zeros((rows,), stops.dtype),
             history=history,
-            tokens=RowTokens.of(prompts, lengths, max_tokens) if lookup else None,
             cache=cache,
         )
         return pick(model.logits(values)[:, 0], begun, keys, begun.reason < 0)
@@ -226,18 +166,11 @@ def build(
             return is_any if ended is None else is_any & (jnp.sum(~live) < ended)
 
         def advance(state: DecodeState) -> DecodeState:
-            tokens, guesses = state.token[:, None], None
-            if state.tokens is not None:
-                guesses = state.tokens.guess(lookup)
-                tokens = jnp.concatenate((tokens, guesses), axis=1)
-            values, cache = decode_tokens(model, tokens, state.cache)
-            logits, before, live = model.logits(values), state.length, is_live(state)
-            for place in range(tokens.shape[1]):
-                if guesses is not None and place:
-                    live = live & is_live(state) & (state.token == guesses[:, place - 1])
-                state = pick(logits[:, place], state, keys, live)
-            # The cache entries of wrong guesses are overwritten.
-            read = state.cache.length + state.length - before
+            values, cache = decode_tokens(model, state.token[:, None], state.cache)
+            live = is_live(state)
+            # The next token of a row that has ended is written over this one.
+            read = state.cache.length + live
+            state = pick(model.logits(values)[:, 0], state, keys, live)
             return state._replace(cache=cache._replace(length=read))
 
         return jax.lax.while_loop(is_open, advance, state)
@@ -274,7 +207,6 @@ def build(
             reason=reason,
             stop_state=stop_state,
             history=state.history and state.history.extended(token, live),
-            tokens=state.tokens and state.tokens.extended(token, live),
         )
 
     return Decoding(prepare, start, decode_until, max_tokens)
@@ -317,7 +249,6 @@ def prefill(
     more: int,
     both_ways: bool,
     is_int8: bool,
-    spare: int = 0,
 ) -> Hidden:
     """Return the hidden state at each prompt's last token, [B, 1, D], and the filled KV cache.
 
@@ -328,13 +259,12 @@ def prefill(
       more: slots of the cache after the prompts.
       both_ways: attend to prompts bidirectionally.
       is_int8: store the cache in int8.
-      spare: tokens read with one call beyond the first, whose slots are read again.
     """
     rows, longest = prompts.shape
     if isinstance(model, EncoderDecoder):
         is_real = jnp.arange(longest)[None] < lengths[:, None]
         real = is_real.astype(jnp.int32)
-        cache = model.init_cache(prompts, real, more, is_int8=is_int8, spare=spare)
+        cache = model.init_cache(prompts, real, more, is_int8=is_int8)
         values, cache = decode_tokens(model, jnp.full((rows, 1), START, jnp.int32), cache)
         return Hidden(values, cache, {}, values)
     index = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32)[None], prompts.shape)
@@ -343,7 +273,7 @@ def prefill(
         prompts,
         positions=jnp.minimum(index, last),  # a position table may end where the padding begins
         visible_until=jnp.maximum(index, last) if both_ways else None,
-        cache=model.empty_cache(rows, longest + more, is_int8=is_int8, spare=spare),
+        cache=model.empty_cache(rows, longest + more, is_int8=is_int8),
         count=lengths,
     )
     assert hidden.cache is not None
@@ -357,7 +287,7 @@ def decode_tokens(
     """Run the model on more tokens of each row; return the hidden states [B, T, D] and cache."""
     count = tokens.shape[1]
     positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    if model.text_positions is not None:  # only guesses can exceed it
+    if model.text_positions is not None:  # of rows that have ended
         positions = jnp.minimum(positions, model.text_positions - 1)
     hidden = model.hidden(tokens, positions=positions, cache=cache)
     assert hidden.cache is not None

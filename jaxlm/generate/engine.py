@@ -19,7 +19,6 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import balance, prefix, slots
 from jaxlm.generate.balance import CallTimes, DraftBalance, DrawCall
-from jaxlm.generate.decode import supports_prompt_lookup
 from jaxlm.generate.draft import Draft
 from jaxlm.generate.drafting import Chunk, Drafting
 from jaxlm.generate.prefix import PrefixCache
@@ -546,7 +545,8 @@ def check_supported(blueprint: Blueprint) -> None:
     if isinstance(blueprint.config, EncoderDecoderConfig):
         why = "an encoder reads a prompt as a whole, and the engine reads it in chunks"
         raise ConfigError(what, where="an encoder-decoder", why=why, fix=fix)
-    if not supports_prompt_lookup(blueprint.config):
+    rotaries = (layer.attention.rotary for layer in blueprint.config.layers)
+    if any(rotary and rotary.beyond for rotary in rotaries):
         why = "its rotary frequencies depend on the length of the text"
         raise ConfigError(what, where="rope_scaling.name=long", why=why, fix=fix)
     if (ways := rules.split(jax.sharding.get_abstract_mesh(), "batch")) > 1:

@@ -97,14 +97,6 @@ class Sampler:
         self._is_paired = isinstance(blueprint.config, EncoderDecoderConfig)
         rows = prompt_rows(tokenizer, config.prompts, is_paired=self._is_paired)
         check_positions(rows, config.max_tokens, blueprint.text_positions, flag)
-        if config.prompt_lookup and not decode.supports_prompt_lookup(blueprint.config):
-            raise ConfigError(
-                "this model does not support prompt lookup",
-                where=f"{flag}prompt_lookup={config.prompt_lookup}",
-                why="guesses may go beyond the original context, which changes its rotary "
-                "frequencies (rope_scaling.name=long)",
-                fix=f"{flag}prompt_lookup=0",
-            )
         ids = np.arange(blueprint.config.vocab)
         text = np.isin(ids, [*np.flatnonzero(tokenizer.token_bytes > 0), *tokenizer.ends])
         self._stops = tuple(stop.encode() for stop in config.stop)
@@ -135,7 +127,6 @@ class Sampler:
             if self._stops
             else None,
             is_scored=is_scored,
-            lookup=config.prompt_lookup,
             **shared,
         ).compiled()
 

@@ -119,18 +119,17 @@ class EncoderDecoder(nnx.Module, Unembedder):
         slots: int,
         *,
         is_int8: bool = False,
-        spare: int = 0,
     ) -> KVCache:
         """Return a KV cache for up to `slots` tokens a row, with the source's keys and values.
 
         Args:
           source, segments: ids that the encoder reads, and their documents.
-          slots, spare: as in `Backbone.empty_cache`.
+          slots: as in `Backbone.empty_cache`.
           is_int8: round keys and values of tokens to int8; the source's have activations' dtype.
         """
         layers = self.decoder.stack.cross_kv(self.encode(source, segments).values)
         cross = jax.tree.map(lambda x: x.astype(self.precision.activations), layers)
-        cache = self.decoder.empty_cache(source.shape[0], slots, is_int8=is_int8, spare=spare)
+        cache = self.decoder.empty_cache(source.shape[0], slots, is_int8=is_int8)
         return cache._replace(source=CrossKV(cross, segments))
 
     def relayout_for_decode(self) -> Self:

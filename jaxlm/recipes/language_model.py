@@ -31,7 +31,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import export_model
 from jaxlm.recipes.exchange.import_model import COMPANION_FILES, ImportOptions, import_model
 from jaxlm.recipes.use import adapter as adapters
-from jaxlm.recipes.use import evaluate, fresh, generate, inspection
+from jaxlm.recipes.use import drafts, evaluate, fresh, generate, inspection
 from jaxlm.recipes.use.inspection import Inspection
 from jaxlm.recipes.use.load import LoadedRun, Weights, is_model_of_another_library, load_run
 from jaxlm.training.rundir import split_ref
@@ -121,6 +121,7 @@ class LanguageModel:
           on_text: receives text while it is generated: index of the prompt, next part of its text,
             and True at its end.
           settings: the flags of `jaxlm generate`: `max_tokens`, `temperature`, `top_k`, `seed`...
+            `draft` names what guesses tokens, which changes no text;
             `json_schema`, a dict or its text, `regex`, `choice` or `grammar` limit the texts.
 
         Raises:
@@ -136,6 +137,7 @@ class LanguageModel:
                 raw[name] = [raw[name]]
         built = config.from_json(GenerateConfig, raw, where="generate")
         generate.check_grammar(built)
+        drafts.read_draft(built.draft)
         generate.check_generates(self.loaded, is_chat=chat)
         template = None
         if chat:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -21,14 +21,12 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
-from jaxlm.generate.draft import Draft, DraftHeads, DraftModel, Lookup
-from jaxlm.generate.engine import Engine, EngineSettings, check_supported
+from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.generate.requests import Counters
 from jaxlm.recipes.plan import oom
-from jaxlm.recipes.plan.serving import PlannedDraft, check_heads
 from jaxlm.recipes.use import adapter as adapters
-from jaxlm.recipes.use import generate, load
+from jaxlm.recipes.use import drafts, generate, load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
 from jaxlm.serve.api import Served
 from jaxlm.serve.keys import ApiKeys
@@ -37,7 +35,6 @@ from jaxlm.serve.watchdog import watch
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PACKAGES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
-KINDS: dict[str, Literal["lookup", "heads"]] = {"lookup": "lookup", "heads": "heads"}
 GARBAGE = (2_000, 10, 10)  # Python's own thresholds of a collection
 CLOSE_SECONDS = 5  # for open responses after the engine has ended
 
@@ -128,8 +125,7 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
                     watched = watch(bridge, options.stall_seconds, workdir)
                     with server.served.grammars, watched, _collecting_garbage():
                         bridge.run()
-    if engine.drafting is not None and engine.counters.drafts:
-        say(_accepted(engine.drafting.draft.name, engine.counters))
+    drafts.log_guesses(engine, say)
     say(f"stopped{_cost(engine.counters, options.price)}")
     return 0
 
@@ -160,16 +156,6 @@ def _log_that_may_fail(say: Log) -> Log:
             say(line)
 
     return log
-
-
-def _accepted(name: str, counters: Counters) -> str:
-    """Return the log line of the guesses of a draft."""
-    shares = " ".join(f"{count / counters.drafts:.2f}" for count in counters.accepted)
-    return (
-        f"draft {name}: in {counters.guessed_passes / counters.passes:.0%} of the passes, "
-        f"{counters.mean_acceptance_length:.2f} tokens of a row in those, guesses that stood by "
-        f"position {shares}"
-    )
 
 
 def _cost(counters: Counters, price: float | None) -> str:
@@ -214,9 +200,7 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
     positions = opened.run.model.max_positions
     if options.context is not None and context > positions:
         say(f"caution: --context={context} exceeds model.max_positions = {positions}")
-    drafting: PlannedDraft = None
-    if options.draft is not None:
-        drafting = KINDS.get(options.draft) or load.read_config(Path(options.draft), "--draft")
+    drafting = drafts.read_draft(options.draft)
     is_int8, prefix_bytes = options.kv_cache_dtype == "int8", options.prefix_mib * 2**20
     with oom.explain_serving_oom(
         opened.run,
@@ -240,39 +224,8 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
                 max_waiting=options.max_waiting,
                 prefix_bytes=prefix_bytes,
             ),
-            draft=open_draft(opened, options, context, say),
+            draft=drafts.open_draft(opened, options.draft, context, say),
         )
-
-
-def open_draft(opened: LoadedRun, options: ServeOptions, context: int, say: Log) -> Draft | None:
-    """Return what guesses tokens.
-
-    Raises ConfigError if the draft run has other ids, or fewer positions than the context, and if
-    the model has no heads that are to guess.
-    """
-    if options.draft is None:
-        return None
-    if options.draft == "lookup":
-        return Lookup()
-    if options.draft == "heads":
-        return DraftHeads(check_heads(opened.run, opened.model.blueprint.config))
-    smaller = load.load_run(Path(options.draft), say=say)
-    generate.check_generates(smaller, is_chat=False)
-    check_supported(smaller.model.blueprint)
-    positions = smaller.model.blueprint.text_positions
-    mine, its = (each.model.blueprint.config.vocab for each in (opened, smaller))
-    if smaller.tokenizer.digest != opened.tokenizer.digest or mine != its:
-        why = f"its tokenizer or its number of ids, {its}, is not that of the run, {mine}"
-    elif positions is not None and positions < context:
-        why = f"it has {positions} positions for text, and a request up to {context} tokens"
-    else:
-        return DraftModel(smaller.model.blueprint, smaller.params)
-    raise ConfigError(
-        "this run cannot guess tokens of the other",
-        where=f"--draft={options.draft}",
-        why=why,
-        fix="--draft=lookup    # needs no run",
-    )
 
 
 def describe(opened: LoadedRun, engine: Engine, say: Log) -> Served:

@@ -10,13 +10,8 @@ from jaxlm.core.precision import Precision
 from jaxlm.generate import decode, sampling, text_stream
 from jaxlm.generate.sampling import Penalties
 from jaxlm.models.build import Blueprint
-from jaxlm.models.families.deepseek import DeepSeekV2
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.mistral import Mistral
-from jaxlm.models.families.phi3 import Phi3
-from jaxlm.models.families.t5 import T5
-from jaxlm.nn.rotary import LongScaling
 from tests.models.parameters import draw_params
 
 VOCAB, END, PAD = 40, 2, 0
@@ -27,20 +22,10 @@ FAMILIES = {
     "llama": Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2),
     "gpt2": GPT2(vocab=VOCAB, width=32, depth=2, heads=4, max_positions=64),
 }
-# Rings, positions up to the last one, biases by distance with an encoder, latent attention.
-SMALL = {"vocab": VOCAB, "width": 32, "depth": 2, "heads": 4}
-GUESSING = FAMILIES | {
-    "mistral": Mistral(**SMALL, kv_heads=2, window=4),
-    "gpt2, full": GPT2(**SMALL, max_positions=5 + 24),
-    "t5": T5(**SMALL),
-    "deepseek_v2": DeepSeekV2(
-        **SMALL, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8, experts=4, top_k=2, shared=32
-    ),
-}
 
 
 def made(name):
-    blueprint = Blueprint(GUESSING[name].build(), Precision.float32())
+    blueprint = Blueprint(FAMILIES[name].build(), Precision.float32())
     return blueprint, draw_params(blueprint, std=0.1)
 
 
@@ -272,86 +257,3 @@ def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch,
     # What is not an id comes of two programs, which add up in orders of their own.
     for ours, theirs in zip(collected, whole, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5)
-
-
-@pytest.fixture(scope="module", params=GUESSING)
-def guessing(request):
-    return made(request.param)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"allowed": jnp.arange(VOCAB) < 3},  # so that it repeats itself
-        {
-            "temperature": 0.8,
-            "penalties": Penalties(repetition=1.1, frequency=0.1),
-            "ends": (7, 9),
-            "is_scored": True,
-            "is_int8": True,
-        },
-    ],
-)
-def test_guesses_change_nothing_but_the_number_of_passes(guessing, how):
-    drawn = []
-
-    def counted(logits, keys, temperature):
-        jax.debug.callback(lambda: drawn.append(1))
-        return sampling.draw(logits, keys, temperature=temperature)
-
-    def text(number):
-        drawn.clear()
-        settings = {"max_tokens": 24, "ends": (), "pad": PAD} | how
-        draw = functools.partial(counted, temperature=settings.pop("temperature", 0.0))
-        built = decode.build(guessing[0].merge, draw, lookup=number, **settings)
-        prompts = np.full((3, 5), PAD, np.int32)
-        for row, prompt in zip(prompts, PROMPTS, strict=True):
-            row[: len(prompt)] = prompt
-        lengths = jnp.asarray([*map(len, PROMPTS)], jnp.int32)
-        keys = jnp.stack([jax.random.key(seed) for seed in (0, 1, 2)])
-        out = jax.jit(built)(guessing[1], prompts, lengths, keys)
-        jax.effects_barrier()
-        return out, 1 + (len(drawn) - 1) // (1 + number)
-
-    (plain, every), (guessed, passes) = text(0), text(3)
-    np.testing.assert_array_equal(guessed.ids, plain.ids)
-    np.testing.assert_array_equal(guessed.length, plain.length)
-    np.testing.assert_array_equal(guessed.reason, plain.reason)
-    if plain.log_probabilities is not None:
-        np.testing.assert_allclose(
-            guessed.log_probabilities, plain.log_probabilities, rtol=1e-4, atol=1e-5
-        )
-    assert every == plain.length.max()
-    assert passes <= every
-    if "allowed" in how:
-        assert passes < every, "no guess was right"
-
-
-def test_a_guess_is_what_followed_the_longest_end_where_it_last_stood_before():
-    """The reference is a loop over places, on rows of few ids; a repetitive row continues so."""
-    rng, number = np.random.default_rng(0), 5
-    ids = rng.integers(1, 4, (60, 20)).astype(np.int32)
-    count = rng.integers(1, 21, 60).astype(np.int32)
-    ids[0, :6], count[0] = (1, 2, 3, 1, 2, 3), 6
-    guesses = np.asarray(decode.RowTokens(jnp.asarray(ids), jnp.asarray(count)).guess(number))
-    assert guesses[0].tolist() == [1, 2, 3, 1, 2]
-    checked = 0
-    for row, size, guess in zip(ids.tolist(), count, guesses, strict=True):
-        output = row[:size]
-        for length in (3, 2, 1):
-            places = [
-                n for n in range(length, size) if output[n - length : n] == output[size - length :]
-            ]
-            if places:
-                rest = output[places[-1] :]
-                assert guess.tolist() == [rest[n % len(rest)] for n in range(number)]
-                checked += 1
-                break
-    assert checked > 50
-
-
-def test_a_model_that_reads_far_texts_otherwise_looks_nothing_up():
-    scaling = LongScaling(short=(1.0,) * 4, long=(2.0,) * 4, original=8)
-    assert not decode.supports_prompt_lookup(Phi3(**SMALL, rope_scaling=scaling).build())
-    assert decode.supports_prompt_lookup(Phi3(**SMALL).build())

@@ -11,8 +11,7 @@ import pytest
 
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
-from jaxlm.generate.decode import RowTokens
-from jaxlm.generate.draft import DraftHeads, DraftModel, Lookup
+from jaxlm.generate.draft import DraftHeads, DraftModel, Lookup, RowTokens
 from jaxlm.generate.drafting import Drafting
 from jaxlm.generate.grammar import GrammarCompiler, GrammarSource
 from jaxlm.generate.requests import Request, joined
@@ -175,6 +174,29 @@ def test_guesses_of_a_row_are_its_own():
     one = jnp.array([5, 6, 7, 5, 6, 9, 9, 9])
     state = state._replace(ids=jnp.stack([one, one[::-1]]), length=jnp.array([5, 1]))
     assert state.guess(lookup.guesses)[0].tolist() == [7, 5, 6]
+
+
+def test_a_guess_is_what_followed_the_longest_end_where_it_last_stood_before():
+    """The reference is a loop over places, on rows of few ids; a repetitive row continues so."""
+    rng, number = np.random.default_rng(0), 5
+    ids = rng.integers(1, 4, (60, 20)).astype(np.int32)
+    count = rng.integers(1, 21, 60).astype(np.int32)
+    ids[0, :6], count[0] = (1, 2, 3, 1, 2, 3), 6
+    guesses = np.asarray(RowTokens(jnp.asarray(ids), jnp.asarray(count)).guess(number))
+    assert guesses[0].tolist() == [1, 2, 3, 1, 2]
+    checked = 0
+    for row, size, guess in zip(ids.tolist(), count, guesses, strict=True):
+        output = row[:size]
+        for length in (3, 2, 1):
+            places = [
+                n for n in range(length, size) if output[n - length : n] == output[size - length :]
+            ]
+            if places:
+                rest = output[places[-1] :]
+                assert guess.tolist() == [rest[n % len(rest)] for n in range(number)]
+                checked += 1
+                break
+    assert checked > 50
 
 
 @pytest.fixture(scope="module")

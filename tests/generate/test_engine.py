@@ -24,7 +24,9 @@ from jaxlm.models.families.deepseek import DeepSeekV2
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mistral import Mistral
+from jaxlm.models.families.phi3 import Phi3
 from jaxlm.models.families.t5 import T5
+from jaxlm.nn.rotary import LongScaling
 from jaxlm.objectives import loss
 from jaxlm.rl.rollout import RolloutSampler, RolloutSizes
 from tests.models.parameters import draw_params
@@ -359,7 +361,10 @@ def test_a_prompt_that_begins_as_an_earlier_one_has_the_same_bits_and_is_read_fr
     assert cached(first) == 0
 
 
-def test_an_encoder_decoder_is_refused():
-    blueprint = Blueprint(T5(**SIZES).build(), Precision.float32())
-    with pytest.raises(ConfigError, match="does not support this model"):
-        Engine(blueprint, {}, TOKENIZER, EngineSettings())
+def test_an_encoder_and_rotary_frequencies_of_the_length_are_refused():
+    scaling = LongScaling(short=(1.0,) * 4, long=(2.0,) * 4, original=8)
+    long = Phi3(vocab=40, width=32, depth=2, heads=4, rope_scaling=scaling)
+    for family in (T5(**SIZES), long):
+        blueprint = Blueprint(family.build(), Precision.float32())
+        with pytest.raises(ConfigError, match="does not support this model"):
+            Engine(blueprint, {}, TOKENIZER, EngineSettings())

@@ -62,6 +62,12 @@ SITUATIONS = {
     ),
     "a draft of no server": Situation("plan --config=c.py --draft=lookup", code=2),
     "a server on eight devices": Situation("plan --config=c.py --serve --on=h100x8", code=2),
+    "a text with a draft of heads that are not there": Situation(
+        f"{GENERATE} --draft=heads", code=2
+    ),
+    "a text with a draft that is not there": Situation(f"{GENERATE} --draft=runs/nowhere", code=66),
+    "a text with a grammar and a draft": Situation(f"{GENERATE} --regex=a --draft=lookup", code=2),
+    "a text with the former flag of guesses": Situation(f"{GENERATE} --prompt_lookup=3", code=2),
     "a text of a wrong grammar": Situation(f"{GENERATE} --regex=[", code=2),
     "a text of no schema": Situation(f"{GENERATE} --json_schema=new.json", code=66),
     "a text of a schema that is no text": Situation(

@@ -14,7 +14,7 @@ from jaxlm.data.tokenizer import Characters
 from jaxlm.generate.balance import DraftBalance, DrawCall
 from jaxlm.monitor import host_machine
 from jaxlm.recipes.plan.serving import forecast_serving
-from jaxlm.recipes.use import load
+from jaxlm.recipes.use import drafts, load
 from jaxlm.serve import server
 from jaxlm.serve.server import ServeOptions
 from tests.serve.conftest import Running
@@ -100,7 +100,7 @@ def test_a_draft_run_keeps_the_bytes_of_its_plan(trained):
     machine = host_machine.this_machine(1, [])
     plan = forecast_serving(opened.run, machine, slots=4, draft=opened.run)
     before = live_bytes()
-    guesser = server.open_draft(opened, ServeOptions(draft=str(trained)), 128, print)
+    guesser = drafts.open_draft(opened, str(trained), 128, print)
     assert guesser is not None
     assert live_bytes() - before == pytest.approx(plan.draft_bytes, rel=0.02)
 

@@ -180,7 +180,7 @@ def test_a_window_does_not_hide_them_in_training_or_decoding(arm):
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["prompt", "prefix"])
 def test_text_is_continued_as_after_the_ids_that_they_stand_for(arm):
-    """Greedily, with guesses verified, and by beam search; in a cache of int8 it runs."""
+    """Greedily, and by beam search; in a cache of int8 it runs."""
     options = {"max_tokens": 4, "ends": (31,), "pad": 0}
     greedy = functools.partial(sampling.draw, temperature=0.0, top_k=None, top_p=None, min_p=None)
     keys = jax.random.split(jax.random.key(0), 2)
@@ -189,7 +189,6 @@ def test_text_is_continued_as_after_the_ids_that_they_stand_for(arm):
     (plain, base), (blueprint, params) = plain_model("gpt2"), standing_for(arm, "gpt2")
     for build in (
         functools.partial(decode.build, draw=greedy, **options),
-        functools.partial(decode.build, draw=greedy, lookup=2, **options),
         functools.partial(beam.build, beams=2, length_penalty=1.0, **options),
     ):
         expected = jax.jit(build(plain.merge))(base, whole, lengths + 3, keys)

@@ -15,13 +15,13 @@ from jaxlm.data import chat_templates
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.generate import batch
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.constrained import continue_constrained
 from jaxlm.generate.engine import check_supported
 from jaxlm.generate.grammar import GrammarCompiler, GrammarRefused, GrammarSource
 from jaxlm.generate.sampler import Continuation, Sampler, check_positions, prompt_rows
 from jaxlm.recipes.use import adapter as adapters
-from jaxlm.recipes.use import load
+from jaxlm.recipes.use import drafts, load
 from jaxlm.recipes.use.load import LoadedRun
 
 
@@ -54,11 +54,12 @@ def generate(
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
     check_grammar(settings)
+    drafts.read_draft(settings.draft)
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, adapter=reader, say=say, **selection)
     check_generates(opened, is_chat=is_chat)
     template = template_of(workdir, adapters.template_folder(adapter), say) if is_chat else None
-    samples = continue_prompts(opened, settings, template, on_text)
+    samples = continue_prompts(opened, settings, template, on_text, say)
     return {"step": opened.step, "samples": [each.as_json() for each in samples]}
 
 
@@ -109,18 +110,27 @@ def continue_prompts(
     settings: GenerateConfig,
     template: ChatTemplate | None = None,
     on_text: OnText | None = None,
+    say: Log = lambda _: None,
 ) -> list[Continuation]:
     """Return the continuation of each prompt, with log-probabilities.
 
-    With a template, each prompt is a user turn. Raises ConfigError if a prompt and its continuation
-    do not fit the position table.
+    Args:
+      opened: the run.
+      settings: prompts and sampling settings.
+      template: makes each prompt a user turn.
+      on_text: receives text as it is generated, see `Sampler.write`.
+      `say`: receives log lines.
+
+    Raises:
+      ConfigError: if a prompt and its continuation do not fit the position table, or the draft or
+        the grammar of the settings is not one for this model.
     """
     tokenizer: Tokenizer = opened.tokenizer
     if template is not None:
         tokenizer = ChatTokenizer(tokenizer, template)
     with jax.set_mesh(opened.model.mesh):
-        if settings.constraints:
-            return _continue_constrained(opened, settings, tokenizer, on_text)
+        if settings.constraints or settings.draft:
+            return _continue_by_engine(opened, settings, tokenizer, on_text, say)
         sampler = Sampler(
             settings,
             opened.model.blueprint,
@@ -132,15 +142,30 @@ def continue_prompts(
         return sampler.write(opened.params, on_text)
 
 
-def _continue_constrained(
-    opened: LoadedRun, settings: GenerateConfig, tokenizer: Tokenizer, on_text: OnText | None
+def _continue_by_engine(
+    opened: LoadedRun,
+    settings: GenerateConfig,
+    tokenizer: Tokenizer,
+    on_text: OnText | None,
+    say: Log,
 ) -> list[Continuation]:
-    """Return the continuations within the grammar; `tokenizer` may be that of a chat."""
-    blueprint, flag = opened.model.blueprint, f"--{settings.constraints[0]}"
-    fix = f"without {flag} a text is free"
+    """Return the continuations within the grammar, or with the draft, of the settings.
+
+    Args: as in `continue_prompts`; `tokenizer` may be that of a chat.
+    """
+    blueprint = opened.model.blueprint
+    if settings.constraints:
+        needs, flag = "a grammar", f"--{settings.constraints[0]}"
+        what, fix = (
+            "a grammar does not limit the texts of this model",
+            f"without {flag} a text is free",
+        )
+    else:
+        needs, what = "a draft", "a draft does not guess the tokens of this model"
+        fix = "without --draft the text is the same"
     if opened.run.objective.prompts == "both ways":
         raise ConfigError(
-            "a grammar needs a model that reads from left to right",
+            f"{needs} needs a model that reads from left to right",
             where=f"objective.name={opened.run.objective.name}",
             why="this model reads a prompt in both directions, as a whole",
             fix=fix,
@@ -148,18 +173,22 @@ def _continue_constrained(
     try:
         check_supported(blueprint)
     except ConfigError as error:
-        what = "a grammar does not limit the texts of this model"
         raise ConfigError(what, where=error.where, why=error.why, fix=fix) from None
     rows = prompt_rows(tokenizer, settings.prompts, is_paired=False)
     check_positions(rows, settings.max_tokens, blueprint.text_positions, "--")
-    source, vocab = GrammarSource.of(settings), blueprint.config.vocab
-    assert source is not None
-    # The tokenizer of a chat encodes turns, and a grammar is of texts.
-    with GrammarCompiler(opened.tokenizer, vocab) as compiler, _refused_by(flag):
-        grammar = compiler.compile(source, tokenizer.ends)
-    return continue_constrained(
-        settings, blueprint, opened.params, tokenizer, grammar, rows, on_text
-    )
+    grammar, source = None, GrammarSource.of(settings)
+    if source is not None:
+        # The tokenizer of a chat encodes turns, and a grammar is of texts.
+        compiler = GrammarCompiler(opened.tokenizer, blueprint.config.vocab)
+        with compiler, _refused_by(f"--{settings.constraints[0]}"):
+            grammar = compiler.compile(source, tokenizer.ends)
+    context = max(map(len, rows)) + settings.max_tokens
+    draft = drafts.open_draft(opened, settings.draft, context, say)
+    engine = batch.engine_of(settings, blueprint, opened.params, tokenizer, rows, draft)
+    with contextlib.closing(engine):
+        samples = batch.continue_rows(engine, settings, rows, grammar, on_text)
+    drafts.log_guesses(engine, say)
+    return samples
 
 
 def template_of(

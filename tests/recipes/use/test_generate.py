@@ -11,7 +11,9 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.cli.output import Output
-from jaxlm.generate import constrained
+from jaxlm.generate import batch
+from jaxlm.generate.balance import DraftBalance, DrawCall
+from jaxlm.recipes.use import drafts
 from tests.cli.test_exchange import write
 from tests.generate.test_grammar import BOMBS
 
@@ -79,18 +81,14 @@ def test_a_beam_search_is_the_same_whatever_the_seed(capsys, run):
         (("--stop=" + "x" * 300,), "stop", "jaxlm generate --help"),
         (("--beams=2",), "temperature", "--temperature=0"),
         (("--beams=2", "--temperature=0", "--stop=a"), "stop", "--beams=1"),
-        (
-            ("--beams=2", "--temperature=0", "--prompt_lookup=3"),
-            "prompt_lookup",
-            "--prompt_lookup=0",
-        ),
-        (("--prompt_lookup=99",), "prompt_lookup", "jaxlm generate --help"),
+        (("--beams=2", "--temperature=0", "--draft=lookup"), "draft", "--beams=1"),
+        (("--prompt_lookup=3",), "--prompt_lookup", "--draft=lookup"),
         (("--min_p=1.5",), "min_p", "jaxlm generate --help"),
         (("--repetition_penalty=0",), "repetition_penalty", "jaxlm generate --help"),
         (("--regex=a", "--choice=b"), "choice", "jaxlm generate --help"),
         (("--choice=",), "choice", "jaxlm generate --help"),
         (("--beams=2", "--temperature=0", "--regex=a"), "regex", "--beams=1"),
-        (("--regex=a", "--prompt_lookup=3"), "prompt_lookup", "--prompt_lookup=0"),
+        (("--regex=a", "--draft=lookup"), "draft", "without --draft"),
         (("--regex=[",), "the grammar is refused", "jaxlm docs serving"),
         (("--kv_cache_dtype=int4",), "kv_cache_dtype", "jaxlm generate --help"),
         (("--kv_cache_dtype=imt8",), "kv_cache_dtype", "--kv_cache_dtype=int8"),
@@ -138,7 +136,7 @@ def test_a_text_is_one_of_its_grammar(capsys, run, tmp_path, monkeypatch, flag, 
 
 
 def test_choices_go_together_with_a_stop_and_prompts_beyond_the_slots(capsys, run, monkeypatch):
-    monkeypatch.setattr(constrained, "MAX_ROWS", 2)
+    monkeypatch.setattr(batch, "MAX_ROWS", 2)
     choices = ("--choice=red", "--choice=blue (dark)")
     prompts = [f"--prompt={number}" for number in range(5)]
     words = (*choices, "--max_tokens=56", "--stop=(")  # the slots and positions of the test above
@@ -190,19 +188,46 @@ def test_text_printed_as_it_is_made_is_the_text_printed_at_the_end(capsys, run, 
         assert len([part for part in parts if part]) > (2 if "--max_tokens=1" in words else 6)
 
 
-@pytest.mark.slow  # tests/generate/test_decode.py has fast tests of guesses
 @pytest.mark.parametrize(
     "words",
     [
-        ("--temperature=0", "--stream"),
-        ("--temperature=0.7", "--seed=5", "--seed=6", "--stop=t", "--frequency_penalty=0.5"),
-        ("--temperature=0", "--kv_cache_dtype=int8"),
+        ("--temperature=0", "--stream", "--draft=lookup"),
+        pytest.param(
+            ("--temperature=0.8", "--seed=5", "--seed=6", "--stop=t", "--draft=RUN"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--temperature=0", "--kv_cache_dtype=int8", "--draft=lookup"), marks=pytest.mark.slow
+        ),
     ],
 )
-def test_guesses_change_no_text(capsys, run, words):
+def test_a_draft_changes_no_text(capsys, run, monkeypatch, words):
     """Prompts of several lengths, one of them a repetition."""
+    # If a draft saves time depends on the machine.
+    monkeypatch.setattr(DraftBalance, "next_call", lambda _, passes: DrawCall(True, passes))
+    *words, draft = [word.replace("RUN", str(run)) for word in words]
     asked = ("--prompt=" + "import os\n" * 4, "--prompt=def ", *words)
-    assert printed(capsys, run, *asked, "--prompt_lookup=4") == printed(capsys, run, *asked)
+    plain = printed(capsys, run, *asked, "--quiet")
+    engines, log = [], drafts.log_guesses
+    monkeypatch.setattr(
+        drafts, "log_guesses", lambda engine, say: (engines.append(engine), log(engine, say))
+    )
+    assert printed(capsys, run, *asked, draft, "--quiet") == plain
+    (counters,) = [engine.counters for engine in engines]
+    assert 0 < counters.guessed_passes == counters.passes
+
+
+@pytest.mark.parametrize(
+    ("draft", "code", "named", "fix"),
+    [
+        ("runs/nowhere", 66, "runs/nowhere/config.json", ""),
+        ("heads", 2, "--draft=heads", "--draft=lookup"),
+    ],
+)
+def test_a_wrong_draft_is_refused_as_by_the_server(capsys, run, draft, code, named, fix):
+    got, answer = call(capsys, run, *PROMPTS, f"--draft={draft}")
+    assert (got, answer["error"]["where"]) == (code, named)
+    assert fix in answer["error"]["fix"]
 
 
 def recorded(monkeypatch):

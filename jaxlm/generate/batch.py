@@ -1,6 +1,5 @@
-"""Continuations that a grammar limits: the engine draws them, as `jaxlm serve` does."""
+"""Continuations of a batch of prompts by the engine: those with a grammar or a draft."""
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -8,40 +7,39 @@ from typing import Any
 from jaxlm.core.callbacks import OnText
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.generate import slots
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.engine import Engine, EngineSettings
+from jaxlm.generate.draft import Draft
+from jaxlm.generate.engine import ALL_CHUNKS, Engine, EngineSettings
 from jaxlm.generate.grammar import Grammar
 from jaxlm.generate.requests import Delta, Request, joined
 from jaxlm.generate.rows import Sampling
-from jaxlm.generate.sampler import Continuation
+from jaxlm.generate.sampler import STREAMED_TOKENS, Continuation
 from jaxlm.models.build import Blueprint
 
 MAX_ROWS = 8  # slots; further prompts wait for one
 MAX_CHUNK = 64  # tokens of a prompt that are read in one pass
 
+Ids = Sequence[Sequence[int]]  # of prompts
 
-def continue_constrained(
+
+def engine_of(
     config: GenerateConfig,
     blueprint: Blueprint,
     params: Any,
     tokenizer: Tokenizer,
-    grammar: Grammar,
-    rows: Sequence[Sequence[int]],
-    on_text: OnText | None = None,
-) -> list[Continuation]:
-    """Return the continuation of each prompt within a grammar, with log-probabilities.
+    rows: Ids,
+    draft: Draft | None = None,
+) -> Engine:
+    """Return an engine that holds the prompts and their continuations.
 
     Args:
       config: prompts and sampling settings.
       blueprint: the model, a decoder.
       params: its parameters.
       tokenizer: its tokenizer.
-      grammar: what a text may be; its end ids are those of the tokenizer.
       rows: the ids of the prompts.
-      on_text: receives text as it is drawn, see `Sampler.write`.
-
-    Raises:
-      ConfigError: if the grammar became too complex while a text was drawn.
+      draft: guesses tokens; no text depends on it.
     """
     context = max(map(len, rows)) + config.max_tokens
     settings = EngineSettings(
@@ -51,7 +49,28 @@ def continue_constrained(
         is_int8=config.kv_cache_dtype == "int8",
         max_waiting=len(rows) * context,
     )
-    engine = Engine(blueprint, params, tokenizer, settings)
+    return Engine(blueprint, params, tokenizer, settings, draft=draft)
+
+
+def continue_rows(
+    engine: Engine,
+    config: GenerateConfig,
+    rows: Ids,
+    grammar: Grammar | None = None,
+    on_text: OnText | None = None,
+) -> list[Continuation]:
+    """Return the continuation of each prompt, with log-probabilities.
+
+    Args:
+      engine: the engine of these prompts.
+      config: prompts and sampling settings.
+      rows: the ids of the prompts.
+      grammar: what a text may be; its end ids are those of the tokenizer.
+      on_text: receives text as it is drawn, see `Sampler.write`.
+
+    Raises:
+      ConfigError: if the grammar became too complex while a text was drawn.
+    """
     sampling = Sampling(
         temperature=config.temperature,
         top_k=config.top_k,
@@ -69,23 +88,23 @@ def continue_constrained(
         if on_text is not None:
             on_text(row, delta.text, delta.reason is not None)
 
-    with contextlib.closing(engine):
-        for row, (ids, seed) in enumerate(zip(rows, seeds, strict=True)):
-            request = Request(
-                ids=tuple(ids),
-                max_tokens=config.max_tokens,
-                sampling=sampling,
-                seed=seed,
-                ends=tokenizer.ends,
-                stop=tuple(text.encode() for text in config.stop),
-                top=0,
-                grammar=grammar,
-            )
-            engine.submit(request, functools.partial(deliver, row))
-        while not engine.is_idle:
-            engine.advance()
-            if engine.failure is not None:
-                raise engine.failure
+    for row, (ids, seed) in enumerate(zip(rows, seeds, strict=True)):
+        request = Request(
+            ids=tuple(ids),
+            max_tokens=config.max_tokens,
+            sampling=sampling,
+            seed=seed,
+            ends=engine.tokenizer.ends,
+            stop=tuple(text.encode() for text in config.stop),
+            top=0,
+            grammar=grammar,
+        )
+        engine.submit(request, functools.partial(deliver, row))
+    passes = slots.PASSES if on_text is None else STREAMED_TOKENS
+    while not engine.is_idle:
+        engine.tick(ALL_CHUNKS, passes)
+        if engine.failure is not None:
+            raise engine.failure
     results = []
     for prompt, deltas in zip(config.prompts, parts, strict=True):
         whole = joined(deltas)
