@@ -126,10 +126,11 @@ class Server:
             for path, (method, handler) in table.items()
         ]
         methods = {path: method for path, (method, _) in table.items()}
-        unrouted = self._guarded(functools.partial(_unrouted, methods))
 
         async def refuse(request: HttpRequest, error: Exception) -> Response:
-            return await unrouted(request)
+            refused = _unrouted(request, methods)
+            self.metrics.count_rejected(refused.status)
+            return _error(refused)  # without a line in the log, as the path is the client's
 
         handlers: Any = {404: refuse, 405: refuse}
         app = Starlette(routes=routes, exception_handlers=handlers)
@@ -358,14 +359,14 @@ class Server:
         return JSONResponse(answer)
 
 
-async def _unrouted(methods: Mapping[str, str], request: HttpRequest) -> Response:
-    """Raise RefusedRequest for a path that is no route, or that takes another method."""
+def _unrouted(request: HttpRequest, methods: Mapping[str, str]) -> RefusedRequest:
+    """Return the refusal of a path that is no route, or that takes another method."""
     path = request.url.path
     if method := methods.get(path):
-        raise RefusedRequest(405, f"{path} takes {method}, not {request.method}", allow=method)
+        return RefusedRequest(405, f"{path} takes {method}, not {request.method}", allow=method)
     near = nearest_word(path, methods)
     hint = f"the nearest is {near}" if near else f"the routes are {', '.join(methods)}"
-    raise RefusedRequest(404, f"there is no route {path!r}; {hint}")
+    return RefusedRequest(404, f"there is no route {path!r}; {hint}")
 
 
 def _error(refused: RefusedRequest) -> JSONResponse:

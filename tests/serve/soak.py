@@ -224,12 +224,12 @@ class Life:
             yield process
         finally:
             self._ending.set()
-            self._end_clients()
             process.kill()
             process.wait()
             for file in (process.stdout, out):
                 if hasattr(file, "close"):
                     file.close()
+            self._end_clients()
 
     def _log(self) -> str:
         log = self._scratch / "log"

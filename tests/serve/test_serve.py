@@ -66,6 +66,8 @@ def test_a_context_beyond_the_positions_is_a_caution(monkeypatch):
     opened = Values(model=model, run=run, params=None, tokenizer=None)
     monkeypatch.setattr(servers, "Engine", lambda *_, **__: None)
     monkeypatch.setattr(servers, "open_draft", lambda *_: None)
+    fits = contextlib.nullcontext()
+    monkeypatch.setattr(servers.oom, "explain_serving_oom", lambda *_, **__: fits)
     for more in (0, 1):
         context = run.model.max_positions + more
         servers.build_engine(opened, servers.ServeOptions(context=context), lines.append)
