@@ -134,6 +134,7 @@ class Server:
 
         handlers: Any = {404: refuse, 405: refuse}
         app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False  # to an address that the client gives
         return guard.with_write_deadline(self._checked(app))
 
     def _checked(self, app: Any) -> guard.App:

@@ -99,8 +99,11 @@ def test_v11_no_content_of_a_message_names_a_file_or_an_address(client, content)
     assert "content of text" in refused.value.message
 
 
-@pytest.mark.parametrize("path", ["/../etc/passwd", "/%2e%2e/etc/passwd", "//etc/passwd", "/v1/"])
-def test_v11_no_path_names_a_file(running, path):
+@pytest.mark.parametrize(
+    "path",
+    ["/../etc/passwd", "/%2e%2e/etc/passwd", "//etc/passwd", "/v1/", "/v1/models/", "?v1/models"],
+)
+def test_v11_no_path_names_a_file_or_an_address(running, path):
     link = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
     link.request("GET", path)
     assert link.getresponse().status == 404
