@@ -204,8 +204,7 @@ def make(family: str, arm: str, folder: Path) -> None:
     model.save_pretrained(folder / "hf")
     write_tokenizer(folder / "hf")
     if arm in VIRTUAL:
-        config = virtual_config(arm)
-        config.modules_to_save = None if OUTSIDE[family] is None else [OUTSIDE[family]]
+        config = virtual_config(family, arm)
     elif arm == "ia3":
         targets, inputs = IA3[family]
         config = peft.IA3Config(target_modules=targets, feedforward_modules=inputs)
@@ -240,10 +239,11 @@ def make(family: str, arm: str, folder: Path) -> None:
         np.savez(folder / "logits.npz", logits=_of_text(adapted))
 
 
-def virtual_config(arm: str) -> Any:
-    """Return PEFT's settings of virtual tokens."""
-    peft = importlib.import_module("peft")
-    return getattr(peft, VIRTUAL[arm])(num_virtual_tokens=5, task_type="CAUSAL_LM")
+def virtual_config(family: str, arm: str) -> Any:
+    """Return PEFT's settings of virtual tokens, and of a module that is trained whole."""
+    kind = getattr(importlib.import_module("peft"), VIRTUAL[arm])
+    whole = None if OUTSIDE[family] is None else [OUTSIDE[family]]
+    return kind(num_virtual_tokens=5, task_type="CAUSAL_LM", modules_to_save=whole)
 
 
 def peft_logits(base: str, adapter: str) -> np.ndarray:

@@ -123,8 +123,6 @@ def ours(workdir: Path, *, is_packed: bool) -> tuple[float, dict[str, np.ndarray
         loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(opened.params)
     leaves = tree.leaves(gradient)
     decoder = opened.model.blueprint.config
-    if isinstance(opened.run.tune, PrefixTuning | PromptTuning):
-        return float(loss), virtual_tensors.written(opened.run.tune, decoder, leaves)[1]
     tensors = layout(decoder, dataclasses.replace(opened.run.model, vocab=decoder.vocab).HUB)
 
     def whole(part: Any) -> np.ndarray:
@@ -133,10 +131,14 @@ def ours(workdir: Path, *, is_packed: bool) -> tuple[float, dict[str, np.ndarray
     if not opened.model.base:
         return float(loss), {each.name: each.joined(whole) for each in tensors}
     gradients = {
-        f"{peft.PREFIX}{each.name}": each.joined(whole)
+        each.name: each.joined(whole)
         for each in tensors
         if each.parts[0].path not in opened.model.base
     }
+    if isinstance(opened.run.tune, PrefixTuning | PromptTuning):
+        _, virtual = virtual_tensors.written(opened.run.tune, decoder, leaves)
+        return float(loss), {f"base_model.{name}": each for name, each in gradients.items()} | virtual
+    gradients = {f"{peft.PREFIX}{name}": each for name, each in gradients.items()}
     for place in peft.places(tensors).values():
 
         def leaf(name: str, part: Any) -> np.ndarray:
@@ -199,10 +201,12 @@ def make(family: str, method: str, folder: Path) -> None:
             folder / "hf", dtype=torch.float32
         )
         if method in peft_adapters.VIRTUAL:  # PEFT loads these for inference alone
-            model = peft.get_peft_model(model, peft_adapters.virtual_config(method))
+            model = peft.get_peft_model(model, peft_adapters.virtual_config(family, method))
             stored = load_file(folder / "peft" / "adapter_model.safetensors")
             with torch.no_grad():
-                model.prompt_encoder["default"].embedding.weight.copy_(stored["prompt_embeddings"])
+                for name, value in model.named_parameters():
+                    if value.requires_grad:
+                        value.copy_(stored[key(name)])
         elif method != "full":
             model = peft.PeftModel.from_pretrained(model, folder / "peft", is_trainable=True)
         arguments = trl.SFTConfig(
