@@ -137,7 +137,9 @@ def ours(workdir: Path, *, is_packed: bool) -> tuple[float, dict[str, np.ndarray
     }
     if isinstance(opened.run.tune, PrefixTuning | PromptTuning):
         _, virtual = virtual_tensors.written(opened.run.tune, decoder, leaves)
-        return float(loss), {f"base_model.{name}": each for name, each in gradients.items()} | virtual
+        return float(loss), {
+            f"base_model.{name}": each for name, each in gradients.items()
+        } | virtual
     gradients = {f"{peft.PREFIX}{name}": each for name, each in gradients.items()}
     for place in peft.places(tensors).values():
 
