@@ -338,7 +338,8 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_device(arm, sizes):
     for (path, leaf), want in zip(
         tree.leaves(computed).items(), jax.tree.leaves(expected), strict=True
     ):
-        np.testing.assert_allclose(leaf, want, rtol=2e-3, atol=1e-6, err_msg=path)
+        # Devices add in another order: an element near 0 has the error of the largest ones.
+        assert np.abs(leaf - want).max() <= 1e-4 * np.abs(want).max(), path
 
 
 @pytest.mark.slow
