@@ -202,6 +202,15 @@ def test_parquet_and_lone_surrogates_are_read(tmp_path):
     assert "in train: 1 with a lone surrogate, replaced" in output
 
 
+def test_a_conversation_whose_only_trained_token_is_its_first_is_left_out(tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    first = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    path = write(tmp_path / "chat.jsonl", [first, pair("q", "a")])
+    data = opened(tmp_path, path, template=str(tmp_path / "t.jinja"))
+    assert data.train.shards.manifest.left_out == {"without a trained turn": 1}
+    assert trained(data, rows(data)) == ["a<|eos|>"]
+
+
 def test_what_is_left_out_is_counted_by_reason(tmp_path):
     turns = [pair("a", "b")] * 3 + [pair("a", "b")[:1], pair("a", " "), pair("a", "b", train=False)]
     output = []
