@@ -65,7 +65,7 @@ def test_a_context_beyond_the_positions_is_a_caution(monkeypatch):
     model = Values(blueprint=Values(text_positions=None, config=None))
     opened = Values(model=model, run=run, params=None, tokenizer=None)
     monkeypatch.setattr(servers, "Engine", lambda *_, **__: None)
-    monkeypatch.setattr(servers, "open_draft", lambda *_: None)
+    monkeypatch.setattr(servers.drafts, "open_draft", lambda *_: None)
     fits = contextlib.nullcontext()
     monkeypatch.setattr(servers.oom, "explain_serving_oom", lambda *_, **__: fits)
     for more in (0, 1):

@@ -239,9 +239,10 @@ def open_loaders(
     if not opened_data.validation:
         what, why = "the run has no validation set", "it was trained with data.validation = ()"
         raise ConfigError(what, where="data.validation", why=why, fix=fix)
-    scores = reference.read_stored(opened.workdir, changed, opened_data)
-    if run.objective.compares_answers and scores is not None:
-        opened_data = reference.with_scores(opened_data, scores)
+    if run.objective.compares_answers:
+        scores = reference.read_stored(opened.workdir, changed, opened_data)
+        if scores is not None:
+            opened_data = reference.with_scores(opened_data, scores)
     return opened_data.validation
 
 
