@@ -107,8 +107,10 @@ def test_f7_what_is_exported_is_what_was_imported_bit_for_bit(
     split = [f"--config.mesh.{axis}={ways}" for axis, ways in mesh.items()]
     drawn = json.dumps({"eos_token_id": [257, 256], "temperature": 0.6})
     (source / "generation_config.json").write_text(drawn)
-    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}", *split)
+    code, answer, lines = call(capsys, "import", f"--from={source}", f"--workdir={run}", *split)
     assert (code, answer["family"], answer["dtype"]) == (0, name, dtype)
+    is_slower = "the run computes in float32; --config.precision.compute=bfloat16" in lines
+    assert is_slower == (dtype == "bfloat16")
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert (code, answer["dtype"]) == (0, dtype)
     parity = json.loads((out / "parity.json").read_text())

@@ -191,6 +191,9 @@ def import_model(
         added = tokenizer.size - known
         say(f"{added} tokens added; their rows are the mean of the {known:,} others")
     say(f"{len(tensors)} tensors, {formatting.count(answer['parameters'])} parameters, {dtype}")
+    if dtype != run.precision.compute == "float32":
+        flag = f"--config.precision.compute={dtype}"
+        say(f"the run computes in float32; {flag} computes in the dtype of the files, and faster")
     return answer
 
 
