@@ -363,7 +363,12 @@ def test_dropout_draws_for_each_layer_and_only_with_a_key():
     ("family", "settings", "where", "fix"),
     [
         (LLAMA, config.Lora(rank=17), "tune.rank", "--config.tune.rank=8"),
-        (LLAMA, config.Lora(at=("*/attn/*",)), "tune.at", "--config.tune.at=*/attention/*,*/mlp/*"),
+        (
+            LLAMA,
+            config.Lora(at=("*/attn/*",)),
+            "tune.at",
+            "'--config.tune.at=*/attention/*,*/mlp/*'",
+        ),
         (
             Mixtral(vocab=64, width=16, depth=2, heads=4, kv_heads=2, experts=4, hidden=8),
             config.Lora(rank=2),

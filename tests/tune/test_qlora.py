@@ -204,7 +204,7 @@ def test_the_backward_pass_keeps_no_dequantized_weight(layers, remat):
 @pytest.mark.parametrize(
     ("changes", "where", "fix"),
     [
-        ({"at": ("*/attn/*",)}, "tune.at", "--config.tune.at=*/attention/*,*/mlp/*"),
+        ({"at": ("*/attn/*",)}, "tune.at", "'--config.tune.at=*/attention/*,*/mlp/*'"),
         ({"rank": 17}, "tune.rank", "--config.tune.rank=8"),
         (
             {"also": ("*/attention/key/*",)},
