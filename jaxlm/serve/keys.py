@@ -39,10 +39,10 @@ def read_keys(path: Path) -> dict[str, str]:
     """Return the name of each digest of a file.
 
     Raises InputMissing if there is no file, CommandError if others can read it, DataError if a line
-    has no digest, or no line has one.
+    has no digest.
     """
     names: dict[str, str] = {}
-    add = f"jaxlm serve {shlex.quote(f'--keys={path}')} --add_key"
+    add = _add_command(path)
     try:
         mode = path.stat().st_mode
         lines = path.read_text(errors="replace").splitlines()
@@ -61,29 +61,33 @@ def read_keys(path: Path) -> dict[str, str]:
             what, why = "a line of the file of keys has no digest", "it begins with no sha256"
             raise DataError(what, where=f"{path}:{number}", why=why, fix=add)
         names[digest] = name or f"key {number}"
-    if not names:
-        what, why = "the file of keys is empty", "no client could be answered"
-        raise DataError(what, where=str(path), why=why, fix=add)
     return names
+
+
+def _add_command(path: Path) -> str:
+    return f"jaxlm serve {shlex.quote(f'--keys={path}')} --add_key"
 
 
 class ApiKeys:
     """The keys that are accepted. An empty set, without a file, accepts every request.
 
     The file is read again when it has changed. One that cannot be read, or that others can read,
-    leaves the keys as they are.
+    leaves the keys as they are; one without keys accepts none.
 
     Args:
       path: the file; None without keys.
       log: receives a line when the file has changed.
 
-    Raises the errors of `read_keys`.
+    Raises the errors of `read_keys`, and DataError if the file has no key at the start.
     """
 
     def __init__(self, path: Path | None, log: Log = lambda _: None):
         self._path, self._log = path, log
         self._stamp = _stamp(path)
         self._names = {} if path is None else read_keys(path)
+        if path is not None and not self._names:
+            what, why = "the file of keys is empty", "no client could be answered"
+            raise DataError(what, where=str(path), why=why, fix=_add_command(path))
 
     def __bool__(self) -> bool:
         return self._path is not None
