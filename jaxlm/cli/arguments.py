@@ -131,12 +131,10 @@ def needed(args: Any, name: str, *, fix: str = "") -> str:
     """Return a shared flag that the verb needs. Raises CommandError; `fix` is what to add."""
     value = getattr(args, name)
     if not value:
-        where, why = (
-            shlex.join(args.words),
-            f"this verb needs the {SHARED[f'--{name}'][1].partition(';')[0]}",
-        )
+        where = f"jaxlm {shlex.join(args.words)}"
+        why = f"this verb needs the {SHARED[f'--{name}'][1].partition(';')[0]}"
         fix = fix or _example(f"--{name}")
-        raise CommandError(f"--{name} is needed", where=f"jaxlm {where}", why=why, fix=fix)
+        raise CommandError(f"--{name} is needed", where=where, why=why, fix=fix)
     return value
 
 

@@ -153,7 +153,7 @@ def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
       Rejected: if the record cannot be used.
     """
     if not isinstance(record, dict):
-        raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object")
+        raise Rejected(NO_MESSAGES, described(record))
     parts = _completion(record) if kind == "completion" else _chat(record)
     if all(isinstance(part, str) for part in parts):
         prompt, completion = parts
@@ -202,14 +202,21 @@ def _chat(record: dict[str, Any]) -> tuple[Any, ...]:
         raise Rejected(NO_MESSAGES, "it has prompt and completion", "--config.data.kind=completion")
     raise Rejected(
         NO_MESSAGES,
-        f"its fields are {', '.join(map(str, record)) or 'none'}",
+        described(record),
         "--config.data.kind=text" if "text" in record else ONE_A_LINE,
     )
 
 
+def described(record: Any) -> str:
+    """Return what a record of another form is, for errors: its fields, or its type without any."""
+    if isinstance(record, dict):
+        return f"its fields are {', '.join(map(str, record)) or 'none'}"
+    return f"it is a {type(record).__name__}, not an object"
+
+
 def no_field(record: dict[str, Any], missing: str, fix: str) -> Rejected:
     """Return the error of a record without a field that its kind needs."""
-    return Rejected(NO_FIELD, f"it has no {missing}; its fields are {', '.join(record)}", fix)
+    return Rejected(NO_FIELD, f"it has no {missing}; {described(record)}", fix)
 
 
 def _completion(record: dict[str, Any]) -> tuple[Any, Any]:

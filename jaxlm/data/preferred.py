@@ -46,7 +46,7 @@ def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:
       Rejected: if the record cannot be used.
     """
     if not isinstance(record, dict):
-        raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object", FORMS[kind])
+        raise Rejected(NO_MESSAGES, conversations.described(record), FORMS[kind])
     for name in NEEDED.get(kind, ()):
         if record.get(name) is None:
             raise conversations.no_field(record, name, FORMS[kind])

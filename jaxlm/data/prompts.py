@@ -41,7 +41,7 @@ def parse(record: Any) -> Conversation:
       Rejected: if the record cannot be used.
     """
     if not isinstance(record, dict):
-        raise Rejected(NO_MESSAGES, f"it is a {type(record).__name__}, not an object", ONE_PROMPT)
+        raise Rejected(NO_MESSAGES, conversations.described(record), ONE_PROMPT)
     prompt = record.get("prompt")
     if prompt is None:
         raise conversations.no_field(record, "prompt", ONE_PROMPT)

@@ -344,6 +344,6 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
         where=formats.place(name, number),
         why=f"its fields with text: {', '.join(keys) or 'none'}"
         if is_object
-        else f"it is a {type(record).__name__}, not an object",
+        else conversations.described(record),
         fix=fix,
     )

@@ -23,6 +23,11 @@ MAX_CHUNK = 64  # tokens of a prompt that are read in one pass
 Ids = Sequence[Sequence[int]]  # of prompts
 
 
+def context_of(config: GenerateConfig, rows: Ids) -> int:
+    """Return the largest number of tokens of a prompt and its continuation."""
+    return max(map(len, rows)) + config.max_tokens
+
+
 def engine_of(
     config: GenerateConfig,
     blueprint: Blueprint,
@@ -41,7 +46,7 @@ def engine_of(
       rows: the ids of the prompts.
       draft: guesses tokens; no text depends on it.
     """
-    context = max(map(len, rows)) + config.max_tokens
+    context = context_of(config, rows)
     settings = EngineSettings(
         rows=min(len(rows), MAX_ROWS),
         context=context,

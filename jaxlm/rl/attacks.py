@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.data import conversations
 from jaxlm.rl.rewards import Rewards, Sample, Verdict
 
 ANSWER = "the answer"  # the row of the references themselves
@@ -73,18 +74,19 @@ def read_questions(file: Path) -> list[AttackPrompt]:
 def _question(line: str, where: str) -> AttackPrompt:
     try:
         record = json.loads(line)
-        prompt, answer = record.get("prompt"), record.get("answer")
-        if prompt is None:
-            raise ValueError(f"its fields are {', '.join(record) or 'none'}")
+        if not isinstance(record, dict) or record.get("prompt") is None:
+            raise ValueError(conversations.described(record))
+        prompt, answer = record["prompt"], record.get("answer")
         if isinstance(prompt, list):
             prompt = "\n".join(message["content"] for message in prompt)
         if not isinstance(prompt, str):
             raise TypeError("prompt is no text")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        is_named = isinstance(error, ValueError)
         raise DataError(
             "a line has no prompt",
             where=where,
-            why=str(error),
+            why=str(error) if is_named else f"{type(error).__name__}: {error}",
             fix='{"prompt": "7 + 5 =", "answer": "12"}    # a line, as an example',
         ) from error
     return AttackPrompt(prompt, None if answer is None else str(answer), record.get("info"))

@@ -51,7 +51,7 @@ def read_keys(path: Path) -> dict[str, str]:
         raise InputMissing(what, where=f"--keys={path}", why=why, fix=add) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         what, why = "others can read the file of keys", f"its mode is {stat.S_IMODE(mode):04o}"
-        fix = f"chmod 600 {path}"
+        fix = f"chmod 600 {shlex.quote(str(path))}"
         raise CommandError(what, where=f"--keys={path}", why=why, fix=fix)
     for number, line in enumerate(lines, 1):
         digest, _, name = line.strip().partition(" ")

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core.errors import DataError
 from jaxlm.evals import code
-from jaxlm.rl.attacks import ANSWER
+from jaxlm.rl.attacks import ANSWER, read_questions
 
 LINES = [
     {"prompt": f"{n} + 5 =", "answer": str(n + 5), "info": {"tests": "assert add(1, 2) == 3"}}
@@ -64,3 +65,19 @@ def test_a_line_without_a_prompt_is_named(attempt, tmp_path, line):
     code_, written = attempt("number")
     assert code_ == 65
     assert "prompts.jsonl:4" in written.err
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('["a"]', "it is a list, not an object"),
+        ('{"question": "x"}', "its fields are question"),
+        ('{"prompt": [{"role": "user"}]}', "KeyError: 'content'"),
+    ],
+)
+def test_a_line_without_a_prompt_is_described(tmp_path, line, why):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line)
+    with pytest.raises(DataError, match="a line has no prompt") as caught:
+        read_questions(file)
+    assert caught.value.why == why

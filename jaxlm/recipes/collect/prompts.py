@@ -111,7 +111,7 @@ def _parsed(line: str, place: str) -> CollectPrompt:
     try:
         record = json.loads(line)
         if not isinstance(record, dict):
-            raise ValueError(f"it is a {type(record).__name__}, not an object")
+            raise ValueError(conversations.described(record))
         prompt, answer = record.get("prompt"), record.get("answer")
         if isinstance(prompt, list):
             # A turn of an assistant behind the prompt makes it a whole conversation.
@@ -119,7 +119,7 @@ def _parsed(line: str, place: str) -> CollectPrompt:
             messages = conversations.parse(asked, "completion", ("assistant",)).messages
             prompt = list(messages[:-1])
         if prompt is None:
-            raise ValueError(f"its fields are {', '.join(record) or 'none'}")
+            raise ValueError(conversations.described(record))
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(f"prompt is {prompt!r}")
         if answer is not None:

@@ -193,7 +193,7 @@ def import_model(
     say(f"{len(tensors)} tensors, {formatting.count(answer['parameters'])} parameters, {dtype}")
     if dtype != run.precision.compute == "float32":
         flag = f"--config.precision.compute={dtype}"
-        say(f"the run computes in float32; {flag} computes in the dtype of the files, and faster")
+        say(f"the run computes in float32; {flag} computes in the dtype of the files")
     return answer
 
 

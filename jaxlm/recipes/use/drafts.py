@@ -8,6 +8,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.generate.draft import Draft, DraftHeads, DraftModel, Lookup
 from jaxlm.generate.engine import Engine, check_supported
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan.serving import check_heads
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import LoadedRun
 
@@ -34,8 +35,7 @@ def open_draft(opened: LoadedRun, draft: str | None, context: int, say: Log) -> 
       ConfigError: if the draft run has other ids, or fewer positions than the context, or if the
         model has no heads that are to guess.
     """
-    from jaxlm.recipes.plan.serving import check_heads
-    from jaxlm.recipes.use.generate import check_generates
+    from jaxlm.recipes.use.generate import check_generates  # which imports this file
 
     if draft is None:
         return None

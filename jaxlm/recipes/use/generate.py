@@ -155,11 +155,8 @@ def _continue_by_engine(
     """
     blueprint = opened.model.blueprint
     if settings.constraints:
-        needs, flag = "a grammar", f"--{settings.constraints[0]}"
-        what, fix = (
-            "a grammar does not limit the texts of this model",
-            f"without {flag} a text is free",
-        )
+        needs, what = "a grammar", "a grammar does not limit the texts of this model"
+        fix = f"without --{settings.constraints[0]} a text is free"
     else:
         needs, what = "a draft", "a draft does not guess the tokens of this model"
         fix = "without --draft the text is the same"
@@ -182,8 +179,7 @@ def _continue_by_engine(
         compiler = GrammarCompiler(opened.tokenizer, blueprint.config.vocab)
         with compiler, _refused_by(f"--{settings.constraints[0]}"):
             grammar = compiler.compile(source, tokenizer.ends)
-    context = max(map(len, rows)) + settings.max_tokens
-    draft = drafts.open_draft(opened, settings.draft, context, say)
+    draft = drafts.open_draft(opened, settings.draft, batch.context_of(settings, rows), say)
     engine = batch.engine_of(settings, blueprint, opened.params, tokenizer, rows, draft)
     with contextlib.closing(engine):
         samples = batch.continue_rows(engine, settings, rows, grammar, on_text)
