@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxlm.checkpoint.store import Store
+from jaxlm.data.tokenizer import Bytes
 from jaxlm.data.vocabularies import gguf_tokens
 from jaxlm.models.families.gemma import Gemma, Gemma2, Gemma3
 from jaxlm.models.families.gpt2 import GPT2
@@ -160,16 +162,28 @@ def test_what_is_imported_again_says_and_computes_the_same(capsys, tmp_path):
         (Qwen3Moe(**SIZES, experts=4, top_k=2, normalize_top_k=False), "norm_topk_prob = False"),
     ],
 )
-def test_a_model_that_no_file_can_say_is_refused_before_anything_is_written(
-    family, why, capsys, tmp_path
+def test_a_model_that_no_file_can_say_is_refused_before_anything_is_read_or_written(
+    family, why, capsys, tmp_path, monkeypatch
 ):
     run = imported(tmp_path, capsys, family)
+    monkeypatch.setattr(Store, "restore_part", lambda *_: pytest.fail("weights are read"))
     before = sorted(tmp_path.iterdir())
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={tmp_path / 'm.gguf'}")
     assert code == 2, answer
     assert why in answer["error"]["why"]
     assert "--to=hf" in answer["error"]["fix"]
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_ids_that_no_file_can_give_are_refused_before_weights_are_read(
+    capsys, tmp_path, monkeypatch
+):
+    run = imported(tmp_path, capsys, FAMILIES["llama"])
+    (run / "tokenizer").write_bytes(Bytes().serialize())
+    monkeypatch.setattr(Store, "restore_part", lambda *_: pytest.fail("weights are read"))
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={tmp_path / 'm.gguf'}")
+    assert code == 2, answer
+    assert answer["error"]["why"] == "it has no merges, which llama.cpp requires"
 
 
 def test_a_file_that_is_there_stays_as_it_is(capsys, tmp_path):

@@ -18,7 +18,7 @@ from jaxlm.checkpoint.gguf_file import library
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.gguf_writer import GGUFPlan, Scheme
 from jaxlm.checkpoint.hub_folder import ModelSource, write_json, write_tensors
-from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
+from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, layout, round_to_dtype
 from jaxlm.checkpoint.quantized_folder import KEY
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
@@ -200,29 +200,13 @@ by {parity["largest_difference_by_rounding"]:.3g}.
 class GGUFExport:
     """A GGUF: matrices, float32 vectors, tokenizer and chat template; a parity report next to it.
 
-    Raises InputMissing without the gguf package, and ConfigError if llama.cpp does not support the
-    model or the tokenizer.
+    Raises ConfigError if llama.cpp does not support the model or the tokenizer.
     """
 
     def __init__(self, job: ExportJob):
-        library("writing a GGUF", job.workdir)
         self._job = job
-        attributes = job.family.to_hub() | {"model_type": job.family.HUB.model_type}
-        try:
-            self._plan = GGUFPlan(attributes, job.tensors, job.dtype, job.scheme, job.steps_of)
-        except ValueError as error:
-            raise _unsupported(str(error)) from error
-        _refuse_lost(attributes, self._plan)
-        tokenizer = job.opened.tokenizer
-        content = tokenizer_json.as_json(tokenizer)
-        if content is None:
-            what = "the tokenizer cannot be written to a GGUF"
-            why = "its ids start after jaxlm's special tokens; no tokenizer.json gives those ids"
-            fix = "--to=hf    # a folder, without a tokenizer"
-            raise ConfigError(what, where=str(job.workdir), why=why, fix=fix)
-        rows = attributes["vocab_size"]
-        known = gguf_tokens.metadata(content, rows, str(job.workdir))
-        self._tokenizer = known | _special_ids(tokenizer)
+        self._plan = _gguf_plan(job.family, job.tensors, job.dtype, job.scheme, job.steps_of)
+        self._tokenizer = _gguf_tokens(job.opened.tokenizer, job.family.vocab, job.workdir)
         if (template := chat_templates.of_folder(job.workdir / chat_templates.HUB)) is not None:
             self._tokenizer["tokenizer.chat_template"] = template.source
 
@@ -255,6 +239,55 @@ class GGUFExport:
     def finish(self, place: Path, answer: dict[str, Any]) -> None:
         """Write the parity report next to the file."""
         write_json(Path(answer["out"]).with_suffix(".parity.json"), answer["parity"])
+
+
+def check_gguf(opened: LoadedRun, family: Any, dtype: np.dtype, scheme: Scheme | None) -> None:
+    """Check that a GGUF can hold a run; its weights are not read.
+
+    Raises InputMissing without the gguf package, and ConfigError if llama.cpp does not support the
+    model or the tokenizer.
+
+    Args:
+      opened: the run.
+      family: the model settings, with the rows of the embedding filled in.
+      dtype, scheme: as of `GGUFPlan`.
+    """
+    library("writing a GGUF", opened.workdir)
+    _gguf_plan(family, layout(family.build(), family.HUB), dtype, scheme, {})
+    _gguf_tokens(opened.tokenizer, family.vocab, opened.workdir)
+
+
+def _gguf_plan(
+    family: Any,
+    tensors: list[HFTensor],
+    dtype: np.dtype,
+    scheme: Scheme | None,
+    steps_of: Mapping[str, CodeSteps],
+) -> GGUFPlan:
+    """Return the contents of the file, see `GGUFPlan`. Raises ConfigError if it cannot hold them.
+
+    Args:
+      family: the model settings, with the rows of the embedding filled in.
+      tensors, dtype, scheme, steps_of: as of `GGUFPlan`.
+    """
+    attributes = family.to_hub() | {"model_type": family.HUB.model_type}
+    try:
+        plan = GGUFPlan(attributes, tensors, dtype, scheme, steps_of)
+    except ValueError as error:
+        raise _unsupported(str(error)) from error
+    _refuse_lost(attributes, plan)
+    return plan
+
+
+def _gguf_tokens(tokenizer: Tokenizer, rows: int, workdir: Path) -> dict[str, Any]:
+    """Return the settings of a tokenizer with ids below `rows`."""
+    content = tokenizer_json.as_json(tokenizer)
+    if content is None:
+        what = "the tokenizer cannot be written to a GGUF"
+        why = "its ids start after jaxlm's special tokens; no tokenizer.json gives those ids"
+        fix = "--to=hf    # a folder, without a tokenizer"
+        raise ConfigError(what, where=str(workdir), why=why, fix=fix)
+    return gguf_tokens.metadata(content, rows, str(workdir)) | _special_ids(tokenizer)
 
 
 def _refuse_lost(attributes: dict[str, Any], plan: GGUFPlan) -> None:

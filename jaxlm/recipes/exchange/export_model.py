@@ -94,26 +94,17 @@ def export_model(
     """
     check_new(out)
     check_scheme(to, scheme)
-    opened = load.load_run(workdir, say=say, **selection)
-    check_has_format(opened.run)
+    facts = imported_facts(workdir)
+    numbers = export_formats.DTYPES[dtype or facts.get("dtype", "float32")]
+
+    def check_opened(opened: load.LoadedRun) -> None:
+        _check_format(opened, out, to, numbers, scheme)
+
+    opened = load.load_run(workdir, check=check_opened, say=say, **selection)
     quantized = opened
-    if isinstance(opened.run.tune, Quantized):
-        if to == "hf":
-            _check_folder(opened, out)
-        else:
-            opened = _dequantized(opened)
     is_reward = opened.run.objective.has_reward_head
-    if is_reward:
-        reward_head.check(opened.run, workdir, to)
-    if opened.model.base:
-        raise ConfigError(
-            f"a {opened.run.tune.name} cannot be merged into its base",
-            where=f"tune.name = {opened.run.tune.name}",
-            why=opened.run.tune.unmerged,
-            fix="--to=peft"
-            if opened.run.tune.virtual_tokens
-            else f"jaxlm generate --workdir={shlex.quote(str(workdir))} --prompt=Hello",
-        )
+    if isinstance(opened.run.tune, Quantized) and to == "gguf":
+        opened = _dequantized(opened)
     opened = _without_value_head(_without_heads(opened, say), say)
     opened = _without_capacity(opened, say)
     if opened.run.precision.qat != "none":
@@ -125,9 +116,7 @@ def export_model(
         base = opened.run.mup.base_width
         why = f"mup.base_width = {base} divides its logits by {decoder.width_ratio:g}"
         raise uncomputed(family.HUB, why)
-    facts = imported_facts(workdir)
     tensors = (reward_head.tensors if is_reward else layout)(decoder, family.HUB)
-    numbers = export_formats.DTYPES[dtype or facts.get("dtype", "float32")]
     steps_of: dict[str, CodeSteps] = {}
     if quantized.run.tune != opened.run.tune:
         scheme, steps_of = _stored_codes(quantized, tensors, scheme, numbers, say)
@@ -142,12 +131,7 @@ def export_model(
         shard_bytes=shard_bytes,
         say=say,
     )
-    try:
-        format_ = FORMATS[to](job)
-    except ConfigError as error:
-        if error.fix.startswith("--to=hf") and isinstance(quantized.run.tune, Quantized):
-            _give_folder_fix(error, quantized, out)
-        raise
+    format_ = FORMATS[to](job)
     partial = out.with_name(f"{out.name}.partial")
     try:
         files = format_.write(partial)
@@ -181,6 +165,47 @@ def check_new(out: Path) -> None:
         other = out.with_stem(f"{out.stem}-2") if out.stem else out / "export"
         fix = shlex.quote(f"--out={other}")
         raise CommandError(what, where=f"--out={out}", why="an export never overwrites", fix=fix)
+
+
+def _check_format(
+    opened: load.LoadedRun, out: Path, to: To, dtype: np.dtype, scheme: Scheme | None
+) -> None:
+    """Raise ConfigError if the format has no place for the run; its weights are not read.
+
+    Args:
+      opened: the run, with shapes in the place of weights.
+      out: the output, for the fix.
+      to: the format.
+      dtype: of the tensors.
+      scheme: storage of a GGUF's matrices.
+    """
+    run = opened.run
+    check_has_format(run)
+    is_quantized = isinstance(run.tune, Quantized)
+    if run.objective.has_reward_head:
+        reward_head.check(run, opened.workdir, to)
+    if run.tune.unmerged and not is_quantized:
+        raise ConfigError(
+            f"a {run.tune.name} cannot be merged into its base",
+            where=f"tune.name = {run.tune.name}",
+            why=run.tune.unmerged,
+            fix="--to=peft"
+            if run.tune.virtual_tokens
+            else f"jaxlm generate --workdir={shlex.quote(str(opened.workdir))} --prompt=Hello",
+        )
+    if to == "hf":
+        if is_quantized:
+            _check_folder(opened, out)
+        return
+    family = dataclasses.replace(run.model, vocab=opened.model.blueprint.config.vocab)
+    if hasattr(family, "capacity"):  # left out, as by `_without_capacity`
+        family = dataclasses.replace(family, capacity=None)
+    try:
+        export_formats.check_gguf(opened, family, dtype, scheme)
+    except ConfigError as error:
+        if error.fix.startswith("--to=hf") and is_quantized:
+            _give_folder_fix(error, opened, out)
+        raise
 
 
 def _check_folder(opened: load.LoadedRun, out: Path) -> None:

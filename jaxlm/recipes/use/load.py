@@ -369,6 +369,7 @@ def load_run(
     is_merged: bool = True,
     onto: Onto = "dequantized",
     adapter: ReadAdapter | None = None,
+    check: Callable[[LoadedRun], None] = lambda _: None,
     say: Log = lambda _: None,
 ) -> LoadedRun:
     """Load the newest step of a run, the best one, or the named one.
@@ -388,6 +389,7 @@ def load_run(
       onto: the base of an adapter that was trained on a quantized one: as it was trained, or as
         the base's run stores it.
       adapter: reads an adapter to put on the weights of the step; None for the run's own, if any.
+      check: called before weights are read, with shapes in their place; it may raise.
       `say`: receives log lines.
     """
     run = read_config(workdir)
@@ -420,6 +422,7 @@ def load_run(
     adapted = _adapted_to_mesh(run, vocab, mesh, sequence, say)
     model = setup.build_sharded_model(adapted, vocab, mesh)
     abstract = model.own(setup.abstract_params(model))
+    check(LoadedRun(workdir, run, chosen, model, abstract, encoder))
     if added is not None:
         base = load_base(source, model)
         params = added.leaves(model, base)

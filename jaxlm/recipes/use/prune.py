@@ -24,8 +24,8 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.import_model import copy_hub_files
 from jaxlm.recipes.use import evaluate, load
+from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.training.rundir import RunDir
-from jaxlm.tune.config import Full
 
 RULE = re.compile(r"(even|harm):(\d+)")  # number of layers, at even distances or of most harm
 LAYER = re.compile(r"(prefix|stack)/(\d+)/(.+)")
@@ -53,21 +53,7 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
     """
     import_model.check_free(options.out, "--out", "a smaller run")
     numbers = _numbers(options.keep)
-    opened = load.load_run(options.workdir, say=say, **selection)
-    if not isinstance(opened.run.tune, Full):
-        raise ConfigError(
-            "layers are kept of plain weights",
-            where=f"--workdir={options.workdir}",
-            why=opened.run.tune.unmerged,
-            fix=load.unmerged_fix(opened.run, options.workdir),
-        )
-    if opened.run.architecture != "decoder":
-        raise ConfigError(
-            "layers are kept of a decoder",
-            where=f"--workdir={options.workdir}",
-            why=f"this model is an {opened.run.architecture}",
-            fix=f"jaxlm eval --workdir={shlex.quote(str(options.workdir))}",
-        )
+    opened = load.load_run(options.workdir, check=_check_decoder, say=say, **selection)
     config: Any = opened.model.blueprint.config
     depth = config.depth
     if rule := RULE.fullmatch(options.keep):
@@ -104,6 +90,25 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
         copy_hub_files(options.workdir, directory)
         import_model.write(directory, run, params, tokenizer, facts)
     return answer
+
+
+def _check_decoder(opened: LoadedRun) -> None:
+    """Raise ConfigError if the run is no decoder with plain weights."""
+    run, where = opened.run, f"--workdir={opened.workdir}"
+    if run.tune.unmerged:
+        raise ConfigError(
+            "layers are kept of plain weights",
+            where=where,
+            why=run.tune.unmerged,
+            fix=load.unmerged_fix(run, opened.workdir),
+        )
+    if run.architecture != "decoder":
+        raise ConfigError(
+            "layers are kept of a decoder",
+            where=where,
+            why=f"this model is an {run.architecture}",
+            fix=f"jaxlm eval --workdir={shlex.quote(str(opened.workdir))}",
+        )
 
 
 def even(count: int, depth: int) -> list[int]:
@@ -157,9 +162,7 @@ def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
     return params
 
 
-def _losses(
-    opened: load.LoadedRun, loader: Loader, limit: int, sets: Sequence[Sequence[int]]
-) -> Any:
+def _losses(opened: LoadedRun, loader: Loader, limit: int, sets: Sequence[Sequence[int]]) -> Any:
     """Yield the loss in nats with each set of layers alone; equal kinds are compiled once."""
     mesh, config = opened.model.mesh, opened.model.blueprint.config
     assert isinstance(config, BackboneConfig)

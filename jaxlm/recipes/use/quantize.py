@@ -31,7 +31,7 @@ from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.recipes.use.tasks import TaskSettings
 from jaxlm.training.rundir import RunDir
 from jaxlm.tune import surgery
-from jaxlm.tune.config import PROJECTIONS, Full, Quantized
+from jaxlm.tune.config import PROJECTIONS, Quantized
 from jaxlm.tune.quantized import StoredWeight
 
 Scheme = Literal["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double", "w8a8", "w4a8"]
@@ -87,16 +87,7 @@ def quantize(
     files = tasks.read_tasks(options.tasks)
     if files:
         tasks.check_causal(options.workdir)
-    opened = load.load_run(options.workdir, say=say, **selection)
-    if not isinstance(opened.run.tune, Full):
-        raise ConfigError(
-            "the run is quantized"
-            if isinstance(opened.run.tune, Quantized)
-            else f"a {opened.run.tune.name} cannot be merged into its base",
-            where=f"--workdir={options.workdir}",
-            why=opened.run.tune.unmerged,
-            fix=load.unmerged_fix(opened.run, options.workdir),
-        )
+    opened = load.load_run(options.workdir, check=_check_plain, say=say, **selection)
     loaders = evaluate.open_loaders(opened, options.text, opened.run.data.sequence, say)
     row, model = evaluate.checked_length(opened, None), opened.model
     tokenizers = tasks.Tokenizers(opened.tokenizer)
@@ -144,6 +135,20 @@ def quantize(
         import_model.write(directory, rounded.run, rounded.params, tokenizer, facts)
     shutil.rmtree(_unfinished(options), ignore_errors=True)
     return answer
+
+
+def _check_plain(opened: LoadedRun) -> None:
+    """Raise ConfigError if the run is quantized, or its adapter cannot be merged."""
+    tune = opened.run.tune
+    if tune.unmerged:
+        raise ConfigError(
+            "the run is quantized"
+            if isinstance(tune, Quantized)
+            else f"a {tune.name} cannot be merged into its base",
+            where=f"--workdir={opened.workdir}",
+            why=tune.unmerged,
+            fix=load.unmerged_fix(opened.run, opened.workdir),
+        )
 
 
 def _unfinished(options: QuantizeOptions) -> Path:
