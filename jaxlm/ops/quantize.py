@@ -70,7 +70,9 @@ def rounded(x: Array, format: NumberFormat, summed: Sequence[int]) -> tuple[Arra
     """
     axes = tuple(summed) if format.has_scales else None
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32)
-    scale = jnp.where(largest == 0, 1.0, largest / format.largest)
+    # A scale that is no normal number would be 0 on most devices.
+    is_tiny = largest < format.largest * jnp.finfo(jnp.float32).tiny
+    scale = jnp.where(is_tiny, 1.0, largest / format.largest)
     # The quotient of the largest may be rounded up, past the format's range.
     low = jnp.clip(x.astype(jnp.float32) / scale, -format.largest, format.largest)
     if jnp.issubdtype(format.dtype, jnp.integer):

@@ -71,7 +71,10 @@ class WeightFormat:
         if self.base in ("int4", "int4_zero", "w4a8"):
             return self._in_four_bits(blocks, inputs)
         largest = jnp.max(jnp.abs(blocks), 1)
-        unit = (blocks / jnp.where(largest == 0, 1.0, largest)[:, None]).reshape(-1, *outs)
+        # XLA multiplies by the reciprocal, which is no normal number if the divisor is above 2^126.
+        shrink = jnp.where(largest > 2.0**120, 2.0**-20, 1.0)
+        divisor = jnp.where(largest == 0, 1.0, largest * shrink)
+        unit = (blocks * shrink[:, None] / divisor[:, None]).reshape(-1, *outs)
         codes = _pack(_nearest_level(unit[:inputs]))
         if self.base == "nf4":
             return {"codes": codes, "scales": largest}

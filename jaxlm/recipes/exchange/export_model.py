@@ -197,7 +197,7 @@ def _check_format(
         if is_quantized:
             _check_folder(opened, out)
         return
-    family = dataclasses.replace(run.model, vocab=opened.model.blueprint.config.vocab)
+    family: Any = dataclasses.replace(run.model, vocab=opened.model.blueprint.config.vocab)
     if hasattr(family, "capacity"):  # left out, as by `_without_capacity`
         family = dataclasses.replace(family, capacity=None)
     try:
