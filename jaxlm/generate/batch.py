@@ -2,20 +2,16 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from jaxlm.core.callbacks import OnText
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import slots
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.draft import Draft
 from jaxlm.generate.engine import ALL_CHUNKS, Engine, EngineSettings
 from jaxlm.generate.grammar import Grammar
 from jaxlm.generate.requests import Delta, Request, joined
 from jaxlm.generate.rows import Sampling
 from jaxlm.generate.sampler import STREAMED_TOKENS, Continuation
-from jaxlm.models.build import Blueprint
 
 MAX_ROWS = 8  # slots; further prompts wait for one
 MAX_CHUNK = 64  # tokens of a prompt that are read in one pass
@@ -23,38 +19,16 @@ MAX_CHUNK = 64  # tokens of a prompt that are read in one pass
 Ids = Sequence[Sequence[int]]  # of prompts
 
 
-def context_of(config: GenerateConfig, rows: Ids) -> int:
-    """Return the largest number of tokens of a prompt and its continuation."""
-    return max(map(len, rows)) + config.max_tokens
-
-
-def engine_of(
-    config: GenerateConfig,
-    blueprint: Blueprint,
-    params: Any,
-    tokenizer: Tokenizer,
-    rows: Ids,
-    draft: Draft | None = None,
-) -> Engine:
-    """Return an engine that holds the prompts and their continuations.
-
-    Args:
-      config: prompts and sampling settings.
-      blueprint: the model, a decoder.
-      params: its parameters.
-      tokenizer: its tokenizer.
-      rows: the ids of the prompts.
-      draft: guesses tokens; no text depends on it.
-    """
-    context = context_of(config, rows)
-    settings = EngineSettings(
+def settings_of(config: GenerateConfig, rows: Ids) -> EngineSettings:
+    """Return the sizes of an engine that holds prompts, of these ids, and their continuations."""
+    context = max(map(len, rows)) + config.max_tokens
+    return EngineSettings(
         rows=min(len(rows), MAX_ROWS),
         context=context,
         chunk=min(MAX_CHUNK, context),
         is_int8=config.kv_cache_dtype == "int8",
         max_waiting=len(rows) * context,
     )
-    return Engine(blueprint, params, tokenizer, settings, draft=draft)
 
 
 def continue_rows(

@@ -33,7 +33,13 @@ from jaxlm.recipes.exchange.import_model import COMPANION_FILES, ImportOptions, 
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import drafts, evaluate, fresh, generate, inspection
 from jaxlm.recipes.use.inspection import Inspection
-from jaxlm.recipes.use.load import LoadedRun, Weights, is_model_of_another_library, load_run
+from jaxlm.recipes.use.load import (
+    LoadedRun,
+    Weights,
+    check_generates,
+    is_model_of_another_library,
+    load_run,
+)
 from jaxlm.training.rundir import split_ref
 
 MIN_SCORED = 32  # slots of a row that is scored; longer ones are powers of two, to compile few
@@ -138,7 +144,7 @@ class LanguageModel:
         built = config.from_json(GenerateConfig, raw, where="generate")
         generate.check_grammar(built)
         drafts.read_draft(built.draft)
-        generate.check_generates(self.loaded, is_chat=chat)
+        check_generates(self.loaded, is_chat=chat)
         template = None
         if chat:
             template = generate.template_of(self.workdir, adapters.template_folder(self.adapter))
@@ -149,7 +155,7 @@ class LanguageModel:
 
         Raises ConfigError if the model is bidirectional, or the text exceeds its positions.
         """
-        generate.check_generates(self.loaded, is_chat=False)
+        check_generates(self.loaded, is_chat=False)
         before, ids = self.tokenizer.before or self.tokenizer.after, self.tokenizer.encode(text)
         known = np.array([*before, *ids], np.int32)
         limit = self.loaded.model.blueprint.text_positions

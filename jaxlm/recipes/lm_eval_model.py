@@ -29,7 +29,7 @@ from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.objectives import loss
 from jaxlm.parallel import host, rules
 from jaxlm.recipes import language_model
-from jaxlm.recipes.use import generate
+from jaxlm.recipes.use import load
 
 ROWS = 8  # requests that are scored at a time
 MAX_TOKENS = 256  # of an answer, where a task names no limit; that of lm-eval's own models
@@ -61,7 +61,7 @@ class LmEvalModel(LM):
         super().__init__()
         self._model = language_model.load(run)
         loaded = self._model.loaded
-        generate.check_generates(loaded, is_chat=False)
+        load.check_generates(loaded, is_chat=False)
         self._length = sequence or loaded.run.data.sequence
         mesh, blueprint, chunk = loaded.model.mesh, loaded.model.blueprint, loaded.run.loss.chunk
         ways = rules.split(mesh, "batch")

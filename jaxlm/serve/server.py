@@ -172,7 +172,7 @@ def open_run(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -
     """Return the run. Raises ConfigError if its model cannot continue text in chunks."""
     reader = adapters.reader(options.adapter, say)
     opened = load.load_run(workdir, adapter=reader, say=say, **selection)
-    generate.check_generates(opened, is_chat=False)
+    load.check_generates(opened, is_chat=False)
     if opened.run.objective.prompts == "both ways":
         raise ConfigError(
             "jaxlm serve reads prompts from left to right",
@@ -201,31 +201,20 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
     if options.context is not None and context > positions:
         say(f"caution: --context={context} exceeds model.max_positions = {positions}")
     drafting = drafts.read_draft(options.draft)
-    is_int8, prefix_bytes = options.kv_cache_dtype == "int8", options.prefix_mib * 2**20
-    with oom.explain_serving_oom(
-        opened.run,
-        opened.model.blueprint.config,
-        slots=options.slots,
+    settings = EngineSettings(
+        rows=options.slots,
         context=context,
         chunk=options.chunk,
-        is_int8=is_int8,
-        draft=drafting,
-        kept_bytes=prefix_bytes,
+        is_int8=options.kv_cache_dtype == "int8",
+        max_waiting=options.max_waiting,
+        prefix_bytes=options.prefix_mib * 2**20,
+    )
+    blueprint = opened.model.blueprint
+    with oom.explain_engine_oom(
+        opened.run, blueprint.config, settings, drafting, oom.serving_error
     ):
-        return Engine(
-            opened.model.blueprint,
-            opened.params,
-            opened.tokenizer,
-            EngineSettings(
-                rows=options.slots,
-                context=context,
-                chunk=options.chunk,
-                is_int8=is_int8,
-                max_waiting=options.max_waiting,
-                prefix_bytes=prefix_bytes,
-            ),
-            draft=drafts.open_draft(opened, options.draft, context, say),
-        )
+        draft = drafts.open_draft(opened, options.draft, context, say)
+        return Engine(blueprint, opened.params, opened.tokenizer, settings, draft=draft)
 
 
 def describe(opened: LoadedRun, engine: Engine, say: Log) -> Served:

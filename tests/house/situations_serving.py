@@ -109,7 +109,7 @@ ELSEWHERE: dict[str, str] = {
     "serve/server.py:_listening:1": "tests/serve/test_serve.py::"
     "test_v9_v10_every_route_but_health_needs_a_key_and_the_file_is_private",
     # Its fix, pasted, takes nearly all memory.
-    "recipes/plan/oom.py:_serving_error:1": "tests/serve/test_bounds.py::"
+    "recipes/plan/oom.py:error:1": "tests/serve/test_bounds.py::"
     "test_v30_a_server_beyond_the_memory_names_slots_and_a_context_that_fit",
     # Its fix, pasted, serves until it is interrupted, too.
     "serve/watchdog.py:run:1": "tests/serve/test_watchdog.py::"

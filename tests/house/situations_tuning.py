@@ -348,7 +348,7 @@ NOT_YET: set[str] = {
     "recipes/plan/attention_kernels.py:check:1",
     "recipes/train/run.py:_interruptible:1",
     "recipes/use/average.py:_agreed:3",
-    "recipes/use/generate.py:check_generates:2",
+    "recipes/use/load.py:check_generates:2",
     "training/loop.py:preempted:1",
     "recipes/exchange/export_adapter.py:_unsupported:1",
     "recipes/language_model.py:export:1",

@@ -310,22 +310,25 @@ class Life:
                 if status != (401 if is_revoked and number == 2 else 200):
                     raise Surprise(f"{status} to key {number}, the file of keys is {changed}")
 
-        replaced = self._keys.with_name("next")
-        replaced.touch(0o600)
-        replaced.write_text("".join(whole.splitlines(keepends=True)[:2]))
-        replaced.rename(self._keys)
+        def replace(text: str) -> None:
+            # A rename: a server that reads a file as it is written sees fewer keys.
+            following = self._keys.with_name("next")
+            following.touch(0o600)
+            following.write_text(text)
+            following.rename(self._keys)
+
+        replace("".join(whole.splitlines(keepends=True)[:2]))
         check("without the last one", is_revoked=True)
-        self._keys.write_text(whole)
+        replace(whole)
         check("whole")
-        self._keys.write_text("no digest")
+        replace("no digest")
         check("damaged")
-        self._keys.write_text(whole)
+        replace(whole)
         self._keys.chmod(0o644)
         check("open to others")
         self._keys.unlink()
         check("removed")
-        self._keys.touch(0o600)
-        self._keys.write_text(whole)
+        replace(whole)
         check("whole")
 
     def _check_left(self, at_start: Held, pid: int) -> Held:

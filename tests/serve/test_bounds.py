@@ -249,13 +249,13 @@ def test_v30_a_server_beyond_the_memory_names_slots_and_a_context_that_fit(
     flags = [f"--workdir={trained}", "--port=0", "--slots=4000", "--prefix_mib=8"]
     assert main(["serve", *flags]) == 71
     error = capsys.readouterr().err
-    assert "a server of 4000 slots of 128 tokens does not fit the memory" in error
+    assert "4000 slots of 128 tokens do not fit the memory" in error
     fixes = [line.split()[-1] for line in error.splitlines() if "--slots=" in line]
     assert "Traceback" not in error
     most = int(fixes[-1].partition("--slots=")[2])
     assert 2 <= most < 4000
     opened, made = load.load_run(trained), []
-    monkeypatch.setattr(server, "Engine", lambda *args, **more: made.append(args[-1].rows))
+    monkeypatch.setattr(server, "Engine", lambda *args, **more: made.append(args[3].rows))
     server.build_engine(opened, ServeOptions(slots=most, prefix_mib=8))
     assert made == [most]
     with pytest.raises(OutOfMemory):

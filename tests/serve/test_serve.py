@@ -67,7 +67,7 @@ def test_a_context_beyond_the_positions_is_a_caution(monkeypatch):
     monkeypatch.setattr(servers, "Engine", lambda *_, **__: None)
     monkeypatch.setattr(servers.drafts, "open_draft", lambda *_: None)
     fits = contextlib.nullcontext()
-    monkeypatch.setattr(servers.oom, "explain_serving_oom", lambda *_, **__: fits)
+    monkeypatch.setattr(servers.oom, "explain_engine_oom", lambda *_, **__: fits)
     for more in (0, 1):
         context = run.model.max_positions + more
         servers.build_engine(opened, servers.ServeOptions(context=context), lines.append)

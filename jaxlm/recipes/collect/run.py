@@ -32,7 +32,7 @@ from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder, chunk_of
 from jaxlm.recipes.collect.judges import TRUTH_FLAG, DrawnAnswer, Judge
 from jaxlm.recipes.collect.prompts import CollectPrompt
 from jaxlm.recipes.rate.texts import TextPair
-from jaxlm.recipes.use import generate, load
+from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import InitSource, LoadedRun
 from jaxlm.rl.rewards import check_scored
 
@@ -115,7 +115,7 @@ def collect(
     judges.check_answers(truth, settings.truth, asked, settings.prompts, TRUTH_FLAG)
     principles = critique.read(Path(settings.critique)) if settings.critique else None
     opened = load.load_run(workdir, say=say, **selection)
-    generate.check_generates(opened, is_chat=False)
+    load.check_generates(opened, is_chat=False)
     facts = _facts(opened, settings, judge, asked, str(selection.get("weights", "raw")))
     if principles is not None:
         facts |= {"principles": principles.digest, "rounds": settings.rounds}

@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, OutOfMemory, is_out_of_memory
+from jaxlm.generate.engine import EngineSettings
 from jaxlm.models.config import ModelConfig
 from jaxlm.monitor import chips, formatting, host_machine
 from jaxlm.monitor.chips import Machine
@@ -66,100 +68,136 @@ def check(run: Run, forecast: Forecast | None, needed: float) -> None:
         raise oom_error(forecast, needed, available, when="checked before the first step")
 
 
+@dataclasses.dataclass(frozen=True)
+class EngineMemory:
+    """The memory of an engine: its plan, and the bytes that it may use.
+
+    Args:
+      plan: makes the plan, also of other `slots`, another `context` or another `draft`.
+      room: available bytes, without the kept ones.
+      kept_bytes: bytes of kept beginnings of prompts.
+    """
+
+    plan: Callable[..., ServingForecast]
+    room: float
+    kept_bytes: int
+
+    def fits(self, **other: Any) -> bool:
+        """Return True if the plan, with other sizes, fits."""
+        return self.plan(**other).total_bytes <= self.room
+
+    @property
+    def slots(self) -> int:
+        """The most slots of the same context that fit; 0 if none does."""
+        most = self.plan().slots_within(self.room)
+        return most if most >= 1 and self.fits(slots=most) else 0
+
+    def fewer_tokens(self, prompt: int = 0) -> int:
+        """Return half, a quarter or less of the tokens after a prompt, with which the slots fit."""
+        tokens = (self.plan().context - prompt) // 2
+        while tokens and not self.fits(context=prompt + tokens):
+            tokens //= 2
+        return tokens
+
+    def error(self, what: str, when: str, fixes: Sequence[str]) -> OutOfMemory:
+        """Return the error of an engine beyond the memory.
+
+        Args:
+          what: the engine, for the first line.
+          when: the moment at which it was seen.
+          fixes: lines; one of them suffices.
+        """
+        show, forecast = formatting.size, self.plan()
+        draft = f" · draft {show(forecast.draft_bytes)}" if forecast.draft_bytes else ""
+        prompts = f" · kept prompts {show(self.kept_bytes)}" if self.kept_bytes else ""
+        return OutOfMemory(
+            f"{what} of {forecast.context} tokens do not fit the memory",
+            where=when,
+            why=f"weights {show(forecast.weights_bytes)}{draft} · {show(forecast.slot_bytes)} each"
+            f"{prompts}; {show(self.room + self.kept_bytes)} is available",
+            fix="\n".join(fixes) or "a smaller model",
+        )
+
+
 @contextlib.contextmanager
-def explain_serving_oom(
+def explain_engine_oom(
     run: Run,
     decoder: ModelConfig,
-    *,
-    slots: int,
-    context: int,
-    chunk: int,
-    is_int8: bool,
+    settings: EngineSettings,
     draft: PlannedDraft,
-    kept_bytes: int,
+    explain: Callable[[EngineMemory, str], OutOfMemory],
 ) -> Iterator[None]:
-    """Raise OutOfMemory, with slots and a context that fit, if a server does not fit the device.
+    """Raise OutOfMemory if an engine does not fit the device.
 
-    The plan is checked first, then what the device reports inside. A server on a mesh of several
+    The plan is checked first, then what the device reports inside. An engine on a mesh of several
     devices has no plan.
 
     Args:
       run: the run.
       decoder: its model.
-      slots: requests that run at once.
-      context: largest number of tokens of a request.
-      chunk: tokens of a prompt that are read in one pass.
-      is_int8: the KV cache is stored in int8.
+      settings: sizes of the engine.
       draft: what guesses tokens.
-      kept_bytes: bytes of kept beginnings of prompts.
+      explain: makes the error, of the memory and the moment at which it was seen.
     """
     on, available = _machine([]), memory_limit(run)
     if on is None or on.devices > 1 or available is None:
         yield
         return
-    room = available - kept_bytes
     plan = functools.partial(
         forecast_serving,
         _settled(run, decoder),
         on,
-        slots=slots,
-        context=context,
-        chunk=chunk,
-        is_int8=is_int8,
+        slots=settings.rows,
+        context=settings.context,
+        chunk=settings.chunk,
+        is_int8=settings.is_int8,
         draft=draft,
     )
-    forecast = plan()
-    if forecast.total_bytes > room:
-        raise _serving_error(forecast, plan, room, kept_bytes, "checked before the server starts")
+    prefix_bytes = settings.prefix_bytes
+    memory = EngineMemory(plan, available - prefix_bytes, prefix_bytes)
+    if not memory.fits():
+        raise explain(memory, "checked before anything is compiled")
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        reported = 0.9 * forecast.total_bytes  # less than planned was available
-        raise _serving_error(
-            forecast, plan, reported, kept_bytes, "reported by the device"
-        ) from error
+        # Less than planned was available.
+        reported = dataclasses.replace(memory, room=0.9 * plan().total_bytes)
+        raise explain(reported, "reported by the device") from error
 
 
-def _serving_error(
-    forecast: ServingForecast,
-    plan: Callable[..., ServingForecast],
-    room: float,
-    kept_bytes: int,
-    when: str,
-) -> OutOfMemory:
-    """Return the error of a server beyond the memory; each line of its fix fits alone.
+def serving_error(memory: EngineMemory, when: str) -> OutOfMemory:
+    """Return the error of a server beyond the memory, with slots and a context that fit."""
+    forecast, fixes = memory.plan(), []
+    if most := memory.slots:
+        fixes.append(f"--slots={most}")
+    if (shorter := memory.fewer_tokens()) > 1:
+        fixes.append(f"--context={shorter}    # with {forecast.slots} slots")
+    if memory.kept_bytes and forecast.total_bytes <= memory.room + memory.kept_bytes:
+        fixes.append("--prefix_mib=0")
+    if forecast.draft_bytes and memory.fits(draft="lookup"):
+        fixes.append("--draft=lookup    # needs no run")
+    return memory.error(f"{forecast.slots} slots", when, fixes)
+
+
+def texts_error(memory: EngineMemory, when: str, *, longest: int, has_draft: bool) -> OutOfMemory:
+    """Return the error of texts beyond the memory, see `serving_error`.
 
     Args:
-      forecast: the plan of the server.
-      plan: makes the plan of other `slots`, another `context` or another `draft`.
-      room: available bytes, without the kept ones.
-      kept_bytes: bytes of kept beginnings of prompts.
+      memory: the memory.
       when: the moment at which it was seen.
+      longest: tokens of the longest prompt.
+      has_draft: if a draft guesses tokens.
     """
-    show = formatting.size
     fixes = []
-    most = forecast.slots_within(room)
-    if most >= 1 and plan(slots=most).total_bytes <= room:
-        fixes.append(f"--slots={most}")
-    shorter = forecast.context // 2
-    while shorter >= 2 and plan(context=shorter).total_bytes > room:
-        shorter //= 2
-    if shorter >= 2:
-        fixes.append(f"--context={shorter}    # with {forecast.slots} slots")
-    if kept_bytes and forecast.total_bytes <= room + kept_bytes:
-        fixes.append("--prefix_mib=0")
-    if forecast.draft_bytes and plan(draft="lookup").total_bytes <= room:
-        fixes.append("--draft=lookup    # needs no run")
-    draft = f" · draft {show(forecast.draft_bytes)}" if forecast.draft_bytes else ""
-    return OutOfMemory(
-        f"a server of {forecast.slots} slots of {forecast.context} tokens does not fit the memory",
-        where=when,
-        why=f"weights {show(forecast.weights_bytes)}{draft} · {show(forecast.slot_bytes)} a slot · "
-        f"kept prompts {show(kept_bytes)}; {show(room + kept_bytes)} is available",
-        fix="\n".join(fixes) or "a smaller model",
-    )
+    if has_draft and memory.fits(draft=None):
+        fixes.append("without --draft the text is the same")
+    if most := memory.slots:
+        fixes.append(f"at most {most} prompts at once")
+    if tokens := memory.fewer_tokens(longest):
+        fixes.append(f"--max_tokens={tokens}")
+    return memory.error(f"{memory.plan().slots} texts", when, fixes)
 
 
 @contextlib.contextmanager

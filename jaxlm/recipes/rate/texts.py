@@ -117,7 +117,7 @@ def write_texts(
     for ref in refs:
         source = load.open_run_ref(ref, "jaxlm rate", say)
         opened = load.load_run(source.workdir, step=source.step, say=say)
-        generate.check_generates(opened, is_chat=is_chat)
+        load.check_generates(opened, is_chat=is_chat)
         template = generate.template_of(source.workdir, say=say) if is_chat else None
         names.append(f"{source.workdir}@{source.step}")
         say(f"{names[-1]}: {len(prompts)} prompts")

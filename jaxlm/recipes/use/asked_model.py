@@ -16,7 +16,7 @@ from jaxlm.data.conversations import Conversation
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.build import Model
 from jaxlm.recipes.use import load
-from jaxlm.recipes.use.generate import check_generates, template_of
+from jaxlm.recipes.use.generate import template_of
 from jaxlm.recipes.use.row_scorer import RowScorer
 
 WORDS, NAMES = ("Yes", "No"), ("A", "B")
@@ -67,7 +67,7 @@ class AskedModel:
         source = load.open_run_ref(ref, flag, say)
         self._scorer = RowScorer(source, say)
         opened, self.digest = self._scorer.opened, source.digest
-        check_generates(opened, is_chat=False)
+        load.check_generates(opened, is_chat=False)
         self._tokenizer: Tokenizer = opened.tokenizer
         if chat_templates.of_folder(source.workdir / chat_templates.HUB) is not None:
             template = template_of(source.workdir, say=say)

@@ -35,8 +35,6 @@ def open_draft(opened: LoadedRun, draft: str | None, context: int, say: Log) -> 
       ConfigError: if the draft run has other ids, or fewer positions than the context, or if the
         model has no heads that are to guess.
     """
-    from jaxlm.recipes.use.generate import check_generates  # which imports this file
-
     if draft is None:
         return None
     if draft == "lookup":
@@ -44,7 +42,7 @@ def open_draft(opened: LoadedRun, draft: str | None, context: int, say: Log) -> 
     if draft == "heads":
         return DraftHeads(check_heads(opened.run, opened.model.blueprint.config))
     smaller = load.load_run(Path(draft), say=say)
-    check_generates(smaller, is_chat=False)
+    load.check_generates(smaller, is_chat=False)
     check_supported(smaller.model.blueprint)
     positions = smaller.model.blueprint.text_positions
     mine, its = (each.model.blueprint.config.vocab for each in (opened, smaller))

@@ -1,8 +1,8 @@
 """Generate text from a trained run."""
 
 import contextlib
+import functools
 import importlib.util
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import batch
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.engine import check_supported
+from jaxlm.generate.engine import Engine, check_supported
 from jaxlm.generate.grammar import GrammarCompiler, GrammarRefused, GrammarSource
 from jaxlm.generate.sampler import Continuation, Sampler, check_positions, prompt_rows
+from jaxlm.recipes.plan import oom
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import drafts, load
 from jaxlm.recipes.use.load import LoadedRun
@@ -57,27 +58,10 @@ def generate(
     drafts.read_draft(settings.draft)
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, adapter=reader, say=say, **selection)
-    check_generates(opened, is_chat=is_chat)
+    load.check_generates(opened, is_chat=is_chat)
     template = template_of(workdir, adapters.template_folder(adapter), say) if is_chat else None
     samples = continue_prompts(opened, settings, template, on_text, say)
     return {"step": opened.step, "samples": [each.as_json() for each in samples]}
-
-
-def check_generates(opened: LoadedRun, *, is_chat: bool) -> None:
-    """Raise ConfigError if the model of a run cannot continue text, or answer as in a chat."""
-    if opened.run.objective.prompts == "none":
-        where = f"objective.name={opened.run.objective.name}"
-        why = "it predicts masked tokens from those before and after them"
-        if opened.run.objective.has_reward_head:
-            why = "it scores answers"
-        workdir = shlex.quote(str(opened.workdir))
-        fix = f"jaxlm eval --workdir={workdir}    # what such a model can do"
-        raise ConfigError("this model cannot continue a text", where=where, why=why, fix=fix)
-    if is_chat and opened.run.architecture == "encoder-decoder":
-        what = "an encoder-decoder does not support --chat"
-        fix = "without --chat a prompt is read as it is"
-        why = f"{opened.run.model.family} does not continue its input"
-        raise ConfigError(what, where="--chat", why=why, fix=fix)
 
 
 def check_grammar(settings: GenerateConfig) -> None:
@@ -124,6 +108,7 @@ def continue_prompts(
     Raises:
       ConfigError: if a prompt and its continuation do not fit the position table, or the draft or
         the grammar of the settings is not one for this model.
+      OutOfMemory: if texts with a draft or a grammar do not fit the memory.
     """
     tokenizer: Tokenizer = opened.tokenizer
     if template is not None:
@@ -179,10 +164,16 @@ def _continue_by_engine(
         compiler = GrammarCompiler(opened.tokenizer, blueprint.config.vocab)
         with compiler, _refused_by(f"--{settings.constraints[0]}"):
             grammar = compiler.compile(source, tokenizer.ends)
-    draft = drafts.open_draft(opened, settings.draft, batch.context_of(settings, rows), say)
-    engine = batch.engine_of(settings, blueprint, opened.params, tokenizer, rows, draft)
-    with contextlib.closing(engine):
-        samples = batch.continue_rows(engine, settings, rows, grammar, on_text)
+    sizes = batch.settings_of(settings, rows)
+    explain = functools.partial(
+        oom.texts_error, longest=max(map(len, rows)), has_draft=settings.draft is not None
+    )
+    planned = drafts.read_draft(settings.draft)
+    with oom.explain_engine_oom(opened.run, blueprint.config, sizes, planned, explain):
+        draft = drafts.open_draft(opened, settings.draft, sizes.context, say)
+        engine = Engine(blueprint, opened.params, tokenizer, sizes, draft=draft)
+        with contextlib.closing(engine):
+            samples = batch.continue_rows(engine, settings, rows, grammar, on_text)
     drafts.log_guesses(engine, say)
     return samples
 

@@ -446,6 +446,23 @@ def load_run(
     return LoadedRun(workdir, run, chosen, model, params, encoder)
 
 
+def check_generates(opened: LoadedRun, *, is_chat: bool) -> None:
+    """Raise ConfigError if the model of a run cannot continue text, or answer as in a chat."""
+    if opened.run.objective.prompts == "none":
+        where = f"objective.name={opened.run.objective.name}"
+        why = "it predicts masked tokens from those before and after them"
+        if opened.run.objective.has_reward_head:
+            why = "it scores answers"
+        workdir = shlex.quote(str(opened.workdir))
+        fix = f"jaxlm eval --workdir={workdir}    # what such a model can do"
+        raise ConfigError("this model cannot continue a text", where=where, why=why, fix=fix)
+    if is_chat and opened.run.architecture == "encoder-decoder":
+        what = "an encoder-decoder does not support --chat"
+        fix = "without --chat a prompt is read as it is"
+        why = f"{opened.run.model.family} does not continue its input"
+        raise ConfigError(what, where="--chat", why=why, fix=fix)
+
+
 def select_step(store: Store, step: int | None, best: bool, say: Log) -> int:
     """Return the requested step if it is undamaged; by default the newest undamaged one."""
 

@@ -5,16 +5,20 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import jsonschema
 import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.cli.output import Output
+from jaxlm.core.errors import ConfigError
 from jaxlm.generate import batch
 from jaxlm.generate.balance import DraftBalance, DrawCall
-from jaxlm.recipes.use import drafts
+from jaxlm.monitor import host_machine
+from jaxlm.recipes.use import drafts, generate
 from tests.cli.test_exchange import write
+from tests.faults import harness
 from tests.generate.test_grammar import BOMBS
 
 PROMPTS = ("--prompt=def ", "--prompt=import os\nimport ")
@@ -188,23 +192,37 @@ def test_text_printed_as_it_is_made_is_the_text_printed_at_the_end(capsys, run, 
         assert len([part for part in parts if part]) > (2 if "--max_tokens=1" in words else 6)
 
 
+@pytest.fixture(scope="module")
+def with_heads(tmp_path_factory, one_device, without_plots):
+    folder = tmp_path_factory.mktemp("heads")
+    settings = {"objective.name": "mtp", "objective.weights": (0.3, 0.2), "train.steps": 2}
+    return harness.trained(harness.write_config(folder, settings), folder / "run")
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ("--temperature=0", "--stream", "--draft=lookup"),
         pytest.param(
+            ("--temperature=0.8", "--seed=5", "--seed=6", "--draft=lookup"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ("--temperature=0.8", "--seed=5", "--seed=6", "--stop=t", "--draft=RUN"),
             marks=pytest.mark.slow,
         ),
+        pytest.param(("--temperature=0", "--draft=heads"), marks=pytest.mark.slow),
+        pytest.param(("--temperature=0.8", "--seed=5", "--draft=heads"), marks=pytest.mark.slow),
         pytest.param(
             ("--temperature=0", "--kv_cache_dtype=int8", "--draft=lookup"), marks=pytest.mark.slow
         ),
     ],
 )
-def test_a_draft_changes_no_text(capsys, run, monkeypatch, words):
+def test_a_draft_changes_no_text(capsys, request, monkeypatch, words):
     """Prompts of several lengths, one of them a repetition."""
     # If a draft saves time depends on the machine.
     monkeypatch.setattr(DraftBalance, "next_call", lambda _, passes: DrawCall(True, passes))
+    run = request.getfixturevalue("with_heads" if words[-1] == "--draft=heads" else "run")
     *words, draft = [word.replace("RUN", str(run)) for word in words]
     asked = ("--prompt=" + "import os\n" * 4, "--prompt=def ", *words)
     plain = printed(capsys, run, *asked, "--quiet")
@@ -215,6 +233,36 @@ def test_a_draft_changes_no_text(capsys, run, monkeypatch, words):
     assert printed(capsys, run, *asked, draft, "--quiet") == plain
     (counters,) = [engine.counters for engine in engines]
     assert 0 < counters.guessed_passes == counters.passes
+
+
+def test_texts_with_a_draft_beyond_the_memory_are_refused(capsys, run, monkeypatch):
+    """Each of the fixes suffices, and five prompts are the most that fit."""
+    available = 640_000
+    monkeypatch.setattr(
+        host_machine, "physical_bytes", lambda: available * jax.local_device_count()
+    )
+
+    def make(*_, **__):
+        raise ConfigError("made", where="", why="", fix="")
+
+    monkeypatch.setattr(generate, "Engine", make)
+
+    def error(count, *words):
+        prompts = [f"--prompt={number}" for number in range(count)]
+        code, answer = call(capsys, run, *prompts, *words)
+        assert code == answer["error"]["code"]
+        return answer["error"]
+
+    refused = error(6, f"--draft={run}")
+    assert (refused["code"], refused["where"]) == (71, "checked before anything is compiled")
+    assert refused["what"].startswith("6 texts of ")
+    draft, most, fewer = refused["fix"].splitlines()
+    assert draft == "without --draft the text is the same"
+    assert most == "at most 5 prompts at once"
+    assert fewer.startswith("--max_tokens=")
+    assert error(5, f"--draft={run}")["what"] == "made"
+    assert error(6, f"--draft={run}", fewer)["what"] == "made"
+    assert error(6, "--draft=lookup")["what"] == "made"
 
 
 @pytest.mark.parametrize(
