@@ -8,6 +8,7 @@ of Unicode for internal use like this.
 import bisect
 import itertools
 import json
+import operator
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import ImportedTokenizer, library_errors
+from jaxlm.data.hub_tokenizer import ImportedTokenizer, ascii_words, library_errors
 from jaxlm.data.tokenizer import Tokenizer
 
 OPENS, CLOSES = "\ufdd0", "\ufdd1"  # around a content
@@ -56,11 +57,18 @@ class ControlTokens:
         firsts = "".join(re.escape(name[0]) for name in tokenizer.specials if name)
         self._suspect = re.compile(f"[{firsts}\ufdd0-\ufdef]")  # first of what `guarded` changes
         self.pattern = re.compile(f"(?<!{GUARD})(?:{names or '(?!)'})")
-        self._separator = re.compile(f"[{GUARD}{CUT}]|(?<!{GUARD})(?:{names or '(?!)'})")
+        # A guard matches with the name behind it, as a lookbehind would be tried everywhere.
+        self._separator = re.compile(f"{GUARD}(?:{names})?|{CUT}" + (names and f"|{names}"))
         self._renamed: dict[str, str] = {}
         if isinstance(tokenizer, ImportedTokenizer):
             self._renamed = {n: f"{NAME}{i}{NAME}" for n, i in tokenizer.specials.items()}
-            self._library = _library(tokenizer, self._renamed)
+            content = _renamed_content(tokenizer, self._renamed)
+            self._library = _library(tokenizer, self._renamed, content)
+            self._words = ascii_words(content, self._library, list)
+            self._numbers = {self._renamed[n]: [i] for n, i in tokenizer.specials.items()}
+            self._characters = tokenizer.token_bytes  # of ids of ASCII text and control tokens
+            for name, (number,) in self._numbers.items():
+                self._characters[number] = len(name)
 
     def guarded(self, text: str) -> str:
         """Return a text in which each spelled control token has a guard."""
@@ -77,20 +85,42 @@ class ControlTokens:
         encoded = self._whole(laid) if self._renamed else self._parts(laid)
         return [
             _weighted(
-                *each,
+                each,
                 [WeightedSpan(lay.place(s.start), lay.place(s.stop), s.weight) for s in spans],
             )
             for lay, each, (_, spans) in zip(laid, encoded, texts, strict=True)
         ]
 
-    def _whole(self, laid: Sequence["_Laid"]) -> list[tuple[list[int], list[int]]]:
+    def _whole(self, laid: Sequence["_Laid"]) -> list["_Encoding"]:
         """Encode texts by the model's tokenizer, in which control tokens have private names."""
-        texts = ["".join(text for text, _ in lay.parts) for lay in laid]
         with library_errors("a tokenizer.json failed to encode a text", "tokenizer"):
-            encoded = self._library.encode_batch(texts, add_special_tokens=False)
-        return [(one.ids, [start for start, _ in one.offsets]) for one in encoded]
+            encoded = [self._by_words(lay) for lay in laid]
+            others = [
+                "".join(text for text, _ in lay.parts)
+                for lay, each in zip(laid, encoded, strict=True)
+                if each is None
+            ]
+            rest = iter(self._library.encode_batch(others, add_special_tokens=False))
+        return [_of_library(next(rest)) if each is None else each for each in encoded]
 
-    def _parts(self, laid: Sequence["_Laid"]) -> list[tuple[list[int], list[int]]]:
+    def _by_words(self, lay: "_Laid") -> "_Encoding | None":
+        """Encode ASCII text by its words; return None for one that only the library encodes."""
+        if self._words is None:
+            return None
+        encoded: list[list[int]] = []
+        for is_control, parts in itertools.groupby(lay.parts, operator.itemgetter(1)):
+            texts = [text for text, _ in parts]
+            if is_control:
+                encoded += map(self._numbers.__getitem__, texts)
+            elif (ids := self._words.encode("".join(texts))) is not None:
+                encoded.append(ids)
+            else:
+                return None
+        numbers = np.fromiter(itertools.chain.from_iterable(encoded), np.int64)
+        lengths = self._characters[numbers]
+        return _Encoding(numbers, np.cumsum(lengths) - lengths)
+
+    def _parts(self, laid: Sequence["_Laid"]) -> list["_Encoding"]:
         """Encode the texts between control tokens, which have no effect on them."""
         texts = [text for lay in laid for text, is_control in lay.parts if not is_control]
         encoded = iter(self._tokenizer.encode_with_starts(texts))
@@ -106,8 +136,15 @@ class ControlTokens:
                 ids += more
                 starts += [place + begin for begin in begins]
                 place += len(text)
-            results.append((ids, starts))
+            results.append(_Encoding(np.array(ids, np.int64), np.array(starts, np.int64)))
         return results
+
+
+class _Encoding(NamedTuple):
+    """Ids of a text, and the character at which each starts."""
+
+    ids: Int[np.ndarray, "n"]
+    starts: Int[np.ndarray, "n"]
 
 
 class _Laid:
@@ -124,7 +161,9 @@ class _Laid:
             if (name := match[0]) == CUT:
                 self.parts += [(waiting, False)] if waiting else []
                 waiting = ""
-            elif name != GUARD:
+            elif name.startswith(GUARD):
+                start = match.start() + 1  # the name is text
+            else:
                 name = renamed.get(name, name)
                 self.parts += [(waiting, False), (name, True)] if waiting else [(name, True)]
                 waiting = ""
@@ -140,20 +179,24 @@ class _Laid:
         return self._after[nearest] + place - self._before[nearest]
 
 
-def _weighted(ids: list[int], starts: list[int], spans: Sequence[WeightedSpan]) -> WeightedIds:
-    begins = list(itertools.accumulate(starts, max))
+def _of_library(encoding: Any) -> _Encoding:
+    starts = [start for start, _ in encoding.offsets]
+    return _Encoding(np.array(encoding.ids, np.int64), np.array(starts, np.int64))
+
+
+def _weighted(encoding: _Encoding, spans: Sequence[WeightedSpan]) -> WeightedIds:
+    ids, starts = encoding
+    begins = np.maximum.accumulate(starts)
     weights, crossed = np.zeros(len(ids), np.float32), 0
-    for start, stop, weight in spans:
-        first, end = (bisect.bisect_left(begins, place) for place in (start, stop))
+    places = np.searchsorted(begins, [each[:2] for each in spans])
+    for (start, _, weight), (first, end) in zip(spans, places, strict=True):
         weights[first:end] = weight
         crossed += weight > 0 and first < len(begins) and begins[first] > start
-    return WeightedIds(np.array(ids, np.int64), weights, crossed)
+    return WeightedIds(ids, weights, int(crossed))
 
 
-def _library(tokenizer: ImportedTokenizer, renamed: dict[str, str]) -> Any:
-    """Return the library's tokenizer with other names of its special tokens, and the same ids."""
-    import tokenizers
-
+def _renamed_content(tokenizer: ImportedTokenizer, renamed: dict[str, str]) -> dict[str, Any]:
+    """Return the tokenizer.json with other names of its special tokens."""
     parsed = json.loads(tokenizer.content)
     for token in parsed["added_tokens"]:
         token["content"] = renamed.get(token["content"], token["content"])
@@ -166,9 +209,15 @@ def _library(tokenizer: ImportedTokenizer, renamed: dict[str, str]) -> Any:
     )
     if model.get("unk_token") in renamed:
         model["unk_token"] = renamed[model["unk_token"]]
-    parsed |= {"post_processor": None, "truncation": None, "padding": None}
+    return parsed | {"post_processor": None, "truncation": None, "padding": None}
+
+
+def _library(tokenizer: ImportedTokenizer, renamed: dict[str, str], content: dict[str, Any]) -> Any:
+    """Return the library's tokenizer of renamed content, with the same ids."""
+    import tokenizers
+
     with library_errors("jaxlm cannot rename the special tokens of a tokenizer.json", "tokenizer"):
-        built = tokenizers.Tokenizer.from_str(json.dumps(parsed))
+        built = tokenizers.Tokenizer.from_str(json.dumps(content))
     for name, number in tokenizer.specials.items():
         if built.token_to_id(renamed[name]) != number:
             raise DataError(

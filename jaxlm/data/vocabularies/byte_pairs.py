@@ -5,12 +5,15 @@ import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from jaxlm.data.hub_tokenizer import BYTE_OF_CHARACTER, library_errors, vocabulary_error
+from jaxlm.data.hub_tokenizer import (
+    CHARACTER_OF_BYTE,
+    library_errors,
+    vocabulary_error,
+)
 from jaxlm.data.tokenizer import MAX_VOCABULARY
 from jaxlm.data.vocabularies.pieces import MAX_CHARACTERS
 
 MAX_TOKEN_BYTES = 1000  # bytes; every split of a token in two is tried
-CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 
 Pattern = Literal["gpt2", "gpt2, digits apart", "cl100k", "cl100k, digits apart"]
 
