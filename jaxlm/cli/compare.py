@@ -72,13 +72,13 @@ def show(
 
     written = page.write(compared, target)
     answer = compared.record() | {"page": str(written)} | (more or {})
-    lines = columns([page.RESULT_HEAD, *page.result_rows(compared.results)], "<")
+    lines = columns(page.result_table(compared), "<")
     for title, rows in page.task_tables(compared):
         lines += ["", title, *columns([page.TASK_HEAD, *rows], "<<>>>>>><")]
     if compared.differences:
         lines += ["", *columns(page.difference_rows(compared), "<")]
     for axis in compared.tables:
-        head, rows = page.loss_rows(compared, axis)
+        head, rows = page.curve_rows(compared, axis)
         lines += ["", *columns([head, *rows], "<")]
     runs = [page.run_row(name, each) for name, each in compared.runs.items()]
     lines += ["", *columns([page.RUN_HEAD, *runs], "<<")]

@@ -28,12 +28,12 @@ COLUMNS = 5  # amounts of an axis in a table of losses
 
 
 class CurvePoint(NamedTuple):
-    """A loss in nats, and what the run had spent: steps, tokens and seconds in its steps."""
+    """A loss in nats or a reward, and what was spent: steps, tokens and seconds in the steps."""
 
     steps: int
     tokens: float
     seconds: float
-    loss: float
+    value: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,20 +43,27 @@ class ComparedRun:
     Args:
       name: values of the settings that differ, except the seed.
       runs: names of the runs.
-      nats, bits_per_byte: mean of the last evaluations of the set that ranks checkpoints.
-      doubt: standard error of `nats`: over seeds, or of the sampled rows of one run; None if
-        neither is known.
+      nats, bits_per_byte, reward: means of the last evaluations of the set that ranks checkpoints;
+        nats and bits are None if rewards are compared, and the reward is None if they are not.
+      doubt: standard error of `nats` or `reward`: over seeds, or of the sampled rows of one run;
+        None if neither is known.
       doubt_of: source of the doubt: "seeds", "rows", or "".
-      over_best: `nats` over the lowest result.
+      over_best: `nats` over the lowest result, or `reward` over the highest.
     """
 
     name: str
     runs: list[str]
     nats: float | None
     bits_per_byte: float | None
+    reward: float | None
     doubt: float | None
     doubt_of: str
     over_best: float | None = None
+
+    @property
+    def value(self) -> float | None:
+        """Return what is compared."""
+        return self.nats if self.reward is None else self.reward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,11 +73,13 @@ class Comparison:
     Args:
       runs: the runs by name.
       differences: values of each run, by the path of a setting that differs.
-      results: the lowest loss first.
-      curves: losses of the set that ranks checkpoints, or of training without one, by run.
-      training: losses of training, by run.
-      tables: by axis, amounts of it, and each run's loss at them, None after its end.
+      results: the lowest loss or the highest reward first.
+      curves: losses or rewards of the set that ranks checkpoints, or of training without one, by
+        run.
+      training: those of training, by run.
+      tables: by axis, amounts of it, and each run's loss or reward at them, None after its end.
       notes: what the reader must know.
+      is_rewarded: rewards are compared, as all runs have them.
       tasks: tasks that the first run and another one have results of.
     """
 
@@ -81,12 +90,15 @@ class Comparison:
     training: dict[str, list[CurvePoint]]
     tables: dict[str, tuple[list[float], dict[str, list[float | None]]]]
     notes: list[str]
+    is_rewarded: bool = False
     tasks: "list[TaskComparison]" = dataclasses.field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """Return the comparison as JSON."""
+        name_of_value = "reward" if self.is_rewarded else "loss"
         points = {
-            name: [point._asdict() for point in points] for name, points in self.curves.items()
+            name: [dict(zip((*AXES, name_of_value), point, strict=True)) for point in points]
+            for name, points in self.curves.items()
         }
         return {
             "runs": {name: run.record() for name, run in self.runs.items()},
@@ -132,8 +144,15 @@ def compare(paths: Sequence[Path]) -> Comparison:
         name: summary.ranking_split(run.config, run.records) or "train"
         for name, run in runs.items()
     }
-    curves = {name: points(run, splits[name]) for name, run in runs.items()}
-    training = {name: points(run, "train") for name, run in runs.items()}
+    has_reward = {
+        name: any("reward" in each for each in run.records if each.get("split") == splits[name])
+        for name, run in runs.items()
+        if run.records
+    }
+    is_rewarded = bool(has_reward) and all(has_reward.values())
+    metric = "reward" if is_rewarded else "loss_nats"
+    curves = {name: points(run, splits[name], metric) for name, run in runs.items()}
+    training = {name: points(run, "train", metric) for name, run in runs.items()}
     compared: list[TaskComparison] = []
     notes: list[str] = []
     if any((path / "evals").is_dir() for path in paths):
@@ -143,11 +162,12 @@ def compare(paths: Sequence[Path]) -> Comparison:
     return Comparison(
         runs=runs,
         differences=differences,
-        results=_results(runs, splits, differences),
+        results=_results(runs, splits, differences, metric),
         curves=curves,
         training=training,
         tables={axis: _table(curves, axis) for axis in AXES},
-        notes=[*_notes(runs, splits, differences), *notes],
+        notes=[*_notes(runs, splits, differences, has_reward), *notes],
+        is_rewarded=is_rewarded,
         tasks=compared,
     )
 
@@ -169,8 +189,8 @@ def _differences(runs: Mapping[str, RunSummary]) -> dict[str, list[Any]]:
     return {path: each for path, each in values.items() if any(x != each[0] for x in each)}
 
 
-def points(run: RunSummary, split: str) -> list[CurvePoint]:
-    """Return the losses of a split, by steps, tokens, and seconds in steps.
+def points(run: RunSummary, split: str, metric: str) -> list[CurvePoint]:
+    """Return a metric of a split, by steps, tokens, and seconds in steps.
 
     Seconds are those of the steps alone: without compilation, evaluation and the time between two
     starts. Of an evaluation, tokens and seconds are interpolated between logged steps.
@@ -188,9 +208,9 @@ def points(run: RunSummary, split: str) -> list[CurvePoint]:
             step,
             float(np.interp(step, steps, tokens)),
             float(np.interp(step, steps, seconds)),
-            loss,
+            value,
         )
-        for step, loss in summary.losses(run.records, split)
+        for step, value in summary.values(run.records, split, metric)
     ]
 
 
@@ -198,8 +218,9 @@ def _results(
     runs: Mapping[str, RunSummary],
     splits: Mapping[str, str],
     differences: Mapping[str, Sequence[Any]],
+    metric: str,
 ) -> list[ComparedRun]:
-    """Return a result for each set of runs that differ in their seed alone."""
+    """Return a result for each set of runs that differ in their seed alone, the best first."""
     groups: dict[str, list[str]] = {}
     for number, name in enumerate(runs):
         label = ", ".join(
@@ -208,33 +229,36 @@ def _results(
             if path != SEED
         )
         groups.setdefault(label, []).append(name)
-    results = []
+    results, is_rewarded = [], metric == "reward"
     for label, names in groups.items():
-        last = [_last(runs[name], splits[name]) for name in names]
-        nats = _numbers(last, "loss_nats")
-        doubt, doubt_of = _doubt(nats, _numbers(last, "loss_stderr"))
+        last = [_last(runs[name], splits[name], metric) for name in names]
+        values = _numbers(last, metric)
+        doubt, doubt_of = _doubt(values, _numbers(last, "loss_stderr"))
         title = label if len(names) > 1 and label else ", ".join(names)
         title = f"{title}, {len(names)} seeds" if len(names) > 1 else title
         results.append(
             ComparedRun(
                 name=title,
                 runs=names,
-                nats=_mean(nats),
-                bits_per_byte=_mean(_numbers(last, "bits_per_byte")),
+                nats=None if is_rewarded else _mean(values),
+                bits_per_byte=None if is_rewarded else _mean(_numbers(last, "bits_per_byte")),
+                reward=_mean(values) if is_rewarded else None,
                 doubt=doubt,
                 doubt_of=doubt_of,
             )
         )
-    lowest = min((each.nats for each in results if each.nats is not None), default=0.0)
-    results = [
-        each if each.nats is None else dataclasses.replace(each, over_best=each.nats - lowest)
-        for each in results
+    sign = -1 if is_rewarded else 1
+    known = [each for each in results if each.value is not None]
+    known.sort(key=lambda each: sign * (each.value or 0.0))
+    compared = [
+        dataclasses.replace(each, over_best=(each.value or 0.0) - (known[0].value or 0.0))
+        for each in known
     ]
-    return sorted(results, key=lambda each: math.inf if each.nats is None else each.nats)
+    return compared + [each for each in results if each.value is None]
 
 
-def _last(run: RunSummary, split: str) -> Mapping[str, Any]:
-    scored = [r for r in run.records if r.get("split") == split and r.get("loss_nats") is not None]
+def _last(run: RunSummary, split: str, metric: str) -> Mapping[str, Any]:
+    scored = [r for r in run.records if r.get("split") == split and r.get(metric) is not None]
     return scored[-1] if scored else {}
 
 
@@ -246,28 +270,28 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _doubt(nats: Sequence[float], errors: Sequence[float]) -> tuple[float | None, str]:
+def _doubt(values: Sequence[float], errors: Sequence[float]) -> tuple[float | None, str]:
     """Return the standard error of the mean over seeds, or that of the rows of one run."""
-    if len(nats) > 1:
-        return statistics.stdev(nats) / math.sqrt(len(nats)), "seeds"
+    if len(values) > 1:
+        return statistics.stdev(values) / math.sqrt(len(values)), "seeds"
     return (errors[0], "rows") if errors else (None, "")
 
 
 def _table(
     curves: Mapping[str, Sequence[CurvePoint]], axis: str
 ) -> tuple[list[float], dict[str, list[float | None]]]:
-    """Return amounts of an axis, and each run's loss at them; None outside of its curve."""
+    """Return amounts of an axis, and each run's value at them; None outside of its curve."""
     ends = [getattr(points[-1], axis) for points in curves.values() if points]
     starts = [getattr(points[0], axis) for points in curves.values() if points]
     first, last = min(starts, default=0.0), max(ends, default=0.0)
     amounts = [first + (last - first) * part / COLUMNS for part in range(COLUMNS + 1)]
-    # The end of the shortest run, where all runs still have a loss.
+    # The end of the shortest run, where all runs still have a value.
     amounts = sorted({*amounts, *([min(ends)] if ends else [])})
     table = {}
     for name, points in curves.items():
-        known, losses = [getattr(p, axis) for p in points], [p.loss for p in points]
+        known, values = [getattr(p, axis) for p in points], [p.value for p in points]
         table[name] = [
-            float(np.interp(amount, known, losses))
+            float(np.interp(amount, known, values))
             if known and known[0] <= amount <= known[-1] * (1 + 1e-9)
             else None
             for amount in amounts
@@ -286,10 +310,15 @@ def _notes(
     runs: Mapping[str, RunSummary],
     splits: Mapping[str, str],
     differences: Mapping[str, Sequence[Any]],
+    has_reward: Mapping[str, bool],
 ) -> list[str]:
-    """Return reasons why losses of these runs do not compare, and which runs did not finish."""
+    """Return reasons why results of these runs do not compare, and which runs did not finish."""
     notes = []
-    if changed := [path for path in SHARED_DATA if path in differences]:
+    if any(has_reward.values()) and not all(has_reward.values()):
+        rewarded = ", ".join(name for name, has in has_reward.items() if has)
+        notes.append(f"the losses of {rewarded} are negative rewards, not nats of text")
+    changed = [path for path in SHARED_DATA if path in differences]
+    if changed and not all(has_reward.values()):
         notes.append(
             f"the runs differ in {', '.join(changed)}: nats per token compare on the same tokens, "
             "bits per byte on the same text"
@@ -297,9 +326,9 @@ def _notes(
     splits = {name: split for name, split in splits.items() if runs[name].records}
     if len(set(splits.values())) > 1:
         names = ", ".join(f"{name}: {split}" for name, split in splits.items())
-        notes.append(f"the losses are of different sets ({names})")
+        notes.append(f"the results are of different sets ({names})")
     elif "train" in splits.values():
-        notes.append("without evaluations, the losses are those of training")
+        notes.append("without evaluations, the results are those of training")
     for name, run in runs.items():
         if run.status != "finished":
             code = f" ({run.code})" if run.status == "failed" else ""

@@ -1,16 +1,17 @@
 """Page and console text of a comparison. Free of JAX."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxlm.monitor import formatting, report, sinks
 from jaxlm.monitor.charts import Chart, Series
-from jaxlm.recipes.compare.comparison import AXES, ComparedRun, Comparison, brief
+from jaxlm.recipes.compare.comparison import AXES, Comparison, brief
 from jaxlm.recipes.compare.summary import RunSummary
 
 RESULT_HEAD = ["result", "nats", "over the lowest", "bits per byte"]
+REWARDED_HEAD = ["result", "reward", "over the highest"]
 TASK_HEAD = ["task", "metric", "A", "B", "B - A", "p", "higher", "lower", "verdict"]
 SHOWN_ITEMS = 20
 RUN_HEAD = ["run", "status", "step", "tokens/s"]
@@ -39,9 +40,11 @@ def write(comparison: Comparison, target: Path) -> Path:
         Series(name, [tuple(point) for point in points], number, is_thin=True)
         for number, (name, points) in enumerate(thin.items())
     ]
-    losses = [point.loss for points in comparison.curves.values() for point in points]
-    has_diverged = bool(losses) and max(losses) > 10 * min(losses) > 0
+    values = [point.value for points in comparison.curves.values() for point in points]
+    has_diverged = bool(values) and max(values) > 10 * min(values) > 0
     chart = Chart("Loss", "nats per token", series, is_log=has_diverged)
+    if comparison.is_rewarded:
+        chart = Chart("Reward", "mean of a sample", series, is_log=False)
     folder = target.absolute().parent
     links = {
         name: os.path.relpath(run.path.absolute() / "report.html", folder)
@@ -52,14 +55,14 @@ def write(comparison: Comparison, target: Path) -> Path:
         "compare.html.jinja",
         title=title,
         notes=comparison.notes,
-        result_head=RESULT_HEAD,
-        results=result_rows(comparison.results),
+        result_head=result_table(comparison)[0],
+        results=result_table(comparison)[1:],
         differences=difference_rows(comparison) if comparison.differences else None,
         task_head=TASK_HEAD,
         tasks=task_tables(comparison),
         changed_items=_changed_items(comparison),
         charts=report.drawn([chart]),
-        tables=[(axis, *loss_rows(comparison, axis)) for axis in AXES],
+        tables=[(axis, *curve_rows(comparison, axis)) for axis in AXES],
         run_head=RUN_HEAD,
         runs=[run_row(name, run) for name, run in comparison.runs.items()],
         reports=list(links.items()),
@@ -69,13 +72,14 @@ def write(comparison: Comparison, target: Path) -> Path:
     return target
 
 
-def result_rows(results: Sequence[ComparedRun]) -> Rows:
-    """Return the cells of RESULT_HEAD for each result."""
-    rows = []
-    for each in results:
+def result_table(comparison: Comparison) -> Rows:
+    """Return head and rows of the results."""
+    rows = [REWARDED_HEAD if comparison.is_rewarded else RESULT_HEAD]
+    for each in comparison.results:
         doubt = "" if each.doubt is None else f" \u00b1 {each.doubt:.2g}"
         over = "-" if each.over_best is None else f"{each.over_best:+.4f}"
-        rows.append([each.name, _figure(each.nats) + doubt, over, _figure(each.bits_per_byte)])
+        row = [each.name, _figure(each.value) + doubt, over, _figure(each.bits_per_byte)]
+        rows.append(row[: len(rows[0])])
     return rows
 
 
@@ -125,10 +129,13 @@ def _changed_items(comparison: Comparison) -> list[tuple[str, str]]:
     return lists
 
 
-def loss_rows(comparison: Comparison, axis: str) -> tuple[list[str], Rows]:
-    """Return the head and the rows of each run's loss at some amounts of an axis."""
+def curve_rows(comparison: Comparison, axis: str) -> tuple[list[str], Rows]:
+    """Return the head and the rows of each run's loss or reward at some amounts of an axis."""
     amounts, table = comparison.tables[axis]
-    head = [f"nats at {axis}", *map(AMOUNTS[axis], amounts)]
+    head = [
+        f"{'reward' if comparison.is_rewarded else 'nats'} at {axis}",
+        *map(AMOUNTS[axis], amounts),
+    ]
     return head, [[name, *map(_figure, losses)] for name, losses in table.items()]
 
 

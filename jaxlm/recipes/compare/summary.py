@@ -101,7 +101,7 @@ def read(path: Path) -> RunSummary:
     train = [each for each in records if each.get("split") == "train"]
     speeds = [each["tokens_per_second"] for each in train if each.get("tokens_per_second")]
     ranking = ranking_split(config, records)
-    scores = [loss for _, loss in losses(records, ranking)]
+    scores = [loss for _, loss in values(records, ranking, "loss_nats")]
     times = [each["time_unix"] for each in (*records[-1:], end) if each.get("time_unix")]
     steps = config.get("train", {}).get("steps")
     step = max((each["step"] for each in records), default=None)
@@ -149,7 +149,7 @@ def ranking_split(config: Record, records: Sequence[Record]) -> str | None:
     return followed if followed in sets else next(iter(sets), None)
 
 
-def losses(records: Sequence[Record], split: str | None) -> list[tuple[int, float]]:
-    """Return steps and losses of a split; a rewound step counts as it was computed last."""
-    scored = [r for r in records if r.get("split") == split and r.get("loss_nats") is not None]
-    return sorted({each["step"]: each["loss_nats"] for each in scored}.items())
+def values(records: Sequence[Record], split: str | None, metric: str) -> list[tuple[int, float]]:
+    """Return steps and values of a metric; a rewound step counts as it was computed last."""
+    scored = [r for r in records if r.get("split") == split and r.get(metric) is not None]
+    return sorted({each["step"]: each[metric] for each in scored}.items())

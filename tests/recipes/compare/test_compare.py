@@ -104,7 +104,7 @@ def test_losses_at_equal_steps_are_on_the_curve_and_end_with_it(runs):
     compared = comparison.compare([runs / "first", runs / "slow"])
     amounts, table = compared.tables["steps"]
     assert {2, 4, 6} <= set(amounts)
-    known = {point.steps: point.loss for point in compared.curves["first"]}
+    known = {point.steps: point.value for point in compared.curves["first"]}
     for amount, loss, of_slow in zip(amounts, table["first"], table["slow"], strict=True):
         assert loss == pytest.approx(known.get(amount, loss))
         assert (of_slow is None) == (amount > 4)
@@ -186,3 +186,41 @@ def test_a_damaged_run_is_an_error_with_its_file(runs, tmp_path, capsys):
     (run / "metrics.jsonl").write_text("{\n{}\n")
     assert main(["compare", str(runs / "first"), str(run)]) == 65
     assert f"{run / 'metrics.jsonl'}:1" in capsys.readouterr().err
+
+
+@pytest.fixture
+def rewarded(runs, tmp_path):
+    """Copies of two runs, the first with rewards that are the higher ones."""
+    for name, scale in (("first", 1.0), ("slow", 0.5)):
+        shutil.copytree(runs / name, tmp_path / name)
+        lines = []
+        for each in harness.records(runs / name):
+            each.pop("loss_stderr", None)
+            reward = scale * each["step"]
+            loss = {} if each["split"] == "train" else {"loss_nats": -reward}
+            lines.append(json.dumps(each | {"reward": reward} | loss) + "\n")
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def test_runs_with_rewards_are_compared_by_them(rewarded, tmp_path, capsys):
+    page = tmp_path / "compare.html"
+    names = [str(rewarded / name) for name in ("slow", "first")]
+    assert main(["compare", *names, f"--out={page}"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["result", "reward", "over", "the", "highest"]
+    assert [row.split() for row in rows[:2]] == [
+        ["first", "6.0000", "+0.0000"],
+        ["slow", "2.0000", "-4.0000"],
+    ]
+    compared = comparison.compare([rewarded / name for name in ("slow", "first")])
+    last = compared.record()["curves"]["first"][-1]
+    assert (last["steps"], last["reward"]) == (6, 6.0)
+    assert [point.value for point in compared.training["slow"]][-1] == 2.0
+    assert "mean of a sample" in page.read_text()
+
+
+def test_rewards_are_not_compared_with_losses(rewarded, runs):
+    compared = comparison.compare([rewarded / "first", runs / "slow"])
+    assert not compared.is_rewarded
+    assert any("first are negative rewards" in note for note in compared.notes)
