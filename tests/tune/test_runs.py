@@ -10,6 +10,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
 from jaxlm.core import tree
+from jaxlm.recipes.compare import summary
 from jaxlm.recipes.use import adapter, load
 from tests.faults import harness
 
@@ -178,6 +179,7 @@ def test_a_merged_run_needs_no_adapter(run, tmp_path, capsys):
     merged = tmp_path / "merged"
     assert json.loads((merged / "config.json").read_text())["tune"] == {"name": "full"}
     assert evaluated(capsys, merged) == pytest.approx(evaluated(capsys, run), rel=1e-5)
+    assert summary.summarize(merged).status == "merged"
     assert main(["merge", f"--workdir={merged}", f"--out={tmp_path / 'x'}"]) == 2
     assert "has no adapter" in capsys.readouterr().err
 

@@ -332,7 +332,8 @@ def _notes(
     for name, run in runs.items():
         if run.status != "finished":
             code = f" ({run.code})" if run.status == "failed" else ""
-            notes.append(f"{name}: {run.status}{code} at step {run.step} of {run.steps}")
+            place = "" if run.steps is None else f" at step {run.step} of {run.steps}"
+            notes.append(f"{name}: {run.status}{code}{place}")
         if "scheme" in (facts := imported_facts(run.path)):
             notes.append(_rounding(name, facts))
     return notes

@@ -11,7 +11,7 @@ from jaxlm.core.errors import DataError, InputMissing, InUse
 from jaxlm.monitor import report, sinks
 from jaxlm.monitor.sinks import Record
 from jaxlm.training import lock
-from jaxlm.training.rundir import IMPORTED
+from jaxlm.training.rundir import imported_facts
 
 FINISHED, DIVERGED = 0, 79  # exit codes after which a run does not continue
 STOPPED = (75, 130)  # exit codes of a run that was interrupted, with its state saved
@@ -25,7 +25,7 @@ class RunSummary:
     Args:
       path: the run directory.
       status: running, finished, stopped (it can resume), killed (without an exit code), failed,
-        imported, or damaged.
+        damaged; or imported, merged, pruned, quantized, averaged, without steps of its own.
       code: exit code of the last start; None while it runs, or after a kill.
       cause: cause of the end, or what is damaged.
       step, steps: completed steps, and those of the config.
@@ -107,17 +107,17 @@ def read(path: Path) -> RunSummary:
     step = max((each["step"] for each in records), default=None)
     if sinks.is_step(end.get("step")):
         step = end["step"]
-    is_imported = (path / IMPORTED).exists() and not records
+    made = imported_facts(path) if not records else {}
     # With patience a run may end before its last step.
     is_whole = step == steps or config.get("train", {}).get("patience") is not None
-    status = "imported" if is_imported else _status(path, end, is_whole)
+    status = str(made.get("status", "imported")) if made else _status(path, end, is_whole)
     return RunSummary(
         path=path,
         status=status,
         code=None if status == "running" else end.get("code"),
         cause=end.get("cause", "") if status in ("failed", "stopped") else "",
         step=step,
-        steps=steps,
+        steps=None if made else steps,
         best=min(scores, default=None),
         is_rewarded=any("reward" in each for each in records if each.get("split") == ranking),
         tokens_per_second=statistics.median(speeds) if speeds else None,

@@ -84,7 +84,8 @@ def write(
       run: the config.
       params: the weights.
       tokenizer: bytes of the tokenizer file.
-      facts: contents of the file that marks an imported run.
+      facts: contents of the file that marks a run whose weights were not trained in it; `status`
+        is how they were made, "imported" by default.
       low_memory: if the checkpoint is written with little memory.
     """
     directory.write_json(IMPORTED, facts)

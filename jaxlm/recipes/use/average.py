@@ -72,7 +72,7 @@ def average(options: AverageOptions, say: Log = lambda _: None) -> dict[str, Any
     }
     tokenizer = (origins[0].workdir / "tokenizer").read_bytes()
     with RunDir(options.out) as directory:
-        facts = answer | {"dtype": run.precision.params}
+        facts = answer | {"status": "averaged", "dtype": run.precision.params}
         import_model.write(directory, run, params, tokenizer, facts)
     return answer
 

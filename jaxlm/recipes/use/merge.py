@@ -102,7 +102,8 @@ def merge(
     facts = imported_facts(workdir)
     with RunDir(out) as directory:
         dtype = merged.run.precision.params
-        marks = facts | answer | {"dtype": dtype if is_quantized else facts.get("dtype", dtype)}
+        dtype = dtype if is_quantized else facts.get("dtype", dtype)
+        marks = facts | answer | {"status": "merged", "dtype": dtype}
         tokenizer = (workdir / "tokenizer").read_bytes()
         copy_hub_files(workdir, directory)
         import_model.write(directory, merged.run, merged.params, tokenizer, marks)

@@ -86,7 +86,7 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
     }
     with RunDir(options.out) as directory:
         tokenizer = (options.workdir / "tokenizer").read_bytes()
-        facts = answer | {"dtype": run.precision.params}
+        facts = answer | {"status": "pruned", "dtype": run.precision.params}
         copy_hub_files(options.workdir, directory)
         import_model.write(directory, run, params, tokenizer, facts)
     return answer

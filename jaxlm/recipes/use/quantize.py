@@ -131,7 +131,7 @@ def quantize(
         copy_hub_files(options.workdir, directory)
         directory.write_json(load.BASE, base.record())
         tokenizer = (options.workdir / "tokenizer").read_bytes()
-        facts = answer | {"dtype": opened.run.precision.params}
+        facts = answer | {"status": "quantized", "dtype": opened.run.precision.params}
         import_model.write(directory, rounded.run, rounded.params, tokenizer, facts)
     shutil.rmtree(_unfinished(options), ignore_errors=True)
     return answer

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.recipes.compare import summary
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -174,6 +175,7 @@ def test_checkpoints_are_averaged_into_a_run_that_can_be_used(run, tmp_path, cap
         assert leaf.dtype == np.float32
     assert averaged["parameters"] == sum(each.size for each in mixed[0].values())
     assert math.isfinite(answer(capsys, "eval", f"--workdir={out}")["loss_nats"])
+    assert summary.summarize(out).status == "averaged"
     assert main([*words, f"--out={out}"]) == 2, "nothing is overwritten"
 
 

@@ -13,6 +13,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.deepseek import DeepSeekV2
 from jaxlm.models.families.gemma import Gemma3
+from jaxlm.recipes.compare import summary
 from jaxlm.recipes.use import load, prune
 from jaxlm.training.rundir import IMPORTED
 from tests.faults import harness
@@ -79,6 +80,7 @@ def test_the_logits_are_those_of_the_whole_model_with_the_other_layers_skipped(
         small = tmp_path / "small"
         assert main(keeping(whole, small, keep)) == 0
     assert json.loads((small / IMPORTED).read_text())["kept"] == layers
+    assert summary.summarize(small).status == "pruned"
     ids = np.array([[5, 80, 90, 100, 9]])
     one, other = load.load_run(whole), load.load_run(small)
     np.testing.assert_allclose(logits(other, ids), logits(one, ids, layers), atol=1e-5)

@@ -18,6 +18,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import disk, faults, tree
 from jaxlm.core.errors import DataError
 from jaxlm.data.teacher import StoredTeacher
+from jaxlm.recipes.compare import summary
 from jaxlm.recipes.use import load, quantize
 from jaxlm.recipes.use.quantize import QualityLost, QuantizeOptions
 from jaxlm.training.rundir import IMPORTED
@@ -61,6 +62,7 @@ def test_what_is_not_quantized_keeps_its_bits_and_the_run_is_used_as_any(run, co
     assert {path.rpartition("/")[2] for path in after.keys() - unchanged} == {
         "weight_codes", "weight_scales", "weight_zeros"
     }  # fmt: skip
+    assert summary.summarize(codes).status == "quantized"
     table = json.loads((codes / IMPORTED).read_text())
     assert table["after"]["bytes"] == sum(leaf.nbytes for leaf in after.values())
     assert table["after"]["bytes"] < table["before"]["bytes"]
