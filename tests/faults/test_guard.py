@@ -29,7 +29,8 @@ def broken(monkeypatch, plan: str) -> None:
 
 # The same programs, as the compiler fuses them, without the faults.
 NEVER = "grads:nan@999"
-STEPS = ("--config.train.steps=40", "--config.guard.window=16")
+STEPS = ("--config.train.steps=40",)  # the program of the harness; its window is not filled
+WATCHED = (*STEPS, "--config.guard.window=16")
 # Fewer steps are kept than a rewind goes back.
 LIMITS = (
     "--config.guard.budget=3",
@@ -43,7 +44,7 @@ STRETCH = "batch:nan@20-25"
 @pytest.fixture(scope="module")
 def unbroken(config, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "unbroken"
-    return harness.trained(config, workdir, *STEPS, "--config.checkpoint.keep_last=99")
+    return harness.trained(config, workdir, *WATCHED, "--config.checkpoint.keep_last=99")
 
 
 @pytest.mark.slow
@@ -192,13 +193,13 @@ def test_c6_rewinds_are_counted_over_restarts_and_end_with_79(
     config, tmp_path, monkeypatch, capsys, record_property
 ):
     broken(monkeypatch, "grads:nan@21-99")
-    assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 79
+    assert main(harness.words(config, tmp_path / "run", *WATCHED, *LIMITS)) == 79
     assert len(json.loads((tmp_path / "run/rewinds.json").read_text())) == 3
     assert "3 rewinds are used up" in capsys.readouterr().err
     spikes = len(harness.records(tmp_path / "run", "spikes.jsonl"))
     assert spikes == 4 * 3
     record_property("C6", "3 rewinds, then 79")
-    assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 79
+    assert main(harness.words(config, tmp_path / "run", *WATCHED, *LIMITS)) == 79
     # It resumes within the same bad stretch: one more and the budget is spent again.
     assert len(harness.records(tmp_path / "run", "spikes.jsonl")) == spikes + 1
 
@@ -206,9 +207,9 @@ def test_c6_rewinds_are_counted_over_restarts_and_end_with_79(
 @pytest.mark.slow
 def test_c8_a_rewind_that_leaves_nothing_out_replays_bit_for_bit(config, tmp_path, monkeypatch):
     broken(monkeypatch, NEVER)
-    assert main(harness.words(config, tmp_path / "unbroken", *STEPS)) == 0
+    assert main(harness.words(config, tmp_path / "unbroken", *WATCHED)) == 0
     broken(monkeypatch, "grads:nan@21-99")
-    words = harness.words(config, tmp_path / "run", *STEPS, *LIMITS, "--config.guard.skip=0")
+    words = harness.words(config, tmp_path / "run", *WATCHED, *LIMITS, "--config.guard.skip=0")
     assert main(words) == 79
     broken(monkeypatch, NEVER)
     # What was committed after step 20 is skipped steps: go back by hand as the rewinds did.
@@ -264,7 +265,7 @@ def test_c9_a_flipped_bit_in_one_devices_gradient_is_caught_in_the_step_that_is_
 
     monkeypatch.setattr(steps, "inject_faults", broken)
     monkeypatch.setattr(jax, "devices", jax.local_devices)
-    words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.repeat_every=5")
+    words = harness.words(config, tmp_path / "run", *WATCHED, "--config.guard.repeat_every=5")
     assert main(words) == 79
     output = capsys.readouterr().err
     assert "step 20 gave another result" in output
@@ -300,7 +301,7 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
 
     monkeypatch.setattr(CompiledStep, "__call__", drifting)
     monkeypatch.setattr(jax, "devices", jax.local_devices)
-    words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.compare_every=8")
+    words = harness.words(config, tmp_path / "run", *WATCHED, "--config.guard.compare_every=8")
     assert main(words) == 79
     output = capsys.readouterr().err
     assert "before step 24" in output
@@ -310,7 +311,7 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
 @pytest.mark.slow
 def test_a_gradient_spike_of_the_real_run_is_skipped(config, tmp_path, monkeypatch):
     broken(monkeypatch, "grads:spike=1000@30")
-    assert main(harness.words(config, tmp_path / "run", *STEPS)) == 0
+    assert main(harness.words(config, tmp_path / "run", *WATCHED)) == 0
     (spike,) = harness.records(tmp_path / "run", "spikes.jsonl")
     assert (spike["step"], spike["kind"]) == (30, "gradient spike")
     assert spike["grad_norm"] == pytest.approx(1000, rel=0.01)

@@ -143,6 +143,7 @@ def test_h3_a_test_that_fails_now_and_then_is_found_and_named(tmp_path, monkeypa
     assert "1 of 2 tests failed now and then" in output
 
 
+@pytest.mark.usefixtures("one_device")
 def test_h6_starting_takes_seconds_and_resuming_hardly_more(tmp_path, record_property):
     """With a warm compile cache."""
     config = harness.write_config(tmp_path)

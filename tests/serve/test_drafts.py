@@ -95,6 +95,7 @@ def live_bytes():
     return sum(each.nbytes for each in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_a_draft_run_keeps_the_bytes_of_its_plan(trained):
     opened = load.load_run(trained)
     machine = host_machine.this_machine(1, [])

@@ -56,6 +56,7 @@ def few(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_shipped_config_makes_three_epochs_of_a_small_set(base, few, tmp_path, capsys):
     """Smaller batches, then fewer steps, as printed; the same command resumes the same run."""
     run = tmp_path / "run"
@@ -184,7 +185,8 @@ def test_a_merged_run_needs_no_adapter(run, tmp_path, capsys):
     assert "has no adapter" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arm", ["lora", pytest.param("prompt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["lora", "prompt"])
 def test_a_run_that_stops_resumes_to_the_same_bits(config, base, lora, arm, tmp_path):
     parts = tmp_path / "parts"
     if arm != "lora":

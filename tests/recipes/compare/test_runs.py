@@ -11,6 +11,7 @@ import time
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core import faults
 from jaxlm.recipes.compare import summary
 from tests.faults import harness
 
@@ -30,8 +31,10 @@ def folder(config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     assert main(harness.words(config, folder / "whole")) == 0
     assert main(harness.words(config, folder / "deep/stopped", "--stop_at=2")) == 0
-    wild = ("--config.optim.lr=30", "--config.guard.divergence=stop", "--config.train.steps=20")
-    assert main(harness.words(config, folder / "wild", *wild)) == 79
+    wild = ("--config.guard.budget=2", "--config.guard.rewinds=0", "--config.train.steps=20")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "_faults", faults.parse("batch:nan@3-99"))
+        assert main(harness.words(config, folder / "wild", *wild)) == 79
     (folder / "notes").mkdir()
     (folder / "notes/config.json").write_text("{}")
     return folder

@@ -349,6 +349,7 @@ def test_a_mixture_of_prompts_resumes_to_the_same_bits(mixed, tmp_path):
     assert records(tmp_path / "part", "rollouts.jsonl") == records(whole, "rollouts.jsonl")
 
 
+@pytest.mark.slow
 def test_a_mixture_of_prompts_has_its_shares(mixed, capsys):
     config, whole = mixed
     samples = records(whole, "rollouts.jsonl")

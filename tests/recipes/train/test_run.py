@@ -246,6 +246,7 @@ def test_the_same_prompts_are_sampled_whenever_that_is_due(unbroken):
     ]
 
 
+@pytest.mark.slow
 def test_stopping_and_going_on_changes_no_bit(config, unbroken, tmp_path):
     """With dropout, packing and an evaluation on the way. tests/faults has one process per part."""
     assert train(config, tmp_path / "run", "--stop_at=5") == 0
@@ -388,6 +389,7 @@ def test_early_stopping_ends_the_run_for_good(config, tmp_path, capsys):
     assert max(r["step"] for r in records(tmp_path / "run")) == last
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_ends_with_79_and_commits_nothing(
     config, with_plots, tmp_path, capsys
 ):
@@ -430,6 +432,7 @@ def test_eval_of_any_text_counts_its_bytes(unbroken, tmp_path, capsys):
     assert (error["where"], error["fix"]) == ("--text", f"ls {tmp_path}")
 
 
+@pytest.mark.slow
 def test_generate_is_repeatable_and_greedy_at_temperature_zero(unbroken, capsys):
     words = [
         "generate",

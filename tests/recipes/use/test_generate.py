@@ -67,6 +67,7 @@ def test_a_text_is_cut_before_its_stop(capsys, run):
     assert len(sample["ids"]) == len(sample["log_probabilities"]) < 12
 
 
+@pytest.mark.slow
 def test_a_beam_search_is_the_same_whatever_the_seed(capsys, run):
     words = (PROMPTS[0], "--temperature=0", "--beams=3")
     (code, first), (_, second) = (call(capsys, run, *words, f"--seed={i}") for i in (1, 2))
@@ -199,6 +200,7 @@ def with_heads(tmp_path_factory, one_device, without_plots):
     return harness.trained(harness.write_config(folder, settings), folder / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
