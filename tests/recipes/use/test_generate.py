@@ -205,19 +205,11 @@ def with_heads(tmp_path_factory, one_device, without_plots):
     "words",
     [
         ("--temperature=0", "--stream", "--draft=lookup"),
-        pytest.param(
-            ("--temperature=0.8", "--seed=5", "--seed=6", "--draft=lookup"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("--temperature=0.8", "--seed=5", "--seed=6", "--stop=t", "--draft=RUN"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("--temperature=0", "--draft=heads"), marks=pytest.mark.slow),
-        pytest.param(("--temperature=0.8", "--seed=5", "--draft=heads"), marks=pytest.mark.slow),
-        pytest.param(
-            ("--temperature=0", "--kv_cache_dtype=int8", "--draft=lookup"), marks=pytest.mark.slow
-        ),
+        ("--temperature=0.8", "--seed=5", "--seed=6", "--draft=lookup"),
+        ("--temperature=0.8", "--seed=5", "--seed=6", "--stop=t", "--draft=RUN"),
+        ("--temperature=0", "--draft=heads"),
+        ("--temperature=0.8", "--seed=5", "--draft=heads"),
+        ("--temperature=0", "--kv_cache_dtype=int8", "--draft=lookup"),
     ],
 )
 def test_a_draft_changes_no_text(capsys, request, monkeypatch, words):
