@@ -103,8 +103,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keep the thousands of tests out of the garbage collections that follow."""
-    gc.collect()
+    """Keep the thousands of tests out of the garbage collections that follow.
+
+    They leave hardly any garbage: a collection before it takes two seconds and finds nothing.
+    """
     gc.freeze()
 
 

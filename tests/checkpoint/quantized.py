@@ -29,18 +29,23 @@ def rows(matrix, bits, order=tuple(range(8))):
     return np.stack([words(row, bits, order) for row in matrix])
 
 
-def quantized(folder, method, *, bits=4, version="gptq", is_ordered=False, size=SIZE):
-    """Write a folder of the method; returns the numbers of its matrices in float64, [O, I].
+def quantized(folder, method, **options):
+    """Write a folder of the method; returns the numbers of its matrices, as `pack` does."""
+    write(folder)
+    return pack(folder, method, **options)
+
+
+def pack(folder, method, *, bits=4, version="gptq", is_ordered=False, size=SIZE):
+    """Give a folder codes for its matrices; returns their numbers in float64, [O, I].
 
     Args:
-      folder: the new folder.
+      folder: the folder.
       method: gptq or awq.
       bits: of a code.
       version: of GPTQ.
       is_ordered: if the groups of GPTQ's inputs are in a random order.
       size: inputs of a group.
     """
-    write(folder)
     stored, numbers = load_file(folder / "model.safetensors"), {}
     draw = np.random.default_rng(7)
     for name in [name for name in stored if name.split(".")[-2] in PROJECTIONS]:

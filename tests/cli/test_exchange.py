@@ -246,13 +246,19 @@ def test_what_latent_attention_here_does_not_compute_is_not_imported(
     assert why in answer["error"]["why"]
 
 
-def test_an_imported_run_is_evaluated_and_goes_on_from_its_own_tokens(capsys, tmp_path):
+@pytest.mark.slow
+def test_an_imported_run_goes_on_from_its_own_tokens(capsys, tmp_path):
     source, run = write(tmp_path / "source"), tmp_path / "run"
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
     words = ("generate", f"--workdir={run}", "--prompt=def ", "--max_tokens=5", "--temperature=0")
     code, answer, _ = call(capsys, *words)
     assert code == 0
     assert all(0 <= i < 256 for i in answer["samples"][0]["ids"])
+
+
+def test_an_imported_run_is_evaluated(capsys, tmp_path):
+    source, run = write(tmp_path / "source"), tmp_path / "run"
+    assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
     text = tmp_path / "text.txt"
     text.write_text("import os\n" * 40)
     words = ("eval", f"--workdir={run}", f"--text={text}", "--batch=8")

@@ -18,6 +18,7 @@ from jaxlm.models.families.mistral import Mistral, Mixtral
 from jaxlm.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from tests.checkpoint import ggufs
+from tests.checkpoint.quantized import pack
 from tests.cli.test_exchange import call
 from tests.cli.test_quantized_folders import stored_numbers
 from tests.data.vocabularies.test_gguf_tokens import of_byte_pairs
@@ -48,9 +49,9 @@ ODD = Llama3Scaling(factor=8.0, original=32, high=7.0)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def imported(tmp_path, capsys, family):
-    """A run of a folder with these weights and a tokenizer as Llama 3 has one."""
-    source, run = tmp_path / "source", tmp_path / "run"
+def written(tmp_path, family):
+    """A folder with these weights and a tokenizer as Llama 3 has one."""
+    source = tmp_path / "source"
     source.mkdir()
     weights.write(source, family)
     content, settings = gguf_tokens.as_json(of_byte_pairs("llama-bpe"), "here")
@@ -58,6 +59,12 @@ def imported(tmp_path, capsys, family):
     (source / "tokenizer_config.json").write_text(
         json.dumps(settings | {"chat_template": TEMPLATE})
     )
+    return source
+
+
+def imported(tmp_path, capsys, family):
+    """A run of such a folder."""
+    source, run = written(tmp_path, family), tmp_path / "run"
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert code == 0, answer
     return run
@@ -254,7 +261,7 @@ def test_weights_that_are_not_finite_and_rows_of_no_block_are_refused(capsys, tm
     assert (code, answer["error"]["fix"]) == (2, "--to=gguf")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "storage"),
     [
@@ -281,6 +288,12 @@ def test_a_quantized_run_keeps_its_codes_if_a_storage_has_them(scheme, storage, 
     assert ("round their inputs" in log) == scheme.endswith("a8")
     tensors, _ = read(out)
     assert tensors["token_embd.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    is_compared = scheme.startswith(("nf4", "fp8"))  # by the logits above
+    check_codes(codes, tensors, storage, is_compared=is_compared)
+
+
+def check_codes(codes, tensors, storage, *, is_compared=False):
+    """Require the storage of three matrices, and their numbers unless these were compared."""
     for name, path in (
         ("blk.1.attn_v", "attention/value"),
         ("blk.1.attn_output", "attention/out"),
@@ -288,8 +301,8 @@ def test_a_quantized_run_keeps_its_codes_if_a_storage_has_them(scheme, storage, 
     ):
         tensor = tensors[f"{name}.weight"]
         assert tensor.tensor_type.name == storage
-        if scheme.startswith(("nf4", "fp8")):
-            continue  # the comparison of the logits reads these
+        if is_compared:
+            continue
         (full,) = {
             key.removeprefix("params/").removesuffix("_codes")
             for key in harness.store(codes).arrays(0)
@@ -300,6 +313,17 @@ def test_a_quantized_run_keeps_its_codes_if_a_storage_has_them(scheme, storage, 
         # A scale, and the number of code 0, are rounded to float16.
         largest = np.abs(stored).max() * (2 if storage == "Q4_1" else 1)
         assert np.abs(numbers - stored).max() <= largest * (2**-11 if storage != "F32" else 1e-7)
+
+
+def test_codes_of_an_import_are_those_of_the_file(capsys, tmp_path):
+    source = written(tmp_path, Llama(**SIZES | dict(width=64, hidden=96), tied=True))
+    pack(source, "awq", size=32)
+    run, out = tmp_path / "run", tmp_path / "model.gguf"
+    assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
+    code, answer, log = call(capsys, "export", f"--workdir={run}", f"--out={out}")
+    assert (code, answer["parity"]["is_bit_identical"]) == (0, True), answer
+    assert "keep their codes" in log
+    check_codes(run, read(out)[0], "Q4_1")
 
 
 @pytest.mark.slow

@@ -138,6 +138,13 @@ def run(program, folder, *words):
     )
 
 
+def test_a_wheel_has_the_published_sizes(installed, tmp_path):
+    where = run(installed, tmp_path, "config", "show", "--config=llama_8b:8gpu", "--json")
+    assert json.loads(where.stdout)["config"]["mesh"]["fsdp"] == 8
+    assert str(ROOT) not in where.stdout + where.stderr
+
+
+@pytest.mark.slow
 def test_a_wheel_trains_the_quickstart_from_an_empty_folder(installed, tmp_path):
     texts, empty = tmp_path / "texts", tmp_path / "empty"
     texts.mkdir()
@@ -158,5 +165,3 @@ def test_a_wheel_trains_the_quickstart_from_an_empty_folder(installed, tmp_path)
     origins = json.loads((empty / "a/provenance.json").read_text())
     assert origins["optim.lr"].startswith("jaxlm/configs/quickstart.py:")
     assert not any(str(tmp_path / "installed") in origin for origin in origins.values())
-    where = run(installed, empty, "config", "show", "--config=llama_8b:8gpu", "--json")
-    assert json.loads(where.stdout)["config"]["mesh"]["fsdp"] == 8

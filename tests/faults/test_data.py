@@ -669,7 +669,7 @@ def with_a_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, int]]:
 
 
 def test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds(
-    tmp_path: Path, record_property: Recorder
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Recorder
 ) -> None:
     with with_a_worker(tmp_path) as (run, worker):
         os.kill(worker, signal.SIGKILL)
@@ -685,8 +685,8 @@ def test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds(
     fix = re.search(r"--config\.data\.workers=0.*", output)
     assert fix, output
     pasted = [*run.args[3:], *shlex.split(fix[0], comments=True), "--stop_at=2"]
-    code, output = harness.run(pasted, JAXLM_CACHE=str(tmp_path / "cache"))
-    assert code == 0, output
+    monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
+    assert main(pasted) == 0
 
 
 def test_e8_the_loader_worker_of_a_killed_run_ends_with_it(tmp_path: Path) -> None:

@@ -234,7 +234,8 @@ def heads_alone(model, ids, allowed):
     return np.array(allowed)[np.asarray(logits(text))[..., np.array(allowed)].argmax(-1)]
 
 
-@pytest.mark.parametrize("kind", ["sequential", pytest.param("parallel", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sequential", "parallel"])
 def test_texts_are_those_without_heads_which_guess_as_in_training(kind, with_heads, plain):
     """With caches, in chunks and after wrong guesses, heads compute what they do of whole texts."""
     built, allowed = with_heads(kind), (80, 81, 82)

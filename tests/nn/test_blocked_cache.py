@@ -20,7 +20,11 @@ X = jax.random.normal(jax.random.key(0), (ROWS, 20, WIDTH))
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("grouped heads", "int8"), ("grouped heads", "float32"), ("latent", "float32")],
+    [
+        ("grouped heads", "int8"),
+        ("latent", "float32"),
+        pytest.param("grouped heads", "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_blocks_give_what_a_whole_cache_gives_however_many_are_read(name, dtype):
     """A prompt of seven, then single tokens; rows begin at other slots."""

@@ -157,7 +157,7 @@ def test_turns_of_kinds_and_policies_that_do_not_divide_the_depth_change_nothing
     assert_same(plain, turns)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_without_a_key_nothing_is_dropped(pattern):
     depth, kinds = pattern
     still = tuple(

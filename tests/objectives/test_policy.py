@@ -136,7 +136,7 @@ def gradient_of(blueprint, **settings):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS])
 def test_each_algorithm_is_its_formula_in_float64(blueprint, models, batch, algorithm):
     """The gradient is that of the log-probabilities, times the formula's numeric slope."""

@@ -62,6 +62,7 @@ def with_margins(batch, margin):
     return batch._replace(answers=answers._replace(margins=margin * (answers.sides != 0)))
 
 
+@pytest.mark.slow
 def test_packed_pairs_have_the_loss_of_their_scores_in_every_layout(loss, params, scores):
     gap, total = scores[:, 0] - scores[:, 1], scores.sum(1)
     expected = np.mean(np.logaddexp(0, 0.5 - gap) + CENTER * total**2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -63,9 +64,11 @@ def shown(capsys, *words):
 
 @pytest.fixture(scope="module")
 def run(texts, tmp_path_factory):
-    """The quickstart with `data.train` set on the command line, and no validation setting."""
+    """A config with `data.train` set on the command line, and no validation setting."""
     folder = tmp_path_factory.mktemp("runs")
-    return trained(folder / "run", *flags(), f"--config.data.train={texts}/*.txt")
+    config = Path(harness.write_config(folder, {"eval.batches": "all", "train.steps": 4}))
+    config.write_text(re.sub(r" +c\.data\.validation = .*\n", "", config.read_text()))
+    return trained(folder / "run", f"--config.data.train={texts}/*.txt", config=config)
 
 
 def text_of(workdir):

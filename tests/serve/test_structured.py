@@ -55,6 +55,7 @@ def test_answers_with_a_schema_parse_and_are_the_same_in_a_stream(client):
     assert whole >= 3
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_generate_in_python(client, trained):
     model = jaxlm.load(trained)
     settings = {"max_tokens": 100, "temperature": 1.0, "seed": 1}

@@ -72,7 +72,7 @@ def test_routers_feel_the_same_loss_under_objectives_that_train_on_few_tokens_an
     np.testing.assert_allclose(added(MASKED), added(ALL), atol=1e-4 * size)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [ALL, MASKED], ids=["causal", "masked"])
 def test_micro_batches_of_uneven_weights_give_the_gradient_of_one_batch(share):
     whole, parts = mean(ADDING, share), mean(ADDING, share, microbatches=4)

@@ -128,6 +128,18 @@ def test_a_folder_is_read_back_bit_for_bit(runs, tmp_path, arm):
         np.testing.assert_array_equal(array, others[key], err_msg=key)
 
 
+def test_a_folder_carries_the_chat_template(runs, tmp_path):
+    run, template = tmp_path / "run", "{{ messages[0]['content'] }}"
+    shutil.copytree(runs["lora"], run)
+    (run / "hub").mkdir(exist_ok=True)
+    (run / "hub/chat_template.jinja").write_text(template)
+    exported(run, tmp_path / "peft")
+    assert imported(tmp_path / "peft", runs["base"], tmp_path / "again") == 0
+    for folder in ("peft", "again/hub"):
+        assert (tmp_path / folder / "chat_template.jinja").read_text() == template
+
+
+@pytest.mark.slow
 def test_a_folder_carries_the_chat_template_and_the_base_answers_with_it(runs, tmp_path, capsys):
     chat, base = tmp_path / "chat.jsonl", f"--workdir={runs['base']}"
     turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]

@@ -65,7 +65,7 @@ TOKENS = np.random.default_rng(1).integers(0, 64, (4, 8)).astype(np.int32)
 POSITIONS = np.broadcast_to(np.arange(8, dtype=np.int32), (4, 8))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "base"), FORMATS)
 def test_outputs_are_those_of_the_dequantized_weights_bit_for_bit(family, base):
     at = [each for each in EVERYWHERE if family is TIED or each != "positions/*"]

@@ -26,7 +26,7 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
-SETTINGS = {"train.steps": 6, "eval.batches": 2, "optim.lr": 1e-2}
+SETTINGS = {"train.steps": 6, "eval.batches": 2, "optim.lr": 1e-2, "model.dropout": 0.0}
 
 
 @pytest.fixture(scope="module")

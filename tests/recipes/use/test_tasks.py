@@ -149,7 +149,7 @@ def test_answers_are_those_of_generate(folder, run, capsys):
             assert text == generated["text"]
 
 
-@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+@pytest.mark.parametrize("kernel", ["blockwise", pytest.param("reference", marks=pytest.mark.slow)])
 def test_choices_that_share_a_prefix_have_the_scores_of_each_alone(folder, trained, kernel):
     opened = load.load_run(trained, sequence=64)
     blueprint = opened.model.blueprint

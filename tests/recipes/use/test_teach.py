@@ -194,6 +194,7 @@ def train_records(workdir):
     return [r for r in harness.records(workdir) if r["split"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_student_of_stored_distributions_has_the_losses_of_one_with_the_teacher(
     config, runs, tmp_path
 ):
