@@ -4,9 +4,10 @@
     python scripts/compare_llama_cpp.py exported --gguf=exported.gguf
 
 Needs the `parity` extra, `pip install llama-cpp-python`, and a checkout of llama.cpp for the
-converter, or else the GGUF that `jaxlm export` wrote of the same run. It is then imported, too, and
-its weights compared with those of the folder. llama.cpp keeps keys and values in float32 for this;
-its GELU is a table of half precision, so that a model with one differs by more than rounding.
+converter, or else the GGUF that `jaxlm export` wrote of the same run. It is then read, too, and its
+weights and logits compared with those of the folder and of llama.cpp. llama.cpp keeps keys and
+values in float32 for this; its GELU is a table of half precision, so that a model with one differs
+by more than rounding, and its products of quantized matrices round their inputs to 8 bits.
 """
 
 import argparse
@@ -78,12 +79,23 @@ def main() -> None:
             "same_ids": ids.tolist() == _ids(args.folder, text)[: len(ids)],
         }
         try:
-            _, read_back = ours(Gguf(gguf), ids)
+            reread, read_back = ours(Gguf(gguf), ids)
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(read_back), strict=True)
             answer["read_back"] = float(max(jnp.abs(a - b).max() for a, b in pairs))
+            answer |= {"of_file": _difference(reread, their_logits)}
         except Exception as error:  # an architecture that is not read from GGUF
             answer["read_back"] = str(error).splitlines()[0]
     print(json.dumps(answer))
+
+
+def _difference(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
+    """Return the difference of logits [T, V] of the same weights, and the mean KL to theirs."""
+    one, other = (np.asarray(jax.nn.log_softmax(each)) for each in (ours, theirs))
+    return {
+        "largest_difference": float(np.abs(ours - theirs).max()),
+        "kl_mean": float((np.exp(one) * (one - other)).sum(-1).mean()),
+        "same_likeliest_id": float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
+    }
 
 
 def _ids(folder: Path, text: str) -> list[int]:

@@ -5,7 +5,8 @@
 
 The two need different versions of common packages, so each runs in an environment of its own, the
 first one first. vLLM computes in float32 here, reads the prompt with its paged kernels, and
-continues it with its cache.
+continues it with its cache. The matrices of a quantized folder are dequantized here: a format that
+rounds the inputs of products differs from vLLM by that rounding.
 """
 
 import argparse
@@ -29,9 +30,10 @@ def ours(folder: Path, place: Path) -> None:
     from opened import opened
 
     from jaxlm.checkpoint.hub_folder import Folder
+    from jaxlm.checkpoint.quantized_folder import open_quantized
     from jaxlm.core.precision import Precision
 
-    blueprint, params = opened(Folder(folder), Precision.float32())
+    blueprint, params = opened(open_quantized(Folder(folder)), Precision.float32())
     text = Path(json.__file__).read_text()[:4000]
     ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[:TOKENS]
 

@@ -5,15 +5,14 @@ from typing import Any
 import jax
 
 from jaxlm.checkpoint import hub_architecture
-from jaxlm.checkpoint.gguf_source import Gguf
-from jaxlm.checkpoint.hub_folder import Folder
+from jaxlm.checkpoint.hub_folder import ModelSource
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.recipes.exchange import import_model
 
 
-def opened(source: Folder | Gguf, precision: Precision) -> tuple[Blueprint, Any]:
+def opened(source: ModelSource, precision: Precision) -> tuple[Blueprint, Any]:
     """The model and its parameters."""
     family, _ = hub_architecture.read_family(source, lambda _: None)
     decoder = family.build()

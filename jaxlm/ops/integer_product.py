@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxlm.core.precision import Precision
 from jaxlm.ops import matmul as products
 from jaxlm.ops import quantize
+from jaxlm.ops.kernels import INTEGERS
 from jaxlm.ops.weight_codes import Leaves, WeightFormat
 
 FORMATS: dict[str, WeightFormat] = {
@@ -19,9 +20,6 @@ FORMATS: dict[str, WeightFormat] = {
     "w4a8": WeightFormat("w4a8", "all"),
     "int4": WeightFormat("int4", 128),
 }
-
-
-INTEGERS = ("w8a8", "w4a8")  # formats whose products have integer operands
 
 
 def is_integer(format: WeightFormat) -> bool:

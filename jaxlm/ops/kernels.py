@@ -14,6 +14,7 @@ KernelSetting = Literal["auto", "reference", "blockwise", "splash", "cudnn"]
 BLOCK = 256  # queries and keys of a block: the best of 128 to 1024 on a CPU, see scripts/LOG.md
 BLOCKWISE_FROM = 2 * BLOCK
 SCALES_BLOCK = 256  # scales of a quantized weight that share a scale of their own
+INTEGERS = ("w8a8", "w4a8")  # formats of weights whose products have integer operands
 LANES = 128  # of a TPU's vector unit: splash attention needs a multiple of it
 PLATFORMS: dict[Kernel, str] = {"splash": "tpu", "cudnn": "gpu"}  # of kernels bound to one
 MASK_BYTES = 256 * 2**20  # largest mask of one call of cuDNN; above it, fewer rows a call

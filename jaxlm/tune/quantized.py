@@ -78,6 +78,12 @@ class StoredWeight(nnx.Module):
         leaves = {name: getattr(self, f"{self.weight_name}_{name}", None) for name in LEAVES}
         return {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
 
+    def _drop_codes(self) -> None:
+        """Remove the leaves of a weight that is read from another place from here on."""
+        for name in LEAVES:
+            if hasattr(self, f"{self.weight_name}_{name}"):
+                delattr(self, f"{self.weight_name}_{name}")
+
 
 class QuantizedLinear(StoredWeight, Linear):
     """y = x W + b with W as codes.
@@ -136,6 +142,7 @@ class QuantizedLinear(StoredWeight, Linear):
         """Read the codes once, unless products have integers: those read them as they are."""
         if not integer_product.is_integer(self.format):
             super().relayout_for_decode()
+            self._drop_codes()
 
 
 class QuantizedHeadLinear(QuantizedLinear, HeadLinear):
@@ -145,6 +152,7 @@ class QuantizedHeadLinear(QuantizedLinear, HeadLinear):
         """Read the codes once, before the loop over tokens."""
         weight = self._flat().astype(self.precision.compute)
         self.weight = nnx.Param(weight.reshape(self.ins + self.outs))
+        self._drop_codes()
 
 
 class QuantizedGrouped(StoredWeight, GroupedLinear):
@@ -188,6 +196,7 @@ class QuantizedGrouped(StoredWeight, GroupedLinear):
     def relayout_for_decode(self) -> None:
         """Read the codes once, before the loop over tokens."""
         self.weight = nnx.Param(self.values().astype(self.precision.compute))
+        self._drop_codes()
 
 
 class QuantizedEmbedding(StoredWeight, Embedding):

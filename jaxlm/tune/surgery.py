@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.build import Blueprint, Params
 from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.linear import GroupedLinear, Linear
-from jaxlm.ops.integer_product import INTEGERS
+from jaxlm.ops.kernels import INTEGERS
 from jaxlm.tune import config, virtual
 from jaxlm.tune.adapters import LAYERS
 from jaxlm.tune.quantized import PREFIX, QUANTIZED, StoredWeight

@@ -18,11 +18,15 @@ from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.generate.config import GUESSES
 from jaxlm.models.config import DecoderConfig, EncoderDecoderConfig, ModelConfig, OneStack
 from jaxlm.models.cost import model_cost
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.monitor import chips
 from jaxlm.monitor.chips import Machine
+from jaxlm.ops.kernels import INTEGERS
 from jaxlm.parallel.config import AXES
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import predict
+from jaxlm.tune import cost
+from jaxlm.tune.config import Quantized
 
 LEAST_CPU_SLOTS = 2  # a row alone is slower on a CPU, so the engine has two (generate.engine)
 # Seen and drawn ids, biases and ids that end a request: bytes of an id of the vocabulary.
@@ -186,14 +190,22 @@ class _Weights:
 
 
 def _weights(run: Run, decoder: ModelConfig, *, is_cpu: bool) -> _Weights:
-    numbers, stored = model_cost.parameters(decoder), ITEM_BYTES[run.precision.params]
+    numbers, item = model_cost.parameters(decoder), ITEM_BYTES[run.precision.params]
     # The table of an embedding is looked up, not multiplied, unless it is tied to the head.
     table = decoder.vocab * decoder.width
-    multiplied = ITEM_BYTES[run.precision.compute_dtype] if is_cpu else stored
+    multiplied = ITEM_BYTES[run.precision.compute_dtype] if is_cpu else item
     read = (numbers - (0 if decoder.tied else table)) * multiplied
+    stored = numbers * item
+    if isinstance(run.tune, Quantized):
+        leaves = list(tensors(decoder))
+        codes = cost.split(run.tune, leaves)[1]
+        stored = sum(each.size * (each.item_bytes or item) for each in codes)
+        if run.tune.base in INTEGERS:  # products read the codes
+            rounded = sum(each.size for each in cost.adapted_weights(run.tune, leaves))
+            read += stored - (numbers - rounded) * item - rounded * multiplied
     # A CPU multiplies a copy of the table if it is tied.
     looked_up = 0 if decoder.tied and not is_cpu else table
-    return _Weights(numbers * stored, read + looked_up * stored, read)
+    return _Weights(stored, read + looked_up * item, read)
 
 
 def _cache_bytes(

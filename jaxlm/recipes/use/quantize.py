@@ -21,6 +21,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import EARLIER_STEP, CommandError, ConfigError, DataError, JaxlmError
 from jaxlm.data.loader import Loader
 from jaxlm.ops import integer_product
+from jaxlm.ops.kernels import INTEGERS
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
@@ -96,7 +97,7 @@ def quantize(
     prepared = [tasks.PreparedTask(each, settings, tokenizers, rows) for each in files]
     rounded, unread = _rounded(opened, options, loaders, say)
     models = {"before": opened, "after": rounded}
-    if options.scheme in integer_product.INTEGERS:
+    if options.scheme in INTEGERS:
         say(integer_product.describe_speed())
     table: dict[str, dict[str, Any]] = {}
     for name, each in models.items():
@@ -208,7 +209,7 @@ def _enough(value: float) -> float:
 def _check_method(options: QuantizeOptions) -> None:
     """Raise CommandError if the method needs another scheme or a text."""
     where = f"--method={options.method}"
-    if options.scheme in integer_product.INTEGERS and options.block:
+    if options.scheme in INTEGERS and options.block:
         what, why = f"{options.scheme} has no blocks", "products of integers have a scale an output"
         block = f"--block={options.block}"
         raise CommandError(what, where=block, why=why, fix="--scheme=int4")

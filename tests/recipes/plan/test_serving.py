@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxlm.cli.main import main
@@ -12,6 +13,7 @@ from jaxlm.generate import slots
 from jaxlm.generate.draft import DraftHeads, DraftModel, Lookup
 from jaxlm.models.config import EncoderDecoderConfig
 from jaxlm.monitor import chips, host_machine
+from jaxlm.parallel import mesh
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan.serving import forecast_serving
@@ -62,6 +64,16 @@ def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessin
     assert 4 * (plan.slot_bytes - logits) == pytest.approx(held, rel=0.01)
     expected = plan.weights_bytes + plan.draft_bytes + 4 * plan.slot_bytes
     assert plan.total_bytes == expected
+
+
+@pytest.mark.parametrize(("base", "block"), [("int4", 32), ("w8a8", "all")])
+def test_a_quantized_run_has_its_codes_and_what_is_read_of_them(base, block):
+    run = run_of(tune__name="quantized", tune__base=base, tune__block=block)
+    plan = forecast_serving(run, host_machine.this_machine(1, []), slots=4)
+    blueprint = setup.build_sharded_model(run, 320, mesh.build(run.mesh)).blueprint
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), blueprint.shapes)
+    ready = slots.build(blueprint.merge, params, rows=4, length=128, chunk=64).prepare(params)
+    assert plan.weights_bytes == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
 
 
 def test_windows_have_slots_for_guesses():
