@@ -105,6 +105,8 @@ def main() -> None:
             )
             for name, each in drafts.items()
         }
+        for engine in engines.values():
+            engine.warm_up()
         rows = prompts(large, args.requests, args.text)
         for temperature in (0.0, 0.8):
             requests = [

@@ -146,6 +146,7 @@ def main() -> None:
     tokenizer = Words(args.vocab)
     settings = EngineSettings(rows=ROWS, context=args.context)
     engine = Engine(blueprint, params, tokenizer, settings)
+    engine.warm_up()
     schema = json.dumps({"type": "string", "minLength": 100 * args.context})
     with GrammarCompiler(tokenizer, args.vocab) as compiler:
         grammar = compiler.compile(GrammarSource("json", schema), tokenizer.ends)

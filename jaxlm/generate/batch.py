@@ -1,4 +1,4 @@
-"""Continuations of a batch of prompts by the engine: those with a grammar or a draft."""
+"""Continuations of a batch of prompts by the engine."""
 
 import functools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxlm.generate.requests import Delta, Request, joined
 from jaxlm.generate.rows import Sampling
 from jaxlm.generate.sampler import STREAMED_TOKENS, Continuation
 
-MAX_ROWS = 8  # slots; further prompts wait for one
+MAX_ROWS = 32  # slots; further prompts wait for one
 MAX_CHUNK = 64  # tokens of a prompt that are read in one pass
 
 Ids = Sequence[Sequence[int]]  # of prompts

@@ -1,7 +1,7 @@
 """Continuous batching: requests come at any time, and share passes over the weights.
 
 The result of a request is a function of its own fields: other requests, the slot and the time of
-arrival change no bit of it. All programs are compiled by the constructor.
+arrival change no bit of it. `Engine.warm_up` compiles all programs before the first request.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jaxlm.generate.requests import (
     joined,
 )
 from jaxlm.generate.rows import ALL, RowSettings, Sampling
-from jaxlm.generate.slots import Arrival, Programs, Scores
+from jaxlm.generate.slots import NO_SCORES, Arrival, Programs, Scores
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import EncoderDecoderConfig
 from jaxlm.parallel import rules
@@ -44,8 +44,6 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event of a comp
 TICK_CHUNKS = 2  # between two tokens of a stream
 ALL_CHUNKS = 2**31  # if no stream waits for its next token
 MEASURED_PASSES = 8  # to compare the time of passes with guesses and without
-# A product of one row takes six times as long as one of two on a CPU with bfloat16 (jax 0.12).
-LEAST_CPU_ROWS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class EngineSettings:
     """Sizes of the slots, of the queue, and of the kept beginnings of prompts.
 
     Args:
-      rows: number of slots; on a CPU at least two.
+      rows: number of slots.
       context: largest number of tokens of a request, its prompt included.
       chunk: tokens of a prompt that are read in one pass.
       is_int8: store the KV cache in int8.
@@ -102,7 +100,7 @@ class Engine:
         check_supported(blueprint)
         self.tokenizer, self.context = tokenizer, settings.context
         self.max_waiting = settings.max_waiting
-        self.rows = max(settings.rows, LEAST_CPU_ROWS if backend.name() == "cpu" else 1)
+        self.rows = settings.rows
         self.chunk = min(settings.chunk, settings.context)
         self.drafting: Drafting | None = None
         if draft is not None:
@@ -137,8 +135,6 @@ class Engine:
         self._has_prefixes = settings.prefix_bytes > 0 and not any(each.is_ring for each in layers)
         self.prefixes = PrefixCache(settings.prefix_bytes)
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
-        self._warm_up()
-        self.counters = self._fresh_counters()
 
     def _fresh_counters(self) -> Counters:
         return Counters(accepted=(0,) * (self.drafting.draft.guesses if self.drafting else 0))
@@ -151,8 +147,11 @@ class Engine:
         """Stop counting compilations."""
         jax.monitoring.unregister_event_duration_listener(self._count_compile)
 
-    def _warm_up(self) -> None:
-        """Run each program twice: its own outputs are the inputs of the second time."""
+    def warm_up(self) -> None:
+        """Compile all programs, and measure the time of guesses; without requests so far.
+
+        Each runs twice: its own outputs are the inputs of the second time.
+        """
         if self.drafting is not None:
             self.drafting.mode = "always"
         ids = (self.tokenizer.eos,) * min(self.chunk + 2, self.context - 1)
@@ -170,6 +169,7 @@ class Engine:
             self.complete([Request(ids=ids, max_tokens=1, top=1), Request(ids=ids, max_tokens=1)])
             self.drafting.mode, self.drafting.balance = "balanced", self._measured()
         self.prefixes.clear()
+        self.counters = self._fresh_counters()
 
     def _measured(self) -> DraftBalance:
         """Return the balance of calls with guesses and without, of greedy rows without text."""
@@ -179,7 +179,8 @@ class Engine:
         left = np.full(self.rows, 2**30, np.int32)
 
         def seconds(passes: int, program: Callable[..., Any], *more: np.ndarray) -> float:
-            inputs = (on, off, allowed, left, np.int32(passes), np.bool_(False), *more)
+            limits = left, np.int32(passes), np.bool_(False)
+            inputs = (on, np.full(self.rows, NO_SCORES, np.int32), allowed, *limits, *more)
             self._state = jax.block_until_ready(self._programs.empty())
             begun = balance.clock()
             self._state, drawn = program(self._ready, self._state, *inputs)
@@ -492,11 +493,13 @@ class Engine:
         drawing = [(slot, ticket) for slot, ticket in drawing if ticket.request.max_tokens]
         if not drawing:
             return
-        active, is_scored = np.zeros((2, self.rows), bool)
+        active, top = np.zeros(self.rows, bool), np.full(self.rows, NO_SCORES, np.int32)
         left = np.zeros(self.rows, np.int32)
         allowed = np.full((self.rows, -(-self.vocab // 32)), ALL)
         for slot, ticket in drawing:
-            active[slot], is_scored[slot] = True, ticket.request.top is not None
+            active[slot] = True
+            if ticket.request.top is not None:
+                top[slot] = ticket.request.top
             left[slot] = ticket.request.max_tokens - len(ticket.ids)
             if ticket.matcher is not None:
                 allowed[slot] = ticket.matcher.mask()
@@ -507,7 +510,7 @@ class Engine:
             jax.block_until_ready(self._state.token)  # of chunks, whose time is not that of passes
             call, ready = drafting.next_call(drawing, passes, chunks, self._follow)
         limits = left, np.int32(call.passes), np.bool_(len(self._waiting) > 0)
-        inputs = (self._ready, self._state, active, is_scored, allowed, *limits)
+        inputs = (self._ready, self._state, active, top, allowed, *limits)
         begun = balance.clock()
         if call.is_guessed:
             assert self._programs.draw_guessed is not None
@@ -516,7 +519,7 @@ class Engine:
             self._state, drawn = self._programs.draw_guessed(*inputs, is_guessed)
         else:
             self._state, drawn = self._programs.draw(*inputs)
-        scores = drawn.scores if is_scored.any() else None
+        scores = drawn.scores if (top != NO_SCORES).any() else None
         done, is_drawn, tokens, is_finite, scores = jax.device_get((*drawn[:4], scores))
         places = is_drawn[: int(done) * len(is_drawn) // slots.PASSES]
         self.counters.passes += int(done)
@@ -533,8 +536,8 @@ class Engine:
                     self._state = self._programs.wipe(self._state, np.int32(slot))
                     ticket.end("error")
                     continue
-                token, top = int(tokens[number, slot]), ticket.request.top
-                score = None if top is None else _score(scores, (number, slot), token, top)
+                token, count = int(tokens[number, slot]), ticket.request.top
+                score = None if count is None else _score(scores, (number, slot), token, count)
                 if ticket.push(token, self.tokenizer.table, score):
                     self._tickets[slot] = None
 

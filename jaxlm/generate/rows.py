@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxlm.generate.sampling import EXCLUDED, History
+from jaxlm.generate.sampling import EXCLUDED, History, likeliest, with_noise
 
 ALL = np.uint32(2**32 - 1)  # a word of 32 ids that are allowed
 
@@ -101,7 +101,6 @@ def draw_rows(
     logits: Float[Array, "B V"], keys: Array, settings: RowSettings, active: Bool[Array, "B"]
 ) -> Int[Array, "B"]:
     """Return an id for each row, drawn with its key; a row of temperature 0 takes the likeliest."""
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     is_drawn = active & (settings.temperature > 0)
 
     def drawn() -> Array:
@@ -116,10 +115,9 @@ def draw_rows(
         )
         least = jnp.max(cut, axis=-1) + settings.log_min_p
         cut = jnp.where(cut < least[:, None], EXCLUDED, cut)
-        ids = jax.vmap(jax.random.categorical)(keys, cut).astype(jnp.int32)
-        return jnp.where(settings.temperature > 0, ids, greedy)
+        return jnp.where((settings.temperature > 0)[:, None], with_noise(cut, keys), logits)
 
-    return jax.lax.cond(jnp.any(is_drawn), drawn, lambda: greedy)
+    return likeliest(jax.lax.cond(jnp.any(is_drawn), drawn, lambda: logits))
 
 
 def _without_tail(logits: Float[Array, "B V"], settings: RowSettings) -> Float[Array, "B V"]:

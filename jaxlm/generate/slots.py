@@ -28,6 +28,7 @@ from jaxlm.nn.cache import KVCache
 BLOCK = 128  # least slots of a block of the KV cache
 PASSES = 32  # most decode passes of a call
 TOP = 20  # largest number of alternatives whose log-probabilities are returned
+NO_SCORES = -1  # in the place of a number of alternatives: not even the score of the token
 
 
 class Slots(NamedTuple):
@@ -88,9 +89,10 @@ class Programs:
     `score(...)` does the same and returns `Scores` of the ids `after` the chunk's ids.
     `follow(ready, state, slot, ids [C + G], start, count)` lets the draft read a chunk of ids that
     the model has read; the G ids after the chunk are known to the extent that they are drawn.
-    `draw(ready, state, active, is_scored, allowed, left, passes, is_awaited)` draws up to `left`
-    tokens for each active row in at most `passes` passes; if a slot `is_awaited`, until one of them
-    has ended. `allowed` has a bit for each id of a row that may be drawn, see `rows.limited`.
+    `draw(ready, state, active, top, allowed, left, passes, is_awaited)` draws up to `left` tokens
+    for each active row in at most `passes` passes; if a slot `is_awaited`, until one of them has
+    ended. `top` are the alternatives of each score, or NO_SCORES; `allowed` has a bit for each id
+    of a row that may be drawn, see `rows.limited`.
     `draw_guessed(...)` does the same with the guesses of the draft; None without a draft. Rows of
     `is_guessed`, its last argument, may take guesses.
     `save(state, slot, start)` returns the keys and values of a chunk that a slot has read, and
@@ -222,7 +224,7 @@ def build(
         return state, scores_of(model_of(ready).logits(values)[0], after)
 
     def draw_one(
-        raw: Array, stream: Array, state: Slots, active: Array, is_scored: Array, allowed: Array
+        raw: Array, stream: Array, state: Slots, active: Array, top: Array, allowed: Array
     ) -> tuple[Slots, Array, Array, Scores]:
         """Draw a token for each active row; return the state, tokens, finiteness and scores.
 
@@ -231,16 +233,16 @@ def build(
           stream: its stream after the last layer [B, D].
           state: the slots.
           active: rows that draw.
-          is_scored: rows whose scores are returned.
+          top: alternatives of the scores of each row, or NO_SCORES.
           allowed: ids that each row may draw, see `rows.limited`.
         """
         logits = penalized(raw, state.history, state.settings, active) + state.bias
         logits = limited(logits, allowed)
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.keys), state.drawn)
         token = draw_rows(logits, keys, state.settings, active)
-        scores = jax.lax.cond(
-            jnp.any(is_scored), lambda: scores_of(raw, token), lambda: no_scores(raw)
-        )
+        most = jnp.clip(jnp.max(top), NO_SCORES, 1)
+        kinds = (no_scores, functools.partial(scores_of, count=0), scores_of)
+        scores = jax.lax.switch(most - NO_SCORES, kinds, raw, token)
         new = state._replace(
             cache=state.cache._replace(length=state.cache.length + active),
             token=jnp.where(active, token, state.token),
@@ -255,7 +257,7 @@ def build(
         ready: Any,
         state: Slots,
         active: Array,
-        is_scored: Array,
+        top: Array,
         allowed: Array,
         left: Array,
         passes: Array,
@@ -264,8 +266,8 @@ def build(
     ) -> tuple[Slots, DecodedTokens]:
         model, vocab, places = model_of(ready), state.bias.shape[1], 1 + guesses
         none = jnp.zeros((PASSES * places, rows))
-        top = jnp.zeros((PASSES * places, rows, min(TOP, vocab)))
-        scores = Scores(none, top.astype(jnp.int32), top)
+        likeliest = jnp.zeros((PASSES * places, rows, min(TOP, vocab)))
+        scores = Scores(none, likeliest.astype(jnp.int32), likeliest)
         ids, off = none.astype(jnp.int32), none.astype(bool)
         before = state.drawn
 
@@ -291,7 +293,7 @@ def build(
                     stands = is_guessed & (state.token == tokens[:, place])
                     live = live & on & ((place == 0) | stands)
                 state, token, is_finite, scores = draw_one(
-                    raw[:, place], hidden.stream[:, place], state, live, is_scored, allowed
+                    raw[:, place], hidden.stream[:, place], state, live, top, allowed
                 )
                 parts, number = (live, token, is_finite, scores), first + place
                 arrays = jax.tree.map(lambda x, new: x.at[number].set(new), arrays, parts)
@@ -355,16 +357,20 @@ def build(
     )
 
 
-def scores_of(logits: Float[Array, "B V"], ids: Int[Array, "B"]) -> Scores:
-    """Return the log-probability of each id, and the likeliest ids with theirs."""
+def scores_of(logits: Float[Array, "B V"], ids: Int[Array, "B"], *, count: int = TOP) -> Scores:
+    """Return the log-probability of each id, and the `count` likeliest ids with theirs, or zeros.
+
+    The likeliest ids take longer than all the rest.
+    """
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1) - total
-    top, top_ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
-    return Scores(chosen[:, 0], top_ids, top - total)
+    chosen = (jnp.take_along_axis(logits, ids[:, None], axis=-1) - total)[:, 0]
+    if not count:
+        return no_scores(logits, ids)._replace(chosen=chosen)
+    top, top_ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))
+    return Scores(chosen, top_ids, top - total)
 
 
-def no_scores(logits: Float[Array, "B V"]) -> Scores:
+def no_scores(logits: Float[Array, "B V"], ids: Int[Array, "B"]) -> Scores:
     """Return zeros in the place of scores."""
-    rows, top = len(logits), min(TOP, logits.shape[-1])
-    zeros = jnp.zeros((rows, top))
+    zeros = jnp.zeros((len(ids), min(TOP, logits.shape[-1])))
     return Scores(zeros[:, 0], zeros.astype(jnp.int32), zeros)

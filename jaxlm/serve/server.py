@@ -214,7 +214,9 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
         opened.run, blueprint.config, settings, drafting, oom.serving_error
     ):
         draft = drafts.open_draft(opened, options.draft, context, say)
-        return Engine(blueprint, opened.params, opened.tokenizer, settings, draft=draft)
+        engine = Engine(blueprint, opened.params, opened.tokenizer, settings, draft=draft)
+        engine.warm_up()
+    return engine
 
 
 def describe(opened: LoadedRun, engine: Engine, say: Log) -> Served:

@@ -57,7 +57,9 @@ def started(family="llama", compute="float32", of=None, draft=None, **more):
     settings = EngineSettings(**sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "BLOCK", 8)
-        return Engine(*(of or made(family, compute)), TOKENIZER, settings, draft=draft)
+        engine = Engine(*(of or made(family, compute)), TOKENIZER, settings, draft=draft)
+    engine.warm_up()
+    return engine
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,7 @@ class Life:
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(self._served.folder / "xla"))
         words = [sys.executable, "-m", "jaxlm", "serve", f"--workdir={self._served.run}"]
         words += [f"--port={self._port}", f"--keys={self._keys}", "--slots=3", "--chunk=16"]
-        words += [f"--prefix_mib={PREFIX_MIB}", "--stall_seconds=60"]
+        words += [f"--prefix_mib={PREFIX_MIB}", "--stall_seconds=60", "--drain_seconds=300"]
         words += ["--draft=lookup"] * self._has_draft
         out: Any = subprocess.PIPE
         if self._kind == "full disk":
@@ -381,19 +381,19 @@ class Life:
             self._ending.set()
             if self._kind == "killed":
                 process.kill()
-                process.wait(60)
+                process.wait(300)
                 return
             process.send_signal(signal.SIGTERM)
             if self._kind == "hurried":
                 time.sleep(0.1)
                 process.send_signal(signal.SIGTERM)
-                process.wait(60)
+                process.wait(300)
                 return
             texts = [texts_of(each) for each in streams]
             expected = self._served.answers.setdefault("endless", texts[0])
             if any(each != expected for each in texts):
                 raise Surprise(f"streams of a server that ends: {texts}, not {expected}")
-        process.wait(60)
+        process.wait(300)
 
 
 def growth(memory: list[int]) -> float:

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import openai
@@ -255,7 +256,7 @@ def test_v30_a_server_beyond_the_memory_names_slots_and_a_context_that_fit(
     most = int(fixes[-1].partition("--slots=")[2])
     assert 2 <= most < 4000
     opened, made = load.load_run(trained), []
-    monkeypatch.setattr(server, "Engine", lambda *args, **more: made.append(args[3].rows))
+    monkeypatch.setattr(server, "Engine", lambda *args, **more: made.append(args[3].rows) or Mock())
     server.build_engine(opened, ServeOptions(slots=most, prefix_mib=8))
     assert made == [most]
     with pytest.raises(OutOfMemory):

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+from unittest.mock import Mock
 
 import jax
 import openai
@@ -108,7 +109,7 @@ def test_a_draft_run_keeps_the_bytes_of_its_plan(trained):
 
 def test_a_draft_run_with_another_tokenizer_is_refused(trained, monkeypatch):
     opened, made = load.load_run(trained), []
-    monkeypatch.setattr(server, "Engine", lambda *args, draft, **more: made.append(draft))
+    monkeypatch.setattr(server, "Engine", lambda *args, draft, **more: made.append(draft) or Mock())
     server.build_engine(opened, ServeOptions(draft=str(trained)))
     assert made[0].name == "run"
     other = dataclasses.replace(opened, tokenizer=Characters("abc"))

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 import urllib.request
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -64,7 +65,7 @@ def test_a_context_beyond_the_positions_is_a_caution(monkeypatch):
     lines, run = [], Run()
     model = Values(blueprint=Values(text_positions=None, config=None))
     opened = Values(model=model, run=run, params=None, tokenizer=None)
-    monkeypatch.setattr(servers, "Engine", lambda *_, **__: None)
+    monkeypatch.setattr(servers, "Engine", Mock())
     monkeypatch.setattr(servers.drafts, "open_draft", lambda *_: None)
     fits = contextlib.nullcontext()
     monkeypatch.setattr(servers.oom, "explain_engine_oom", lambda *_, **__: fits)

@@ -28,7 +28,6 @@ from jaxlm.recipes.plan import predict
 from jaxlm.tune import cost
 from jaxlm.tune.config import Quantized
 
-LEAST_CPU_SLOTS = 2  # a row alone is slower on a CPU, so the engine has two (generate.engine)
 # Seen and drawn ids, biases and ids that end a request: bytes of an id of the vocabulary.
 ID_BYTES = 1 + 4 + 4 + 1
 LOGITS_COPIES = 3  # float32 logits of all slots in a pass: raw, penalized, sorted
@@ -133,7 +132,6 @@ def forecast_serving(
         fix="`jaxlm generate` continues its prompts",
     )
     context = context or run.data.sequence
-    slots = max(slots, LEAST_CPU_SLOTS) if is_cpu else slots
     weights = _weights(run, decoder, is_cpu=is_cpu)
     # A CPU reads other arrays than the parameters, and the server keeps both.
     held = weights.stored + (weights.placed if is_cpu else 0)

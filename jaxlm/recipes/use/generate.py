@@ -108,13 +108,14 @@ def continue_prompts(
     Raises:
       ConfigError: if a prompt and its continuation do not fit the position table, or the draft or
         the grammar of the settings is not one for this model.
-      OutOfMemory: if texts with a draft or a grammar do not fit the memory.
+      OutOfMemory: if the texts do not fit the memory.
     """
     tokenizer: Tokenizer = opened.tokenizer
     if template is not None:
         tokenizer = ChatTokenizer(tokenizer, template)
     with jax.set_mesh(opened.model.mesh):
-        if settings.constraints or settings.draft:
+        needs_engine = settings.constraints or settings.draft is not None
+        if needs_engine or (settings.beams == 1 and _is_read_in_chunks(opened)):
             return _continue_by_engine(opened, settings, tokenizer, on_text, say)
         sampler = Sampler(
             settings,
@@ -127,6 +128,17 @@ def continue_prompts(
         return sampler.write(opened.params, on_text)
 
 
+def _is_read_in_chunks(opened: LoadedRun) -> bool:
+    """Return True if the engine supports the model, and the mesh, which is current."""
+    if opened.run.objective.prompts == "both ways":
+        return False
+    try:
+        check_supported(opened.model.blueprint)
+    except ConfigError:
+        return False
+    return True
+
+
 def _continue_by_engine(
     opened: LoadedRun,
     settings: GenerateConfig,
@@ -134,7 +146,7 @@ def _continue_by_engine(
     on_text: OnText | None,
     say: Log,
 ) -> list[Continuation]:
-    """Return the continuations within the grammar, or with the draft, of the settings.
+    """Return the continuations, within the grammar or with the draft of the settings, if any.
 
     Args: as in `continue_prompts`; `tokenizer` may be that of a chat.
     """
@@ -173,6 +185,8 @@ def _continue_by_engine(
         draft = drafts.open_draft(opened, settings.draft, sizes.context, say)
         engine = Engine(blueprint, opened.params, tokenizer, sizes, draft=draft)
         with contextlib.closing(engine):
+            if draft is not None:
+                engine.warm_up()
             samples = batch.continue_rows(engine, settings, rows, grammar, on_text)
     drafts.log_guesses(engine, say)
     return samples
