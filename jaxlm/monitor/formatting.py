@@ -4,7 +4,7 @@ import math
 import textwrap
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxlm.core.callbacks import Log
@@ -97,10 +97,19 @@ PROGRESS_SECONDS = 10.0  # between two lines
 
 
 class ProgressLines:
-    """Prints bytes done, rate and time left, from any thread, at most once in `seconds`."""
+    """Prints what is done, rate and time left, from any thread, at most once in `seconds`.
 
-    def __init__(self, say: Log, doing: str = "", seconds: float | None = None):
-        self._say, self._doing = say, doing
+    `shown` formats what is done, and what is done in a second: bytes by default.
+    """
+
+    def __init__(
+        self,
+        say: Log,
+        doing: str = "",
+        seconds: float | None = None,
+        shown: Callable[[float], str] = size,
+    ):
+        self._say, self._doing, self._shown = say, doing, shown
         self._seconds = PROGRESS_SECONDS if seconds is None else seconds
         self._last = time.monotonic()
         self._begun: dict[str, tuple[float, int]] = {}
@@ -113,8 +122,8 @@ class ProgressLines:
             if now - self._last < self._seconds or done >= total:
                 return
             self._last = now
-            line = f"{self._doing}{what}: {size(done)} of {size(total)}"
+            line = f"{self._doing}{what}: {self._shown(done)} of {self._shown(total)}"
             if done > before:
                 rate = (done - before) / (now - since)
-                line += f", {size(rate)} a second, {duration((total - done) / rate)} left"
+                line += f", {self._shown(rate)} a second, {duration((total - done) / rate)} left"
             self._say(line)

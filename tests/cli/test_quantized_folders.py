@@ -330,9 +330,12 @@ def test_a_quantized_folder_of_pickles_is_refused_by_name(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_formats_without_such_a_form_are_refused_with_the_command_of_the_base(plain, tmp_path):
+def test_formats_without_such_a_form_are_refused_with_the_command_of_the_base(
+    plain, tmp_path, monkeypatch
+):
     from jaxlm.core.errors import ConfigError
     from jaxlm.recipes.exchange.export_model import export_model
+    from jaxlm.recipes.use import calibration_text
 
     run, q = plain / "run", tmp_path / "q"
     words = f"quantize --workdir={run} --out={q} --text={plain}/text.txt --scheme=nf4"
@@ -342,8 +345,17 @@ def test_formats_without_such_a_form_are_refused_with_the_command_of_the_base(pl
     assert "no format of compressed-tensors has nf4" in error.value.why
     nearest, plain_export = error.value.fix.splitlines()
     assert plain_export == f"jaxlm export --workdir={run} --step=0 --out={tmp_path}/out --to=hf"
-    words = f"jaxlm quantize --workdir={run} --step=0 --scheme=int4 --block=64 --out={q}-int4"
+    words = f"jaxlm quantize --workdir={run} --step=0 --scheme=int4 --block=16 --out={q}-int4-16"
     assert nearest.startswith(words)
+    q = tmp_path / "odd"
+    words = f"quantize --workdir={run} --out={q} --text={plain}/text.txt --scheme=int4 --method=awq"
+    words += f" --calibration={plain}/text.txt --calibration_tokens=64 --allow=loss:100% --quiet"
+    monkeypatch.setattr(calibration_text, "MOST_SHARED", 1.1)
+    assert main(words.split()) == 0
+    with pytest.raises(ConfigError, match="do not divide") as error:
+        export_model(q, tmp_path / "out")
+    nearest = error.value.fix.splitlines()[0]
+    assert f"--method=awq --calibration={plain}/text.txt --out={q}-16" in nearest
 
 
 def test_codes_of_four_bits_in_bytes_are_read_and_refused_beyond_them(tmp_path):

@@ -38,7 +38,7 @@ from jaxlm.recipes.exchange import (
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import imported_facts, read_json
 from jaxlm.tune import surgery
-from jaxlm.tune.config import Full, Quantized
+from jaxlm.tune.config import PROJECTIONS, Full, Quantized
 
 ExportFormat = export_formats.HFExport | export_formats.GGUFExport
 To = Literal["hf", "gguf"]
@@ -47,6 +47,7 @@ FORMATS: dict[To, type[ExportFormat]] = {
     "gguf": export_formats.GGUFExport,
 }
 TOLERANCE = 1e-5  # of the largest logit: the same arithmetic computes both
+LEAST_BLOCK = 16  # of codes that a fix names
 MAX_LENGTH = 256  # of the rows of text to compare on
 
 
@@ -224,16 +225,43 @@ def _check_folder(opened: load.LoadedRun, out: Path) -> None:
         if base:
             plain = [f"--workdir={base['run']}", f"--step={base['step']}"]
             fix = shlex.join(["jaxlm", "export", *plain, f"--out={out}", "--to=hf"])
-            if tune.base in ("nf4", "nf4_double"):
-                nearest = ["jaxlm", "quantize", *plain, "--scheme=int4", f"--block={tune.block}"]
-                nearest.append(f"--out={opened.workdir}-int4")
-                fix = f"{shlex.join(nearest)}    # its numbers are nearest\n{fix}"
+            if nearest := _requantized(opened, tensors, plain):
+                fix = f"{nearest}\n{fix}"
         raise ConfigError(
             "the quantized run cannot be exported",
             where=f"tune.base = {tune.base}",
             why=error.why,
             fix=fix,
         ) from error
+
+
+def _requantized(opened: load.LoadedRun, tensors: list[HFTensor], plain: list[str]) -> str | None:
+    """Return the command of the nearest codes that a folder has, None if there are none.
+
+    Args:
+      opened: the quantized run.
+      tensors: of the model if nothing were quantized.
+      plain: flags of the run that was quantized.
+    """
+    tune, facts = opened.run.tune, imported_facts(opened.workdir)
+    assert isinstance(tune, Quantized)
+    layers = surgery.quantized_weights(opened.model.blueprint)
+    matrices = [each for each in tensors if each.parts[0].path in layers]
+    is_other = any(each.layout == "same" or not each.parts[0].ins for each in matrices)
+    if tune.block == "all" or is_other:
+        return None
+    scheme = "int4" if tune.base in ("nf4", "nf4_double") else tune.base
+    block = math.gcd(tune.block, *(each.parts[0].sizes[0] for each in matrices))
+    if (scheme, block) == (tune.base, tune.block) or block < LEAST_BLOCK:
+        return None
+    words = ["jaxlm", "quantize", *plain, f"--scheme={scheme}", f"--block={block}"]
+    words += [f"--at={','.join(tune.at)}"] if tune.at != PROJECTIONS else []
+    if facts.get("method", "rtn") != "rtn":
+        words.append(f"--method={facts['method']}")
+        words += [f"--calibration={each}" for each in facts["calibration"]]
+    suffix = f"{block}" if scheme == tune.base else f"{scheme}-{block}"
+    words.append(f"--out={opened.workdir}-{suffix}")
+    return f"{shlex.join(words)}    # the nearest codes that it has"
 
 
 def _give_folder_fix(error: ConfigError, opened: load.LoadedRun, out: Path) -> None:

@@ -238,7 +238,7 @@ class _Pass:
         for name, part in shards.items():
             self.writers[name] = RowWriter(self._folder / name, part, self._facts.dtype)
         mesh = setup.build_mesh_for(self._run)
-        progress = formatting.ProgressLines(self._say)
+        progress = formatting.ProgressLines(self._say, shown=formatting.count)
         with jax.set_mesh(mesh):
             step, total = None, sum(loader.plan.rows for loader in loaders)
             size, saved, before = self._run.train.batch, time.monotonic(), 0

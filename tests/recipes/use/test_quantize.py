@@ -87,7 +87,7 @@ def test_tasks_that_change_where_the_loss_hardly_does_are_refused(run, tmp_path,
         dict(
             zip("abc", ("".join(draw.choices(letters, k=3)), *draw.sample(letters, 2)), strict=True)
         )
-        for _ in range(150)
+        for _ in range(1000)
     ]
     (tmp_path / "items.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (tmp_path / "next.toml").write_text(
@@ -95,8 +95,12 @@ def test_tasks_that_change_where_the_loss_hardly_does_are_refused(run, tmp_path,
         'choices = ["{{ b }}", "{{ c }}"]\nanswer = "0"\n'
     )
     out = tmp_path / "out"
-    words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4", "--block=16"]
-    words += [f"--tasks={tmp_path}/next.toml", "--allow=loss:2%,flips:0%"]
+    words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=int4"]
+    words += [
+        "--at=*/attention/*,*/mlp/*,embedding/*",
+        f"--tasks={tmp_path}/next.toml",
+        "--allow=loss:2%,flips:0%",
+    ]
     code, answer = call(capsys, *words)
     assert (code, out.exists()) == (1, False)
     assert "of the items of next" in answer["error"]["what"]
@@ -104,9 +108,9 @@ def test_tasks_that_change_where_the_loss_hardly_does_are_refused(run, tmp_path,
     code, answer = call(capsys, *words[:-1], answer["error"]["fix"])
     assert code == 0
     task = answer["tasks"]["next"]
-    assert task["flips"] == (task["rises"] + task["falls"]) / 150 == len(task["changed"]) / 150
+    assert task["flips"] == (task["rises"] + task["falls"]) / 1000 == len(task["changed"]) / 1000
     assert answer["loss_growth"] < 0.02
-    assert json.loads(next(out.glob("evals/next.*/results.json")).read_text())["items"] == 150
+    assert json.loads(next(out.glob("evals/next.*/results.json")).read_text())["items"] == 1000
     assert not (tmp_path / "out.partial").exists()
 
 
