@@ -89,7 +89,10 @@ def test_an_imported_model_and_no_text_is_an_error_before_anything_is_read(folde
 
 @pytest.mark.slow
 def test_a_step_of_it_is_replayed_from_where_it_began(folder, capsys):
-    run = folder / "from-2"
+    run = folder / "replayed"
+    begun = words(folder, run.name, f"--init_from={folder / 'a'}@2", "--config.train.steps=2")
+    assert main(begun) == 0
+    capsys.readouterr()
     code = main(["replay", f"--workdir={run}", "--step=1", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert (code, report["from_step"], report["is_as_logged"]) == (0, 0, True)
