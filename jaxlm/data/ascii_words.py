@@ -2,8 +2,8 @@
 
 A byte-pair tokenizer cuts a text into words by a pattern, and the ids of a word depend on nothing
 else. In ASCII text the pattern means the same to Python's `re` as to the tokenizers library, so
-only distinct words are given to the library: a fifth of its processor time. Other text is left to
-the library.
+only distinct words are given to the library: a quarter of its processor time. Other text is left
+to the library.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 MOST_WORDS, LONGEST_WORD = 200_000, 50  # that are kept, about 40 MB
-MOST_PROCESSORS = 4  # on more of them the library, which uses all, takes less time
+MOST_PROCESSORS = 2  # on more of them the library, which uses all, may take less time
 ABSENT = "\ufdd0"  # a noncharacter, in place of a class without ASCII characters
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -65,9 +65,9 @@ class ControlTokens:
             content = _renamed_content(tokenizer, self._renamed)
             self._library = _library(tokenizer, self._renamed, content)
             self._words = ascii_words(content, self._library, list)
-            self._numbers = {self._renamed[n]: [i] for n, i in tokenizer.specials.items()}
+            self._numbers = {self._renamed[n]: i for n, i in tokenizer.specials.items()}
             self._characters = tokenizer.token_bytes  # of ids of ASCII text and control tokens
-            for name, (number,) in self._numbers.items():
+            for name, number in self._numbers.items():
                 self._characters[number] = len(name)
 
     def guarded(self, text: str) -> str:
@@ -111,7 +111,7 @@ class ControlTokens:
         for is_control, parts in itertools.groupby(lay.parts, operator.itemgetter(1)):
             texts = [text for text, _ in parts]
             if is_control:
-                encoded += map(self._numbers.__getitem__, texts)
+                encoded.append([self._numbers[text] for text in texts])
             elif (ids := self._words.encode("".join(texts))) is not None:
                 encoded.append(ids)
             else:

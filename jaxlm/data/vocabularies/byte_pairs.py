@@ -5,11 +5,7 @@ import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from jaxlm.data.hub_tokenizer import (
-    CHARACTER_OF_BYTE,
-    library_errors,
-    vocabulary_error,
-)
+from jaxlm.data.hub_tokenizer import CHARACTER_OF_BYTE, library_errors, vocabulary_error
 from jaxlm.data.tokenizer import MAX_VOCABULARY
 from jaxlm.data.vocabularies.pieces import MAX_CHARACTERS
 

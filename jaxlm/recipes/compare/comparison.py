@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,7 +146,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
         for name, run in runs.items()
     }
     has_reward = {
-        name: any("reward" in each for each in run.records if each.get("split") == splits[name])
+        name: summary.has_rewards(run.records, splits[name])
         for name, run in runs.items()
         if run.records
     }
@@ -247,13 +248,9 @@ def _results(
                 doubt_of=doubt_of,
             )
         )
-    sign = -1 if is_rewarded else 1
-    known = [each for each in results if each.value is not None]
-    known.sort(key=lambda each: sign * (each.value or 0.0))
-    compared = [
-        dataclasses.replace(each, over_best=(each.value or 0.0) - (known[0].value or 0.0))
-        for each in known
-    ]
+    known = [(each.value, each) for each in results if each.value is not None]
+    known.sort(key=operator.itemgetter(0), reverse=is_rewarded)
+    compared = [dataclasses.replace(each, over_best=value - known[0][0]) for value, each in known]
     return compared + [each for each in results if each.value is None]
 
 

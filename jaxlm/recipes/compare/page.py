@@ -42,9 +42,11 @@ def write(comparison: Comparison, target: Path) -> Path:
     ]
     values = [point.value for points in comparison.curves.values() for point in points]
     has_diverged = bool(values) and max(values) > 10 * min(values) > 0
-    chart = Chart("Loss", "nats per token", series, is_log=has_diverged)
     if comparison.is_rewarded:
         chart = Chart("Reward", "mean of a sample", series, is_log=False)
+    else:
+        chart = Chart("Loss", "nats per token", series, is_log=has_diverged)
+    result_head, *results = result_table(comparison)
     folder = target.absolute().parent
     links = {
         name: os.path.relpath(run.path.absolute() / "report.html", folder)
@@ -55,8 +57,8 @@ def write(comparison: Comparison, target: Path) -> Path:
         "compare.html.jinja",
         title=title,
         notes=comparison.notes,
-        result_head=result_table(comparison)[0],
-        results=result_table(comparison)[1:],
+        result_head=result_head,
+        results=results,
         differences=difference_rows(comparison) if comparison.differences else None,
         task_head=TASK_HEAD,
         tasks=task_tables(comparison),
@@ -132,11 +134,9 @@ def _changed_items(comparison: Comparison) -> list[tuple[str, str]]:
 def curve_rows(comparison: Comparison, axis: str) -> tuple[list[str], Rows]:
     """Return the head and the rows of each run's loss or reward at some amounts of an axis."""
     amounts, table = comparison.tables[axis]
-    head = [
-        f"{'reward' if comparison.is_rewarded else 'nats'} at {axis}",
-        *map(AMOUNTS[axis], amounts),
-    ]
-    return head, [[name, *map(_figure, losses)] for name, losses in table.items()]
+    what = "reward" if comparison.is_rewarded else "nats"
+    head = [f"{what} at {axis}", *map(AMOUNTS[axis], amounts)]
+    return head, [[name, *map(_figure, values)] for name, values in table.items()]
 
 
 def run_row(name: str, run: RunSummary) -> list[str]:

@@ -119,7 +119,7 @@ def read(path: Path) -> RunSummary:
         step=step,
         steps=None if made else steps,
         best=min(scores, default=None),
-        is_rewarded=any("reward" in each for each in records if each.get("split") == ranking),
+        is_rewarded=has_rewards(records, ranking),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         time_unix=max(times, default=None),
         config=config,
@@ -147,6 +147,11 @@ def ranking_split(config: Record, records: Sequence[Record]) -> str | None:
     sets = [split for split in splits if split not in ("train", None)]
     followed = config.get("eval", {}).get("follow")
     return followed if followed in sets else next(iter(sets), None)
+
+
+def has_rewards(records: Sequence[Record], split: str | None) -> bool:
+    """Return whether records of a split have rewards; their losses are then the negatives."""
+    return any("reward" in each for each in records if each.get("split") == split)
 
 
 def values(records: Sequence[Record], split: str | None, metric: str) -> list[tuple[int, float]]:
