@@ -157,7 +157,8 @@ def test_an_imported_model_learns_a_new_domain_beside_a_replay_of_the_old(folder
     assert main(["import", f"--from={source}", f"--workdir={run}"]) == 0
     capsys.readouterr()
     fix = error(capsys, *words(folder, "x"), f"--workdir={run}")[1]["fix"]
-    assert f"--init_from={run}" in fix
+    origin = f"--init_from={run}"
+    assert origin in fix.split()
     texts(tmp_path, old="one two three four", new="red green blue")
     sets = [f"{name}={tmp_path}/{name}" for name in ("new", "old")]
     settings = {
@@ -172,7 +173,7 @@ def test_an_imported_model_learns_a_new_domain_beside_a_replay_of_the_old(folder
         "train.batch": "8",
         "log.every": "1",
     }
-    begin = ["train", f"--config={run}/config.json", fix.split()[0], f"--workdir={further}"]
+    begin = ["train", f"--config={run}/config.json", origin, f"--workdir={further}"]
     assert main([*begin, "--quiet", *(f"--config.{k}={v}" for k, v in settings.items())]) == 0
     steps = [each for each in harness.records(further) if each["split"] == "train"]
     rates = [each["learning_rate"] for each in steps]
