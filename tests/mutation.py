@@ -19,6 +19,6 @@ def mutate(monkeypatch: Any, owner: Any, name: str, old: str, new: str) -> None:
     source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
     assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {name}"
     module = owner if inspect.ismodule(owner) else sys.modules[owner.__module__]
-    scope = dict(vars(module))
-    exec(source.replace(old, new), scope)
-    monkeypatch.setattr(owner, name, scope[name])
+    made: dict[str, Any] = {}
+    exec(source.replace(old, new), vars(module), made)
+    monkeypatch.setattr(owner, name, made[name])

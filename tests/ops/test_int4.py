@@ -42,10 +42,36 @@ def test_gptq_has_the_codes_of_a_dense_solution_in_float64(form):
     expected = dense_gptq(weight, gram, int4.searched(weight, gram, form))
     plain = int4.nearest(weight, int4.fitted(weight, form), form)
     errors = [int4.error(each, weight, gram) for each in (made, plain)]
+    wrong = made.values - weight
+    np.testing.assert_allclose(errors[0], np.einsum("io,ij,jo->o", wrong, gram, wrong))
     is_ours = errors[0] < errors[1]
     assert is_ours.mean() > 0.9
     np.testing.assert_array_equal(made.codes[:, is_ours], expected[:, is_ours])
     assert errors[0].sum() < 0.4 * errors[1].sum()
+
+
+def test_errors_reach_inputs_that_are_rounded_in_a_later_product(monkeypatch):
+    weight, gram, _ = problem()
+    whole = int4.gptq(weight, gram, SYMMETRIC)
+    monkeypatch.setattr(int4, "COLUMNS", 24)
+    np.testing.assert_array_equal(int4.gptq(weight, gram, SYMMETRIC).codes, whole.codes)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("form", [SYMMETRIC, ZERO], ids=lambda form: form.base)
+def test_the_searched_scale_of_a_block_is_that_of_the_least_error(form):
+    weight, gram, _ = problem(inputs=40, outs=3)
+    grid = int4.searched(weight, gram, form)
+    for first in (0, 16, 32):
+        rows = slice(first, first + 16)
+        part, inputs = weight[rows].astype(np.float64), gram[rows, rows]
+        tried = [int4.fitted(weight[rows], form, ratio) for ratio in int4.RATIOS]
+        wrong = [int4.nearest(part, each, form).values - part for each in tried]
+        errors = np.array([np.einsum("io,ij,jo->o", each, inputs, each) for each in wrong])
+        scales = np.array([each.scales[0] for each in tried])
+        expected = scales[errors.argmin(0), np.arange(3)]
+        np.testing.assert_array_equal(grid.scales[first // 16], expected)
+        assert (expected < scales[0]).any()
 
 
 @pytest.mark.parametrize("form", [SYMMETRIC, ZERO, WeightFormat("int4", "all")], ids=str)

@@ -299,11 +299,7 @@ def _by_name(sums: Sums) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def _searched(weight: np.ndarray, gram: np.ndarray, format: WeightFormat, method: Method) -> Leaves:
-    """Return the leaves of a weight [I, O], rounded to nearest if all its inputs were 0."""
-    if not gram.any():
-        return {
-            name: np.asarray(leaf) for name, leaf in format.quantize(jnp.asarray(weight)).items()
-        }
+    """Return the leaves of a weight [I, O], which are rounded to nearest if all inputs were 0."""
     if method == "gptq":
         return int4.gptq(weight, gram, format).leaves(format)
     return int4.nearest(weight, int4.searched(weight, gram, format), format).leaves(format)

@@ -7,17 +7,19 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.core import tree
 from jaxlm.core.errors import DataError, NotWritable
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mistral import Mixtral
+from jaxlm.ops import int4
 from jaxlm.ops.weight_codes import WeightFormat
 from jaxlm.recipes.use import calibrate, calibration_text
 from jaxlm.recipes.use.calibrate import Calibration
-from jaxlm.recipes.use.layer_runner import ExpertRange, LayerRunner
-from jaxlm.tune import surgery
+from jaxlm.recipes.use.layer_runner import ExpertRange, LayerPath, LayerRunner
+from jaxlm.tune import folding, surgery
 from jaxlm.tune.config import Quantized
 from tests.models.parameters import draw_params
 
@@ -148,6 +150,117 @@ def strip(leaves):
 
 def paths(params):
     return jax.tree.flatten_with_path(params)[0]
+
+
+def test_sums_are_those_of_a_float64_model_behind_rounded_layers(params, tmp_path, monkeypatch):
+    """Each token is a document, so that attention returns its values; some slots are padding."""
+    flat = {name: np.asarray(leaf, np.float64) for name, leaf in tree.leaves(params).items()}
+    segments = np.arange(1, 17, dtype=np.int32)
+    segments[12] = 0
+    alone = {"segments": np.tile(segments, (4, 1)), "positions": np.zeros((4, 16), np.int32)}
+    batches = [each._replace(**alone) for each in rows()]
+    seen, solved = [], calibrate.solved
+
+    def watched(block, formats, sums, method):
+        seen.append({name: each for names, each in sums.items() for name in names.split(",")})
+        return solved(block, formats, sums, method)
+
+    monkeypatch.setattr(calibrate, "solved", watched)
+    made, _ = calibration(params, tmp_path, batches=batches).run()
+    x = flat["embedding/table"][np.concatenate([b.tokens[b.segments > 0] for b in batches])]
+    for number, sums in enumerate(seen):
+        floats = {name: flat[f"stack/0/{name}/weight"][number] for name in sums}
+        norms = [flat[f"stack/0/{name}/scale"][number] for name in READERS]
+        expected, _ = layer_of_one_token(x, floats, norms)
+        for name, (gram, magnitudes) in sums.items():
+            each = expected[name]
+            np.testing.assert_allclose(
+                gram, each.T @ each, atol=1e-5 * np.square(each).sum(0).max()
+            )
+            np.testing.assert_allclose(magnitudes, np.abs(each).sum(0), rtol=1e-4)
+        rounded = {}
+        for name, weight in floats.items():
+            inputs = len(expected[name].T)
+            path = f"stack/0/{name}/weight"
+            codes, scales = (made[f"{path}_{leaf}"][number] for leaf in ("codes", "scales"))
+            leaves = {
+                "codes": codes.reshape(inputs // 2, -1),
+                "scales": scales.reshape(-1, weight.size // inputs),
+            }
+            rounded[name] = np.asarray(
+                WeightFormat("int4", 16).dequantize(leaves, inputs), np.float64
+            )
+        _, x = layer_of_one_token(x, rounded, norms)
+    assert len(seen) == 2
+
+
+def layer_of_one_token(x, weights, norms):
+    """Return the inputs of each weight of a layer of Llama, and its outputs."""
+
+    def normed(x, scale):
+        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-5) * scale
+
+    h = normed(x, norms[0])
+    values = h @ weights["attention/value"].reshape(len(h.T), -1)
+    heads = values.reshape(len(x), 2, 1, -1)
+    attended = np.broadcast_to(heads, (len(x), 2, 2, heads.shape[-1])).reshape(len(x), -1)
+    x = x + attended @ weights["attention/out"].reshape(attended.shape[1], -1)
+    g = normed(x, norms[1])
+    gate = g @ weights["mlp/gate"]
+    inside = gate / (1 + np.exp(-gate)) * (g @ weights["mlp/up"])
+    inputs = dict.fromkeys(("attention/query", "attention/key", "attention/value"), h)
+    inputs |= dict.fromkeys(("mlp/gate", "mlp/up"), g)
+    inputs |= {"attention/out": attended, "mlp/down": inside}
+    return inputs, x + inside @ weights["mlp/down"]
+
+
+def test_factors_are_searched_for_all_readers_and_their_codes_for_scaled_inputs(params):
+    block = LayerRunner(BLUEPRINT, params).block(LayerPath("stack/0", 0))
+    form, draw, readers = WeightFormat("int4", 16), np.random.default_rng(0), {}
+    layers = folding.linear_layers(block)
+    before = {name: calibrate._matrix(layer) for name, layer in layers.items()}
+    norms = {
+        name: np.asarray(getattr(block, name).scale) for name in ("attention_norm", "mlp_norm")
+    }
+    sums = {}
+    for names in (*READERS.values(), "attention/out", "mlp/down"):
+        x = draw.normal(size=(200, len(before[names.split(",")[0]]))).astype(np.float32)
+        x *= np.exp(draw.normal(size=x.shape[1])).astype(np.float32)
+        sums[names] = x.T @ x, np.abs(x).sum(0)
+        readers |= dict.fromkeys(names.split(","), names)
+    made = calibrate.solved(block, dict.fromkeys(layers, form), sums, "awq")
+    factors = {
+        names: norms[norm] / np.asarray(getattr(block, norm).scale)
+        for norm, names in READERS.items()
+    }
+    for name in ("attention/out", "mlp/down"):
+        after = calibrate._matrix(layers[name])
+        factors[name] = np.median(after / before[name], 1)
+    out = factors["attention/out"].reshape(2, 2, 8)  # query heads share a head of values
+    np.testing.assert_allclose(out[:, 0], out[:, 1], rtol=1e-5)
+    divided = {"attention/value": out[:, 0].reshape(-1), "mlp/up": factors["mlp/down"]}
+    for name, layer in layers.items():
+        each, after = factors[readers[name]], calibrate._matrix(layer)
+        expected = before[name] * each[:, None] / divided.get(name, 1)
+        np.testing.assert_allclose(after, expected, rtol=1e-5)
+        gram = sums[readers[name]][0] / np.outer(each, each)
+        codes = int4.nearest(after, int4.searched(after, gram, form), form).leaves(form)["codes"]
+        assert (made[f"{name}/weight_codes"].reshape(codes.shape) == codes).mean() > 0.99, name
+    for names, each in factors.items():
+        gram, sizes = sums[names]
+        if names == "attention/out":
+            sizes = np.broadcast_to(sizes.reshape(2, 2, 8).mean(1, keepdims=True), (2, 2, 8))
+        scaled = [before[name] / divided.get(name, 1) for name in names.split(",")]
+        expected = int4.awq_scales(scaled, gram, sizes.reshape(-1), form)
+        np.testing.assert_allclose(each, expected, rtol=1e-5)
+        assert each.std() > 0.1
+
+
+# By a norm: the layers that read its results.
+READERS = {
+    "attention_norm": "attention/query,attention/key,attention/value",
+    "mlp_norm": "mlp/gate,mlp/up",
+}
 
 
 @pytest.mark.slow
