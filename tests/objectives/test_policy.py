@@ -15,7 +15,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.build import build
 from jaxlm.objectives.config import LossConfig
-from jaxlm.objectives.policy import PolicyLearning
+from jaxlm.objectives.policy import DrawnScores, PolicyLearning
 from jaxlm.objectives.policy_config import ALGORITHMS, Policy
 from tests.models.parameters import draw_params
 
@@ -92,38 +92,120 @@ def log_ratio(log_p, batch, terms):
     return each
 
 
-def by_formula(log_p, batch, terms):
-    """The loss in float64."""
-    is_drawn = np.asarray(batch.weights > 0)
-    ratio = np.exp(log_ratio(log_p, batch, terms))
-    advantage = np.asarray(batch.rollout.advantages, np.float64)
+def by_formula(log_p, batch, settings, fixed):
+    """The loss in float64; `fixed` has the reference's log-probabilities and the constant ones."""
+    terms, is_drawn, (log_q, at) = settings.terms, np.asarray(batch.weights > 0), fixed
+    ratio, constant = (np.exp(log_ratio(each, batch, terms)) for each in (log_p, at))
+    advantage, penalty = np.asarray(batch.rollout.advantages, np.float64), 0.0
+    if settings.kl == "reward_k1":
+        k1 = np.where(is_drawn, at - log_q, 0)
+        to_go = k1.sum(1, keepdims=True) - k1.cumsum(1) + k1
+        advantage = advantage - settings.beta * to_go
+    elif settings.kl != "none":
+        penalty = settings.beta * (np.exp(log_q - log_p) - 1 - (log_q - log_p))
+        penalty = penalty * (ratio if settings.kl == "loss_k3_weighted" else 1.0)
     limited = np.clip(ratio, 1 - terms.clip_low, 1 + terms.clip_high)
     each = {
         "plain": -ratio * advantage,
         "clip": -np.minimum(ratio * advantage, limited * advantage),
-        "weight": -np.minimum(by_formula.constant, 1 + terms.clip_high) * advantage * log_p,
+        "weight": -np.minimum(constant, 1 + terms.clip_high) * advantage * log_p,
     }[terms.surrogate]
-    total = (np.asarray(batch.weights, np.float64) * np.where(is_drawn, each, 0)).sum()
-    return total / float(batch.rollout.counts.sum())
+    weighted = np.asarray(batch.weights, np.float64) * (each + penalty)
+    return np.where(is_drawn, weighted, 0).sum() / float(batch.rollout.counts.sum())
 
 
-def figures_by_formula(log_p, batch, terms):
+def slopes_of(log_p, batch, settings, log_q):
+    """The numeric gradient of the formula to each drawn token's log-probability."""
+    slopes = np.zeros_like(log_p)
+    for place in zip(*np.nonzero(np.asarray(batch.weights)), strict=True):
+        step = np.zeros_like(log_p)
+        step[place] = 1e-6
+        high, low = (
+            by_formula(log_p + sign * step, batch, settings, (log_q, log_p)) for sign in (1, -1)
+        )
+        slopes[place] = (high - low) / 2e-6
+    return slopes
+
+
+def figures_by_formula(scores, settings):
     """The figures of a step, means over the drawn tokens in float64."""
-    is_drawn = np.asarray(batch.weights > 0)
+    log_p, log_q, entropy, batch = scores
+    terms, is_drawn = settings.terms, np.asarray(batch.weights > 0)
     ratio = np.exp(log_ratio(log_p, batch, terms))[is_drawn]
     sign = np.sign(np.asarray(batch.rollout.advantages, np.float64)[is_drawn])
     is_clipped = {
         "plain": np.zeros_like(ratio),
         "clip": np.where(sign > 0, ratio > 1 + terms.clip_high, ratio < 1 - terms.clip_low),
         "weight": ratio > 1 + terms.clip_high,
-    }[terms.surrogate] * (sign != 0 if terms.surrogate == "clip" else 1)
+    }[terms.surrogate]
     gap = (log_p - np.asarray(batch.rollout.log_p, np.float64))[is_drawn]
-    return {
-        "clipped_share": is_clipped.mean(),
+    distance = (log_p - log_q)[is_drawn]
+    figures = {
+        "entropy_nats": entropy[is_drawn].mean(),
         "drift_nats": (np.exp(gap) - 1 - gap).mean(),
         "sampler_gap_nats": np.abs(gap).mean(),
         "sampler_gap_high_nats": np.quantile(np.abs(gap), 0.999),
     }
+    if settings.kl != "reward_k1":  # whose advantages are other ones
+        figures["clipped_share"] = is_clipped.mean()
+    if settings.kl != "none":
+        figures["kl_nats"] = (np.exp(-distance) - 1 + distance).mean()
+    return figures
+
+
+class Given(PolicyLearning):
+    """Learns from scores that are given in place of a model."""
+
+    def score(self, model, batch, key):
+        return model, {}
+
+
+@pytest.fixture(scope="module")
+def scores():
+    """Rows of samples, and scores of a model and of a reference, without a model."""
+    at = np.broadcast_to(np.arange(SLOTS), (ROWS, SLOTS))
+    starts, stops = (np.array(each)[:, None] for each in (STARTS, STOPS))
+    is_drawn = (at >= starts) & (at < stops)
+    log_p, entropy = DRAW.normal(size=at.shape) * 0.4 - 2, DRAW.random(at.shape)
+    log_q = log_p + DRAW.normal(size=at.shape) * 0.5
+    # The first ratio is within the clip of sequences, the others are outside on both sides.
+    middle = np.array([0.0, 0.4, -0.4, 0.2])[:, None]
+    noise = DRAW.normal(size=at.shape) * 0.3
+    noise = np.where(is_drawn, noise, 0)
+    noise = noise - noise.sum(1, keepdims=True) / is_drawn.sum(1, keepdims=True) + middle
+    fields = np.zeros_like(at), np.zeros_like(at), is_drawn * 1.0, np.ones_like(at), at
+    columns = np.where(is_drawn, log_p + noise, 0), is_drawn * np.array(ADVANTAGES)[:, None]
+    rows = Tokens(*fields)._replace(
+        rollout=Rollout(*(x.astype(np.float32) for x in columns), counts=np.zeros(at.shape))
+    )
+    return log_p, log_q, entropy, rows
+
+
+@pytest.mark.parametrize("kl", ["none", "reward_k1", "loss_k3", "loss_k3_weighted"])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS])
+def test_each_algorithm_is_its_formula_in_float64(scores, algorithm, kl):
+    """Loss, gradient to the log-probabilities and figures, with each penalty."""
+    settings = Policy(algorithm=algorithm, kl=kl, reference="runs/a", beta=0.3)
+    log_p, log_q, entropy, rows = scores
+    rows = weighted(rows, settings.terms.mean)
+    learning = Given(settings, LossConfig())
+    narrow = [jnp.asarray(each, jnp.float32) for each in (log_p, log_q, entropy)]
+    teacher = None if kl == "none" else DrawnScores(narrow[1], narrow[2])
+
+    def loss(log_p):
+        part = learning.loss(DrawnScores(log_p, narrow[2]), rows, None, teacher)
+        return part.objective.value, part.metrics
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(narrow[0])
+    assert float(value) == pytest.approx(
+        by_formula(log_p, rows, settings, (log_q, log_p)), rel=2e-5
+    )
+    slopes = slopes_of(log_p, rows, settings, log_q)
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-4, atol=2e-6)
+    assert np.abs(slopes).max() > 0.01
+    expected = figures_by_formula((log_p, log_q, entropy, rows), settings)
+    figures = {name: float(metrics[name].value) for name in expected}
+    assert figures == pytest.approx(expected, rel=1e-3)
 
 
 @functools.cache
@@ -136,31 +218,18 @@ def gradient_of(blueprint, **settings):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS])
-def test_each_algorithm_is_its_formula_in_float64(blueprint, models, batch, algorithm):
-    """The gradient is that of the log-probabilities, times the formula's numeric slope."""
-    terms = Policy(algorithm=algorithm).terms
-    batch = weighted(batch, terms.mean)
-    (_, part), gradient = gradient_of(blueprint, algorithm=algorithm)(models[0], None, batch)
+def test_the_gradient_of_a_model_is_that_of_its_log_probabilities(blueprint, models, batch):
+    """It is theirs, times the formula's slopes."""
+    settings, batch = Policy(), weighted(batch, "sequence")
+    (_, part), gradient = gradient_of(blueprint)(models[0], None, batch)
     log_p, pull = _log_p_and_vjp(blueprint, models[0], batch)
-    by_formula.constant = np.exp(log_p - np.asarray(batch.rollout.log_p, np.float64))
-    expected = by_formula(log_p, batch, terms)
+    expected = by_formula(log_p, batch, settings, (log_p, log_p))
     assert float(part.objective.value) == pytest.approx(expected, rel=2e-5)
-    figures = {name: float(each.value) for name, each in part.metrics.items()}
-    expected = figures_by_formula(log_p, batch, terms)
-    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-3)
-    slopes = np.zeros_like(log_p)
-    for place in zip(*np.nonzero(np.asarray(batch.weights)), strict=True):
-        step = np.zeros_like(log_p)
-        step[place] = 1e-6
-        high, low = (by_formula(log_p + sign * step, batch, terms) for sign in (1, -1))
-        slopes[place] = (high - low) / 2e-6
     divided = jax.tree.map(lambda x: x / part.objective.weight, gradient)
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-6),
         divided,
-        pull(slopes),
+        pull(slopes_of(log_p, batch, settings, log_p)),
     )
 
 
@@ -210,12 +279,10 @@ def test_microbatches_and_a_chunked_loss_change_no_bit_of_the_meaning(blueprint,
         )
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kl", ["reward_k1", "loss_k3", "loss_k3_weighted"])
-def test_a_reference_adds_its_penalty_alone(blueprint, models, batch, kl):
+def test_a_reference_adds_its_penalty_alone(blueprint, models, batch):
     """At the reference itself the penalty and its gradient are 0; elsewhere `kl_nats` is k3."""
     batch = weighted(batch, "sequence")
-    function = gradient_of(blueprint, kl=kl, reference="runs/a", beta=0.5)
+    function = gradient_of(blueprint, kl="reward_k1", reference="runs/a", beta=0.5)
     plain = gradient_of(blueprint)(models[0], None, batch)
     same = function(models[0], models[0], batch)
     jax.tree.map(

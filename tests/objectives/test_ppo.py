@@ -12,7 +12,9 @@ from jaxlm.models.families.llama import Llama
 from jaxlm.models.heads import add_value_head
 from jaxlm.objectives.build import build
 from jaxlm.objectives.config import LossConfig
+from jaxlm.objectives.policy import DrawnScores
 from jaxlm.objectives.policy_config import Ppo
+from jaxlm.objectives.ppo import ProximalPolicy
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -97,3 +99,30 @@ def test_loss_and_gradient_are_those_of_the_formula(model, batch):
         figures["policy_loss"] + 0.7 * figures["value_loss"], rel=1e-5
     )
     assert 0 < figures["value_clipped_share"] < 1
+
+
+class Given(ProximalPolicy):
+    """Learns from scores that are given in place of a model."""
+
+    def score(self, model, batch, key):
+        return model, {}
+
+
+def test_a_penalty_is_in_the_rewards_or_in_the_loss(batch):
+    """The advantages of a batch have that of `reward_k1`, so that the loss must not add it."""
+    log_p, log_q, value = (
+        jnp.asarray(DRAW.normal(size=(ROWS, SLOTS)), jnp.float32) - 3 for _ in "pqv"
+    )
+    scores, reference = DrawnScores(log_p, 0 * log_p, value), DrawnScores(log_q, 0 * log_q)
+    losses = {
+        kl: float(
+            Given(Ppo(kl=kl, reference="runs/a", beta=0.5), LossConfig())
+            .loss(scores, batch, None, None if kl == "none" else reference)
+            .objective.value
+        )
+        for kl in ("none", "reward_k1", "loss_k3")
+    }
+    assert losses["reward_k1"] == losses["none"]
+    gap = np.asarray(log_q - log_p, np.float64)[np.asarray(batch.weights > 0)]
+    added = 0.5 * (np.exp(gap) - 1 - gap).mean()
+    assert losses["loss_k3"] - losses["none"] == pytest.approx(added, rel=1e-3)

@@ -38,7 +38,8 @@ def test_an_answer_without_a_reward_changes_no_other_one(baseline):
 
 
 def test_groups_of_equal_rewards_are_dead():
-    rewards = np.array([[1, 1, 1], [0, 0, 1], [np.nan, 2, 2], [np.nan, np.nan, 3], [np.nan] * 3])
+    none = np.nan  # of an answer without a reward
+    rewards = np.array([[1, 1, 1], [0, 0, 1], [none, 2, 2], [none, none, -3], [none] * 3])
     assert is_dead(rewards).tolist() == [True, False, True, True, True]
     assert not advantages(rewards, baseline="group", scale="group")[[0, 2, 3, 4]].any()
 

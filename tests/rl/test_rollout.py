@@ -196,24 +196,27 @@ def test_a_prompt_that_leaves_no_positions_is_refused(blueprint):
 
 @pytest.mark.parametrize("mean", ["sequence", "token", "constant", "sum"])
 def test_weights_and_counts_make_the_mean(mean):
-    """Two samples have 2 and 4 tokens; a third one is left out."""
-    losses, sizes = np.array([3.0, 1.0, 99.0]), (2, 4, 3)
+    """Samples have 2 and 4 tokens, and two with a tool's text of 3 between; one is left out."""
+    losses, sizes = np.array([3.0, 1.0, 5.0, 99.0]), (2, 4, 2, 3)
     samples = [
         Weighted(np.arange(3), DrawnSample(np.full(n, 7), np.full(n, -1.0), "length"), a)
-        for n, a in zip(sizes, (0.5, -0.5, None), strict=True)
+        for n, a in zip(sizes, (0.5, -0.5, 0.25, None), strict=True)
     ]
-    rows = as_rows(samples, 8, mean=mean, max_tokens=16)
+    turn = DrawnSample(np.full(1, 7), np.full(1, -1.0), "eos_token")
+    samples[2] = samples[2]._replace(drawn=turn.followed(np.full(3, 8)).then(turn))
+    rows = as_rows(samples, 10, mean=mean, max_tokens=16)
     expected = {
-        "sequence": (3 + 1) / 2,
-        "token": (2 * 3 + 4 * 1) / 6,
-        "constant": (2 * 3 + 4 * 1) / 16 / 2,
-        "sum": (2 * 3 + 4 * 1) / 2,
+        "sequence": (3 + 1 + 5) / 3,
+        "token": (2 * 3 + 4 * 1 + 2 * 5) / 8,
+        "constant": (2 * 3 + 4 * 1 + 2 * 5) / 16 / 3,
+        "sum": (2 * 3 + 4 * 1 + 2 * 5) / 3,
     }
     total = (rows.weights * losses[:, None]).sum() / rows.rollout.counts.sum()
     assert total == pytest.approx(expected[mean])
     assert (rows.targets[rows.weights > 0] == 7).all()
     assert rows.tokens[0, :5].tolist() == [0, 1, 2, 7, 0]  # the last id is a target alone
-    assert rows.rollout.advantages[1].tolist() == [0, 0, -0.5, -0.5, -0.5, -0.5, 0, 0]
+    assert rows.rollout.advantages[1].tolist() == [0, 0, *[-0.5] * 4, 0, 0, 0, 0]
+    assert rows.rollout.advantages[2].tolist() == [0, 0, 0.25, 0, 0, 0, 0.25, 0, 0, 0]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
