@@ -13,7 +13,9 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-MOST_WORDS, LONGEST_WORD = 200_000, 50  # that are kept, about 40 MB
+import numpy as np
+
+MOST, LONGEST = 200_000, 50  # words and texts that are kept, and their characters; 40 MB
 MOST_PROCESSORS = 2  # on more of them the library, which uses all, may take less time
 ABSENT = "\ufdd0"  # a noncharacter, in place of a class without ASCII characters
 
@@ -44,7 +46,9 @@ class AsciiWords:
         encode_word: Callable[[str], Sequence[int]],
     ):
         self._patterns, self._spelt = patterns, spelt
-        self._ids = _Cache(encode_word)
+        self._words = _Cache(lambda word: np.array(encode_word(word), np.int32).tobytes())
+        self._words[""] = b""  # between two words
+        self._texts = _Cache(self._joined)
 
     @classmethod
     def of(
@@ -63,28 +67,31 @@ class AsciiWords:
         spelt = [re.escape(token["content"]) for token in added if not token.get("special")]
         return cls(patterns, re.compile("|".join(spelt) or "(?!)"), encode_word)
 
-    def encode(self, text: str) -> list[int] | None:
-        """Return the ids of a text; None for one that only the library encodes."""
+    def encode(self, text: str) -> bytes | None:
+        """Return the ids of a text as int32; None for one that only the library encodes."""
+        return self._texts[text]
+
+    def _joined(self, text: str) -> bytes | None:
         if not text.isascii() or self._spelt.search(text):
             return None
         words = [text]
         for pattern in self._patterns:
             words = list(itertools.chain.from_iterable(_cut(pattern, text) for text in words))
-        return list(itertools.chain.from_iterable(map(self._ids.__getitem__, words)))
+        return b"".join(map(self._words.__getitem__, words))
 
 
-class _Cache(dict[str, Sequence[int]]):
-    """The ids of words seen before."""
+class _Cache(dict[str, Any]):
+    """Results for short texts that were seen before."""
 
-    def __init__(self, encode_word: Callable[[str], Sequence[int]]):
-        super().__init__({"": ()})  # between two words
-        self._encode_word = encode_word
+    def __init__(self, function: Callable[[str], bytes | None]):
+        super().__init__()
+        self._function = function
 
-    def __missing__(self, word: str) -> Sequence[int]:
-        ids = tuple(self._encode_word(word))
-        if len(word) <= LONGEST_WORD and len(self) < MOST_WORDS:
-            self[word] = ids
-        return ids
+    def __missing__(self, text: str) -> bytes | None:
+        result = self._function(text)
+        if len(text) <= LONGEST and len(self) < MOST and result is not None:
+            self[text] = result
+        return result
 
 
 def _cut(pattern: re.Pattern[str], text: str) -> list[str]:

@@ -18,7 +18,7 @@ from jaxlm.data.chat import ChatTemplate, Message, Refusal, Renderer, RenderRequ
 from jaxlm.data.control_tokens import BEGINS, CLOSES, ENDS, OPENS, ControlTokens, WeightedSpan
 from jaxlm.data.conversations import NO_MASK, REFUSED, Conversation, Rejected
 
-ENCLOSING, MARKS = re.compile(f"[{OPENS}{CLOSES}]"), re.compile(f"[{BEGINS}{ENDS}]")
+MARKS = re.compile(f"[{BEGINS}{ENDS}]")
 PROBE = [
     {"role": role, "content": f"{OPENS}{text}{CLOSES}"}
     for role, text in (("user", "a"), ("assistant", "b"))
@@ -147,9 +147,12 @@ class MaskRenderer:
         if self._reads_marks(conversation):
             return self._marked(conversation, whole)
         whole = _plain(whole)
-        if isinstance(enclosed, Refusal) or ENCLOSING.sub("", _plain(enclosed)) != whole:
+        if isinstance(enclosed, Refusal):
             return None
-        places = list(_places(_plain(enclosed)))
+        enclosed = _plain(enclosed)
+        if enclosed.replace(OPENS, "").replace(CLOSES, "") != whole:
+            return None
+        places = list(_places(enclosed))
         trained = list(_trained(conversation))
         if len(places) != len(trained):
             return None
@@ -284,7 +287,7 @@ class MaskRenderer:
 
 def _plain(text: str) -> str:
     """Return a text without the marks of its template."""
-    return MARKS.sub("", text)
+    return text.replace(BEGINS, "").replace(ENDS, "")
 
 
 def _item(conversation: Conversation, stops: Sequence[tuple[int, bool]]) -> RenderRequest:
@@ -316,14 +319,12 @@ def _enclosed(message: Message) -> Message:
 
 def _places(enclosed: str) -> Iterator[tuple[int | None, int]]:
     """Yield the places of both marks of each content; a template may cut the first."""
-    opened = None
-    for number, match in enumerate(ENCLOSING.finditer(enclosed)):
-        place = match.start() - number
-        if match[0] == OPENS:
-            opened = place
-        else:
-            yield opened, place
-            opened = None
+    place = 0
+    *contents, _ = enclosed.split(CLOSES)
+    for content in contents:
+        _, *others = content.split(OPENS)
+        place += len(content) - len(others)
+        yield (place - len(others[-1]) if others else None), place
 
 
 def _differences(conversation: Conversation) -> RenderRequest:

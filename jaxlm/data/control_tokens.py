@@ -6,9 +6,7 @@ of Unicode for internal use like this.
 """
 
 import bisect
-import itertools
 import json
-import operator
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxlm.core.errors import DataError
+from jaxlm.data.ascii_words import AsciiWords
 from jaxlm.data.hub_tokenizer import ImportedTokenizer, ascii_words, library_errors
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -54,25 +53,27 @@ class ControlTokens:
         self._tokenizer = tokenizer
         names = "|".join(map(re.escape, sorted(tokenizer.specials, key=len, reverse=True)))
         self._spelt = re.compile(f"(?={names or '(?!)'})")
-        firsts = "".join(re.escape(name[0]) for name in tokenizer.specials if name)
-        self._suspect = re.compile(f"[{firsts}\ufdd0-\ufdef]")  # first of what `guarded` changes
+        self._firsts = {name[0] for name in tokenizer.specials if name}
         self.pattern = re.compile(f"(?<!{GUARD})(?:{names or '(?!)'})")
         # A guard matches with the name behind it, as a lookbehind would be tried everywhere.
         self._separator = re.compile(f"{GUARD}(?:{names})?|{CUT}" + (names and f"|{names}"))
+        self._cut = re.compile(f"({GUARD}|{CUT}" + (names and f"|{names}") + ")")
+        self._words: AsciiWords | None = None
         self._renamed: dict[str, str] = {}
         if isinstance(tokenizer, ImportedTokenizer):
             self._renamed = {n: f"{NAME}{i}{NAME}" for n, i in tokenizer.specials.items()}
             content = _renamed_content(tokenizer, self._renamed)
             self._library = _library(tokenizer, self._renamed, content)
             self._words = ascii_words(content, self._library, list)
-            self._numbers = {self._renamed[n]: i for n, i in tokenizer.specials.items()}
+            self._control = {n: np.int32(i).tobytes() for n, i in tokenizer.specials.items()}
             self._characters = tokenizer.token_bytes  # of ids of ASCII text and control tokens
-            for name, number in self._numbers.items():
+            for name, number in tokenizer.specials.items():
                 self._characters[number] = len(name)
 
     def guarded(self, text: str) -> str:
         """Return a text in which each spelled control token has a guard."""
-        if self._suspect.search(text) is None:
+        is_reserved = not text.isascii() and RESERVED.search(text)
+        if not is_reserved and not any(first in text for first in self._firsts):
             return text
         return self._spelt.sub(GUARD, RESERVED.sub("", text))
 
@@ -81,6 +82,26 @@ class ControlTokens:
 
         A token that starts before a span belongs to the prompt.
         """
+        encoded = [self._by_words(text, spans) for text, spans in texts]
+        others = [each for each, ids in zip(texts, encoded, strict=True) if ids is None]
+        rest = iter(self._by_library(others))
+        return [next(rest) if ids is None else ids for ids in encoded]
+
+    def _by_words(self, text: str, spans: Sequence[WeightedSpan]) -> WeightedIds | None:
+        """Encode ASCII text by its words; return None for one that only the library encodes."""
+        if self._words is None:
+            return None
+        parts: list[Any] = self._cut.split(text)  # text and control token in turns
+        parts[::2] = map(self._words.encode, parts[::2])
+        parts[1::2] = map(self._control.get, parts[1::2])
+        if None in parts:  # another text, a guard or a cut
+            return None
+        numbers = np.frombuffer(b"".join(parts), np.int32)
+        lengths = self._characters[numbers]
+        return _weighted(_Encoding(numbers, np.cumsum(lengths) - lengths), spans)
+
+    def _by_library(self, texts: Sequence[tuple[str, Sequence[WeightedSpan]]]) -> list[WeightedIds]:
+        """Encode texts without guards, whole or in parts."""
         laid = [_Laid(self._separator, text, self._renamed) for text, _ in texts]
         encoded = self._whole(laid) if self._renamed else self._parts(laid)
         return [
@@ -93,32 +114,11 @@ class ControlTokens:
 
     def _whole(self, laid: Sequence["_Laid"]) -> list["_Encoding"]:
         """Encode texts by the model's tokenizer, in which control tokens have private names."""
+        texts = ["".join(text for text, _ in lay.parts) for lay in laid]
         with library_errors("a tokenizer.json failed to encode a text", "tokenizer"):
-            encoded = [self._by_words(lay) for lay in laid]
-            others = [
-                "".join(text for text, _ in lay.parts)
-                for lay, each in zip(laid, encoded, strict=True)
-                if each is None
-            ]
-            rest = iter(self._library.encode_batch(others, add_special_tokens=False))
-        return [_of_library(next(rest)) if each is None else each for each in encoded]
-
-    def _by_words(self, lay: "_Laid") -> "_Encoding | None":
-        """Encode ASCII text by its words; return None for one that only the library encodes."""
-        if self._words is None:
-            return None
-        encoded: list[list[int]] = []
-        for is_control, parts in itertools.groupby(lay.parts, operator.itemgetter(1)):
-            texts = [text for text, _ in parts]
-            if is_control:
-                encoded.append([self._numbers[text] for text in texts])
-            elif (ids := self._words.encode("".join(texts))) is not None:
-                encoded.append(ids)
-            else:
-                return None
-        numbers = np.fromiter(itertools.chain.from_iterable(encoded), np.int64)
-        lengths = self._characters[numbers]
-        return _Encoding(numbers, np.cumsum(lengths) - lengths)
+            return list(
+                map(_of_library, self._library.encode_batch(texts, add_special_tokens=False))
+            )
 
     def _parts(self, laid: Sequence["_Laid"]) -> list["_Encoding"]:
         """Encode the texts between control tokens, which have no effect on them."""

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.data.ascii_words import AsciiWords
 from jaxlm.data.tokenizer import (
@@ -72,7 +74,10 @@ class HuggingFace(Tokenizer):
             encoded = [self._words.encode(text) if self._words else None for text in texts]
             others = [text for text, ids in zip(texts, encoded, strict=True) if ids is None]
             rest = iter(self._tokenizer.encode_batch_fast(others, add_special_tokens=False))
-        return [self._shifted(next(rest).ids) if ids is None else ids for ids in encoded]
+        return [
+            self._shifted(next(rest).ids) if ids is None else np.frombuffer(ids, np.int32).tolist()
+            for ids in encoded
+        ]
 
     def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """Return the ids of each text, and the character at which each id starts."""

@@ -149,7 +149,7 @@ class _Writer:
 
     def _numbers(self, document: Document, weights: np.ndarray) -> np.ndarray:
         """Return the number of each weight in the manifest's list."""
-        if np.isin(weights, (0, 1)).all():
+        if ((weights == 0) | (weights == 1)).all():
             return weights.astype(np.uint8)
         values, places = np.unique(weights, return_inverse=True)
         numbers = [self.weights.setdefault(v, len(self.weights)) for v in values.tolist()]
