@@ -26,11 +26,11 @@ from jaxlm.data.loader import Loader, with_values
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.data.prompts import ONE_PROMPT
 from jaxlm.objectives.config import Distill, Sampling
-from jaxlm.ops.advantage import advantages, is_dead
 from jaxlm.recipes import setup
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.recipes.train.rescoring import Rescorer
+from jaxlm.rl.groups import Groups
 from jaxlm.rl.rewards import Rewards
 from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows, empty_last, root_key, row_keys
 from jaxlm.rl.scoring import PromptScorer, Samplers, ScoredSamples, mean
@@ -304,33 +304,14 @@ class Rollouts(contextlib.ExitStack):
         figures = scored.figures()
         if self._turns is not None:
             figures |= self._turns.figures(len(scored.samples))
-        rewards = self._rewards_of(scored)
+        groups = Groups(scored, objective, run.rl.samples)
         if objective.dead_groups == "redraw":
-            redrawn = 0
-            for attempt in range(1, run.rl.redraws + 1):
-                groups = np.flatnonzero(is_dead(rewards)).tolist()
-                if not groups:
-                    break
-                redrawn += len(groups)
-                others = self._scored(number, step, whole, groups, attempt)
-                scored = scored.with_groups(groups, others, run.rl.samples)
-                rewards = self._rewards_of(scored)
+            redraw = functools.partial(self._scored, number, step, whole)
+            groups, redrawn = groups.redrawn(redraw, run.rl.redraws)
             figures["redrawn_groups"] = float(redrawn)
-        figures |= self._source_figures(scored)
-        values = advantages(rewards, baseline=terms.baseline, scale=terms.scale)
-        dead = is_dead(rewards)
-        is_left = np.isnan(rewards)
-        if terms.has_group_baseline and objective.dead_groups != "keep":
-            is_left = is_left | dead[:, None]
-        known = [group[~np.isnan(group)] for group in rewards]
-        figures |= {
-            "reward_std": mean(np.array([group.std() for group in known if len(group)])),
-            "dead_groups": float(dead.mean()),
-            "draw_seconds": scored.draw_seconds,
-            "score_seconds": scored.score_seconds,
-        }
-        pairs = zip(is_left.flat, values.flat, strict=True)
-        used = [None if is_out else float(value) for is_out, value in pairs]
+        scored, used = groups.scored, groups.advantages()
+        figures |= self._source_figures(scored) | groups.figures()
+        figures |= {"draw_seconds": scored.draw_seconds, "score_seconds": scored.score_seconds}
         drawn, trained = scored.drawn, used
         if isinstance(objective, Distill):
             used, drawn = self._taught(objective.sampled, number, scored)
@@ -346,7 +327,7 @@ class Rollouts(contextlib.ExitStack):
             rows, more = self._rescorer.rescored(rows, params)
             figures |= more | {"rescore_seconds": time.perf_counter() - begun}
         records = functools.partial(_records, scored, used)
-        return Drawing(rows, records, figures, bool(dead.all()))
+        return Drawing(rows, records, figures, figures["dead_groups"] == 1)
 
     def _taught(
         self, share: float, number: int, scored: ScoredSamples
@@ -394,14 +375,6 @@ class Rollouts(contextlib.ExitStack):
         of_sample = np.array([self._loader.source_of(document) for document in scored.documents])
         names = [name for name in self._loader.names if (of_sample == name).any()]
         return {f"sources/{name}/reward": mean(scored.rewards[of_sample == name]) for name in names}
-
-    def _rewards_of(self, scored: ScoredSamples) -> np.ndarray:
-        """Return the reward of each sample of each group; NaN if it is not trained on."""
-        rewards = scored.rewards
-        if self._objective.truncated == "mask":
-            is_cut = np.array([each.reason == "length" for each in scored.samples])
-            rewards = np.where(is_cut, np.nan, rewards)
-        return rewards.reshape(-1, self._run.rl.samples)
 
     def _count_dead(self, drawing: Drawing, step: int) -> None:
         """Raise Diverged if too many rollouts in a row have no group with different rewards."""

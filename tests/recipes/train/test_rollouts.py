@@ -1,12 +1,17 @@
 """Runs that learn from rewards: rollouts, figures, resuming, and errors before the first step."""
 
 import json
+import types
 
 import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core.errors import Diverged
+from jaxlm.objectives.policy_config import Policy
+from jaxlm.recipes.train.rollouts import Drawing, Rollouts
 from jaxlm.rl import verifiers
+from jaxlm.rl.config import RLConfig
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -112,8 +117,24 @@ def test_a_run_logs_its_rewards_and_every_sample(base):
         assert {name: record[name] for name in expected} == pytest.approx(expected)
         assert 0 < record["ended_share"] < 1
         assert record["score_seconds"] < record["draw_seconds"]
-    assert {each["prompt"] for each in samples[:4]} == {samples[0]["prompt"]}
+    assert [each["prompt"] for each in samples] == [
+        samples[n // 4 * 4]["prompt"] for n in range(32)
+    ]
+    assert len({each["prompt"] for each in samples}) == 8  # four in each rollout
     assert len({each["digest"] for each in samples[:4]}) > 1
+    for each in samples:  # all fields of a record are of one sample
+        is_ended = each["reason"] == "eos_token"
+        assert each["reward"] == each["rewards"]["ended"] == is_ended - 1
+        assert len(each["text"]) == each["tokens"] - is_ended
+    advantages = [each["advantage"] for each in samples]
+    for first in range(0, 32, 4):
+        group = np.array([each["reward"] for each in samples[first : first + 4]])
+        scale = group.std(ddof=1) + 1e-4
+        expected = [*((group - group.mean()) / scale)] if group.std() else [None] * 4
+        assert advantages[first : first + 4] == pytest.approx(expected)
+    trained = [each["tokens"] * (each["advantage"] is not None) for each in samples]
+    totals = np.array(trained).reshape(4, 8).sum(1).cumsum()  # each update has its own samples
+    assert [each["tokens"] for each in steps] == totals.tolist()
     held_out = [each for each in records(base) if each["split"] == "val"][-1]
     assert {"reward", "pass_1", "pass_2", "greedy_pass"} <= held_out.keys()
     assert held_out["loss_nats"] == -held_out["reward"]
@@ -304,10 +325,47 @@ def test_groups_of_equal_rewards_change_nothing_and_end_the_run(config, tmp_path
     error = capsys.readouterr().err
     assert "equal rewards in 3 rollouts in a row" in error
     assert "--config.rl.samples=8 --config.train.batch=16" in error
-    assert "no trained token: the rewards of the samples of each prompt are equal" in error
+    log = (tmp_path / "a/log.txt").read_text()
+    assert "no trained token: the rewards of the samples of each prompt are equal" in log
     steps = [each for each in records(tmp_path / "a") if each["split"] == "train"]
     assert [each["dead_groups"] for each in steps] == [1.0] * len(steps)
     assert all(each["tokens"] == 0 for each in steps)
+
+
+def bare(**settings):
+    """The rollouts of a run without its samplers."""
+    rollouts = object.__new__(Rollouts)
+    guard = types.SimpleNamespace(budget=3)
+    train = types.SimpleNamespace(batch=8)
+    run = types.SimpleNamespace(rl=RLConfig(**settings), guard=guard, train=train)
+    rollouts.__dict__ |= {"_run": run, "_objective": Policy(), "_thread": None, "_unnoted": None}
+    rollouts.__dict__ |= {"_drawings": {}, "_dead": 0}
+    return rollouts
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_each_rollout_is_drawn_once_from_the_parameters_of_a_lag_before(lag):
+    rollouts, drawn = bare(lag=lag, updates=2), []
+
+    def draw(number, step, params):
+        drawn.append((number, step, params))
+        return Drawing(None, list, {}, False)
+
+    rollouts._drawn = draw
+    for number in range(4):
+        rollouts._params = number
+        rollouts._draw_ahead(number, 2 * number + 1)
+        assert number in rollouts._drawings
+    assert drawn == [(n, 2 * n + 1, max(n - lag, 0)) for n in range(4 + lag)]
+
+
+def test_rollouts_without_a_gradient_end_a_run_if_they_are_in_a_row():
+    rollouts = bare()
+    dead, alive = (Drawing(None, list, {"reward": 0.0}, is_dead) for is_dead in (True, False))
+    for each in (dead, dead, alive, dead, dead):
+        rollouts._count_dead(each, 1)
+    with pytest.raises(Diverged, match="in 3 rollouts in a row"):
+        rollouts._count_dead(dead, 6)
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])
