@@ -181,7 +181,8 @@ def _serving_text(answer: dict[str, Any], args: Any) -> list[str]:
     verdict = "fits" if answer["fits"] else "DOES NOT FIT"
     slots, most = answer["slots"], answer["most_slots"]
     drafted = f" · draft {size(answer['draft_bytes'])}" if answer["draft_bytes"] else ""
-    parts = f"weights {size(answer['weights_bytes'])}{drafted}"
+    layer = f" · a layer {size(answer['layer_bytes'])}" if answer["layer_bytes"] else ""
+    parts = f"weights {size(answer['weights_bytes'])}{drafted}{layer}"
     parts += f" · {slots} x {size(answer['slot_bytes'])}"
     speed = "unknown: no figures for this chip"
     if answer["tokens_per_second"]:

@@ -116,7 +116,7 @@ class HeadLinear(Linear):
 
     def relayout_for_decode(self) -> None:
         """Cast the weight only: the per-head products read it in its own layout."""
-        self.weight[...] = self.weight[...].astype(self.precision.compute)
+        self.weight = nnx.Param(self.weight[...].astype(self.precision.compute))
 
     def absorb_query(self, query: Float[Array, "B T N H"]) -> Float[Array, "B T N R"]:
         """Return W_n q_n, to be multiplied with x. 2 N R H FLOPs a token."""
@@ -146,6 +146,7 @@ class GroupedLinear(nnx.Module):
         init: Initializer,
     ):
         self.precision = init.precision
+        self._is_by_input = False  # the weight is [I, E, O], not [E, I, O]
         self.axes = ("experts", *ins, *outs)
         shape = (math.prod(ins.values()), math.prod(outs.values()))
 
@@ -154,11 +155,15 @@ class GroupedLinear(nnx.Module):
 
     def values(self) -> Float[Array, "E I O"]:
         """Return the weights of all experts."""
-        return self.weight[...]
+        return self.weight[...].swapaxes(0, 1) if self._is_by_input else self.weight[...]
 
     def relayout_for_decode(self) -> None:
-        """Cast the weights once, so that no product casts them again."""
-        self.weight[...] = self.weight[...].astype(self.precision.compute)
+        """Cast the weights to the compute dtype, in the order of XLA's ragged product on a CPU.
+
+        It multiplies a matrix [I E, O], and would copy all experts' weights in each call.
+        """
+        low = self.values().astype(self.precision.compute)
+        self.weight, self._is_by_input = nnx.Param(low.swapaxes(0, 1)), True
 
     def __call__(
         self, x: Float[Array, "..."], weight: Float[Array, "E I O"], sizes: Array | None

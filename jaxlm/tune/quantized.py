@@ -163,6 +163,7 @@ class QuantizedGrouped(StoredWeight, GroupedLinear):
 
     def __init__(self, base: GroupedLinear, settings: Settings):
         self.precision, self.axes = base.precision, base.axes
+        self._is_by_input = False
         self.stack = base.weight[...].shape[: -len(self.axes)]
         self.sizes = base.weight[...].shape[-len(self.axes) :]
         self.format = WeightFormat(settings.base, settings.block)
@@ -195,7 +196,7 @@ class QuantizedGrouped(StoredWeight, GroupedLinear):
 
     def relayout_for_decode(self) -> None:
         """Read the codes once, before the loop over tokens."""
-        self.weight = nnx.Param(self.values().astype(self.precision.compute))
+        super().relayout_for_decode()
         self._drop_codes()
 
 

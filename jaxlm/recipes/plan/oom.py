@@ -109,12 +109,14 @@ class EngineMemory:
         """
         show, forecast = formatting.size, self.plan()
         draft = f" · draft {show(forecast.draft_bytes)}" if forecast.draft_bytes else ""
+        layer = f" · a layer {show(forecast.layer_bytes)}" if forecast.layer_bytes else ""
         prompts = f" · kept prompts {show(self.kept_bytes)}" if self.kept_bytes else ""
         return OutOfMemory(
             f"{what} of {forecast.context} tokens do not fit the memory",
             where=when,
-            why=f"weights {show(forecast.weights_bytes)}{draft} · {show(forecast.slot_bytes)} each"
-            f"{prompts}; {show(self.room + self.kept_bytes)} is available",
+            why=f"weights {show(forecast.weights_bytes)}{draft}{layer} · "
+            f"{show(forecast.slot_bytes)} each{prompts}; "
+            f"{show(self.room + self.kept_bytes)} is available",
             fix="\n".join(fixes) or "a smaller model",
         )
 

@@ -11,6 +11,7 @@ Example:
 
 import dataclasses
 import math
+from collections import Counter
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
@@ -23,6 +24,7 @@ from jaxlm.monitor import chips
 from jaxlm.monitor.chips import Machine
 from jaxlm.ops.kernels import INTEGERS
 from jaxlm.parallel.config import AXES
+from jaxlm.parallel.logical import LAYERS
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import predict
 from jaxlm.tune import cost
@@ -44,6 +46,7 @@ class ServingForecast:
     context: int  # tokens of a request, its prompt included
     weights_bytes: float
     draft_bytes: float  # weights of the draft
+    layer_bytes: float  # weights of a layer, all its experts, as its products read them
     slot_bytes: float  # KV caches and state of a request
     memory_bytes: float  # of the device, available to a program
     pass_seconds: tuple[float, float]  # of a token of all slots: empty caches, and full ones
@@ -52,7 +55,11 @@ class ServingForecast:
     @property
     def total_bytes(self) -> float:
         """Bytes of the server."""
-        return self.weights_bytes + self.draft_bytes + self.slots * self.slot_bytes
+        return self._fixed_bytes + self.slots * self.slot_bytes
+
+    @property
+    def _fixed_bytes(self) -> float:
+        return self.weights_bytes + self.draft_bytes + self.layer_bytes
 
     @property
     def fits(self) -> bool:
@@ -66,7 +73,7 @@ class ServingForecast:
 
     def slots_within(self, memory: float) -> int:
         """Return the largest number of slots of this context within that many bytes."""
-        return max(0, int((memory - self.weights_bytes - self.draft_bytes) // self.slot_bytes))
+        return max(0, int((memory - self._fixed_bytes) // self.slot_bytes))
 
     def record(self) -> dict[str, Any]:
         """Return the JSON of `jaxlm plan --serve --json`."""
@@ -81,6 +88,7 @@ class ServingForecast:
             "total_bytes": self.total_bytes,
             "weights_bytes": self.weights_bytes,
             "draft_bytes": self.draft_bytes,
+            "layer_bytes": self.layer_bytes,
             "slot_bytes": self.slot_bytes,
             "most_slots": self.most_slots,
             "pass_seconds": [fast, slow] if is_timed else None,
@@ -168,6 +176,7 @@ def forecast_serving(
         context=context,
         weights_bytes=held,
         draft_bytes=more,
+        layer_bytes=0.0 if is_cpu else _layer_bytes(run, decoder),
         slot_bytes=cache + drafted + ID_BYTES * decoder.vocab + logits,
         memory_bytes=predict.memory_bytes(machine, assumed),
         pass_seconds=(
@@ -204,6 +213,19 @@ def _weights(run: Run, decoder: ModelConfig, *, is_cpu: bool) -> _Weights:
     # A CPU multiplies a copy of the table if it is tied.
     looked_up = 0 if decoder.tied and not is_cpu else table
     return _Weights(stored, read + looked_up * item, read)
+
+
+def _layer_bytes(run: Run, decoder: ModelConfig) -> float:
+    """Return the bytes of the largest layer's weights in the compute dtype.
+
+    A pass makes them from codes or from a slice of the stack; all experts of a layer exist at once.
+    A CPU has them from `prepare` on.
+    """
+    by_layer = Counter[str]()
+    for each in tensors(decoder):
+        if each.axes[0] in LAYERS and each.is_matrix:
+            by_layer[each.path.rsplit("/", 3)[0]] += each.size // each.shape[0]
+    return float(ITEM_BYTES[run.precision.compute_dtype] * max(by_layer.values()))
 
 
 def _cache_bytes(

@@ -62,6 +62,7 @@ def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessin
     logits = 4 * 320 * (3 + {"nothing": 0, "heads": 2}.get(guessing, 4))
     held = bytes_of(programs.empty())
     assert 4 * (plan.slot_bytes - logits) == pytest.approx(held, rel=0.01)
+    assert plan.layer_bytes == 0
     expected = plan.weights_bytes + plan.draft_bytes + 4 * plan.slot_bytes
     assert plan.total_bytes == expected
 
@@ -74,6 +75,42 @@ def test_a_quantized_run_has_its_codes_and_what_is_read_of_them(base, block):
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), blueprint.shapes)
     ready = slots.build(blueprint.merge, params, rows=4, length=128, chunk=64).prepare(params)
     assert plan.weights_bytes == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
+
+
+EXPERTS = {"model__family": "mixtral", "model__experts": "8"}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("base", ["int4", "none"])
+@pytest.mark.parametrize("family", [EXPERTS, {}], ids=["mixtral", "llama"])
+def test_a_layer_and_its_experts_take_the_bytes_that_a_pass_makes(family, base, compute):
+    """Compile for a CPU without `prepare`, as other devices read a model."""
+    tune = {"tune__name": "quantized", "tune__base": base, "tune__block": 32}
+    more = {"precision__compute": compute, "model__depth": 4, "model__width": 128}
+    run = run_of(**family | more | ({} if base == "none" else tune))
+    plan = forecast_serving(run, chips.machine("h100", flag="--on"), slots=4)
+    model = setup.build_sharded_model(run, 320, mesh.build(run.mesh)).blueprint
+    ids = jax.ShapeDtypeStruct((4, 1), jnp.int32)
+    whole = jax.jit(lambda params, ids: model.merge(params).hidden(ids, positions=ids).values)
+    memory = whole.lower(model.shapes, ids).compile().memory_analysis()
+    assert plan.layer_bytes == pytest.approx(memory.temp_size_in_bytes, rel=0.2)
+    expected = plan.weights_bytes + plan.layer_bytes + 4 * plan.slot_bytes
+    assert plan.total_bytes == expected
+
+
+def test_experts_are_cast_once_and_no_program_of_the_engine_copies_them():
+    run = run_of(**EXPERTS, precision__compute="bfloat16", model__width=128)
+    model = setup.build_sharded_model(run, 320, mesh.build(run.mesh)).blueprint
+    programs = slots.build(model.merge, model.shapes, rows=4, length=128, chunk=64)
+    ready = jax.eval_shape(programs.prepare, model.shapes)
+    experts = [leaf for leaf in jax.tree.leaves(ready) if leaf.ndim == 3]
+    assert {leaf.dtype.name for leaf in experts} == {"bfloat16"}
+    state, one = jax.eval_shape(programs.empty), jax.ShapeDtypeStruct((), jnp.int32)
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+    lowered = programs.read.lower(ready, state, one, ids, one, one)
+    copied = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert copied < bytes_of(experts) / 2
 
 
 def test_windows_have_slots_for_guesses():
@@ -138,6 +175,6 @@ def test_the_command_prints_slots_memory_and_speed(capsys, tmp_path, monkeypatch
     cache = drafted["slot_bytes"] / answer["slot_bytes"]
     assert cache == pytest.approx((1 + 16 * 64 / (32 * 128)) * (1 + 64 / 8192), rel=0.01)
     assert main([*words, "--draft=llama3.2-1b"]) == 0
-    assert " · draft 4.60 GiB · 8 x " in capsys.readouterr().out
+    assert " · draft 4.60 GiB · a layer " in capsys.readouterr().out
     assert main([*words, "--draft=no/such/run"]) == 66
     assert "--draft=no/such/run" in capsys.readouterr().err
