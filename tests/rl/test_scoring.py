@@ -52,6 +52,8 @@ class FakeSampler:
         counts = {n: itertools.count() for n in numbers}
         drawn = [self._drawn(self._text_of(n, next(counts[n]))) for n in numbers]
         for place in reversed(range(len(drawn))):
+            if follow is not None:
+                follow([(place, drawn[place])])
             deliver(place, drawn[place])
         return drawn
 
@@ -63,9 +65,20 @@ class FakeSampler:
         return DrawnSample(np.array(ids), log_p, "eos_token" if is_ended else "length", mask)
 
 
-def scorer_of(drawing, greedy, *functions):
+class FakeTurns:
+    """Notes the turns that ended, and ends every sample."""
+
+    def __init__(self):
+        self.ended = []
+
+    def following(self, ended):
+        self.ended += ended
+        return [None] * len(ended)
+
+
+def scorer_of(drawing, greedy, *functions, turns=None):
     rewards = Rewards(RewardConfig(functions=functions))
-    return PromptScorer(Samplers(drawing, greedy), TOKENIZER, rewards)
+    return PromptScorer(Samplers(drawing, greedy), TOKENIZER, rewards, turns)
 
 
 def test_each_sample_has_its_own_score_and_seed_though_others_end_before():
@@ -88,6 +101,15 @@ def test_each_sample_has_its_own_score_and_seed_though_others_end_before():
     assert out.has_passed.tolist() == [True, False, True, True]  # by the first reward
     figures = out.figures()
     assert (figures["reward"], figures["ended_share"], figures["sample_tokens"]) == (0.625, 0.75, 2)
+
+
+def test_a_tool_reads_the_last_turn_and_has_the_room_that_the_row_leaves():
+    drawing, turns = FakeSampler(lambda n, place: "4[000]41;"), FakeTurns()
+    scorer = scorer_of(drawing, None, "exact", turns=turns)
+    scorer.score(None, LOADER, [2], 1, row_keys(root_key(0), 0, 1, 1), where="step 1")
+    (ended,) = turns.ended
+    assert (ended.sample.completion, ended.sample.answer) == ("41", "2")
+    assert (ended.tokens, ended.turns) == (2 + 9, 2)  # with the prompt, and the text between
 
 
 def test_an_evaluation_has_the_share_of_prompts_that_k_samples_pass():

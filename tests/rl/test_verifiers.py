@@ -74,6 +74,13 @@ def test_the_total_is_the_weighted_sum_and_a_sample_without_a_value_has_none():
     assert scorer.digest != Rewards(RewardConfig(functions=("number=2",))).digest
 
 
+def test_a_sum_that_no_number_holds_is_no_score():
+    with Rewards(RewardConfig(functions=("ended=1e308", "length:1=1e308"))) as scorer:
+        (verdict,) = scorer.score([sample("12", reason="length")])
+    assert verdict.total is None
+    assert verdict.problem == "the sum of the rewards is -inf"
+
+
 def test_a_prompt_has_what_its_rewards_compare_with():
     settings = RewardConfig(functions=("ended", "python", "number"))
     programs = dataclasses.replace(settings, functions=("ended", "python"))

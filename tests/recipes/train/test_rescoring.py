@@ -1,5 +1,6 @@
 """PPO, and the scores of a rollout by the program that is trained: resuming, references."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -146,3 +147,7 @@ def test_rewards_are_of_the_last_token_and_the_penalty_of_each():
     returns = np.where(is_drawn, expected + scores["value"], 0)
     np.testing.assert_allclose(out.rollout.returns, returns, rtol=1e-5, atol=1e-6)
     assert not out.weights[2].any()  # without an advantage, it is not trained on
+    whitened, _ = valued(rows, scores, dataclasses.replace(settings, scale="batch"))
+    known = whitened.rollout.advantages[is_drawn]
+    assert (known.mean(), known.std(ddof=1)) == pytest.approx((0, 1), abs=1e-3)
+    np.testing.assert_array_equal(whitened.rollout.returns, out.rollout.returns)

@@ -3,6 +3,7 @@
 import json
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -337,7 +338,7 @@ def bare(**settings):
     rollouts = object.__new__(Rollouts)
     guard = types.SimpleNamespace(budget=3)
     train = types.SimpleNamespace(batch=8)
-    run = types.SimpleNamespace(rl=RLConfig(**settings), guard=guard, train=train)
+    run = types.SimpleNamespace(rl=RLConfig(**settings), guard=guard, train=train, seed=0)
     rollouts.__dict__ |= {"_run": run, "_objective": Policy(), "_thread": None, "_unnoted": None}
     rollouts.__dict__ |= {"_drawings": {}, "_dead": 0}
     return rollouts
@@ -357,6 +358,29 @@ def test_each_rollout_is_drawn_once_from_the_parameters_of_a_lag_before(lag):
         rollouts._draw_ahead(number, 2 * number + 1)
         assert number in rollouts._drawings
     assert drawn == [(n, 2 * n + 1, max(n - lag, 0)) for n in range(4 + lag)]
+
+
+def test_groups_that_are_drawn_again_have_other_prompts_and_keys_of_their_own():
+    """Those of their places in an attempt, with any other groups."""
+    rollouts, calls = bare(samples=2), []
+
+    def documents(start, stop, attempt):
+        return [100 * attempt + number for number in range(start, stop)]
+
+    rollouts._loader = types.SimpleNamespace(documents=documents)
+
+    def score(params, loader, chosen, count, keys, *, where):
+        calls.append((chosen, jax.random.key_data(keys).reshape(len(chosen), -1).tolist()))
+
+    rollouts._scorer = types.SimpleNamespace(score=score)
+    for groups, attempt in (([0, 1, 2, 3], 0), ([1, 3], 1), ([3], 1), ([3], 2)):
+        rollouts._scored(5, 1, None, groups, attempt)
+    whole, pair, single, second = calls
+    assert whole[0] == [20, 21, 22, 23]  # four prompts a rollout
+    assert (pair[0], single[0], second[0]) == ([121, 123], [123], [223])
+    assert single[1] == pair[1][1:]
+    keys = [str(key) for key in (*whole[1], *pair[1], *second[1])]
+    assert len(set(keys)) == len(keys)
 
 
 def test_rollouts_without_a_gradient_end_a_run_if_they_are_in_a_row():
