@@ -6,6 +6,8 @@ The settings are those of the config rl/grpo; samples seldom end, and each group
 rewards. Figures are the median of all steps but the first two, in seconds of the processor, so that
 other work on the machine counts little: use one core. The rest is what an iteration takes besides
 drawing, scoring and training. `middle` is the geometric mean of the plan over the measured figure.
+The last line has the speed of NumPy's matmuls between the steps: the plan takes their best speed,
+and other work on the same core or its memory makes all seconds longer than those of an idle one.
 """
 
 import argparse
@@ -16,6 +18,8 @@ import time
 import types
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import jaxlm
 from jaxlm.core import config
@@ -35,6 +39,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 # Samples of an update, tokens of a row, new ones.
 ROWS = {"tiny": (8, 16, 8), "1M": (64, 512, 256), "4M": (32, 256, 64), "12M": (64, 128, 64)}
+PRODUCTS = 5  # between two steps
 SKIPPED = 2  # steps at the start, with compilations
 PARTS = "draw_seconds", "score_seconds", "rescore_seconds", "train_seconds", "step_seconds"
 REWARD = "def chance(seed):\n    return seed % 7 / 7\n"
@@ -85,13 +90,25 @@ def use_processor_time() -> None:
     init.__kwdefaults__["now"] = time.process_time
 
 
-def measured(chosen: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Train, and return the median of each figure."""
+def product_seconds() -> float:
+    """Return the median processor seconds of a matmul of the plan's size, of PRODUCTS."""
+    a, times = np.ones((host_machine.SIDE, host_machine.SIDE), np.float32), []
+    for _ in range(PRODUCTS):
+        begun = time.process_time()
+        a @ a
+        times.append(time.process_time() - begun)
+    return statistics.median(times)
+
+
+def measured(chosen: dict[str, Any], folder: Path) -> tuple[dict[str, float], float]:
+    """Train, and return the median of each figure, and FLOP/s of matmuls between the steps."""
     records: list[dict[str, Any]] = []
+    products: list[float] = []
 
     def on_record(step: int, record: dict[str, Any]) -> None:
         if record["split"] == "train" and step > SKIPPED:
             records.append(record)
+            products.append(product_seconds())
 
     jaxlm.train(chosen, workdir=folder / "run", callbacks=[on_record], quiet=True)
     figures = {
@@ -100,7 +117,10 @@ def measured(chosen: dict[str, Any], folder: Path) -> dict[str, float]:
         if name in records[0]
     }
     outside = [each["step_seconds"] - sum(each.get(n, 0.0) for n in PARTS[:-1]) for each in records]
-    return figures | {"rest_seconds": statistics.median(outside)}
+    between = PRODUCTS * statistics.median(products)  # which the clock of a step includes
+    figures["step_seconds"] -= between
+    figures["rest_seconds"] = statistics.median(outside) - between
+    return figures, 2 * host_machine.SIDE**3 / statistics.median(products)
 
 
 def main() -> None:
@@ -118,7 +138,7 @@ def main() -> None:
             for name, value in chosen.items()
         ]
         run = config.load(Run, None, flags).value
-        figures = measured(chosen, Path(folder))
+        figures, speed = measured(chosen, Path(folder))
         assumed: list[str] = []
         plan = predict.forecast(run, host_machine.this_machine(1, assumed))
     assert plan.rollout is not None
@@ -133,6 +153,8 @@ def main() -> None:
         middle = (low * high) ** 0.5
         planned = f"planned {low:.3f} to {high:.3f}, middle {middle / value:.2f}" if high else ""
         print(f"{name:16}{value:8.3f} {value / figures['step_seconds']:6.1%}  {planned}")
+    best = plan.machine.chip.flops["float32"]
+    print(f"matmuls between steps: {speed / 1e9:.0f} GFLOP/s, {speed / best:.2f} of the plan's")
 
 
 if __name__ == "__main__":
