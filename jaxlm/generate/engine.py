@@ -8,7 +8,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -152,6 +152,7 @@ class Engine:
 
         Each runs twice: its own outputs are the inputs of the second time.
         """
+        slots.compile_at_once(self._largest_calls())
         if self.drafting is not None:
             self.drafting.mode = "always"
         ids = (self.tokenizer.eos,) * min(self.chunk + 2, self.context - 1)
@@ -171,11 +172,28 @@ class Engine:
         self.prefixes.clear()
         self.counters = self._fresh_counters()
 
+    def _largest_calls(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Yield the programs that read the weights, each with the arguments of a call."""
+        programs, start = self._programs, (self._ready, self._state)
+        zero, ids = np.int32(0), np.zeros(self.chunk, np.int32)
+        on, counts = np.ones(self.rows, bool), np.zeros(self.rows, np.int32)
+        rows = (on, counts, self._all_allowed(), counts, zero, np.bool_(False))
+        yield programs.draw, (*start, *rows)
+        if programs.draw_guessed is not None:
+            yield programs.draw_guessed, (*start, *rows, on)
+        yield programs.score, (*start, zero, ids, zero, zero, ids)
+        yield programs.read, (*start, zero, ids, zero, zero)
+        if programs.read_seen is not None:
+            yield programs.read_seen, (*start, zero, ids, zero, zero)
+
+    def _all_allowed(self) -> np.ndarray:
+        return np.full((self.rows, -(-self.vocab // 32)), ALL)
+
     def _measured(self) -> DraftBalance:
         """Return the balance of calls with guesses and without, of greedy rows without text."""
         assert self._programs.draw_guessed is not None
         on, off = np.ones(self.rows, bool), np.zeros(self.rows, bool)
-        allowed = np.full((self.rows, -(-self.vocab // 32)), ALL)
+        allowed = self._all_allowed()
         left = np.full(self.rows, 2**30, np.int32)
 
         def seconds(passes: int, program: Callable[..., Any], *more: np.ndarray) -> float:
@@ -495,7 +513,7 @@ class Engine:
             return
         active, top = np.zeros(self.rows, bool), np.full(self.rows, NO_SCORES, np.int32)
         left = np.zeros(self.rows, np.int32)
-        allowed = np.full((self.rows, -(-self.vocab // 32)), ALL)
+        allowed = self._all_allowed()
         for slot, ticket in drawing:
             active[slot] = True
             if ticket.request.top is not None:

@@ -9,7 +9,8 @@ time of arrival.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -355,6 +356,24 @@ def build(
         load=jax.jit(load, donate_argnums=0),
         wipe=jax.jit(wipe, donate_argnums=0),
     )
+
+
+def compile_at_once(calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+    """Compile programs in threads while the next is traced; calls of them find them compiled.
+
+    Args:
+      calls: jitted functions, each with the arguments of a call.
+    """
+    mesh = jax.sharding.get_mesh()
+
+    def compiled(lowered: Any) -> None:
+        with jax.set_mesh(mesh):  # it is the thread's, and part of the key of what is compiled
+            lowered.compile()
+
+    with ThreadPoolExecutor() as pool:
+        tasks = [pool.submit(compiled, program.lower(*inputs)) for program, inputs in calls]
+    for task in tasks:
+        task.result()
 
 
 def scores_of(logits: Float[Array, "B V"], ids: Int[Array, "B"], *, count: int = TOP) -> Scores:

@@ -76,21 +76,19 @@ class Unstacked(nnx.Module):
         caches: Caches,
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], Caches, dict[str, Mean]]:
-        """Run all layers with their caches, as `Stack` does."""
+        """Run all layers with their caches, as `Stack` does; layers of a kind are traced once."""
+        run_layer = functools.cache(
+            lambda graphdef: jax.jit(functools.partial(_run_cached, graphdef, inputs))
+        )
         keys = [None] * len(self.blocks) if key is None else jax.random.split(key, len(self.blocks))
         written: dict[str, tuple[AnyCache, ...]] = dict.fromkeys(caches, ())
         losses = []
         cross_kv = None if inputs.memory is None else inputs.memory.layers
         for number, (block, block_key) in enumerate(zip(self.blocks, keys, strict=True)):
             name, i = str(number % self.kinds), number // self.kinds
-            x, cache, added = block(
-                x,
-                inputs,
-                cross_kv=None if cross_kv is None else cross_kv[name][i],
-                cache=caches[name][i],
-                key=block_key,
-            )
-            assert cache is not None
+            graphdef, state = nnx.split(block)
+            cross = None if cross_kv is None else cross_kv[name][i]
+            x, cache, added = run_layer(graphdef)(state, x, cross, caches[name][i], block_key)
             written[name] += (cache,)
             losses.append(added)
         return x, written, Mean.merged(*losses)
@@ -299,6 +297,22 @@ class Stack(nnx.Module):
             for name, parts in captured.items()
         }
         return x, joined, Mean.merged(*losses)
+
+
+def _run_cached(
+    graphdef: Any,
+    inputs: LayerInputs,
+    state: Any,
+    x: Array,
+    cross_kv: EncoderKV | None,
+    cache: AnyCache,
+    key: Array | None,
+) -> tuple[Array, AnyCache, dict[str, Mean]]:
+    """Run a layer with its cache."""
+    block = nnx.merge(graphdef, state)
+    x, written, losses = block(x, inputs, cross_kv=cross_kv, cache=cache, key=key)
+    assert written is not None
+    return x, written, losses
 
 
 def _run_layer(
