@@ -92,6 +92,8 @@ def _unknown_name(text: str, published: Collection[str]) -> InputMissing:
         offered = [f"{name}.py"]
     elif meant := nearest_word(name, known):
         offered = [meant]
+    elif meant := nearest_word(name, (Path(each).name for each in names)):  # without its folder
+        offered = [each for each in names if Path(each).name == meant]
     return InputMissing(
         "no config has this name",
         where=f"--config={text}",

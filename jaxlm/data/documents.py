@@ -81,7 +81,7 @@ class Corpus:
         other_encoding = not_text = 0
         for pattern in patterns:
             if pattern in STDLIB_PARTS:
-                files, left_out = _stdlib(pattern)
+                files, left_out = _stdlib()[pattern]
                 other_encoding += left_out
             elif from_python.is_entry(pattern):
                 files = {from_python.located(pattern): pattern}
@@ -299,23 +299,24 @@ def text_globs(folder: Path) -> list[str]:
     return [f"{root}/{'**/' if deep else ''}*{kind}" for kind, deep in sorted(kinds.items())]
 
 
-def _stdlib(part: str) -> tuple[dict[Path, str], int]:
-    """Return files of Python's library, without its tests, and the number of files left out.
+@functools.cache
+def _stdlib() -> dict[str, tuple[dict[Path, str], int]]:
+    """Return files of Python's library, without its tests, and the number left out, by part.
 
     The first byte of sha256 of a path decides between training and validation.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files, left_out = {}, 0
+    files: dict[str, dict[Path, str]] = {part: {} for part in STDLIB_PARTS}
+    left_out = Counter[str]()
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         inner = path.relative_to(root)
         if STDLIB_LEFT_OUT.intersection(inner.parts[:-1]):
             continue
         held_out = hashlib.sha256(inner.as_posix().encode()).digest()[0] < STDLIB_HELD_OUT
-        if held_out != (part == "stdlib:validation"):
-            continue
+        part = "stdlib:validation" if held_out else "stdlib:train"
         try:
             path.read_bytes().decode()
-            files[path] = inner.as_posix()
+            files[part][path] = inner.as_posix()
         except UnicodeDecodeError:  # a few library files declare another encoding
-            left_out += 1
-    return files, left_out
+            left_out[part] += 1
+    return {part: (files[part], left_out[part]) for part in STDLIB_PARTS}

@@ -99,6 +99,7 @@ def test_a_file_of_the_working_directory_comes_first(empty):
         ("lama3-8b", "--config=llama3-8b"),
         ("mine", "--config=mine.py"),
         ("llama_1b.py", "--config=llama_1b"),
+        ("lora", "--config=finetune/lora"),
         ("zzzzzz", "--config=quickstart"),
     ],
 )
