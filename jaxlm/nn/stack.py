@@ -248,14 +248,18 @@ class Stack(nnx.Module):
             x: Array, layers: dict[str, list[Any]], numbers: range, *, looped: bool
         ) -> tuple[Array, dict[str, list[Intermediates]], dict[str, Mean]]:
             """Run the layers of these numbers; the first begins a pattern."""
+
+            @functools.cache
+            def layer(name: str, policy: str) -> Callable[..., LayerOutputs]:
+                one = functools.partial(run, name)
+                one = rematerialize(one, policy, looped=looped, mapped=mapped)
+                return one if looped else jax.jit(one)  # traced once for all layers
+
             captured: dict[str, list[Intermediates]] = {name: [] for name in layers}
             losses = []
             for i, number in enumerate(numbers):
                 name, policy = str(number % self.kinds), policies[number % len(policies)]
-                layer = rematerialize(
-                    functools.partial(run, name), policy, looped=looped, mapped=mapped
-                )
-                x, of_layer, added = layer(x, *layers[name][i // self.kinds])
+                x, of_layer, added = layer(name, policy)(x, *layers[name][i // self.kinds])
                 captured[name].append(of_layer)
                 losses.append(added)
             return x, captured, Mean.merged(*losses)
