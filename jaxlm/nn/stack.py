@@ -251,8 +251,9 @@ class Stack(nnx.Module):
 
             @functools.cache
             def layer(name: str, policy: str) -> Callable[..., LayerOutputs]:
-                one = functools.partial(run, name)
-                one = rematerialize(one, policy, looped=looped, mapped=mapped)
+                one = rematerialize(
+                    functools.partial(run, name), policy, looped=looped, mapped=mapped
+                )
                 return one if looped else jax.jit(one)  # traced once for all layers
 
             captured: dict[str, list[Intermediates]] = {name: [] for name in layers}
