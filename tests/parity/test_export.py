@@ -90,7 +90,8 @@ def test_a_reward_model_has_the_same_scores_in_transformers(tmp_path):
     text = "".join(json.dumps(each) + "\n" for each in pairs)
     (tmp_path / "pairs.jsonl").write_text(text)
     settings = {"data.train": (f"{tmp_path}/pairs.jsonl",), "objective.name": "reward"}
-    config = harness.write_config(tmp_path, SETTINGS | settings | {"optim.lr": 0.01})
+    settings |= {"optim.lr": 0.01, "train.batch": 8}  # as many rows as devices
+    config = harness.write_config(tmp_path, SETTINGS | settings)
     run, out = tmp_path / "run", tmp_path / "out"
     assert main(harness.words(config, run)) == 0
     assert main(["export", f"--workdir={run}", f"--out={out}", "--quiet"]) == 0

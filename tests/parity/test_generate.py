@@ -1,6 +1,5 @@
 """Generation against transformers, on a tiny model: penalties, cuts and beams."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -146,11 +145,13 @@ def test_eight_prompts_go_on_faster_than_its_generate_does():
     done = subprocess.run(words, capture_output=True, text=True, env=clean)
     assert done.returncode == 0, done.stderr
     actual = json.loads(done.stdout.splitlines()[-1])
-    ways = [f"{name} {dtype}" for name in ("jaxlm", "jaxlm, guessing") for dtype in DTYPES]
-    assert max(actual[way] for way in ways) > 1.2 * max(actual[f"transformers {d}"] for d in DTYPES)
+    ours, theirs = (
+        max(actual[f"{side} {d}"] for d in DTYPES) for side in ("jaxlm", "transformers")
+    )
+    assert ours > 1.2 * theirs
     if backend.AMX not in backend.cpu_units():
         assert actual["jaxlm float32"] >= 2 * actual["transformers float32"]
-    assert actual["same ids, jaxlm float32"] == actual["same ids, jaxlm, guessing float32"] == 1
+    assert actual["same ids, jaxlm float32"] == 1
 
 
 def test_the_benchmark_beside_its_generate_runs_and_both_give_the_same_text():
@@ -164,10 +165,10 @@ def test_the_benchmark_beside_its_generate_runs_and_both_give_the_same_text():
     assert done.returncode == 0, done.stderr
     *turns, last = done.stdout.splitlines()
     actual = json.loads(last)
-    assert len(turns) == 6
-    for name, dtype in itertools.product(("jaxlm", "jaxlm, guessing"), DTYPES):
-        rates = [actual[f"{side} {dtype}"] for side in (name, "transformers")]
-        assert actual[f"times as fast, {name} {dtype}"] == pytest.approx(rates[0] / rates[1])
+    assert len(turns) == 4
+    for dtype in DTYPES:
+        rates = [actual[f"{side} {dtype}"] for side in ("jaxlm", "transformers")]
+        assert actual[f"times as fast, jaxlm {dtype}"] == pytest.approx(rates[0] / rates[1])
     if backend.AMX not in backend.cpu_units():
         assert actual["jaxlm float32"] >= 2 * actual["transformers float32"]
-    assert actual["same ids, jaxlm float32"] == actual["same ids, jaxlm, guessing float32"] == 1
+    assert actual["same ids, jaxlm float32"] == 1
