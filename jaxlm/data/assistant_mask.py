@@ -259,7 +259,7 @@ class MaskRenderer:
         for answer in answers:
             if isinstance(answer, Refusal):
                 return Rejected(NO_MASK, f"a beginning is refused: {answer.why}", FIX)
-            texts.append(MARKS.sub("", answer))
+            texts.append(_plain(answer))
         whole, *beginnings = texts
         for text in beginnings:
             if not whole.startswith(text):

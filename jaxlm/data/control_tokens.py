@@ -57,7 +57,7 @@ class ControlTokens:
         self.pattern = re.compile(f"(?<!{GUARD})(?:{names or '(?!)'})")
         # A guard matches with the name behind it, as a lookbehind would be tried everywhere.
         self._separator = re.compile(f"{GUARD}(?:{names})?|{CUT}" + (names and f"|{names}"))
-        self._cut = re.compile(f"({GUARD}|{CUT}" + (names and f"|{names}") + ")")
+        self._cut = re.compile(f"({self._separator.pattern})")
         self._words: AsciiWords | None = None
         self._renamed: dict[str, str] = {}
         if isinstance(tokenizer, ImportedTokenizer):
@@ -82,7 +82,8 @@ class ControlTokens:
 
         A token that starts before a span belongs to the prompt.
         """
-        encoded = [self._by_words(text, spans) for text, spans in texts]
+        with library_errors("a tokenizer.json failed to encode a text", "tokenizer"):
+            encoded = [self._by_words(text, spans) for text, spans in texts]
         others = [each for each, ids in zip(texts, encoded, strict=True) if ids is None]
         rest = iter(self._by_library(others))
         return [next(rest) if ids is None else ids for ids in encoded]

@@ -11,6 +11,7 @@ import pytest
 import tokenizers as hf
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxlm.core.errors import DataError
 from jaxlm.data import ascii_words
 from jaxlm.data.control_tokens import ControlTokens, WeightedSpan
 from jaxlm.data.hub_tokenizer import ImportedTokenizer
@@ -136,6 +137,17 @@ def test_ids_and_weights_of_chat_text_are_the_librarys(library, texts, monkeypat
         np.testing.assert_array_equal(one.ids, other.ids)
         np.testing.assert_array_equal(one.weights, other.weights)
         assert one.crossed == other.crossed
+
+
+def test_a_failure_of_the_library_at_a_word_of_a_chat_is_an_error_of_the_data(library, monkeypatch):
+    control = ControlTokens(imported(library))
+
+    def fail(word):
+        raise Exception("a token is out of the vocabulary")
+
+    monkeypatch.setattr(control._words._words, "_function", fail)
+    with pytest.raises(DataError, match="out of the vocabulary"):
+        control.encode([("<|begin|>words<|end|>", [])])
 
 
 @pytest.mark.parametrize(

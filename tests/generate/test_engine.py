@@ -16,7 +16,7 @@ from jaxlm.core.random import key
 from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import decode, sampling, slots
-from jaxlm.generate.engine import Engine, EngineSettings
+from jaxlm.generate.engine import COMPILED, Engine, EngineSettings
 from jaxlm.generate.requests import QueueFull, Request, joined
 from jaxlm.generate.rows import RowSettings, Sampling, draw_rows
 from jaxlm.models.build import Blueprint
@@ -28,6 +28,8 @@ from jaxlm.models.families.phi3 import Phi3
 from jaxlm.models.families.t5 import T5
 from jaxlm.nn.rotary import LongScaling
 from jaxlm.objectives import loss
+from jaxlm.parallel import mesh
+from jaxlm.parallel.config import MeshConfig
 from jaxlm.rl.rollout import RolloutSampler, RolloutSizes
 from tests.models.parameters import draw_params
 
@@ -67,6 +69,23 @@ def engine():
     built = started()
     yield built
     built.close()
+
+
+def test_each_program_that_reads_the_weights_is_compiled_once():
+    compiled = []
+
+    def add(event, duration_secs, fun_name="", **more):
+        if event == COMPILED:
+            compiled.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(add)
+    try:
+        with jax.set_mesh(mesh.build(MeshConfig(), jax.devices()[:1])):
+            started().close()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(add)
+    for name in ("drawn_with", "score", "read"):
+        assert compiled.count(f"jit({name})") == 1, compiled
 
 
 def request(seed, **changes):

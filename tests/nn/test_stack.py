@@ -244,6 +244,23 @@ def test_a_cache_comes_back_in_its_own_shape_with_every_layer_written(pattern):
     assert all(bool((leaf != 0).all()) for leaf in jax.tree.leaves(written))
 
 
+def test_layers_of_a_kind_are_traced_once(monkeypatch):
+    stack, traces = made(4, (PLAIN,), layers="unroll"), []
+    call = Block.__call__
+
+    def counted(*inputs, **more):
+        traces.append(0)
+        return call(*inputs, **more)
+
+    monkeypatch.setattr(Block, "__call__", counted)
+    jax.eval_shape(traced, stack)
+    assert len(traces) == 1
+    empty = LayerCache.empty(ROWS, LENGTH, (1, 4, 4), jnp.dtype(jnp.float32), None)
+    inputs = LayerInputs(POSITIONS, masks.causal(LENGTH), start=np.zeros((ROWS,), np.int32))
+    jax.eval_shape(lambda stack: stack(X, inputs, caches={"0": (empty,) * 4})[0], stack)
+    assert len(traces) == 2
+
+
 @pytest.mark.slow
 def test_going_back_keeps_no_copy_of_the_weights():
     """They are arguments already. Few tokens, so that nothing else of the size is kept."""
