@@ -47,6 +47,8 @@ from jaxlm.training import state as states
 from jaxlm.tune import merge, surgery
 from jaxlm.tune.config import Full
 
+MIN_COMPILE_TIME = "jax_persistent_cache_min_compile_time_secs"
+KEPT_SECONDS = 0.1  # JAX's default of 1 leaves out a second of small programs at each start
 MAX_HELD_OUT = 50  # percent, in the fix line of an error
 _put_in_place = lru_cache.LRUCache.put
 _SCALED = re.compile(r"/attention/(query|key)/")  # weights that QK-clip scales
@@ -75,6 +77,8 @@ def start(cpu_devices: int | None = None) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(compile_cache()))
+    if MIN_COMPILE_TIME.upper() not in os.environ:
+        jax.config.update(MIN_COMPILE_TIME, KEPT_SECONDS)
     lru_cache.LRUCache.put = _put  # type: ignore[assignment]
 
 
