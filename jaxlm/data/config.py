@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from jaxlm.core import batch_schedule
 from jaxlm.core.config import setting
 from jaxlm.core.nearest import nearest_word
-from jaxlm.data import mixture_config
+from jaxlm.data import mixture_config, record_fields
 from jaxlm.data.conversations import PREFERENCES, ROLES, ChatFields, Kind
 from jaxlm.data.mixture_config import MixtureConfig, Temperature
 
@@ -86,6 +86,12 @@ class DataConfig:
         "first turns out until they fit; error ends the run",
     )
     text_key: str = setting("text", "field of a record with its text")
+    fields: tuple[str, ...] = setting(
+        (),
+        "NAME=FIELD of records whose fields have other names than data.kind reads: "
+        "prompt=question,completion=answer. The names system, user and assistant are turns. FIELD+"
+        "FIELD are joined by an empty line",
+    )
     max_dropped: float = setting(
         0.001,
         "share of records that may be broken (not JSON, not UTF-8, no text); these are left out "
@@ -152,7 +158,9 @@ class DataConfig:
     @property
     def chat(self) -> ChatFields | None:
         """Form of the records if these are conversations."""
-        return None if self.kind == "text" else ChatFields(self.kind, self.roles)
+        if self.kind == "text":
+            return None
+        return ChatFields(self.kind, self.roles, record_fields.parsed(self.fields))
 
     def of(self, name: str) -> "DataConfig":
         """Return the section as it is for one source or validation set: with the kind of that."""
@@ -201,9 +209,12 @@ class DataConfig:
         elif not self.roles:
             yield "roles", "no role is trained", "--config.data.roles=assistant"
         yield from self._kind_problems()
+        others = {self.of(name).kind for name in (*self.sources, *self.validation_sets)}
+        yield from record_fields.problems(
+            self.fields, [each for each in get_args(Kind) if each in others]
+        )
         if not self.has_chats:
             return
-        others = {self.of(name).kind for name in (*self.sources, *self.validation_sets)}
         if others & {*PREFERENCES, "prompts"} and others != {self.kind}:
             why = "prompts, and answers that were compared or judged, are mixed with no other kind"
             same = [e for e in self.train if self.of(e.partition("=")[0]).kind == self.kind]

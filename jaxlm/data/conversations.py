@@ -13,6 +13,8 @@ PREFERENCES: tuple[Kind, ...] = (
     "steps",
 )  # answers that are compared, or judged
 Message = dict[str, Any]
+Entry = tuple[str, tuple[str, ...]]  # name that a kind reads, and the fields of its value
+Fields = tuple[Entry, ...]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {
@@ -59,10 +61,11 @@ ONE_A_LINE = (
 
 
 class ChatFields(NamedTuple):
-    """Form of the records, and the roles whose turns are trained."""
+    """Form of the records, the roles whose turns are trained, and other names of fields."""
 
     kind: Kind
     roles: tuple[str, ...] = ("assistant",)
+    fields: Fields = ()
 
 
 class Rejected(Exception):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import conversations, formats, preferred, prompts
+from jaxlm.data import conversations, formats, preferred, prompts, record_fields
 from jaxlm.data.conversations import (
     NO_MESSAGES,
     PREFERENCES,
@@ -144,14 +144,20 @@ def _document(
         kind = OTHER_TYPE if is_there else NO_TEXT
         return Broken(kind, _no_text(value, name, number, text_key))
     try:
+        record = value
+        if chat.fields and isinstance(value, dict):
+            record = record_fields.renamed(value, chat.kind, chat.fields)
         if chat.kind == "prompts":
-            conversation = prompts.parse(value)
+            conversation = prompts.parse(record)
         else:
             read = preferred.parse if chat.kind in PREFERENCES else conversations.parse
-            conversation = read(value, chat.kind, chat.roles)
+            conversation = read(record, chat.kind, chat.roles)
     except Rejected as rejected:
         if isinstance(value, list):
             rejected.fix = _from_array(Path(name))
+        has_form = not rejected.fix.startswith("--")  # no setting reads the record
+        if rejected.reason in OTHER_FIELDS and isinstance(value, dict) and has_form:
+            rejected.fix = record_fields.proposed(value, chat.kind) or rejected.fix
         is_broken = rejected.reason in conversations.BROKEN
         error = not_a_conversation(rejected, name, number) if is_broken else None
         return Broken(rejected.reason, error)

@@ -44,7 +44,8 @@ class TextDigests:
         if corpus not in self._made:
             total = hashlib.sha256(corpus.text_key.encode())
             if corpus.chat is not None:
-                total.update(repr(tuple(corpus.chat)).encode())
+                kind, roles, *fields = corpus.chat
+                total.update(repr((kind, roles, *filter(None, fields))).encode())
             for name, digest in zip(corpus.names, self._files(corpus), strict=True):
                 total.update(f"\0{name}\0{digest}".encode())
             self._made[corpus] = total.hexdigest()

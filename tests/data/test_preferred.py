@@ -173,6 +173,17 @@ def test_labels_of_one_kind_are_no_preference(tmp_path):
     assert sorted(batch.answers.sides[0, :3].tolist()) == [-1, 0, 1]
 
 
+def test_a_row_holds_more_answers_than_devices_can_split_and_another_row_fewer(tmp_path):
+    records = [{"prompt": "q", "chosen": "a", "rejected": f"{n}"} for n in range(30)]
+    records[0] |= {"prompt": "q" * 90}
+    data = opened(tmp_path, records, sequence=256)
+    batch = next(data.train.evaluation(batch=data.train.plan.rows))
+    assert batch.answers.sides.shape[1] == 64
+    assert (batch.answers.sides != 0).sum(1).max() > 32
+    rejected = [data.tokenizer.decode(ids)[-2:].strip("q") for _, _, ids, _ in pairs_of(batch)]
+    assert sorted(map(int, rejected)) == list(range(30))
+
+
 def test_sources_of_pairs_are_mixed_and_each_answer_keeps_its_score(tmp_path):
     files = {
         name: write(

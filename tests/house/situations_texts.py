@@ -75,6 +75,12 @@ CHATS = _shell(
     "[print(json.dumps({'messages': [turn('user', f'q{n}'), turn('assistant', 'a' * (200 if n == "
     "7 else 1))]}), file=f) for n in range(60)]"
 )
+QA = _shell(
+    "import json; f = open('qa.jsonl', 'w'); lines = [{'question': f'{n} + 1?', 'answer': str(n), "
+    "'text': 'words', 'turns': []} for n in range(40)]; "
+    "f.writelines(json.dumps(each) + '\\n' for each in lines)"
+)
+QUESTIONS = "--config.data.train=qa.jsonl --config.data.validation=20% --config.data.sequence=128"
 CHAT = "--config.data.train=chat.jsonl --config.data.kind=chat"
 ON_CHATS = f"data stats --config=c.py {CHAT} --config.data.sequence=64 --config.data.validation=20%"
 REFUSES = (
@@ -135,6 +141,38 @@ SITUATIONS: dict[str, Situation] = {
         "train --config=c.py --workdir=new --config.data.train=python:0"
     ),
     # conversations
+    # fields of records under other names
+    **{
+        f"fields {why}": Situation(
+            f"config validate --config=c.py {QUESTIONS} --config.data.kind={kind} "
+            f"--config.data.fields={fields}",
+            QA,
+        )
+        for why, kind, fields in (
+            ("of text", "text", "user=question"),
+            ("without a name", "chat", "question"),
+            ("of an unknown name", "chat", "usr=question,assistant=answer"),
+            ("of one name", "chat", "user=question,user=answer,assistant=answer"),
+            ("of messages and turns", "chat", "messages=turns,system=system"),
+            ("without an answer", "chat", "user=question"),
+        )
+    },
+    "questions and answers as conversations": Situation(
+        f"data stats --config=c.py {QUESTIONS} --config.data.kind=chat", QA
+    ),
+    "questions that are rewarded": Situation(
+        f"data stats --config=c.py {QUESTIONS} --config.data.kind=prompts", QA
+    ),
+    "a field that records do not have": Situation(
+        f"data stats --config=c.py {QUESTIONS} --config.data.kind=chat "
+        "--config.data.fields=user=question,assistant=anwser",
+        QA,
+    ),
+    "fields that are joined and no texts": Situation(
+        f"data stats --config=c.py {QUESTIONS} --config.data.kind=chat "
+        "--config.data.fields=user=question+turns,assistant=answer",
+        QA,
+    ),
     "a chat template that is none": Situation(
         f"{ON_CHATS} --config.data.template=own.jinja", f"{CHATS}; echo '{{% for %}}' > own.jinja"
     ),
