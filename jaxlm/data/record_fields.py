@@ -107,9 +107,9 @@ def proposed(record: Mapping[str, Any], kind: Kind) -> str:
     source = next((each for each in _QUESTIONS if each in texts), None)
     target = next((each for each in _ANSWERS if each in texts and each != source), None)
     flags = []
-    for question, answer in _PROPOSED.get(kind, ()) if source else ():
+    for question, answer in _PROPOSED.get(kind, ()):
         is_needed = answer != "answer"  # a prompt may have none
-        if is_needed and target is None:
+        if source is None or (is_needed and target is None):
             continue
         more = [each for each in _CONTEXTS if source == "instruction" and each in texts]
         fields = [(question, [source, *more])]
