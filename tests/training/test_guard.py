@@ -46,11 +46,23 @@ def test_c5_a_spike_of_the_gradient_is_told_by_the_deviations_above_the_median(s
     assert bool((after.norms == state.norms).all()) == is_spike
 
 
+@pytest.mark.parametrize("level", [0.1, 5.0])
+def test_values_that_hardly_differ_have_the_deviation_of_a_share_of_their_median(level):
+    steady = jnp.full(400, level, jnp.float32)
+    state, _ = judged(guard.init_guard(CONFIG), steady, steady)
+    for sigmas, is_spike in ((5.9, False), (6.1, True)):
+        norm = jnp.float32(level * (1 + sigmas * guard.MIN_SPREAD_NORM))
+        loss = jnp.float32(level * (1 + sigmas * guard.MIN_SPREAD_LOSS))
+        verdicts = [guard.judge(state, *each, CONFIG)[1] for each in ((level, norm), (loss, level))]
+        expected = [guard.GRAD_SPIKE, guard.LOSS_SPIKE] if is_spike else [0, 0]
+        assert [int(each) for each in verdicts] == expected
+
+
 def test_c5_a_level_that_stays_is_taken_up_within_two_windows(record_property):
     norms = jnp.concatenate([series(400), series(2 * CONFIG.window, 2, level=5.0)])
     state, verdicts = judged(guard.init_guard(CONFIG), series(len(norms), 3), norms)
     skipped = np.flatnonzero(np.asarray(verdicts))
-    assert 0 < len(skipped) <= CONFIG.window
+    assert len(skipped) == guard.LEVEL_SHIFT <= CONFIG.window
     record_property("C5", f"a new level taken up after {len(skipped)} skipped")
     assert (verdicts[-CONFIG.window :] == 0).all()
     assert float(jnp.median(state.norms)) == pytest.approx(5.0, rel=0.1)
