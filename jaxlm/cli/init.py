@@ -21,8 +21,9 @@ from jaxlm.monitor import formatting
 from jaxlm.monitor.chips import MEMORY
 
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+CHAT = "--config.data.kind=chat"
 FINETUNE = (
-    "jaxlm train --config=finetune/lora --init_from=runs/base --config.data.train={}"
+    "jaxlm train --config=finetune/lora --init_from=runs/base --config.data.train={}{}"
     " --workdir=runs/chat    # runs/base: a run, or a folder of transformers"
 )
 
@@ -30,6 +31,7 @@ FINETUNE = (
 def add_arguments(parser: Parser) -> None:
     parser.withhold("the config is what this command writes")
     add_flag(parser, "--data", "GLOB", [], "text to train on, a folder or a glob; repeatable")
+    add_flag(parser, "--text_key", "FIELD", "text", "field of a record with its text")
     add_flag(parser, "--params", "N", str, "parameters, as 30M (as many as the time allows)")
     add_flag(parser, "--minutes", "N", str, "minutes of training (60; with --params no limit)")
     add_flag(parser, "--on", "MACHINE", str, "machine, as in `jaxlm plan` (this one)")
@@ -62,6 +64,7 @@ def run(args: Any, out: Output) -> int:
 
     request = starter.StarterRequest(
         data=patterns,
+        text_key=args.text_key,
         machine=named_machine(args, 1, []),
         parameters=None if args.params is None else _parameters(args.params),
         minutes=minutes,
@@ -69,11 +72,20 @@ def run(args: Any, out: Output) -> int:
     try:
         made = starter.plan_starter(request)
     except DataError as error:
-        if "data.kind=" in error.fix:  # a model is fine-tuned on conversations
-            error.fix = FINETUNE.format(shlex.quote(",".join(patterns)))
+        first, *others = error.fix.replace("--config.data.text_key=", "--text_key=").splitlines()
+        if first.startswith(CHAT):  # a model is fine-tuned on conversations
+            first = FINETUNE.format(shlex.quote(",".join(patterns)), first.removeprefix(CHAT))
+        error.fix = "\n".join([first, *others])
         raise
     words = [f"--data={each}" for each in args.data]
-    named = {"params": args.params, "minutes": args.minutes, "on": args.on, "memory": args.memory}
+    text_key = None if args.text_key == "text" else args.text_key
+    named = {
+        "text_key": text_key,
+        "params": args.params,
+        "minutes": args.minutes,
+        "on": args.on,
+        "memory": args.memory,
+    }
     words += [f"--{name}={value}" for name, value in named.items() if value is not None]
     command = shlex.join(["jaxlm", "init", *words])
     try:

@@ -336,11 +336,14 @@ def not_a_conversation(rejected: Rejected, name: str, number: int) -> DataError:
 
 def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
     is_object = isinstance(record, dict)
-    keys = [k for k, value in record.items() if isinstance(value, str)] if is_object else []
+    texts = {k: v for k, v in record.items() if isinstance(v, str)} if is_object else {}
     if is_object and not record.keys().isdisjoint(("messages", "conversations")):
         fix = "--config.data.kind=chat"
-    elif keys:
-        fix = f"--config.data.text_key={keys[0]}"
+    elif texts:
+        longest = max(texts, key=lambda name: len(texts[name]))  # others are titles, addresses
+        fix = f"--config.data.text_key={longest}"
+        if turns := record_fields.proposed(record, "chat"):
+            fix = f"--config.data.kind=chat {turns}\n{fix}"
     elif isinstance(record, list):
         fix = _from_array(Path(name))
     else:
@@ -348,7 +351,7 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
     return DataError(
         f"a record has no text under {text_key!r}",
         where=formats.place(name, number),
-        why=f"its fields with text: {', '.join(keys) or 'none'}"
+        why=f"its fields with text: {', '.join(texts) or 'none'}"
         if is_object
         else conversations.described(record),
         fix=fix,

@@ -99,6 +99,23 @@ def test_conversations_are_referred_to_fine_tuning(texts, capsys):
     assert not (texts / "my_config.py").exists()
 
 
+def test_records_of_other_fields_are_read_by_the_flag_that_the_error_prints(texts, capsys):
+    records = [{"url": "a", "content": f"{n} words of text"} for n in range(200)]
+    (texts / "web.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    assert main(["init", "--data=web.jsonl", "--on=t4"]) == 65
+    assert "fix    --text_key=content\n" in capsys.readouterr().err
+    assert main(["init", "--data=web.jsonl", "--on=t4", "--text_key=content"]) == 0
+    made_config = (texts / "my_config.py").read_text()
+    assert '    c.data.text_key = "content"\n' in made_config
+    assert "jaxlm init --data=web.jsonl --text_key=content --on=t4" in made_config
+    asked = {"question": "1+1?", "answer": "2"}
+    (texts / "qa.jsonl").write_text(json.dumps(asked) + "\n")
+    assert main(["init", "--data=qa.jsonl", "--out=qa.py"]) == 65
+    fixes = capsys.readouterr().err
+    assert "--config.data.fields=user=question,assistant=answer --workdir=runs/chat" in fixes
+    assert "--text_key=question\n" in fixes
+
+
 def test_a_file_is_not_overwritten(texts, capsys):
     (texts / "my_config.py").write_text("# mine\n")
     assert main(["init", "--data=texts"]) == 2

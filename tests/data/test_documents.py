@@ -116,11 +116,18 @@ def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_key_
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(_lines(["ok"] * 998) + b'{"content": "words", "n": 3}\n')
+    path.write_bytes(_lines(["ok"] * 998) + b'{"id": "a7", "content": "words", "n": 3}\n')
     with pytest.raises(DataError) as caught:
         _read(path)
     assert caught.value.fix == "--config.data.text_key=content"
     assert caught.value.where == f"{path}, line 999"
+    path.write_bytes(b'{"question": "1 + 1?", "answer": "2"}\n')
+    with pytest.raises(DataError) as caught:
+        _read(path)
+    assert caught.value.fix.splitlines() == [
+        "--config.data.kind=chat --config.data.fields=user=question,assistant=answer",
+        "--config.data.text_key=question",
+    ]
 
 
 def test_few_broken_records_are_counted_by_reason(tmp_path: Path) -> None:

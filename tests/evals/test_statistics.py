@@ -92,6 +92,26 @@ def test_tests_equal_those_of_scipy():
     wilson = stats.binomtest(37, 90).proportion_ci(method="wilson")
     share = estimate([1.0] * 37 + [0.0] * 53)
     assert (share.low, share.high) == pytest.approx((wilson.low, wilson.high), rel=1e-12)
+    few, of_groups = first[:4], np.repeat(first[:4], 3)
+    interval = stats.ttest_1samp(few, 0).confidence_interval()
+    for result in (estimate(few), estimate(of_groups, None, np.repeat(range(4), 3))):
+        assert (result.low, result.high) == pytest.approx((interval.low, interval.high), rel=1e-12)
+    no_change = difference(few, few, None, [0, 0, 1, 1])
+    one_more = difference(few, few + 1, None, [0, 0, 1, 1])
+    assert (no_change.p_value, one_more.p_value) == (1.0, 0.0)
+
+
+def test_the_interval_of_paired_answers_adds_half_an_item_to_each_cell():
+    both = [1] * 6 + [0] * 5
+    first = [*both, *[0] * 8, 1]
+    second = [*both, *[1] * 8, 0]
+    cells = np.array([[5, 8], [1, 6]]) + 0.5  # wrong and right, of the first and of the second
+    share = cells / cells.sum()
+    center = share[0, 1] - share[1, 0]
+    error = np.sqrt((share[0, 1] + share[1, 0] - center**2) / cells.sum())
+    compared = difference(first, second)
+    reach = stats.norm.ppf(0.975) * error
+    assert (compared.low, compared.high) == pytest.approx((center - reach, center + reach))
 
 
 def test_holm_multiplies_by_the_number_of_hypotheses_that_are_left():
@@ -102,7 +122,8 @@ def test_holm_multiplies_by_the_number_of_hypotheses_that_are_left():
 
 def test_equal_values_and_single_items():
     assert estimate([1.0] * 20).low == pytest.approx(0.8389, abs=1e-4)
-    assert estimate([1.0] * 20, None, list("aabbccddeeffgghhiijj")).low < 0.73  # 10 groups
+    grouped = estimate([1.0] * 20, None, list("aabbccddeeffgghhiijj"))  # Wilson's, of 10 groups
+    assert grouped.low == pytest.approx(10 / (10 + stats.t.ppf(0.975, 9) ** 2))
     assert estimate([2.5]) == (2.5, None, None, None)
     assert estimate([0.5, 1.0], None, ["a", "a"]) == (0.75, None, None, None)
     same = difference([1.0, 0.0] * 50, [1.0, 0.0] * 50)

@@ -163,6 +163,10 @@ SITUATIONS: dict[str, Situation] = {
     "questions that are rewarded": Situation(
         f"data stats --config=c.py {QUESTIONS} --config.data.kind=prompts", QA
     ),
+    "init of texts under another name": Situation(
+        "init --data=web.jsonl --on=t4",
+        QA + "; sed 's/text/body/; s/answer/note/' qa.jsonl > web.jsonl",
+    ),
     "a field that records do not have": Situation(
         f"data stats --config=c.py {QUESTIONS} --config.data.kind=chat "
         "--config.data.fields=user=question,assistant=anwser",

@@ -59,6 +59,7 @@ class StarterRequest:
 
     data: tuple[str, ...]  # patterns, as in data.train
     machine: Machine
+    text_key: str = "text"  # field of a record
     parameters: float | None = None  # None for as many as the time allows
     minutes: float | None = None  # None for 20 tokens per parameter
 
@@ -102,7 +103,7 @@ def plan_starter(request: StarterRequest) -> Starter:
       DataError: if the files contain no text.
       ConfigError: if no such model fits the machine.
     """
-    corpus = Corpus.find(request.data, Run().data.text_key, "--data")
+    corpus = Corpus.find(request.data, request.text_key, "--data")
     parts.probe(corpus, "--data")
     minutes = request.minutes
     if minutes is None and request.parameters is None:
@@ -194,6 +195,7 @@ def _base_settings(request: StarterRequest, parameters: float, tokenizer: str) -
     sequence = next(length for limit, length in ROWS if parameters <= limit)
     return {
         "data.train": request.data,
+        **({} if request.text_key == "text" else {"data.text_key": request.text_key}),
         "data.tokenizer": tokenizer,
         "data.sequence": sequence,
         "model.family": "qwen3",

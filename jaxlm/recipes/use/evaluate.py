@@ -178,7 +178,7 @@ def _answer_sums(opened: LoadedRun) -> Callable[[Tokens], dict[str, Mean]]:
 
 def _fix_of_run(opened: LoadedRun, fix: str) -> str:
     """Return what replaces a fix that sets how records are read: a run has its own settings."""
-    if not fix.startswith("--config.data.kind=chat"):
+    if not fix.startswith("--config.data.kind=chat") or "data.fields" in fix:
         key = opened.run.data.text_key
         return f"name files with one JSON object a line, whose text is in {key!r}"
     if chat_templates.of_folder(opened.workdir / chat_templates.HUB) is not None:
