@@ -54,6 +54,7 @@ class GGUFPlan:
       scheme: storage of the matrices whose rows its blocks divide; None for `dtype`.
       steps_of: of matrices that keep their codes, by the names of the folder; if there are any,
         they alone are in the storage of `scheme`, and all others in `dtype`.
+      importance: of the inputs of matrices, by the names of the folder, as of `quantized`.
 
     Raises ValueError, with the reason, if llama.cpp lacks the architecture or one of its tensors,
     or the scheme fits no tensor.
@@ -66,6 +67,7 @@ class GGUFPlan:
         dtype: np.dtype,
         scheme: Scheme | None = None,
         steps_of: Mapping[str, CodeSteps] = MappingProxyType({}),
+        importance: Mapping[str, np.ndarray] = MappingProxyType({}),
     ):
         self.attributes = attributes
         name = named_after(attributes["model_type"])
@@ -73,7 +75,7 @@ class GGUFPlan:
             known = ", ".join(sorted({each.model_type for each in ARCHITECTURES.values()}))
             raise ValueError(f"it is a {attributes['model_type']}; known are mistral, {known}")
         self.name, self.architecture, self.dtype = name, ARCHITECTURES[name], dtype
-        self.scheme, self.steps_of = scheme, steps_of
+        self.scheme, self.steps_of, self.importance = scheme, steps_of, importance
         self.frequencies = gguf_config.frequencies(attributes)
         self.tensors = list(self._placed(tensors))
         if scheme and all(each.dtype for each in self.tensors):
@@ -100,14 +102,13 @@ class GGUFPlan:
             return (leaf.astype(np.float32) + 1) - 1
 
         roundings: dict[str, Callable[[Any], Any]] = {}
-        places: dict[str, list[tuple[HFTensor, MappedSlice, Storage, CodeSteps | None]]]
-        places = defaultdict(list)
+        places: dict[str, list[tuple[HFTensor, MappedSlice, BlockEncoder]]] = defaultdict(list)
         for each in self.tensors:
             for theirs in each.parts:
                 for part in theirs.parts:
                     if each.dtype is None:
-                        steps = self.steps_of.get(theirs.name)
-                        places[part.path].append((theirs, part, each.storage, steps))
+                        encoder = self._encoder(theirs, each.storage)
+                        places[part.path].append((theirs, part, encoder))
                     elif self.architecture.is_scale(each.name):
                         roundings[part.path] = rounded_scale
                     else:
@@ -159,7 +160,7 @@ class GGUFPlan:
         Raises DataError if it cannot be quantized.
         """
         kind = self.architecture.rotated(tensor.name)
-        steps = self.steps_of.get(theirs.name)
+        encoder = self._encoder(theirs, tensor.storage)
         if kind is not None:
             heads = self.attributes["num_attention_heads" if kind == "q" else "num_key_value_heads"]
 
@@ -168,18 +169,23 @@ class GGUFPlan:
                 return split.swapaxes(1, 2).reshape(rows.shape)
 
             array = rotated(array)
-            if steps is not None:
+            if (steps := encoder.steps) is not None:
                 zeros = None if steps.zeros is None else rotated(steps.zeros)
-                steps = CodeSteps(rotated(steps.scales), zeros)
+                encoder = encoder._replace(steps=CodeSteps(rotated(steps.scales), zeros))
         if self.architecture.is_scale(tensor.name):
             array = array.astype(np.float32) + 1
         if tensor.dtype is not None:
             return np.ascontiguousarray(array.astype(tensor.dtype)).reshape(-1)
         try:
-            return _encoded(array.reshape(-1, tensor.shape[-1]), tensor.storage, steps).reshape(-1)
+            return encoder.encoded(array.reshape(-1, tensor.shape[-1])).reshape(-1)
         except ValueError as error:
             what = f"{theirs.name} cannot be stored in {tensor.storage.name}"
             raise DataError(what, where="--scheme", why=str(error), fix=EARLIER_STEP) from error
+
+    def _encoder(self, theirs: HFTensor, storage: Storage) -> "BlockEncoder":
+        return BlockEncoder(
+            storage, self.steps_of.get(theirs.name), self.importance.get(theirs.name)
+        )
 
     def _placed(self, tensors: Sequence[HFTensor]) -> Iterator[GGUFTensor]:
         parts: dict[str, dict[int, HFTensor]] = defaultdict(dict)
@@ -228,19 +234,26 @@ class GGUFPlan:
         return layer < first or layer >= 7 * depth // 8 or (layer - first) % 3 == 2
 
 
-def _encoded(rows: np.ndarray, storage: Storage, steps: CodeSteps | None) -> np.ndarray:
-    return quantized(rows, storage) if steps is None else with_codes(rows, steps, storage)
+class BlockEncoder(NamedTuple):
+    """Encoder of the rows of a matrix: with known codes, or by the importance of inputs."""
+
+    storage: Storage
+    steps: CodeSteps | None
+    importance: np.ndarray | None
+
+    def encoded(self, rows: np.ndarray) -> np.ndarray:
+        """Return the bytes of rows; raises ValueError, with the reason, if there are none."""
+        if self.steps is not None:
+            return with_codes(rows, self.steps, self.storage)
+        return quantized(rows, self.storage, self.importance)
 
 
-def _stored(
-    places: Sequence[tuple[HFTensor, MappedSlice, Storage, CodeSteps | None]], leaf: Any
-) -> np.ndarray:
+def _stored(places: Sequence[tuple[HFTensor, MappedSlice, BlockEncoder]], leaf: Any) -> np.ndarray:
     """Return a leaf as a reader of its quantized tensors gets it."""
     stored = np.array(leaf)
-    for theirs, part, storage, steps in places:
+    for theirs, part, encoder in places:
         matrix, is_same = stored[part.lead].reshape(part.sizes), theirs.layout == "same"
-        rows = _encoded(matrix if is_same else matrix.T, storage, steps)
-        back = dequantized(rows, storage)
+        back = dequantized(encoder.encoded(matrix if is_same else matrix.T), encoder.storage)
         stored[part.lead] = (back if is_same else back.T).reshape(part.shape)
     return stored
 

@@ -23,6 +23,9 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--dtype", ["float32", "bfloat16", "float16"], str, doc)
     doc = "storage of a GGUF's matrices in blocks; those that no block fits have --dtype"
     add_flag(parser, "--scheme", SCHEMES, str, doc)
+    doc = "glob of text, or `train`, by whose inputs a scheme searches its scales; repeatable"
+    add_flag(parser, "--calibration", "GLOB", [], doc)
+    add_flag(parser, "--calibration_tokens", "N", 262_144, "tokens of that text")
     parser.add_run_selection()
 
 
@@ -32,13 +35,17 @@ def run(args: Any, out: Output) -> int:
     flags = selection(args) | {"dtype": args.dtype}
 
     from jaxlm.recipes.exchange.export_model import To, check_scheme, export_model
+    from jaxlm.recipes.exchange.importance import check
 
     is_gguf = target.suffix == ".gguf" or args.scheme is not None
     check_scheme(args.to or "gguf", args.scheme)
     if args.to == "peft":
+        check(args.scheme, args.calibration, "")
         return _export_adapter(workdir, target, flags, out)
     to: To = args.to or ("gguf" if is_gguf else "hf")
-    answer = export_model(workdir, target, to=to, scheme=args.scheme, say=out.log, **flags)
+    text = {"calibration": args.calibration, "calibration_tokens": args.calibration_tokens}
+    flags |= text | {"scheme": args.scheme}
+    answer = export_model(workdir, target, to=to, say=out.log, **flags)
     parity, parameters = answer["parity"], f"{answer['parameters']:,} parameters"
     difference = f"{parity['largest_difference']:.3g} at most on {parity['tokens']} tokens"
     rounding = f"rounding moved them by {parity['largest_difference_by_rounding']:.3g}"

@@ -248,6 +248,45 @@ def test_a_scheme_is_read_back_bit_for_bit(family, scheme, storages, capsys, tmp
     assert output.tensor_type.name == ("Q8_0" if family.width < 256 else "Q6_K")
 
 
+@pytest.mark.few(1)
+def test_a_text_searches_scales_and_the_bytes_are_the_same_again(capsys, tmp_path):
+    family = Qwen3Moe(**SIZES | dict(hidden=64), experts=4, top_k=2)
+    run, files = imported(tmp_path, capsys, family), [tmp_path / f"{n}.gguf" for n in range(3)]
+    (tmp_path / "text.txt").write_text("a text of some length, and then more.\n" * 40)
+    flags = "--scheme=q4_0", "--calibration_tokens=256"
+    for out in files:
+        text = [f"--calibration={tmp_path}/text.txt"] if out != files[2] else []
+        words = ("export", f"--workdir={run}", f"--out={out}", *flags, *text)
+        code, answer, log = call(capsys, *words)
+        assert (code, answer["parity"]["is_bit_identical"]) == (0, True), answer
+        assert ("calibration" in answer) == bool(text)
+        if text:
+            assert answer["without_importance"] == ["token_embd.weight", "output.weight"]
+            assert "importance of inputs: 14 of 16 tensors in blocks" in log
+    assert sorted(each.name for each in tmp_path.glob("*.gguf")) == ["0.gguf", "1.gguf", "2.gguf"]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    searched, plain = read(files[0])[0], read(files[2])[0]
+    for name, tensor in searched.items():
+        is_same = np.array_equal(tensor.data, plain[name].data)
+        is_searched = tensor.tensor_type.name == "Q4_0" and name.startswith("blk.")
+        assert is_same != is_searched, name
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        ("--scheme=q8_0", "jaxlm export --workdir=r --out=m.gguf --to=gguf --scheme=q8_0 --step=3"),
+        ("", "--scheme=q4_k_m"),
+        ("--to=peft", "--scheme=q4_k_m"),
+        ("--to=hf --scheme=q4_0", "--to=gguf"),
+    ],
+)
+def test_a_text_that_nothing_reads_is_refused_at_once(flags, fix, capsys):
+    words = ("export", "--workdir=r", "--out=m.gguf", "--step=3", "--calibration=train")
+    code, answer, _ = call(capsys, *words, *flags.split())
+    assert (code, answer["error"]["fix"]) == (2, fix)
+
+
 def test_weights_that_are_not_finite_and_rows_of_no_block_are_refused(capsys, tmp_path):
     odd = Llama(**SIZES | dict(width=36, hidden=36, heads=2, kv_heads=2))
     run = imported(tmp_path, capsys, odd)

@@ -16,6 +16,7 @@ from huggingface_hub.hf_api import ModelInfo
 
 from jaxlm.checkpoint import gguf_writer
 from jaxlm.recipes import setup
+from jaxlm.recipes.exchange import importance
 from jaxlm.training.lock import Lock
 from tests.house.situation import CONFIG, ROOT, RUN, Situation
 
@@ -33,6 +34,11 @@ TINY_GGUF = (
     f"{PYTHON} -m jaxlm import --from=tiny.gguf --workdir=runs/tiny --quiet >&2"
 )
 CLIP = "--config.regularization.qk_clip=50"
+
+
+def overflows(patch: pytest.MonkeyPatch) -> None:
+    """Make the inputs of layers infinite."""
+    patch.setattr(importance, "squares", lambda rows: (rows.sum(0) / 0,))
 
 
 def refuses_removal(patch: pytest.MonkeyPatch) -> None:
@@ -207,6 +213,20 @@ SITUATIONS: dict[str, Situation] = {
     "a scheme of a folder": Situation(
         "export --workdir=runs/tiny --out=m --to=hf --scheme=q8_0", TINY_GGUF
     ),
+    "a calibration text without a scheme": Situation(
+        "export --workdir=runs/tiny --out=m --to=hf --calibration=texts/*.txt "
+        "--calibration_tokens=256",
+        TINY_GGUF,
+    ),
+    "a calibration text that no scale is searched by": Situation(
+        "export --workdir=runs/tiny --out=m.gguf --scheme=q8_0 --calibration=train", TINY_GGUF
+    ),
+    "a calibration text that overflows": Situation(
+        "export --workdir=runs/tiny --out=m.gguf --scheme=q4_0 --calibration=texts/*.txt "
+        "--calibration_tokens=256",
+        TINY_GGUF,
+        prepare=overflows,
+    ),
     "weights that no scheme holds": Situation(
         "export --workdir=runs/tiny --out=m.gguf --scheme=q8_0", TINY_GGUF, prepare=cannot_quantize
     ),
@@ -281,6 +301,9 @@ SLOW = {
     "a checkpoint that takes too long",
     "a model of the hub as GGUF",
     "a scheme of a folder",
+    "a calibration text without a scheme",
+    "a calibration text that no scale is searched by",
+    "a calibration text that overflows",
     "weights that no scheme holds",
     "a run taken over",
     "all checkpoints damaged",

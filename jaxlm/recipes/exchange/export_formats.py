@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config, hub_architecture, hub_digests
-from jaxlm.checkpoint.gguf_blocks import CodeSteps
+from jaxlm.checkpoint.gguf_blocks import CodeSteps, is_searched
 from jaxlm.checkpoint.gguf_file import library
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.gguf_writer import GGUFPlan, Scheme
@@ -55,6 +55,7 @@ class ExportJob:
     dtype: np.dtype
     scheme: Scheme | None  # of a GGUF's matrices
     steps_of: Mapping[str, CodeSteps]  # of those that keep their codes, by name
+    importance: Mapping[str, np.ndarray]  # of the inputs of matrices, by name
     workdir: Path
     shard_bytes: int
     say: Log
@@ -205,7 +206,8 @@ class GGUFExport:
 
     def __init__(self, job: ExportJob):
         self._job = job
-        self._plan = _gguf_plan(job.family, job.tensors, job.dtype, job.scheme, job.steps_of)
+        contents = job.dtype, job.scheme, job.steps_of, job.importance
+        self._plan = _gguf_plan(job.family, job.tensors, *contents)
         self._tokenizer = _gguf_tokens(job.opened.tokenizer, job.family.vocab, job.workdir)
         if (template := chat_templates.of_folder(job.workdir / chat_templates.HUB)) is not None:
             self._tokenizer["tokenizer.chat_template"] = template.source
@@ -236,6 +238,16 @@ class GGUFExport:
         """Return the number of tensors in each storage format."""
         return dict(Counter(each.storage.name for each in self._plan.tensors))
 
+    @property
+    def by_importance(self) -> dict[str, bool]:
+        """Return for each tensor in blocks, by name, if its scales are searched by importance."""
+        known = self._job.importance
+        return {
+            each.name: is_searched(each.storage) and any(part.name in known for part in each.parts)
+            for each in self._plan.tensors
+            if each.dtype is None
+        }
+
     def finish(self, place: Path, answer: dict[str, Any]) -> None:
         """Write the parity report next to the file."""
         write_json(Path(answer["out"]).with_suffix(".parity.json"), answer["parity"])
@@ -253,7 +265,7 @@ def check_gguf(opened: LoadedRun, family: Any, dtype: np.dtype, scheme: Scheme |
       dtype, scheme: as of `GGUFPlan`.
     """
     library("writing a GGUF", opened.workdir)
-    _gguf_plan(family, layout(family.build(), family.HUB), dtype, scheme, {})
+    _gguf_plan(family, layout(family.build(), family.HUB), dtype, scheme, {}, {})
     _gguf_tokens(opened.tokenizer, family.vocab, opened.workdir)
 
 
@@ -263,16 +275,17 @@ def _gguf_plan(
     dtype: np.dtype,
     scheme: Scheme | None,
     steps_of: Mapping[str, CodeSteps],
+    importance: Mapping[str, np.ndarray],
 ) -> GGUFPlan:
     """Return the contents of the file, see `GGUFPlan`. Raises ConfigError if it cannot hold them.
 
     Args:
       family: the model settings, with the rows of the embedding filled in.
-      tensors, dtype, scheme, steps_of: as of `GGUFPlan`.
+      tensors, dtype, scheme, steps_of, importance: as of `GGUFPlan`.
     """
     attributes = family.to_hub() | {"model_type": family.HUB.model_type}
     try:
-        plan = GGUFPlan(attributes, tensors, dtype, scheme, steps_of)
+        plan = GGUFPlan(attributes, tensors, dtype, scheme, steps_of, importance)
     except ValueError as error:
         raise _unsupported(str(error)) from error
     _refuse_lost(attributes, plan)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +33,11 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import (
     export_formats,
     import_model,
+    importance,
     quantized_tensors,
     reward_head,
 )
-from jaxlm.recipes.use import load
+from jaxlm.recipes.use import calibration_text, load
 from jaxlm.training.rundir import imported_facts, read_json
 from jaxlm.tune import surgery
 from jaxlm.tune.config import PROJECTIONS, Full, Quantized
@@ -73,6 +75,8 @@ def export_model(
     to: To = "hf",
     dtype: export_formats.Dtype | None = None,
     scheme: Scheme | None = None,
+    calibration: Sequence[str] = (),
+    calibration_tokens: int = calibration_text.TOKENS,
     shard_bytes: int = SHARD_BYTES,
     say: Log = lambda _: None,
     **selection: Any,
@@ -80,8 +84,9 @@ def export_model(
     """Write a run's model as a transformers folder or a GGUF, read it back, and compare the logits.
 
     The export is written as NAME.partial and renamed once both agree. Raises CommandError if the
-    output exists, ConfigError if the format does not support the model or the tokenizer, and
-    ParityError if the export gives other logits.
+    output exists or the text is for nothing, ConfigError if the format does not support the model
+    or the tokenizer, DataError if the text is in a validation set, and ParityError if the export
+    gives other logits.
 
     Args:
       workdir: the run.
@@ -89,12 +94,17 @@ def export_model(
       to: the format.
       dtype: of the tensors; None for that of the imported model, else float32.
       scheme: storage of a GGUF's matrices in blocks; those that no block fits have `dtype`.
+      calibration: globs of text, or `train`: the scales of a scheme are searched by the mean
+        squares of the inputs of each matrix.
+      calibration_tokens: of that text.
       shard_bytes: largest file of tensors.
       `say`: receives log lines.
       selection: `step`, `best`, `weights` and `cpu_devices` of `load.load_run`.
     """
     check_new(out)
     check_scheme(to, scheme)
+    plain = _plain_command(workdir, out, scheme, dtype, selection)
+    importance.check(scheme, calibration, plain)
     facts = imported_facts(workdir)
     numbers = export_formats.DTYPES[dtype or facts.get("dtype", "float32")]
 
@@ -121,6 +131,10 @@ def export_model(
     steps_of: dict[str, CodeSteps] = {}
     if quantized.run.tune != opened.run.tune:
         scheme, steps_of = _stored_codes(quantized, tensors, scheme, numbers, say)
+    measured = importance.Importance({}, 0)
+    if calibration:
+        text = importance.CalibrationText(tuple(calibration), calibration_tokens, plain)
+        measured = importance.of_text(opened, tensors, text, out.parent, say)
     job = export_formats.ExportJob(
         opened=opened,
         family=family,
@@ -128,6 +142,7 @@ def export_model(
         dtype=numbers,
         scheme=scheme,
         steps_of=steps_of,
+        importance=measured.of,
         workdir=workdir,
         shard_bytes=shard_bytes,
         say=say,
@@ -153,6 +168,18 @@ def export_model(
     }
     if isinstance(format_, export_formats.GGUFExport):
         answer |= {"scheme": scheme, "storages": format_.storages}
+    if calibration and isinstance(format_, export_formats.GGUFExport):
+        is_used = format_.by_importance
+        without = [name for name, is_known in is_used.items() if not is_known]
+        say(
+            f"scales by the importance of inputs: {len(is_used) - len(without)} of {len(is_used)} "
+            f"tensors in blocks; without: {', '.join(without) or 'none'}"
+        )
+        answer |= {
+            "calibration": list(calibration),
+            "without_importance": without,
+            "unread_experts": measured.unread,
+        }
     format_.finish(partial, answer)
     check(report, partial)
     os.replace(partial, out)
@@ -342,6 +369,20 @@ def check_scheme(to: str, scheme: str | None) -> None:
     if scheme is not None and to != "gguf":
         what, why = f"the format {to} has no scheme {scheme}", "its tensors have a dtype alone"
         raise CommandError(what, where=f"--scheme={scheme}", why=why, fix="--to=gguf")
+
+
+def _plain_command(
+    workdir: Path,
+    out: Path,
+    scheme: Scheme | None,
+    dtype: export_formats.Dtype | None,
+    selection: Mapping[str, Any],
+) -> str:
+    """Return the command that makes the same export without a text."""
+    flags = {"workdir": workdir, "out": out, "to": "gguf", "scheme": scheme, "dtype": dtype}
+    flags |= {"step": selection.get("step"), "weights": selection.get("weights")}
+    words = [f"--{name}={value}" for name, value in flags.items() if value not in (None, "raw")]
+    return shlex.join(["jaxlm", "export", *words, *(["--best"] if selection.get("best") else [])])
 
 
 def _without_heads(opened: load.LoadedRun, say: Log) -> load.LoadedRun:

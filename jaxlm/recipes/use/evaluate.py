@@ -225,7 +225,7 @@ def open_loaders(
             elif error.fix.startswith("--config."):
                 error.fix = _fix_of_run(opened, error.fix)
             raise
-    if run.data.train == ("stdlib:train",) and (opened.workdir / IMPORTED).exists():
+    if names_no_data(opened):
         say("the text is Python's own library, as no data is named; --text=GLOB names other text")
     # Mixture weights do not matter for validation sets, and other lengths change the row counts.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())
@@ -244,6 +244,11 @@ def open_loaders(
         if scores is not None:
             opened_data = reference.with_scores(opened_data, scores)
     return opened_data.validation
+
+
+def names_no_data(opened: LoadedRun) -> bool:
+    """Return True if a model was imported without data of its own."""
+    return opened.run.data.train == ("stdlib:train",) and (opened.workdir / IMPORTED).exists()
 
 
 def scorer(config: Perplexity) -> Scorer:

@@ -1,6 +1,7 @@
 """One layer of a decoder at a time on one device, and the sums of what its weights read."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
@@ -22,9 +23,10 @@ from jaxlm.ops.matmul import matmul
 from jaxlm.tune import folding, surgery
 
 STACKS = ("prefix", "stack")
-# By the paths of layers that read the same inputs x, joined by commas: x^T x and the sum of |x|;
-# for each expert, if they are the weights of experts.
-Sums = dict[str, tuple[Array, Array]]
+# By the paths of layers that read the same inputs, joined by commas: sums over the inputs; for each
+# expert, if they are the weights of experts.
+Sums = dict[str, tuple[Array, ...]]
+Summed = Callable[[Array], tuple[Array, ...]]  # of inputs [N, I]
 
 
 class LayerPath(NamedTuple):
@@ -88,13 +90,15 @@ class ExpertRange(NamedTuple):
 class _ObservedRouter:
     """In the place of a router: it sums the inputs of experts for which it chooses them.
 
-    `first` and `size` are of an `ExpertRange`; `is_counted` is [B, T], False for padding.
+    `first` and `size` are of an `ExpertRange`; `is_counted` is [B, T], False for padding; `summed`
+    is that of the `LayerRunner`. The sums are in `sums` after a call.
     """
 
-    def __init__(self, moe: Moe, first: Array, size: int, is_counted: Array, sums: Sums):
+    def __init__(self, moe: Moe, first: Array, size: int, is_counted: Array, summed: Summed):
         self._moe, self._router = moe, moe.router
         self._first, self._size = first, size
-        self._is_counted, self._sums = is_counted, sums
+        self._is_counted, self._summed = is_counted, summed
+        self.sums: Sums = {}
 
     def __call__(self, x: Array) -> Array:
         logits, moe = self._router(x), self._moe
@@ -109,23 +113,33 @@ class _ObservedRouter:
             low = inputs.astype(moe.gate.precision.activations)
             products = (matmul(low, each[number], moe.gate.precision) for each in weights)
             hidden = gated(activation, *products).astype(jnp.float32)
-            return _sums(inputs), _sums(hidden)
+            return self._summed(inputs), self._summed(hidden)
 
         read, hidden = jax.lax.map(of_expert, self._first + jnp.arange(self._size))
-        self._sums |= {"mlp/gate,mlp/up": read, "mlp/down": hidden}
+        self.sums = {"mlp/gate,mlp/up": read, "mlp/down": hidden}
         return logits
 
 
-def _sums(rows: Array) -> tuple[Array, Array]:
-    """Return x^T x and the sum of |x| over rows."""
+def gram_and_magnitudes(rows: Array) -> tuple[Array, Array]:
+    """Return x^T x [I, I] and the sum of |x| [I] over rows."""
     return jnp.matmul(rows.T, rows, precision="highest"), jnp.abs(rows).sum(0)
 
 
-class LayerRunner:
-    """One layer at a time of a decoder, on one device."""
+def squares(rows: Array) -> tuple[Array]:
+    """Return the sum of x^2 [I] over rows."""
+    return (jnp.square(rows).sum(0),)
 
-    def __init__(self, blueprint: Blueprint, params: Params):
-        self._blueprint = blueprint
+
+class LayerRunner:
+    """One layer at a time of a decoder, on one device.
+
+    Args:
+      blueprint, params: the decoder.
+      summed: what is summed of the inputs that weights read.
+    """
+
+    def __init__(self, blueprint: Blueprint, params: Params, summed: Summed = gram_and_magnitudes):
+        self._blueprint, self._summed = blueprint, summed
         outer = {name: leaf for name, leaf in params.items() if name not in STACKS}
         self._outer = _on_one_device(outer)
         self._stacked = {name: params[name] for name in STACKS if name in params}
@@ -183,6 +197,13 @@ class LayerRunner:
         program = self._program(place, reads.size, self._expert_inputs, reads.size)
         return program(*inputs, reads.first)
 
+    def observed(
+        self, place: LayerPath, block: Block, x: np.ndarray, batch: Tokens
+    ) -> tuple[Array, Sums]:
+        """Return `outputs`, and `inputs` of all linear layers and experts, of one pass."""
+        program = self._program(place, "observed", self._observed)
+        return program(self._outer, nnx.state(block), x, batch)
+
     def _program(self, place: LayerPath, key: Any, function: Any, *fixed: Any) -> Any:
         """Return a compiled function of the outer leaves, those of a layer, x and the batch."""
         if (place.path, key) not in self._programs:
@@ -204,22 +225,49 @@ class LayerRunner:
         batch: Tokens,
         first: Array,
     ) -> Sums:
-        block, sums = nnx.merge(graph, state), Sums()
-        moe = block.mlp
-        moe.router = _ObservedRouter(moe, first, size, batch.segments > 0, sums)
+        block = nnx.merge(graph, state)
+        observed = _ObservedRouter(block.mlp, first, size, batch.segments > 0, self._summed)
+        block.mlp.router = observed
         block(x, self._start(outer, batch).inputs)
-        return sums
+        return observed.sums
 
     def _inputs(
         self, graph: Any, names: tuple[str, ...], outer: Params, state: Any, x: Array, batch: Tokens
     ) -> Sums:
-        block, inputs = nnx.merge(graph, state), self._start(outer, batch).inputs
+        block = nnx.merge(graph, state)
+        return self._through(block, names, x, batch, self._start(outer, batch).inputs)[1]
+
+    def _observed(
+        self, graph: Any, outer: Params, state: Any, x: Array, batch: Tokens
+    ) -> tuple[Array, Sums]:
+        block, router = nnx.merge(graph, state), None
+        names = tuple(folding.linear_layers(block))
+        if experts := folding.expert_layers(block):
+            count = len(experts["mlp/gate"].weight[...])
+            is_counted = batch.segments > 0
+            router = _ObservedRouter(block.mlp, jnp.int32(0), count, is_counted, self._summed)
+            names = tuple(name for name in names if name != "mlp/router")
+            block.mlp.router = router
+        inputs = self._start(outer, batch).inputs
+        outputs, sums = self._through(block, names, x, batch, inputs)
+        return outputs, sums if router is None else sums | router.sums
+
+    def _through(
+        self, block: Block, names: tuple[str, ...], x: Array, batch: Tokens, inputs: LayerInputs
+    ) -> tuple[Array, Sums]:
+        """Return the outputs of a block, and the sums of what its layers `names` read.
+
+        Args:
+          block: the block, which is changed.
+          names: paths of linear layers in it.
+          x, batch, inputs: what the block reads.
+        """
         layers = folding.linear_layers(block)
         seen: list[tuple[str, int, Array]] = []
         sums: Sums = {}
         for name in names:
             surgery.replace(block, tuple(name.split("/")), _Observed(name, layers[name], seen))
-        block(x, inputs)
+        outputs = block(x, inputs)[0]
         groups: dict[int, list[str]] = {}
         for name, _, each in seen:
             groups.setdefault(id(each), []).append(name)
@@ -228,8 +276,8 @@ class LayerRunner:
                 continue
             rows = each.reshape(*each.shape[: each.ndim - dims], -1).astype(jnp.float32)
             rows = jnp.where((batch.segments > 0)[..., None], rows, 0.0)
-            sums[",".join(group)] = _sums(rows.reshape(-1, rows.shape[-1]))
-        return sums
+            sums[",".join(group)] = self._summed(rows.reshape(-1, rows.shape[-1]))
+        return outputs, sums
 
     def _start(self, outer: Params, batch: Tokens) -> _Start:
         module = self._blueprint.merge({**self._blueprint.shapes, **outer})

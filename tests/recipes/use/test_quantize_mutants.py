@@ -171,7 +171,7 @@ COMPILED = {
         factors,
     ),
     "padding is read": (
-        *(LayerRunner, "_inputs", "jnp.where((batch.segments > 0)[..., None], rows, 0.0)", "rows"),
+        *(LayerRunner, "_through", "jnp.where((batch.segments > 0)[..., None], rows, 0.0)", "rows"),
         sums,
     ),
     "the last batch alone is read": (
