@@ -1,15 +1,14 @@
 """Continuations of a batch of prompts by the engine."""
 
-import functools
 from collections.abc import Sequence
 
 from jaxlm.core.callbacks import OnText
 from jaxlm.core.errors import ConfigError
 from jaxlm.generate import slots
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.engine import ALL_CHUNKS, Engine, EngineSettings
+from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.grammar import Grammar
-from jaxlm.generate.requests import Delta, Request, joined
+from jaxlm.generate.requests import Delta, Request
 from jaxlm.generate.rows import Sampling
 from jaxlm.generate.sampler import STREAMED_TOKENS, Continuation
 
@@ -27,7 +26,6 @@ def settings_of(config: GenerateConfig, rows: Ids) -> EngineSettings:
         context=context,
         chunk=min(MAX_CHUNK, context),
         is_int8=config.kv_cache_dtype == "int8",
-        max_waiting=len(rows) * context,
     )
 
 
@@ -60,15 +58,13 @@ def continue_rows(
         frequency=config.frequency_penalty,
     )
     seeds = config.seed if len(config.seed) > 1 else config.seed * len(rows)
-    parts: list[list[Delta]] = [[] for _ in rows]
 
     def deliver(row: int, delta: Delta) -> None:
-        parts[row].append(delta)
         if on_text is not None:
             on_text(row, delta.text, delta.reason is not None)
 
-    for row, (ids, seed) in enumerate(zip(rows, seeds, strict=True)):
-        request = Request(
+    requests = (
+        Request(
             ids=tuple(ids),
             max_tokens=config.max_tokens,
             sampling=sampling,
@@ -78,15 +74,12 @@ def continue_rows(
             top=0,
             grammar=grammar,
         )
-        engine.submit(request, functools.partial(deliver, row))
+        for ids, seed in zip(rows, seeds, strict=True)
+    )
     passes = slots.PASSES if on_text is None else STREAMED_TOKENS
-    while not engine.is_idle:
-        engine.tick(ALL_CHUNKS, passes)
-        if engine.failure is not None:
-            raise engine.failure
     results = []
-    for prompt, deltas in zip(config.prompts, parts, strict=True):
-        whole = joined(deltas)
+    drawn = engine.results(requests, deliver, passes)
+    for prompt, whole in zip(config.prompts, drawn, strict=True):
         if whole.reason == "grammar":
             raise ConfigError(
                 "the grammar became too complex while its text was drawn",

@@ -5,10 +5,12 @@ arrival change no bit of it. `Engine.warm_up` compiles all programs before the f
 """
 
 import dataclasses
+import functools
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +45,7 @@ from jaxlm.parallel import rules
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event of a compilation
 TICK_CHUNKS = 2  # between two tokens of a stream
 ALL_CHUNKS = 2**31  # if no stream waits for its next token
+STOP_PASSES = 8  # of a call if a row has a stop, which the device does not know
 MEASURED_PASSES = 8  # to compare the time of passes with guesses and without
 
 
@@ -55,7 +58,7 @@ class EngineSettings:
       context: largest number of tokens of a request, its prompt included.
       chunk: tokens of a prompt that are read in one pass.
       is_int8: store the KV cache in int8.
-      max_waiting: tokens of requests that may wait for a slot.
+      max_waiting: tokens of requests that may wait for a slot; None for any number.
       prefix_bytes: bytes of beginnings of prompts that are kept for later requests; a model whose
         layers have windows keeps none.
     """
@@ -64,7 +67,7 @@ class EngineSettings:
     context: int = 1024
     chunk: int = 64
     is_int8: bool = False
-    max_waiting: int = 2**20
+    max_waiting: int | None = None
     prefix_bytes: int = 0
 
 
@@ -83,6 +86,8 @@ class Engine:
       draft: guesses tokens that a pass verifies; no text depends on it. Passes verify none while
         that costs more time than it saves, see `balance`. The last bits of log-probabilities are
         those of another program then.
+      programs: those of an engine of this model, with the same settings and other weights. Nothing
+        compiles then.
 
     Raises:
       ConfigError: if the engine does not support the model or its mesh.
@@ -96,6 +101,7 @@ class Engine:
         settings: EngineSettings,
         *,
         draft: Draft | None = None,
+        programs: Programs | None = None,
     ):
         check_supported(blueprint)
         self.tokenizer, self.context = tokenizer, settings.context
@@ -117,7 +123,7 @@ class Engine:
         self._waiting: deque[Ticket] = deque()
         self._waiting_tokens = 0
         self._lock = threading.Condition()
-        self._programs: Programs = slots.build(
+        self.programs = programs or slots.build(
             blueprint.merge,
             params,
             rows=self.rows,
@@ -126,8 +132,8 @@ class Engine:
             is_int8=settings.is_int8,
             draft=draft,
         )
-        self._ready = self._programs.prepare(params)
-        self._state = self._programs.empty()
+        self._ready = self.programs.prepare(params)
+        self._state = self.programs.empty()
         named = [self._state.cache.layers]
         if draft is not None:
             named.append(draft.caches(self._state.draft))
@@ -161,10 +167,10 @@ class Engine:
             sampling = Sampling(temperature=1.0, top_p=0.9)
             request = Request(ids=ids, max_tokens=1, sampling=sampling, top=top)
             self.complete([dataclasses.replace(request, is_prompt_scored=is_scored)])
-            self._state = self._programs.wipe(self._state, np.int32(0))
+            self._state = self.programs.wipe(self._state, np.int32(0))
             if self._has_prefixes:
-                block = self._programs.save(self._state, np.int32(0), np.int32(0))
-                self._state = self._programs.load(self._state, np.int32(0), np.int32(0), block)
+                block = self.programs.save(self._state, np.int32(0), np.int32(0))
+                self._state = self.programs.load(self._state, np.int32(0), np.int32(0), block)
         if self.drafting is not None:
             self.drafting.mode = "never"
             self.complete([Request(ids=ids, max_tokens=1, top=1), Request(ids=ids, max_tokens=1)])
@@ -174,7 +180,7 @@ class Engine:
 
     def _largest_calls(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """Yield the programs that read the weights, each with the arguments of a call."""
-        programs, start = self._programs, (self._ready, self._state)
+        programs, start = self.programs, (self._ready, self._state)
         zero, ids = np.int32(0), np.zeros(self.chunk, np.int32)
         on, counts = np.ones(self.rows, bool), np.zeros(self.rows, np.int32)
         rows = (on, counts, self._all_allowed(), counts, zero, np.bool_(False))
@@ -191,7 +197,7 @@ class Engine:
 
     def _measured(self) -> DraftBalance:
         """Return the balance of calls with guesses and without, of greedy rows without text."""
-        assert self._programs.draw_guessed is not None
+        assert self.programs.draw_guessed is not None
         on, off = np.ones(self.rows, bool), np.zeros(self.rows, bool)
         allowed = self._all_allowed()
         left = np.full(self.rows, 2**30, np.int32)
@@ -199,20 +205,20 @@ class Engine:
         def seconds(passes: int, program: Callable[..., Any], *more: np.ndarray) -> float:
             limits = left, np.int32(passes), np.bool_(False)
             inputs = (on, np.full(self.rows, NO_SCORES, np.int32), allowed, *limits, *more)
-            self._state = jax.block_until_ready(self._programs.empty())
+            self._state = jax.block_until_ready(self.programs.empty())
             begun = balance.clock()
             self._state, drawn = program(self._ready, self._state, *inputs)
             jax.block_until_ready(drawn.passes)
             return balance.clock() - begun
 
         times = []
-        for program in ((self._programs.draw,), (self._programs.draw_guessed, off)):
+        for program in ((self.programs.draw,), (self.programs.draw_guessed, off)):
             counts = (1,) * 6 + (MEASURED_PASSES,) * 3
             taken = [(n, seconds(n, *program)) for n in counts]
             one, several = (min(s for n, s in taken if n == k) for k in (1, MEASURED_PASSES))
             each = max(several - one, several / 2) / (MEASURED_PASSES - 1)
             times.append(CallTimes(max(one - each, 0.0), each))
-        self._state = self._programs.empty()
+        self._state = self.programs.empty()
         return DraftBalance(*times)
 
     @property
@@ -244,9 +250,9 @@ class Engine:
             raise ValueError(f"{request.size} tokens do not fit a slot of {self.context}")
         ticket = Ticket(request, deliver)
         with self._lock:
-            total = self._waiting_tokens + request.size
-            if self._waiting and total > self.max_waiting:
-                raise QueueFull(self._seconds_of(total - self.max_waiting))
+            total, most = self._waiting_tokens + request.size, self.max_waiting
+            if self._waiting and most is not None and total > most:
+                raise QueueFull(self._seconds_of(total - most))
             self._waiting.append(ticket)
             self._waiting_tokens += request.size
             self._lock.notify()
@@ -275,17 +281,44 @@ class Engine:
                 self._lock.wait(seconds)
 
     def complete(self, requests: Sequence[Request]) -> list[CompletedRequest]:
-        """Return the results of some requests, in their order, by ticks of this thread."""
-        deltas: list[list[Delta]] = [[] for _ in requests]
-        for request, parts in zip(requests, deltas, strict=True):
-            self.submit(request, parts.append)
-        while any(not parts or parts[-1].reason is None for parts in deltas):
-            self.advance()
-        return [joined(parts) for parts in deltas]
+        """Return the results of some requests, in their order, see `results`."""
+        return list(self.results(requests))
 
-    def advance(self) -> None:
-        """Tick as far as one call of the device can: for texts that are not streamed."""
-        self.tick(chunks=ALL_CHUNKS, passes=slots.PASSES)
+    def results(
+        self,
+        requests: Iterable[Request],
+        deliver: Callable[[int, Delta], None] | None = None,
+        passes: int = slots.PASSES,
+    ) -> Iterator[CompletedRequest]:
+        """Yield the result of each request, in their order, by ticks of this thread.
+
+        Later requests are drawn meanwhile. A few are taken at a time, to fill the slots. Raises the
+        exception of a pass.
+
+        Args:
+          requests: the requests.
+          deliver: receives the number of a request and each part of its result.
+          passes: most tokens of a row in a tick.
+        """
+        remaining, running = enumerate(requests), deque[list[Delta]]()
+
+        def receive(number: int, parts: list[Delta], delta: Delta) -> None:
+            parts.append(delta)
+            if deliver is not None:
+                deliver(number, delta)
+
+        while True:
+            free = max(2 * self.rows - self.running - self.waiting, 0)
+            for number, request in itertools.islice(remaining, free):
+                running.append([])
+                self.submit(request, functools.partial(receive, number, running[-1]))
+            while running and running[0] and running[0][-1].reason:
+                yield joined(running.popleft())
+            if not running:
+                return
+            self.tick(ALL_CHUNKS, passes)
+            if self.failure is not None:
+                raise self.failure
 
     def tick(self, chunks: int = TICK_CHUNKS, passes: int = 1) -> None:
         """Admit, read at most some chunks of prompts, draw a token for each row, deliver.
@@ -312,7 +345,7 @@ class Engine:
             if self.counters.failures > 1:
                 raise
             self.failure = error
-            self._state = self._programs.empty()
+            self._state = self.programs.empty()
             self.prefixes.clear()
 
     def end_all(self, reason: Reason) -> None:
@@ -377,7 +410,7 @@ class Engine:
                 ends=self._ends(request),
                 settings=RowSettings.of(request.sampling),
             )
-            self._state = self._programs.admit(self._state, np.int32(slot), arrival)
+            self._state = self.programs.admit(self._state, np.int32(slot), arrival)
             if self._has_prefixes:
                 self._load_prefix(slot, ticket)
 
@@ -395,7 +428,7 @@ class Engine:
             if self._needs_stream and not is_seen:
                 return
             inputs = np.int32(slot), np.int32(ticket.read), block
-            self._state = self._programs.load(self._state, *inputs)
+            self._state = self.programs.load(self._state, *inputs)
             if is_seen and ticket.seen == ticket.read:
                 ticket.seen += self.chunk
             if is_followed and ticket.followed == ticket.read:
@@ -447,16 +480,16 @@ class Engine:
         if request.is_prompt_scored and request.top is not None:
             after = np.full(self.chunk, self.tokenizer.pad, np.int32)
             after[:count] = request.ids[start + 1 : start + 1 + count]
-            self._state, scores = self._programs.score(*inputs, after)
+            self._state, scores = self.programs.score(*inputs, after)
             scores = jax.device_get(scores)
             ticket.add_prompt_scores(
                 [_score(scores, place, int(after[place]), request.top) for place in range(count)]
             )
         elif is_seen:
-            assert self._programs.read_seen is not None
-            self._state = self._programs.read_seen(*inputs)
+            assert self.programs.read_seen is not None
+            self._state = self.programs.read_seen(*inputs)
         else:
-            self._state = self._programs.read(*inputs)
+            self._state = self.programs.read(*inputs)
         ticket.read += count
         if is_seen:
             ticket.seen += count
@@ -478,16 +511,16 @@ class Engine:
         known = ticket.seen >= stop, ticket.followed >= stop
         before = self.prefixes.get(name)
         if before is None or known > before[1]:
-            block = self._programs.save(self._state, np.int32(slot), np.int32(start))
+            block = self.programs.save(self._state, np.int32(slot), np.int32(start))
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(block))
             self.prefixes.add(name, (block, known), size)
 
     def _follow(self, chunk: Chunk) -> None:
         """Let the draft read a chunk."""
-        assert self._programs.follow is not None
+        assert self.programs.follow is not None
         slot, ids, start, size = chunk
         inputs = np.int32(slot), ids, np.int32(start), np.int32(size)
-        self._state = self._programs.follow(self._ready, self._state, *inputs)
+        self._state = self.programs.follow(self._ready, self._state, *inputs)
         jax.block_until_ready(self._state.token)
         ticket = self._tickets[slot]
         assert ticket is not None
@@ -522,6 +555,8 @@ class Engine:
             if ticket.matcher is not None:
                 allowed[slot] = ticket.matcher.mask()
                 passes = 1
+            if ticket.request.stop:
+                passes = min(passes, STOP_PASSES)
         drafting, call = self.drafting, DrawCall(False, passes)
         ready: list[int] = []
         if drafting is not None:
@@ -531,12 +566,12 @@ class Engine:
         inputs = (self._ready, self._state, active, top, allowed, *limits)
         begun = balance.clock()
         if call.is_guessed:
-            assert self._programs.draw_guessed is not None
+            assert self.programs.draw_guessed is not None
             is_guessed = np.zeros(self.rows, bool)
             is_guessed[ready] = True
-            self._state, drawn = self._programs.draw_guessed(*inputs, is_guessed)
+            self._state, drawn = self.programs.draw_guessed(*inputs, is_guessed)
         else:
-            self._state, drawn = self._programs.draw(*inputs)
+            self._state, drawn = self.programs.draw(*inputs)
         scores = drawn.scores if (top != NO_SCORES).any() else None
         done, is_drawn, tokens, is_finite, scores = jax.device_get((*drawn[:4], scores))
         places = is_drawn[: int(done) * len(is_drawn) // slots.PASSES]
@@ -551,7 +586,7 @@ class Engine:
                     continue  # its text has reached a stop that the device does not know
                 if not is_finite[number, slot]:
                     self._tickets[slot] = None
-                    self._state = self._programs.wipe(self._state, np.int32(slot))
+                    self._state = self.programs.wipe(self._state, np.int32(slot))
                     ticket.end("error")
                     continue
                 token, count = int(tokens[number, slot]), ticket.request.top
@@ -575,6 +610,15 @@ def check_supported(blueprint: Blueprint) -> None:
         why = f"the mesh splits them {ways} ways, and the engine reads prompts one at a time"
         one_device = "--cpu_devices=1" if backend.name() == "cpu" else "CUDA_VISIBLE_DEVICES=0"
         raise ConfigError(what, where="mesh.data", why=why, fix=one_device)
+
+
+def is_supported(blueprint: Blueprint) -> bool:
+    """Return True if the engine supports the model, and the mesh, which is current."""
+    try:
+        check_supported(blueprint)
+    except ConfigError:
+        return False
+    return jax.process_count() == 1
 
 
 def _score(scores: Scores, place: int | tuple[int, int], token: int, top: int) -> TokenScore:

@@ -338,11 +338,13 @@ def build(
     def wipe(state: Slots, slot: Array) -> Slots:
         return with_kept(state, map_layers(lambda cache: cache.cleared(slot), kept(state)))
 
-    made = jax.jit(empty)
+    # The programs hold no weights: engines of other weights use them too.
+    shapes = jax.eval_shape(lambda params: params, params)
+    made = jax.jit(lambda: empty(jax.tree.map(jnp.zeros_like, shapes)))
     prepared = jax.jit(prepare) if decode.needs_relayout() else prepare
     return Programs(
         prepare=lambda params: (prepared(params), draft.weights() if draft is not None else []),
-        empty=lambda: made(params),
+        empty=made,
         admit=jax.jit(admit, donate_argnums=0),
         read=jax.jit(read, donate_argnums=1),
         read_seen=jax.jit(read_seen, donate_argnums=1) if draft and draft.has_stream else None,

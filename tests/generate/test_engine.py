@@ -327,11 +327,11 @@ def test_v26_a_failed_pass_ends_what_runs_and_a_second_one_is_raised(engine, mon
         raise RuntimeError("the pass failed")
 
     expected = engine.complete([request(2)])
-    broken = dataclasses.replace(engine._programs, draw=fail)
+    broken = dataclasses.replace(engine.programs, draw=fail)
     deltas = []
     engine.submit(request(2), deltas.append)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_programs", broken)
+        patch.setattr(engine, "programs", broken)
         for _ in range(5):
             engine.tick()
         assert joined(deltas).reason == "error"
@@ -339,8 +339,8 @@ def test_v26_a_failed_pass_ends_what_runs_and_a_second_one_is_raised(engine, mon
         with pytest.raises(RuntimeError, match="the pass failed"):
             for _ in range(5):
                 engine.tick()
-    engine._state = engine._programs.empty()
-    engine.counters.failures = 0
+    engine._state = engine.programs.empty()
+    engine.counters.failures, engine.failure = 0, None
     assert engine.complete([request(2)]) == expected
 
 

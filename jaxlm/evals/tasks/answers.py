@@ -6,94 +6,73 @@ Example:
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax import Array
-from jax.sharding import Mesh
 
-from jaxlm.core import random
 from jaxlm.corpus.filters.linear import LinearClassifier
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals import code, metrics, statistics, verify
 from jaxlm.evals.tasks.config import Answer
 from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.sampler import Continuation, Sampler
+from jaxlm.generate.continuer import Ask, Continuer, chunk_of
+from jaxlm.generate.engine import EngineSettings
+from jaxlm.generate.sampler import Continuation
 from jaxlm.models.build import Blueprint
-from jaxlm.parallel import rules
 
-ROWS = 16  # of a device in a pass
+ROWS = 16  # answers at a time, whose number changes the last bits of a product
+PREFIX_BYTES = 2**28  # of beginnings of prompts that are kept for later ones
 PASS_AT = (1, 10, 100)  # besides the number of drawn answers
 
 
 class Writer:
-    """Continuations of the prompts of a task, whose passes depend on its items alone.
-
-    Use it under the mesh.
+    """Continuations of the prompts of a task. Use it under the mesh.
 
     Args:
-      kind: stops and the largest number of tokens.
+      kind: stops, the largest number of tokens, and the drawn answers.
       blueprint: the model.
-      mesh: mesh of the parameters.
       tokenizer: the tokenizer, of a chat or of the run.
+      lengths: tokens of each prompt of the task.
       seed: seed of drawn answers.
     """
 
     def __init__(
-        self, kind: Answer, blueprint: Blueprint, mesh: Mesh, tokenizer: Tokenizer, seed: int
+        self,
+        kind: Answer,
+        blueprint: Blueprint,
+        tokenizer: Tokenizer,
+        lengths: Sequence[int],
+        seed: int,
     ):
-        def sampler(temperature: float) -> Sampler:
-            settings = GenerateConfig(
-                prompts=(), max_tokens=kind.max_tokens, temperature=temperature, stop=kind.stop
-            )
-            return Sampler(settings, blueprint, tokenizer)
+        self._kind, self._seed, self.max_tokens = kind, seed, kind.max_tokens
+        self.sizes = EngineSettings(
+            rows=ROWS,
+            context=max(lengths) + kind.max_tokens,
+            chunk=chunk_of(lengths),
+            prefix_bytes=PREFIX_BYTES,
+        )
+        limits = GenerateConfig(prompts=(), max_tokens=kind.max_tokens, stop=kind.stop)
+        self._continuer = Continuer(blueprint, tokenizer, self.sizes, limits)
 
-        self._greedy = sampler(0.0)
-        self._drawing = sampler(kind.temperature) if kind.samples else None
-        self._samples, self._seed = kind.samples, seed
-        self._rows = ROWS * rules.split(mesh, "batch")
-        self._filler = [tokenizer.eos]
-
-    def write(self, params: Any, prompts: Sequence[ScoringRequest]) -> list[Continuation]:
-        """Return the greedy continuation of each prompt."""
-        key = random.key(0, "sample")  # greedy answers do not depend on it
-        return self._continued(self._greedy, params, prompts, [key] * len(prompts))
-
-    def draw(
+    def write(
         self, params: Any, prompts: Sequence[ScoringRequest], names: Sequence[str]
     ) -> list[list[Continuation]]:
-        """Return the drawn continuations of each prompt: functions of the seed and its name."""
-        if self._drawing is None:
-            return [[] for _ in prompts]
-        count = self._samples
-        seeds = [seed_of(self._seed, name, n) for name in names for n in range(count)]
-        keys = [random.key(seed, "sample") for seed in seeds]
-        repeated = [each for each in prompts for _ in range(count)]
-        drawn = self._continued(self._drawing, params, repeated, keys)
-        return [drawn[first : first + count] for first in range(0, len(drawn), count)]
+        """Return the greedy answer to each prompt, and then its drawn ones.
 
-    def _continued(
-        self,
-        sampler: Sampler,
-        params: Any,
-        prompts: Sequence[ScoringRequest],
-        keys: Sequence[Array],
-    ) -> list[Continuation]:
-        """Return the continuation of each prompt; prompts of similar length share a pass."""
-        lengths = [len(each.ids) for each in prompts]
-        order = np.argsort(lengths, kind="stable").tolist()
-        written: dict[int, Continuation] = {}
-        for first in range(0, len(order), self._rows):
-            part = order[first : first + self._rows]
-            spare = self._rows - len(part)
-            rows = [*(prompts[index].ids for index in part), *[self._filler] * spare]
-            row_keys = [*(keys[index] for index in part), *[keys[0]] * spare]
-            answers = sampler.continue_rows(params, rows, row_keys, least=max(lengths))
-            written |= dict(zip(part, answers, strict=False))  # without those of fillers
-        return [written[index] for index in range(len(prompts))]
+        Drawn answers are functions of the seed and the name of their prompt.
+        """
+        kind, asks = self._kind, list[Ask]()
+        for prompt, name in zip(prompts, names, strict=True):
+            asks.append(Ask(prompt.ids))
+            for number in range(kind.samples):
+                seed = seed_of(self._seed, name, number)
+                asks.append(Ask(prompt.ids, seed, kind.temperature))
+        texts = iter(self._continuer.texts(params, asks))
+        return [[*itertools.islice(texts, 1 + kind.samples)] for _ in prompts]
 
 
 def seed_of(seed: int, name: str, sample: int) -> int:

@@ -91,10 +91,11 @@ def written(question: Question, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_finite(line: Mapping[str, Any]) -> bool:
-    """Return whether every score of a sample is finite."""
+    """Return whether every score of a sample is finite, and the logits of its answer were."""
     nats = line.get("nats", [])
     scores = nats if isinstance(nats, list) else [nats]
-    return all(map(math.isfinite, [*scores, *(line.get("unconditional") or ())]))
+    is_drawn = line.get("finish_reason") != "error"
+    return is_drawn and all(map(math.isfinite, [*scores, *(line.get("unconditional") or ())]))
 
 
 def summary(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -132,6 +132,6 @@ def _drawn(
     """Return the answers to what fits in the context and has a finite distribution."""
     ids = dict(zip(asked, encoder.ids(list(asked.values())), strict=True))
     fitting = [n for n, each in ids.items() if len(each) <= room]
-    results = drawer.results([(ids[n], seeds[n])] for n in fitting)
-    drawn = {n: result for n, (result,) in zip(fitting, results, strict=True)}
+    results = drawer.results((ids[n], seeds[n]) for n in fitting)
+    drawn = dict(zip(fitting, results, strict=True))
     return {n: each for n, each in drawn.items() if each.reason != "error"}

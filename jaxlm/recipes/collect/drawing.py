@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import statistics
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
@@ -11,7 +9,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.engine import Engine, EngineSettings
-from jaxlm.generate.requests import CompletedRequest, Delta, Request, joined
+from jaxlm.generate.requests import CompletedRequest, Request
 from jaxlm.recipes.collect.prompts import Messages
 from jaxlm.recipes.use import generate
 from jaxlm.recipes.use.load import LoadedRun
@@ -46,16 +44,6 @@ class PromptEncoder:
         return ChatTokenizer(self._opened.tokenizer, template)
 
 
-def chunk_of(lengths: Sequence[int]) -> int:
-    """Return the ids of a prompt that are read at a time: the median prompt, from 16 to 64.
-
-    The last id is read with the answer. A longer chunk of short prompts is mostly padding, which
-    costs as much as some tokens of an answer.
-    """
-    size = 1 << max(int(statistics.median(lengths)) - 2, 0).bit_length()
-    return min(max(size, 16), 64)
-
-
 class Drawer:
     """An engine that draws answers, in a `with` block, under the mesh of the run.
 
@@ -66,7 +54,7 @@ class Drawer:
     """
 
     def __init__(self, opened: LoadedRun, settings: EngineSettings, answer: Request):
-        self._slots, self._answer = settings.rows, answer
+        self._answer = answer
         model = opened.model.blueprint, opened.params, opened.tokenizer
         self._engine = Engine(*model, settings)
 
@@ -76,25 +64,8 @@ class Drawer:
     def __exit__(self, *_: object) -> None:
         self._engine.close()
 
-    def results(self, groups: Iterable[Sequence[Ask]]) -> Iterator[list[CompletedRequest]]:
-        """Yield the answers to each group, in order; later groups are drawn meanwhile."""
-        engine, remaining = self._engine, iter(groups)
-        running: deque[list[list[Delta]]] = deque()
-        is_done = False
-        while not is_done or running:
-            while not is_done and engine.waiting < self._slots:
-                group = next(remaining, None)
-                if group is None:
-                    is_done = True
-                    break
-                answers: list[list[Delta]] = [[] for _ in group]
-                for (ids, seed), parts in zip(group, answers, strict=True):
-                    request = dataclasses.replace(self._answer, ids=tuple(ids), seed=seed)
-                    engine.submit(request, parts.append)
-                running.append(answers)
-            while running and all(parts and parts[-1].reason for parts in running[0]):
-                yield [joined(parts) for parts in running.popleft()]
-            if running:
-                engine.advance()
-                if engine.failure is not None:
-                    raise engine.failure
+    def results(self, asks: Iterable[Ask]) -> Iterator[CompletedRequest]:
+        """Yield the answers, in order; later ones are drawn meanwhile."""
+        return self._engine.results(
+            dataclasses.replace(self._answer, ids=tuple(ids), seed=seed) for ids, seed in asks
+        )

@@ -22,13 +22,14 @@ from jaxlm.core import disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError, cannot_write
 from jaxlm.evals.samples import SAMPLES, Samples, read
+from jaxlm.generate.continuer import chunk_of
 from jaxlm.generate.engine import EngineSettings
 from jaxlm.generate.requests import CompletedRequest, Request
 from jaxlm.generate.rows import Sampling
 from jaxlm.monitor import sinks
 from jaxlm.recipes.collect import critique, judges, keeping, over_optimization, prompts
 from jaxlm.recipes.collect.critique import Principles, Revision
-from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder, chunk_of
+from jaxlm.recipes.collect.drawing import Drawer, PromptEncoder
 from jaxlm.recipes.collect.judges import TRUTH_FLAG, DrawnAnswer, Judge
 from jaxlm.recipes.collect.prompts import CollectPrompt
 from jaxlm.recipes.rate.texts import TextPair
@@ -324,12 +325,10 @@ def _drafts(
         numbers = range(settings.samples)
         drawn = prompts.seeds([(prompt, n) for prompt, _ in part for n in numbers], settings.seed)
         seeds = [drawn[n : n + len(numbers)] for n in range(0, len(drawn), len(numbers))]
-        groups = (
-            [(ids, seed) for seed in each] for (_, ids), each in zip(part, seeds, strict=True)
-        )
-        answers = drawer.results(groups)
-        for (prompt, _), each, results in zip(part, seeds, answers, strict=True):
-            yield _Drawn(prompt, each, results)
+        asks = zip(part, seeds, strict=True)
+        answers = drawer.results((ids, seed) for (_, ids), each in asks for seed in each)
+        for (prompt, _), each in zip(part, seeds, strict=True):
+            yield _Drawn(prompt, each, list(itertools.islice(answers, len(each))))
 
 
 class _Sample(NamedTuple):

@@ -183,7 +183,15 @@ def serving_error(memory: EngineMemory, when: str) -> OutOfMemory:
     return memory.error(f"{forecast.slots} slots", when, fixes)
 
 
-def texts_error(memory: EngineMemory, when: str, *, longest: int, has_draft: bool) -> OutOfMemory:
+def texts_error(
+    memory: EngineMemory,
+    when: str,
+    *,
+    longest: int,
+    has_draft: bool = False,
+    fewer: str = "at most {} prompts at once",
+    shorter: str = "--max_tokens={}",
+) -> OutOfMemory:
     """Return the error of texts beyond the memory, see `serving_error`.
 
     Args:
@@ -191,14 +199,16 @@ def texts_error(memory: EngineMemory, when: str, *, longest: int, has_draft: boo
       when: the moment at which it was seen.
       longest: tokens of the longest prompt.
       has_draft: if a draft guesses tokens.
+      fewer: fix with a number of texts at once; empty without such a setting.
+      shorter: fix with a number of tokens of a text.
     """
     fixes = []
     if has_draft and memory.fits(draft=None):
         fixes.append("without --draft the text is the same")
-    if most := memory.slots:
-        fixes.append(f"at most {most} prompts at once")
+    if fewer and (most := memory.slots):
+        fixes.append(fewer.format(most))
     if tokens := memory.fewer_tokens(longest):
-        fixes.append(f"--max_tokens={tokens}")
+        fixes.append(shorter.format(tokens))
     return memory.error(f"{memory.plan().slots} texts", when, fixes)
 
 

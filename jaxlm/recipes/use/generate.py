@@ -17,7 +17,7 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import batch
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.engine import Engine, check_supported
+from jaxlm.generate.engine import Engine, check_supported, is_supported
 from jaxlm.generate.grammar import GrammarCompiler, GrammarRefused, GrammarSource
 from jaxlm.generate.sampler import Continuation, Sampler, check_positions, prompt_rows
 from jaxlm.recipes.plan import oom
@@ -114,29 +114,20 @@ def continue_prompts(
     if template is not None:
         tokenizer = ChatTokenizer(tokenizer, template)
     with jax.set_mesh(opened.model.mesh):
+        both_ways = opened.run.objective.prompts == "both ways"
         needs_engine = settings.constraints or settings.draft is not None
-        if needs_engine or (settings.beams == 1 and _is_read_in_chunks(opened)):
+        is_engine = settings.beams == 1 and not both_ways and is_supported(opened.model.blueprint)
+        if needs_engine or is_engine:
             return _continue_by_engine(opened, settings, tokenizer, on_text, say)
         sampler = Sampler(
             settings,
             opened.model.blueprint,
             tokenizer,
-            both_ways=opened.run.objective.prompts == "both ways",
+            both_ways=both_ways,
             is_scored=True,
             flag="--",
         )
         return sampler.write(opened.params, on_text)
-
-
-def _is_read_in_chunks(opened: LoadedRun) -> bool:
-    """Return True if the engine supports the model, and the mesh, which is current."""
-    if opened.run.objective.prompts == "both ways":
-        return False
-    try:
-        check_supported(opened.model.blueprint)
-    except ConfigError:
-        return False
-    return True
 
 
 def _continue_by_engine(

@@ -1,7 +1,9 @@
 """Scores of a run on tasks, with samples and results in its `evals` folder."""
 
 import array
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -32,6 +34,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.config import ModelConfig
 from jaxlm.monitor import sinks
 from jaxlm.parallel import rules
+from jaxlm.recipes.plan import oom
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.evaluate import checked_length
@@ -113,7 +116,7 @@ def evaluate_tasks(
     rows = ModelRows(length, opened.model.mesh, opened.model.blueprint.config)
     prepared = [PreparedTask(each, settings, tokenizers, rows) for each in read]
     if batch and any(isinstance(each.kind, Answer) for each in read):
-        say(f"answers are written in passes of {answers.ROWS} rows a device, for any --batch")
+        say(f"a device writes {answers.ROWS} answers at a time, for any --batch")
     scored = score_tasks(opened, prepared, workdir, say, batch=batch)
     return {"step": opened.step, "sequence": length, "tasks": scored}
 
@@ -143,10 +146,28 @@ def score_tasks(
             step=opened.step,
             digest=scoring.weights_digest(opened.params),
         )
-        return {
-            each.task.name: run_task(each, scorer, model, place, say=say)
-            for each, scorer in zip(prepared, of_tasks, strict=True)
-        }
+        scored = {}
+        for each, scorer in zip(prepared, of_tasks, strict=True):
+            with _explained(opened, each, scorer):
+                scored[each.task.name] = run_task(each, scorer, model, place, say=say)
+        return scored
+
+
+def _explained(
+    opened: load.LoadedRun, prepared: "PreparedTask", scorer: Scorer | Writer
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which answers beyond the memory raise OutOfMemory with a fix."""
+    if isinstance(scorer, Scorer):
+        return contextlib.nullcontext()
+    sizes = scorer.sizes
+    explain = functools.partial(
+        oom.texts_error,
+        longest=sizes.context - scorer.max_tokens,
+        fewer="",
+        shorter=f"max_tokens = {{}}    # in {prepared.task.path}",
+    )
+    decoder = opened.model.blueprint.config
+    return oom.explain_engine_oom(opened.run, decoder, sizes, None, explain)
 
 
 def scorers(
@@ -306,6 +327,7 @@ class PreparedTask:
         is_scored = (lengths <= length) | isinstance(task.kind, Text)
         self._check_length(chosen, lengths, is_scored)
         self._scored = chosen[is_scored]
+        self._lengths = (lengths[is_scored] - more + 1).tolist()  # of prompts: the last id is read
         self.left_out = {
             TOO_LONG: len(chosen) - len(self._scored),
             INVALID: self._every.left_out,
@@ -389,7 +411,7 @@ class PreparedTask:
         if not isinstance(kind, Answer):
             return None
         tokenizer = tokenizers.chat or tokenizers.text
-        return Writer(kind, blueprint, self.mesh, tokenizer, self._settings.seed)
+        return Writer(kind, blueprint, tokenizer, self._lengths, self._settings.seed)
 
     def score(self, scorer: Scorer | Writer, params: Any, block: slice) -> list[dict[str, Any]]:
         """Return the samples of a block of items."""
@@ -398,10 +420,9 @@ class PreparedTask:
             kind = self.task.kind
             assert isinstance(kind, Answer)
             prompts = [question.requests[0] for question in asked]
-            texts = scorer.write(params, prompts)
-            drawn = scorer.draw(params, prompts, [question.item.id for question in asked])
+            texts = scorer.write(params, prompts, [question.item.id for question in asked])
             written = []
-            for question, greedy, others in zip(asked, texts, drawn, strict=True):
+            for question, (greedy, *others) in zip(asked, texts, strict=True):
                 item = question.item
                 fields = answers.judged(
                     kind, greedy, item.gold, item.program, others, self._classifier
@@ -535,6 +556,6 @@ def _check_finite(lines: Sequence[dict[str, Any]], name: str, step: int) -> None
         raise Diverged(
             f"the model gives {len(wrong)} items a score that is not finite",
             where=f"step {step}, task {name}",
-            why=f"the log-likelihood of {', '.join(wrong[:SHOWN])} is not a number",
+            why=f"a log-likelihood or a logit of {', '.join(wrong[:SHOWN])} is not a number",
             fix="evaluate an earlier step with --step",
         )

@@ -1,6 +1,8 @@
 """Answers of a run to the prompts of its conversations, compared with the references."""
 
 import dataclasses
+import functools
+import itertools
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlm.core import random
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import chat_templates, parts
@@ -19,9 +20,13 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.loader import Loader
 from jaxlm.data.records import MENDED
 from jaxlm.evals import verify
+from jaxlm.evals.tasks.answers import PREFIX_BYTES, seed_of
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.sampler import Continuation, Sampler
+from jaxlm.generate.continuer import Ask, Continuer, chunk_of
+from jaxlm.generate.engine import EngineSettings
+from jaxlm.generate.sampler import Continuation
 from jaxlm.parallel import rules
+from jaxlm.recipes.plan import oom
 from jaxlm.recipes.use.generate import template_of
 from jaxlm.recipes.use.load import LoadedRun, read_config
 
@@ -172,33 +177,53 @@ class AnswerVerifier:
           asked: the prompts of a set.
           batch: rows of a step; it does not change the answers.
         """
-        settings, count = self._settings, len(asked.prompts)
-        scores = {"greedy": self._score(asked, 1, 0.0, batch)._asdict(), "sampled": None}
-        if settings.samples:
-            sampled = self._score(asked, settings.samples, 1.0, batch)._asdict()
-            scores["sampled"] = {"samples": settings.samples, **sampled}
+        settings, prompts, samples = self._settings, asked.prompts, self._settings.samples
+        asks = [
+            ask
+            for number, ids in enumerate(prompts)
+            for ask in (
+                Ask(ids),
+                *(Ask(ids, seed_of(settings.seed, str(number), n), 1.0) for n in range(samples)),
+            )
+        ]
+        texts = iter(self._texts(asks, batch))
+        answers = [[*itertools.islice(texts, 1 + samples)] for _ in prompts]
+        sampled = None
+        if samples:
+            drawn = self._score(asked, [each[1:] for each in answers])
+            sampled = {"samples": samples, **drawn._asdict()}
         return {
             "verify": settings.check,
-            "prompts": count,
+            "prompts": len(prompts),
             "max_tokens": settings.max_tokens,
-            **scores,
+            "greedy": self._score(asked, [each[:1] for each in answers])._asdict(),
+            "sampled": sampled,
             "left_out": dict(asked.left_out),
         }
 
-    def _score(
-        self, asked: Questions, samples: int, temperature: float, batch: int
-    ) -> verify.Score:
-        settings, opened = self._settings, self._opened
+    def _texts(self, asks: Sequence[Ask], batch: int) -> list[Continuation]:
+        """Return the continuation of each prompt, at most `batch` at a time."""
+        opened, tokens = self._opened, self._settings.max_tokens
+        lengths = [len(ask.ids) for ask in asks]
         with jax.set_mesh(opened.model.mesh):
-            sampler = Sampler(
-                GenerateConfig(prompts=(), max_tokens=settings.max_tokens, temperature=temperature),
-                opened.model.blueprint,
-                self._tokenizer,
-                flag="--",
+            ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
+            sizes = EngineSettings(
+                rows=-(-min(batch, len(asks)) // ways),
+                context=max(lengths) + tokens,
+                chunk=chunk_of(lengths),
+                prefix_bytes=PREFIX_BYTES,
             )
-            answers = self._answers(sampler, asked.prompts, samples, batch)
+            limits = GenerateConfig(prompts=(), max_tokens=tokens)
+            continuer = Continuer(opened.model.blueprint, self._tokenizer, sizes, limits)
+            explain = functools.partial(oom.texts_error, longest=max(lengths), fewer="--batch={}")
+            decoder = opened.model.blueprint.config
+            with oom.explain_engine_oom(opened.run, decoder, sizes, None, explain):
+                return continuer.texts(opened.params, asks)
+
+    def _score(self, asked: Questions, answers: Sequence[Sequence[Continuation]]) -> verify.Score:
+        """Return the score of as many answers to each prompt."""
         matches = [
-            [verify.is_match(settings.check, each.text, reference) for each in drawn]
+            [verify.is_match(self._settings.check, each.text, reference) for each in drawn]
             for drawn, reference in zip(answers, asked.references, strict=True)
         ]
         ended = [[each.finish_reason == "eos_token" for each in drawn] for drawn in answers]
@@ -207,29 +232,3 @@ class AnswerVerifier:
         return verify.score(
             np.array(matches), np.array(ended), np.array(marked) if has_marks else None
         )
-
-    def _answers(
-        self, sampler: Sampler, prompts: Sequence[Sequence[int]], samples: int, batch: int
-    ) -> list[list[Continuation]]:
-        """Return `samples` answers to each prompt; prompts of similar length share a batch."""
-        ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
-        count = len(prompts) * samples
-        batch = -(-min(batch, count) // ways) * ways
-        numbers = range(len(prompts))
-        root = random.key(self._settings.seed, "sample")
-        keys = jax.vmap(
-            lambda number: jax.vmap(jax.random.fold_in, (None, 0))(
-                jax.random.fold_in(root, number), np.arange(samples)
-            )
-        )(np.array(numbers)).reshape(-1)
-        lengths = np.repeat([len(ids) for ids in prompts], samples)
-        order = np.argsort(lengths, kind="stable")
-        answers: dict[int, Continuation] = {}
-        for first in range(0, count, batch):
-            # The last batch repeats a row, so that it has the shape of the others.
-            rows = np.resize(order[first : first + batch], batch)
-            drawn = sampler.continue_rows(
-                self._opened.params, [prompts[row // samples] for row in rows], list(keys[rows])
-            )
-            answers |= dict(zip(map(int, rows), drawn, strict=True))
-        return [[answers[number * samples + each] for each in range(samples)] for number in numbers]

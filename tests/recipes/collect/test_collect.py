@@ -231,13 +231,6 @@ def test_the_seed_of_a_draw_is_by_the_rule_of_rollouts_and_of_its_own_prompt():
     assert seeds([], 3) == []
 
 
-def test_prompts_are_read_in_chunks_of_their_size():
-    from jaxlm.recipes.collect.drawing import chunk_of
-
-    cases = ([1], [17, 900], [15, 17, 18], [16, 18, 33], [40, 41], [500])
-    assert [chunk_of(each) for each in cases] == [16, 64, 16, 32, 64, 64]
-
-
 @pytest.fixture(scope="module")
 def principles(words, tmp_path_factory):
     file = tmp_path_factory.mktemp("principles") / "principles.txt"

@@ -19,6 +19,8 @@ from jaxlm.core.precision import Precision
 from jaxlm.evals.tasks import answers as task_answers
 from jaxlm.evals.tasks import config, packing, scoring
 from jaxlm.evals.tasks.requests import ScoringRequest
+from jaxlm.generate import continuer
+from jaxlm.generate.engine import Engine
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.t5 import T5
 from jaxlm.monitor import sinks
@@ -121,6 +123,41 @@ def test_scores_are_those_of_the_evaluation_step_and_the_same_command_resumes(fo
     assert "pair" in printed
     assert "k2" in printed
     assert "accuracy_pmi" in printed
+
+
+def test_the_engine_writes_answers_and_passes_write_the_same_on_two_devices(
+    folder, run, capsys, monkeypatch
+):
+    """Rows of a pass wait for the longest: 69 answers of up to 16 tokens would take 80 steps."""
+    task = folder / "stopped.toml"
+    text = TASKS["answer"].replace("max_tokens = 5", "max_tokens = 16")
+    text = text.replace('["e"]', json.dumps([*"abcdefghijklmnopqrstuvwxyz "]))
+    text += f'\ntemperature = 9.0\npreamble = "{"a " * 40}"'
+    task.write_text(f'kind = "answer"\nitems = "items.jsonl"\n{text}\n')
+    engines = []
+
+    def built(*arguments, **options):
+        engines.append(Engine(*arguments, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(continuer, "Engine", built)
+    words = [f"--tasks={task}", "--sequence=128", "--batch=64"]
+    code, answer = call(capsys, run, *words)
+    assert code == 0
+    (engine,) = engines
+    counters, whole = engine.counters, samples(answer["tasks"]["stopped"])
+    assert (engine.rows, counters.passes < 60, counters.compiles <= 8) == (16, True, True)
+    assert counters.cached_tokens > counters.prompt_tokens  # the preamble is read once
+    with open(f"{answer['tasks']['stopped']['folder']}/samples.jsonl", "r+b") as file:
+        file.truncate(len(whole) // 2)
+    assert call(capsys, run, *words) == (0, answer)
+    assert (len(engines), samples(answer["tasks"]["stopped"])) == (2, whole)
+    shutil.rmtree(run / "evals")
+    chosen = jax.local_devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda *_: chosen)
+    monkeypatch.setattr(jax, "device_count", lambda *_: 2)
+    assert call(capsys, run, *words) == (0, answer)
+    assert (len(engines), samples(answer["tasks"]["stopped"])) == (2, whole)
 
 
 @pytest.mark.slow  # each of the programs is compiled
@@ -362,11 +399,11 @@ def test_the_items_of_a_pass_in_training_follow_from_its_work():
 
 @pytest.mark.slow
 def test_a_task_in_training_has_the_samples_of_the_command_on_that_step(folder, tmp_path, capsys):
-    file = str(folder / "choice.toml")
+    file, written = (str(folder / f"{kind}.toml") for kind in ("choice", "answer"))
     settings = {
         "train.steps": 2,
         "data.sequence": 96,
-        "eval.tasks": (file,),
+        "eval.tasks": (file, written),
         "eval.tasks_shots": 1,
         "eval.tasks_limit": 7,
         "eval.tasks_form": "letters",
@@ -379,20 +416,21 @@ def test_a_task_in_training_has_the_samples_of_the_command_on_that_step(folder, 
     words = harness.words(short, tmp_path / "short")
     assert main([*words, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["fix"] == "--config.data.sequence=84"
-    written = harness.write_config(tmp_path / "texts", settings)
     run = tmp_path / "run"
-    assert main(harness.words(written, run)) == 0
+    assert main(harness.words(harness.write_config(tmp_path / "texts", settings), run)) == 0
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scored = [each for each in records if each["split"] == "tasks"]
     assert [each["step"] for each in scored] == [1, 2]
     assert all(each["seconds"] > 0 for each in scored)
-    assert "choice 7 of 23 items; passes 2, about" in (run / "log.txt").read_text()
+    items = "choice 7 of 23 items, answer 7 of 23 items; passes 2, about"
+    assert items in (run / "log.txt").read_text()
     before = {path: path.read_bytes() for path in (run / "evals").glob("*/*.jsonl")}
-    assert len(before) == 2
+    assert len(before) == 4
     for path in before:
         path.unlink()
     for record in scored:
-        words = [f"--tasks={file}", f"--step={record['step']}", "--shots=1", "--form=letters"]
+        files = f"--tasks={file},{written}"
+        words = [files, f"--step={record['step']}", "--shots=1", "--form=letters"]
         _, answer = call(capsys, run, *words, "--limit=7")
         accuracy = answer["tasks"]["choice"]["metrics"]["accuracy"]
         names = {"mean": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
@@ -403,9 +441,10 @@ def test_a_task_in_training_has_the_samples_of_the_command_on_that_step(folder, 
 
 
 @pytest.mark.slow
-def test_a_score_that_is_not_finite_is_counted_and_named(folder, trained, tmp_path):
+@pytest.mark.parametrize("kind", ["pair", "answer"])
+def test_a_score_that_is_not_finite_is_counted_and_named(kind, folder, trained, tmp_path):
     opened = load.load_run(trained, sequence=64)
-    task = prepared(opened, folder / "pair.toml")
+    task = prepared(opened, folder / f"{kind}.toml")
     params = jax.tree.map(lambda leaf: leaf * np.float32(math.nan), opened.params)
     model = ScoredModel(params=params, precision={}, step=2, digest="d")
     with jax.set_mesh(opened.model.mesh), pytest.raises(Diverged) as error:

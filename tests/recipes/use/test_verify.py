@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from unittest import mock
 
 import pytest
 
@@ -10,6 +11,7 @@ from jaxlm.cli.main import main
 from jaxlm.data import chat_templates
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Bytes
+from jaxlm.generate import continuer
 from jaxlm.recipes.use import evaluate, generate, load, verify
 from tests.faults import harness
 
@@ -101,16 +103,18 @@ def test_a_trained_model_answers_all_and_ends_by_itself(trained, folder, capsys)
 
 
 @pytest.mark.slow
-def test_the_number_of_rows_changes_no_answer(untrained, folder, capsys):
+def test_the_number_of_rows_or_passes_changes_no_answer(untrained, folder, capsys, monkeypatch):
     words = [f"--workdir={untrained}", f"--text={folder / 'asked.jsonl'}", "--max_tokens=8"]
     words += ["--verify=exact", "--samples=3"]
     results = [call(capsys, *words, f"--batch={rows}")[1]["answers"] for rows in (1, 4)]
-    assert results[0] == results[1]
+    monkeypatch.setattr(continuer, "is_supported", lambda _: False)
+    results.append(call(capsys, *words)[1]["answers"])
+    assert results[0] == results[1] == results[2]
     assert results[0]["greedy"]["exact_match"] < 0.2
     assert results[0]["sampled"]["samples"] == 3
 
 
-def test_prompts_are_those_of_generate_and_a_table_lists_the_scores(untrained, capsys):
+def test_prompts_are_those_of_generate_and_a_table_lists_the_scores(untrained, capsys, monkeypatch):
     opened = load.load_run(untrained)
     asker = verify.AnswerVerifier(opened, untrained, verify.VerifySettings(check="exact"))
     asked = asker.questions(evaluate.open_loaders(opened, (), 96, print))["val"]
@@ -118,7 +122,10 @@ def test_prompts_are_those_of_generate_and_a_table_lists_the_scores(untrained, c
     assert asked.prompts == tokenizer.encode_many(list(HELD))
     assert asked.references == list(HELD.values())
     words = ["eval", f"--workdir={untrained}", "--verify=number", "--max_tokens=2", "--prompts=3"]
+    engines = mock.Mock(wraps=continuer.Engine)
+    monkeypatch.setattr(continuer, "Engine", engines)
     assert main(words) == 0
+    engines.assert_called_once()
     *_, head, row, left_out = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["set", "answers", "prompts", "exact"]
     assert row.split()[:3] == ["val", "greedy", "2"]
