@@ -4,9 +4,9 @@
     python scripts/compare_vllm.py exported --ours=a.npz --with_vllm   # with vLLM, without jaxlm
 
 The two need different versions of common packages, so each runs in an environment of its own, the
-first one first. vLLM computes in float32 here, reads the prompt with its paged kernels, and
-continues it with its cache. The matrices of a quantized folder are dequantized here: a format that
-rounds the inputs of products differs from vLLM by that rounding.
+first one first. vLLM computes in float32, or in --dtype, reads the prompt with its paged kernels,
+and continues it with its cache. Ours is in float32, and the matrices of a quantized folder are
+dequantized: vLLM differs by the rounding of another dtype, and of inputs of products.
 """
 
 import argparse
@@ -52,13 +52,13 @@ def ours(folder: Path, place: Path) -> None:
     np.savez(place, ids=tokens[:TOKENS], follow=tokens[TOKENS:], likely=likely(tokens)[:-1])
 
 
-def theirs(folder: Path, place: Path) -> dict[str, float | int | bool]:
+def theirs(folder: Path, place: Path, dtype: str) -> dict[str, float | int | bool]:
     """Deviations of vLLM's log-probabilities of the prompt and of its draws from ours."""
     import vllm
 
     made = np.load(place)
     model = vllm.LLM(
-        str(folder), dtype="float32", max_model_len=TOKENS + MORE, enforce_eager=True,
+        str(folder), dtype=dtype, max_model_len=TOKENS + MORE, enforce_eager=True,
         max_logprobs=made["likely"].shape[1],
     )  # fmt: skip
     asked = vllm.SamplingParams(
@@ -79,6 +79,7 @@ def theirs(folder: Path, place: Path) -> dict[str, float | int | bool]:
         "tokens": len(rows),
         "log_probabilities": len(far),
         "largest_difference": float(max(far)),
+        "mean_difference": float(np.mean(far)),
         "largest": float(np.abs(made["likely"]).max()),
         "same_ids": same,
         "of": MORE,
@@ -90,9 +91,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ours", type=Path, required=True)
     parser.add_argument("--with_vllm", action="store_true")
+    parser.add_argument("--dtype", default="float32", help="in which vLLM computes")
     args = parser.parse_args()
     if args.with_vllm:
-        print(json.dumps(theirs(args.folder, args.ours)))
+        print(json.dumps(theirs(args.folder, args.ours, args.dtype)))
     else:
         ours(args.folder, args.ours)
 

@@ -168,10 +168,13 @@ class QuantizedGrouped(StoredWeight, GroupedLinear):
         self.sizes = base.weight[...].shape[-len(self.axes) :]
         self.format = WeightFormat(settings.base, settings.block)
         self.weight: Any = nnx.data(None)
-        first, *rest = self.axes
-        axes = leaf_axes(settings.base, (rest[0],), tuple(rest[1:]))
-        self._leaf_axes = {name: (first, *each) for name, each in axes.items()}
         self._store(base.weight[...], self._leaf_axes)
+
+    @property
+    def _leaf_axes(self) -> Axes:  # no attribute: a dict has no hash, which the graph needs
+        first, *rest = self.axes
+        axes = leaf_axes(self.format.base, (rest[0],), tuple(rest[1:]))
+        return {name: (first, *each) for name, each in axes.items()}
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -215,9 +218,12 @@ class QuantizedEmbedding(StoredWeight, Embedding):
         self.format = WeightFormat(settings.base, settings.block)
         self._decode_table: Array | None = None
         self._side = 1
-        axes = leaf_axes(settings.base, ("embed",), (self.axis,))
-        self._leaf_axes = {name: each[::-1] for name, each in axes.items()}
         self._store(table, self._leaf_axes)
+
+    @property
+    def _leaf_axes(self) -> Axes:  # no attribute: a dict has no hash, which the graph needs
+        axes = leaf_axes(self.format.base, ("embed",), (self.axis,))
+        return {name: each[::-1] for name, each in axes.items()}
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
@@ -80,6 +81,15 @@ def test_outputs_are_those_of_the_dequantized_weights_bit_for_bit(family, base):
     settings = config.Quantized(base=base, block=8, at=tuple(at))
     _, closed = cost.split(settings, tensors(family.build()))
     assert {each.path: each.shape for each in closed} == shapes
+
+
+def test_layers_with_codes_are_traced_once_as_the_others():
+    """The key of what is traced is the graph of a layer, which must have a hash."""
+    settings = config.Quantized(
+        base="int8", block=8, at=("*/attention/*", "*/mlp/*", "embedding/*")
+    )
+    stored = Blueprint(EXPERTS.build(), PRECISION, surgery=surgery.quantization(settings))
+    hash(nnx.graphdef(stored.merge(stored.shapes)))
 
 
 @pytest.mark.slow
