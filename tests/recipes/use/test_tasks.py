@@ -8,6 +8,7 @@ import math
 import random
 import shutil
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from jaxlm.generate import continuer
 from jaxlm.generate.engine import Engine
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.t5 import T5
-from jaxlm.monitor import sinks
+from jaxlm.monitor import host_machine, sinks
 from jaxlm.objectives.config import Masked
 from jaxlm.recipes.train.task_scores import affordable
 from jaxlm.recipes.use import load, tasks
@@ -158,6 +159,29 @@ def test_the_engine_writes_answers_and_passes_write_the_same_on_two_devices(
     monkeypatch.setattr(jax, "device_count", lambda *_: 2)
     assert call(capsys, run, *words) == (0, answer)
     assert (len(engines), samples(answer["tasks"]["stopped"])) == (2, whole)
+
+
+def test_answers_beyond_the_memory_are_refused_with_a_limit_that_fits(
+    folder, run, capsys, monkeypatch
+):
+    monkeypatch.setattr(task_answers, "PREFIX_BYTES", 0)
+    monkeypatch.setattr(host_machine, "physical_bytes", lambda: 5 * 2**20)
+    made = ConfigError("made", where="", why="", fix="")
+    monkeypatch.setattr(continuer, "Engine", mock.Mock(side_effect=made))
+    task = folder / "long.toml"
+    text = TASKS["answer"].replace("max_tokens = 5", "max_tokens = 900")
+    task.write_text(f'kind = "answer"\nitems = "items.jsonl"\n{text}\n')
+    words = [f"--tasks={task}", "--sequence=1024"]
+    code, answer = call(capsys, run, *words)
+    error = answer["error"]
+    assert (code, error["where"]) == (71, "checked before anything is compiled")
+    assert error["what"].startswith("16 texts of ")
+    (fix,) = error["fix"].splitlines()
+    limit, _, place = fix.partition("    # in ")
+    assert (limit.partition(" = ")[0], place) == ("max_tokens", str(task))
+    task.write_text(task.read_text().replace("max_tokens = 900", limit))
+    code, answer = call(capsys, run, *words)
+    assert (code, answer["error"]["what"]) == (2, "made")
 
 
 @pytest.mark.slow  # each of the programs is compiled
