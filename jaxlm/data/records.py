@@ -36,6 +36,11 @@ MENDED = (SURROGATE, MARK, NUL)
 # thousand documents. A file that is not compressed shows its size.
 MOST_UNPACKED = 2**28
 
+# Files that are read as text: the expression of their records.
+TABLES = {
+    ".csv": "csv.DictReader(sys.stdin)",
+    ".tsv": 'csv.DictReader(sys.stdin, delimiter="\\t")',
+}
 PROBED_START = 2**12  # bytes of a file that distinguish text from other files
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -101,6 +106,8 @@ def read(
     """
     if is_text(path) and chat is not None:
         rejected = Rejected(NO_MESSAGES, "a file of this name is read as text")
+        if (table := TABLES.get(formats.kind_of(path.name))) is not None:
+            rejected.fix = _as_lines(Path(name), table)
         yield Broken(NO_MESSAGES, not_a_conversation(rejected, name, 0))
         return
     if is_text(path):
@@ -271,7 +278,12 @@ def not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
 
 def _from_array(path: Path) -> str:
     """Return the command that writes the elements of a JSON array as lines of another file."""
-    program = "import json, sys; [print(json.dumps(each)) for each in json.load(sys.stdin)]"
+    return _as_lines(path, "json.load(sys.stdin)")
+
+
+def _as_lines(path: Path, records: str) -> str:
+    """Return the command that writes records, a Python expression, as lines of another file."""
+    program = f"import csv, json, sys; [print(json.dumps(each)) for each in {records}]"
     lines = path.with_name(f"{path.name.partition('.')[0]}-lines.jsonl")
     unpack = f"{packer} -dc" if (packer := formats.COMPRESSIONS.get(path.suffix)) else "cat"
     file, target = shlex.quote(str(path)), shlex.quote(str(lines))

@@ -253,6 +253,12 @@ def test_a_broken_record_has_its_line_and_its_fix(tmp_path):
     with pytest.raises(DataError, match="a record is without a field of data.kind") as caught:
         opened(tmp_path, str(tmp_path / "chat.jsonl"), kind="pairs")
     assert caught.value.why.startswith("it has no chosen; its fields are messages")
+    for name, rows_of_table in (("my table.csv", "a,b\n1,2\n"), ("my table.tsv", "a\tb\n1\t2\n")):
+        (tmp_path / name).write_text(rows_of_table)
+        with pytest.raises(DataError, match="without messages") as caught:
+            opened(tmp_path, str(tmp_path / name))
+        subprocess.run(caught.value.fix, shell=True, check=True)
+        assert json.loads((tmp_path / "my table-lines.jsonl").read_text()) == {"a": "1", "b": "2"}
     for indent, kind in itertools.product((None, 1), ("chat", "text", "pairs")):
         (tmp_path / "my list.json").write_text(json.dumps(turns, indent=indent))
         with pytest.raises(DataError) as caught:

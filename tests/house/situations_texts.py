@@ -167,6 +167,11 @@ SITUATIONS: dict[str, Situation] = {
         "init --data=web.jsonl --on=t4",
         QA + "; sed 's/text/body/; s/answer/note/' qa.jsonl > web.jsonl",
     ),
+    "a table as conversations": Situation(
+        "data stats --config=c.py --config.data.kind=chat --config.data.validation=20% "
+        "--config.data.train=qa.csv",
+        "printf 'question,answer\\n1,2\\n' > qa.csv",
+    ),
     "a field that records do not have": Situation(
         f"data stats --config=c.py {QUESTIONS} --config.data.kind=chat "
         "--config.data.fields=user=question,assistant=anwser",
