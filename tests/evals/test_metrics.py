@@ -86,6 +86,14 @@ def test_choices_drawn_by_their_probabilities_are_calibrated():
     assert calibration.error(confidences, right) < 0.03
     sure = [calibration.confidence(each) for each in (10 * nats).tolist()]
     assert calibration.error(sure, right) > 0.1
+    for values in (confidences, sure):
+        places = np.digitize(values, np.arange(1, 15) / 15, right=True)
+        excess = np.bincount(places, np.asarray(values) - right)
+        assert calibration.error(values, right) == pytest.approx(np.abs(excess).sum() / 4000)
+    # The right end of a bin belongs to it: here 0.2 and 0.21 are in two, 0.21 and 0.26 in one.
+    assert calibration.error([0.2, 0.21], [1, 0]) == pytest.approx((0.8 + 0.21) / 2)
+    assert calibration.error([0.21, 0.26], [1, 0]) == pytest.approx((1 - 0.21 - 0.26) / 2)
+    assert calibration.error([1.0, 0.0], [1, 0]) == 0
 
 
 TASK = """\
