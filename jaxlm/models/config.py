@@ -163,6 +163,23 @@ def balance_rate(model: ModelConfig) -> float:
     return max((mlp.bias_rate or 0.0 for mlp in mlps if isinstance(mlp, MoeConfig)), default=0.0)
 
 
+def is_sum_over_rows(model: ModelConfig) -> bool:
+    """Return if training treats each row alone: without random numbers, and without experts.
+
+    Experts are balanced over all rows.
+    """
+    sides = (model.encoder, model.decoder) if isinstance(model, EncoderDecoderConfig) else (model,)
+    if any(side.dropout or side.embedding_noise or side.layer_drop for side in sides):
+        return False
+    return not any(
+        isinstance(block.mlp, MoeConfig)
+        or block.dropout
+        or block.attention.dropout
+        or (block.cross and block.cross.dropout)
+        for block in (*model.layers, *model.heads)
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegularizationConfig:
     """Regularization in training; evaluation and generation use none of it.

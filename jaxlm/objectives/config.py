@@ -33,12 +33,16 @@ class Causal(LeftToRight):
         "mask",
     )
 
+    sums_over_rows: ClassVar[bool] = True
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefix(BothWays):
     """Read the start of each document bidirectionally, up to a random point; predict the rest."""
 
     name: Literal["prefix"] = "prefix"
+
+    sums_over_rows: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,7 @@ class Masked(ObjectiveFacts):
     )
 
     bidirectional: ClassVar[bool] = True
+    sums_over_rows: ClassVar[bool] = True
     prompts: ClassVar[Prompts] = "none"
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder", "encoder")
 
@@ -82,6 +87,7 @@ class Span(BothWays):
     rate: float = setting(0.15, "share of the tokens that are cut out", above=0, high=0.8)
     mean: float = setting(3.0, "mean length of a span", unit="tokens", low=1)
 
+    sums_over_rows: ClassVar[bool] = True
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder", "encoder-decoder")
 
     def target_length(self, sequence: int) -> int:
@@ -99,6 +105,7 @@ class Blank(BothWays):
     rate: float = setting(0.15, "share of the tokens that are cut out", above=0, high=0.8)
     mean: float = setting(3.0, "mean length of a span", unit="tokens", low=1)
 
+    sums_over_rows: ClassVar[bool] = True
     block_positions: ClassVar[int | None] = BLOCK_POSITIONS
 
 
@@ -111,6 +118,7 @@ class UL2(BothWays):
 
     name: Literal["ul2"] = "ul2"
 
+    sums_over_rows: ClassVar[bool] = True
     architectures: ClassVar[tuple[Architecture, ...]] = ("decoder", "encoder-decoder")
 
     def target_length(self, sequence: int) -> int:
@@ -138,6 +146,7 @@ class FIM(ObjectiveFacts):
         "where a document may be cut: between characters, its parts tokenized again, or tokens",
     )
 
+    sums_over_rows: ClassVar[bool] = True
     evaluated_as_causal: ClassVar[bool] = True
 
 
@@ -156,6 +165,8 @@ class MTP(LeftToRight):
         "loss weight of the second token ahead, of the third, and so on; one head each",
         above=0,
     )
+
+    sums_over_rows: ClassVar[bool] = True
 
     @property
     def mtp_settings(self) -> "MTP | None":
@@ -216,6 +227,11 @@ class Distill(LeftToRight):
         return self.sampled > 0
 
     @property
+    def sums_over_rows(self) -> bool:  # type: ignore[override]
+        """Return whether the distributions are stored: a teacher has further parameters."""
+        return bool(self.stored)
+
+    @property
     def terms(self) -> "PolicyTerms":
         """Return the mean over tokens; rewards are logged, and not learned."""
         return PolicyTerms("none", "none", "token", "plain", "token", 0.0, 0.0)
@@ -261,6 +277,8 @@ class Mixture(ObjectiveFacts):
     fim: FIM = setting(FIM(), "settings of fim")
     blank: Blank = setting(Blank(), "settings of blank")
     mtp: MTP = setting(MTP(), "settings of mtp")
+
+    sums_over_rows: ClassVar[bool] = True
 
     @property
     def parts(self) -> tuple[tuple["TokenObjective", float], ...]:

@@ -35,6 +35,8 @@ class ObjectiveFacts:
       labels_steps: the data is answers with a label at the end of each step.
       samples_answers: the data is prompts, whose answers are sampled from the model and rewarded.
       has_value_head: the model has a head of one output, which predicts rewards.
+      sums_over_rows: loss and metrics are sums over rows, and random only by the model's dropout,
+        so that replicas of the model may add up those of their rows apart.
       document_mask: in training a token sees no other document of its row.
 
     The settings of an objective in a file of a user have `build(loss, architecture)` too, which
@@ -53,6 +55,7 @@ class ObjectiveFacts:
     labels_steps: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
     has_value_head: ClassVar[bool] = False
+    sums_over_rows: ClassVar[bool] = False
     teacher: str | None = None
     document_mask: bool = True
 

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel.config import format_mesh, layout_fixes, mesh_error, mesh_flags, nearest_layouts
-from jaxlm.parallel.logical import RULES, LogicalAxes, ways
+from jaxlm.parallel.logical import RULES, LogicalAxes, mesh_axes, ways
 
 # Compiler options by platform that were measured to pay; numbers are in scripts/LOG.md.
 COMPILER_OPTIONS = {
@@ -27,8 +27,19 @@ def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, bool]:
 
 
 def spec(axes: LogicalAxes) -> PartitionSpec:
-    """Return the mesh axes of each dimension. Raises KeyError for an axis without a rule."""
-    return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
+    """Return the mesh axes of each dimension, without those of `mapped`.
+
+    Raises KeyError for an axis without a rule.
+    """
+    outer = mapped()
+    if not outer:
+        return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
+    return PartitionSpec(*(tuple(n for n in mesh_axes(a) if n not in outer) or None for a in axes))
+
+
+def mapped() -> frozenset[str]:
+    """Return the mesh axes over which a `shard_map` maps what is traced: a part is whole there."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
@@ -72,8 +83,9 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any, *, is_split: bool = True) ->
 
 
 def split(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
-    """Return the number of parts of a logical axis."""
-    return ways(dict(mesh.shape), axis)
+    """Return the number of parts of a logical axis, without mesh axes that a `shard_map` maps."""
+    outer = mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
+    return ways({name: size for name, size in mesh.shape.items() if name not in outer}, axis)
 
 
 def _misfit(mesh: Mesh, abstract: Any, axes: Any, misfits: list[Misfit]) -> ConfigError:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from jaxlm.core import random, tree
 from jaxlm.core.precision import Precision
@@ -15,10 +16,11 @@ from jaxlm.nn import intermediates
 from jaxlm.nn.intermediates import Intermediates, Kind
 from jaxlm.objectives.loss import Loss
 from jaxlm.optim.sophia import CurvatureEstimate
-from jaxlm.parallel import logical, pipeline
+from jaxlm.parallel import logical, pipeline, rules
 
 LossOfParams = Callable[[Any, Tokens, Array], Loss]
 Gradient = Callable[[Any, Tokens, Array, Array], tuple[Any, Loss, Intermediates]]
+DATA = "data"  # mesh axis of replicas
 SQUARE = "gradient_square"  # the sum over micro-batches of |their mean gradient|^2
 
 
@@ -32,6 +34,9 @@ class GradientSpec:
     # Shardings of the gradients and of their sums; None leaves them to the compiler.
     shardings: Any = None
     microbatches: int = 1  # parts of the batch, computed one after the other
+    # Sum the micro-batches on each device of `data`, and over them once, after the last. The loss
+    # must be a sum over rows that draws no random number.
+    sums_locally: bool = False
     # Paths of parameters that have no gradient; they are not in the gradient's tree.
     frozen: frozenset[str] = frozenset()
 
@@ -61,7 +66,7 @@ def build_gradient(
     constrained = constrain_grads(spec.shardings, frozen)
 
     def gradient(
-        params: Any, batch: Tokens, key: Array, scale: Array, share: Array
+        params: Any, batch: Tokens, key: Array, factor: Array, share: Array
     ) -> tuple[Any, tuple[Loss, Intermediates]]:
         def total(trained: Any) -> tuple[Array, tuple[Loss, Intermediates]]:
             whole = tree.merge_leaves(params, trained) if frozen else trained
@@ -70,14 +75,14 @@ def build_gradient(
             total = part.objective.total
             if part.added is not None:
                 total = total + share * part.added.total
-            return (total * (scale / batch.tokens.size) if is_scaled else total), (part, captured)
+            return (total * factor if is_scaled else total), (part, captured)
 
         (_, (part, captured)), grads = jax.value_and_grad(total, has_aux=True)(
             tree.drop_leaves(params, frozen)
         )
         grads = constrained(reduce_dtype_grads(grads, precision, spec.axes))
         if squares:
-            unscale = batch.tokens.size / scale if is_scaled else 1.0
+            unscale = 1 / factor if is_scaled else 1.0
             size = jnp.square(tree.norm(grads) * unscale / jnp.maximum(part.objective.weight, 1.0))
             captured = Intermediates(captured.sums | {SQUARE: size}, captured.peaks)
         return grads, (part, captured)
@@ -85,21 +90,29 @@ def build_gradient(
     def summed(
         params: Any, batch: Tokens, key: Array, scale: Array
     ) -> tuple[Any, tuple[Loss, Intermediates]]:
-        share = _trained_share(batch)
+        factor = scale / (batch.tokens.size // microbatches)
+        inputs = (params, batch, key, factor, _trained_share(batch))
         if microbatches == 1:
-            return gradient(params, batch, key, scale, share)
+            return gradient(*inputs)
+        if spec.sums_locally and not squares:
+            return sum_over_data(accumulated)(*inputs)
+        return accumulated(*inputs)
+
+    def accumulated(
+        params: Any, batch: Tokens, key: Array, factor: Array, share: Array
+    ) -> tuple[Any, tuple[Loss, Intermediates]]:
         parts = jax.tree.map(lambda x: pipeline.split_microbatches(x, microbatches), batch)
         keys = jax.random.split(key, microbatches)
 
         first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(gradient, params, first, key, scale, share)
+        shapes = jax.eval_shape(gradient, params, first, key, factor, share)
         grads, (part, captured) = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         is_skippable = batch.rollout is not None and part.added is None
         is_skippable = is_skippable and not jax.tree.leaves(captured)
 
         def add(carry: Any, part: tuple[Tokens, Array]) -> tuple[Any, None]:
             def added() -> Any:
-                grads, (loss, captured) = gradient(params, *part, scale, share)
+                grads, (loss, captured) = gradient(params, *part, factor, share)
                 sums, (losses, before) = carry
                 grads, loss = jax.tree.map(jnp.add, (sums, losses), (grads, loss))
                 return grads, (loss, before + captured)
@@ -122,6 +135,29 @@ def build_gradient(
         return jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads), part, captured
 
     return mean
+
+
+def sum_over_data(accumulated: Callable[..., Any]) -> Callable[..., Any]:
+    """Map sums of a batch over the devices of `data`, each with its rows; then add them up.
+
+    Without it the compiler sums the gradients of every micro-batch over `data`, as its loop has no
+    value that differs between devices. Other mesh axes are left to the compiler.
+
+    Args:
+      accumulated: function (params, batch, key, factor of the loss, share of trained tokens) ->
+        (gradients, (loss, intermediates)), all of them sums, of a batch.
+    """
+
+    def local(*inputs: Any) -> tuple[Any, tuple[Loss, Intermediates]]:
+        grads, (part, captured) = accumulated(*inputs)
+        grads, part, sums = jax.lax.psum((grads, part, captured.sums), DATA)
+        peaks = jax.lax.pmax(captured.peaks, DATA)
+        return grads, (part, Intermediates(sums, peaks))
+
+    whole, rows = PartitionSpec(), PartitionSpec(DATA)
+    specs = (whole, rows, whole, whole, whole)
+    # The check of varying axes would add up each gradient where it is taken.
+    return jax.shard_map(local, in_specs=specs, out_specs=whole, axis_names={DATA}, check_vma=False)
 
 
 def _trained_share(batch: Tokens) -> Array:
@@ -160,7 +196,14 @@ def constrain_grads(shardings: Any, frozen: frozenset[str]) -> Callable[[Any], A
     if shardings is None:
         return lambda grads: grads
     trained = tree.drop_leaves(shardings, frozen)
-    return lambda grads: jax.lax.with_sharding_constraint(grads, trained)
+
+    def constrain(grads: Any) -> Any:
+        placed = trained
+        if rules.mapped():  # of the mesh that a `shard_map` leaves
+            placed = jax.tree.map(lambda sharding: sharding.spec, trained)
+        return jax.lax.with_sharding_constraint(grads, placed)
+
+    return constrain
 
 
 def norms_by_layer(values: Any, axes: Any) -> dict[str, Array]:

@@ -29,6 +29,7 @@ class StepWorkload:
     activation_bytes: int = 2
     targets: int = 0  # tokens of a row of an encoder-decoder's decoder
     zero: int = 3  # ZeRO stage of fsdp: shards optimizer state (1), gradients (2), weights (3)
+    sums_locally: bool = False  # data sums gradients once, after the last micro-batch
     trained: tuple[Tensor, ...] | None = None  # None for all
     frozen: tuple[Tensor, ...] = ()
 
@@ -128,12 +129,9 @@ def _summed(work: StepWorkload, sizes: dict[str, int]) -> float:
 
 
 def data_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
-    """Return the bytes over data: an all-reduce of a chip's gradients in each pass.
-
-    So the step is written and XLA for CPU compiles it; a compiler may move the sum out of the loop.
-    """
+    """Return the bytes over data: an all-reduce of a chip's gradients, in each pass or once."""
     blocks, tables, _ = matrices(work.model, sizes["tensor"])
-    through_blocks, through_tables = work.passes(sizes)
+    through_blocks, through_tables = (1, 1) if work.sums_locally else work.passes(sizes)
     parts = sizes["pipe"] * sizes["fsdp"]
     summed = (blocks * through_blocks + tables * through_tables) / parts
     if work.trained is not None:

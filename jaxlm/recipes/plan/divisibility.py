@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import divisors
-from jaxlm.models.config import EncoderDecoderConfig, ModelConfig
+from jaxlm.models.config import EncoderDecoderConfig, ModelConfig, is_sum_over_rows
 from jaxlm.nn.config import BlockConfig
 from jaxlm.parallel import logical
 from jaxlm.parallel.config import (
@@ -26,7 +26,7 @@ from jaxlm.parallel.logical import Sizes
 from jaxlm.parallel.schedule import Schedule
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
-from jaxlm.tune.config import Quantized
+from jaxlm.tune.config import Full, Quantized
 
 MAX_TRIED = 200  # combinations of settings; the nearest come first
 MESHES_TRIED = 8  # with other settings, if no mesh fits by itself
@@ -203,6 +203,17 @@ def _warmups(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisib
         if length % parts:
             why = f"{length} tokens of the warm-up do not divide by {parts}"
             yield Indivisible(why, "data.sequence_warmup", ((),))
+
+
+def sums_locally(run: Run, model: ModelConfig, sizes: Sizes) -> bool:
+    """Return if a step sums gradients over `data` once, see `training.gradient.GradientSpec`.
+
+    Otherwise it does so in each micro-batch. An adapter has a base with further parameters.
+    """
+    has_replicas = sizes["data"] > 1 and sizes["pipe"] == 1 and run.train.microbatches > 1
+    if not has_replicas or not isinstance(run.tune, Full) or not run.objective.sums_over_rows:
+        return False
+    return is_sum_over_rows(run.regularization.applied(model))
 
 
 def observer_microbatches(run: Run, sizes: Sizes) -> int:

@@ -399,6 +399,7 @@ def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: DeviceShare) -> d
         gradient_bytes=ITEM_BYTES[run.precision.reduce],
         activation_bytes=share.stream_bytes,
         zero=run.mesh.zero,
+        sums_locally=divisibility.sums_locally(run, decoder, sizes),
         trained=None if isinstance(run.tune, Full) else tuple(trained),
         frozen=tuple(frozen),
     )

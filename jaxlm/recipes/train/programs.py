@@ -155,6 +155,7 @@ class TrainPrograms:
             axes=self._axes,
             shardings=model.own(model.gradients),
             microbatches=microbatches,
+            sums_locally=divisibility.sums_locally(run, blueprint.config, dict(model.mesh.shape)),
             frozen=self._frozen,
             gradient_point=optimizers.gradient_point(self._optim, self._axes),
             curvature=self._curvature(),
@@ -170,6 +171,7 @@ class TrainPrograms:
         observed = dataclasses.replace(
             spec,
             microbatches=divisibility.observer_microbatches(run, dict(model.mesh.shape)),
+            sums_locally=False,
         )
 
         def step(
