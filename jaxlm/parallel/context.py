@@ -63,9 +63,9 @@ def spec(shape: tuple[int, ...], *axes: str) -> PartitionSpec:
 def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Map `function` over each device's part, on the ambient mesh.
 
-    All axes are manual that no `shard_map` maps yet: `jax.vmap(..., spmd_axis_name="pipe")` rejects
-    `context` alone (jax 0.10 to 0.12). The check of varying axes is off, as it fails on a scan under
-    that vmap.
+    All axes are manual that no `shard_map` maps yet: `jax.vmap(..., spmd_axis_name="pipe")`
+    rejects `context` alone (jax 0.10 to 0.12). The check of varying axes is off, as it fails on a
+    scan under that vmap.
     """
     axes = set(AXES) - rules.mapped()
     return jax.shard_map(
