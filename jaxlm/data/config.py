@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from jaxlm.core import batch_schedule
 from jaxlm.core.config import setting
 from jaxlm.core.nearest import nearest_word
-from jaxlm.data import mixture_config, record_fields
+from jaxlm.data import formats, mixture_config, record_fields
 from jaxlm.data.conversations import PREFERENCES, ROLES, ChatFields, Kind
 from jaxlm.data.mixture_config import MixtureConfig, Temperature
 
@@ -29,7 +29,7 @@ TOKENIZER_FILES = (".model", ".json", "/tokenizer")
 FOLDER_FILES = ("tokenizer.json", "tokenizer", "tokenizer.model")  # of a folder, the first is read
 AUTO = "auto"
 HELD_OUT = "tail:5%"  # share of data.train, if data.validation is not set
-HELD_OUT_CHATS = "5%"  # of conversations, which are never cut
+HELD_OUT_RECORDS = "5%"  # of conversations, which are never cut, and of other records
 FIND_TOKENIZERS = "find . -name '*.model' -o -name tokenizer -o -name tokenizer.json"
 NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")  # NAME=GLOB in an entry of data.train or data.validation
 
@@ -51,7 +51,8 @@ class DataConfig:
         (AUTO,),
         "entries as in train, or NAME=GLOB; or a held-out part of train: 5% of its documents, or "
         "tail:10%, the end of each document (one set for each source); auto is stdlib:validation "
-        "for stdlib:train, 5% of conversations, else tail:5%",
+        "for stdlib:train, 5% of conversations and of the records of .jsonl, .parquet and hf:, "
+        "else tail:5%",
         derived_from="train",
         names_code=True,
     )
@@ -146,9 +147,11 @@ class DataConfig:
         """
         if self.validation != (AUTO,):
             return
-        if any(self.of(name).chat for name in self.sources):
-            reason = f"{HELD_OUT_CHATS} held out of data.train, as data.validation is not set"
-            yield "validation", (HELD_OUT_CHATS,), reason
+        entries = [entry for values in self.sources.values() for entry in values]
+        is_cut = not all(map(_has_records, entries))  # a short text has no end of its own
+        if any(self.of(name).chat for name in self.sources) or not is_cut:
+            reason = f"{HELD_OUT_RECORDS} held out of data.train, as data.validation is not set"
+            yield "validation", (HELD_OUT_RECORDS,), reason
         elif self.train == ("stdlib:train",):
             yield "validation", ("stdlib:validation",), ""
         else:
@@ -225,7 +228,7 @@ class DataConfig:
             yield "train", why, f"--config.data.train={self.kind}.jsonl\n--config.data.kind=text"
         if any("tail:" in entry for entry in self.validation):
             why = "the end of a conversation is no conversation"
-            yield "validation", why, f"--config.data.validation={HELD_OUT_CHATS}"
+            yield "validation", why, f"--config.data.validation={HELD_OUT_RECORDS}"
         if self.sequence_warmup:
             why = "shorter rows would cut conversations"
             yield "sequence_warmup", why, "'--config.data.sequence_warmup=()'"
@@ -323,6 +326,11 @@ def near_tokenizer(path: str, text: str) -> str:
     kind, colon, size = text.partition(":")
     meant = nearest_word(kind, SIZED if colon else ("bytes", "characters"))
     return f"--config.{path}={meant}{colon}{size}" if meant else f"jaxlm config explain {path}"
+
+
+def _has_records(entry: str) -> bool:
+    """Return whether the name of an entry of data.train is that of records."""
+    return entry.startswith("hf:") or formats.kind_of(entry) in formats.FORMATS
 
 
 def _by_name(entries: tuple[str, ...], default: str) -> dict[str, tuple[str, ...]]:

@@ -68,7 +68,6 @@ def held_out(entry: str) -> tuple[SplitSide, SplitSide] | None:
 ELSEWHERE = ("held out", "for training")
 TRAIN = "train"
 BEGINNING_BYTES = 2**16  # prefix that distinguishes most files of one size
-SMALL_BYTES = 2**22  # corpora up to this size are read to find a share that holds out no document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +120,7 @@ def find_parts(
 
     Files must exist, their first records must have text, and no file may be in two parts. Remote
     files are copied by `downloads`, and functions that the entries name are called. A share of
-    documents that would hold out none of a small corpus holds out one.
+    documents that would hold out none of the first ones holds out one of them.
 
     Raise InputMissing, DataError, ConfigError if a check fails.
     """
@@ -166,12 +165,14 @@ def find_parts(
 
 
 def _share(side: SplitSide, corpus: Corpus) -> float:
-    """Return the share of a side; if it holds out no document of a small corpus, one of one."""
-    if side.split != "documents" or not side.share or corpus.size > SMALL_BYTES:
+    """Return the share of a side; if it holds out none of the first documents, that of one."""
+    if side.split != "documents" or not side.share:
         return side.share
-    positions = {_position(_key(each)) for each in corpus.documents(Counter())}
-    first = min(positions, default=0.0)
-    is_empty = len(positions) > 1 and first >= side.share
+    start = ReadBudget(PROBED_RECORDS, PROBED_BYTES)
+    positions = [_position(_key(each)) for each in corpus.documents(Counter(), start)]
+    known = set(positions[:-1] if start.is_read else positions)  # the last text may be cut
+    first = min(known, default=0.0)
+    is_empty = len(known) > 1 and first >= side.share
     return math.nextafter(first, 1.0) if is_empty else side.share
 
 

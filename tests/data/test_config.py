@@ -36,6 +36,24 @@ def test_a_wrong_setting_is_named_and_its_fix_is_right(
     assert not list(DataConfig(**(settings | fixed)).problems())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("train", "held_out_of_it"),
+    [
+        (("texts/*.txt",), "tail:5%"),
+        (("texts",), "tail:5%"),
+        (("web/*.jsonl",), "5%"),
+        (("a=web.jsonl.gz", "b=books.parquet", "c=hf:org/texts"), "5%"),
+        (("a=web.jsonl", "b=book.txt"), "tail:5%"),
+    ],
+)
+def test_records_are_held_out_whole_and_texts_by_their_ends(
+    train: tuple[str, ...], held_out_of_it: str
+) -> None:
+    ((setting, value, reason),) = DataConfig(train=train).derived()
+    assert (setting, value) == ("validation", (held_out_of_it,))
+    assert reason.startswith(f"{held_out_of_it} held out")
+
+
 def test_a_folder_is_the_tokenizer_in_it(tmp_path: Path) -> None:
     """A folder of transformers, or a run; what a run keeps is the file."""
     for name in ("tokenizer.model", "tokenizer", "tokenizer.json"):  # each before the one above it

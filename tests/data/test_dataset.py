@@ -75,6 +75,16 @@ def test_a_share_that_would_hold_out_none_of_a_few_documents_holds_out_one(tmp_p
         _open(config, tmp_path)
 
 
+def test_a_share_of_a_few_long_documents_holds_out_one(tmp_path: Path) -> None:
+    books = [f"book {n} " + "words " * 500_000 for n in range(4)]
+    path = tmp_path / "books.jsonl"
+    path.write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
+    (train,), (held_out,) = parts.find_parts(_config(str(path), "1%"))
+    sides = [[each.text for each in part.documents(Counter())] for part in (train, held_out)]
+    assert list(map(len, sides)) == [3, 1]
+    assert sorted(sides[0] + sides[1]) == sorted(books)
+
+
 def test_a_tail_of_one_long_text_is_held_out(tmp_path: Path) -> None:
     text = "".join(f"line {n} \u00e9\n" for n in range(500))
     (tmp_path / "a.txt").write_text(text)

@@ -219,7 +219,7 @@ def _base_settings(request: StarterRequest, parameters: float, tokenizer: str) -
 
 
 REASONS = {
-    "data.train": "The text. 5% of it is held out: data.validation has its default, tail:5%.",
+    "data.train": "The text. 5% of it is held out: data.validation has its default.",
     "model.family": "Size: {parameters} parameters.",
     "precision.compute": "The fastest dtype of the machine; parameters are float32.",
     "optim.name": "The rate falls with the size (arXiv:2001.08361, equation D.1).",
