@@ -60,7 +60,8 @@ def result(size, chunk=None, microbatches=1):
 def test_the_record_is_that_of_a_float64_reference():
     logits = TABLE.astype(np.float64)[IDS[0]]
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    nll = -(np.take_along_axis(log_p, IDS[1][..., None], -1)[..., 0] * WEIGHTS).sum()
+    rows = -(np.take_along_axis(log_p, IDS[1][..., None], -1)[..., 0] * WEIGHTS).sum(-1)
+    nll = rows.sum()
     tokens, size = int(WEIGHTS.sum()), int(BYTES[IDS[1]][WEIGHTS > 0].sum())
     record = result(7).record()
     assert (record["tokens"], record["bytes"]) == (tokens, size)
@@ -68,6 +69,9 @@ def test_the_record_is_that_of_a_float64_reference():
     assert record["perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
     assert record["bits_per_byte"] == pytest.approx(nll / math.log(2) / size, rel=1e-6)
     assert "loss_stderr" not in record  # nothing was left out
+    squares = np.square(rows - nll / tokens * WEIGHTS.sum(-1)).sum()
+    for batch in (1, 7, ROWS):  # each batch has a mean of its own
+        assert result(batch).squares == pytest.approx(squares, rel=1e-5)
     assert record["token_accuracy"] == pytest.approx(
         ((log_p.argmax(-1) == IDS[1]) * WEIGHTS).sum() / tokens
     )
