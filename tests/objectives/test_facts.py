@@ -39,7 +39,7 @@ def test_the_facts_of_an_objective_agree(objective):
 
 def test_an_objective_of_a_file_promises_nothing():
     facts = ObjectiveFacts()
-    assert not (facts.keeps_rows or facts.evaluated_as_causal or facts.sums_over_rows)
+    assert not any((facts.keeps_rows, facts.evaluated_as_causal, facts.sums_over_rows))
     assert facts.architectures == ("decoder",)
 
 
