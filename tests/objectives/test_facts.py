@@ -1,4 +1,4 @@
-"""What the facts of an objective exclude in each other, for every shipped objective."""
+"""Facts of an objective agree with each other, for every shipped objective."""
 
 import dataclasses
 import typing
