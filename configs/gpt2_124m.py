@@ -20,6 +20,8 @@ Expected: a validation loss near 3.3 nats a token, which llm.c reports on FineWe
 tokenizer; not measured here.
 """
 
+import math
+
 import ml_collections
 
 from jaxlm.core import config
@@ -60,4 +62,6 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
+        chips = math.prod(mesh.values())  # parts of fewer tokens are small products
+        c.loss.chunk = max(32_768, 1_024 * chips)
     return c

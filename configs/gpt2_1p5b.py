@@ -20,6 +20,8 @@ Weights, gradients and moments take 25 GB over all devices. Hours at 40% of the 
 Expected loss: not measured; it depends on the text.
 """
 
+import math
+
 import ml_collections
 
 from jaxlm.core import config
@@ -29,7 +31,7 @@ from jaxlm.recipes.plan.hardware import layout
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
     "1gpu": (dict(data=1), 64),
     "8gpu": (dict(fsdp=8), 8),
-    "v5e-16": (dict(fsdp=16), 16),
+    "v5e-16": (dict(fsdp=16), 4),
     "v5p-128": (dict(fsdp=64), 2),
     "v6e-256": (dict(data=4, fsdp=64), 1),
 }
@@ -61,4 +63,6 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
+        chips = math.prod(mesh.values())  # each part of the loss gathers the output matrix
+        c.loss.chunk = max(16_384, 1_024 * chips)
     return c

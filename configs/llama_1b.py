@@ -17,6 +17,8 @@ Weights, gradients and moments take 20 GB over all devices. Hours at 40% of the 
 Expected loss: not measured; it depends on the text.
 """
 
+import math
+
 import ml_collections
 
 from jaxlm.core import config
@@ -59,4 +61,6 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
+        chips = math.prod(mesh.values())  # each part of the loss gathers the output matrix
+        c.loss.chunk = max(16_384, 1_024 * chips)
     return c

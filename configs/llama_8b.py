@@ -19,6 +19,8 @@ than one GPU has. Hours at 40% of the peak, not measured:
 Expected loss: not measured; it depends on the text.
 """
 
+import math
+
 import ml_collections
 
 from jaxlm.core import config
@@ -29,7 +31,7 @@ HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and s
     "8gpu": (dict(fsdp=8), 64),
     "64gpu": (dict(fsdp=64), 16),
     "v5e-16": (dict(fsdp=4, tensor=4), 256),
-    "v5p-128": (dict(fsdp=64), 8),
+    "v5p-128": (dict(fsdp=64), 2),
     "v6e-256": (dict(fsdp=64, tensor=4), 8),
 }
 
@@ -60,4 +62,6 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
+        chips = math.prod(mesh.values())  # each part of the loss gathers the output matrix
+        c.loss.chunk = max(65_536, 4_096 * chips)
     return c

@@ -25,6 +25,8 @@ choices dropped is `moe_dropped` in metrics.jsonl and is reported while training
 Expected loss: not measured; it depends on the text.
 """
 
+import math
+
 import ml_collections
 
 from jaxlm.core import config
@@ -67,4 +69,6 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
+        chips = math.prod(mesh.values())  # each part of the loss gathers the output matrix
+        c.loss.chunk = max(65_536, 1_024 * chips)
     return c

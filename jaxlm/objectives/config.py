@@ -356,7 +356,8 @@ class LossConfig:
     )
     chunk: int | None = setting(
         None,
-        "tokens whose logits are in memory at a time; None computes all at once",
+        "tokens, of all devices together, whose logits are in memory at a time; None computes all "
+        "at once. Each part gathers an output matrix that devices split",
         unit="tokens",
         low=1,
     )

@@ -18,7 +18,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.models.cost import model_cost
 from jaxlm.models.families.experts import Experts
 from jaxlm.monitor.chips import machine
-from jaxlm.parallel import host, rules
+from jaxlm.parallel import host, logical, rules
 from jaxlm.parallel.config import AXES
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
@@ -66,6 +66,15 @@ PAIRS = [(name, hardware) for name in sorted(NAMED) for hardware in NAMED[name]]
 
 def load(name, hardware):
     return config.load(Run, f"{CONFIGS / name}.py:{hardware}").value
+
+
+@pytest.mark.parametrize(("name", "hardware"), PAIRS)
+def test_a_part_of_the_loss_has_a_thousand_tokens_of_each_device(name, hardware):
+    """Each part gathers the output matrix, and sums its gradient, where devices split it."""
+    run = load(name, hardware)
+    ways = logical.ways(run.mesh.sizes(DEVICES[hardware][0]), "batch")
+    tokens = run.train.batch * run.data.sequence // run.train.microbatches
+    assert run.loss.chunk // ways >= min(1024, tokens // ways)
 
 
 def assembled(run, hardware):
