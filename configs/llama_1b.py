@@ -62,5 +62,5 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
         chips = math.prod(mesh.values())  # each part of the loss gathers the output matrix
-        c.loss.chunk = max(16_384, 1_024 * chips)
+        c.loss.chunk = max(16_384, 4_096 * chips)
     return c

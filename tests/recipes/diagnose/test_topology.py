@@ -57,10 +57,26 @@ def test_a_missing_compiler_is_reported(capsys):
     assert "compiler for TPUs" in json.loads(capsys.readouterr().out)["error"]["what"]
 
 
-# Of each chip in a step: scripts/LOG.md, "What do TPU programs send, and when?"
-SENT_GIB = {"gpt2_124m:v5e-16": 0.869, "llama_1b:v5e-16": 281.0}
-# TFLOP of each chip in a step, and the bound of MFU: "The roofline of TPU programs" there.
-FLOPS = {"gpt2_124m:v5e-16": (29.39, 0.863), "llama_1b:v5e-16": (580.8, 0.71)}
+# Of each chip in a step: scripts/LOG.md, "What do parts of the loss cost on a slice of TPUs?"
+SENT_GIB = {
+    "gpt2_124m:v5e-16": 0.869,
+    "gpt2_1p5b:v5e-16": 175.8,
+    "llama_1b:v5e-16": 177.2,
+    "llama_1b:v6e-256": 15.65,
+    "llama_8b:v5e-16": 8197.0,
+    "llama_8b:v5p-128": 349.5,
+    "mixtral_8x7b:v5p-128": 1805.0,
+    "moe_fine:v5p-128": 715.9,
+}
+# TFLOP of each chip in a step, and the bound of MFU; kernels of experts are not counted.
+FLOPS = {
+    "gpt2_124m:v5e-16": (29.39, 0.863),
+    "gpt2_1p5b:v5e-16": (835.9, 0.662),
+    "llama_1b:v5e-16": (546.4, 0.776),
+    "llama_1b:v6e-256": (34.15, 0.440),
+    "llama_8b:v5e-16": (16219.0, 0.541),
+    "llama_8b:v5p-128": (4123.7, 0.717),
+}
 
 
 @pytest.mark.slow
