@@ -134,7 +134,7 @@ def content_of(shape: Shape, tokens: int, vocab: int, mark: int) -> Content:
         if vocab in shape.sizes:
             return "logits"
         return "activations" if shape.elements > tokens else "tokens"
-    return "parameters" if shape.sizes else "scalars"
+    return "parameters" if shape.elements > 1 else "scalars"
 
 
 def unexpected(

@@ -471,6 +471,13 @@ def test_what_is_expected_is_decided_by_what_it_is():
     assert why("all-reduce", ("tensor",), "logits")
 
 
+def test_one_number_is_no_parameter_of_any_shape():
+    """The last target of a device, which multi-token prediction passes to the one before it."""
+    one, two = (Shape("f32", sizes) for sizes in ((1, 1), (1, 2)))
+    assert collectives.content_of(one, tokens=64, vocab=16, mark=7) == "scalars"
+    assert collectives.content_of(two, tokens=64, vocab=16, mark=7) == "parameters"
+
+
 def test_over_context_keys_are_gathered_or_go_round_and_nothing_else():
     gather = functools.partial(why, "all-gather", ("context",), source="jaxlm/ops/rope.py:1")
     assert not gather(shapes=(KEYS, KEYS))
