@@ -20,13 +20,11 @@ Expected: a validation loss near 3.3 nats a token, which llm.c reports on FineWe
 tokenizer; not measured here.
 """
 
-import math
-
 import ml_collections
 
 from jaxlm.core import config
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan.hardware import layout
+from jaxlm.recipes.plan.hardware import layout, loss_chunk
 
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
     "1gpu": (dict(data=1), 32),
@@ -62,6 +60,5 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
-        chips = math.prod(mesh.values())  # parts of fewer tokens are small products
-        c.loss.chunk = max(32_768, 1_024 * chips)
+        c.loss.chunk = loss_chunk(mesh, 32_768)
     return c

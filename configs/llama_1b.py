@@ -17,13 +17,11 @@ Weights, gradients and moments take 20 GB over all devices. Hours at 40% of the 
 Expected loss: not measured; it depends on the text.
 """
 
-import math
-
 import ml_collections
 
 from jaxlm.core import config
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan.hardware import layout
+from jaxlm.recipes.plan.hardware import layout, loss_chunk
 
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
     "1gpu": (dict(data=1), 64),
@@ -61,6 +59,5 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
-        chips = math.prod(mesh.values())  # each part of the loss gathers the output matrix
-        c.loss.chunk = max(16_384, 4_096 * chips)
+        c.loss.chunk = loss_chunk(mesh, 16_384, of_device=4_096)
     return c

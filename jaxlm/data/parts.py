@@ -169,11 +169,14 @@ def _share(side: SplitSide, corpus: Corpus) -> float:
     if side.split != "documents" or not side.share:
         return side.share
     start = ReadBudget(PROBED_RECORDS, PROBED_BYTES)
-    positions = [_position(_key(each)) for each in corpus.documents(Counter(), start)]
-    known = set(positions[:-1] if start.is_read else positions)  # the last text may be cut
-    first = min(known, default=0.0)
-    is_empty = len(known) > 1 and first >= side.share
-    return math.nextafter(first, 1.0) if is_empty else side.share
+    known: set[float] = set()
+    for each in corpus.documents(Counter(), start):
+        if start.is_read:  # the last text may be cut
+            break
+        known.add(position := _position(_key(each)))
+        if position < side.share:
+            return side.share
+    return math.nextafter(min(known), 1.0) if len(known) > 1 else side.share
 
 
 def _other_shards(folders: tuple[Path, ...]) -> str:

@@ -20,6 +20,8 @@ from jaxlm.generate.slots import Programs
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
 
+PREFIX_BYTES = 2**28  # of beginnings of prompts that are kept for later ones
+
 
 class Ask(NamedTuple):
     """A prompt, and how it is continued."""
@@ -118,6 +120,16 @@ class Continuer:
 
 def _parts(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     return (numbers[first : first + size] for first in range(0, len(numbers), size))
+
+
+def sizes_of(lengths: Sequence[int], max_tokens: int, rows: int) -> EngineSettings:
+    """Return the sizes of an engine that continues prompts of these lengths, `rows` at a time."""
+    return EngineSettings(
+        rows=rows,
+        context=max(lengths) + max_tokens,
+        chunk=chunk_of(lengths),
+        prefix_bytes=PREFIX_BYTES,
+    )
 
 
 def chunk_of(lengths: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ Example:
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,11 @@ from jaxlm.evals import code, metrics, statistics, verify
 from jaxlm.evals.tasks.config import Answer
 from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.continuer import Ask, Continuer, chunk_of
-from jaxlm.generate.engine import EngineSettings
+from jaxlm.generate.continuer import Ask, Continuer, sizes_of
 from jaxlm.generate.sampler import Continuation
 from jaxlm.models.build import Blueprint
 
 ROWS = 16  # answers at a time, whose number changes the last bits of a product
-PREFIX_BYTES = 2**28  # of beginnings of prompts that are kept for later ones
 PASS_AT = (1, 10, 100)  # besides the number of drawn answers
 
 
@@ -49,12 +47,7 @@ class Writer:
         seed: int,
     ):
         self._kind, self._seed, self.max_tokens = kind, seed, kind.max_tokens
-        self.sizes = EngineSettings(
-            rows=ROWS,
-            context=max(lengths) + kind.max_tokens,
-            chunk=chunk_of(lengths),
-            prefix_bytes=PREFIX_BYTES,
-        )
+        self.sizes = sizes_of(lengths, kind.max_tokens, ROWS)
         limits = GenerateConfig(prompts=(), max_tokens=kind.max_tokens, stop=kind.stop)
         self._continuer = Continuer(blueprint, tokenizer, self.sizes, limits)
 
@@ -65,14 +58,31 @@ class Writer:
 
         Drawn answers are functions of the seed and the name of their prompt.
         """
-        kind, asks = self._kind, list[Ask]()
-        for prompt, name in zip(prompts, names, strict=True):
-            asks.append(Ask(prompt.ids))
-            for number in range(kind.samples):
-                seed = seed_of(self._seed, name, number)
-                asks.append(Ask(prompt.ids, seed, kind.temperature))
+        kind = self._kind
+        asks = [
+            ask
+            for prompt, name in zip(prompts, names, strict=True)
+            for ask in asks_of(prompt.ids, name, self._seed, kind.samples, kind.temperature)
+        ]
         texts = iter(self._continuer.texts(params, asks))
         return [[*itertools.islice(texts, 1 + kind.samples)] for _ in prompts]
+
+
+def asks_of(
+    ids: Sequence[int], name: str, seed: int, samples: int, temperature: float
+) -> Iterator[Ask]:
+    """Yield the greedy answer to a prompt to be written, and then its drawn ones.
+
+    Args:
+      ids: the prompt.
+      name: its name, from which the seeds of drawn answers follow.
+      seed: seed of all drawn answers.
+      samples: number of drawn answers.
+      temperature: their temperature.
+    """
+    yield Ask(ids)
+    for number in range(samples):
+        yield Ask(ids, seed_of(seed, name, number), temperature)
 
 
 def seed_of(seed: int, name: str, sample: int) -> int:

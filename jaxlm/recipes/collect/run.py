@@ -22,8 +22,7 @@ from jaxlm.core import disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError, cannot_write
 from jaxlm.evals.samples import SAMPLES, Samples, read
-from jaxlm.generate.continuer import chunk_of
-from jaxlm.generate.engine import EngineSettings
+from jaxlm.generate.continuer import sizes_of
 from jaxlm.generate.requests import CompletedRequest, Request
 from jaxlm.generate.rows import Sampling
 from jaxlm.monitor import sinks
@@ -39,7 +38,6 @@ from jaxlm.rl.rewards import check_scored
 
 FACTS, KEPT, REPORT = "collect.json", "kept.jsonl", "best_of_n.html"
 VERSION = 2  # of samples.jsonl and of the rule of its seeds
-PREFIX_BYTES = 2**28  # of beginnings of prompts that the engine keeps
 BLOCK = 64  # samples that are scored and written at a time, at least
 TOO_LONG = "longer than the context"
 NOT_FINITE = "its logits were not finite"
@@ -254,14 +252,9 @@ def _collect(
     # A block that was cut is drawn again as a whole: a judge gives the same bits to the same batch.
     done = len(samples.lines) // size // block * block
     known = samples.lines[done * size :]
-    longest = max(len(ids) for _, ids in fitting) + settings.max_tokens
-    context = longest if principles is None else _context(opened)
-    sizes = EngineSettings(
-        rows=settings.slots,
-        context=context,
-        chunk=chunk_of([len(ids) for _, ids in fitting]),
-        prefix_bytes=PREFIX_BYTES,
-    )
+    sizes = sizes_of([len(ids) for _, ids in fitting], settings.max_tokens, settings.slots)
+    if principles is not None:
+        sizes = dataclasses.replace(sizes, context=_context(opened))
     answer = Request(
         ids=(),
         max_tokens=settings.max_tokens,
@@ -281,7 +274,7 @@ def _collect(
                 principles,
                 seed=settings.seed,
                 rounds=settings.rounds,
-                room=context - settings.max_tokens,
+                room=sizes.context - settings.max_tokens,
             )
         drawn = _drafts(drawer, settings, fitting[done:], block, is_apart=critic is not None)
         while part := list(itertools.islice(drawn, block)):

@@ -20,10 +20,9 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.loader import Loader
 from jaxlm.data.records import MENDED
 from jaxlm.evals import verify
-from jaxlm.evals.tasks.answers import PREFIX_BYTES, seed_of
+from jaxlm.evals.tasks.answers import asks_of
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.generate.continuer import Ask, Continuer, chunk_of
-from jaxlm.generate.engine import EngineSettings
+from jaxlm.generate.continuer import Ask, Continuer, sizes_of
 from jaxlm.generate.sampler import Continuation
 from jaxlm.parallel import rules
 from jaxlm.recipes.plan import oom
@@ -181,10 +180,7 @@ class AnswerVerifier:
         asks = [
             ask
             for number, ids in enumerate(prompts)
-            for ask in (
-                Ask(ids),
-                *(Ask(ids, seed_of(settings.seed, str(number), n), 1.0) for n in range(samples)),
-            )
+            for ask in asks_of(ids, str(number), settings.seed, samples, 1.0)
         ]
         texts = iter(self._texts(asks, batch))
         answers = [[*itertools.islice(texts, 1 + samples)] for _ in prompts]
@@ -207,12 +203,7 @@ class AnswerVerifier:
         lengths = [len(ask.ids) for ask in asks]
         with jax.set_mesh(opened.model.mesh):
             ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
-            sizes = EngineSettings(
-                rows=-(-min(batch, len(asks)) // ways),
-                context=max(lengths) + tokens,
-                chunk=chunk_of(lengths),
-                prefix_bytes=PREFIX_BYTES,
-            )
+            sizes = sizes_of(lengths, tokens, -(-min(batch, len(asks)) // ways))
             limits = GenerateConfig(prompts=(), max_tokens=tokens)
             continuer = Continuer(opened.model.blueprint, self._tokenizer, sizes, limits)
             explain = functools.partial(oom.texts_error, longest=max(lengths), fewer="--batch={}")

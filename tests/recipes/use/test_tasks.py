@@ -164,7 +164,7 @@ def test_the_engine_writes_answers_and_passes_write_the_same_on_two_devices(
 def test_answers_beyond_the_memory_are_refused_with_a_limit_that_fits(
     folder, run, capsys, monkeypatch
 ):
-    monkeypatch.setattr(task_answers, "PREFIX_BYTES", 0)
+    monkeypatch.setattr(continuer, "PREFIX_BYTES", 0)
     monkeypatch.setattr(host_machine, "physical_bytes", lambda: 5 * 2**20)
     made = ConfigError("made", where="", why="", fix="")
     monkeypatch.setattr(continuer, "Engine", mock.Mock(side_effect=made))
