@@ -25,7 +25,7 @@ from jaxlm.generate.engine import is_supported
 from jaxlm.models.build import Blueprint
 from jaxlm.recipes.use import load, tasks
 
-WAYS = {"passes": (False, 0), "engine": (True, 0), "kept": (True, answers.PREFIX_BYTES)}
+WAYS = {"passes": (False, 0), "engine": (True, 0), "kept": (True, continuer.PREFIX_BYTES)}
 
 
 def refused(_: Blueprint) -> bool:
@@ -58,7 +58,7 @@ def main() -> None:
     lengths = sorted(len(each.ids) for each in prompts)
     print(f"{len(prompts)} prompts, median {statistics.median(lengths)}, longest {lengths[-1]}")
     writers: dict[str, answers.Writer] = {}
-    for name, (_, answers.PREFIX_BYTES) in WAYS.items():
+    for name, (_, continuer.PREFIX_BYTES) in WAYS.items():
         writer = prepared.writer(blueprint)
         assert writer is not None
         writers[name] = writer
