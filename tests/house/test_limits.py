@@ -44,15 +44,22 @@ def test_that_is_marked_and_computes():
 """
 
 
+# The limit grows with the slowness of a machine, and the 0.6 s of these tests do not.
+SHORT = {
+    "LONGEST_SECONDS = 10 ": "LONGEST_SECONDS = 0.1 ",
+    "SLACK * machine.slowness()": "SLACK",
+}
+
+
 @pytest.fixture
 def ended(tmp_path):
-    """A session of these tests in which a tenth of a second is the limit."""
+    """Outcome of a session of these tests in which 0.3 s of the processor is the limit."""
     ours = CONFTEST.read_text()
-    assert "LONGEST_SECONDS = 10 " in ours
+    for line, short in SHORT.items():
+        assert line in ours
+        ours = ours.replace(line, short)
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/conftest.py").write_text(
-        ours.replace("LONGEST_SECONDS = 10 ", "LONGEST_SECONDS = 0.1 ")
-    )
+    (tmp_path / "tests/conftest.py").write_text(ours)
     (tmp_path / "tests/test_long.py").write_text(TESTS)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", str(tmp_path / "tests")],
