@@ -101,6 +101,9 @@ def _cut(pattern: re.Pattern[str], text: str) -> list[str]:
 
 
 def _processors() -> int:
+    """Return how many processors the library uses."""
+    if os.environ.get("TOKENIZERS_PARALLELISM") == "false":
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,377 +1,104 @@
-"""Conversations as documents of ids and weights, encoded by batches while the next are rendered."""
+"""Conversations as documents of ids and weights, encoded batch by batch in several processes."""
 
 import contextlib
-import dataclasses
 import itertools
-from collections import Counter, deque
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple
-
-import numpy as np
 
 from jaxlm.core.errors import DataError
-from jaxlm.data import chat_templates, formats
-from jaxlm.data.assistant_mask import MaskRenderer, Rendered
-from jaxlm.data.chat import ChatTemplate
-from jaxlm.data.control_tokens import CUT, ControlTokens, WeightedIds, WeightedSpan
-from jaxlm.data.conversations import (
-    EQUAL,
-    NO_MASK,
-    NO_STEP_END,
-    TOO_LONG,
-    TOO_SHORT,
-    UNTRAINED,
-    Conversation,
-    LabeledStep,
-    Rejected,
+from jaxlm.data import chat_processes
+from jaxlm.data.chat_encoder import (
+    BatchEncoder,
+    ChatEncoder,
+    Encoded,
+    EncodedBatch,
+    Item,
+    positions,
 )
-from jaxlm.data.prompts import Prompt
-from jaxlm.data.records import Document, not_a_conversation
-from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.data.records import Document
 
-VERSION = 3  # of ids and weights; cached tokens of another version are made again
-BATCH = 256  # conversations that are rendered by one request
-MIN_PROMPT = 2  # ids, as of every document
+BATCH = 256  # conversations that are rendered by one request; even, so that it has whole pairs
+FEW = 16  # batches that take less time than other processes need to start
+MOST_PROCESSES = 4  # reading and writing, in this one, take a quarter of the time of encoding
 PROBED = 1000  # conversations among which a single refused one is tolerated
 
-Overlong = Literal["drop", "left", "error"]
 
-
-Item = tuple[Document, Conversation]
-
-
-class Encoded(NamedTuple):
-    """A document and its ids; `weights` are those of the ids of a conversation.
-
-    `bytes` are those of the text if the document has only ids. `side` and `margin` are those of an
-    answer that was compared or judged, see `Conversation`. `prompt` is what is rewarded.
-    """
-
-    document: Document
-    ids: Sequence[np.ndarray]
-    weights: np.ndarray | None = None
-    bytes: int | None = None
-    side: int = 0
-    margin: float = 0.0
-    prompt: Prompt | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatEncoder:
-    """The encoding of conversations for rows of one length.
+def encode(
+    encoder: ChatEncoder,
+    documents: Iterable[Document],
+    left_out: Counter[str],
+    figures: Counter[str],
+    processes: int | None = None,
+) -> Iterator[Encoded]:
+    """Yield ids and weights of each conversation, and of both of a pair, in their order.
 
     Args:
-      tokenizer: the tokenizer.
-      template: the chat template.
-      sequence: slots of a row; a conversation has at most one id more.
-      overlong: treatment of longer conversations, see `DataConfig.overlong`.
-      max_refused: share of the conversations that the template may refuse.
-      answers: the kind of the data if its answers were compared or judged; empty for others. A
-        pair is two documents, the chosen answer first, and both together fit in a row.
+      encoder: settings of the encoding.
+      documents: conversations.
+      left_out: counts of conversations left out, by reason.
+      figures: counts of turns and tokens of those yielded.
+      processes: those that encode more than `FEW` batches, by default one for each processor, at
+        most `MOST_PROCESSES`. They do not change the result.
+
+    Raises:
+      DataError: if too many are refused by the template, or one is too long and `overlong` is
+        `error`.
+      OutOfMemory: if a process that encodes was killed.
     """
+    remaining = (item for each in documents for item in _items(each))
+    batches = iter(lambda: list(itertools.islice(remaining, BATCH)), [])
+    first = list(itertools.islice(batches, FEW + 1))
+    seen = refused = 0
+    error: DataError | None = None
 
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    sequence: int
-    overlong: Overlong = "drop"
-    max_refused: float = 0.0
-    answers: str = ""
-
-    @property
-    def key(self) -> list[str | int]:
-        """Return what determines ids and weights, besides the tokenizer."""
-        return [VERSION, chat_templates.digest(self.template), self.sequence, self.overlong]
-
-    def encode(
-        self, documents: Iterable[Document], left_out: Counter[str], figures: Counter[str]
-    ) -> Iterator[Encoded]:
-        """Yield ids and weights of each conversation, and of both of a pair.
-
-        Args:
-          documents: conversations.
-          left_out: counts of conversations left out, by reason.
-          figures: counts of turns and tokens of those yielded.
-
-        Raises:
-          DataError: if too many are refused by the template, or one is too long and `overlong` is
-            `error`.
-        """
-        with _Batches(self, left_out, figures) as batches:
-            waiting: deque[tuple[Sequence[Item], Future[list[Rendered | Rejected]]]] = deque()
-            remaining = (item for each in documents for item in _items(each))
-            while batch := list(itertools.islice(remaining, BATCH)):
-                waiting.append((batch, batches.render(batch)))
-                if len(waiting) > 1:
-                    yield from batches.encoded(*waiting.popleft())
-            for each in waiting:
-                yield from batches.encoded(*each)
-            batches.check_refused(is_all=True)
-
-
-class _Batches(contextlib.ExitStack):
-    """Rendering in a thread, one batch after another, and encoding of what is rendered."""
-
-    def __init__(self, encoder: ChatEncoder, left_out: Counter[str], figures: Counter[str]):
-        super().__init__()
-        self._settings, self._left_out, self._figures = encoder, left_out, figures
-        self._control = ControlTokens(encoder.tokenizer)
-        self._pool = self.enter_context(ThreadPoolExecutor(1))
-        self._renderer: MaskRenderer | None = None
-        self._seen = self._refused = 0
-        self._first: DataError | None = None
-
-    def render(self, batch: Sequence[Item]) -> Future[list[Rendered | Rejected]]:
-        """Begin to render a batch."""
-        return self._pool.submit(self._rendered, [conversation for _, conversation in batch])
-
-    def encoded(
-        self, batch: Sequence[Item], rendered: Future[list[Rendered | Rejected]]
-    ) -> Iterator[Encoded]:
-        """Yield the ids of a rendered batch in order; count the others."""
-        results: dict[int, _Result] = {}
-        items, reasons = dict(enumerate(batch)), dict[int, str]()
-        self._seen += len(batch)
-        while items:
-            usable = self._usable(items, rendered.result(), reasons)
-            encodings = self._control.encode([(each.text, each.spans) for each in usable.values()])
-            shorter: dict[int, Item] = {}
-            for (number, text), encoding in zip(usable.items(), encodings, strict=True):
-                document, conversation = items[number]
-                ids = _ended(encoding, text, self._settings.tokenizer)
-                if conversation.steps:
-                    ids = _labeled(ids, len(encoding.ids), conversation.steps)
-                if len(ids.ids) - 1 > self._settings.sequence:
-                    if (cut := self._cut(document, conversation, len(ids.ids))) is not None:
-                        shorter[number] = document, cut
-                    else:
-                        reasons[number] = TOO_LONG
-                elif conversation.goal is not None and len(ids.ids) < MIN_PROMPT:
-                    reasons[number] = TOO_SHORT
-                elif conversation.steps and np.count_nonzero(ids.weights) < len(conversation.steps):
-                    reasons[number] = NO_STEP_END
-                elif ids.weights[1:].any() or conversation.goal is not None:
-                    results[number] = _Result(document, conversation, text, ids)
-                else:
-                    reasons[number] = UNTRAINED
-            items = shorter
-            if items:
-                rendered = self.render(list(items.values()))
-        self.check_refused()
-        size = 2 if self._settings.answers == "pairs" else 1
-        for first in range(0, len(batch), size):
-            numbers = range(first, first + size)
-            reason = next((reasons[n] for n in numbers if n in reasons), None)
-            chosen = [results[n] for n in numbers if n in results]
-            if reason is None and size == 2:
-                reason = self._unfit(*chosen)
-            if reason is not None:
-                self._left_out[reason] += 1
-                continue
-            for each in chosen:
-                self._count(each)
-                yield each.encoded
-            self._count_answers(chosen)
-
-    def _unfit(self, one: "_Result", other: "_Result") -> str | None:
-        """Return the reason to leave out a pair; None if it can be used."""
-        if np.array_equal(one.ids.ids, other.ids.ids):
-            return EQUAL
-        positions = len(one.ids.ids) + len(other.ids.ids) - 2
-        return TOO_LONG if positions > self._settings.sequence else None
-
-    def _rendered(self, conversations: Sequence[Conversation]) -> list[Rendered | Rejected]:
-        """Render conversations by the template; join prompt and completion of plain ones."""
-        chats = [each for each in conversations if not each.is_plain]
-        if chats and self._renderer is None:
-            self._renderer = self.enter_context(
-                MaskRenderer(self._settings.template, self._control)
-            )
-        answers: Iterator[Rendered | Rejected] = iter(())
-        if chats and self._renderer is not None:  # all or no others are prompts
-            is_prompt = chats[0].goal is not None
-            render = self._renderer.render_prompts if is_prompt else self._renderer.render
-            answers = iter(render(chats))
-        return [self._joined(each) if each.is_plain else next(answers) for each in conversations]
-
-    def _joined(self, conversation: Conversation) -> Rendered:
-        tokenizer = self._settings.tokenizer
-        names = {number: name for name, number in tokenizer.specials.items()}
-        begin = "".join(names.get(number, "") for number in tokenizer.before)
-        prompt, *completions = (
-            self._control.guarded(message["content"]) for message in conversation.messages
-        )
-        if not completions:
-            return Rendered(begin + prompt, [], is_open=False)
-        (completion,) = completions
-        # What is generated from begins with a token of its own.
-        cut = "" if tokenizer.lead else CUT
-        start = len(begin + prompt + cut)
-        span = WeightedSpan(start, start + len(completion), conversation.weights[-1])
-        return Rendered(begin + prompt + cut + completion, [span], is_open=True)
-
-    def _usable(
-        self,
-        items: dict[int, Item],
-        rendered: Sequence[Rendered | Rejected],
-        reasons: dict[int, str],
-    ) -> dict[int, Rendered]:
-        """Return the rendered texts by number; put the reason of refused ones in `reasons`."""
-        usable = {}
-        for (number, (document, conversation)), text in zip(items.items(), rendered, strict=True):
-            if isinstance(text, Rendered) and conversation.steps:
-                guarded = [self._control.guarded(step.text) for step in conversation.steps]
-                text = _with_steps(text, guarded)
-            if isinstance(text, Rendered):
-                usable[number] = text
-                continue
-            reasons[number] = text.reason
-            self._refused += 1
-            self._first = self._first or not_a_conversation(text, document.file, document.record)
-        return usable
-
-    def _cut(self, document: Document, conversation: Conversation, ids: int) -> Conversation | None:
-        """Return a conversation without its first turns; None if it is left out."""
-        sequence = self._settings.sequence
-        if self._settings.overlong == "error":
+    def check(*, is_all: bool = False) -> None:
+        """Raise DataError if the template refused too many conversations so far."""
+        if error is not None and refused > encoder.max_refused * max(seen, 0 if is_all else PROBED):
             raise DataError(
-                "a conversation is longer than a row",
-                where=formats.place(document.file, document.record),
-                why=f"it has {ids} tokens, and rows of {sequence} hold {sequence + 1}",
-                fix=f"--config.data.sequence={ids - 1}\n"
-                "--config.data.overlong=drop    # leaves such conversations out\n"
-                "--config.data.overlong=left    # leaves their first turns out",
-            )
-        is_cut = self._settings.overlong == "left" and not self._settings.answers
-        cut = without_first_turns(conversation) if is_cut else None
-        if cut is not None:
-            self._figures["turns_cut"] += len(conversation.messages) - len(cut.messages)
-        return cut
-
-    def _count(self, result: "_Result") -> None:
-        self._figures["turns"] += len(result.conversation.messages)
-        if result.conversation.is_plain:
-            self._figures["plain"] += 1
-        self._figures["trained_turns"] += len(result.text.spans)
-        self._figures["trained_tokens"] += int(np.count_nonzero(result.ids.weights[1:]))
-        self._figures["answers_in_prompt_token"] += result.ids.crossed
-
-    def _count_answers(self, results: Sequence["_Result"]) -> None:
-        """Count a pair and its tokens, or an answer with a label."""
-        if self._settings.answers == "pairs":
-            size = sum(len(each.ids.ids) - 1 for each in results)
-            self._figures["pairs"] += 1
-            self._figures["longest_pair"] = max(self._figures["longest_pair"], size)
-        if self._settings.answers == "steps":
-            for step in (step for each in results for step in each.conversation.steps):
-                self._figures["right" if step.is_right else "wrong"] += 1
-            return
-        for each in results if self._settings.answers else ():
-            kind = "chosen" if each.conversation.side > 0 else "rejected"
-            self._figures[kind] += 1
-            self._figures[f"{kind}_tokens"] += int((each.ids.weights[1:] > 0).sum())
-
-    def check_refused(self, *, is_all: bool = False) -> None:
-        """Raise DataError if the template refused too many conversations."""
-        seen = self._seen if is_all else max(self._seen, PROBED)
-        if self._first is not None and self._refused > self._settings.max_refused * seen:
-            raise DataError(
-                self._first.what,
-                where=self._first.where,
-                why=f"{self._first.why}; {self._refused} of the {self._seen} conversations so far "
-                f"are refused, data.max_dropped = {self._settings.max_refused:g} of them may be",
-                fix=self._first.fix,
+                error.what,
+                where=error.where,
+                why=f"{error.why}; {refused} of the {seen} conversations so far "
+                f"are refused, data.max_dropped = {encoder.max_refused:g} of them may be",
+                fix=error.fix,
             )
 
-
-class _Result(NamedTuple):
-    """A conversation that can be used."""
-
-    document: Document
-    conversation: Conversation
-    text: Rendered
-    ids: WeightedIds
-
-    @property
-    def encoded(self) -> Encoded:
-        """Return the ids, and the judgment of the answer, or the goal of a prompt."""
-        conversation = self.conversation
-        goal = conversation.goal
-        return Encoded(
-            self.document,
-            [self.ids.ids],
-            self.ids.weights,
-            side=conversation.side,
-            margin=conversation.margin,
-            prompt=None
-            if goal is None
-            else Prompt(conversation.text, *goal, is_plain=conversation.is_plain),
-        )
+    results: Iterator[tuple[Sequence[Item], EncodedBatch]]
+    with contextlib.ExitStack() as stack:
+        if len(first) <= FEW:
+            alone = stack.enter_context(BatchEncoder(encoder))
+            results = ((batch, alone.encode(batch)) for batch in first)
+        else:
+            pool = chat_processes.Pool(encoder, processes or _processes())
+            results = stack.enter_context(pool).encode(itertools.chain(first, batches))
+        for batch, result in results:
+            seen += len(batch)
+            refused += result.refused
+            error = error or result.error
+            check()
+            left_out.update(result.left_out)
+            figures.update(result.figures)
+            if encoder.answers == "pairs":
+                ids = [each.ids[0] for _, each in result.used]
+                longest = map(positions, zip(ids[::2], ids[1::2], strict=True))
+                figures["longest_pair"] = max(figures["longest_pair"], *longest, 0)
+            for number, each in result.used:
+                yield each._replace(document=batch[number][0])
+    check(is_all=True)
 
 
-def _items(document: Document) -> Iterator[Item]:
-    """Yield the conversation of a document, or both of its pair, each with its own text."""
+def _items(document: Document) -> Sequence[Item]:
+    """Return the conversation of a document, or both of its pair, each with its own text."""
     conversation = document.conversation
     if conversation is None:
-        return
+        return []
     if conversation.rejected is None:
-        yield document, conversation
-        return
-    for each in (conversation, conversation.rejected):
-        yield document._replace(text=each.text), each
+        return [(document, conversation)]
+    both = (conversation, conversation.rejected)
+    return [(document._replace(text=each.text), each) for each in both]
 
 
-def without_first_turns(conversation: Conversation) -> Conversation | None:
-    """Return a conversation without its first exchange; None if no trained turn would be left.
-
-    A leading system message stays.
-    """
-    roles = [message["role"] for message in conversation.messages]
-    begin = int(roles[0] in ("system", "developer"))
-    starts = [n for n in range(begin + 1, len(roles)) if roles[n] == "user"]
-    if not starts or not any(conversation.weights[starts[0] :]):
-        return None
-    messages, weights = (
-        [*each[:begin], *each[starts[0] :]]
-        for each in (conversation.messages, conversation.weights)
-    )
-    return dataclasses.replace(conversation, messages=messages, weights=weights)
-
-
-def _with_steps(text: Rendered, steps: Sequence[str]) -> Rendered | Rejected:
-    """Return a text whose spans are the steps of its last answer, with weights 1, 2, 3, ..."""
-    spans: list[WeightedSpan] = []
-    place = text.spans[-1].start if text.spans else 0
-    for number, step in enumerate(map(str.strip, steps), 1):
-        start = text.text.find(step, place)
-        if start < 0:
-            return Rejected(NO_MASK, f"the template changes step {number}")
-        place = start + len(step)
-        spans.append(WeightedSpan(start, place, float(number)))
-    return text._replace(spans=spans)
-
-
-def _labeled(ids: WeightedIds, count: int, steps: Sequence[LabeledStep]) -> WeightedIds:
-    """Replace the weights of steps by their labels: 1 or -1 at the id behind their last one.
-
-    The first `count` ids are those of the text. A step without an id of its own has no label.
-    """
-    labels = np.zeros(len(ids.ids), ids.weights.dtype)
-    for number, step in enumerate(steps, 1):
-        places = np.flatnonzero(ids.weights[:count] == number)
-        if len(places) and places[-1] + 1 < len(labels):
-            labels[places[-1] + 1] = 1 if step.is_right else -1
-    return ids._replace(weights=labels)
-
-
-def _ended(encoding: WeightedIds, text: Rendered, tokenizer: Tokenizer) -> WeightedIds:
-    """Append the end of text, with the weight of the last turn, to a text that is open."""
-    if not text.is_open:
-        return encoding
-    after = np.array(tokenizer.after, encoding.ids.dtype)
-    weights = np.full(len(after), text.spans[-1].weight, encoding.weights.dtype)
-    return WeightedIds(
-        np.concatenate((encoding.ids, after)),
-        np.concatenate((encoding.weights, weights)),
-        encoding.crossed,
-    )
+def _processes() -> int:
+    """Return how many processes encode: one for each processor that this one may use."""
+    has_set = hasattr(os, "sched_getaffinity")
+    return min(len(os.sched_getaffinity(0)) if has_set else os.cpu_count() or 1, MOST_PROCESSES)

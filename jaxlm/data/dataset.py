@@ -21,7 +21,7 @@ from jaxlm.data import (
     writer,
 )
 from jaxlm.data.chat import ChatTemplate
-from jaxlm.data.chat_documents import ChatEncoder
+from jaxlm.data.chat_encoder import ChatEncoder
 from jaxlm.data.config import TOKENIZER_FILES, DataConfig
 from jaxlm.data.corrupt.rows import RowChange, RowChanges
 from jaxlm.data.documents import Corpus

@@ -26,7 +26,7 @@ import numpy as np
 from jaxlm.core import disk, own
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.data import cache, manifest, tokenizer_file, writer
-from jaxlm.data.chat_documents import Encoded
+from jaxlm.data.chat_encoder import Encoded
 from jaxlm.data.config import TOKENIZER_FILES, DataConfig
 from jaxlm.data.records import Document
 from jaxlm.data.tokenizer import Bytes, Tokenizer

@@ -62,8 +62,10 @@ class HuggingFace(Tokenizer):
             is_inside = piece.startswith(self._inside)
             return (piece[len(self._inside) :] if is_inside else f" {piece}").encode()
         if self._is_byte_level:
-            is_spelt = number in self._spelt or not all(c in BYTE_OF_CHARACTER for c in piece)
-            return piece.encode() if is_spelt else bytes(BYTE_OF_CHARACTER[c] for c in piece)
+            with contextlib.suppress(KeyError):  # a piece with another character is spelt
+                if number not in self._spelt:
+                    return bytes(map(BYTE_OF_CHARACTER.__getitem__, piece))
+            return piece.encode()
         if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SentencePiece.SPACE, " ").encode()

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxlm.core.errors import DataError
-from jaxlm.data import cache, chat_templates, formats, long_text, manifest, prompts
+from jaxlm.data import cache, chat_documents, chat_templates, formats, long_text, manifest, prompts
 from jaxlm.data.blocks import BlockWriter
-from jaxlm.data.chat_documents import ChatEncoder, Encoded
+from jaxlm.data.chat_encoder import ChatEncoder, Encoded
 from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.manifest import Manifest, Shard
 from jaxlm.data.records import Document
@@ -63,7 +63,7 @@ def write(
         writer = _Writer(partial, tokenizer, files, chat)
         try:
             if chat is not None:
-                encoded = chat.encode(documents, left_out, writer.figures)
+                encoded = chat_documents.encode(chat, documents, left_out, writer.figures)
             elif encoded is None:
                 encoded = encode_texts(tokenizer, documents)
             writer.add(encoded, progress)
@@ -205,7 +205,7 @@ class _Writer:
             documents=sum(shard.documents for shard in self.shards),
             tokens=sum(shard.tokens for shard in self.shards),
             bytes=self.totals["bytes"],
-            left_out=dict(left_out),
+            left_out=dict(sorted(left_out.items())),
             unknown=self.totals["unknown"],
             files_sha256=hashlib.sha256(files).hexdigest(),
             shards=tuple(self.shards),

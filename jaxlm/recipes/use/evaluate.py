@@ -19,7 +19,7 @@ from jaxlm.corpus.config import Perplexity
 from jaxlm.corpus.filters.models import Scorer
 from jaxlm.data import cache, chat_templates, dataset, parts, writer
 from jaxlm.data.batch import Tokens
-from jaxlm.data.chat_documents import ChatEncoder
+from jaxlm.data.chat_encoder import ChatEncoder
 from jaxlm.data.conversations import ChatFields
 from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader

@@ -11,8 +11,9 @@ import numpy as np
 
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError
+from jaxlm.data import chat_documents
 from jaxlm.data.batch import Tokens
-from jaxlm.data.chat_documents import ChatEncoder
+from jaxlm.data.chat_encoder import ChatEncoder
 from jaxlm.data.conversations import Conversation, LabeledStep
 from jaxlm.data.records import Document
 from jaxlm.models.build import Model
@@ -77,7 +78,7 @@ class RewardModel:
         documents = [Document(each.text, "", n, 0, each) for n, each in enumerate(alone)]
         encoded = {
             each.document.record: each
-            for each in self._encoder.encode(documents, Counter(), Counter())
+            for each in chat_documents.encode(self._encoder, documents, Counter(), Counter())
         }
         texts: list[np.ndarray | None] = [None] * len(alone)
         weights = [np.zeros(0, np.float32)] * len(alone)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import chat_templates, parts
-from jaxlm.data.chat_documents import ChatEncoder
+from jaxlm.data.chat_encoder import ChatEncoder
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.loader import Loader
 from jaxlm.data.records import MENDED
