@@ -24,7 +24,7 @@ import ml_collections
 
 from jaxlm.core import config
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan.hardware import layout, loss_chunk
+from jaxlm.recipes.plan.hardware import layout
 
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
     "1gpu": (dict(data=1), 32),
@@ -47,7 +47,7 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c.train.batch = 512
     c.train.microbatches = 4
     c.train.remat = "dots"
-    c.loss.chunk = 32_768
+    c.loss.chunk = 16_384
     c.optim.lr = 6e-4
     c.schedule.name = "cosine"
     c.schedule.warmup = "4%"
@@ -60,5 +60,4 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
-        c.loss.chunk = loss_chunk(mesh, 32_768)
     return c

@@ -21,7 +21,7 @@ import ml_collections
 
 from jaxlm.core import config
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan.hardware import layout, loss_chunk
+from jaxlm.recipes.plan.hardware import layout
 
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
     "1gpu": (dict(data=1), 64),
@@ -59,5 +59,4 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
-        c.loss.chunk = loss_chunk(mesh, 16_384, of_device=4_096)
     return c

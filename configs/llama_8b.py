@@ -23,7 +23,7 @@ import ml_collections
 
 from jaxlm.core import config
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan.hardware import layout, loss_chunk
+from jaxlm.recipes.plan.hardware import layout
 
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
     "8gpu": (dict(fsdp=8), 64),
@@ -45,7 +45,7 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c.train.batch = 1024
     c.train.microbatches = 16
     c.train.remat = "full"
-    c.loss.chunk = 65_536
+    c.loss.chunk = 8_192
     c.optim.lr = 3e-4
     c.schedule.name = "cosine"
     c.schedule.warmup = "5%"
@@ -60,5 +60,4 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
-        c.loss.chunk = loss_chunk(mesh, 65_536, of_device=4_096)
     return c

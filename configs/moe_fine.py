@@ -29,7 +29,7 @@ import ml_collections
 
 from jaxlm.core import config
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan.hardware import layout, loss_chunk
+from jaxlm.recipes.plan.hardware import layout
 
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all
     "8gpu": (dict(fsdp=4, expert=2), 64),
@@ -49,7 +49,7 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c.train.batch = 1024
     c.train.microbatches = 64
     c.train.remat = "full"
-    c.loss.chunk = 65_536
+    c.loss.chunk = 8_192
     c.optim.lr = 4.2e-4
     c.schedule.name = "cosine"
     c.schedule.warmup = "5%"
@@ -67,5 +67,4 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     if hardware:
         mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
-        c.loss.chunk = loss_chunk(mesh, 65_536)
     return c

@@ -356,8 +356,8 @@ class LossConfig:
     )
     chunk: int | None = setting(
         None,
-        "tokens, of all devices together, whose logits are in memory at a time; None computes all "
-        "at once. Each part gathers an output matrix that devices split",
+        "tokens of each device whose logits are in memory at a time; None computes all at once. "
+        "Each part computes its logits twice, and gathers an output matrix that devices split",
         unit="tokens",
         low=1,
     )

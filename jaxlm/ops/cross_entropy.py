@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlm.parallel import context
-from jaxlm.parallel.rules import constrain
+from jaxlm.parallel import context, rules
 
 Scores = TypeVar("Scores")
 
@@ -97,9 +96,10 @@ def in_chunks(
     *,
     tokens: int | None,
 ) -> Scores:
-    """Map `function(hidden, targets)`, a tree of [B, T, ...], over chunks of about `tokens` tokens.
+    """Map `function(hidden, targets)`, a tree of [B, T, ...], over chunks.
 
-    `hidden` is an array [B, T, D] or a tree of such arrays.
+    `hidden` is an array [B, T, D] or a tree of such arrays. A chunk has about `tokens` tokens of
+    each device.
 
     None takes all tokens at once. The logits of one chunk are live at a time, and the backward
     pass computes them again at the cost of one more unembedding. So memory does not depend on B T
@@ -108,11 +108,12 @@ def in_chunks(
     of tokens from each device.
     """
     rows, length = targets.shape
-    chunks = 1 if tokens is None else min(length, math.ceil(rows * length / tokens))
-    if chunks == 1:
-        return function(hidden, targets)
     parts = context.context_size()
     local = length // parts
+    device_rows = rows / rules.split(jax.sharding.get_abstract_mesh(), "batch")
+    chunks = 1 if tokens is None else min(local, math.ceil(device_rows * local / tokens))
+    if chunks == 1:
+        return function(hidden, targets)
     size = math.ceil(local / chunks)
     chunks = math.ceil(local / size)
 
@@ -123,7 +124,7 @@ def in_chunks(
         x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * size - local), *[(0, 0) for _ in rest]])
         x = jnp.moveaxis(x.reshape(rows, parts, chunks, size, *rest), 2, 0)
         x = x.reshape(chunks, rows, parts * size, *rest)
-        return constrain(x, None, "batch", "length", *none)
+        return rules.constrain(x, None, "batch", "length", *none)
 
     def join(x: Array) -> Array:
         rest = x.shape[3:]

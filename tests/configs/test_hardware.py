@@ -69,12 +69,12 @@ def load(name, hardware):
 
 
 @pytest.mark.parametrize(("name", "hardware"), PAIRS)
-def test_a_part_of_the_loss_has_a_thousand_tokens_of_each_device(name, hardware):
+def test_a_part_of_the_loss_has_thousands_of_tokens_of_each_device(name, hardware):
     """Each part gathers the output matrix, and sums its gradient, where devices split it."""
     run = load(name, hardware)
     ways = logical.ways(run.mesh.sizes(DEVICES[hardware][0]), "batch")
     tokens = run.train.batch * run.data.sequence // run.train.microbatches
-    assert run.loss.chunk // ways >= min(1024, tokens // ways)
+    assert run.loss.chunk >= min(4096, tokens // ways)
 
 
 def assembled(run, hardware):

@@ -135,6 +135,16 @@ def test_weights_that_are_whole_are_sent_once_and_gradients_as_the_closed_form_s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_each_part_of_the_loss_sums_the_gradient_of_the_output_matrix(axis):
+    """Four parts of 14 of the 56 tokens of a device. ZeRO 1, as it has sums on every platform."""
+    settings = {f"mesh.{axis}": "2", "mesh.zero": "1", "loss.chunk": "14"}
+    actual, run, sizes = sent(settings, 2)
+    options = work(run, sizes, zero=1, weight_bytes=0, loss_parts=4)
+    assert actual["all-reduce", axis, "parameters"] == comm_cost.BYTES[axis](options, sizes)
+
+
+@pytest.mark.slow
 def test_stages_send_what_the_closed_form_says():
     """Two layers a stage: weights of one layer would be gathered once, ahead of the ticks."""
     settings = {"model.depth": "4", "mesh.pipe": "2", "train.microbatches": "4"}

@@ -1,9 +1,13 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxlm.ops.cross_entropy import in_chunks, token_scores
+from jaxlm.parallel import mesh
+from jaxlm.parallel.config import MeshConfig
 
 RNG = np.random.default_rng(0)
 LOGITS = (RNG.normal(size=(2, 5, 37)) * 8).astype(np.float32)
@@ -125,3 +129,22 @@ def test_chunks_keep_less_in_memory_than_the_whole():
 
     assert temporary(16) < temporary(None) / 4
     assert temporary(16, 256) < 1.1 * temporary(16), "memory grows with the tokens"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"), [({}, 16), ({"data": 2}, 8), ({"fsdp": 2, "context": 2}, 4)]
+)
+def test_a_chunk_has_as_many_tokens_of_each_device_on_every_mesh(sizes, parts):
+    """16 of the 256 tokens: parts of a loss cost a gathered matrix each, so devices add none."""
+    hidden, targets = jnp.zeros((4, 64, 8)), jnp.zeros((4, 64), jnp.int32)
+    lengths = []
+
+    def function(hidden, targets):
+        lengths.append(targets.shape[1])
+        return hidden.sum(-1)
+
+    sizes = {"data": 1, "fsdp": 1} | sizes
+    grid = mesh.build(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
+    with jax.set_mesh(grid):
+        jax.eval_shape(lambda: in_chunks(function, hidden, targets, tokens=16))
+    assert 64 // lengths[0] == parts

@@ -30,6 +30,7 @@ class StepWorkload:
     targets: int = 0  # tokens of a row of an encoder-decoder's decoder
     zero: int = 3  # ZeRO stage of fsdp: shards optimizer state (1), gradients (2), weights (3)
     sums_locally: bool = False  # data sums gradients once, after the last micro-batch
+    loss_parts: int = 1  # parts of a pass, each of which gathers and sums the output matrix
     trained: tuple[Tensor, ...] | None = None  # None for all
     frozen: tuple[Tensor, ...] = ()
 
@@ -72,6 +73,7 @@ def fsdp_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
     embedding once (if tied, for the unembedding too), and reduce-scatters gradients; a pipeline
     does so with its layers in each tick. Otherwise updated weights are gathered once, in the bytes
     they are stored in, and gradients of each pass are reduce-scattered (ZeRO 2) or all-reduced (1).
+    Each further part of the loss gathers the output matrix twice, and all-reduces its gradient.
     An adapter gathers the codes of a quantized base, and sums its own gradients alone.
     """
     blocks, tables, lookup = matrices(work.model, sizes["tensor"])
@@ -85,6 +87,9 @@ def fsdp_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
         else blocks + tables
     )
     summed = (blocks * through_blocks + tables * through_tables) * (2 if work.zero == 1 else 1)
+    further = 2 * lookup * (work.loss_parts - 1) * through_tables
+    gathered += further if is_split else 0
+    summed += further
     sent = gathered * work.weight_bytes + summed * work.gradient_bytes
     return _ring(sizes["fsdp"]) * sent / sizes["pipe"]
 
@@ -129,11 +134,15 @@ def _summed(work: StepWorkload, sizes: dict[str, int]) -> float:
 
 
 def data_bytes(work: StepWorkload, sizes: dict[str, int]) -> float:
-    """Return the bytes over data: an all-reduce of a chip's gradients, in each pass or once."""
-    blocks, tables, _ = matrices(work.model, sizes["tensor"])
+    """Return the bytes over data: an all-reduce of a chip's gradients, in each pass or once.
+
+    In each pass the gradient of the output matrix is summed in each part of the loss.
+    """
+    blocks, tables, lookup = matrices(work.model, sizes["tensor"])
     through_blocks, through_tables = (1, 1) if work.sums_locally else work.passes(sizes)
+    further = 0 if work.sums_locally else lookup * (work.loss_parts - 1)
     parts = sizes["pipe"] * sizes["fsdp"]
-    summed = (blocks * through_blocks + tables * through_tables) / parts
+    summed = (blocks * through_blocks + (tables + further) * through_tables) / parts
     if work.trained is not None:
         summed = _summed(work, sizes)
     return 2 * _ring(sizes["data"]) * summed * work.gradient_bytes

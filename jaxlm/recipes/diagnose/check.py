@@ -120,8 +120,9 @@ def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
     raw["train"] |= {"steps": steps, "batch": rows, "microbatches": microbatches, "patience": None}
     raw["train"]["batch_warmup"] = []
     if run.loss.chunk is not None:
-        # Half of the tokens scored at once; after a pipeline these are all micro-batches.
-        raw["loss"]["chunk"] = rows * sequence // (microbatches if mesh["pipe"] == 1 else 1) // 2
+        # Half of the tokens that a device scores at once, those of a row; after a pipeline these
+        # are all micro-batches.
+        raw["loss"]["chunk"] = mark * (microbatches if mesh["pipe"] > 1 else 1)
     if run.tune.virtual_tokens:  # a row after them has another prime factor, and they have none
         other = next(other for other in others if -sequence % other % mark)
         raw["tune"]["length"] = -sequence % other

@@ -139,6 +139,22 @@ def stacks(
     return [(decoder.encoder, share), (decoder.decoder, target_share)]
 
 
+def predicted_tokens(run: Run, decoder: ModelConfig, share: DeviceShare, targets: int = 0) -> int:
+    """Return the tokens of a device that are scored together if `loss.chunk` is None.
+
+    They are those of the last stack; after a pipeline, of all micro-batches.
+
+    Args:
+      run: the run.
+      decoder: its model.
+      share: a device's part of a micro-batch.
+      targets: sequence length of a decoder that has an encoder, else 0.
+    """
+    *_, (_, last) = stacks(decoder, share, targets)
+    tokens = last.tokens - last.rows * run.tune.virtual_rows
+    return tokens * (run.train.microbatches if share.sizes["pipe"] > 1 else 1)
+
+
 def temporary_bytes(
     run: Run,
     decoder: ModelConfig,
@@ -187,12 +203,10 @@ def temporary_bytes(
     stored = _adapter_results(run, decoder, share, policies)
     saved += stored * passes / stages
     layer = max(layer - stored / decoder.depth, 0.0)  # what is stored is not made again
-    # Of the last stack; after a pipeline, of all micro-batches.
-    predicted = stack_share.tokens - stack_share.rows * run.tune.virtual_rows
-    predicted *= run.train.microbatches if schedule else 1
+    predicted = predicted_tokens(run, decoder, share, targets)
     tokens = min(run.loss.chunk or predicted, predicted)
     # With their exponentials or gradients; unchunked logits of each further head are saved.
-    heads = 0 if run.loss.chunk else len(decoder.heads)
+    heads = 0 if tokens < predicted else len(decoder.heads)
     divergence = DIVERGENCE_LOGITS if isinstance(run.objective, Distill) else 0
     wide = 1 + divergence + heads  # in float32
     logits = (wide * 4 + share.logit_bytes) * tokens * _outputs(run, decoder, share)

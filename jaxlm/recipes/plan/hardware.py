@@ -52,19 +52,6 @@ def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> L
     )
 
 
-def loss_chunk(mesh: Mapping[str, int], least: int, *, of_device: int = 1024) -> int:
-    """Return the tokens of all devices for `loss.chunk`: `least`, or `of_device` for each device.
-
-    Each part of the loss gathers an output matrix that devices split, and sums its gradient: parts
-    of a few tokens of each device send more than they compute.
-
-    Example:
-      >>> loss_chunk({"fsdp": 16}, 16_384), loss_chunk({"data": 4, "fsdp": 64}, 16_384)
-      (16384, 262144)
-    """
-    return max(least, of_device * math.prod(mesh.values()))
-
-
 def memory_bytes(hardware: str) -> float | None:
     """Return the memory of GPUs of 80 GB (`8gpu`) or of a TPU slice; None for another name."""
     if gpus := re.fullmatch(r"([1-9][0-9]{0,4})gpu", hardware):

@@ -9,6 +9,7 @@ Example:
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -361,7 +362,7 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     parameters -= table - unembedding
     recomputed = {"none": 0.0, "dots": layers - 2 * (parameters - unembedding)}
     extra = sum(recomputed.get(policy, layers) for policy in policies) / len(policies)
-    whole = once + extra + (head if run.loss.chunk else 0.0)
+    whole = once + extra + (head if _loss_parts(run, decoder, share) > 1 else 0.0)
     passes = 3 + sum(policy != "none" for policy in policies) / len(policies)
     whole += passes * _idle_flops(decoder, share)
     if not isinstance(run.tune, Full):  # a frozen weight has no gradient; that of the adapter is
@@ -371,6 +372,12 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     # Estimating the curvature costs another gradient.
     every = run.optim.curvature_every
     return whole * (1 + 1 / every) if every else whole
+
+
+def _loss_parts(run: Run, decoder: ModelConfig, share: DeviceShare) -> int:
+    """Return the parts in which a device scores its tokens."""
+    tokens = device_memory.predicted_tokens(run, decoder, share, decoder_tokens(run))
+    return math.ceil(tokens / (run.loss.chunk or tokens))
 
 
 def _idle_flops(decoder: ModelConfig, share: DeviceShare) -> float:
@@ -400,6 +407,7 @@ def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: DeviceShare) -> d
         activation_bytes=share.stream_bytes,
         zero=run.mesh.zero,
         sums_locally=divisibility.sums_locally(run, decoder, sizes),
+        loss_parts=_loss_parts(run, decoder, share),
         trained=None if isinstance(run.tune, Full) else tuple(trained),
         frozen=tuple(frozen),
     )
