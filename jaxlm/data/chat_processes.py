@@ -23,8 +23,8 @@ from jaxlm.data import tokenizer_file
 from jaxlm.data.chat_encoder import BatchEncoder, ChatEncoder, EncodedBatch, Item
 
 AHEAD = 2  # batches a process that are read before the first result is taken
-# A process uses one processor: the tokenizers library would start a thread for each.
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
+# A process uses one processor: these libraries would start a thread for each.
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class Pool(contextlib.ExitStack):
