@@ -81,7 +81,7 @@ class ChatEncoder:
 
 
 class EncodedBatch(NamedTuple):
-    """What a batch became.
+    """Result of a batch.
 
     Args:
       used: conversations with ids, each with its number in the batch, in order.

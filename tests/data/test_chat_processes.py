@@ -113,9 +113,7 @@ def test_an_error_in_a_process_is_that_of_the_first_conversation_that_has_it(sta
     assert [process.poll() for process in started] == [-9, -9]
 
 
-def test_a_process_that_was_killed_ends_the_preparation_and_leaves_no_shards(
-    started, tmp_path, monkeypatch
-):
+def test_a_process_that_was_killed_leaves_no_shards(started, tmp_path, monkeypatch):
     train = write(tmp_path / "chat.jsonl", [{"messages": turns(n, 1)} for n in range(400)])
 
     def kill():

@@ -349,7 +349,7 @@ SLOW = {
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {
     "data/chat_processes.py:encode:1": "tests/data/"
-    "test_chat_processes.py::test_a_process_that_was_killed_ends_the_preparation_and_leaves_no_shards",
+    "test_chat_processes.py::test_a_process_that_was_killed_leaves_no_shards",
     "data/dataset.py:_loader:1": "tests/data/"
     "test_chat_documents.py::test_token_shards_of_conversations_keep_weights_and_template",
     "core/hub.py:_refused:1": "tests/data/test_remote.py::test_without_the_hub_its_copies_are_used",

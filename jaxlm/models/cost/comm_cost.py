@@ -30,7 +30,7 @@ class StepWorkload:
     targets: int = 0  # tokens of a row of an encoder-decoder's decoder
     zero: int = 3  # ZeRO stage of fsdp: shards optimizer state (1), gradients (2), weights (3)
     sums_locally: bool = False  # data sums gradients once, after the last micro-batch
-    loss_parts: int = 1  # parts of a pass, each of which gathers and sums the output matrix
+    loss_parts: int = 1  # parts of a pass; each gathers and sums the output matrix
     trained: tuple[Tensor, ...] | None = None  # None for all
     frozen: tuple[Tensor, ...] = ()
 
