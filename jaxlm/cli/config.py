@@ -86,10 +86,8 @@ def _explained(args: Any, path: str) -> tuple[dict[str, Any], str]:
     first = path.partition(".")[0]
     known_by = (each for each in SCHEMAS if first in (problems.root_name(each), *fields(each)))
     schema = next(known_by, Run)
-    if args.config or args.workdir or args.overrides:
-        loaded = config.load(schema, args.config or args.workdir, args.overrides)
-    else:  # defaults need not be valid: a mix has no sources
-        loaded = config.Loaded(schema(), {})
+    # What a config lacks to run is no matter here: finetune/lora names no conversations.
+    loaded = config.load(schema, args.config or args.workdir, args.overrides, is_part=True)
     if path in ("", problems.root_name(schema)):
         sections = [name.partition(".")[0] for name in config.flatten(loaded.value)]
         names = list(dict.fromkeys(sections))

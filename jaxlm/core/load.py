@@ -41,6 +41,7 @@ class Resolver:
     schema: type
     raw: dict[str, Any]
     origins: dict[str, Origin]
+    is_part: bool = False  # of a config: settings that contradict each other are no problem
     problems: list[Problem] = dataclasses.field(default_factory=list)
     value: Any = None
 
@@ -101,8 +102,9 @@ class Resolver:
         section = arm(**values)
         contradictions: list[tuple[str, str, str]] = []
         is_right = len(self.problems) == before
+        has_rules = hasattr(section, "problems") and not self.is_part
         try:
-            for each in section.problems() if hasattr(section, "problems") else ():
+            for each in section.problems() if has_rules else ():
                 contradictions.append(each)
         except Exception:
             # With a wrong value, report the contradictions found before its first use.
@@ -154,7 +156,9 @@ class Loaded:
     provenance: dict[str, Origin]
 
 
-def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
+def load(
+    schema: type, file: str | None, overrides: Overrides = (), *, is_part: bool = False
+) -> Loaded:
     """Read a config and apply overrides.
 
     Raises InputMissing if there is no such file, ConfigError with all other problems in one error.
@@ -166,6 +170,7 @@ def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
         config, or else of a published section such as `llama3-8b`, the only setting that is not
         a default; None for the defaults.
       overrides: dotted paths and texts, as on the command line, in any order.
+      is_part: allows settings that contradict each other: the config need not run yet.
     """
     raw: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
@@ -176,7 +181,7 @@ def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
     raw = sections.current_names(schema, raw)
     origins = {sections.current(schema, path)[0]: origin for path, origin in origins.items()}
     overrides = _current_overrides(schema, overrides)
-    resolver = _apply(schema, raw, origins, overrides)
+    resolver = _apply(schema, raw, origins, overrides, is_part=is_part)
     return _loaded(resolver, _corrections(resolver, raw, origins, overrides))
 
 
@@ -202,9 +207,16 @@ def _loaded(resolver: Resolver, fix: str = "") -> Loaded:
     return Loaded(resolver.value, {path: resolver.origin(path) for path in paths})
 
 
-def _apply(schema: type, raw: Any, origins: dict[str, Origin], overrides: Overrides) -> Resolver:
+def _apply(
+    schema: type,
+    raw: Any,
+    origins: dict[str, Origin],
+    overrides: Overrides,
+    *,
+    is_part: bool = False,
+) -> Resolver:
     """Resolve the settings of a file under overrides; the arguments are not modified."""
-    resolver = Resolver(schema, copy.deepcopy(raw), dict(origins))
+    resolver = Resolver(schema, copy.deepcopy(raw), dict(origins), is_part=is_part)
     _drop_derived(resolver, {path for path, _ in overrides})
     for path, text in _arms_first(schema, overrides):
         if wrong := _override(resolver, path, text):

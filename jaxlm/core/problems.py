@@ -317,11 +317,15 @@ def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -
 
 
 def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -> Problem:
-    """Return the problem of a name that no arm of a union has."""
+    """Return the problem of a name that no arm of a union has.
+
+    `METHODS` of the first arm has the flags of methods that are settings of an arm, by name.
+    """
     names = list(sections.by_name(arms))
     label = sections.join(path, sections.tag(arms[0]) or "")
     meant = SYNONYMS.get(str(value)) or nearest_word(str(value), names)
-    fix = flag(label, meant) if meant in names else explain(label)
+    method = getattr(arms[0], "METHODS", {}).get(str(value).lower().replace("-", "_"))
+    fix = method or (flag(label, meant) if meant in names else explain(label))
     why = f"it must be one of {', '.join(names)}"
     if own.base_of(arms) is not None:
         why += f", or {own.FORM}"

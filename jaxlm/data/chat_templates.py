@@ -189,3 +189,9 @@ def date_of(template: ChatTemplate) -> str | None:
     if comment := DATE_COMMENT.match(template.source):
         return comment[1]
     return TODAY.isoformat() if TODAY_USE.search(template.source) else None
+
+
+def date_note(template: ChatTemplate) -> str | None:
+    """Return the sentence about the date of a template; None if it has no date."""
+    date = date_of(template)
+    return date and f"the chat template's date is {date} on every day, in place of today's"

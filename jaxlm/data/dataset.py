@@ -90,7 +90,7 @@ def open_data(
     digests = TextDigests(root, progress, log)
     encoder = _tokenizer(config, train_parts, digests)
     changes = prepare(encoder, config.sequence)
-    chat = _chat_encoder(config, encoder)
+    chat = _chat_encoder(config, encoder, warn)
     if chat is not None and config.has_prompts:
         chat = dataclasses.replace(chat, sequence=config.sequence - reserved)
     opener = _Opener(encoder, chat, digests, warn)
@@ -140,8 +140,8 @@ def open_data(
     return Data(encoder, train, validation, fingerprint, template)
 
 
-def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | None:
-    """Return the encoding of conversations; None for text."""
+def _chat_encoder(config: DataConfig, tokenizer: Tokenizer, warn: Log) -> ChatEncoder | None:
+    """Return the encoding of conversations; None for text. Warn of a date in the template."""
     if not config.has_chats:
         return None
     path = Path(config.tokenizer).parent
@@ -149,6 +149,8 @@ def _chat_encoder(config: DataConfig, tokenizer: Tokenizer) -> ChatEncoder | Non
         (path / chat_templates.HUB, path) if config.tokenizer.endswith(TOKENIZER_FILES) else ()
     )
     template = chat_templates.choose(config.template, tokenizer, folders)
+    if note := chat_templates.date_note(template):
+        warn(note)
     options = config.sequence, config.overlong, config.max_dropped, config.answers
     return ChatEncoder(tokenizer, template, *options)
 
@@ -238,7 +240,7 @@ def tokenize(
     """Write each side of the data as a folder of token shards under `out`."""
     train, validation = parts.find_parts(config, Downloads(None, log, progress))
     encoder = _tokenizer(config, train, TextDigests(cache.default(), progress, log))
-    chat = _chat_encoder(config, encoder)
+    chat = _chat_encoder(config, encoder, log)
     written = {}
     for part in (*train, *validation):
         if part.corpus is None:

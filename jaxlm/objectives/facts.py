@@ -5,6 +5,7 @@ Example:
   (True, 'both ways')
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jaxlm.core.own import Interface
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 Architecture = Literal["decoder", "encoder", "encoder-decoder"]
 # The way a model trained on an objective reads a prompt; "none": it cannot continue one.
 Prompts = Literal["left to right", "both ways", "none"]
+
+_PREFERENCE = "--config.objective.name=preference --config.objective.loss={} --config.data.kind={}"
+_POLICY = (
+    "--config.objective.name=policy --config.objective.algorithm={} --config.data.kind=prompts"
+)
 
 
 class ObjectiveFacts:
@@ -38,6 +44,7 @@ class ObjectiveFacts:
       sums_over_rows: loss and metrics are sums over rows, and random only by the model's dropout,
         so that replicas of the model may add up those of their rows apart.
       document_mask: in training a token sees no other document of its row.
+      METHODS: flags of methods that are settings of an objective and of the data, by name.
 
     The settings of an objective in a file of a user have `build(loss, architecture)` too, which
     returns the `Objective`, as `objectives.build` does for the others.
@@ -60,6 +67,15 @@ class ObjectiveFacts:
     document_mask: bool = True
 
     PARTS: ClassVar = Interface("objective", needs=("build",))
+    METHODS: ClassVar[Mapping[str, str]] = {
+        "sft": "--config.objective.name=causal --config.data.kind=chat",
+        **{loss: _PREFERENCE.format(loss, "pairs") for loss in ("dpo", "ipo", "orpo", "simpo")},
+        "kto": _PREFERENCE.format("kto", "labeled"),
+        **{
+            name: _POLICY.format(name)
+            for name in ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo", "reinforce")
+        },
+    }
 
     @property
     def mtp_settings(self) -> "MTP | None":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
@@ -23,6 +23,12 @@ def is_at(pattern: str, path: str) -> bool:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Full:
     """All parameters are trained, except those of `optim.freeze`."""
+
+    # Flags of methods that are settings of an adapter, by name.
+    METHODS: ClassVar[Mapping[str, str]] = {
+        "rslora": "--config.tune.name=lora --config.tune.scale=root",
+        "pissa": "--config.tune.name=lora --config.tune.init=pissa",
+    }
 
     name: Literal["full"] = "full"
     unmerged: ClassVar[str] = ""

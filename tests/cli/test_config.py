@@ -84,6 +84,14 @@ def test_explain_without_a_path_lists_the_sections_and_of_a_section_its_settings
     assert answer(capsys, "explain", "optim", "--config=x.py")["value"] == Run().optim.name
 
 
+def test_explain_of_a_config_that_lacks_its_data(capsys):
+    explained = answer(capsys, "explain", "tune.rank", "--config=finetune/lora")
+    assert explained["value"] == 16
+    assert "finetune/lora.py:" in explained["origin"]
+    assert main(["config", "show", "--config=finetune/lora"]) == 2
+    assert main(["config", "explain", "tune.rank", "--config.tune.rank=x"]) == 2
+
+
 def test_explain_of_a_misspelt_setting_names_the_nearest(capsys):
     assert main(["config", "explain", "optim.lrr"]) == 2
     assert "optim.lr" in capsys.readouterr().err

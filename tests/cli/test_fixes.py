@@ -16,7 +16,9 @@ from jaxlm.core.nearest import SYNONYMS, distance
 from jaxlm.core.sections import choices, read, settings, show
 from jaxlm.core.span import Span
 from jaxlm.corpus.config import Recipe
+from jaxlm.objectives.config import Causal
 from jaxlm.recipes.config import Run
+from jaxlm.tune.config import Full
 
 SCHEMAS = {"run": Run, "recipe": Recipe}
 PLAIN = {
@@ -135,6 +137,27 @@ def test_names_of_other_trainers_are_settings_that_exist():
 )
 def test_a_wrong_value_is_fixed_to_the_same_value_or_explained(override, fix, capsys):
     assert refused(capsys, "config", "validate", f"--config.{override}")["fix"] == fix
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        *(("objective.name", method) for method in Causal.METHODS),
+        *(("tune.name", method) for method in Full.METHODS),
+    ],
+)
+def test_a_method_that_is_settings_of_an_arm_is_fixed_to_them(path, method, capsys):
+    """`dpo` was fixed to `ppo`, its nearest word."""
+    fix = refused(capsys, "config", "validate", f"--config.{path}={method}")["fix"]
+    flags = [word.removeprefix("--config.").partition("=")[::2] for word in fix.split()]
+    chosen = config.flatten(config.load(Run, None, flags).value)
+    if method == "sft":
+        assert (chosen["objective.name"], chosen["data.kind"]) == ("causal", "chat")
+    else:
+        names = {"rslora": ("tune.scale", "root"), "pissa": ("tune.init", "pissa")}
+        loss = "objective.loss" if "objective.loss" in chosen else "objective.algorithm"
+        setting, value = names.get(method, (loss, method))
+        assert chosen[setting] == value
 
 
 def test_numbers_that_are_taken_need_no_fix():

@@ -289,6 +289,17 @@ def test_a_conversation_that_the_template_refuses_ends_the_run_or_is_counted(tmp
     assert "left out of train: 1 refused by the chat template" in output
 
 
+def test_the_date_of_a_template_is_named(tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content + '<|eos|>' }}{% endfor %}"
+    )
+    output = []
+    train = write(tmp_path / "chat.jsonl", [pair("a", "b")])
+    data = opened(tmp_path, train, output, template=str(tmp_path / "own.jinja"))
+    assert peek.render_segments(rows(data), data.tokenizer, 0)[0].startswith("2024a")
+    assert "the chat template's date is 2024-07-26 on every day, in place of today's" in output
+
+
 def test_token_shards_of_conversations_keep_weights_and_template(chats, tmp_path):
     config = DataConfig(train=(chats,), validation=(), kind="chat", tokenizer="bytes", sequence=128)
     written = dataset.tokenize(config, tmp_path / "out", lambda _: None, lambda *_: None)

@@ -194,8 +194,8 @@ def template_of(
         if folder is None:
             continue
         if (template := chat_templates.of_folder(folder)) is not None:
-            if date := chat_templates.date_of(template):
-                say(f"the chat template's date is {date} on every day: answers do not depend on it")
+            if note := chat_templates.date_note(template):
+                say(note)
             return template
     places = "chat_template.jinja, tokenizer_config.json or a GGUF"
     why = f"a template comes with training on conversations, or an imported model: in {places}"
