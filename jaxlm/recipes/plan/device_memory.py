@@ -26,9 +26,10 @@ from jaxlm.tune import cost
 from jaxlm.tune.config import Full, Lora, QLora
 
 FRAGMENTATION = 1.1  # buffers are placed in a heap with holes
-# Arrays of the size of the logits that a divergence needs more than the loss of labels: those of
-# the student at the temperature, of what is compared, and their gradient; as compiled.
-DIVERGENCE_LOGITS = 3
+# Arrays of the size of the logits that a divergence needs more than the loss of labels, as compiled:
+# from a teacher's logits, those of the student at the temperature, of what is compared, and their
+# gradient; from stored ids, the first.
+TEACHER_LOGITS, STORED_LOGITS = 3, 1
 READ = ("/weight", "/lora_a", "/ia3")  # leaves whose gradient reads the input of their layer
 
 
@@ -207,7 +208,9 @@ def temporary_bytes(
     tokens = min(run.loss.chunk or predicted, predicted)
     # With their exponentials or gradients; unchunked logits of each further head are saved.
     heads = 0 if tokens < predicted else len(decoder.heads)
-    divergence = DIVERGENCE_LOGITS if isinstance(run.objective, Distill) else 0
+    divergence = 0
+    if isinstance(run.objective, Distill):
+        divergence = STORED_LOGITS if run.objective.stored else TEACHER_LOGITS
     wide = 1 + divergence + heads  # in float32
     logits = (wide * 4 + share.logit_bytes) * tokens * _outputs(run, decoder, share)
     repeated = [each for each in tensors(decoder) if each.axes[0] == "layers"]

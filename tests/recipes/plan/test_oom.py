@@ -44,14 +44,15 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
     assert not (tmp_path / "short/metrics.jsonl").read_text()
     assert json.loads((tmp_path / "short/exit.json").read_text())["code"] == 71
     first = output.split("fix")[1].splitlines()[0]
-    flags, promised = re.match(r"\s*(.*?)    # ([\d.]+) MiB a device", first).groups()
+    flags, promised = re.match(r"\s*(.*?)    # ([\d.]+) MiB per device", first).groups()
     assert float(promised) <= float(available)
     assert main([*words, *flags.split(), f"--workdir={tmp_path / 'fits'}"]) == 0
     held = json.loads((tmp_path / "fits/forecast.json").read_text())["compiled_bytes_per_device"]
     assert held["total"] <= 0.012 * 2**30
 
     log = (tmp_path / "fits/log.txt").read_text()
-    assert re.search(r"\n  plan +[\d.]+ \w*B of .* a device; .* a step, .* for 2 steps\n", log)
+    line = r"\n  plan +[\d.]+ \w*B of .* a device, .* an evaluation; .* a step, .* for 2 steps\n"
+    assert re.search(line, log)
     text = (tmp_path / "fits/report.html").read_text()
     assert "<h2>Plan</h2>" in text
     assert "memory per device" in text
