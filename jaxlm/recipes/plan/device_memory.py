@@ -26,9 +26,9 @@ from jaxlm.tune import cost
 from jaxlm.tune.config import Full, Lora, QLora
 
 FRAGMENTATION = 1.1  # buffers are placed in a heap with holes
-# Arrays of the size of the logits that a divergence needs more than the loss of labels, as compiled:
-# from a teacher's logits, those of the student at the temperature, of what is compared, and their
-# gradient; from stored ids, the first.
+# Arrays of the size of the logits that a divergence needs more than the loss of labels, as they are
+# compiled: from a teacher's logits, those of the student at the temperature, of what is compared,
+# and their gradient; from stored ids, the first.
 TEACHER_LOGITS, STORED_LOGITS = 3, 1
 READ = ("/weight", "/lora_a", "/ia3")  # leaves whose gradient reads the input of their layer
 
