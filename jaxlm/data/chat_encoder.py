@@ -113,12 +113,38 @@ class BatchEncoder(contextlib.ExitStack):
         Raises:
           DataError: if the template is invalid, or one is too long and `overlong` is `error`.
         """
-        figures, left_out = Counter[str](), Counter[str]()
-        results: dict[int, _Result] = {}
-        items, reasons, errors = dict(enumerate(batch)), dict[int, str](), list[DataError]()
+        figures, left_out, errors = Counter[str](), Counter[str](), list[DataError]()
+        outcomes = self._outcomes(batch, figures, errors)
+        used: list[tuple[int, Encoded]] = []
+        size = 2 if self._settings.answers == "pairs" else 1
+        for first in range(0, len(batch), size):
+            group = [outcomes[number] for number in range(first, first + size)]
+            results = [each for each in group if isinstance(each, _Result)]
+            reason = next((each for each in group if isinstance(each, str)), None)
+            if reason is None and size == 2:
+                reason = self._unfit(*(each.ids.ids for each in results))
+            if reason is not None:
+                left_out[reason] += 1
+                continue
+            used += [(first + number, each.encoded) for number, each in enumerate(results)]
+            if size == 2:
+                figures["pairs"] += 1
+            for each in results:
+                self._count(each, figures)
+        return EncodedBatch(used, left_out, figures, len(errors), errors[0] if errors else None)
+
+    def _outcomes(
+        self, batch: Sequence[Item], figures: Counter[str], errors: list[DataError]
+    ) -> dict[int, "_Result | str"]:
+        """Return the result of each conversation by its number, or the reason to leave it out.
+
+        Count turns that are cut in `figures`, and add the errors of refused ones to `errors`.
+        """
+        outcomes: dict[int, _Result | str] = {}
+        items = dict(enumerate(batch))
         while items:
             rendered = self._rendered([conversation for _, conversation in items.values()])
-            usable = self._usable(items, rendered, reasons, errors)
+            usable = self._usable(items, rendered, outcomes, errors)
             encodings = self._control.encode([(each.text, each.spans) for each in usable.values()])
             shorter: dict[int, Item] = {}
             for (number, text), encoding in zip(usable.items(), encodings, strict=True):
@@ -129,37 +155,20 @@ class BatchEncoder(contextlib.ExitStack):
                 if len(ids.ids) - 1 > self._settings.sequence:
                     cut = self._cut(document, conversation, len(ids.ids))
                     if cut is None:
-                        reasons[number] = TOO_LONG
+                        outcomes[number] = TOO_LONG
                     else:
                         figures["turns_cut"] += len(conversation.messages) - len(cut.messages)
                         shorter[number] = document, cut
                 elif conversation.goal is not None and len(ids.ids) < MIN_PROMPT:
-                    reasons[number] = TOO_SHORT
+                    outcomes[number] = TOO_SHORT
                 elif conversation.steps and np.count_nonzero(ids.weights) < len(conversation.steps):
-                    reasons[number] = NO_STEP_END
+                    outcomes[number] = NO_STEP_END
                 elif ids.weights[1:].any() or conversation.goal is not None:
-                    results[number] = _Result(document, conversation, text, ids)
+                    outcomes[number] = _Result(document, conversation, text, ids)
                 else:
-                    reasons[number] = UNTRAINED
+                    outcomes[number] = UNTRAINED
             items = shorter
-        used: list[tuple[int, _Result]] = []
-        size = 2 if self._settings.answers == "pairs" else 1
-        for first in range(0, len(batch), size):
-            numbers = range(first, first + size)
-            reason = next((reasons[n] for n in numbers if n in reasons), None)
-            if reason is None and size == 2:
-                reason = self._unfit(*(results[n].ids.ids for n in numbers))
-            if reason is None:
-                used += [(n, results[n]) for n in numbers]
-            else:
-                left_out[reason] += 1
-        for _, each in used:
-            self._count(each, figures)
-        if size == 2 and used:
-            figures["pairs"] = len(used) // 2
-        encoded = [(number, each.encoded) for number, each in used]
-        error = errors[0] if errors else None
-        return EncodedBatch(encoded, left_out, figures, len(errors), error)
+        return outcomes
 
     def _unfit(self, one: Int[np.ndarray, "n"], other: Int[np.ndarray, "m"]) -> str | None:
         """Return the reason to leave out a pair of ids; None if it can be used."""
@@ -201,7 +210,7 @@ class BatchEncoder(contextlib.ExitStack):
         self,
         items: dict[int, Item],
         rendered: Sequence[Rendered | Rejected],
-        reasons: dict[int, str],
+        outcomes: dict[int, "_Result | str"],
         errors: list[DataError],
     ) -> dict[int, Rendered]:
         """Return the rendered texts by number; add the reason and the error of refused ones."""
@@ -213,7 +222,7 @@ class BatchEncoder(contextlib.ExitStack):
             if isinstance(text, Rendered):
                 usable[number] = text
                 continue
-            reasons[number] = text.reason
+            outcomes[number] = text.reason
             errors.append(not_a_conversation(text, document.file, document.record))
         return usable
 
